@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import registry
-from ejkernel_pallas.tpu.profile.operation import operation_case
+from ejkernel_pallas.tpu.profile.operation import make_profile_case
 
 OP = registry().op("flash_attention")
 
 
 def made(name: str, gradient: bool):
     record = next(case for case in OP.cases if case.name == name).make(jax.random.key(0))
-    return record, operation_case(name, OP.name, record, "xla", gradient, 1e9)
+    return record, make_profile_case(name, OP.name, record, "xla", gradient, 1e9)
 
 
 @pytest.mark.parametrize("name", ["causal", "segments with padding"])

@@ -78,7 +78,11 @@ def test_large_tiles_on_and_off_the_diagonal():
         pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, wanted=frozenset(FIELDS))
         return got, residuals.lse, backward(pullback, back)
 
-    with interpreted(), mock.patch.object(score_chunk, "UNROLLED", 128 * 128), mock.patch.object(config, "LARGE", 256):
+    with (
+        interpreted(),
+        mock.patch.object(score_chunk, "UNROLLED", 128 * 128),
+        mock.patch.object(config, "LARGE_TILE", 256),
+    ):
         got, found_lse, found = both(made, cotangent)
     close(got, output, made.query.dtype)
     close(found_lse, lse, made.query.dtype)

@@ -6,12 +6,12 @@ interpreted there by Pallas: slowly, with the results of a TPU. Blocks that exte
 
 import os
 
-VARIABLE = "EJKERNEL_TPU_INTERPRET"
+INTERPRET_VARIABLE = "EJKERNEL_TPU_INTERPRET"
 
 
 def interpreting() -> bool:
     """Returns whether this process interprets TPU kernels, for `interpret=` of `pallas_call`."""
-    return os.environ.get(VARIABLE, "0").lower() in ("1", "true", "yes", "on")
+    return os.environ.get(INTERPRET_VARIABLE, "0").lower() in ("1", "true", "yes", "on")
 
 
 def devices() -> frozenset[str]:

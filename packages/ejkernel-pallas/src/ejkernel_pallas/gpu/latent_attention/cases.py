@@ -53,9 +53,9 @@ def _dense_cache_case(one_cache: bool) -> Case:
     )
 
     def make(key: jax.Array) -> MLADecodeArguments:
-        given: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
-        given |= {"sliding_window": 70} if one_cache else {}
-        return MLADecodeArguments(**given)
+        inputs: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
+        inputs |= {"sliding_window": 70} if one_cache else {}
+        return MLADecodeArguments(**inputs)
 
     fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if one_cache else ()))
     return tagged(f"512 + 64, {'one cache, window' if one_cache else 'two caches'}", make, fields, ())

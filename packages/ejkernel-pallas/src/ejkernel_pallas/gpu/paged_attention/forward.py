@@ -61,8 +61,8 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
     output, lse = prefill(record, spec, prefill_limits, cache)
     tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
     # The prefill's results of all tokens are in order; those of sequences with few tokens are overwritten.
-    made, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
-    return made, sums
+    results, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
+    return results, sums
 
 
 def _few(
@@ -158,8 +158,8 @@ def _to_row_order(
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the outputs of whole items and the partial results of split items."""
 
-    def body(operand_refs: dict[str, Any], made: Any, buffers: dict[str, Any]) -> None:
-        paged_kernel(Call(spec, operand_refs, made, Shared(**buffers)))
+    def body(operand_refs: dict[str, Any], results: Any, buffers: dict[str, Any]) -> None:
+        paged_kernel(Call(spec, operand_refs, results, Shared(**buffers)))
 
     parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
     outputs = [

@@ -71,8 +71,8 @@ def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], ba
         else split_tail_wave(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
     )
 
-    made = run_plan(spec, tile, plan, operands, batch)
-    return _with_split(plan, *made) if plan.split.tiles else made
+    results = run_plan(spec, tile, plan, operands, batch)
+    return _with_split(plan, *results) if plan.split.tiles else results
 
 
 def run_plan(

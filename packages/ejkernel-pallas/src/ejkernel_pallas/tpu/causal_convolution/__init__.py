@@ -14,7 +14,7 @@ from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 WIDTHS = range(2, 9)
 """The largest number of weights per channel: the rows of one vector register hold the tokens before a block."""
-MOST_SEQUENCES = 2**16
+MAX_SEQUENCES = 2**16
 """Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
 
 
@@ -22,9 +22,9 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.x.size:
         yield "an array is empty"
-    if record.cu_seqlens is not None and record.cu_seqlens.shape[0] - 1 > MOST_SEQUENCES:
+    if record.cu_seqlens is not None and record.cu_seqlens.shape[0] - 1 > MAX_SEQUENCES:
         count = record.cu_seqlens.shape[0] - 1
-        yield f"cu_seqlens: {count} sequences are more than the {MOST_SEQUENCES} whose bounds scalar memory holds"
+        yield f"cu_seqlens: {count} sequences are more than the {MAX_SEQUENCES} whose bounds scalar memory holds"
 
 
 def implementations() -> tuple[Implementation, ...]:

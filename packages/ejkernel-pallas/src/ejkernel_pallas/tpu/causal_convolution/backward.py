@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.causal_convolution import plan
 from ejkernel_pallas.tpu.causal_convolution.config import ROWS, TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.forward import block_operand, run
 from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd
-from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO
+from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO_TOKENS
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -39,10 +39,12 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     before = jnp.zeros(states(record).shape, jnp.float32)
     if spec.separate_first:
         first = plan.first_tokens(record)
-        of_first = _first_gradients(first, spec, outputs)
-        dx = plan.add_first(first, spec.packed, dx, of_first["x"].astype(dx.dtype))
-        before = of_first["initial_state"]
-        found = {name: found[name] + of_first[name] if name in of_first else found[name] for name in found}
+        first_gradients = _first_gradients(first, spec, outputs)
+        dx = plan.add_first(first, spec.packed, dx, first_gradients["x"].astype(dx.dtype))
+        before = first_gradients["initial_state"]
+        found = {
+            name: found[name] + first_gradients[name] if name in first_gradients else found[name] for name in found
+        }
     dx, before = add_state_gradients(record, dx, before, final)
     found |= {"x": dx, "initial_state": before, "sequence_state": before}
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
@@ -57,7 +59,7 @@ def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Ar
         return step[0], jnp.maximum(block, 0), step[1]
 
     sums = 8 * (spec.width + 1)
-    made = run(
+    results = run(
         "causal_conv_bwd",
         causal_conv_bwd,
         record,
@@ -74,10 +76,10 @@ def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Ar
                 lambda *step: (step[0], 0, step[1]),
             ),
         },
-        scratch={"sums": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO, LANES), jnp.float32)},
+        scratch={"sums": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO_TOKENS, LANES), jnp.float32)},
     )
-    dweights = made["dweights"].reshape(rows, spec.width + 1, 8, channels).sum(axis=(0, 2))
-    return made["dx"], dweights * 0.5 if spec.halved else dweights
+    dweights = results["dweights"].reshape(rows, spec.width + 1, 8, channels).sum(axis=(0, 2))
+    return results["dx"], dweights * 0.5 if spec.halves_sums else dweights
 
 
 def _first_gradients(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:

@@ -9,9 +9,9 @@ from ejkernel.ops.params import Direction
 
 LANES, ROWS = 128, 16
 """Channels of a vector register, and tokens of one in bfloat16."""
-TOKENS = (128, 256, 512)
-CHANNELS = (256, 512, 1024)
-MOST = 2**20
+BLOCK_TOKENS = (128, 256, 512)
+BLOCK_CHANNELS = (256, 512, 1024)
+MAX_BLOCK_ELEMENTS = 2**20
 """Elements of a block: 32 MiB of VMEM in the backward pass, which has three blocks twice and two more in float32."""
 
 
@@ -32,10 +32,10 @@ class TpuConvolution:
             raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {ROWS}")
         if self.block_c < LANES or self.block_c % LANES:
             raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {LANES}")
-        if self.block_t * self.block_c > MOST:
+        if self.block_t * self.block_c > MAX_BLOCK_ELEMENTS:
             raise ValueError(
-                f"block_t and block_c: got {self.block_t} and {self.block_c}, wants at most {MOST} elements in a block:"
-                " blocks and what is computed of them take 32 bytes of VMEM an element"
+                f"block_t and block_c: got {self.block_t} and {self.block_c}, wants at most "
+                f"{MAX_BLOCK_ELEMENTS} elements in a block, which takes 32 bytes of VMEM per element"
             )
 
 
@@ -45,16 +45,18 @@ PUBLIC_FIELDS = {"block_t": "block_t", "block_c": "block_c"}
 
 def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> TpuConvolution:
     """Returns the configuration for a record. It is not measured: the profile predicts it as the fastest on v5e."""
-    return _fitting(record, 512, 1024 if direction == "forward" else 512)
+    return _fit_block_sizes(record, 512, 1024 if direction == "forward" else 512)
 
 
 def candidates(record: CausalConvolution, device: Any, direction: Direction) -> tuple[TpuConvolution, ...]:
     """Configurations worth measuring."""
-    found = (_fitting(record, t, c) for t in TOKENS for c in CHANNELS)
+    found = (_fit_block_sizes(record, t, c) for t in BLOCK_TOKENS for c in BLOCK_CHANNELS)
     return tuple(dict.fromkeys((heuristic(record, device, direction), *found)))
 
 
-def _fitting(record: CausalConvolution, block_t: int, block_c: int) -> TpuConvolution:
+def _fit_block_sizes(record: CausalConvolution, block_t: int, block_c: int) -> TpuConvolution:
     """Returns a block size no larger than the array, rounded up to whole registers."""
-    tokens, channels = (cdiv(size, unit) * unit for size, unit in zip(record.x.shape[1:], (ROWS, LANES), strict=True))
+    tokens, channels = (
+        cdiv(size, multiple) * multiple for size, multiple in zip(record.x.shape[1:], (ROWS, LANES), strict=True)
+    )
     return TpuConvolution(block_t=min(block_t, tokens), block_c=min(block_c, channels))

@@ -13,7 +13,7 @@ from ejkernel.families.causal_convolution.final_states import final_states
 from ejkernel_pallas.tpu.causal_convolution import plan
 from ejkernel_pallas.tpu.causal_convolution.config import TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_fwd import causal_conv_fwd
-from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO, ConvolutionRefs
+from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO_TOKENS, ConvolutionRefs
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -30,7 +30,7 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
         Output [B, T, C] and final states, both in x's dtype. There are no residuals.
     """
     spec = make_spec(record, config)
-    made = run(
+    results = run(
         "causal_conv_fwd",
         causal_conv_fwd,
         record,
@@ -39,7 +39,7 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
         outputs={"output": block_operand(spec, jax.ShapeDtypeStruct(record.x.shape, record.x.dtype))},
         scratch={},
     )
-    output = made["output"]
+    output = results["output"]
     if spec.separate_first:
         first = plan.first_tokens(record)
         (rows, _), _ = reference(first.record)
@@ -69,7 +69,7 @@ def run(
     """Runs a kernel on all blocks; x and the weights are among its inputs."""
     backwards = bool(inputs)
     weights = Operand(plan.weights(record, spec), (spec.width + 1, spec.block_c), lambda *step: (0, step[1]))
-    tokens = pltpu.VMEM((spec.block_c // LANES, HALO + spec.block_t, LANES), jnp.float32)
+    tokens = pltpu.VMEM((spec.block_c // LANES, HALO_TOKENS + spec.block_t, LANES), jnp.float32)
     return launch(
         KernelCall(
             name=f"ejkernel_causal_convolution_{name}",

@@ -87,4 +87,4 @@ def weights(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
     """
     bias = jnp.zeros(record.weight.shape[0], jnp.float32) if record.bias is None else record.bias.astype(jnp.float32)
     rows = jnp.concatenate([record.weight.astype(jnp.float32).T[::-1], bias[None]])
-    return rows * 0.5 if spec.halved else rows
+    return rows * 0.5 if spec.halves_sums else rows

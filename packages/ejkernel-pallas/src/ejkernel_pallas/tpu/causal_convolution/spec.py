@@ -21,7 +21,7 @@ class ConvolutionSpec:
         tiles: Blocks along the channels.
         tail: Tokens of the last block.
         silu: Whether the activation is SiLU.
-        halved: Whether kernels compute half of the sums, for an activation by way of the hyperbolic tangent.
+        halves_sums: Whether kernels compute half of the sums, for an activation by way of the hyperbolic tangent.
         packed: Whether the row holds several sequences.
         separate_first: Whether the first W - 1 tokens of sequences are computed outside of the kernels, from the
             states before them.
@@ -34,7 +34,7 @@ class ConvolutionSpec:
     tiles: int
     tail: int
     silu: bool
-    halved: bool
+    halves_sums: bool
     packed: bool
     separate_first: bool
 
@@ -53,7 +53,7 @@ def make_spec(record: CausalConvolution, config: TpuConvolution) -> ConvolutionS
         tail=tokens - (blocks - 1) * config.block_t,
         silu=record.activation == "silu",
         # The unit's tangent has fewer digits than float32.
-        halved=record.activation == "silu" and record.x.dtype == jnp.bfloat16,
+        halves_sums=record.activation == "silu" and record.x.dtype == jnp.bfloat16,
         packed=packed,
         separate_first=packed or record.initial_state is not None,
     )

@@ -11,10 +11,10 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.grouped_matmul import config
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
-OPTIONAL = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
+OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
-GATED_OPTIONAL = frozenset({"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}) | {
+GATED_OPTIONAL_FIELDS = frozenset({"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}) | {
     *("alpha", "beta", "limit", "precision")
 }
 """The optional arguments that the kernel of gated products supports."""
@@ -37,11 +37,11 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def _table_reasons(record: Any) -> Iterable[str]:
     """Yields a reason to refuse a record whose work list does not fit scalar memory."""
-    needed = config.table_bytes(record)
-    if needed > config.TABLE_LIMIT:
+    needed_bytes, rows = config.table_bytes(record), record.lhs.shape[0]
+    if needed_bytes > config.WORK_LIST_SMEM_BYTES:
         yield (
-            f"the work list of {record.lhs.shape[0]} rows and {record.rhs.shape[0]} matrices takes {needed} bytes of "
-            f"SMEM, where kernels have {config.TABLE_LIMIT}"
+            f"the work list of {rows} rows and {record.rhs.shape[0]} matrices takes {needed_bytes} bytes of "
+            f"SMEM, where kernels have {config.WORK_LIST_SMEM_BYTES}"
         )
 
 
@@ -53,12 +53,12 @@ def _gated_reasons(record: Any) -> Iterable[str]:
     if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in DTYPES:
         yield f"rhs_bias has dtype {record.rhs_bias.dtype}, which is not among {', '.join(DTYPES)}"
     yield from _table_reasons(product)
-    needed = config.whole_columns_bytes(record)
-    if needed > config.WHOLE_COLUMNS_LIMIT:
+    needed_bytes = config.whole_columns_bytes(record)
+    if needed_bytes > config.WHOLE_COLUMNS_VMEM_BYTES:
         half = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
         yield (
             f"the factor's columns begin at column {half} of rhs, which is no multiple of 128, so that a tile has all "
-            f"columns: it takes {needed} bytes of VMEM, where kernels have {config.WHOLE_COLUMNS_LIMIT}"
+            f"columns: it takes {needed_bytes} bytes of VMEM, where kernels have {config.WHOLE_COLUMNS_VMEM_BYTES}"
         )
 
 
@@ -77,7 +77,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable) - {"lhs_scale"},
             requires=tpu_requires(
-                handles=frozenset(OPTIONAL),
+                handles=frozenset(OPTIONAL_FIELDS),
                 extra=_reasons,
             ),
             config=ConfigSpace(
@@ -96,7 +96,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
-            requires=tpu_requires(handles=GATED_OPTIONAL, extra=_gated_reasons),
+            requires=tpu_requires(handles=GATED_OPTIONAL_FIELDS, extra=_gated_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,

@@ -33,14 +33,14 @@ PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n
 """Maps fields of the public configuration to fields of this one."""
 
 LANES = 128
-WHOLE_COLUMNS_LIMIT = 32 * 2**20
+WHOLE_COLUMNS_VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for a tile that has to have all columns of a matrix."""
 ROW_TILES = (1024, 512, 256, 128)
-UNROLLED_COLUMNS = 1024
-"""Columns of a forward tile whose multiplications are counted in `deepest`; wider tiles have a loop."""
+MAX_UNROLLED_COLUMNS = 1024
+"""Columns of a forward tile whose multiplications are counted in `max_block_k`; wider tiles have a loop."""
 
 
-TABLE_LIMIT = 2**20 - 2**16
+WORK_LIST_SMEM_BYTES = 2**20 - 2**16
 """Bytes of SMEM for the work list: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
@@ -49,13 +49,14 @@ class TileLimits(NamedTuple):
 
     Attributes:
         memory: Bytes of VMEM for the blocks of candidates.
-        deepest: The largest number of multiplications of a tile: libtpu takes seconds for more, or they need a loop.
-        quick: Bytes of VMEM for default blocks: libtpu takes a minute for kernels with more.
+        max_block_k: The largest number of multiplications of a tile: libtpu takes seconds for more, or they need a
+            loop.
+        default_vmem_bytes: Bytes of VMEM for default blocks: libtpu takes a minute for kernels with more.
     """
 
     memory: int
-    deepest: int = 2**32
-    quick: int = 64 * MEBI
+    max_block_k: int = 2**32
+    default_vmem_bytes: int = 64 * MEBI
 
 
 LIMITS = {
@@ -71,8 +72,8 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMa
     """Returns the default tiles for a record on a device: those with the lowest estimate of operations and bytes."""
     tpu = tpu_of(device)
     limits = LIMITS[tpu.name]
-    limits = limits._replace(memory=min(limits.memory, limits.quick))
-    return min(_fitting(record, limits, direction), key=lambda tiles: _seconds(record, tpu, tiles))
+    limits = limits._replace(memory=min(limits.memory, limits.default_vmem_bytes))
+    return min(_fitting(record, limits, direction), key=lambda tiles: _estimate_seconds(record, tpu, tiles))
 
 
 def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
@@ -80,7 +81,7 @@ def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Directio
     if direction == "forward" and whole_columns_bytes(record):
         return _whole_columns(record)
     tiles = heuristic(product_of(record), device, direction)
-    return _halved(tiles) if record.gated and direction == "forward" else tiles
+    return _halve_columns(tiles) if record.gated and direction == "forward" else tiles
 
 
 def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
@@ -88,7 +89,7 @@ def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Directi
     if direction == "forward" and whole_columns_bytes(record):
         return (_whole_columns(record),)
     tiles = candidates(product_of(record), device, direction)
-    return tuple(map(_halved, tiles)) if record.gated and direction == "forward" else tiles
+    return tuple(map(_halve_columns, tiles)) if record.gated and direction == "forward" else tiles
 
 
 def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
@@ -100,7 +101,7 @@ def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
 def table_bytes(record: GroupedMatmul) -> int:
     """Returns the bytes of SMEM of the work list with the smallest tiles of rows that the heuristic chooses."""
     rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
-    return 6 * 4 * (cdiv(rows, max(LANES, _rows(record) // 2)) + matrices)
+    return 6 * 4 * (cdiv(rows, max(LANES, _tile_rows(record) // 2)) + matrices)
 
 
 def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
@@ -108,22 +109,24 @@ def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
     if not record.gated or record.interleaved or width // 2 % LANES == 0:
         return 0
-    return _bytes(product_of(record), "forward", LANES, LANES, _padded(width))
+    return _vmem_bytes(product_of(record), "forward", LANES, LANES, _pad_to_lanes(width))
 
 
 def _whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
     """Returns the largest tiles with all columns of a matrix that fit VMEM."""
     product = product_of(record)
-    width, most = _padded(columns(product)), (_rows(product), min(1024, _padded(product.lhs.shape[1])))
+    width, most = _pad_to_lanes(columns(product)), (_tile_rows(product), min(1024, _pad_to_lanes(product.lhs.shape[1])))
     sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in ROW_TILES if m <= most[0] and k <= most[1]]
-    fits = (size for size in sizes if _bytes(product, "forward", *size, width) <= WHOLE_COLUMNS_LIMIT)
-    m, k = next(fits, (LANES, LANES))
-    return TpuMatmul(block_m=m, block_k=k, block_n=_padded(width // 2))
+    fitting_sizes = (
+        size for size in sizes if _vmem_bytes(product, "forward", *size, width) <= WHOLE_COLUMNS_VMEM_BYTES
+    )
+    m, k = next(fitting_sizes, (LANES, LANES))
+    return TpuMatmul(block_m=m, block_k=k, block_n=_pad_to_lanes(width // 2))
 
 
-def _halved(tiles: TpuMatmul) -> TpuMatmul:
+def _halve_columns(tiles: TpuMatmul) -> TpuMatmul:
     """Returns tiles with the same products, where two columns make one column of the output."""
-    return dataclasses.replace(tiles, block_n=_padded(max(LANES, tiles.block_n // 2)))
+    return dataclasses.replace(tiles, block_n=_pad_to_lanes(max(LANES, tiles.block_n // 2)))
 
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
@@ -134,34 +137,34 @@ def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tupl
 def kind(record: GroupedMatmul) -> str:
     """Returns the key of a shipped table entry: the matrices' sizes, and the approximate rows of each."""
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"transpose_rhs={record.transpose_rhs}")
-    sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_rows(record)}"
+    sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_tile_rows(record)}"
     return " ".join((*fields, f"out={jnp.dtype(record.out_dtype)}", f"scaled={record.rhs_scale is not None}", sizes))
 
 
-def _rows(record: GroupedMatmul) -> int:
+def _tile_rows(record: GroupedMatmul) -> int:
     """Returns the rows of a tile: about at most the rows of a group."""
-    average = record.lhs.shape[0] / record.group_sizes.shape[0]
-    return next((rows for rows in ROW_TILES if rows <= average), ROW_TILES[-1])
+    rows_per_group = record.lhs.shape[0] / record.group_sizes.shape[0]
+    return next((rows for rows in ROW_TILES if rows <= rows_per_group), ROW_TILES[-1])
 
 
 def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
     """Yields each of the tiles that fit memory once."""
-    depth, width, seen = _padded(record.lhs.shape[1]), _padded(columns(record)), set[tuple[int, int, int]]()
+    depth, width, seen = _pad_to_lanes(record.lhs.shape[1]), _pad_to_lanes(columns(record)), set[tuple[int, int, int]]()
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
-    if direction == "forward" and _rows(record) == ROW_TILES[0]:
+    if direction == "forward" and _tile_rows(record) == ROW_TILES[0]:
         sizes.append((depth, 2048))  # reads rows half as often: with few rows, reading matrices is the bottleneck
-    for height in (_rows(record), _rows(record) // 2):
+    for height in (_tile_rows(record), _tile_rows(record) // 2):
         for k, n in sizes:
-            tiles = (min(max(LANES, height), _padded(record.lhs.shape[0])), min(k, depth), min(n, width))
-            laid_out = tiles[2] if direction == "backward" else min(tiles[2], UNROLLED_COLUMNS)
-            small = _bytes(record, direction, *tiles) <= limits.memory
-            small = small and tiles[0] * tiles[1] * laid_out <= limits.deepest
+            tiles = (min(max(LANES, height), _pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
+            unrolled_columns = tiles[2] if direction == "backward" else min(tiles[2], MAX_UNROLLED_COLUMNS)
+            small = _vmem_bytes(record, direction, *tiles) <= limits.memory
+            small = small and tiles[0] * tiles[1] * unrolled_columns <= limits.max_block_k
             if tiles not in seen and (small or not seen):
                 seen.add(tiles)
                 yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
 
 
-def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
+def _vmem_bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) -> int:
     """Returns bytes of the double-buffered blocks and of the sum, in the backward pass for the larger kernel."""
     rows, matrices, out = record.lhs.dtype.itemsize, record.rhs.dtype.itemsize, jnp.dtype(record.out_dtype).itemsize
     if direction == "backward":
@@ -172,7 +175,7 @@ def _bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: int) 
     return 2 * (m * k * rows + k * n * matrices + m * n * (out + existing)) + 4 * m * n
 
 
-def _seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
+def _estimate_seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
     """Returns the larger of the time of products, including padding of tiles, and that of copies."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
@@ -187,5 +190,5 @@ def _seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
     return max(products / tpu.flops, copied / tpu.bandwidth)
 
 
-def _padded(size: int) -> int:
+def _pad_to_lanes(size: int) -> int:
     return cdiv(size, LANES) * LANES

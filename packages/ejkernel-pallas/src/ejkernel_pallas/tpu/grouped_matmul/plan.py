@@ -98,16 +98,16 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
     # Neighbouring groups share at most one tile, which bounds the list and the grid.
-    matrix, tile, count = _listed(start, counts, tiles + first.shape[0] - 1)
+    matrix, tile, count = _repeat_owners(start, counts, tiles + first.shape[0] - 1)
     work = (matrix > 0) & (matrix <= first.shape[0])
     # An item without work refers to the blocks of the nearest one that has work.
     index = jnp.arange(first.shape[0], dtype=jnp.int32)
     least = jnp.min(jnp.where(nonempty, index, first.shape[0] - 1))
     most = jnp.max(jnp.where(nonempty, index, 0))
-    leading = matrix == 0
-    matrix = jnp.where(work, matrix - 1, jnp.where(leading, least, most))
-    source = jnp.where(work, tile, jnp.where(leading, before, jnp.maximum(after - 1, 0)))
-    flags = work * WORK + leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
+    is_leading = matrix == 0
+    matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, least, most))
+    source = jnp.where(work, tile, jnp.where(is_leading, before, jnp.maximum(after - 1, 0)))
+    flags = work * WORK + is_leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
     return _work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 
@@ -117,14 +117,14 @@ def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
     start = jnp.minimum(first // size, tiles - 1)
-    matrix, tile, count = _listed(start, counts, tiles + first.shape[0])
+    matrix, tile, count = _repeat_owners(start, counts, tiles + first.shape[0])
     flags = jnp.take(nonempty, matrix) * WORK + _changes(matrix) * FIRST
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
     return _work_list(WorkItem(matrix, tile, tile, first, end, flags), count, size)
 
 
-def _listed(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _repeat_owners(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists owners, each `counts` times, with consecutive tiles from its first; also returns the length of the list."""
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     step = jnp.arange(most, dtype=jnp.int32)

@@ -145,8 +145,8 @@ class GroupedSpec:
         """
         if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
             return True
-        doubled = self.gate is not None and self.gate.doubles
-        return math.prod(self.blocks) * (1 + doubled) <= (2 * UNROLLED if self.accumulates else UNROLLED)
+        is_doubled = self.gate is not None and self.gate.doubles
+        return math.prod(self.blocks) * (1 + is_doubled) <= (2 * UNROLLED if self.accumulates else UNROLLED)
 
     @property
     def sums_in_memory(self) -> bool:
@@ -193,7 +193,7 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the output's kernel."""
     (rows, contracted), width = record.lhs.shape, columns(record)
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
-    operand, precision = operands(record, spread=scales > 1)
+    operand, precision = operands(record, broadcasts_scales=scales > 1)
     return GroupedSpec(
         rows=rows,
         contracted=contracted,
@@ -218,12 +218,12 @@ def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Block
         blocks: Tiles; columns are those of the output.
     """
     width = columns(product) // (2 if record.gated else 1)
-    plain = forward_spec(product, blocks._replace(columns=LANES))
+    plain_spec = forward_spec(product, blocks._replace(columns=LANES))
     layout = gate_layout(record)
     return dataclasses.replace(
-        plain,
+        plain_spec,
         columns=width,
-        blocks=plain.blocks._replace(columns=gated_columns(layout, width, blocks.columns)),
+        blocks=plain_spec.blocks._replace(columns=gated_columns(layout, width, blocks.columns)),
         gate=Gate(layout, record.activation, record.alpha, record.beta, record.limit),
     )
 
@@ -248,7 +248,7 @@ def gated_columns(layout: GateLayout, width: int, block: int) -> int:
 def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the kernel of lhs's gradient, which multiplies with transposed matrices."""
     forward = forward_spec(record, blocks)
-    operand, precision = operands(record, spread=True)
+    operand, precision = operands(record, broadcasts_scales=True)
     return dataclasses.replace(
         forward,
         contracted=forward.columns,
@@ -263,21 +263,21 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
 
 def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the kernel of the matrices' gradients."""
-    operand, precision = operands(record, spread=True)
+    operand, precision = operands(record, broadcasts_scales=True)
     return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
 
 
-def operands(record: GroupedMatmul, spread: bool) -> tuple[Any, lax.Precision | None]:
+def operands(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.Precision | None]:
     """Returns dtype and precision of products; matrix units multiply lhs's dtype, or float32 in one or six passes.
 
     Args:
         record: The record.
-        spread: Whether an operand has more digits than lhs: scaled matrices, or a cotangent.
+        broadcasts_scales: Whether an operand has more digits than lhs: scaled matrices, or a cotangent.
     """
-    asked = product_precision(record.lhs.dtype, record.precision)
-    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    if record.lhs.dtype == jnp.float32 or (exact and spread):
-        return jnp.float32, lax.Precision.HIGHEST if exact else asked
+    requested_precision = product_precision(record.lhs.dtype, record.precision)
+    is_exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    if record.lhs.dtype == jnp.float32 or (is_exact and broadcasts_scales):
+        return jnp.float32, lax.Precision.HIGHEST if is_exact else requested_precision
     return record.lhs.dtype, None
 
 

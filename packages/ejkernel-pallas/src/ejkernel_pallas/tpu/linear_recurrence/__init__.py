@@ -19,9 +19,9 @@ LOW_RANK = frozenset({"low_rank_write", "low_rank_read"})
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if (needed := config.state_bytes(record)) > config.STATES_LIMIT:
+    if (needed := config.state_bytes(record)) > config.STATES_VMEM_BYTES:
         sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
-        yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_LIMIT}"
+        yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_VMEM_BYTES}"
     if (needed := config.table_bytes(record)) > config.TABLE_LIMIT:
         yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.TABLE_LIMIT}"
 

@@ -36,15 +36,15 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     record: LinearRecurrence = pullback.record
     plan = make_plan(record, make_spec(record, config))
     arrays = token_arrays(plan, record)
-    made = _run(pullback, plan, arrays, _chunk_states(plan, arrays, states(record)))
-    first = unless_empty(record, made["initial"], pullback.cotangent[1].astype(jnp.float32))
+    results = _run(pullback, plan, arrays, _chunk_states(plan, arrays, states(record)))
+    first = unless_empty(record, results["initial"], pullback.cotangent[1].astype(jnp.float32))
     found = {"initial_state": first, "sequence_state": first}
     for name, count in plan.spec.wide:
-        if f"of_{name}" in made:
-            of_heads = layout.from_operand(plan, name, made[f"of_{name}"], _written(plan.spec, count))
+        if f"of_{name}" in results:
+            of_heads = layout.from_operand(plan, name, results[f"of_{name}"], _written(plan.spec, count))
             found[name] = plan.unalign(of_heads)
-    if "of_columns" in made:
-        of_columns = layout.column_gradients(plan, record, made["of_columns"], made.get("of_along"))
+    if "of_columns" in results:
+        of_columns = layout.column_gradients(plan, record, results["of_columns"], results.get("of_along"))
         found |= {name: plan.unalign(x) for name, x in of_columns.items()}
     return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.wanted)}
 
@@ -53,14 +53,14 @@ def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) ->
     """Returns the states before every chunk, [B, chunks, H, K, V], from the initial states."""
     spec = plan.spec
     shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
-    made = run(
+    results = run(
         "chunk_states",
         chunk_states,
         plan,
         inputs={**inputs(plan, arrays), "initial": layout.states_operand(plan, first, False)},
         outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
     )
-    return made["chunk_states"]
+    return results["chunk_states"]
 
 
 def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: jax.Array) -> dict[str, jax.Array]:
@@ -74,15 +74,15 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
             written = _written(spec, count)
             # What XLA adds up afterwards is in float32.
             dtype = getattr(record, name).dtype if written == count else jnp.float32
-            made = jax.ShapeDtypeStruct((plan.rows, plan.length, written, spec.width(name)), dtype)
-            outputs[f"of_{name}"] = layout.wide_operand(plan, name, made, written, True)
+            results = jax.ShapeDtypeStruct((plan.rows, plan.length, written, spec.width(name)), dtype)
+            outputs[f"of_{name}"] = layout.wide_operand(plan, name, results, written, True)
     of_decay = bool(spec.sums) and "decay" in wanted
     if of_decay or wanted & set(spec.columns):
-        made = (plan.rows, spec.steps, plan.length, layout.column_count(spec))
-        outputs["of_columns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(made, jnp.float32), True)
+        results = (plan.rows, spec.steps, plan.length, layout.column_count(spec))
+        outputs["of_columns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
     if of_decay:
-        made = (plan.rows, spec.steps, plan.chunks, spec.heads, spec.chunk)
-        outputs["of_along"] = layout.rows_operand(plan, jax.ShapeDtypeStruct(made, jnp.float32), True)
+        results = (plan.rows, spec.steps, plan.chunks, spec.heads, spec.chunk)
+        outputs["of_along"] = layout.rows_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
     outputs["initial"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
     return run(
         "chunk_bwd",

@@ -29,8 +29,8 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
         Output [B, T, H, V] in the query's dtype and final states in float32, or the slots that hold them, updated in
         place. There are no residuals: the backward pass recomputes the states between chunks.
     """
-    updates = in_slots(record) is not None and not record.transposed_states
-    return _update_slots(record, config) if updates else _forward(record, config)
+    updates_slots = in_slots(record) is not None and not record.transposed_states
+    return _update_slots(record, config) if updates_slots else _forward(record, config)
 
 
 def _update_slots(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -127,5 +127,5 @@ def unless_empty(record: LinearRecurrence, found: jax.Array, otherwise: jax.Arra
     """Returns the states of sequences; those without tokens, for which no step writes a state, keep `otherwise`."""
     if record.cu_seqlens is None:
         return found
-    empty = jnp.diff(record.cu_seqlens) == 0
-    return jnp.where(empty[:, None, None, None], otherwise, found)
+    is_empty = jnp.diff(record.cu_seqlens) == 0
+    return jnp.where(is_empty[:, None, None, None], otherwise, found)

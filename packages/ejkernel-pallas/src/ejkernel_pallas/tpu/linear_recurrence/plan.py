@@ -23,7 +23,7 @@ from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 
-STRONGEST = -104.0
+MIN_LOG_DECAY = -104.0
 """exp of it is 0 in float32: log gates that channels share are clamped to it, including -inf."""
 
 
@@ -92,11 +92,11 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
         places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
-        held = in_slots(record)
-        table = _ends(places) if held is None else _slot_table(places, held)
+        slots_record = in_slots(record)
+        table = _chunk_table(places) if slots_record is None else _slot_table(places, slots_record)
         # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
         places = places._replace(used=places.used + 0 * table[0])
-        return Plan(spec, rows, tokens, len(places.owner), places, table, None, held is not None)
+        return Plan(spec, rows, tokens, len(places.owner), places, table, None, slots_record is not None)
     chunks = cdiv(tokens, spec.chunk)
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
@@ -130,33 +130,33 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     return Places(source, target, owner, jnp.maximum(ends[-1], 1))
 
 
-def _ends(places: Places) -> jax.Array:
+def _chunk_table(places: Places) -> jax.Array:
     """Returns the table of packed chunks.
 
     A sequence's last chunk may have chunks without tokens after it: the last of these is marked too, for kernels that
     run them.
     """
     owner = places.owner
-    changes = owner[1:] != owner[:-1]
+    is_new_owner = owner[1:] != owner[:-1]
     one = jnp.ones(1, bool)
-    first, last = jnp.concatenate([one, changes]), jnp.concatenate([changes, one])
+    first, last = jnp.concatenate([one, is_new_owner]), jnp.concatenate([is_new_owner, one])
     last = last | (jnp.arange(owner.shape[0], dtype=jnp.int32) == places.used - 1)
     return 4 * owner + 2 * first.astype(jnp.int32) + last.astype(jnp.int32)
 
 
-def _slot_table(places: Places, held: InSlots) -> jax.Array:
+def _slot_table(places: Places, slots_record: InSlots) -> jax.Array:
     """Returns the table of packed chunks whose states are in slots.
 
     A sequence without a slot names that of the sequence before it, and sequences before the first one with a slot name
     that one: the block of a slot is then copied once, and a step that keeps nothing leaves it as it is.
     """
     owner = places.owner
-    slot = held.indices.astype(jnp.int32)[owner]
-    keeps = (slot >= 0) & (slot < held.slots.shape[0])
+    slot = slots_record.indices.astype(jnp.int32)[owner]
+    keeps = (slot >= 0) & (slot < slots_record.slots.shape[0])
     chunk = jnp.arange(owner.shape[0], dtype=jnp.int32)
     named = jnp.maximum(lax.cummax(jnp.where(keeps, chunk, -1)), jnp.argmax(keeps))
-    slot = jnp.clip(slot[named], 0, held.slots.shape[0] - 1)
-    return 8 * slot + 4 * keeps.astype(jnp.int32) + _ends(places) % 4
+    slot = jnp.clip(slot[named], 0, slots_record.slots.shape[0] - 1)
+    return 8 * slot + 4 * keeps.astype(jnp.int32) + _chunk_table(places) % 4
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -204,9 +204,9 @@ def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array 
     """
     spec = plan.spec
     shape = (plan.rows, plan.tokens, spec.total_heads)
-    numbers = {name: plan.align(_one_number(getattr(record, name), shape)) for name in COLUMNS if name in spec.columns}
+    numbers = {name: plan.align(_as_scalar(getattr(record, name), shape)) for name in COLUMNS if name in spec.columns}
     if spec.sums:
-        numbers |= zip(spec.sums, _sums(plan, plan.align(_one_number(record.decay, shape))), strict=True)
+        numbers |= zip(spec.sums, _sums(plan, plan.align(_as_scalar(record.decay, shape))), strict=True)
     parts = [numbers[name].reshape(plan.rows, plan.length, spec.steps, spec.heads) for name in spec.columns]
     if plan.runs is not None:
         runs = plan.runs[:, :, None, None]
@@ -218,7 +218,7 @@ def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array 
     return jnp.concatenate(parts, axis=3).swapaxes(1, 2), along
 
 
-def _one_number(x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _as_scalar(x: Any, shape: tuple[int, ...]) -> jax.Array:
     x = x[..., 0] if x.ndim == len(shape) + 1 else x
     return jnp.broadcast_to(x.astype(jnp.float32), shape)
 
@@ -232,7 +232,7 @@ def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
     shape = (plan.rows, plan.chunks, plan.spec.chunk, -1)
     if plan.runs is not None:
         gates = jnp.where(plan.runs[:, :, None] < 0, 0.0, gates)
-    gates = jnp.maximum(gates, STRONGEST)
+    gates = jnp.maximum(gates, MIN_LOG_DECAY)
     coarse = jnp.round(gates * 256.0) / 256.0
     parts = jnp.stack([coarse, gates - coarse] if len(plan.spec.sums) > 1 else [gates])
     parts = parts.reshape(len(parts), *shape)
@@ -241,12 +241,14 @@ def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
     else:
         # Selected, not subtracted: a gate of another segment may be NaN.
         runs = lax.cummax(plan.runs.reshape(*shape[:3], 1), axis=2)
-        restarts = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
-        found, _ = lax.associative_scan(_restarted, (parts, jnp.broadcast_to(restarts, parts.shape)), axis=3)
+        is_restart = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
+        found, _ = lax.associative_scan(_add_with_restart, (parts, jnp.broadcast_to(is_restart, parts.shape)), axis=3)
     return tuple(found.reshape(len(parts), plan.rows, plan.length, -1))
 
 
-def _restarted(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _add_with_restart(
+    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Returns sums that restart where the second element of a pair says so."""
     return jnp.where(second[1], second[0], first[0] + second[0]), first[1] | second[1]
 
@@ -269,7 +271,7 @@ def column_gradients(
     if along is not None:
         along = along.transpose(0, 2, 4, 1, 3).reshape(plan.rows, plan.length, spec.total_heads)
         shape = (plan.rows, plan.tokens, spec.total_heads)
-        gates = plan.align(_one_number(record.decay, shape))
+        gates = plan.align(_as_scalar(record.decay, shape))
         _, pull = jax.vjp(lambda gates: sum(_sums(plan, gates)), gates)
         (found["decay"],) = pull(found["coarse"] + along)
     return found

@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.linear_recurrence.config import STATES_LIMIT, TpuRecurrence, state_bytes
+from ejkernel_pallas.tpu.linear_recurrence.config import STATES_VMEM_BYTES, TpuRecurrence, state_bytes
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Numbers
 
 COLUMNS = ("beta", "dt", "skip")
@@ -69,7 +69,7 @@ class RecurrenceSpec:
 
 def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
     """Returns the constants of a record's kernels."""
-    total, room = head_count(record), max(1, STATES_LIMIT // max(1, state_bytes(record)))
+    total, room = head_count(record), max(1, STATES_VMEM_BYTES // max(1, state_bytes(record)))
     shared = record.decay is not None and not by_channel(record)
     wide = {"query": record.query, "key": record.key, "value": record.value}
     wide |= {"decay": record.decay} if by_channel(record) else {}

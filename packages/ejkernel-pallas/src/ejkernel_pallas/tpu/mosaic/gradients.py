@@ -8,7 +8,7 @@ import jax
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def with_gradient(saved: Callable[..., Any], gradients: Callable[..., Any], static: tuple[int, ...] = ()) -> Any:
+def with_custom_gradient(saved: Callable[..., Any], gradients: Callable[..., Any], static: tuple[int, ...] = ()) -> Any:
     """Returns a decorator that gives a function the gradient rule `gradients`, with the residuals of `saved`.
 
     Args:

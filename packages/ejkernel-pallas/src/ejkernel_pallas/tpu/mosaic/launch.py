@@ -27,7 +27,7 @@ Index = tuple[Any, ...]
 
 VMEM_LIMIT = 48 * 2**20
 """Bytes of VMEM of a kernel: those of the chip with the least VMEM, minus what XLA keeps there."""
-ROOM = 8 * 2**20
+COMPILER_RESERVE_BYTES = 8 * 2**20
 """Bytes reserved for the compiler, in addition to blocks and scratch memory, where a limit is computed from these."""
 
 
@@ -178,5 +178,5 @@ _constrained.def_vmap(_constrain_batch)
 def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
     """Returns bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
     kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
-    taken = 2 * sum(x.bytes for x in operands) + kept
-    return taken + max(ROOM, taken // 4)
+    used_bytes = 2 * sum(x.bytes for x in operands) + kept
+    return used_bytes + max(COMPILER_RESERVE_BYTES, used_bytes // 4)

@@ -24,8 +24,8 @@ def widen(x: jax.Array, width: int) -> jax.Array:
     """Repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
-    made = jnp.concatenate([x] * cdiv(width, LANES), axis=1)
-    return made[:, :width] if width % LANES else made
+    results = jnp.concatenate([x] * cdiv(width, LANES), axis=1)
+    return results[:, :width] if width % LANES else results
 
 
 def column(row: jax.Array) -> jax.Array:

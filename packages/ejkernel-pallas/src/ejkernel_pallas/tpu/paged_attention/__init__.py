@@ -54,10 +54,10 @@ OPS = frozenset(
 DENSE_ROWS = (1, 2, 4)
 """Numbers of rows that memory stores without padding, in addition to multiples of 8."""
 
-CACHES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 """The largest head dimension, and that of latent vectors with their rotary part."""
-WORDS = 2**18 - 2**13
+SMEM_WORDS = 2**18 - 2**13
 """Words of scalar memory for tables and the work list: all of it, minus the kernel's own use."""
 
 BLOCK = 2**12
@@ -70,20 +70,22 @@ def reasons(record: PagedAttention) -> Generator[str]:
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
         yield f"head sizes {record.query.shape[-1]} and {paged_cache.value_size(record)}: wants at most {most}"
-    if pages.dtype.name not in CACHES:
-        yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHES)}"
+    if pages.dtype.name not in CACHE_DTYPES:
+        yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHE_DTYPES)}"
         return
     if record.block_tables is None:
         yield "block_tables: the kernel does not read a cache without pages"
         return
     tiles, entries = _tiles(record), record.block_tables.size
-    if entries + tiles * len(FIELDS) > WORDS:
+    if entries + tiles * len(FIELDS) > SMEM_WORDS:
         yield (
             f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
-            f"wants entries + {len(FIELDS)} * tiles <= {WORDS}"
+            f"wants entries + {len(FIELDS)} * tiles <= {SMEM_WORDS}"
         )
-    narrower = record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
-    if narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
+    computes_narrower = (
+        record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
+    )
+    if computes_narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
     yield from _pages(record)
 
@@ -95,22 +97,22 @@ def _tiles(record: PagedAttention) -> int:
 
 
 def _pages(record: PagedAttention) -> Generator[str]:
-    slots, letters, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
+    slots, layout, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
     if math.lcm(slots, LANES) > BLOCK:
         yield f"key_pages: no block of at most {BLOCK} keys has whole pages of {slots} and whole lanes"
-    if letters == paged_cache.LATENT:
+    if layout == paged_cache.LATENT:
         yield from _latent_pages(record)
         return
-    if letters in ("phsd", "hpsd"):
-        multiple = 32 // dtype.itemsize
-        if slots % multiple:
-            yield f"key_pages: pages of {slots} slots in a head-major layout; wants a multiple of {multiple}"
+    if layout in ("phsd", "hpsd"):
+        row_multiple = 32 // dtype.itemsize
+        if slots % row_multiple:
+            yield f"key_pages: pages of {slots} slots in a head-major layout; wants a multiple of {row_multiple}"
         return
     if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))} elements; above {LANES} wants equal multiples of it"
     rows, pack = token_rows(record), paged_cache.packing(dtype)
-    if record.new_keys is not None and letters == paged_cache.COMBINED:
+    if record.new_keys is not None and layout == paged_cache.COMBINED:
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return

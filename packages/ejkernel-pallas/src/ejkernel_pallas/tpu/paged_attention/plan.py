@@ -51,16 +51,16 @@ class WorkList(NamedTuple):
 def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     """Returns the work list of a record."""
     starts, lengths = paged_cache.query_ranges(record)
-    first_item, total, sequence, skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
+    first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
     # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
     padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     low, high = _key_range(record, spec, sequence, position, tokens)
     tables = _tables(record)
-    first = (skipped == 0) & (tokens > 0)
+    first = (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
-        "row": (base[sequence] + skipped) * spec.group_size,
+        "row": (base[sequence] + num_skipped) * spec.group_size,
         "tokens": tokens,
         "position": position,
         "low": low,
@@ -119,9 +119,9 @@ def _has_missing_pages(
 ) -> jax.Array:
     """Returns whether a page between two keys is missing."""
     # Cumulative sums over the table: any range of pages then takes two look-ups.
-    absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+    num_absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     first, end = low // spec.cache.slots, cdiv(high, spec.cache.slots)
-    return (absent[sequence, end] - absent[sequence, jnp.minimum(first, end)]) > 0
+    return (num_absent[sequence, end] - num_absent[sequence, jnp.minimum(first, end)]) > 0
 
 
 def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
@@ -138,11 +138,13 @@ def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) 
     return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), live])
 
 
-def _packed(record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, filled: jax.Array) -> jax.Array:
+def _packed(
+    record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, is_filled: jax.Array
+) -> jax.Array:
     """Returns the token at every index of the packed queries; T at padding."""
     total, sequences = record.query.shape[0], ends.shape[0]
     bound = sequences * spec.token_align if record.query_start is None else total + sequences * (spec.token_align - 1)
     index = jnp.arange(cdiv(bound, spec.token_align) * spec.token_align, dtype=jnp.int32)
     # The array's size is a static bound, lengths are not: indices after the last sequence have no token.
     sequence = jnp.minimum(jnp.searchsorted(ends, index, side="right"), sequences - 1)
-    return jnp.where(index < filled[sequence], index + shift[sequence], total)
+    return jnp.where(index < is_filled[sequence], index + shift[sequence], total)

@@ -26,7 +26,7 @@ TILE = 8
 """Sublanes: rows of 32-bit words in one tile of memory."""
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 """The largest numbers of query rows per product: where pairs are masked or tokens few, and elsewhere."""
-PART, CHUNK, KEYS = 256, 512, 1024
+KEYS_PER_PART, KEYS_PER_CHUNK, DEFAULT_BLOCK_KEYS = 256, 512, 1024
 """Numbers of keys: per product of many rows, per product of few rows, and of all products of a decode step together."""
 LATENT_PART, LATENT_STEP = 512, 4
 """Keys per product of latent rows, and products per decode step. The accumulator of 512 columns is rescaled once per
@@ -34,7 +34,7 @@ product, so products of many rows take more keys than elsewhere; docs/lab/tpu_ke
 """
 PREFETCH = 2
 """Number of pipeline stages beyond the block being computed: how many blocks' copies are in flight at the same time."""
-AT_ONCE = 128
+MAX_KEYS_AT_ONCE = 128
 """The largest number of copies that are started without a loop; the code grows with it."""
 
 
@@ -213,7 +213,7 @@ class PagedSpec:
             return 0
         copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
         once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
-        return cdiv(copies, self.copies_per_slice) if self.tokens == 1 and once and copies <= AT_ONCE else 0
+        return cdiv(copies, self.copies_per_slice) if self.tokens == 1 and once and copies <= MAX_KEYS_AT_ONCE else 0
 
     @property
     def whole_blocks(self) -> bool:
@@ -356,7 +356,7 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         small_rows=small_rows,
         row_chunk=max(n for n in range(row_align, max(SMALL_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
         row_block=max(n for n in range(row_align, max(LARGE_PRODUCT_ROWS, small_rows) + 1, row_align) if rows % n == 0),
-        part_kv=math.gcd(chunk, LATENT_PART if cache.latent else PART),
+        part_kv=math.gcd(chunk, LATENT_PART if cache.latent else KEYS_PER_PART),
         block_kv=block,
         chunk_kv=chunk,
         chunks_per_step=chunks_per_step,
@@ -384,8 +384,8 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
 def _products(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
     """Returns keys per product, and products per step: at most `most`, the number that registers hold."""
     if heads_per_product == 1:
-        return math.gcd(block, KEYS if single else CHUNK), 1
-    chunk = math.gcd(block, KEYS // most)
+        return math.gcd(block, DEFAULT_BLOCK_KEYS if single else KEYS_PER_CHUNK), 1
+    chunk = math.gcd(block, DEFAULT_BLOCK_KEYS // most)
     return chunk, math.gcd(block // chunk, most)
 
 

@@ -69,7 +69,7 @@ _V7X = dataclasses.replace(
     _V6E, branch_delay=6, matmul_result=205, reduction=128, rotation=122, transposition=135, dma_read=580, dma_write=500
 )
 
-_MORE = {
+_CHIP_ESTIMATES = {
     "v5e": ("v5e:4x2", _V5E),
     "v5p": ("v5p:2x2x2", _V5P),
     "v6e": ("v6e:4x2", _V6E),
@@ -77,7 +77,7 @@ _MORE = {
 }
 CHIPS = {
     name: Chip(**dataclasses.asdict(TPUS[name]), topology=topology, latencies=latencies)
-    for name, (topology, latencies) in _MORE.items()
+    for name, (topology, latencies) in _CHIP_ESTIMATES.items()
 }
 
 

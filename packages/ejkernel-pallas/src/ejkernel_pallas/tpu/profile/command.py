@@ -11,7 +11,7 @@ from ejkernel.cli.tables import console
 from ejkernel_pallas.tpu.profile.cases import Case
 from ejkernel_pallas.tpu.profile.chips import CHIPS
 from ejkernel_pallas.tpu.profile.jobs import profile_many
-from ejkernel_pallas.tpu.profile.operation import operation_case
+from ejkernel_pallas.tpu.profile.operation import make_profile_case
 from ejkernel_pallas.tpu.profile.report import Report
 from ejkernel_pallas.tpu.profile.text import print_report
 
@@ -52,7 +52,7 @@ def profile(
     call = spec.one()
     with one_line_errors():
         record = call.make(jax.random.key(0))
-        case = operation_case(f"{call.op.name}: {call.label}", call.op.name, record, call.platform, gradient, flops)
+        case = make_profile_case(f"{call.op.name}: {call.label}", call.op.name, record, call.platform, gradient, flops)
     reports = [_profile(case, target, keep) for target in targets]
     for report in reports:
         print_report(console(), report)

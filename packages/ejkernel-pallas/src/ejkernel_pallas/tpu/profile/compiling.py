@@ -28,7 +28,7 @@ _ALLOCATIONS = "pre-finalize-registers-and-allocations.txt"
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledCase:
     """A compiled program: its HLO, its `pallas_call`s, and the seconds that lowering and compiling took."""
 
     hlo: str
@@ -71,20 +71,22 @@ def _mesh(chip: Chip, axes: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(devices[:count].reshape(sizes), names)
 
 
-def _compile(chip: Chip, case: Case, workload: Workload) -> Compiled:
+def _compile(chip: Chip, case: Case, workload: Workload) -> CompiledCase:
     leaves, structure = jax.tree.flatten(list(workload.args))
     values = [None if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for leaf in leaves]
-    with compiling_for(chip, workload.axes) as everywhere:
-        shardings = [NamedSharding(everywhere.mesh, spec) for spec in _specs(workload)]
-        abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)]
-        args = jax.tree.unflatten(structure, abstract)
+    with compiling_for(chip, workload.axes) as replicated:
+        shardings = [NamedSharding(replicated.mesh, spec) for spec in _specs(workload)]
+        argument_shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)
+        ]
+        args = jax.tree.unflatten(structure, argument_shapes)
         started = time.perf_counter()
         lowered = jax.jit(workload.function).trace(*args).lower(lowering_platforms=("tpu",))
-        lowering = time.perf_counter()
+        lowered_at = time.perf_counter()
         executable = lowered.compile(compiler_options=case.options())
-        compiling = time.perf_counter()
+        compiled_at = time.perf_counter()
         calls = pallas_calls(workload.function, args, values)
-    return Compiled(executable.as_text() or "", calls, lowering - started, compiling - lowering)
+    return CompiledCase(executable.as_text() or "", calls, lowered_at - started, compiled_at - lowered_at)
 
 
 def _specs(workload: Workload) -> list[PartitionSpec]:
@@ -94,7 +96,7 @@ def _specs(workload: Workload) -> list[PartitionSpec]:
     return [spec for spec, arg in pairs for _ in jax.tree.leaves(arg)]
 
 
-def _kernels(chip: Chip, case: Case, compiled: Compiled, dumps: Path) -> Generator[KernelReport]:
+def _kernels(chip: Chip, case: Case, compiled: CompiledCase, dumps: Path) -> Generator[KernelReport]:
     left = list(compiled.calls)
     for name in _KERNEL.findall(compiled.hlo):
         call = _call_of(name, left)

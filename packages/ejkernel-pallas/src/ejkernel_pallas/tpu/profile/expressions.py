@@ -12,7 +12,7 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 # Templates by the start of the opcode; {0} is the first operand. A longer prefix comes before those that it begins
 # with.
-_BY_PREFIX = {
+_EXPRESSIONS_BY_PREFIX = {
     "smov": "{0}",
     "pmov": "{0}",
     "int_to_ptr": "{0}",
@@ -29,7 +29,7 @@ _BY_PREFIX = {
     "sxor": "wrap({0}^{1})",
     "snot": "~{0}",
 }
-_BY_NAME = {
+_EXPRESSIONS_BY_NAME = {
     "scalar_select": "{1} if {0} else {2}",
     "por": "bool({0} or {1})",
     "pand": "bool({0} and {1})",
@@ -93,11 +93,11 @@ def expression(instruction: Instruction, names: Names, cycle: int) -> str:
         return _comparison(opcode, operands)
     if opcode.startswith("scalar_lea"):
         return "+".join(operands[:2])
-    template = _BY_NAME.get(opcode) or _template(opcode, _BY_PREFIX)
+    template = _EXPRESSIONS_BY_NAME.get(opcode) or _find_by_prefix(opcode, _EXPRESSIONS_BY_PREFIX)
     return template.format(*operands)
 
 
-def _template(opcode: str, by_prefix: Mapping[str, str]) -> str:
+def _find_by_prefix(opcode: str, by_prefix: Mapping[str, str]) -> str:
     return next((template for prefix, template in by_prefix.items() if opcode.startswith(prefix)), "0")
 
 

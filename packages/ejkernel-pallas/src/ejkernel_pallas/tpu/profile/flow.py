@@ -61,11 +61,11 @@ def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
         if instruction.region is not None
     }
     targets = {branch.target for branch in branches.values() if branch.target is not None}
-    leaders = sorted(
+    block_starts = sorted(
         k for k in {0, *targets, *(k + branch.delay + 1 for k, branch in branches.items())} if k < len(bundles)
     )
-    ends = [*leaders[1:], len(bundles)]
-    blocks = {start: _block(start, end, branches, len(bundles)) for start, end in zip(leaders, ends, strict=True)}
+    ends = [*block_starts[1:], len(bundles)]
+    blocks = {start: _block(start, end, branches, len(bundles)) for start, end in zip(block_starts, ends, strict=True)}
     return Flow(blocks, branches)
 
 

@@ -148,7 +148,7 @@ def _work(job: Job, timeout: float) -> Generator[Report]:
         finally:
             worker.kill()
     if found < len(job.cases):  # the worker died in the case after the last one that it reported
-        yield Report(label=job.cases[found].label, target=job.target, error=_last_words(job.folder))
+        yield Report(label=job.cases[found].label, target=job.target, error=_log_tail(job.folder))
 
 
 def _environment(job: Job) -> Mapping[str, str]:
@@ -166,7 +166,7 @@ def _environment(job: Job) -> Mapping[str, str]:
     }
 
 
-def _last_words(folder: Path) -> str:
+def _log_tail(folder: Path) -> str:
     lines = (folder / "log").read_text(errors="replace").strip().splitlines()
     return "; ".join(["the compiler's process ended without a report", *lines[-_LOG_LINES:]])
 

@@ -102,8 +102,8 @@ class Machine:
         size = granules * GRANULE
         self._count(kind, size)
         if "hbm" in kind:
-            passes = 2 if kind == "hbm_to_hbm" else 1
-            self._hbm_free = max(cycle, self._hbm_free) + passes * size / self._bytes_per_cycle
+            crossings = 2 if kind == "hbm_to_hbm" else 1
+            self._hbm_free = max(cycle, self._hbm_free) + crossings * size / self._bytes_per_cycle
             reads = kind.startswith("hbm_to")
             done = self._hbm_free + (self._latencies.dma_read if reads else self._latencies.dma_write)
         else:

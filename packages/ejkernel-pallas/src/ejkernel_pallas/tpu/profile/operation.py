@@ -11,7 +11,9 @@ from ejkernel.ops.plugins import registry
 from ejkernel_pallas.tpu.profile.cases import Case, Workload
 
 
-def operation_case(label: str, op: str, record: Any, platform: str | None, gradient: bool, flops: float | None) -> Case:
+def make_profile_case(
+    label: str, op: str, record: Any, platform: str | None, gradient: bool, flops: float | None
+) -> Case:
     """Returns the case of a call of an operation for a worker process.
 
     Args:
@@ -35,9 +37,9 @@ def workload(op: str, record: Any, platform: str | None, gradient: bool, flops: 
     unnamed = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_ONLY]
 
     def call(arguments: Any) -> Any:
-        given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
-        positional = [given.pop(name) for name in unnamed]
-        return declared.function(*positional, **given, platform=platform)
+        inputs = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+        positional = [inputs.pop(name) for name in unnamed]
+        return declared.function(*positional, **inputs, platform=platform)
 
     def call_and_gradient(arguments: Any) -> Any:
         leaves, structure = jax.tree.flatten(arguments)

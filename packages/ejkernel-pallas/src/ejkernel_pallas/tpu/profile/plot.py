@@ -44,8 +44,8 @@ def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any
     ends = np.concatenate([[0.0], np.cumsum(counts)])
     sums = np.concatenate([np.zeros((1, used.shape[1])), np.cumsum(used * counts[:, None], axis=0)])
     edges = np.linspace(0.0, ends[-1], columns + 1)
-    upto = np.stack([np.interp(edges, ends, sums[:, slot]) for slot in range(used.shape[1])])
-    return np.diff(upto, axis=1) / max(ends[-1] / columns, 1e-9)
+    cumulative_slots = np.stack([np.interp(edges, ends, sums[:, slot]) for slot in range(used.shape[1])])
+    return np.diff(cumulative_slots, axis=1) / max(ends[-1] / columns, 1e-9)
 
 
 def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
@@ -54,10 +54,10 @@ def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
     axis.set_xlabel("per cent of the bundles issued, in the order of the schedule", fontsize=8)
     for loop in kernel.loops:
         before = sum(count for k, count in kernel.simulation.issues.items() if k < loop.start)
-        inside = sum(count for k, count in kernel.simulation.issues.items() if loop.start <= k <= loop.end)
+        share_of_loop = sum(count for k, count in kernel.simulation.issues.items() if loop.start <= k <= loop.end)
         share = 100 / max(1, kernel.simulation.bundles)
-        for edge in (before * share, (before + inside) * share):
-            axis.axvline(edge, color="white", linewidth=0.6, alpha=0.8)
-    about = f"{microseconds(kernel.seconds)} µs predicted, bound by {bound(kernel)}"
-    title = f"{report.label}, on {report.target}, kernel {kernel.name}: {about}"
+        for boundary in (before * share, (before + share_of_loop) * share):
+            axis.axvline(boundary, color="white", linewidth=0.6, alpha=0.8)
+    summary = f"{microseconds(kernel.seconds)} µs predicted, bound by {bound(kernel)}"
+    title = f"{report.label}, on {report.target}, kernel {kernel.name}: {summary}"
     axis.set_title(title, loc="left", fontsize=8, wrap=True)

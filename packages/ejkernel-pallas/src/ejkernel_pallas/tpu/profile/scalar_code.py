@@ -18,7 +18,7 @@ from ejkernel_pallas.tpu.profile.scheduler import BlockTime
 BlockFunction = Callable[[list[int], Machine, dict[int, int]], int]
 
 _SCALAR = re.compile(r"[sp]\d")
-_MERGES = ("sphi", "pphi")
+_PHI_OPCODES = ("sphi", "pphi")
 _COPY_SIZES = ("size_in_granules", "dst_syncflagno", "src_syncflagno", "overrides")
 _COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
 
@@ -40,35 +40,37 @@ class _Slice:
                 self._stores.append(instruction)
         for instruction in everything:
             if instruction.region is not None or instruction.opcode == "dma.done.wait":
-                self._keep(instruction, instruction.operands)
+                self._keep_instruction(instruction, instruction.operands)
             elif instruction.opcode.startswith("dma."):
                 names = (*_COPY_SIZES, *(_COPY_ADDRESSES if "smem" in instruction.opcode else ()))
-                self._keep(instruction, [instruction.named[name] for name in names if name in instruction.named])
-        self._follow()
+                self._keep_instruction(
+                    instruction, [instruction.named[name] for name in names if name in instruction.named]
+                )
+        self._propagate()
 
-    def _keep(self, instruction: Instruction, operands: Iterable[str]) -> None:
+    def _keep_instruction(self, instruction: Instruction, operands: Iterable[str]) -> None:
         if instruction in self.kept:
             return
         self.kept.add(instruction)
         for operand in operands:
-            self._want(operand)
+            self._require_register(operand)
         if predicate := instruction.predicate:
-            self._want(f"%{predicate.register}")
-            self._want(predicate.otherwise or "")
+            self._require_register(f"%{predicate.register}")
+            self._require_register(predicate.otherwise or "")
 
-    def _want(self, text: str) -> None:
+    def _require_register(self, text: str) -> None:
         for name in REGISTER.findall(text):
             if _SCALAR.match(name) and name not in self._wanted:
                 self._wanted.add(name)
                 self._pending.append(name)
 
-    def _follow(self) -> None:
+    def _propagate(self) -> None:
         while self._pending:
             for instruction in self._definitions[self._pending.pop()]:
-                self._keep(instruction, instruction.operands)
+                self._keep_instruction(instruction, instruction.operands)
                 if instruction.opcode == "sld":  # the load may read what any store has written
                     for store in self._stores:
-                        self._keep(store, store.operands)
+                        self._keep_instruction(store, store.operands)
 
 
 class ScalarCode:
@@ -96,7 +98,7 @@ class ScalarCode:
         found = collections.defaultdict[str, list[str]](list)
         for bundle in self._bundles:
             for merge in bundle.instructions:
-                if merge.opcode in _MERGES and merge.result:
+                if merge.opcode in _PHI_OPCODES and merge.result:
                     for match in filter(None, map(REGISTER.match, merge.operands)):
                         found[match[1]].append(merge.result)
         return found
@@ -104,8 +106,8 @@ class ScalarCode:
     def _block(self, block: Block, time: BlockTime) -> str:
         lines = [f"def b{block.start}(R,S,M):", "t=S.t"]
         for k, cycle in zip(range(block.start, block.end), time.issued, strict=True):
-            merges = [i for i in self._bundles[k].instructions if i.opcode in _MERGES]
-            others = [i for i in self._bundles[k].instructions if i.opcode not in _MERGES]
+            merges = [i for i in self._bundles[k].instructions if i.opcode in _PHI_OPCODES]
+            others = [i for i in self._bundles[k].instructions if i.opcode not in _PHI_OPCODES]
             for merge in merges:
                 lines += self._merge(merge.result) if merge in self._kept and merge.result else ()
             for instruction in others:

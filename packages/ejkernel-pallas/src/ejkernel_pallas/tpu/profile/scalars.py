@@ -46,13 +46,13 @@ def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequ
         args: Its arguments, with `jax.ShapeDtypeStruct` leaves.
         values: For every leaf its value, or None if only the shape is known.
     """
-    walk = _Walk()
+    walk = _JaxprEvaluator()
     leaves = [_unknown if value is None else functools.partial(_constant, value) for value in values]
     walk.run(*_parts(jax.jit(function).trace(*args).jaxpr), leaves)
     return walk.calls
 
 
-class _Walk:
+class _JaxprEvaluator:
     """Walks the equations of a program; an intermediate value is evaluated only if a `pallas_call` needs it."""
 
     def __init__(self) -> None:
@@ -134,14 +134,14 @@ def _once(thunk: Thunk) -> Thunk:
     """
 
     @functools.cache
-    def outcome() -> tuple[Any, bool]:
+    def cached_result() -> tuple[Any, bool]:
         try:
             return thunk(), True
         except _UnknownError:
             return None, False
 
     def value() -> Any:
-        result, known = outcome()
+        result, known = cached_result()
         if not known:
             raise _UnknownError
         return result

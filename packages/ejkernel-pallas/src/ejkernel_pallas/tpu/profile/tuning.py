@@ -62,8 +62,8 @@ class ProfileTuner:
         parts = implementation.config.candidates(request.record, request.device, direction)
         unique = tuple(dict.fromkeys((request.heuristic(), *parts)))
         label = f"{request.op.name} {direction} {implementation.name}"
-        then = implementation.backward if direction == "both" else None
-        kwargs = {"path": path, "then": then, "argument": argument}
+        then_path = implementation.backward if direction == "both" else None
+        kwargs = {"path": path, "then_path": then_path, "argument": argument}
         cases = [
             Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "part": part})
             for part in unique
@@ -88,22 +88,22 @@ class ProfileTuner:
             return profile_many(cases, target=self.target, progress=seen)
 
 
-def workload(path: str, argument: Any, part: Any, then: str | None = None) -> Workload:
-    """Builds one direction of an implementation with a configuration, or both if `then` names the backward function,
-    too.
+def workload(path: str, argument: Any, part: Any, then_path: str | None = None) -> Workload:
+    """Builds one direction of an implementation with a configuration, or both if `then_path` names the backward
+    function, too.
     """
     kernel = load_object(path)
-    if then is not None:
-        kernel = functools.partial(both_passes, kernel, load_object(then))
+    if then_path is not None:
+        kernel = functools.partial(both_passes, kernel, load_object(then_path))
     return Workload(function=lambda argument: kernel(argument, part), args=(argument,))
 
 
 def _measurement(part: Any, report: Report) -> Measurement:
-    error = report.error or _doubt(report)
+    error = report.error or _why_unusable(report)
     return Measurement(part, None if error else report.seconds, error)
 
 
-def _doubt(report: Report) -> str | None:
+def _why_unusable(report: Report) -> str | None:
     """Returns why a profile cannot be used as a prediction; None if it can."""
     if not report.kernels:
         return "it has no TPU kernels, and only these can be predicted"

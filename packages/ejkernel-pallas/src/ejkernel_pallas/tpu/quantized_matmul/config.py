@@ -31,11 +31,11 @@ class TpuQuantized:
 PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(TpuQuantized)}
 """Maps fields of the public configuration to fields of this one."""
 
-OVER_ROWS = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
+ROW_TILE_SIZES = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
 """Rows and words per tile of the kernel that contracts rows of the packed matrix."""
-OVER_WORDS = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
+TRANSPOSED_TILE_SIZES = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
 """Rows and words per tile of the kernel that contracts the codes along words."""
-MEMORY = 32 * 2**20
+VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for blocks and sums: available on every chip, with room for the compiler."""
 
 MULTIPLICATIONS = 2**30
@@ -57,11 +57,11 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
     tiles = [
         TpuQuantized(block_m=min(m, height), block_r=min(r, rows), block_w=min(w, words))
         for m in (1024, 512, 256, 128)
-        for r, w in (OVER_ROWS if over_rows else OVER_WORDS)
+        for r, w in (ROW_TILE_SIZES if over_rows else TRANSPOSED_TILE_SIZES)
     ]
     codes = WORD // record.format.bits
     quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MULTIPLICATIONS]
-    fitting = [x for x in quick if _bytes(record, x, over_rows) <= MEMORY]
+    fitting = [x for x in quick if _bytes(record, x, over_rows) <= VMEM_BYTES]
     return tuple(dict.fromkeys(fitting or tiles[-1:]))
 
 

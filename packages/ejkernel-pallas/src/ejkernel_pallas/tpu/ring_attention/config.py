@@ -19,7 +19,7 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuFo
     A kernel with remote copies has tiles of both backward passes in memory, so large ones are used for heads of up to
     128. Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
     """
-    tiles = tiled_config.heuristic(tiled(record), device, direction, widest=LANES)
+    tiles = tiled_config.heuristic(tiled(record), device, direction, max_head_dim=LANES)
     return dataclasses.replace(tiles, dkv=tiles.dq) if isinstance(tiles, TpuBackward) else tiles
 
 

@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.ring_attention.config import fitted
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
 
-Lister = Callable[[TiledAttention, TiledSpec], Any]
+PairLister = Callable[[TiledAttention, TiledSpec], Any]
 MAX_PAIRS = 2**15
 """The largest number of pairs of tiles (of 512 by 512, or what divides a shard) of all loads of a call that fit the
 table.
@@ -82,11 +82,11 @@ class RingPlan:
         shard = canonical(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
-    def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: Lister) -> Any:
+    def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: PairLister) -> Any:
         """Returns the tile pairs of a ring step: int32 [B|1, 1, steps]."""
         if not self.indexed:
             return list_pairs(shard, spec)
-        return list_pairs(self.with_positions(shard, source), spec)[..., : self._most(spec)]
+        return list_pairs(self.with_positions(shard, source), spec)[..., : self._max_pairs(spec)]
 
     def with_positions(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
         """Returns a shard with the positions that `shard` leaves out where indices suffice."""
@@ -97,7 +97,7 @@ class RingPlan:
             shard, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
         )
 
-    def _most(self, spec: TiledSpec) -> int:
+    def _max_pairs(self, spec: TiledSpec) -> int:
         """Returns the largest number of tile pairs of any load: half of all plus the rest of the diagonal, with one
         for each tile without work.
         """

@@ -23,8 +23,8 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     if str(record.step.dtype) not in DTYPES:
         yield f"dt of {record.step.dtype} is not among {', '.join(sorted(DTYPES))}"
-    if (chunks := plan.table_size(record)) > plan.MOST_CHUNKS:
-        yield f"x: {chunks} chunks of tokens are more than the {plan.MOST_CHUNKS} whose table scalar memory holds"
+    if (chunks := plan.table_size(record)) > plan.MAX_CHUNKS:
+        yield f"x: {chunks} chunks of tokens are more than the {plan.MAX_CHUNKS} whose table scalar memory holds"
 
 
 def implementations() -> tuple[Implementation, ...]:

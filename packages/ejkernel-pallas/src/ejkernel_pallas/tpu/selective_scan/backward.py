@@ -15,14 +15,14 @@ from ejkernel_pallas.tpu.selective_scan.forward import (
     chunk_operand,
     inputs,
     number_scratch,
-    owner_operand,
     run,
+    sequence_operand,
     spread_scratch,
     token_operand,
     token_scratch,
     unless_empty,
 )
-from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_bwd import HELD, selective_scan_bwd
+from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_bwd import NUMBERS_PER_PASS, selective_scan_bwd
 from ejkernel_pallas.tpu.selective_scan.plan import Plan, make_plan
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
@@ -45,7 +45,7 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
     spec, (outputs, final) = plan.spec, pullback.cotangent
     after = jnp.swapaxes(final, 1, 2).astype(jnp.float32)
     cotangent = plan.align(outputs.astype(record.x.dtype))
-    made = run(
+    results = run(
         "selective_scan_bwd",
         selective_scan_bwd,
         plan,
@@ -53,24 +53,24 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
             **inputs(plan, record, backwards=True),
             "cotangent": token_operand(spec, cotangent, backwards=True),
             "chunk_states": chunk_operand(spec, pullback.residuals.states, backwards=True),
-            "final": owner_operand(spec, after, backwards=True),
+            "final": sequence_operand(spec, after, backwards=True),
         },
-        outputs=_outputs(plan, record, cotangent.shape, after.shape),
+        outputs=_result_operands(plan, record, cotangent.shape, after.shape),
         scratch=_scratch(spec),
     )
     found = {
-        "x": plan.unalign(made["dx"]),
-        "step": plan.unalign(made["dstep"]),
-        "decay": made["ddecay"].sum(axis=0).T,
-        "write": _tokens(plan, record, made["dwrite"]),
-        "read": _tokens(plan, record, made["dread"]),
-        "skip": made["dskip"].sum(axis=(0, 1)),
-        "initial_state": jnp.swapaxes(unless_empty(record, made["dinitial"], after), 1, 2),
+        "x": plan.unalign(results["dx"]),
+        "step": plan.unalign(results["dstep"]),
+        "decay": results["ddecay"].sum(axis=0).T,
+        "write": _token_gradients(plan, record, results["dwrite"]),
+        "read": _token_gradients(plan, record, results["dread"]),
+        "skip": results["dskip"].sum(axis=(0, 1)),
+        "initial_state": jnp.swapaxes(unless_empty(record, results["dinitial"], after), 1, 2),
     }
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
 
-def _outputs(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states: tuple[int, ...]) -> Blocks:
+def _result_operands(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states: tuple[int, ...]) -> Blocks:
     """Returns the results of the kernel."""
     spec, rows = plan.spec, plan.rows
     sums = jax.ShapeDtypeStruct((rows, spec.tiles, spec.chunks, 1, CHUNK * spec.size), jnp.float32)
@@ -93,27 +93,27 @@ def _outputs(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states:
         "dread": of_columns(),
         "ddecay": of_rows(spec.size),
         "dskip": of_rows(1),
-        "dinitial": owner_operand(spec, jax.ShapeDtypeStruct(states, jnp.float32), backwards=True),
+        "dinitial": sequence_operand(spec, jax.ShapeDtypeStruct(states, jnp.float32), backwards=True),
     }
 
 
 def _scratch(spec: ScanSpec) -> dict[str, object]:
     """Returns the scratch memory that only the backward kernel uses."""
-    products = pltpu.VMEM((CHUNK * HELD * SUBLANES, LANES), jnp.float32)
+    products = pltpu.VMEM((CHUNK * NUMBERS_PER_PASS * SUBLANES, LANES), jnp.float32)
     return {
         "cotangents": token_scratch(spec),
-        "of_steps": token_scratch(spec),
+        "step_gradients": token_scratch(spec),
         "before": number_scratch(spec),
-        "history": pltpu.VMEM(((CHUNK + 1) * HELD * SUBLANES, LANES), jnp.float32),
+        "history": pltpu.VMEM(((CHUNK + 1) * NUMBERS_PER_PASS * SUBLANES, LANES), jnp.float32),
         "products": products,
         "read_products": products,
-        "of_writes": spread_scratch(spec),
-        "of_reads": spread_scratch(spec),
-        "of_rates": number_scratch(spec),
+        "write_gradients": spread_scratch(spec),
+        "read_gradients": spread_scratch(spec),
+        "rate_gradients": number_scratch(spec),
     }
 
 
-def _tokens(plan: Plan, record: SelectiveScan, sums: jax.Array) -> jax.Array:
+def _token_gradients(plan: Plan, record: SelectiveScan, sums: jax.Array) -> jax.Array:
     """Returns the gradient of B or C, [B, T, E], from the sums of every tile."""
     spec = plan.spec
     x = sums.sum(axis=1).reshape(plan.rows, spec.chunks * CHUNK, spec.size)

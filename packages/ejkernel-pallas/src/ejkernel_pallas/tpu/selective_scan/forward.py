@@ -14,7 +14,7 @@ from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.config import TpuScan
 from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd
-from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, owner_of
+from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, sequence_of
 from ejkernel_pallas.tpu.selective_scan.plan import LOG2E, Plan, make_plan
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
@@ -37,22 +37,22 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
     spec, first = plan.spec, first_state(record)
     x = plan.align(record.x)
     states = jax.ShapeDtypeStruct((plan.rows, spec.chunks, spec.size, spec.channels), jnp.float32)
-    made = run(
+    results = run(
         "selective_scan_fwd",
         selective_scan_fwd,
         plan,
-        inputs={**inputs(plan, record), "initial": owner_operand(spec, first)},
+        inputs={**inputs(plan, record), "initial": sequence_operand(spec, first)},
         outputs={
             "output": token_operand(spec, jax.ShapeDtypeStruct(x.shape, x.dtype)),
             "chunk_states": chunk_operand(spec, states),
-            "final": owner_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
+            "final": sequence_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
         },
         scratch={},
     )
-    final, states = unless_empty(record, made["final"], first), made["chunk_states"]
+    final, states = unless_empty(record, results["final"], first), results["chunk_states"]
     if record.cu_seqlens is not None:
         states = packed_scan.stored_states(record.cu_seqlens, states)
-    return (plan.unalign(made["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+    return (plan.unalign(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
 
 
 def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
@@ -98,11 +98,11 @@ def chunk_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand
     )
 
 
-def owner_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def sequence_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """States [N, E, I] as blocks of the row or sequence of a chunk."""
 
     def index(row: Any, tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
-        return owner_of(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
+        return sequence_of(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
 
     return Operand(x, (None, spec.size, spec.block), index)
 

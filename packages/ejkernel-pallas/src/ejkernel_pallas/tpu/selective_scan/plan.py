@@ -20,10 +20,12 @@ from ejkernel_pallas.tpu.selective_scan.config import TpuScan
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec, make_spec
 
 LOG2E = 1.4426950408889634
-MOST_CHUNKS = 2**17
+MAX_CHUNKS = 2**17
 """Chunks whose table scalar memory holds: half of its 1 MiB."""
-LAST, FIRST, REAL, OWNER = 1, 2, 4, 8
-"""Entries of the table are `OWNER * owner` plus these: whether a chunk is its sequence's last, its first, and any's."""
+LAST, FIRST, REAL, SEQUENCE_FACTOR = 1, 2, 4, 8
+"""Entries of the table are `SEQUENCE_FACTOR * owner` plus these: whether a chunk is its sequence's last, its first, and
+any's.
+"""
 
 
 class Places(NamedTuple):
@@ -45,7 +47,7 @@ class Plan:
     Attributes:
         spec: Constants of the kernels.
         rows: B.
-        table: int32 [B * chunks], see `OWNER`; the owner is a row or a packed sequence.
+        table: int32 [B * chunks], see `SEQUENCE_FACTOR`; the owner is a row or a packed sequence.
         places: The positions of packed tokens; None without packing.
     """
 
@@ -92,7 +94,7 @@ def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
         return _packed_plan(record, record.cu_seqlens, spec)
     row, chunk = jnp.divmod(jnp.arange(count, dtype=jnp.int32), spec.chunks)
     ends = FIRST * (chunk == 0) + LAST * (chunk == spec.chunks - 1)
-    return Plan(spec, rows, (OWNER * row + REAL + ends).astype(jnp.int32), None)
+    return Plan(spec, rows, (SEQUENCE_FACTOR * row + REAL + ends).astype(jnp.int32), None)
 
 
 def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
@@ -108,4 +110,4 @@ def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -
     source = jnp.where(inside, token, tokens).reshape(-1)
     places = jnp.arange(source.shape[0], dtype=jnp.int32)
     target = jnp.full(tokens, source.shape[0], jnp.int32).at[source].set(places, mode="drop")
-    return Plan(spec, 1, (OWNER * owner + flags).astype(jnp.int32), Places(source, target))
+    return Plan(spec, 1, (SEQUENCE_FACTOR * owner + flags).astype(jnp.int32), Places(source, target))

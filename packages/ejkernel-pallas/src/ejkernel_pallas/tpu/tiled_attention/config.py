@@ -69,9 +69,9 @@ backward kernels.
 TileShape = tuple[int, int]
 """The queries and keys of a tile or of a chunk."""
 
-LARGE = 2048
+LARGE_TILE = 2048
 """Queries, and keys, of the largest tiles, whose prologue and epilogue take the smallest share of the time."""
-LONG = 2 * LARGE
+LARGE_TILE_MIN_LENGTH = 2 * LARGE_TILE
 """Smallest number of queries and keys for which the largest tiles are numerous enough."""
 
 
@@ -91,13 +91,13 @@ def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
     """
     dkv, dq = ((tile.block_q, tile.block_kv) for tile in (config.dkv, config.dq))
     chunk = min(config.chunk, *dkv, *dq)
-    by_key = (dkv[0], chunk) if dkv[1] < LARGE else (chunk, LARGE // 2)
-    by_query = (chunk, dq[1]) if dq[0] < LARGE else (LARGE // 2, chunk)
+    by_key = (dkv[0], chunk) if dkv[1] < LARGE_TILE else (chunk, LARGE_TILE // 2)
+    by_query = (chunk, dq[1]) if dq[0] < LARGE_TILE else (LARGE_TILE // 2, chunk)
     return Blocks(*dkv, *by_key), Blocks(*dq, *by_query)
 
 
 def heuristic(
-    record: TiledAttention, device: Any, direction: Direction, widest: int = 2 * LANES
+    record: TiledAttention, device: Any, direction: Direction, max_head_dim: int = 2 * LANES
 ) -> TpuForward | TpuBackward:
     """Returns tile sizes for a record on a device, found with the static profile of causal attention.
 
@@ -110,23 +110,27 @@ def heuristic(
         record: The arguments of a call.
         device: The device to run on.
         direction: Forward or backward.
-        widest: The largest head dimension for which VMEM has room for large tiles.
+        max_head_dim: The largest head dimension for which VMEM has room for large tiles.
     """
-    wide, slow = is_wide(device.kind), is_v7x(device.kind)
+    wide, v7x = is_wide(device.kind), is_v7x(device.kind)
     block = 512 if is_narrow(record) else 1024
-    large = _is_long(record, widest if wide else LANES)
+    large = _is_long(record, max_head_dim if wide else LANES)
     if direction == "backward":
-        return _backward(record, LARGE if large and not slow else block, LARGE if large else block, 256)
+        return _backward(record, LARGE_TILE if large and not v7x else block, LARGE_TILE if large else block, 256)
     if not wide:
-        return _forward(record, LARGE if large else block, (512, 512))
-    return _forward(record, LARGE if large else block, (1024 if large and not slow else 512, 256))
+        return _forward(record, LARGE_TILE if large else block, (512, 512))
+    return _forward(record, LARGE_TILE if large else block, (1024 if large and not v7x else 512, 256))
 
 
 def candidates(
     record: TiledAttention, device: Any, direction: Direction
 ) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    small, large = (512, 1024) if is_narrow(record) or min(_clamped(record, LONG)) < LONG else (1024, LARGE)
+    small, large = (
+        (512, 1024)
+        if is_narrow(record) or min(_clamped(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
+        else (1024, LARGE_TILE)
+    )
     if direction == "backward":
         pairs = [(dkv, dq) for dkv in (small, large) for dq in (small, large)]
         return tuple(dict.fromkeys(_backward(record, *pair, 256) for pair in pairs))
@@ -140,7 +144,7 @@ def kind(record: TiledAttention) -> str | None:
 
     A head of 64 is padded to 128 by the kernels.
     """
-    long = min(record.query.shape[1], record.key.shape[1]) >= LONG
+    long = min(record.query.shape[1], record.key.shape[1]) >= LARGE_TILE_MIN_LENGTH
     return attention_kinds.kind(record, padded) if long else None
 
 
@@ -150,7 +154,7 @@ def is_narrow(record: TiledAttention) -> bool:
     return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
 
 
-def _is_long(record: TiledAttention, widest: int) -> bool:
+def _is_long(record: TiledAttention, max_head_dim: int) -> bool:
     """Returns whether there are enough large tiles without a remainder, VMEM has room for them, and there are no
     segments.
     """
@@ -158,7 +162,11 @@ def _is_long(record: TiledAttention, widest: int) -> bool:
     arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
     if is_narrow(record) or not all(x is None for x in arrays):
         return False
-    return min(queries, keys) >= LONG and queries % LARGE == keys % LARGE == 0 and max(size, value_size) <= widest
+    return (
+        min(queries, keys) >= LARGE_TILE_MIN_LENGTH
+        and queries % LARGE_TILE == keys % LARGE_TILE == 0
+        and max(size, value_size) <= max_head_dim
+    )
 
 
 def _forward(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:

@@ -190,8 +190,8 @@ def _step(call: Call, query_tile: QueryTile, masking: MaskedSides, index: Any, s
 
     zeros = arrays.zero_tile((WGMMA_M, call.tile.keys))
     refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
-    made: Any = pl.run_state(multiply)(refs)
-    acc, row_max, row_sum, weights, alpha = made
+    results: Any = pl.run_state(multiply)(refs)
+    acc, row_max, row_sum, weights, alpha = results
     plgpu.barrier_arrive(shared.v_free.at[last])
     # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
     acc = online_softmax.rescale(call.spec, acc, alpha)

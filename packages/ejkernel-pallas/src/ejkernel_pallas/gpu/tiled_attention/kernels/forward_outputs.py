@@ -19,8 +19,8 @@ def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
     if call.pages is not None:
         _write_paged(call, query_tile, output, lse)
         return
-    made = call, query_tile, output, lse
-    whole, part = (functools.partial(write, *made) for write in (_write_tile, _write_part))
+    results = call, query_tile, output, lse
+    whole, part = (functools.partial(write, *results) for write in (_write_tile, _write_part))
     tile_scheduler.run_whole_or_part(call.plan, query_tile.item, whole, part)
 
 

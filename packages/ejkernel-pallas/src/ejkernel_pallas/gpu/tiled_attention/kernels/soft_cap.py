@@ -53,14 +53,14 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
     )
     def run(_: Any, tile: Any) -> Any:
         kind = tile.registers.flat[0].type
-        given = [product for register in tile.registers.flat for product in pair(register)]
+        inputs = [product for register in tile.registers.flat for product in pair(register)]
         # The vote makes the branch uniform in a warp.
-        branch: Any = scf.IfOp(_any_far_from_zero(spec, given), [number(0.0).type] * (len(given) + 2), has_else=True)
+        branch: Any = scf.IfOp(_any_far_from_zero(spec, inputs), [number(0.0).type] * (len(inputs) + 2), has_else=True)
         for block, weight in ((branch.then_block, _weight_of_any), (branch.else_block, _weight_near_zero)):
             with ir.InsertionPoint(block):
-                scf.yield_(_with_sums(functools.partial(weight, spec), given))
-        *made, linear, second = branch.results
-        weights = [vector.from_elements(kind, made[n : n + 2]) for n in range(0, len(made), 2)]
+                scf.yield_(_with_sums(functools.partial(weight, spec), inputs))
+        *results, linear, second = branch.results
+        weights = [vector.from_elements(kind, results[n : n + 2]) for n in range(0, len(results), 2)]
         return with_registers(tile, weights), of_rows(fill_rows_like(tile, linear), [linear, second])
 
     return run(products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -70,11 +70,11 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
     """Returns weights of a thread's products, then the sums of its two rows; pairs of products alternate between the
     rows.
     """
-    made, sums = [], [number(0.0)] * 2
+    results, sums = [], [number(0.0)] * 2
     for n, product in enumerate(products):
-        made.append(weight(n, product))
-        sums[n // 2 % 2] = arith.addf(sums[n // 2 % 2], made[-1])
-    return [*made, *sums]
+        results.append(weight(n, product))
+        sums[n // 2 % 2] = arith.addf(sums[n // 2 % 2], results[-1])
+    return [*results, *sums]
 
 
 def _any_far_from_zero(spec: HopperSpec, products: list[Any]) -> Any:

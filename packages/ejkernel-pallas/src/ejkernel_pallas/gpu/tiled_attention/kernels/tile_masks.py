@@ -132,8 +132,8 @@ def within(
         ),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, tile: Any, *given: Any) -> Any:
-        ids, limit_vectors = given[: len(refs) + len(flag)], iter(given[len(refs) + len(flag) :])
+    def select(_: Any, tile: Any, *inputs: Any) -> Any:
+        ids, limit_vectors = inputs[: len(refs) + len(flag)], iter(inputs[len(refs) + len(flag) :])
         bounds = [
             [scalar(register) for register in next(limit_vectors).registers.flat] if there else (None, None)
             for there in here
@@ -182,10 +182,10 @@ def between(
         arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROW_LAYOUT for _ in (*limits, *row_ids))),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, tile: Any, *given: Any) -> Any:
+    def select(_: Any, tile: Any, *inputs: Any) -> Any:
         column_ids, rows = (
-            given[: len(refs)],
-            [[scalar(x) for x in row.registers.flat] for row in given[len(refs) :]],
+            inputs[: len(refs)],
+            [[scalar(x) for x in row.registers.flat] for row in inputs[len(refs) :]],
         )
         return _mask_columns(tile, comparisons, rows, *column_ids)
 
@@ -261,8 +261,8 @@ def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int)
         scf.yield_([arith.andi(word, other) for word, other in zip(all_registers, same, strict=True)])
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(all_registers)
-    made = list(branch.results)
-    return [made[:count], made[count:]]
+    results = list(branch.results)
+    return [results[:count], results[count:]]
 
 
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:

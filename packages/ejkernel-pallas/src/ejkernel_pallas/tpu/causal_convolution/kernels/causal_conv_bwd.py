@@ -13,14 +13,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import (
-    HALO,
+    HALO_TOKENS,
     ConvolutionRefs,
     Strip,
+    convolve_strip,
     derivative,
     has_padding,
     load_tokens,
     strips,
-    sums_of,
     zero_padding,
 )
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
@@ -34,7 +34,7 @@ def causal_conv_bwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
     for strip in strips(spec):
         cotangent = refs.cotangent[strip.rows, strip.lanes].astype(jnp.float32)
         if spec.silu:
-            cotangent = cotangent * derivative(spec, sums_of(refs, spec, strip))
+            cotangent = cotangent * derivative(spec, convolve_strip(refs, spec, strip))
         refs.sums[strip.group, strip.rows] = cotangent
     if spec.packed or spec.tail < spec.block_t:
 
@@ -57,17 +57,17 @@ def _begin(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> No
 
     @pl.when(block < spec.blocks - 1)
     def _() -> None:
-        refs.sums[:, spec.block_t :] = refs.sums[:, :HALO]
+        refs.sums[:, spec.block_t :] = refs.sums[:, :HALO_TOKENS]
 
     for group in range(refs.tokens.shape[0]):
-        before = refs.before[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO:]
-        refs.tokens[group, :HALO] = jnp.where(block > 0, before, 0.0)
+        before = refs.before[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO_TOKENS:]
+        refs.tokens[group, :HALO_TOKENS] = jnp.where(block > 0, before, 0.0)
     load_tokens(refs, spec)
     if spec.packed or spec.tail < spec.block_t:
 
         @pl.when(has_padding(refs, spec, block))
         def _() -> None:
-            zero_padding(refs, spec, block, refs.tokens, HALO)
+            zero_padding(refs, spec, block, refs.tokens, HALO_TOKENS)
 
 
 def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
@@ -103,7 +103,7 @@ def _store(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> None:
         dx = dx + refs.weights[k : k + 1, strip.lanes] * after
     refs.dx[strip.rows, strip.lanes] = dx.astype(refs.dx.dtype)
     for k in range(spec.width + 1):
-        begin = HALO + strip.at - k
+        begin = HALO_TOKENS + strip.at - k
         last = k == spec.width  # the bias
         product = sums if last else sums * refs.tokens[strip.group, begin : begin + strip.size]
         # Rows of a register stay apart: eight sums, which XLA adds up.

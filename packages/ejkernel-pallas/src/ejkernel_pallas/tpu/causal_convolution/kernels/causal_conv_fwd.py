@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import (
-    HALO,
+    HALO_TOKENS,
     ConvolutionRefs,
     activation,
+    convolve_strip,
     has_padding,
     load_tokens,
     strips,
-    sums_of,
     zero_padding,
 )
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
@@ -28,15 +28,15 @@ def causal_conv_fwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
 
     @pl.when(block == 0)
     def _() -> None:
-        refs.tokens[:, :HALO] = jnp.zeros_like(refs.tokens[:, :HALO])
+        refs.tokens[:, :HALO_TOKENS] = jnp.zeros_like(refs.tokens[:, :HALO_TOKENS])
 
     @pl.when(block > 0)
     def _() -> None:
-        refs.tokens[:, :HALO] = refs.tokens[:, size:]
+        refs.tokens[:, :HALO_TOKENS] = refs.tokens[:, size:]
 
     load_tokens(refs, spec)
     for strip in strips(spec):
-        output = activation(spec, sums_of(refs, spec, strip))
+        output = activation(spec, convolve_strip(refs, spec, strip))
         refs.output[strip.rows, strip.lanes] = output.astype(refs.output.dtype)
     if spec.packed:
 

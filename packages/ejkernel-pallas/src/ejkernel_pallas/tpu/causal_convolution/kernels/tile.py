@@ -11,9 +11,9 @@ from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-HALO = 8
+HALO_TOKENS = 8
 """Rows before a block, or after it, of which W - 1 are used: one vector register of float32."""
-STRIP = 128
+STRIP_CHANNELS = 128
 """Tokens that are computed together: what registers hold."""
 
 
@@ -78,9 +78,9 @@ class Strip:
 def strips(spec: ConvolutionSpec) -> list[Strip]:
     """Returns all strips of a block."""
     return [
-        Strip(group, at, min(STRIP, spec.block_t - at))
+        Strip(group, at, min(STRIP_CHANNELS, spec.block_t - at))
         for group in range(spec.block_c // LANES)
-        for at in range(0, spec.block_t, STRIP)
+        for at in range(0, spec.block_t, STRIP_CHANNELS)
     ]
 
 
@@ -88,35 +88,37 @@ def load_tokens(refs: ConvolutionRefs, spec: ConvolutionSpec) -> None:
     """Converts a block of x into scratch memory."""
     for strip in strips(spec):
         x = refs.x[strip.rows, strip.lanes].astype(jnp.float32)
-        refs.tokens[strip.group, HALO + strip.at : HALO + strip.at + strip.size] = x
+        refs.tokens[strip.group, HALO_TOKENS + strip.at : HALO_TOKENS + strip.at + strip.size] = x
 
 
-def sums_of(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> jax.Array:
-    """Returns the sums before the activation for the tokens of a strip, float32; half of each sum if `spec.halved`."""
+def convolve_strip(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> jax.Array:
+    """Returns the sums before the activation for the tokens of a strip, float32; half of each sum if
+    `spec.halves_sums`.
+    """
 
-    def back(k: int) -> jax.Array:
-        begin = HALO + strip.at - k
+    def tokens_before(k: int) -> jax.Array:
+        begin = HALO_TOKENS + strip.at - k
         return refs.weights[k : k + 1, strip.lanes] * refs.tokens[strip.group, begin : begin + strip.size]
 
-    total = back(0) + refs.weights[spec.width : spec.width + 1, strip.lanes]
+    total = tokens_before(0) + refs.weights[spec.width : spec.width + 1, strip.lanes]
     for k in range(1, spec.width):
-        total = total + back(k)
+        total = total + tokens_before(k)
     return total
 
 
 def activation(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
-    """Returns the activation of the sums; `total` holds half of each sum if `spec.halved`."""
+    """Returns the activation of the sums; `total` holds half of each sum if `spec.halves_sums`."""
     if not spec.silu:
         return total
     # sigmoid(p) = (1 + tanh(p / 2)) / 2
-    return total + total * jnp.tanh(total) if spec.halved else jax.nn.silu(total)
+    return total + total * jnp.tanh(total) if spec.halves_sums else jax.nn.silu(total)
 
 
 def derivative(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
     """Returns the derivative of the activation at `total`. If `total` is half of the sum, the result is twice the
     derivative at the sum.
     """
-    if spec.halved:
+    if spec.halves_sums:
         tangent = jnp.tanh(total)
         return (1.0 + tangent) * (1.0 + total * (1.0 - tangent))
     sigmoid = jax.nn.sigmoid(total)
@@ -134,5 +136,5 @@ def zero_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any, x: Re
     begin, last = block * spec.block_t - offset, refs.bounds.shape[0] - 1
     # `where` instead of a product with 0, because padding may hold NaN.
     token = begin + lax.broadcasted_iota(jnp.int32, x.shape, len(x.shape) - 2)
-    real = (token >= refs.bounds[0]) & (token < refs.bounds[last])
-    x[...] = jnp.where(real, x[...].astype(jnp.float32), 0.0).astype(x.dtype)
+    is_real = (token >= refs.bounds[0]) & (token < refs.bounds[last])
+    x[...] = jnp.where(is_real, x[...].astype(jnp.float32), 0.0).astype(x.dtype)

@@ -103,7 +103,7 @@ def multiply(
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     results = launch(
         KernelCall(
-            name=_name(spec),
+            name=_kernel_name(spec),
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
             grid=(cdiv(spec.columns, width), work.total, spec.steps),
@@ -120,7 +120,7 @@ def multiply(
     return results["output"]
 
 
-def _name(spec: GroupedSpec) -> str:
+def _kernel_name(spec: GroupedSpec) -> str:
     if spec.gate is not None:
         return "ejkernel_gated_grouped_matmul"
     return "ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul"
@@ -143,7 +143,7 @@ def _inputs(
         block, index = (None, depth, width), lambda v, n, k: (v.matrix, _step(v, k, spec), n)
     inputs["matrices"] = Operand(record.rhs, block, index)
     if record.rhs_scale is not None:
-        inputs["scales"] = _scales(padded_scales(record.rhs_scale), spec)
+        inputs["scales"] = _scale_operand(padded_scales(record.rhs_scale), spec)
     if "bias" in extra:
         bias, lanes = extra["bias"], _sum_lanes(spec)
         if lanes > width:
@@ -157,11 +157,11 @@ def _inputs(
     if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
         for name in ("matrices", "bias"):
             if name in inputs:
-                inputs[f"factor_{name}"] = _second_half(inputs[name], cdiv(spec.columns, width))
+                inputs[f"factor_{name}"] = _other_half_operand(inputs[name], cdiv(spec.columns, width))
     return inputs
 
 
-def _second_half(operand: Operand, blocks: int) -> Operand:
+def _other_half_operand(operand: Operand, blocks: int) -> Operand:
     """Returns the same block of a matrix's, or of a bias's, other half, `blocks` blocks of columns later."""
     return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks, k))
 
@@ -173,7 +173,7 @@ def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
     return jnp.where(v.has(WORK), k, jnp.where(v.has(BEFORE_ALL_GROUPS), 0, spec.steps - 1))
 
 
-def _scales(scales: jax.Array, spec: GroupedSpec) -> Operand:
+def _scale_operand(scales: jax.Array, spec: GroupedSpec) -> Operand:
     size = spec.blocks.contracted if spec.backward else spec.blocks.columns
     block = (None, scales.shape[1], size)
     if spec.backward:
@@ -196,23 +196,23 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
 
         @pl.when(v.has(WORK) & (at.k == 0))
         def _() -> None:
-            for of_product in refs.products:
-                of_product.acc[...] = jnp.zeros_like(of_product.acc)
+            for product_refs in refs.products:
+                product_refs.acc[...] = jnp.zeros_like(product_refs.acc)
 
     if refs.acc is not None:
         # Only the last tile of contracted elements extends past them; the others need no mask.
-        for when, cut in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
-            add = functools.partial(_add_all, refs, at, spec=spec, cut=cut)
-            pl.when(whole & when)(functools.partial(_over_columns, spec, spec.block_columns, 0, add))
-            pl.when(partial & when)(functools.partial(_over_subtiles, spec, spec.block_columns, v, add))
+        for when, masks_tail in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
+            add = functools.partial(_add_all_products, refs, at, spec=spec, masks_tail=masks_tail)
+            pl.when(whole & when)(functools.partial(_for_each_column_subtile, spec, spec.block_columns, 0, add))
+            pl.when(partial & when)(functools.partial(_for_each_subtile, spec, spec.block_columns, v, add))
     write = functools.partial(_write, refs, at, spec=spec)
     width = spec.blocks.columns
-    pl.when(whole & last)(functools.partial(_over_columns, spec, width, 0, write))
+    pl.when(whole & last)(functools.partial(_for_each_column_subtile, spec, width, 0, write))
     pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_write_ungrouped, refs))
-    pl.when(partial & last)(functools.partial(_over_subtiles, spec, width, v, functools.partial(write, v=v)))
+    pl.when(partial & last)(functools.partial(_for_each_subtile, spec, width, v, functools.partial(write, v=v)))
 
 
-def _over_columns(
+def _for_each_column_subtile(
     spec: GroupedSpec, width: int, row: Any, work: Callable[[SubTile], None], rows: int | None = None
 ) -> None:
     """Calls `work` with subtiles of `width` columns in total that have all or `rows` rows, and few columns each, whose
@@ -224,34 +224,34 @@ def _over_columns(
         work(SubTile(row, rows or height, pl.multiple_of(n * CHUNK, CHUNK), CHUNK))
         return carry
 
-    looped = 0 if spec.unrolls else width // CHUNK
-    if looped:
-        lax.fori_loop(np.int32(0), np.int32(looped), add_columns, np.int32(0))
-    for column in range(looped * CHUNK, width, CHUNK):
+    looped_subtiles = 0 if spec.unrolls else width // CHUNK
+    if looped_subtiles:
+        lax.fori_loop(np.int32(0), np.int32(looped_subtiles), add_columns, np.int32(0))
+    for column in range(looped_subtiles * CHUNK, width, CHUNK):
         work(SubTile(row, rows or height, column, min(CHUNK, width - column)))
 
 
-def _over_subtiles(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
+def _for_each_subtile(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
     """Calls `work` with subtiles that cover all rows of the item and few rows of other items."""
     rows = spec.subtile_rows
 
-    def each_rows(n: Any, carry: Any) -> Any:
-        _over_columns(spec, width, pl.multiple_of(n * rows, rows), work, rows)
+    def process_row_subtile(n: Any, carry: Any) -> Any:
+        _for_each_column_subtile(spec, width, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), each_rows, np.int32(0))
+    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), process_row_subtile, np.int32(0))
 
 
-def _add_all(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
+def _add_all_products(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, masks_tail: bool) -> None:
     """Adds to each of a tile's sums."""
-    for of_product in refs.products:
-        _add(of_product, at, sub, spec, cut)
+    for product_refs in refs.products:
+        _add(product_refs, at, sub, spec, masks_tail)
 
 
-def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bool) -> None:
-    """Adds the products of a subtile; with `cut`, tiles extend past the contracted elements."""
+def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, masks_tail: bool) -> None:
+    """Adds the products of a subtile; with `masks_tail`, tiles extend past the contracted elements."""
     for start, size in spec.pieces:
-        partial_sum = _product(refs, at, sub, spec, (start, size), cut)
+        partial_sum = _product(refs, at, sub, spec, (start, size), masks_tail)
         if start == 0 and spec.steps == 1:
             row = opaque_offset(sub.row, SUBLANES, at.zero) if spec.reloads_first else sub.row
             refs.acc[pl.ds(row, sub.rows), sub.c] = partial_sum
@@ -264,7 +264,7 @@ def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, cut: bo
 
 
 def _product(
-    refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int], cut: bool = False
+    refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int], masks_tail: bool = False
 ) -> jax.Array:
     """Returns the product over a piece of the contracted elements."""
     start, size = piece
@@ -276,7 +276,7 @@ def _product(
     matrix = refs.matrices[sub.c, inner] if spec.transposed else refs.matrices[inner, sub.c]
     if refs.scales is not None and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _factors(refs, at, sub, spec, piece)
-    if cut:
+    if masks_tail:
         # In both operands: past the end either may hold NaN, and 0 times NaN is NaN.
         left = spec.contracted - at.k * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
@@ -336,7 +336,7 @@ def _gated_sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, g
     if gate.layout is GateLayout.NONE:
         output = activated(gate, _sum(refs, at, sub, spec))
     elif gate.layout is GateLayout.HALVES:
-        output = combined(gate, *(_sum(of_product, at, sub, spec) for of_product in refs.products))
+        output = combined(gate, *(_sum(product_refs, at, sub, spec) for product_refs in refs.products))
     elif gate.layout is GateLayout.WHOLE:
         factor = sub._replace(column=sub.column + spec.columns)
         output = combined(gate, _sum(refs, at, sub, spec), _sum(refs, at, factor, spec))

@@ -66,8 +66,12 @@ def matrix_gradients(
     work, products = by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
     k_tiles, n_tiles = spec.steps if products else 1, cdiv(spec.columns, spec.blocks.columns)
-    outputs, scratch = _results(record, cotangent.dtype, spec, k_tiles, grad_fields)
-    inputs = _operands(record, cotangent, spec, grad_fields) if products else {"cotangent": _cotangent(cotangent, spec)}
+    outputs, scratch = _result_operands(record, cotangent.dtype, spec, k_tiles, grad_fields)
+    inputs = (
+        _operands(record, cotangent, spec, grad_fields)
+        if products
+        else {"cotangent": _cotangent_operand(cotangent, spec)}
+    )
     gradients = launch(
         KernelCall(
             name="ejkernel_grouped_matmul_backward_matrices",
@@ -101,7 +105,7 @@ def _at(
     return index if spec.transposed else lambda v, n, k: index(v, k, n)
 
 
-def _cotangent(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
+def _cotangent_operand(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
     return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _at(spec, lambda v, k, n: (v.tile, n)))
 
 
@@ -119,7 +123,7 @@ def _operands(
     """Returns the operands of the products, and of the epilogue."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
-        "cotangent": _cotangent(cotangent, spec),
+        "cotangent": _cotangent_operand(cotangent, spec),
         "rows": Operand(record.lhs, rows, _at(spec, lambda v, k, n: (v.tile, k))),
     }
     if record.rhs_scale is not None:
@@ -131,7 +135,7 @@ def _operands(
     return inputs
 
 
-def _results(
+def _result_operands(
     record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, grad_fields: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, Any]]:
     """Returns outputs and scratch memory."""

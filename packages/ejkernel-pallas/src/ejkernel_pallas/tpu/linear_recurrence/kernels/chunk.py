@@ -21,8 +21,8 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
     Span,
     key_gates,
     last_row,
+    make_spans,
     separated,
-    spans_of,
 )
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve
@@ -76,33 +76,33 @@ def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple
     Heads are independent. Each stage is computed for all of them before the next one starts, so that one head's
     products run while another's wait for their operands.
     """
-    keys, values = _gates(heads)
-    writes = _writes(states, heads, keys, numbers.exact)
+    keys, values = _load_gates(heads)
+    writes = _compute_writes(states, heads, keys, numbers.exact)
     reads = [
-        numbers.scale * _read(state, x, key, value, write, numbers.exact)
+        numbers.scale * _read_state(state, x, key, value, write, numbers.exact)
         for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True)
     ]
     outputs = [
         read if x.skip is None else read + x.skip * x.value.astype(jnp.float32)
         for read, x in zip(reads, heads, strict=True)
     ]
-    return tuple(outputs), _after(states, heads, keys, values, writes, numbers.exact)
+    return tuple(outputs), _state_after(states, heads, keys, values, writes, numbers.exact)
 
 
 def next_states(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> Heads:
     """Returns only the states after a chunk."""
-    keys, values = _gates(heads)
-    return _after(states, heads, keys, values, _writes(states, heads, keys, numbers.exact), numbers.exact)
+    keys, values = _load_gates(heads)
+    return _state_after(states, heads, keys, values, _compute_writes(states, heads, keys, numbers.exact), numbers.exact)
 
 
-def _gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
+def _load_gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
     """Returns the weights of all heads' gates, of keys and of values."""
     return [key_gates(x.decay) for x in heads], [
-        None if x.value_decay is None else spans_of(x.value_decay) for x in heads
+        None if x.value_decay is None else make_spans(x.value_decay) for x in heads
     ]
 
 
-def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
+def _compute_writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
     """Returns every token's write, [C, V]."""
     rhs: list[jax.Array] = []
     matrices: list[jax.Array] = []
@@ -116,7 +116,7 @@ def _writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exac
     return solve(tuple(matrices), tuple(rhs), exact)
 
 
-def _read(
+def _read_state(
     state: jax.Array, x: Tokens, keys: KeyGates, values: tuple[Span, ...] | None, write: jax.Array, exact: bool
 ) -> jax.Array:
     """Returns the reads of tokens from the state before the chunk and from each other, [C, V]."""
@@ -132,12 +132,12 @@ def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Sp
     scores = keys.pairs(x.query, x.key, exact)
     total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
     for level, span in enumerate(values[:-1]):
-        square = jnp.where(separated(row, column, level), scores, 0.0)
-        total = total + dot(square, write * span.until, (1, 0), exact) * span.since
+        masked_scores = jnp.where(separated(row, column, level), scores, 0.0)
+        total = total + dot(masked_scores, write * span.until, (1, 0), exact) * span.since
     return total
 
 
-def _after(
+def _state_after(
     states: Heads,
     heads: tuple[Tokens, ...],
     keys: list[KeyGates],

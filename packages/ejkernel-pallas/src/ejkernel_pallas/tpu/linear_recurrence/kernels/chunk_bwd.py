@@ -15,9 +15,9 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
     Runs,
     Step,
     add_heads,
+    fold_segment_runs,
     load_all,
     load_runs,
-    over_runs,
     part,
     step_of,
 )
@@ -41,25 +41,27 @@ def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
         refs.cotangent[part(refs.cotangent, head, spec.values)].astype(jnp.float32) for head in range(spec.heads)
     )
     if (runs := load_runs(refs, spec, step)) is None:
-        of_states, of_tokens = _pull(spec, before, heads, cotangents, after)
+        state_gradients, token_gradients = _chunk_gradients(spec, before, heads, cotangents, after)
     else:
-        of_states, of_tokens = _over_runs(spec, step, runs, before, heads, cotangents, after)
-    for head, state in enumerate(of_states):
+        state_gradients, token_gradients = _run_gradients(spec, step, runs, before, heads, cotangents, after)
+    for head, state in enumerate(state_gradients):
         refs.state[head] = state
-    add_heads(refs, spec, of_tokens, wanted)
+    add_heads(refs, spec, token_gradients, wanted)
 
     @pl.when(step.is_first)
     def _() -> None:
         refs.initial[...] = refs.state[...]
 
 
-def _pull(spec: RecurrenceSpec, before: Heads, heads: AllTokens, cotangents: Heads, after: Heads) -> Gradients:
+def _chunk_gradients(
+    spec: RecurrenceSpec, before: Heads, heads: AllTokens, cotangents: Heads, after: Heads
+) -> Gradients:
     """Returns gradients of the states before a chunk and of its tokens."""
     _, pull = jax.vjp(lambda states, heads: advance(states, heads, spec.numbers), before, heads)
     return pull((cotangents, after))
 
 
-def _over_runs(
+def _run_gradients(
     spec: RecurrenceSpec,
     step: Step,
     runs: Runs,
@@ -73,7 +75,7 @@ def _over_runs(
     """
 
     def run(number: jax.Array, carry: Gradients) -> Gradients:
-        of_states, totals = carry
+        state_gradients, totals = carry
         mine, is_first = runs[number], number == 0
 
         def chunk(states: Heads, heads: AllTokens) -> tuple[Heads, Heads]:
@@ -84,6 +86,6 @@ def _over_runs(
         read = tuple(jnp.where(mine.column, x, 0.0) for x in cotangents)
         left = tuple(jnp.where(mine.is_last, x, 0.0) for x in after)
         # Each token is in one run, so the sums over all runs have one nonzero term.
-        return jax.tree.map(jnp.add, (of_states, totals), pull((read, left)))
+        return jax.tree.map(jnp.add, (state_gradients, totals), pull((read, left)))
 
-    return over_runs(step, run, jax.tree.map(jnp.zeros_like, (after, heads)))
+    return fold_segment_runs(step, run, jax.tree.map(jnp.zeros_like, (after, heads)))

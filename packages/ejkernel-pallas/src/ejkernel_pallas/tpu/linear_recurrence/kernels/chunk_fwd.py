@@ -13,9 +13,9 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, advance, 
 from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
     RecurrenceRefs,
     Step,
+    fold_segment_runs,
     load_all,
     load_runs,
-    over_runs,
     part,
     step_of,
 )
@@ -46,7 +46,7 @@ def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
             return tuple(jnp.where(mine.column, x, y) for x, y in zip(reads, totals, strict=True)), after
 
         zeros = jnp.zeros((spec.chunk, spec.values), jnp.float32)
-        reads, states = over_runs(step, run, ((zeros,) * spec.heads, states))
+        reads, states = fold_segment_runs(step, run, ((zeros,) * spec.heads, states))
     for head in range(spec.heads):
         refs.state[head] = states[head]
         refs.output[part(refs.output, head, spec.values)] = reads[head].astype(refs.output.dtype)

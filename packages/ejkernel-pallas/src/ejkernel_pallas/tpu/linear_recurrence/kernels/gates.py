@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.mosaic import vectors
-from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
+from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 LARGEST = 80.0
@@ -83,7 +83,7 @@ class ChannelGates:
     """One gate per key channel, head and token.
 
     Attributes:
-        spans: Weights in blocks of 1, 2, 4, ..., C tokens; see `spans_of`.
+        spans: Weights in blocks of 1, 2, 4, ..., C tokens; see `make_spans`.
     """
 
     spans: "tuple[Span, ...]"
@@ -138,7 +138,7 @@ def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
     """Returns the gates of a chunk's keys from log gates [C, K], or from sums of gates that channels share."""
     if decay is None:
         return NoGates()
-    return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(spans_of(decay))
+    return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(make_spans(decay))
 
 
 def _head_gates(sums: HeadDecay) -> HeadGates:
@@ -156,31 +156,31 @@ def _head_gates(sums: HeadDecay) -> HeadGates:
     return HeadGates(jnp.where(row >= column, between, 0.0), since, until, last_row(since))
 
 
-def _in_lanes_saved(column: jax.Array) -> tuple[jax.Array, None]:
+def _in_lanes_fwd(column: jax.Array) -> tuple[jax.Array, None]:
     return _in_lanes(column), None
 
 
-def _in_lanes_gradient(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _in_lanes_bwd(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (jnp.sum(cotangent, axis=1, keepdims=True),)
 
 
-@with_gradient(_in_lanes_saved, _in_lanes_gradient)
+@with_custom_gradient(_in_lanes_fwd, _in_lanes_bwd)
 def _in_lanes(column: jax.Array) -> jax.Array:
     """Returns [C, 1] as [C, 128], the same in every lane."""
     return jnp.broadcast_to(column, (column.shape[0], LANES))
 
 
-def _widen_saved(x: jax.Array, width: int) -> tuple[jax.Array, None]:
+def _widen_fwd(x: jax.Array, width: int) -> tuple[jax.Array, None]:
     return widen(x, width), None
 
 
-def _widen_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _widen_bwd(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     # The gradient goes to a single lane: the cotangents of all lanes are added up.
     lane = lax.broadcasted_iota(jnp.int32, (cotangent.shape[0], LANES), 1)
     return (jnp.where(lane == 0, jnp.sum(cotangent, axis=1, keepdims=True), 0.0),)
 
 
-@with_gradient(_widen_saved, _widen_gradient, static=(1,))
+@with_custom_gradient(_widen_fwd, _widen_bwd, static=(1,))
 def widen(x: jax.Array, width: int) -> jax.Array:
     """Returns [C, 128], the same in every lane, as [C, width]."""
     return vectors.widen(x, width)
@@ -202,14 +202,14 @@ class Span:
     until: jax.Array
 
 
-def spans_of(gates: jax.Array) -> tuple[Span, ...]:
+def make_spans(gates: jax.Array) -> tuple[Span, ...]:
     """Returns weights of log gates [C, channels] in blocks of length 1, 2, 4, ..., C, which is a power of two."""
     token = lax.broadcasted_iota(jnp.int32, gates.shape, 0)
     total = jnp.exp(gates)  # of each token's block
     found, length = [Span(total, jnp.ones_like(total))], 1
     while length < gates.shape[0]:
         # Tokens of a second block multiply the gates of the first one, those of a first block the gates of the second.
-        in_second_half, other, last = (token & length) != 0, swapped(total, length), found[-1]
+        in_second_half, other, last = (token & length) != 0, swap_blocks(total, length), found[-1]
         found.append(
             Span(last.since * jnp.where(in_second_half, other, 1.0), last.until * jnp.where(in_second_half, 1.0, other))
         )
@@ -225,16 +225,16 @@ def separated(row: jax.Array, column: jax.Array, level: int) -> jax.Array:
     return ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) > (column >> level))
 
 
-def _swapped_saved(x: jax.Array, length: int) -> tuple[jax.Array, None]:
-    return swapped(x, length), None
+def _swap_blocks_fwd(x: jax.Array, length: int) -> tuple[jax.Array, None]:
+    return swap_blocks(x, length), None
 
 
-def _swapped_gradient(length: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (swapped(cotangent, length),)
+def _swap_blocks_bwd(length: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (swap_blocks(cotangent, length),)
 
 
-@with_gradient(_swapped_saved, _swapped_gradient, static=(1,))
-def swapped(x: jax.Array, length: int) -> jax.Array:
+@with_custom_gradient(_swap_blocks_fwd, _swap_blocks_bwd, static=(1,))
+def swap_blocks(x: jax.Array, length: int) -> jax.Array:
     """Returns x [C, d] with every two neighbouring blocks of `length` rows exchanged."""
     if length >= ROWS:  # whole registers
         starts = range(0, x.shape[0], length)
@@ -244,15 +244,15 @@ def swapped(x: jax.Array, length: int) -> jax.Array:
     return jnp.where((token & length) != 0, pltpu.roll(x, length, 0), pltpu.roll(x, x.shape[0] - length, 0))
 
 
-def _in_rows_saved(row: jax.Array, width: int) -> tuple[jax.Array, None]:
+def _in_rows_fwd(row: jax.Array, width: int) -> tuple[jax.Array, None]:
     return in_rows(row, width), None
 
 
-def _in_rows_gradient(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _in_rows_bwd(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     return (jnp.sum(cotangent.T, axis=0, keepdims=True),)
 
 
-@with_gradient(_in_rows_saved, _in_rows_gradient, static=(1,))
+@with_custom_gradient(_in_rows_fwd, _in_rows_bwd, static=(1,))
 def in_rows(row: jax.Array, width: int) -> jax.Array:
     """Returns [1, n] as [n, width], the same in every lane: one register a lane group is transposed, not `width`."""
     column = jnp.broadcast_to(row, (ROWS, row.shape[1])).T[:, :1]
@@ -268,7 +268,7 @@ def _last_row_bwd(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     return (jnp.where(token == x.shape[0] - 1, cotangent, 0.0),)
 
 
-@with_gradient(_last_row_fwd, _last_row_bwd)
+@with_custom_gradient(_last_row_fwd, _last_row_bwd)
 def last_row(x: jax.Array) -> jax.Array:
     """Returns the last row of [n, d] as [1, d]."""
     return x[x.shape[0] - 1 :]

@@ -4,26 +4,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
+from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 
 Contract = tuple[int, int]
 Pair = tuple[jax.Array, jax.Array]
 
 
-def _dot_saved(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> tuple[jax.Array, Pair]:
+def _dot_fwd(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> tuple[jax.Array, Pair]:
     return dot(a, b, contract, exact), (a, b)
 
 
-def _dot_gradients(contract: Contract, exact: bool, saved: Pair, cotangent: jax.Array) -> Pair:
-    a, b = saved
+def _dot_bwd(contract: Contract, exact: bool, residuals: Pair, cotangent: jax.Array) -> Pair:
+    a, b = residuals
     left, right = contract
     # a [m, k] has the gradient  cotangent [m, n] . b over n,  transposed if k is its first axis; and b correspondingly.
-    of_a = dot(cotangent, b, (1, 1 - right), exact) if left else dot(b, cotangent, (1 - right, 1), exact)
-    of_b = dot(cotangent, a, (0, 1 - left), exact) if right else dot(a, cotangent, (1 - left, 0), exact)
-    return of_a.astype(a.dtype), of_b.astype(b.dtype)
+    a_gradient = dot(cotangent, b, (1, 1 - right), exact) if left else dot(b, cotangent, (1 - right, 1), exact)
+    b_gradient = dot(cotangent, a, (0, 1 - left), exact) if right else dot(a, cotangent, (1 - left, 0), exact)
+    return a_gradient.astype(a.dtype), b_gradient.astype(b.dtype)
 
 
-@with_gradient(_dot_saved, _dot_gradients, static=(2, 3))
+@with_custom_gradient(_dot_fwd, _dot_bwd, static=(2, 3))
 def dot(a: jax.Array, b: jax.Array, contract: Contract, exact: bool) -> jax.Array:
     """Returns the product of two matrices over one axis of each, in float32.
 

@@ -103,21 +103,21 @@ def part(ref: Ref, index: int, width: int) -> tuple[Any, ...]:
 
 def load(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = None) -> Tokens:
     """Loads the tokens of a head of the step, unconverted or in a dtype."""
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name, count in spec.wide:
         ref = getattr(refs, name)
         x = ref[part(ref, _head_of(spec, head, count), spec.width(name))]
         # Gates are multiplied, and on some chips the vector unit has float32 only.
-        needs = jnp.float32 if dtype is None and _is_weighted(spec, name) else dtype
-        given[name] = x if needs is None else x.astype(needs)
-    given |= {name: refs.columns[:, at : at + 1] for name, at in _places(spec, head)}
+        needed_dtype = jnp.float32 if dtype is None and _is_weighted(spec, name) else dtype
+        inputs[name] = x if needed_dtype is None else x.astype(needed_dtype)
+    inputs |= {name: refs.columns[:, at : at + 1] for name, at in _places(spec, head)}
     if spec.sums:
-        numbers = {name: given.pop(name) for name in spec.sums}
+        numbers = {name: inputs.pop(name) for name in spec.sums}
         for number, name in enumerate(spec.sums):
             at = number * spec.heads + head
             numbers[f"{name}_row"] = refs.along[at : at + 1]
-        given["decay"] = HeadDecay(**numbers)
-    return Tokens(**given)
+        inputs["decay"] = HeadDecay(**numbers)
+    return Tokens(**inputs)
 
 
 def load_all(
@@ -162,13 +162,13 @@ class Run:
         found = jax.tree.map(lambda field: jnp.where(self.column, field, jnp.zeros_like(field)), x)
         if sums is None or self.row is None:
             return found
-        chosen = HeadDecay(
+        decay_field = HeadDecay(
             self._sums(sums.coarse),
             jnp.where(self.row, sums.coarse_row, 0.0),
             None if sums.fine is None else self._sums(sums.fine),
             None if sums.fine_row is None else jnp.where(self.row, sums.fine_row, 0.0),
         )
-        return dataclasses.replace(found, decay=chosen)
+        return dataclasses.replace(found, decay=decay_field)
 
     def _sums(self, column: jax.Array) -> jax.Array:
         """Returns the sums of its gates; other tokens get those of the chunk's last token, the weight of the whole
@@ -206,7 +206,7 @@ def load_runs(refs: RecurrenceRefs, spec: RecurrenceSpec, step: Step) -> Runs | 
     return Runs(step.runs, refs.columns[:, at : at + 1], row)
 
 
-def over_runs(step: Step, run: Callable[[Any, Any], Any], start: Any) -> Any:
+def fold_segment_runs(step: Step, run: Callable[[Any, Any], Any], start: Any) -> Any:
     """Calls `run` with the index of each run and the previous result."""
     return lax.fori_loop(np.int32(0), step.runs, run, start)
 
@@ -225,20 +225,20 @@ def add_heads(
         for name, count in spec.wide:
             if name not in wanted:
                 continue
-            head_read, value = _head_of(spec, head, count), getattr(found, name)
-            total = totals.pop((name, head_read), None)
+            read_head, value = _head_of(spec, head, count), getattr(found, name)
+            total = totals.pop((name, read_head), None)
             value = value if total is None else total + value
-            if (head + 1) * spec.block_heads(count) // spec.heads == head_read:
-                totals[name, head_read] = value  # more heads of the step read it
+            if (head + 1) * spec.block_heads(count) // spec.heads == read_head:
+                totals[name, read_head] = value  # more heads of the step read it
                 continue
             ref = getattr(refs, f"of_{name}")
-            ref[part(ref, head_read, spec.width(name))] = value.astype(ref.dtype)
-        of_sums = found.decay if isinstance(found.decay, HeadDecay) and "decay" in wanted else None
+            ref[part(ref, read_head, spec.width(name))] = value.astype(ref.dtype)
+        sum_gradients = found.decay if isinstance(found.decay, HeadDecay) and "decay" in wanted else None
         for name, at in _places(spec, head):
             # The coarse and the fine sum have the same gradient.
-            if name == "coarse" and of_sums is not None:
-                refs.of_columns[:, at : at + 1] = of_sums.coarse
+            if name == "coarse" and sum_gradients is not None:
+                refs.of_columns[:, at : at + 1] = sum_gradients.coarse
             elif name in wanted:
                 refs.of_columns[:, at : at + 1] = getattr(found, name)
-        if of_sums is not None:
-            refs.of_along[head : head + 1] = of_sums.coarse_row
+        if sum_gradients is not None:
+            refs.of_along[head : head + 1] = sum_gradients.coarse_row

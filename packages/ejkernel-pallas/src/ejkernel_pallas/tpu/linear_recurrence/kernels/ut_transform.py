@@ -5,33 +5,33 @@ import jax.numpy as jnp
 
 from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS, separated
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
-from ejkernel_pallas.tpu.mosaic.gradients import with_gradient
+from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 
 Heads = tuple[jax.Array, ...]
 
 
-def _solved(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Heads, Heads]]:
-    inverted = inverses(matrices, exact)
-    found = tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverted, rhs, strict=True))
-    return found, (inverted, found)
+def _solve_fwd(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Heads, Heads]]:
+    inverse_matrices = inverses(matrices, exact)
+    found = tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
+    return found, (inverse_matrices, found)
 
 
-def _solve_gradients(exact: bool, saved: tuple[Heads, Heads], cotangents: Heads) -> tuple[Heads, Heads]:
+def _solve_bwd(exact: bool, residuals: tuple[Heads, Heads], cotangents: Heads) -> tuple[Heads, Heads]:
     # Through the solution instead of the recursion: two products with the inverse, which is already computed.
-    inverted, found = saved
-    row, column = indices(inverted[0].shape[0])
-    of_rhs = tuple(dot(matrix, x, (0, 0), exact) for matrix, x in zip(inverted, cotangents, strict=True))
-    of_matrices = (-dot(x, y, (1, 1), exact) for x, y in zip(of_rhs, found, strict=True))
-    return tuple(jnp.where(row > column, x, 0.0) for x in of_matrices), of_rhs
+    inverse_matrices, found = residuals
+    row, column = indices(inverse_matrices[0].shape[0])
+    of_rhs = tuple(dot(matrix, x, (0, 0), exact) for matrix, x in zip(inverse_matrices, cotangents, strict=True))
+    matrix_gradients = (-dot(x, y, (1, 1), exact) for x, y in zip(of_rhs, found, strict=True))
+    return tuple(jnp.where(row > column, x, 0.0) for x in matrix_gradients), of_rhs
 
 
-@with_gradient(_solved, _solve_gradients, static=(2,))
+@with_custom_gradient(_solve_fwd, _solve_bwd, static=(2,))
 def solve(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
     """Returns x [C, V] with `(1 + matrix) x = rhs` for each head; only the part of [C, C] below the diagonal is
     read.
     """
-    inverted = inverses(matrices, exact)
-    return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverted, rhs, strict=True))
+    inverse_matrices = inverses(matrices, exact)
+    return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
 
 
 def inverses(matrices: Heads, exact: bool) -> Heads:

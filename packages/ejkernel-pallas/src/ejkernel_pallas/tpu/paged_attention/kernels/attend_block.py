@@ -60,19 +60,21 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
     If the whole block is attended, and the next block's pages begin at its first slot and are all present, copies are
     started between vector instructions. Each start takes about four cycles of the scalar unit, which is idle there.
     """
-    at_once = jnp.bool_(False)
+    in_one_step = jnp.bool_(False)
     if spec.whole_blocks:
-        at_once = _plain(block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec)
+        in_one_step = _needs_no_mask(
+            block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
+        )
         if spec.copy_slices:
-            at_once = at_once & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
-    between = at_once if spec.copy_slices else jnp.bool_(False)
+            in_one_step = in_one_step & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+    starts_between = in_one_step if spec.copy_slices else jnp.bool_(False)
     size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
     base, item = block.number * spec.block_kv, block.item
     # Chunks that no row attends, at either end of a sequence, are skipped.
     first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
-    @pl.when(exists & jnp.logical_not(between))
+    @pl.when(exists & jnp.logical_not(starts_between))
     def _() -> None:
         copies.start_pages(refs, prefetch, spec)
 
@@ -81,7 +83,7 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
     if spec.whole_blocks:
         count = spec.copy_slices
         pieces = copies.sliced_starts(refs, prefetch, exists, count, spec) if count else iter(())
-        pl.when(at_once)(
+        pl.when(in_one_step)(
             lambda: _attend_small(
                 refs, block, buffer_slot, _chunks(block, 0, spec.chunks_per_step, False, spec), pieces, spec
             )
@@ -91,7 +93,7 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
         _attend_chunks(refs, block, buffer_slot, (pl.multiple_of(k * size, size), size // spec.chunk_kv), spec)
         return carry
 
-    loop(jnp.where(at_once, end, first), end, step, jnp.int32(0))
+    loop(jnp.where(in_one_step, end, first), end, step, jnp.int32(0))
 
 
 def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
@@ -101,7 +103,7 @@ def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec)
     return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
 
 
-def _plain(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
+def _needs_no_mask(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
     """Returns whether all rows of an item attend all of the `size` keys from `key` on, so that no mask is needed."""
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
@@ -113,7 +115,7 @@ def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tupl
     """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
     # A scalar test per chunk decides whether to mask: the mask costs more than the test.
-    plain = _plain(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
+    plain = _needs_no_mask(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def attend_few_rows(masked: bool) -> None:
         _attend_small(refs, block, buffer_slot, _chunks(block, start, count, masked, spec), iter(()), spec)
@@ -136,10 +138,10 @@ def _attend_small(
     block: Block,
     buffer_slot: Any,
     chunks: list[KeyChunk],
-    between: Iterator[Callable[[], None]],
+    copy_starts: Iterator[Callable[[], None]],
     spec: PagedSpec,
 ) -> None:
-    """Attends with few rows of all heads (decode), and calls one function of `between` after each slice that it
+    """Attends with few rows of all heads (decode), and calls one function of `copy_starts` after each slice that it
     loads.
     """
     rows = Rows(buffer_slot, 0, spec.small_rows, block.item.position)
@@ -150,17 +152,17 @@ def _attend_small(
 
     def head_group(k: Any) -> None:
         def loaded(at: KeyChunk, values: bool) -> list[jax.Array]:
-            return load(refs.buffers, k, at, spec, values=values, between=lambda: next(between, _nothing)())
+            return load(refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _nothing)())
 
         def head_chunks(at: KeyChunk, mask: Mask | None) -> list[HeadChunk]:
-            keys, values = (functools.cache(partial(loaded, at, which)) for which in (False, True))
+            keys, values = (functools.cache(partial(loaded, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
             return [HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary) for n in range(heads)]
 
         pairs = zip(chunks, chunk_masks, strict=True)
         lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
         update_softmax(refs, [chunk for at, mask in pairs for chunk in head_chunks(at, mask)], lookahead, spec)
-        for start_copies in between:
+        for start_copies in copy_starts:
             start_copies()
 
     each(head_groups(spec), head_group)
@@ -199,7 +201,7 @@ def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, s
         def _() -> None:
             each(head_groups(spec), head_group)
             # In a tile with few tokens a large product would be spent mostly on rows without a token.
-            plain = _plain(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
+            plain = _needs_no_mask(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
             for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
                 pl.when(condition)(partial(_heads, refs, item, buffer_slot, at._replace(masked=masked), spec))
 

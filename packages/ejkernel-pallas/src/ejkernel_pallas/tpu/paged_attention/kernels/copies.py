@@ -28,7 +28,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-TOGETHER = 8
+COPIES_PER_STEP = 8
 """Number of pages whose copies start without a branch in between: a branch costs the scalar unit more than a
 predicated copy.
 """
@@ -88,16 +88,16 @@ class Cursor(NamedTuple):
 def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
     """Starts the copies of a block's pages, several at a time without a branch between them."""
     first, end = block.pages(spec)
-    entry, per_step = block.entry(spec), math.gcd(spec.pages, TOGETHER)
+    entry, per_step = block.entry(spec), math.gcd(spec.pages, COPIES_PER_STEP)
 
-    def several(k: jax.Array, carry: jax.Array) -> jax.Array:
+    def start_several(k: jax.Array, carry: jax.Array) -> jax.Array:
         for page in (k * per_step + n for n in range(per_step)):
             page_id = refs.tables[entry + page]
             exists = (page >= first) & (page < end) & (page_id >= 0)
             pl.when(exists)(functools.partial(_start, refs, block, page_id, page, spec))
         return carry
 
-    loop(divide(first, per_step), divide(end + per_step - 1, per_step), several, jnp.int32(0))
+    loop(divide(first, per_step), divide(end + per_step - 1, per_step), start_several, jnp.int32(0))
 
 
 def sliced_starts(

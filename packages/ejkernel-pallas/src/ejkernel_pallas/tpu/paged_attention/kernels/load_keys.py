@@ -106,7 +106,7 @@ def load(
     if cache.transposed:
         size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
         columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
-        return [_widened(_rounded(columns, spec), dtype)]
+        return [_widen(_round_to_bfloat16(columns, spec), dtype)]
     if spec.heads_per_product > 1:
         rows = _all_rows(buffer, head_group, at, spec, values, between)
         rows_of_heads = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
@@ -120,13 +120,13 @@ def load(
         else:
             rows_of_heads = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
     size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
-    return [_widened(_rounded(x[:, :size], spec), dtype) for x in rows_of_heads]
+    return [_widen(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
 
 
 def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Loads the rotary part [Dr, n] of keys, from a second cache."""
     columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
-    return _widened(_rounded(columns, spec), spec.operand)
+    return _widen(_round_to_bfloat16(columns, spec), spec.operand)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
@@ -166,7 +166,7 @@ def _all_rows(
                 slices.append([x if cache.packing == 1 else pltpu.bitcast(x, buffer.dtype)])
             between()
         groups.append([jnp.concatenate(x, axis=0) for x in zip(*slices, strict=True)])
-    return _across(groups)
+    return _concatenate_lane_groups(groups)
 
 
 def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec) -> jax.Array:
@@ -188,10 +188,12 @@ def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec
         subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
     words_of_groups = [_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)]
-    return _across([[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups])
+    return _concatenate_lane_groups(
+        [[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups]
+    )
 
 
-def _across(groups: list[list[jax.Array]]) -> list[jax.Array]:
+def _concatenate_lane_groups(groups: list[list[jax.Array]]) -> list[jax.Array]:
     """Returns rows, concatenated from their groups of 128 lanes."""
     return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
 
@@ -226,12 +228,12 @@ def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) 
     return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
 
 
-def _widened(x: jax.Array, dtype: Any) -> jax.Array:
+def _widen(x: jax.Array, dtype: Any) -> jax.Array:
     """Converts to `dtype`; 8-bit elements are converted via float32, which every chip supports."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 
 
-def _rounded(x: jax.Array, spec: PagedSpec) -> jax.Array:
+def _round_to_bfloat16(x: jax.Array, spec: PagedSpec) -> jax.Array:
     """Rounds float32 to bfloat16's precision, ties to even, in integer arithmetic so that no compiler removes the
     conversion.
     """

@@ -75,14 +75,14 @@ def run_kernel(
     """Runs one of the kernels; `packed` maps a grid step to its tile of the packed matrix."""
     block = (spec.blocks.block_r, spec.blocks.block_w)
 
-    def scale_index(*step: Any) -> tuple[Any, Any]:
+    def scale_index_map(*step: Any) -> tuple[Any, Any]:
         row, word = packed(*step)
         return row, divide(word, spec.scale_tiles)
 
     inputs = {"x": x, "words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed)}
     for label, stored in (("scales", record.scales), ("zeros", record.zeros)):
         if stored is not None:
-            inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index)
+            inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index_map)
     codebook = code_table(spec.format)
     if codebook is not None:
         inputs["table"] = resident(codebook)

@@ -62,7 +62,9 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     if ring is None:
         return tiled_backward.backward(dataclasses.replace(pullback, record=tiled(record)), config)
     query_rows = query_rows_of(pullback)
-    grads = _around(RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.wanted - {"softmax_aux"})
+    grads = _ring_gradients(
+        RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.wanted - {"softmax_aux"}
+    )
     if "softmax_aux" in pullback.wanted:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
@@ -92,7 +94,9 @@ def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
     )
 
 
-def _around(plan: RingPlan, query_rows: QueryRows, config: TpuBackward, grad_fields: frozenset[str]) -> Gradients:
+def _ring_gradients(
+    plan: RingPlan, query_rows: QueryRows, config: TpuBackward, grad_fields: frozenset[str]
+) -> Gradients:
     """Returns the gradients of all fields except sinks, in the layout of the ring's computation, float32."""
     record, ring = plan.record, plan.ring
     # Gradients are float32 until the end: every device adds a part, and each rounding to 16 bits would add an error.
@@ -126,14 +130,14 @@ def _step(
     grad_fields: frozenset[str],
 ) -> Gradients:
     """Returns what one load of keys adds to the gradients, float32."""
-    shard, (by_key, by_query) = plan.shard(source, load), backward_blocks(config)
+    shard, (key_blocks, query_blocks) = plan.shard(source, load), backward_blocks(config)
     added: Gradients = {}
     if grad_fields & {"key", "value"}:
-        spec = plan.spec(shard, by_key, by_key=True)
+        spec = plan.spec(shard, key_blocks, by_key=True)
         table = plan.pairs(shard, spec, source, pairs_by_key)
         added |= _key_gradients(shard, query_rows, spec, table, grad_fields & {"key", "value"})
     if "query" in grad_fields:
-        spec = plan.spec(shard, by_query)
+        spec = plan.spec(shard, query_blocks)
         added["query"] = _query_gradient(shard, query_rows, spec, plan.pairs(shard, spec, source, pairs_by_query))
     if "bias" in grad_fields:
         added["bias"] = _bias_gradient(plan, shard, source, query_rows, config)

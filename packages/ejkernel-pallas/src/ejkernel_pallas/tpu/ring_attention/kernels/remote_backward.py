@@ -59,8 +59,10 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.before + 1), None)
     if ring.after:
         shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local_load}, -1))
-        query, *more = _one_direction(plan, shifted, shard_rows, config, range(-1, -ring.after - 1, -1), query)
-        kv_gradients = [one + other for one, other in zip(kv_gradients, more, strict=True)]
+        query, *other_gradients = _one_direction(
+            plan, shifted, shard_rows, config, range(-1, -ring.after - 1, -1), query
+        )
+        kv_gradients = [one + other for one, other in zip(kv_gradients, other_gradients, strict=True)]
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
     if "softmax_aux" in pullback.wanted:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
@@ -117,8 +119,8 @@ class TableSlice(NamedTuple):
 def _sweeps(
     plan: RingPlan, shard: TiledAttention, query_rows: QueryRows, config: TpuBackward, hops: range
 ) -> tuple[Sweep, Sweep]:
-    by_key, by_query = backward_blocks(config)
-    spec = plan.spec(shard, by_query)
+    key_blocks, query_blocks = backward_blocks(config)
+    spec = plan.spec(shard, query_blocks)
     zeros = {
         name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
     }
@@ -126,7 +128,7 @@ def _sweeps(
     results = {"dquery": rows(zeros["q"], spec.block_q)}
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
     queries = Sweep(spec, inputs_of(shard, query_rows, spec), results, pair_table, 0, scratch_memory, queries_kernel)
-    spec = plan.spec(shard, by_key, by_key=True)
+    spec = plan.spec(shard, key_blocks, by_key=True)
     results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
     after = pair_table.size
     pair_table = remote_call.tables(plan, spec, shard, hops, pairs_by_key)

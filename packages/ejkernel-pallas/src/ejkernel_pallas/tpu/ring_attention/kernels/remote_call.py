@@ -14,7 +14,7 @@ from ejkernel.families.ring_attention.schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
 from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, Route
-from ejkernel_pallas.tpu.ring_attention.plan import Lister, RingPlan
+from ejkernel_pallas.tpu.ring_attention.plan import PairLister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 MAX_PAIRS = 2**16
@@ -112,7 +112,7 @@ def run_pipeline(
     )(*(arrays[name] for name in names))
 
 
-def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: Lister) -> jax.Array:
+def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: PairLister) -> jax.Array:
     """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
 
     For the segments and positions of other devices, it gathers the smallest and the largest value in every tile of

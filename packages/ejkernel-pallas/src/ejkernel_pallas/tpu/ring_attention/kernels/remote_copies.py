@@ -157,21 +157,21 @@ class Route:
 
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
-            more, later = number + 1 < self.count, number > 0
+            has_more, later = number + 1 < self.count, number > 0
             # Copies look the same at both ends: the receiving semaphore belongs to the slot that the load arrives in.
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
-            _when(later & more, lambda: signal_free_slot(load))
-            _send(load, slot, more, later)
+            _when(later & has_more, lambda: signal_free_slot(load))
+            _send(load, slot, has_more, later)
             here = load.at(slot)
             # The load is being sent to the next device meanwhile: both only read it.
             work(number, here)
             if cargo is not None:
                 _when(later, functools.partial(_receive, cargo, slot))
-                _when(later & more, functools.partial(signal_free_slot, cargo))
+                _when(later & has_more, functools.partial(signal_free_slot, cargo))
                 collect(number, {**here, **cargo.at(slot)})
-                _send(cargo, slot, more, later)
+                _send(cargo, slot, has_more, later)
             # Hazard: the previous device writes this slot next, so the send from it must have finished.
-            _when(more, lambda: [copy.wait_send() for copy in load.copies(slot)])
+            _when(has_more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
         lax.fori_loop(0, self.count, step, None)
 
@@ -200,10 +200,10 @@ def wait_free_slot(refs: ChannelRefs) -> None:
     pl.semaphore_wait(refs.slot_free, 1)
 
 
-def _send(refs: ChannelRefs, slot: Any, more: Any, later: Any) -> None:
+def _send(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> None:
     """Starts the copies to the next device, once it has a free slot."""
-    _when(later & more, lambda: wait_free_slot(refs))
-    _when(more, lambda: [copy.start() for copy in refs.copies(slot)])
+    _when(later & has_more, lambda: wait_free_slot(refs))
+    _when(has_more, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
 def _receive(refs: ChannelRefs, slot: Any) -> None:

@@ -60,7 +60,7 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
     )
     route = remote_call.route_of(plan.ring, hops, inputs)
     scratch = flash_forward.scratch(spec, shard.value.dtype)
-    work = _Work(spec=spec, inputs=inputs, results=results, pair_table=pair_table.shape)
+    work = _AttendToShard(spec=spec, inputs=inputs, results=results, pair_table=pair_table.shape)
     results = launch(
         KernelCall(
             name="ejkernel_ring_forward_remote",
@@ -79,7 +79,7 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Work:
+class _AttendToShard:
     """Processes the pairs of query and key tiles of one load of keys.
 
     Attributes:
@@ -98,10 +98,10 @@ class _Work:
         """Updates the state with one load of keys, tile pair by tile pair, in a pipeline that prefetches the next
         tiles.
         """
-        (_, batched, _, steps), spec = self.pair_table, self.spec
+        (_, is_batched, _, steps), spec = self.pair_table, self.spec
 
         def entry(b: Any, step: Any) -> Any:
-            return refs.table[(number * batched + (b if batched > 1 else 0)) * steps + step]
+            return refs.table[(number * is_batched + (b if is_batched > 1 else 0)) * steps + step]
 
         def where(b: Any, h: Any, step: Any) -> Any:
             at = entry(b, step)
@@ -115,5 +115,5 @@ class _Work:
         remote_call.run_pipeline(tile, refs, load, (self.inputs, self.results), grid, where)
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: Route, work: _Work) -> None:
+def _kernel(refs: remote_call.RemoteRefs, *, route: Route, work: _AttendToShard) -> None:
     route.for_each_load(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)

@@ -43,7 +43,7 @@ from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
 from ejkernel_pallas.tpu.selective_scan.plan import LOG2E
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
-HELD = 8
+NUMBERS_PER_PASS = 8
 """Numbers of a state at a time: their history takes 2 MiB, and their sums fit registers."""
 LN2 = 1 / LOG2E
 
@@ -55,7 +55,7 @@ def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
         store_numbers(spec, step, refs.decay, refs.rates)
-        refs.of_rates[...] = jnp.zeros_like(refs.of_rates)
+        refs.rate_gradients[...] = jnp.zeros_like(refs.rate_gradients)
         refs.dskip[...] = jnp.zeros_like(refs.dskip)
 
     @pl.when(step.last)
@@ -77,7 +77,7 @@ def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
 
     @pl.when(pl.program_id(2) == spec.chunks - 1)
     def _() -> None:
-        load_numbers(spec, refs.of_rates, refs.ddecay)
+        load_numbers(spec, refs.rate_gradients, refs.ddecay)
 
 
 def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
@@ -90,21 +90,21 @@ def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
         store_tokens(refs.steps, tile, steps)
         store_tokens(refs.inputs, tile, steps * load_tile(refs.x, spec, step, tile))
         store_tokens(refs.cotangents, tile, load_tile(refs.cotangent, spec, step, tile))
-    for first in range(0, spec.size, HELD):
-        numbers = range(first, min(first + HELD, spec.size))
+    for first in range(0, spec.size, NUMBERS_PER_PASS):
+        numbers = range(first, min(first + NUMBERS_PER_PASS, spec.size))
         for group in range(spec.groups):
             _recompute(refs, spec, group, numbers)
             _reverse(refs, spec, group, numbers)
         _sum_rows(refs, spec, numbers)
-    _sum_lanes(refs.of_writes, refs.dwrite)
-    _sum_lanes(refs.of_reads, refs.dread)
+    _sum_lanes(refs.write_gradients, refs.dwrite)
+    _sum_lanes(refs.read_gradients, refs.dread)
     for tile in lane_tiles(spec):
         _store(refs, spec, step, tile)
 
 
 def _history(token: Any, index: int) -> Any:
     """Returns where the state before a token lies in scratch memory."""
-    return pl.ds(pl.multiple_of((token * HELD + index) * SUBLANES, SUBLANES), SUBLANES)
+    return pl.ds(pl.multiple_of((token * NUMBERS_PER_PASS + index) * SUBLANES, SUBLANES), SUBLANES)
 
 
 def _row(spec: ScanSpec, token: Token, number: int) -> Any:
@@ -138,28 +138,31 @@ def _reverse(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None
     def one(token: Token, carry: tuple[tuple[jax.Array, jax.Array], ...]) -> Any:
         steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
         cotangent, at = refs.cotangents[token.strided(group)], token.whole(group)
-        of_inputs, of_steps = (refs.results[at], refs.of_steps[at]) if numbers.start else (None, None)
+        input_gradients, step_gradients = (refs.results[at], refs.step_gradients[at]) if numbers.start else (None, None)
         after: list[tuple[jax.Array, jax.Array]] = []
-        for index, (number, rate, (later, of_rate)) in enumerate(zip(numbers, rates, carry, strict=True)):
+        for index, (number, rate, (later, rate_gradient)) in enumerate(zip(numbers, rates, carry, strict=True)):
             row, product = _row(spec, token, number), _history(token.number, index)
             gradient = later + refs.reads[row] * cotangent
-            of_read = refs.history[_history(token.number + 1, index)] * cotangent
-            of_write = gradient * inputs
+            read_gradient = refs.history[_history(token.number + 1, index)] * cotangent
+            write_gradient = gradient * inputs
             if group:
-                of_read, of_write = of_read + refs.read_products[product], of_write + refs.products[product]
-            refs.read_products[product], refs.products[product] = of_read, of_write
-            of_inputs = _add(of_inputs, gradient * refs.writes[row])
+                read_gradient, write_gradient = (
+                    read_gradient + refs.read_products[product],
+                    write_gradient + refs.products[product],
+                )
+            refs.read_products[product], refs.products[product] = read_gradient, write_gradient
+            input_gradients = _add(input_gradients, gradient * refs.writes[row])
             gradient = gradient * jnp.exp2(steps * rate)
-            of_exponent = gradient * refs.history[product]
-            of_steps = _add(of_steps, of_exponent * rate)
-            after.append((gradient, of_rate + of_exponent * steps))
-        refs.results[at], refs.of_steps[at] = of_inputs, of_steps
+            exponent_gradient = gradient * refs.history[product]
+            step_gradients = _add(step_gradients, exponent_gradient * rate)
+            after.append((gradient, rate_gradient + exponent_gradient * steps))
+        refs.results[at], refs.step_gradients[at] = input_gradients, step_gradients
         return tuple(after)
 
     places = [number_at(spec, group, number) for number in numbers]
-    start = tuple((refs.state[place], refs.of_rates[place]) for place in places)
-    for place, (state, of_rate) in zip(places, over_tokens(spec, one, start, backwards=True), strict=True):
-        refs.state[place], refs.of_rates[place] = state, of_rate
+    start = tuple((refs.state[place], refs.rate_gradients[place]) for place in places)
+    for place, (state, rate_gradient) in zip(places, over_tokens(spec, one, start, backwards=True), strict=True):
+        refs.state[place], refs.rate_gradients[place] = state, rate_gradient
 
 
 def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -168,13 +171,13 @@ def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
 
 def _sum_rows(refs: ScanRefs, spec: ScanSpec, numbers: range) -> None:
     """Sums products over the rows of their registers: eight numbers of a token become one register."""
-    for products, sums in ((refs.products, refs.of_writes), (refs.read_products, refs.of_reads)):
+    for products, sums in ((refs.products, refs.write_gradients), (refs.read_products, refs.read_gradients)):
 
         def one(token: jax.Array, carry: jax.Array, products: Any = products, sums: Any = sums) -> jax.Array:
-            begin = token * (HELD * SUBLANES)
-            total = products[pl.ds(begin, HELD, stride=SUBLANES)]
+            begin = token * (NUMBERS_PER_PASS * SUBLANES)
+            total = products[pl.ds(begin, NUMBERS_PER_PASS, stride=SUBLANES)]
             for row in range(1, SUBLANES):
-                total = total + products[pl.ds(begin + row, HELD, stride=SUBLANES)]
+                total = total + products[pl.ds(begin + row, NUMBERS_PER_PASS, stride=SUBLANES)]
             sums[pl.ds(token * spec.size + numbers.start, len(numbers))] = total[: len(numbers)]
             return carry
 
@@ -192,10 +195,10 @@ def _sum_lanes(sums: Any, target: Any) -> None:
 def _store(refs: ScanRefs, spec: ScanSpec, step: Step, tile: int) -> None:
     """Stores the gradients of a tile's tokens, and adds their contribution to the gradient of `skip`."""
     lanes = lanes_of(tile)
-    of_inputs, skip = load_results(refs.results, tile), refs.skip[:, lanes]
+    input_gradients, skip = load_results(refs.results, tile), refs.skip[:, lanes]
     x, steps = load_tile(refs.x, spec, step, tile), load_tile(refs.step, spec, step, tile)
     cotangent = load_tile(refs.cotangent, spec, step, tile)
-    refs.dx[:, lanes] = (steps * of_inputs + skip * cotangent).astype(refs.dx.dtype)
-    of_steps = load_results(refs.of_steps, tile) * LN2 + x * of_inputs
-    refs.dstep[:, lanes] = of_steps.astype(refs.dstep.dtype)
+    refs.dx[:, lanes] = (steps * input_gradients + skip * cotangent).astype(refs.dx.dtype)
+    step_gradients = load_results(refs.step_gradients, tile) * LN2 + x * input_gradients
+    refs.dstep[:, lanes] = step_gradients.astype(refs.dstep.dtype)
     refs.dskip[:, lanes] += jnp.sum(x * cotangent, axis=0, keepdims=True)

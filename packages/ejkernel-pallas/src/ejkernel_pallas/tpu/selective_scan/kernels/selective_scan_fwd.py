@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
 )
 from ejkernel_pallas.tpu.selective_scan.spec import ScanSpec
 
-HELD = 16
+NUMBERS_PER_PASS = 16
 """Numbers of a state in registers at a time, and their rates: half of the 64 registers."""
 
 
@@ -61,8 +61,8 @@ def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
         store_tokens(refs.steps, tile, steps)
         store_tokens(refs.inputs, tile, steps * load_tile(refs.x, spec, step, tile))
     for group in range(spec.groups):
-        for first in range(0, spec.size, HELD):
-            _scan(refs, spec, group, range(first, min(first + HELD, spec.size)))
+        for first in range(0, spec.size, NUMBERS_PER_PASS):
+            _scan(refs, spec, group, range(first, min(first + NUMBERS_PER_PASS, spec.size)))
     for tile in lane_tiles(spec):
         x = refs.x[:, lanes_of(tile)].astype(jnp.float32)
         output = load_results(refs.results, tile) + refs.skip[:, lanes_of(tile)] * x

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
-from ejkernel_pallas.tpu.selective_scan.plan import FIRST, LAST, OWNER, REAL
+from ejkernel_pallas.tpu.selective_scan.plan import FIRST, LAST, REAL, SEQUENCE_FACTOR
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
 OCTETS = CHUNK // SUBLANES
@@ -60,14 +60,14 @@ class ScanRefs:
         writes: Scratch [64 * E, 128], B of a token and number in all lanes.
         reads: Scratch, likewise, C.
         cotangents: Scratch as steps, of the output.
-        of_steps: Scratch as results, gradients of dt by way of decays.
+        step_gradients: Scratch as results, gradients of dt by way of decays.
         before: Scratch as state, the states before the chunk.
         history: Scratch [65 * 64, 128], states of eight numbers before and after every token.
         products: Scratch [64 * 64, 128], gradients of B of eight numbers for each channel.
         read_products: Scratch, likewise, of C.
-        of_writes: Scratch as writes, sums over registers and rows.
-        of_reads: Likewise.
-        of_rates: Scratch as state.
+        write_gradients: Scratch as writes, sums over registers and rows.
+        read_gradients: Likewise.
+        rate_gradients: Scratch as state.
     """
 
     table: Ref
@@ -97,14 +97,14 @@ class ScanRefs:
     dskip: Ref = None
     dinitial: Ref = None
     cotangents: Ref = None
-    of_steps: Ref = None
+    step_gradients: Ref = None
     before: Ref = None
     history: Ref = None
     products: Ref = None
     read_products: Ref = None
-    of_writes: Ref = None
-    of_reads: Ref = None
-    of_rates: Ref = None
+    write_gradients: Ref = None
+    read_gradients: Ref = None
+    rate_gradients: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +134,9 @@ def step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> Step:
     return Step(pl.program_id(1), chunk, (entry & FIRST) != 0, (entry & LAST) != 0, (entry & REAL) != 0)
 
 
-def owner_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
+def sequence_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
     """Returns the row or sequence of a chunk, for use in an index map."""
-    return lax.div(table[row * spec.chunks + chunk], jnp.int32(OWNER))
+    return lax.div(table[row * spec.chunks + chunk], jnp.int32(SEQUENCE_FACTOR))
 
 
 def lane_tiles(spec: ScanSpec) -> Iterable[int]:
@@ -152,9 +152,9 @@ def lanes_of(tile: int) -> slice:
 def store_tokens(target: Ref, tile: int, x: jax.Array) -> None:
     """Stores a tile of a chunk's tokens, [64, 128], into scratch memory, eight tokens a register."""
     group, row = divmod(tile, SUBLANES)
-    for octet in range(OCTETS):
-        begin = ((group * OCTETS + octet) * SUBLANES + row) * SUBLANES
-        target[begin : begin + SUBLANES] = x[octet * SUBLANES : (octet + 1) * SUBLANES]
+    for token_octet in range(OCTETS):
+        begin = ((group * OCTETS + token_octet) * SUBLANES + row) * SUBLANES
+        target[begin : begin + SUBLANES] = x[token_octet * SUBLANES : (token_octet + 1) * SUBLANES]
 
 
 def load_results(source: Ref, tile: int) -> jax.Array:
@@ -228,9 +228,9 @@ class Token:
 
     def strided(self, group: int) -> Any:
         """Returns the token's rows in a layout where eight tokens of 128 channels lie together."""
-        octet = lax.div(self.base, jnp.int32(SUBLANES))
+        token_octet = lax.div(self.base, jnp.int32(SUBLANES))
         index = lax.rem(self.base, jnp.int32(SUBLANES)) + self.offset
-        return pl.ds((group * OCTETS + octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
+        return pl.ds((group * OCTETS + token_octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
 
     def whole(self, group: int) -> Any:
         """Returns the token's rows in a layout where each token is a register."""

@@ -42,7 +42,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
 from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
 from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec, padded
 
-FINISHED = 512
+UNROLLED_COLUMNS = 512
 """Number of queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
 
 
@@ -128,7 +128,7 @@ def _accumulate(ref: Ref, addend: jax.Array, refs: ForwardRefs, at: ScoreChunk) 
 
 def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
     """Writes the output and lse of a query tile."""
-    step = math.gcd(spec.block_q, FINISHED)
+    step = math.gcd(spec.block_q, UNROLLED_COLUMNS)
 
     def write_rows(n: Any, carry: None) -> None:
         # Processes 128 queries at a time: their statistics fill one register when transposed from sublanes to lanes.

@@ -115,25 +115,25 @@ def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], N
             work(at)
         return
     stationary, size = ("key", spec.chunk_kv) if spec.by_key else ("query", spec.chunk_q)
-    area = (spec.block_q, size) if spec.by_key else (size, spec.block_kv)
+    chunk_shape = (spec.block_q, size) if spec.by_key else (size, spec.block_kv)
 
     def add_chunks(step: Any, carry: None) -> None:
-        for at in _chunks(entry, spec, area, masked=False):
+        for at in _chunks(entry, spec, chunk_shape, masked=False):
             work(at._replace(**{stationary: pl.multiple_of(step * size, LANES)}))
 
     lax.fori_loop(0, (spec.block_kv if spec.by_key else spec.block_q) // size, add_chunks, None)
 
 
-def _chunks(entry: Any, spec: TiledSpec, area: tuple[int, int], masked: bool) -> list[ScoreChunk]:
-    """Returns the chunks of the first `area` queries and keys of a tile pair."""
+def _chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
+    """Returns the chunks of the first `chunk_shape` queries and keys of a tile pair."""
     cut = masked and spec.trapezoid
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
     if cut and not spec.by_columns and chunk_q > DIAGONAL:
         chunk_q, chunk_kv = math.gcd(chunk_q, DIAGONAL), math.gcd(chunk_kv, DIAGONAL)
     chunks = [
         ScoreChunk(entry, query, chunk_q, key, chunk_kv, masked, spec)
-        for query in range(0, area[0], chunk_q)
-        for key in range(0, area[1], chunk_kv)
+        for query in range(0, chunk_shape[0], chunk_q)
+        for key in range(0, chunk_shape[1], chunk_kv)
     ]
     if cut:
         chunks = [_cut(at) for at in chunks if at.key < at.query + at.queries]
@@ -154,7 +154,7 @@ def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
     x = ref[at.k, :]
     if not (at.masked and at.spec.ragged_keys):
         return x
-    return _zero_from(x, key_tile(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
+    return _zero_rows_from(x, key_tile(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
 
 
 def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
@@ -162,10 +162,10 @@ def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
     x = ref[at.q, :]
     if not (at.masked and at.spec.ragged_queries):
         return x
-    return _zero_from(x, query_tile(at.entry) * at.spec.block_q + at.query, at.spec.queries)
+    return _zero_rows_from(x, query_tile(at.entry) * at.spec.block_q + at.query, at.spec.queries)
 
 
-def _zero_from(x: jax.Array, first: Any, end: int) -> jax.Array:
+def _zero_rows_from(x: jax.Array, first: Any, end: int) -> jax.Array:
     """Returns rows, with 0 from row `end` on: a block beyond the array may contain anything, NaN included."""
     index = first + lax.broadcasted_iota(jnp.int32, x.shape, 0)
     return jnp.where(index < end, x, jnp.zeros_like(x))
@@ -200,8 +200,8 @@ def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
     if refs.q_ids is not None:
         q_ids, k_ids = query_column(refs.q_ids, at), key_row(refs.k_ids, at)
         conditions += [q_ids == k_ids, q_ids >= 0]
-    for rectangle, queries, keys in ((refs.mask, refs.mask_per_query, refs.mask_per_key), (refs.pattern, None, None)):
-        mask = _pair_values(rectangle, queries, keys, at)
+    for pair_ref, queries, keys in ((refs.mask, refs.mask_per_query, refs.mask_per_key), (refs.pattern, None, None)):
+        mask = _pair_values(pair_ref, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
     if spec.ragged_keys:
@@ -214,14 +214,16 @@ def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
     return mask
 
 
-def apply_mask(x: jax.Array, instead: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
-    """Returns scores or weights of a masked chunk, with `instead` where pairs do not attend."""
-    late = at.key + at.keys - at.query
-    if not (at.spec.trapezoid and at.spec.by_columns and late < at.queries):
-        return jnp.where(allowed(refs, at), x, instead)
+def apply_mask(x: jax.Array, masked_value: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
+    """Returns scores or weights of a masked chunk, with `masked_value` where pairs do not attend."""
+    key_distance = at.key + at.keys - at.query
+    if not (at.spec.trapezoid and at.spec.by_columns and key_distance < at.queries):
+        return jnp.where(allowed(refs, at), x, masked_value)
     axis = 1 if at.spec.by_key else 0
-    first, rest = jnp.split(x, [late], axis=axis)  # later queries attend all keys of the chunk
-    return jnp.concatenate([jnp.where(allowed(refs, at._replace(queries=late)), first, instead), rest], axis=axis)
+    first, rest = jnp.split(x, [key_distance], axis=axis)  # later queries attend all keys of the chunk
+    return jnp.concatenate(
+        [jnp.where(allowed(refs, at._replace(queries=key_distance)), first, masked_value), rest], axis=axis
+    )
 
 
 def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
@@ -250,10 +252,10 @@ def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
     if at.spec.threshold is None:
         return x
     stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
-    hashed = widen(refs.dropout_column[stationary, :], at.shape[1]) * across
+    dropout_products = widen(refs.dropout_column[stationary, :], at.shape[1]) * across
     # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. In the products the column
     # keys contribute the flip: row keys are odd, so a flipped top bit stays flipped.
-    return jnp.where(hashed >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
+    return jnp.where(dropout_products >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
 
 
 def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
@@ -279,10 +281,10 @@ def _in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
     if refs.q_positions is not None or refs.k_positions is not None:
         q = _query_index(at) if refs.q_positions is None else query_column(refs.q_positions, at)
         k = _key_index(at) if refs.k_positions is None else key_row(refs.k_positions, at)
-        sides = [] if spec.left is None else [k - q >= -spec.left]
-        return sides if spec.right is None else [*sides, k - q <= spec.right]
-    sides = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
-    return sides if spec.right is None else [*sides, _by_distance(at, jnp.less_equal, spec.right)]
+        band_masks = [] if spec.left is None else [k - q >= -spec.left]
+        return band_masks if spec.right is None else [*band_masks, k - q <= spec.right]
+    band_masks = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
+    return band_masks if spec.right is None else [*band_masks, _by_distance(at, jnp.less_equal, spec.right)]
 
 
 def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
@@ -303,12 +305,12 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
     return jnp.concatenate(rows, axis=0)
 
 
-def _pair_values(rectangle: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
+def _pair_values(pair_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
     """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None if there is
     none.
     """
-    if rectangle is not None:
-        x = rectangle[at.q, at.k].astype(jnp.float32)
+    if pair_ref is not None:
+        x = pair_ref[at.q, at.k].astype(jnp.float32)
         return x.T if at.spec.by_key else x
     if queries is not None:
         return query_column(queries, at)
@@ -316,13 +318,13 @@ def _pair_values(rectangle: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax
 
 
 def _key_index(at: ScoreChunk) -> jax.Array:
-    return key_tile(at.entry) * at.spec.block_kv + at.key + _along(at, key=True)
+    return key_tile(at.entry) * at.spec.block_kv + at.key + _index_along(at, key=True)
 
 
 def _query_index(at: ScoreChunk) -> jax.Array:
-    return query_tile(at.entry) * at.spec.block_q + at.query + _along(at, key=False)
+    return query_tile(at.entry) * at.spec.block_q + at.query + _index_along(at, key=False)
 
 
-def _along(at: ScoreChunk, key: bool) -> jax.Array:
+def _index_along(at: ScoreChunk, key: bool) -> jax.Array:
     """Returns, for every pair, the index of its key or of its query in the chunk."""
     return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.by_key else 1)
