@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ejkernel.ops.plugins import registry
-from ejkernel_pallas.tpu.interpret import VARIABLE
+from ejkernel_pallas.tpu.interpret import INTERPRET_VARIABLE
 
 # The numbers of every field are in `tiled_attention/test_values.py`; here is what only the suite asks, on few cases.
 # All of it runs with the same variable: `pytest --pyargs ejkernel_conformance --ejk-impl mosaic_tpu`.
@@ -42,7 +42,7 @@ def test_covering_design():
 def run_suite(*options):
     command = [sys.executable, "-m", "pytest", "--pyargs", "ejkernel_conformance", "-q", "-p", "no:cacheprovider"]
     command += options
-    environment = {**os.environ, VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, INTERPRET_VARIABLE: "1", "JAX_PLATFORMS": "cpu"}
     environment.pop("PYTEST_ADDOPTS", None)
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:]

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 
 from ejkernel.families.tiled_attention import TiledAttention, reference
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, MultiHeadMask, NumpyMask
-from ejkernel_pallas.tpu.interpret import VARIABLE
+from ejkernel_pallas.tpu.interpret import INTERPRET_VARIABLE
 from ejkernel_pallas.tpu.tiled_attention.config import GradientTile, TpuBackward, TpuForward
 
 FORWARD = TpuForward(block_q=128, block_kv=128, chunk_q=128, chunk_kv=128)
@@ -153,7 +153,7 @@ def answers(made):
 
 def interpreted():
     """Kernels on the CPU, one operation after another, with blocks beyond an array's end full of NaN."""
-    return mock.patch.dict(os.environ, {VARIABLE: "1"})
+    return mock.patch.dict(os.environ, {INTERPRET_VARIABLE: "1"})
 
 
 def simulated():

@@ -129,7 +129,7 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
         """As the kernel's, which is not interpreted: the last element again for all behind it."""
         return jnp.pad(ref[...], (0, size - ref.shape[0]), mode="edge")
 
-    monkeypatch.setattr(schedule, "_load", load)
+    monkeypatch.setattr(schedule, "_load_vector", load)
     lens = [300, 0, 64, 129, 1, 700, 128, 127, 520]
     starts = {"kv_starts": jnp.full(len(lens), fields["kv_starts"])} if "kv_starts" in fields else {}
     record = dataclasses.replace(make(rows=len(lens), lens=lens, page=128), **{**fields, **starts})
