@@ -20,6 +20,7 @@ def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
     """Returns a tile's products, with the bias: [BLOCK_M, 2 BLOCK_N] of gate and values, [BLOCK_M, BLOCK_N] without a
     gate.
     """
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     EVEN_K: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
@@ -42,7 +43,7 @@ def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
     lhs_pointers = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED)[:, None] + k[None, :]
     rhs_pointers = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * MATRIX_COLUMNS)
     rhs_pointers += k[:, None] * spec.RHS_STRIDES[0] + (matrix_column * spec.RHS_STRIDES[1])[None, :]
-    acc = tl.zeros([spec.BLOCK_M, WIDTH], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     num_steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, num_steps):
         if EVEN_K and spec.COLUMNS % BLOCK_N == 0:
@@ -68,13 +69,15 @@ def combined(acc, spec: tl.constexpr):
     """Returns the outputs of a tile's products, [BLOCK_M, BLOCK_N]. Each thread has the columns of both the gate and
     the values, so the split moves no data.
     """
+    BLOCK_M: tl.constexpr = spec.BLOCK_M
+    BLOCK_N: tl.constexpr = spec.BLOCK_N
     if spec.LAYOUT == "no gate":
         return apply_activation(acc, spec)
     else:
         if spec.LAYOUT == "interleaved":
-            gate, values = tl.split(tl.reshape(acc, [spec.BLOCK_M, spec.BLOCK_N, 2]))
+            gate, values = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
         else:
-            gate, values = tl.split(tl.permute(tl.reshape(acc, [spec.BLOCK_M, 2, spec.BLOCK_N]), [0, 2, 1]))
+            gate, values = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
         if spec.LIMIT is not None:
             gate = tl.minimum(gate, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
             values = tl.minimum(values, spec.LIMIT, propagate_nan=tl.PropagateNan.ALL)
