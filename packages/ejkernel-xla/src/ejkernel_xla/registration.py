@@ -1,6 +1,7 @@
 """The shared registration of all XLA implementations."""
 
 from collections.abc import Iterable
+from types import ModuleType
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 
@@ -43,4 +44,19 @@ def xla_implementation(
             devices=frozenset({"cpu", "gpu", "tpu"}), symbolic=symbolic, dtypes=dtypes, handles=frozenset(handles)
         ),
         config=config,
+    )
+
+
+def config_space(config: ModuleType, forward: type) -> ConfigSpace:
+    """Returns the configurations of a family whose passes share one type.
+
+    Args:
+        config: The family's module `config`: the heuristic, the candidates and the public fields.
+        forward: The config type.
+    """
+    return ConfigSpace(
+        heuristic=config.heuristic,
+        candidates=config.candidates,
+        forward=forward,
+        public_fields=config.PUBLIC_FIELDS,
     )

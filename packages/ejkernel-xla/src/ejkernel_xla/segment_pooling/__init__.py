@@ -1,7 +1,6 @@
 """Segment pooling in XLA."""
 
-from ejkernel.ops import ConfigSpace
-from ejkernel_xla.registration import xla_implementation
+from ejkernel_xla.registration import config_space, xla_implementation
 from ejkernel_xla.segment_pooling import config
 
 IMPLEMENTATIONS = (
@@ -9,11 +8,6 @@ IMPLEMENTATIONS = (
         "segment_pooling",
         gradients={"values"},
         handles={"lengths", "ranges"},
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=config.TokenTiles,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=config_space(config, config.TokenTiles),
     ),
 )

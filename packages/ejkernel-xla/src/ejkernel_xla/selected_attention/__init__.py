@@ -1,7 +1,6 @@
 """Selected attention in XLA: each block of keys is read once, by all the queries that list it."""
 
-from ejkernel.ops import ConfigSpace
-from ejkernel_xla.registration import xla_implementation
+from ejkernel_xla.registration import config_space, xla_implementation
 from ejkernel_xla.selected_attention import config
 
 GATES = frozenset({"g_slc", "g_cmp", "g_swa"})
@@ -22,11 +21,6 @@ IMPLEMENTATIONS = (
             "q_positions",
             "window_size",
         },
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=config.SelectedTiles,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=config_space(config, config.SelectedTiles),
     ),
 )
