@@ -250,6 +250,11 @@ def test_tables_of_packed_sequences_are_those_of_xla():
     run_interpreted("linear_recurrence/chunk_index_process.py")
 
 
+def test_tokens_split_over_two_devices_are_those_of_xla_on_one():
+    script = "linear_recurrence/split_tokens_process.py"
+    run_interpreted(script, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+
+
 def test_float32_fits_the_chip():
     assert_fits(launches(H200, "channels", jnp.float32), "sm_90")
 
