@@ -79,7 +79,7 @@ def implementations() -> tuple[Implementation, ...]:
             # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores accumulate, 1.5 times with scales
             # per row and column, and 1.6 to 2.3 times with block scales.
             priority=20,
-            cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases_of_8_bits",
+            cases="ejkernel_pallas.gpu.grouped_matmul.cases:fp8_cases",
         ),
         Implementation(
             family="gated_grouped_matmul",
