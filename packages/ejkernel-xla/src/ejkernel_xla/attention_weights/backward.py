@@ -81,7 +81,7 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
 
         def step(n: jax.Array, grads: Gradients) -> Gradients:
             at = plan.cursor(n)
-            return _store(grads, _differentiate(pullback, plan, at), record, plan, at)
+            return _add_tile_gradients(grads, _differentiate(pullback, plan, at), record, plan, at)
 
         grads = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, grads)
     return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
@@ -118,7 +118,9 @@ def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Arr
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 
-def _store(grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: Cursor) -> Gradients:
+def _add_tile_gradients(
+    grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: Cursor
+) -> Gradients:
     """Returns the gradients with what a query tile adds to them."""
     b, h, g, t, s = rows.dscores.shape
     grads, head, keys = dict(grads), at.head * g, (at.batch, 0, at.head, 0)

@@ -35,8 +35,8 @@ def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> WeightRows:
     """Returns as many queries as fit a tile. The size is not measured."""
     (_, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
-    room = TILE_ELEMENTS * kv_heads // max(1, heads * keys)
-    return WeightRows(block_q=max(1, min(length, room)))
+    max_query_rows = TILE_ELEMENTS * kv_heads // max(1, heads * keys)
+    return WeightRows(block_q=max(1, min(length, max_query_rows)))
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[WeightRows, ...]:

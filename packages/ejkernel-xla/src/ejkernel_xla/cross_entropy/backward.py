@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients
-from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, tokens_of
+from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, select_tokens
 
 
 def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
@@ -23,15 +23,19 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         `{"inputs": [T, D], "lm_head": [D, V], "lm_head_bias": [V]}`, what is wanted of them, in the dtypes of the
         fields.
     """
-    record, (of_loss, of_lse, *_) = pullback.record, pullback.cotangent
+    record, (loss_cotangent, lse_cotangent, *_) = pullback.record, pullback.cotangent
     saved = {name: getattr(pullback.residuals, name) for name in pullback.wanted}
     if all(gradient is not None for gradient in saved.values()):
-        return {name: (gradient * of_loss).astype(gradient.dtype) for name, gradient in saved.items()}
-    factors = gradients.factors(record, pullback.output[1], of_loss, jnp.zeros(()) if record.summed else of_lse)
+        return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
+    factors = gradients.factors(
+        record, pullback.output[1], loss_cotangent, jnp.zeros(()) if record.summed else lse_cotangent
+    )
     scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
 
     def add(span: Span, sums: Any) -> Any:
-        return gradients.with_tokens(sums, tokens_of(record, span), factors.cut(span), span, scale, config.block_v)
+        return gradients.add_tokens(sums, select_tokens(record, span), factors.cut(span), span, scale, config.block_v)
 
-    sums = loop_over_spans(record.weights.shape[0], config.block_t, add, gradients.empty_sums(record, pullback.wanted))
+    sums = loop_over_spans(
+        record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.wanted)
+    )
     return gradients.finished(sums, record, scale)

@@ -10,7 +10,7 @@ from ejkernel_xla.sizes import check_positive
 BLOCK_LOGITS = 2**26
 """Logits in a block, about: 256 MiB of float32."""
 
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,16 +40,16 @@ def heuristic(record: CrossEntropy, device: Any, direction: Direction) -> LogitB
     """
     tokens, entries = record.inputs.shape[0], vocabulary(record)
     if record.lm_head is not None:
-        tokens = min(tokens, max(BLOCK_LOGITS // entries, LEAST_TOKENS))
+        tokens = min(tokens, max(BLOCK_LOGITS // entries, MIN_TOKENS))
     return LogitBlocks(block_t=max(tokens, 1), block_v=entries)
 
 
 def candidates(record: CrossEntropy, device: Any, direction: Direction) -> tuple[LogitBlocks, ...]:
     """Returns sizes worth measuring for a record: the likely one, and those of half and twice the tokens."""
-    likely = heuristic(record, device, direction)
+    default = heuristic(record, device, direction)
     if record.lm_head is None:
-        return (likely,)
+        return (default,)
     sizes = dict.fromkeys(
-        min(n, record.inputs.shape[0]) for n in (likely.block_t, likely.block_t // 2, 2 * likely.block_t)
+        min(n, record.inputs.shape[0]) for n in (default.block_t, default.block_t // 2, 2 * default.block_t)
     )
-    return tuple(LogitBlocks(block_t=n, block_v=likely.block_v) for n in sizes if n)
+    return tuple(LogitBlocks(block_t=n, block_v=default.block_v) for n in sizes if n)

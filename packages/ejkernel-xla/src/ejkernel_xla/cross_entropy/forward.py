@@ -8,7 +8,7 @@ from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, CrossEntropyRe
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
-from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, paste, tokens_of
+from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, replace_span, select_tokens
 
 
 def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntropyResiduals]:
@@ -31,14 +31,14 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
 
     def add(span: Span, carry: Any) -> Any:
         outputs, sums = carry
-        part = tokens_of(record, span)
+        part = select_tokens(record, span)
         made = statistics.losses(part, statistics.of_tokens(part, config.block_v))
         if saves_gradients:
             factors = gradients.factors(part, made[1], 1.0, 0.0)
-            sums = gradients.with_tokens(sums, part, factors, span, scale, config.block_v)
-        return tuple(paste(whole, x, span, 0) for whole, x in zip(outputs, made, strict=True)), sums
+            sums = gradients.add_tokens(sums, part, factors, span, scale, config.block_v)
+        return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, made, strict=True)), sums
 
-    start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.empty_sums(record, wanted))
+    start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, wanted))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
     output = (jnp.sum(loss, keepdims=True) if record.summed else loss, *rest)
     return output, CrossEntropyResiduals(**gradients.finished(sums, record, scale) if saves_gradients else {})

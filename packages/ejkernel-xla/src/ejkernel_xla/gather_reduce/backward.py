@@ -32,8 +32,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
             return jnp.sum(weighted_rows(record.rows, column(record.indices, n), None, dtype) * wide, axis=1)
 
         # One column at a time: all named rows together would be K times the cotangent.
-        dots = lax.map(dot, jnp.arange(record.indices.shape[1], dtype=jnp.int32))
-        gradients["weights"] = dots.T.astype(record.weights.dtype)
+        dot_products = lax.map(dot, jnp.arange(record.indices.shape[1], dtype=jnp.int32))
+        gradients["weights"] = dot_products.T.astype(record.weights.dtype)
     return gradients
 
 

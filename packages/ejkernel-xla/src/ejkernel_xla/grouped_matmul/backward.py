@@ -41,11 +41,11 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
 
         def group(g: jax.Array, first: jax.Array, end: jax.Array, grads: Gradients) -> Gradients:
             def tile(at: RowTile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
-                return _tile(record, weights, at, jnp.where(at.valid, at.take(cotangent), 0), carry)
+                return _add_tile_gradients(record, weights, at, jnp.where(at.valid, at.take(cotangent), 0), carry)
 
             # Loaded, and scaled, once a group; its gradient is an accumulator that all of the group's tiles add to.
             weights = load(record, g)
-            start = (_sums(record, grads), {name: x for name, x in grads.items() if name in ROW_FIELDS})
+            start = (_zero_accumulators(record, grads), {name: x for name, x in grads.items() if name in ROW_FIELDS})
             sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
             return {**_store(record, g, sums, grads), **lhs}
 
@@ -55,7 +55,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
     return grads
 
 
-def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
+def _zero_accumulators(record: GroupedMatmul, grads: Gradients) -> Gradients:
     """Returns zeroed accumulators for a group's gradients, which are sums over its rows."""
     dtype, sums = accumulator(record), {}
     if grads.keys() & {"rhs", "rhs_scale"}:
@@ -65,7 +65,7 @@ def _sums(record: GroupedMatmul, grads: Gradients) -> Gradients:
     return sums
 
 
-def _tile(
+def _add_tile_gradients(
     record: GroupedMatmul, weights: jax.Array, at: RowTile, cotangent: jax.Array, carry: tuple[Gradients, Gradients]
 ) -> tuple[Gradients, Gradients]:
     """Adds a row tile's contribution to the gradients; `cotangent` is 0 in rows that are not valid."""

@@ -20,8 +20,8 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
     rows = record.lhs.shape[0]
-    existing = jnp.zeros((rows, columns(record))) if record.existing_out is None else record.existing_out
-    output = existing.astype(record.out_dtype)
+    existing_output = jnp.zeros((rows, columns(record))) if record.existing_out is None else record.existing_out
+    output = existing_output.astype(record.out_dtype)
     if rows == 0:
         return output, ()
     contracted = 1 if record.transpose_rhs else 0

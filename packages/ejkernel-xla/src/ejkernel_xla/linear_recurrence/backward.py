@@ -69,7 +69,7 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
     names = [name for name in TOKEN_FIELDS if name in pullback.wanted]
-    grads = {name: _zeros(getattr(record, name), record) for name in names}
+    grads = {name: _zero_gradient(getattr(record, name), record) for name in names}
 
     def step(n: jax.Array, carry: tuple[Gradients, jax.Array]) -> tuple[Gradients, jax.Array]:
         grads, table = carry
@@ -110,7 +110,7 @@ def _single_token_gradients(pullback: Pullback, grads: Gradients, table: jax.Arr
     return {name: x + token_gradients[name].astype(x.dtype) for name, x in grads.items()}, table
 
 
-def _zeros(x: jax.Array, record: LinearRecurrence) -> jax.Array:
+def _zero_gradient(x: jax.Array, record: LinearRecurrence) -> jax.Array:
     """Returns zeros for a gradient; in the accumulator's dtype where tokens share the field, since it is a sum then."""
     shared = x.shape[1] < record.query.shape[1]
     return jnp.zeros(x.shape, accumulator(record) if shared else x.dtype)

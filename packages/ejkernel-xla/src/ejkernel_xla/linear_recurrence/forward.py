@@ -54,11 +54,11 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return write(output, read, at), store(record, table, at, state)
 
     # This is a loop and not a vmap over chunks: states are sequential, and memory holds the scores of one chunk only.
-    output, table = loop(chunking.count, step, _initial(record))
+    output, table = loop(chunking.count, step, _initial_outputs_and_states(record))
     return (output, by_head(record, table)), ()
 
 
-def _initial(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
+def _initial_outputs_and_states(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     """Returns outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
         return read_single_tokens(record, state_table(record))

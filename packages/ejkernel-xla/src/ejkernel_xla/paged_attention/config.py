@@ -59,15 +59,15 @@ def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedTiles:
     """Returns tile sizes for a record on a device, not measured."""
-    return _sized(record, device, BLOCK_KV)
+    return _default_tiles(record, device, BLOCK_KV)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedTiles, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    return tuple(dict.fromkeys(_sized(record, device, keys) for keys in (64, 128, 256, 512)))
+    return tuple(dict.fromkeys(_default_tiles(record, device, keys) for keys in (64, 128, 256, 512)))
 
 
-def _sized(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
+def _default_tiles(record: PagedAttention, device: DeviceInfo, keys: int) -> PagedTiles:
     """Returns query tiles of the average length of a sequence's queries; as many at once as keep their keys close."""
     rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
     average = max(1, rows // sequences)

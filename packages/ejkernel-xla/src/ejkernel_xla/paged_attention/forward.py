@@ -118,16 +118,16 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
     keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
     stored = record.key_pages if record.value_pages is None else record.value_pages
-    values = values.astype(_promoted(record.query.dtype, stored.dtype))
+    values = values.astype(_wider_dtype(record.query.dtype, stored.dtype))
     return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
 
 
 def _operand(record: PagedAttention, pages: jax.Array) -> Any:
     """Returns the operands' dtype of the product of queries and keys."""
-    return record.compute_dtype or _promoted(record.query.dtype, pages.dtype)
+    return record.compute_dtype or _wider_dtype(record.query.dtype, pages.dtype)
 
 
-def _promoted(query: Any, stored: Any) -> Any:
+def _wider_dtype(query: Any, stored: Any) -> Any:
     """Returns the wider of two dtypes; caches of 8 bits are read in the query's."""
     return query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored)
 

@@ -62,7 +62,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
         ]
         outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
         layer_grads.insert(0, grads)
-    grads = _assemble(record, layer_grads)
+    grads = _collect_gradients(record, layer_grads)
     grads["x"] = time_major(outputs)
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
 
@@ -103,8 +103,8 @@ def _direction(
     tokens = (inputs, gates, _states_before(pullback, at), outputs)
     final = tuple(x[at.index].astype(outputs.dtype) for x in pullback.cotangent[1:])
     parts = (*jax.tree.map(blocks.cut, tokens), blocks.valid(record))
-    (first, sums), pulled = lax.scan(block, (final, at.zeros()), parts, reverse=not at.backwards)
-    return {**sums, "inputs": blocks.merge(pulled), "first": first}
+    (first, sums), token_gradients = lax.scan(block, (final, at.zeros()), parts, reverse=not at.backwards)
+    return {**sums, "inputs": blocks.merge(token_gradients), "first": first}
 
 
 def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
@@ -119,8 +119,8 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
         # JAX differentiates the elementwise part alone. Products with weights are written out, so that the gradients of
         # weights are products over a whole block.
         _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
-        to_gates, direct = pull((after[0] + cotangent, *after[1:]))
-        before = (direct[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct[1:])
+        to_gates, direct_gradient = pull((after[0] + cotangent, *after[1:]))
+        before = (direct_gradient[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct_gradient[1:])
         # The gradient of padding is 0, and padding passes the cotangent of the state on unchanged.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
         return select_state(is_real, before, after), to_gates
@@ -143,7 +143,7 @@ def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.A
     return jnp.einsum("tbg,tbf->gf", left, right.astype(left.dtype), precision=precision(record))
 
 
-def _assemble(record: RecurrentNetwork, layer_grads: list[list[Gradients]]) -> Gradients:
+def _collect_gradients(record: RecurrentNetwork, layer_grads: list[list[Gradients]]) -> Gradients:
     """Returns the gradients of a record's fields, from those of every layer's directions."""
 
     def stack(name: str, layers: list[list[Gradients]]) -> jax.Array:
@@ -153,7 +153,7 @@ def _assemble(record: RecurrentNetwork, layer_grads: list[list[Gradients]]) -> G
     grads["weight_ih"] = stack("weight_ih", layer_grads[:1])[0]
     if len(layer_grads) > 1:
         grads["weight_ih_deep"] = stack("weight_ih", layer_grads[1:])
-    firsts = [each["first"] for directions in layer_grads for each in directions]
-    for name, states in zip(("initial_hidden", "initial_cell"), zip(*firsts, strict=True), strict=False):
+    first_states = [each["first"] for directions in layer_grads for each in directions]
+    for name, states in zip(("initial_hidden", "initial_cell"), zip(*first_states, strict=True), strict=False):
         grads[name] = jnp.stack(states)
     return grads

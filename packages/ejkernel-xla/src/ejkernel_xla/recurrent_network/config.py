@@ -34,17 +34,17 @@ PUBLIC_FIELDS = {"block_t": "block_t", "unroll": "unroll"}
 
 def heuristic(record: RecurrentNetwork, device: Any, direction: Direction) -> TokenBlocks:
     """Returns the blocks for a record on a device, not measured."""
-    tokens = _in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
+    tokens = _tokens_in_cache(record, direction) if device.platform == "cpu" else record.x.shape[1]
     return TokenBlocks(block_t=max(1, tokens), unroll=1)
 
 
 def candidates(record: RecurrentNetwork, device: Any, direction: Direction) -> tuple[TokenBlocks, ...]:
     """Returns blocks worth measuring for a record on a device."""
     every = max(1, record.x.shape[1])
-    pairs = dict.fromkeys(((_in_cache(record, direction), 1), (every, 1), (every, 4)))
+    pairs = dict.fromkeys(((_tokens_in_cache(record, direction), 1), (every, 1), (every, 4)))
     return tuple(TokenBlocks(block_t=tokens, unroll=unroll) for tokens, unroll in pairs)
 
 
-def _in_cache(record: RecurrentNetwork, direction: Direction) -> int:
+def _tokens_in_cache(record: RecurrentNetwork, direction: Direction) -> int:
     rows, tokens, _ = record.x.shape
     return max(1, min(tokens, CACHED_TOKENS[direction] // max(1, rows)))

@@ -68,13 +68,13 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
     zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}
     zeros = _compat.as_varying(zeros, pullback)
     # dk and dv go around with their keys, and arrive at home complete; dq and dbias stay.
-    travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
-    staying = {name: x for name, x in zeros.items() if name not in travelling}
+    travelling_gradients = {name: zeros[name] for name in ("key", "value") if name in zeros}
+    stationary_gradients = {name: x for name, x in zeros.items() if name not in travelling_gradients}
 
-    def ring_step(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
-        keys, partial = load["key"].shape[1], {**staying, **travelling}
-        if "bias" in staying:
-            partial["bias"] = columns(staying["bias"], ring, source, keys)
+    def ring_step(source: jax.Array, load: Load, stationary_gradients: Gradients) -> tuple[Load, Gradients]:
+        keys, partial = load["key"].shape[1], {**stationary_gradients, **travelling_gradients}
+        if "bias" in stationary_gradients:
+            partial["bias"] = columns(stationary_gradients["bias"], ring, source, keys)
         part = dataclasses.replace(
             pullback,
             record=step_record(record, ring, source, load),
@@ -82,11 +82,13 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
         )
         # float32 throughout: what travels is not rounded at every step.
         grads = tiles.accumulate(part, params, partial)
-        if "bias" in staying:
-            grads["bias"] = put_columns(staying["bias"], grads["bias"], ring, source, keys)
-        return {name: grads[name] for name in travelling}, {name: grads[name] for name in staying}
+        if "bias" in stationary_gradients:
+            grads["bias"] = put_columns(stationary_gradients["bias"], grads["bias"], ring, source, keys)
+        return {name: grads[name] for name in travelling_gradients}, {
+            name: grads[name] for name in stationary_gradients
+        }
 
-    collected, local = ring.walk(load_of(record), travelling, ring_step, staying)
+    collected, local = ring.walk(load_of(record), travelling_gradients, ring_step, stationary_gradients)
     return {**collected, **local}
 
 

@@ -11,16 +11,16 @@ from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
     """Returns tile sizes for a record on a device, not measured."""
-    return _halved(record, config.heuristic(tiled(record), device, direction))
+    return _halve_blocks(record, config.heuristic(tiled(record), device, direction))
 
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    unhalved = config.candidates(tiled(record), device, direction)
-    return tuple(dict.fromkeys(_halved(record, params) for params in unhalved))
+    whole_shard_candidates = config.candidates(tiled(record), device, direction)
+    return tuple(dict.fromkeys(_halve_blocks(record, params) for params in whole_shard_candidates))
 
 
-def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
+def _halve_blocks(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
     """Returns `params` with blocks that divide half of a device's part. In a causal ring, the part consists of two
     halves, which are far apart in the sequence.
     """
@@ -28,12 +28,12 @@ def _halved(record: RingAttention, params: ChunkedSoftmax) -> ChunkedSoftmax:
         return params
     return dataclasses.replace(
         params,
-        block_q=_dividing(record.query.shape[1] // 2, params.block_q),
-        block_kv=_dividing(record.key.shape[1] // 2, params.block_kv),
+        block_q=_largest_divisor(record.query.shape[1] // 2, params.block_q),
+        block_kv=_largest_divisor(record.key.shape[1] // 2, params.block_kv),
     )
 
 
-def _dividing(length: int, block: int) -> int:
+def _largest_divisor(length: int, block: int) -> int:
     """Returns the largest divisor of a length up to a block; the block itself where that would be a sliver."""
     block = max(1, min(length, block))
     divisor = max(d for d in range(1, block + 1) if length % d == 0)

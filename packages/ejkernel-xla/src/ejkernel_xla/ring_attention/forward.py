@@ -34,12 +34,12 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
         return {}, merge(so_far, Partial(output, residuals.lse))
 
     # Keys of the next step travel while this step computes; the softmax merges by (output, lse), in any order.
-    _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_start(record), record))
+    _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_attend_to_sinks(record), record))
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
 
-def _start(record: RingAttention) -> Partial:
+def _attend_to_sinks(record: RingAttention) -> Partial:
     """Returns attention to no key: the sinks alone, which are thereby counted once."""
     (b, t, h, _), dtype = record.query.shape, accumulator(tiled(record))
     sinks = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)

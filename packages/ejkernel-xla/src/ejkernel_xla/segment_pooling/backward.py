@@ -23,11 +23,11 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     record = pullback.record
     shares = (pullback.cotangent.astype(accumulator(record)) / counts(record)).astype(record.values.dtype)
     if record.ranges is None:
-        return {"values": _of_chunks(record, shares)}
-    return {"values": _of_ranges(record.ranges, record.values.shape[1], shares)}
+        return {"values": _chunk_gradients(record, shares)}
+    return {"values": _range_gradients(record.ranges, record.values.shape[1], shares)}
 
 
-def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
+def _chunk_gradients(record: SegmentPooling, shares: jax.Array) -> jax.Array:
     tokens = record.values.shape[1]
     # A broadcast that XLA fuses with the mask: nothing is gathered.
     gradient = jnp.repeat(shares, record.chunk_size, axis=1)[:, :tokens]
@@ -37,7 +37,7 @@ def _of_chunks(record: SegmentPooling, shares: jax.Array) -> jax.Array:
     return jnp.where(valid[..., None, None], gradient, 0)
 
 
-def _of_ranges(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
+def _range_gradients(ranges: jax.Array, tokens: int, shares: jax.Array) -> jax.Array:
     first, end = ranges[:, 0], ranges[:, 1]
     token = jnp.arange(tokens, dtype=jnp.int32)
     # Finds the first pool that ends after a token, which skips empty pools and earlier pools.

@@ -34,7 +34,7 @@ def block_size(record: SegmentPooling, config: TokenTiles) -> int:
     return min(config.block_size, record.values.shape[1])
 
 
-def rows_at_once(size: int) -> int:
+def rows_per_step(size: int) -> int:
     """Returns rows that one step of a loop adds: a step costs a CPU next to nothing and others a launch."""
     return 1 if current_device().platform == "cpu" else size
 
@@ -46,7 +46,7 @@ def heuristic(record: SegmentPooling, device: Any, direction: Direction) -> Toke
     adds one by one.
     """
     if device.platform != "cpu":
-        return TokenTiles(block_size=_typical(record))
+        return TokenTiles(block_size=_typical_length(record))
     return TokenTiles(block_size=min(32, 1 << _mean_length(record).bit_length() // 2))
 
 
@@ -57,7 +57,7 @@ def candidates(record: SegmentPooling, device: Any, direction: Direction) -> tup
     return tuple(TokenTiles(block_size=size) for size in BLOCK_SIZES)
 
 
-def _typical(record: SegmentPooling) -> int:
+def _typical_length(record: SegmentPooling) -> int:
     """Returns about the length of a pool, so that short pools are not padded to several times their length."""
     return min(256, max(8, 1 << _mean_length(record).bit_length()))
 

@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
-from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_at_once
+from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_per_step
 
 
 def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tuple[()]]:
@@ -59,7 +59,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
     """
     _, tokens, *channels = record.values.shape
     values = record.values.reshape(tokens, -1)
-    whole, step = tokens // size, rows_at_once(size)
+    whole, step = tokens // size, rows_per_step(size)
     tiles = jnp.sum(values[: whole * size].reshape(whole, size, -1), axis=1, dtype=accumulator(record))
 
     def pool(m: jax.Array, sums: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from ejkernel_xla.selected_attention.kernels.lists import (
     Operands,
     SelectedPlan,
     add,
-    arrange,
+    arrange_operands,
     by_group,
     by_token,
     find_readers,
@@ -62,7 +62,7 @@ def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, c
     if not record.query.size:
         return {name: jnp.zeros_like(getattr(record, name)) for name in ("query", "key", "value")}
     plan = make_plan(record, config)
-    operands, dtype = arrange(record, plan), accumulator(record)
+    operands, dtype = arrange_operands(record, plan), accumulator(record)
     delta = jnp.sum(cotangent.astype(dtype) * branch.output.astype(dtype), axis=-1, keepdims=True)
     rows = {
         "cotangent": by_group(cotangent, plan),

@@ -12,7 +12,15 @@ from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
-from ejkernel_xla.selected_attention.kernels.lists import arrange, by_token, find_readers, fold, make_plan, put, take
+from ejkernel_xla.selected_attention.kernels.lists import (
+    arrange_operands,
+    by_token,
+    find_readers,
+    fold,
+    make_plan,
+    put,
+    take,
+)
 from ejkernel_xla.selected_attention.kernels.scores import PlanStep, accumulator, block_of, dot, score, tile_of
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import config as tiled_tiles
@@ -73,7 +81,7 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
         lse = jnp.zeros((rows, heads, tokens), accumulator(record))
         return Branch(output=jnp.zeros((rows, tokens, heads, values), record.query.dtype), lse=lse)
     plan = make_plan(record, config)
-    operands, dtype = arrange(record, plan), accumulator(record)
+    operands, dtype = arrange_operands(record, plan), accumulator(record)
     shape, size = (plan.queries, plan.group), record.value.shape[3]
     empty = OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, size), dtype))
 

@@ -17,7 +17,16 @@ from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import pull
-from ejkernel_xla.selective_scan.plan import chunk_at, chunks, cut, enter, intervals, leave, load, paste
+from ejkernel_xla.selective_scan.plan import (
+    chunk_at,
+    chunks,
+    cut,
+    intervals,
+    load,
+    paste,
+    state_before_chunk,
+    store_final_states,
+)
 
 Gradients = dict[str, jax.Array]
 
@@ -46,28 +55,33 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         grads, sums, dstate, first = carry
         n = chunks(record) - 1 - n
         at = chunk_at(record, packed, n)
-        dstate = enter(at._replace(opens=at.closes), dstate, after)
+        dstate = state_before_chunk(at._replace(opens=at.closes), dstate, after)
         # Tokens of other chunks are 0 here, and the state passes them unchanged; their own chunks compute their
         # gradients.
         x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (dstate, jnp.moveaxis(cotangent, 1, 0))
-        before, pulled, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
-        parts = {name: jnp.moveaxis(part, 0, 1) for name, part in pulled._asdict().items()}
+        before, token_gradients, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
+        parts = {name: jnp.moveaxis(part, 0, 1) for name, part in token_gradients._asdict().items()}
         # The skip does not pass through the state.
         parts["x"] = parts["x"] + skip * cotangent
         if at.sequence is not None:  # an interval of no sequence still has the last one's cotangent after it
             ddecay = jnp.where(at.sequence < after.shape[0], ddecay, 0)
         sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
-        return {name: paste(grads[name], at, parts[name]) for name in grads}, sums, before, leave(at, before, first)
+        return (
+            {name: paste(grads[name], at, parts[name]) for name in grads},
+            sums,
+            before,
+            store_final_states(at, before, first),
+        )
 
     grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.wanted}
     sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
     start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
     grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
     gradients = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
-    return {name: _like(record, name, gradients[name]) for name in sorted(pullback.wanted)}
+    return {name: _as_field(record, name, gradients[name]) for name in sorted(pullback.wanted)}
 
 
-def _like(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
+def _as_field(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
     return gradient.astype(getattr(record, name).dtype)

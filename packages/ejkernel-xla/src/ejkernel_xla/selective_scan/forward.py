@@ -8,7 +8,16 @@ from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accum
 from ejkernel.families.selective_scan.scan_sequences import with_states
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import advance
-from ejkernel_xla.selective_scan.plan import chunk_at, chunks, cut, enter, intervals, leave, load, paste
+from ejkernel_xla.selective_scan.plan import (
+    chunk_at,
+    chunks,
+    cut,
+    intervals,
+    load,
+    paste,
+    state_before_chunk,
+    store_final_states,
+)
 
 
 @with_states
@@ -31,13 +40,13 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
     def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         output, chunk_states, state, final = carry
         at = chunk_at(record, packed, n)
-        state = enter(at, state, first)
+        state = state_before_chunk(at, state, first)
         # The residuals are one state every INTERVAL tokens, instead of one per token.
         stored = state if at.sequence is None else jnp.where(at.sequence < first.shape[0], state, 0)
         chunk_states = lax.dynamic_update_index_in_dim(chunk_states, stored, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
-        return paste(output, at, part), chunk_states, state, leave(at, state, final)
+        return paste(output, at, part), chunk_states, state, store_final_states(at, state, final)
 
     # The state after a sequence without tokens is the state before it.
     start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)

@@ -79,7 +79,7 @@ def load(record: SelectiveScan, at: ChunkSlice) -> Tokens:
     return Tokens(*(jnp.moveaxis(part, 1, 0).astype(dtype) for part in parts))
 
 
-def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
+def state_before_chunk(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
     """Returns the state [B, E, I] before a chunk: of a packed sequence's first its own of [N, E, I], else the one
     before.
 
@@ -92,7 +92,7 @@ def enter(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
     return jnp.where(at.opens, initial, state)
 
 
-def leave(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
+def store_final_states(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:
     """Returns the states [N, E, I] after packed sequences, with that of a chunk's; its last one is written last."""
     if at.sequence is None:
         return state

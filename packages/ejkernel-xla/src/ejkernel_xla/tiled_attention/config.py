@@ -60,9 +60,9 @@ def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
     # A tile has queries * group rows: its scores stay at TILE_ELEMENTS, down to 64 queries.
     shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
-    return ChunkedSoftmax(block_q=_clamped(min(queries, shared), length), block_kv=_clamped(keys, key_length))
+    return ChunkedSoftmax(block_q=_clamp_block(min(queries, shared), length), block_kv=_clamp_block(keys, key_length))
 
 
-def _clamped(block: int, length: Any) -> int:
+def _clamp_block(block: int, length: Any) -> int:
     """Returns the block size, at most `length`. A symbolic length does not limit it."""
     return max(1, min(block, length)) if isinstance(length, int) else block

@@ -138,8 +138,10 @@ def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -
     if running.row_argmax is None:
         return None
     tile_max, key = jnp.max(scores, axis=-1), start + jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    tied = jnp.minimum(running.row_argmax, key)
-    return jnp.where(tile_max > running.row_max, key, jnp.where(tile_max < running.row_max, running.row_argmax, tied))
+    first_key = jnp.minimum(running.row_argmax, key)
+    return jnp.where(
+        tile_max > running.row_max, key, jnp.where(tile_max < running.row_max, running.row_argmax, first_key)
+    )
 
 
 def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: Cursor) -> dict[str, Any]:

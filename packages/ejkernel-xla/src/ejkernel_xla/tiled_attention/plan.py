@@ -107,13 +107,15 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Ti
         return TilePlan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
     # For short sequences, one batched product has several heads and rows, as many as fill a tile of scores.
     room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
-    many = q_axis.tiles * kv_axis.tiles > 1
-    some_heads = 1 if many and _heads_differ(record) else _divisor(kv_heads, room)  # each head skips other tiles
-    one_row = some_heads != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
-    rows = 1 if one_row else _divisor(batch, room // kv_heads)
-    if many and _rows_differ(record):
+    has_many_tiles = q_axis.tiles * kv_axis.tiles > 1
+    heads_per_step = (
+        1 if has_many_tiles and _heads_differ(record) else _divisor(kv_heads, room)
+    )  # each head skips other tiles
+    takes_one_row = heads_per_step != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
+    rows = 1 if takes_one_row else _divisor(batch, room // kv_heads)
+    if has_many_tiles and _rows_differ(record):
         rows = 1  # each batch row then skips other tiles
-    return TilePlan(q_axis, kv_axis, rows, some_heads, group, (batch // rows, kv_heads // some_heads))
+    return TilePlan(q_axis, kv_axis, rows, heads_per_step, group, (batch // rows, kv_heads // heads_per_step))
 
 
 def _axis(length: Any, block: int) -> Axis:
@@ -123,7 +125,7 @@ def _axis(length: Any, block: int) -> Axis:
 def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
     """Returns a slice of x; dimensions of size 1 broadcast, so they are taken whole."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
-    sizes = [_least(n, size) for n, size in zip(x.shape, sizes, strict=True)]
+    sizes = [_minimum(n, size) for n, size in zip(x.shape, sizes, strict=True)]
     return lax.dynamic_slice(x, _int32(starts), sizes)
 
 
@@ -148,7 +150,7 @@ def _symbolic(size: Any) -> bool:
     return not isinstance(size, int)
 
 
-def _least(n: Any, size: Any) -> Any:
+def _minimum(n: Any, size: Any) -> Any:
     """Returns the smaller one. Of a symbolic axis one row is taken or all; one row is all that others
     may have of it.
     """

@@ -65,12 +65,12 @@ def cut(array: jax.Array, span: Span, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(array, span.start, span.size, axis)
 
 
-def paste(array: jax.Array, part: jax.Array, span: Span, axis: int) -> jax.Array:
+def replace_span(array: jax.Array, part: jax.Array, span: Span, axis: int) -> jax.Array:
     """Returns an array with a span of one axis replaced."""
     return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), span.start, axis)
 
 
-def tokens_of(record: CrossEntropy, span: Span) -> CrossEntropy:
+def select_tokens(record: CrossEntropy, span: Span) -> CrossEntropy:
     """Returns the record of some tokens; those of weight 0 have inputs 0, for they may hold NaN."""
     weights = cut(record.weights, span, 0)
     return dataclasses.replace(

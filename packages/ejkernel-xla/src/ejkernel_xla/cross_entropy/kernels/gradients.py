@@ -6,25 +6,25 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.cross_entropy import CrossEntropy, accumulator, target_mass, vocabulary
-from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, cut, logits, loop_over_spans, paste, product
+from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, cut, logits, loop_over_spans, product, replace_span
 
 
 class Factors(NamedTuple):
-    """The gradient of a token's logits is `scale * (softmax * of_softmax - targets * of_targets)`.
+    """The gradient of a token's logits is `scale * (softmax * softmax_factor - targets * target_factor)`.
 
     The scale leaves numbers of about 1, for products of 16 bits. It is a token's own, and a power of 2: so it rounds
     nothing, and a token's gradient does not depend on the others.
 
     Attributes:
         lse: [t], the log-sum-exp.
-        of_softmax: [t].
-        of_targets: [t].
+        softmax_factor: [t].
+        target_factor: [t].
         scale: [t].
     """
 
     lse: jax.Array
-    of_softmax: jax.Array
-    of_targets: jax.Array
+    softmax_factor: jax.Array
+    target_factor: jax.Array
     scale: jax.Array
 
     def cut(self, span: Span) -> "Factors":
@@ -32,16 +32,18 @@ class Factors(NamedTuple):
         return Factors(*(cut(x, span, 0) for x in self))
 
 
-def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, of_lse: jax.Array | float) -> Factors:
-    """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have `of_lse`."""
+def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, lse_cotangent: jax.Array | float) -> Factors:
+    """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have
+    `lse_cotangent`.
+    """
     dtype = accumulator(record)
     weights = record.weights.astype(dtype) * loss
     mass = target_mass(record)
     active = record.weights != 0
-    of_softmax = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + of_lse, 0)
-    of_targets = jnp.where(active, weights, 0)
-    scale = power_of_two(jnp.maximum(jnp.abs(of_softmax), jnp.abs(of_targets)))
-    return Factors(lse, of_softmax / scale, of_targets / scale, scale)
+    softmax_factor = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + lse_cotangent, 0)
+    target_factor = jnp.where(active, weights, 0)
+    scale = power_of_two(jnp.maximum(jnp.abs(softmax_factor), jnp.abs(target_factor)))
+    return Factors(lse, softmax_factor / scale, target_factor / scale, scale)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
@@ -51,7 +53,7 @@ def power_of_two(x: jax.Array) -> jax.Array:
     return jnp.where(usual, jnp.ldexp(jnp.ones_like(x), exponent - 1), 1)
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradients so far.
 
     Attributes:
@@ -65,10 +67,10 @@ class Sums(NamedTuple):
     lm_head_bias: jax.Array | None
 
 
-def empty_sums(record: CrossEntropy, wanted: frozenset[str]) -> Sums:
+def zero_gradients(record: CrossEntropy, wanted: frozenset[str]) -> GradientSums:
     """Returns gradients of nothing, of the fields that are asked for."""
     dtypes = {"inputs": record.inputs.dtype, "lm_head": accumulator(record), "lm_head_bias": accumulator(record)}
-    return Sums(
+    return GradientSums(
         **{
             name: jnp.zeros(getattr(record, name).shape, dtype)
             if name in wanted and getattr(record, name) is not None
@@ -78,7 +80,9 @@ def empty_sums(record: CrossEntropy, wanted: frozenset[str]) -> Sums:
     )
 
 
-def with_tokens(sums: Sums, record: CrossEntropy, factors: Factors, span: Span, scale: jax.Array, block_v: int) -> Sums:
+def add_tokens(
+    sums: GradientSums, record: CrossEntropy, factors: Factors, span: Span, scale: jax.Array, block_v: int
+) -> GradientSums:
     """Returns gradients with those of some tokens.
 
     Args:
@@ -93,50 +97,50 @@ def with_tokens(sums: Sums, record: CrossEntropy, factors: Factors, span: Span, 
     share = factors.scale / scale
     rows = jnp.zeros(record.inputs.shape, dtype) if sums.inputs is not None else None
 
-    def add(entries: Span, carry: tuple[Sums, jax.Array | None]) -> tuple[Sums, jax.Array | None]:
+    def add(entries: Span, carry: tuple[GradientSums, jax.Array | None]) -> tuple[GradientSums, jax.Array | None]:
         sums, rows = carry
         gradient = logit_gradient(record, logits(record, entries), factors)
         if record.lm_head is None:
-            rows = None if rows is None else paste(rows, gradient, entries, 1)
+            rows = None if rows is None else replace_span(rows, gradient, entries, 1)
         elif rows is not None:
             narrow = gradient.astype(record.inputs.dtype)
             rows = rows + product(narrow, cut(record.lm_head, entries, 1), ((1,), (1,)), dtype)
         counted = jnp.where(span.new[:, None], gradient * share[:, None], 0)
-        return with_block(sums, record, counted, entries), rows
+        return add_block(sums, record, counted, entries), rows
 
     sums, rows = loop_over_spans(vocabulary(record), block_v, add, (sums, rows))
     if sums.inputs is None or rows is None:
         return sums
-    return sums._replace(inputs=paste(sums.inputs, rows * factors.scale[:, None], span, 0))
+    return sums._replace(inputs=replace_span(sums.inputs, rows * factors.scale[:, None], span, 0))
 
 
 def logit_gradient(record: CrossEntropy, block: Logits, factors: Factors) -> jax.Array:
     """Returns the gradient of a block of logits before their cap, [t, v]; 0 for entries that are not new."""
-    lse, of_softmax, of_targets, _ = (x[:, None] for x in factors)
+    lse, softmax_factor, target_factor, _ = (x[:, None] for x in factors)
     counted = (record.weights != 0)[:, None] & block.new
     # If all logits are -inf, the log-sum-exp is -inf and no softmax is defined. The gradient is then NaN, as the loss
     # is.
-    gradient = jnp.exp(block.values - lse) * of_softmax - block.targets * of_targets
+    gradient = jnp.exp(block.values - lse) * softmax_factor - block.targets * target_factor
     if record.logits_soft_cap is not None:
         gradient = gradient * (1 - (block.values / record.logits_soft_cap) ** 2)
     return jnp.where(counted, gradient, 0)
 
 
-def with_block(sums: Sums, record: CrossEntropy, gradient: jax.Array, entries: Span) -> Sums:
+def add_block(sums: GradientSums, record: CrossEntropy, gradient: jax.Array, entries: Span) -> GradientSums:
     """Returns sums over tokens with those of a block of logits' gradients."""
     if sums.lm_head is not None:
         narrow = gradient.astype(record.inputs.dtype)
         part = product(record.inputs, narrow, ((0,), (0,)), sums.lm_head.dtype)
-        sums = sums._replace(lm_head=paste(sums.lm_head, cut(sums.lm_head, entries, 1) + part, entries, 1))
+        sums = sums._replace(lm_head=replace_span(sums.lm_head, cut(sums.lm_head, entries, 1) + part, entries, 1))
     if sums.lm_head_bias is not None:
         part = jnp.sum(gradient, axis=0)
         sums = sums._replace(
-            lm_head_bias=paste(sums.lm_head_bias, cut(sums.lm_head_bias, entries, 0) + part, entries, 0)
+            lm_head_bias=replace_span(sums.lm_head_bias, cut(sums.lm_head_bias, entries, 0) + part, entries, 0)
         )
     return sums
 
 
-def finished(sums: Sums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
+def finished(sums: GradientSums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
     """Returns the gradients by field, in the fields' dtypes; sums over tokens are multiplied by a factor."""
     found = {"inputs": sums.inputs} if sums.inputs is not None else {}
     for name in ("lm_head", "lm_head_bias"):

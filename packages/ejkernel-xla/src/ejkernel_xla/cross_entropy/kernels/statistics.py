@@ -43,12 +43,12 @@ def of_tokens(record: CrossEntropy, block_v: int) -> Statistics:
     start = Statistics(jnp.full(tokens, -jnp.inf, dtype), jnp.full(tokens, -1, jnp.int32), zeros, zeros, zeros)
 
     def add(span: Span, statistics: Statistics) -> Statistics:
-        return with_block(statistics, logits(record, span), span)
+        return add_block(statistics, logits(record, span), span)
 
     return loop_over_spans(vocabulary(record), block_v, add, start)
 
 
-def with_block(statistics: Statistics, block: Logits, span: Span) -> Statistics:
+def add_block(statistics: Statistics, block: Logits, span: Span) -> Statistics:
     """Returns statistics with those of a block of logits."""
     values = jnp.where(block.new, block.values, -jnp.inf)
     entry = jnp.argmax(values, axis=1)

@@ -63,9 +63,9 @@ class ChunkTokens:
 def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) -> tuple[jax.Array, jax.Array]:
     """Returns outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
     count, keys = state.shape[0], key_gates(chunk.decay)
-    write = _writes(state, chunk, keys, precision)
+    write = _compute_writes(state, chunk, keys, precision)
     low_rank = _low_rank(state, chunk, write, keys, precision)
-    after = _after(state, chunk, write, keys, precision)
+    after = _state_after(state, chunk, write, keys, precision)
     if low_rank is not None:
         after = after + keys.update(*low_rank, precision)
     if write.shape[-2] == 1:  # one token reads what it has just written, as the formula says
@@ -88,15 +88,15 @@ def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates
     before = keys.read(chunk.query, state, precision)
     if (values := _value_levels(chunk)) is None:
         return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
-    return before * values[-1].since[..., 0, :, :] + _intra_chunk_read(chunk, write, values, precision)
+    return before * values[-1].decay_since_start[..., 0, :, :] + _intra_chunk_read(chunk, write, values, precision)
 
 
 def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Array:
     """Returns the states after a chunk alone."""
     keys = key_gates(chunk.decay)
-    write = _writes(state, chunk, keys, precision)
+    write = _compute_writes(state, chunk, keys, precision)
     low_rank = _low_rank(state, chunk, write, keys, precision)
-    after = _after(state, chunk, write, keys, precision)
+    after = _state_after(state, chunk, write, keys, precision)
     return after if low_rank is None else after + keys.update(*low_rank, precision)
 
 
@@ -110,15 +110,15 @@ def _low_rank(
     return chunk.low_rank_write, low_rank_reads(state, vectors, chunk.key, write, keys, precision)
 
 
-def _after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
+def _state_after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
     if (values := _value_levels(chunk)) is not None:
-        state = decay_columns(state, values[-1].since[..., 0, -1, :])
+        state = decay_columns(state, values[-1].decay_since_start[..., 0, -1, :])
         # Gates of values decay columns of the state, so they multiply what is written, not the keys.
-        write = write * values[-1].until[..., 0, :, :]
+        write = write * values[-1].decay_until_end[..., 0, :, :]
     return keys.add(state, chunk.key, write, precision)
 
 
-def _writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any) -> jax.Array:
+def _compute_writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any) -> jax.Array:
     """Returns what every token writes, [n, C, V]."""
     count = state.shape[0]
     value = expand(chunk.value, count)

@@ -23,12 +23,12 @@ class DecaySpans(NamedTuple):
     """Weights of the gates within the blocks of a chunk, exponentials of their sums; [..., blocks, length, channels].
 
     Attributes:
-        since: From the block's first token to each token, both included.
-        until: From the token after each token to the block's last.
+        decay_since_start: From the block's first token to each token, both included.
+        decay_until_end: From the token after each token to the block's last.
     """
 
-    since: jax.Array
-    until: jax.Array
+    decay_since_start: jax.Array
+    decay_until_end: jax.Array
 
 
 def decay_spans(gates: jax.Array) -> list[DecaySpans]:
@@ -37,12 +37,12 @@ def decay_spans(gates: jax.Array) -> list[DecaySpans]:
     Exponentials are taken once, of the gates, and multiplied: no factor is above 1. Exponentials of the sums at every
     level would cost more, since XLA's CPU compiler recomputes them in every loop that reads them.
     """
-    since = jnp.exp(gates)[..., None, :]
-    levels = [DecaySpans(since, jnp.ones_like(since))]
-    while levels[-1].since.shape[-3] > 1:
-        (since, later), (until, rest) = (split(x) for x in levels[-1])
-        late = jnp.concatenate([since, since[..., -1:, :] * later], axis=-2)
-        early = jnp.concatenate([until * later[..., -1:, :], rest], axis=-2)
+    decay_since_start = jnp.exp(gates)[..., None, :]
+    levels = [DecaySpans(decay_since_start, jnp.ones_like(decay_since_start))]
+    while levels[-1].decay_since_start.shape[-3] > 1:
+        (decay_since_start, later), (decay_until_end, rest) = (split(x) for x in levels[-1])
+        late = jnp.concatenate([decay_since_start, decay_since_start[..., -1:, :] * later], axis=-2)
+        early = jnp.concatenate([decay_until_end * later[..., -1:, :], rest], axis=-2)
         levels.append(DecaySpans(late, early))
     return levels
 
@@ -75,8 +75,8 @@ def corners(
             level = levels[n.bit_length() - 1]
             # The factors multiply the operands. Each token has one factor per level, so no [n, n, channels] array is
             # needed.
-            later = later * split(level.since)[1]
-            earlier = earlier * split(level.until)[0]
+            later = later * split(level.decay_since_start)[1]
+            earlier = earlier * split(level.decay_until_end)[0]
         triangle_levels.append(outer(later, earlier, precision))
         n *= 2
     return triangle_levels
@@ -126,8 +126,8 @@ def apply_triangle(
     for n, square in enumerate(squares):
         length = 2**n
         earlier, _ = split(_blocks(values, length))
-        fresh = earlier * split(levels[n].until)[0]
-        correction = multiply(square, fresh, precision) * split(levels[n].since)[1]
+        fresh = earlier * split(levels[n].decay_until_end)[0]
+        correction = multiply(square, fresh, precision) * split(levels[n].decay_since_start)[1]
         pairs = jnp.stack([jnp.zeros_like(correction), correction], axis=-3)  # nothing for the first block of each pair
         total = total + pairs.reshape(total.shape)
     return total

@@ -32,11 +32,11 @@ class HeadGates:
 
     Attributes:
         between: [n, C, C] weights of the gates after token j up to and with token i; 0 for j > i.
-        since: [n, C] weights of the gates up to and with each token.
+        decay_since_start: [n, C] weights of the gates up to and with each token.
     """
 
     between: jax.Array
-    since: jax.Array
+    decay_since_start: jax.Array
 
     @classmethod
     def of(cls, gates: jax.Array) -> "HeadGates":
@@ -45,7 +45,7 @@ class HeadGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
-        return weigh(multiply(expand(left, state.shape[0]), state, precision), self.since)
+        return weigh(multiply(expand(left, state.shape[0]), state, precision), self.decay_since_start)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
@@ -53,7 +53,7 @@ class HeadGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk."""
-        return decay_rows(state, self.since[..., -1:]) + self.update(key, write, precision)
+        return decay_rows(state, self.decay_since_start[..., -1:]) + self.update(key, write, precision)
 
     def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns what the chunk adds to the states."""
@@ -74,7 +74,7 @@ class ChannelGates:
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk; see `HeadGates`."""
         left = expand(left, state.shape[0])
-        return multiply(left * self.levels[-1].since[..., 0, :, :], state, precision)
+        return multiply(left * self.levels[-1].decay_since_start[..., 0, :, :], state, precision)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
@@ -83,11 +83,11 @@ class ChannelGates:
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk; see `HeadGates`."""
-        return decay_rows(state, self.levels[-1].since[..., 0, -1, :]) + self.update(key, write, precision)
+        return decay_rows(state, self.levels[-1].decay_since_start[..., 0, -1, :]) + self.update(key, write, precision)
 
     def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns what the chunk adds to the states; see `HeadGates`."""
-        key = expand(key, write.shape[0]) * self.levels[-1].until[..., 0, :, :]
+        key = expand(key, write.shape[0]) * self.levels[-1].decay_until_end[..., 0, :, :]
         return multiply_columns(key, write, precision)
 
 
@@ -132,30 +132,33 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
 
 @jax.custom_vjp
 def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns `between` and `since` of `HeadGates` for gates [n, C]."""
+    """Returns `between` and `decay_since_start` of `HeadGates` for gates [n, C]."""
     levels = decay_spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
     between = triangle(one[..., 0], corners(one, one, levels))
-    return between, levels[-1].since[..., 0, :, 0]
+    return between, levels[-1].decay_since_start[..., 0, :, 0]
 
 
 @promoting
-def _weights_saved(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+def _weights_fwd(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     weights = _weights(gates)
     return weights, weights
 
 
 @promoting
-def _weights_gradient(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+def _weights_bwd(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
     """Returns the gradients of the gates. Gate k is a factor in the weight of every pair of a token from k on and a
     token before k.
     """
-    between, since = (x * y for x, y in zip(weights, cotangent, strict=True))
+    between, decay_since_start = (x * y for x, y in zip(weights, cotangent, strict=True))
     ones = jnp.ones_like(between)
     # A gate is a logarithm, so its gradient is weight times cotangent, summed over the pairs it separates: no division,
     # and none of the halvings is differentiated. A gate of -inf has weights of 0, and with them a gradient of 0.
     suffix_sums = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
-    return (dots(suffix_sums, jnp.tril(ones, -1)) + lax.cumsum(since, axis=since.ndim - 1, reverse=True),)
+    return (
+        dots(suffix_sums, jnp.tril(ones, -1))
+        + lax.cumsum(decay_since_start, axis=decay_since_start.ndim - 1, reverse=True),
+    )
 
 
-_weights.defvjp(_weights_saved, _weights_gradient)
+_weights.defvjp(_weights_fwd, _weights_bwd)

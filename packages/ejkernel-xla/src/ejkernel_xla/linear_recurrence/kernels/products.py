@@ -53,7 +53,7 @@ def _transpose(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _saving(call: Any) -> Any:
+def _save_operands(call: Any) -> Any:
     return lambda left, right, precision: (call(left, right, precision), (left, right))
 
 
@@ -72,9 +72,9 @@ def _columns_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pai
     return multiply_rows(right, cotangent, precision), multiply(left, cotangent, precision)
 
 
-multiply.defvjp(_saving(multiply), _multiply_gradients)
-multiply_rows.defvjp(_saving(multiply_rows), _rows_gradients)
-multiply_columns.defvjp(_saving(multiply_columns), _columns_gradients)
+multiply.defvjp(_save_operands(multiply), _multiply_gradients)
+multiply_rows.defvjp(_save_operands(multiply_rows), _rows_gradients)
+multiply_columns.defvjp(_save_operands(multiply_columns), _columns_gradients)
 
 
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
@@ -132,11 +132,11 @@ def masked(products: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _masked_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     products, weights = saved
-    of_weights = cotangent * _repeat(products, cotangent.shape[0])
+    weight_gradients = cotangent * _repeat(products, cotangent.shape[0])
     if products.shape == weights.shape:
-        return cotangent * weights, of_weights
+        return cotangent * weights, weight_gradients
     shared = (x.reshape(products.shape[0], -1, *x.shape[1:]) for x in (cotangent, weights))
-    return sums("mnij,mnij->mij", *shared), of_weights
+    return sums("mnij,mnij->mij", *shared), weight_gradients
 
 
 masked.defvjp(lambda products, weights: (masked(products, weights), (products, weights)), _masked_gradients)
@@ -151,8 +151,8 @@ def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
 def _decay_rows_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     state, weights = saved
     one = weights.shape[-1] == 1
-    of_weights = sums("nkv,nkv->n", cotangent, state)[..., None] if one else dots(cotangent, state)
-    return cotangent * weights[..., :, None], of_weights
+    weight_gradients = sums("nkv,nkv->n", cotangent, state)[..., None] if one else dots(cotangent, state)
+    return cotangent * weights[..., :, None], weight_gradients
 
 
 decay_rows.defvjp(lambda state, weights: (decay_rows(state, weights), (state, weights)), _decay_rows_gradients)

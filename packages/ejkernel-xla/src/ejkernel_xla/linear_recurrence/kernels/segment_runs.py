@@ -28,7 +28,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
     valid_tokens,
 )
 
-Parts = dict[str, jax.Array]
+SliceArrays = dict[str, jax.Array]
 
 
 def runs_of(chunking: Chunking, at: ChunkSlice) -> jax.Array:
@@ -41,26 +41,26 @@ def runs_of(chunking: Chunking, at: ChunkSlice) -> jax.Array:
 
 
 def next_state_of_segments(
-    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: Parts
+    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: SliceArrays
 ) -> jax.Array:
     """Returns the states after a chunk alone: those of each row's last run."""
     runs = runs_of(chunking, at)
     last = _last_run(runs)
     chunk = assemble(record, chunking, at, parts, runs == last[:, None])
-    return next_state(_begin(record, state, last == 0), chunk, precision(record))
+    return next_state(_state_before_run(record, state, last == 0), chunk, precision(record))
 
 
 def segment_step(
-    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: Parts
+    record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: SliceArrays
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the states after a chunk and its outputs [B, C, H, V]; differentiable in the states before it and its
     slices.
     """
 
-    def run(n: jax.Array, runs: jax.Array, state: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
+    def run(n: jax.Array, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
         """Returns one pass: the states after its run, and the outputs of its tokens."""
         chunk = assemble(record, chunking, at, parts, runs == n)
-        before = _begin(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
+        before = _state_before_run(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
         output = split_heads(output, head_count(record))
         return (
@@ -81,28 +81,28 @@ def _by_state(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
     return jnp.repeat(rows, head_count(record))[:, None, None]
 
 
-def _begin(record: LinearRecurrence, state: jax.Array, continues: jax.Array) -> jax.Array:
+def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax.Array) -> jax.Array:
     """Returns the states before a run: those before the chunk in rows [B] whose run continues, else zeros."""
     return jnp.where(_by_state(record, continues), state, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _passes(run: Any, runs: jax.Array, state: jax.Array, parts: Parts) -> tuple[jax.Array, jax.Array]:
+def _passes(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of all passes, each of which is 0 where it has nothing."""
     return _sum_over_runs(lambda n: run(n, runs, state, parts), runs)
 
 
-def _sum_over_runs(of_run: Any, runs: jax.Array) -> Any:
+def _sum_over_runs(run_function: Any, runs: jax.Array) -> Any:
     """Returns the sum of a function of runs over all that some row has."""
-    shapes = jax.eval_shape(of_run, jnp.int32(0))
+    shapes = jax.eval_shape(run_function, jnp.int32(0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     # The results of passes are added, not replaced: each entry belongs to one pass and is 0 in the other passes. At
     # least one pass runs: it passes on the states of a chunk in which all tokens are masked.
     count = jnp.maximum(jnp.max(runs), 0) + 1
-    return lax.fori_loop(jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, of_run(n)), zeros)
+    return lax.fori_loop(jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, run_function(n)), zeros)
 
 
-def _passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: Parts) -> tuple[Any, Any]:
+def _passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[Any, Any]:
     return _passes(run, runs, state, parts), (runs, state, parts)
 
 

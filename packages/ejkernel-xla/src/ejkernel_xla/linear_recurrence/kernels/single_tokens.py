@@ -31,8 +31,8 @@ def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.
         token = jnp.where(alone.reshape(-1, *(1,) * (token.ndim - 1)), token, 0)
         return token.reshape(-1, 1, *token.shape[2:])
 
-    picked: dict[str, Any] = {name: pick(getattr(record, name)) for name in TOKEN_FIELDS}
-    chunk = ChunkTokens(**picked)
+    picked_fields: dict[str, Any] = {name: pick(getattr(record, name)) for name in TOKEN_FIELDS}
+    chunk = ChunkTokens(**picked_fields)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
     read = read.reshape(-1, head_count(record), read.shape[2])
     output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)

@@ -26,22 +26,22 @@ def ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> jax.Array:
     return multiply(inverse(matrix, precision), rhs, precision)
 
 
-def _ut_solve(matrix: jax.Array, rhs: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    inverted = inverse(matrix, precision)
-    solution = multiply(inverted, rhs, precision)
-    return solution, (inverted, solution)
+def _ut_solve_fwd(matrix: jax.Array, rhs: jax.Array, precision: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse_matrix = inverse(matrix, precision)
+    solution = multiply(inverse_matrix, rhs, precision)
+    return solution, (inverse_matrix, solution)
 
 
-def _ut_solve_gradients(
+def _ut_solve_bwd(
     precision: Any, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Through the solution and not through the halvings: two products with the inverse that there is.
-    inverted, solution = saved
-    rhs = multiply_columns(inverted, cotangent, precision)
+    inverse_matrix, solution = saved
+    rhs = multiply_columns(inverse_matrix, cotangent, precision)
     return jnp.tril(-multiply_rows(rhs, solution, precision), -1), rhs
 
 
-ut_solve.defvjp(_ut_solve, _ut_solve_gradients)
+ut_solve.defvjp(_ut_solve_fwd, _ut_solve_bwd)
 
 
 def inverse(matrix: jax.Array, precision: Any) -> jax.Array:

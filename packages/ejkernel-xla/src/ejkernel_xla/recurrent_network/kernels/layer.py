@@ -57,11 +57,11 @@ class Direction:
 
     def from_inputs(self, inputs: jax.Array) -> jax.Array:
         """Returns W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
-        return _plus(product(self.record, inputs, self.weight_ih.T), self.bias_ih)
+        return _add_bias(product(self.record, inputs, self.weight_ih.T), self.bias_ih)
 
     def from_state(self, hidden: jax.Array) -> jax.Array:
         """Returns W_hh h + b_hh, [..., G * H], from states [..., H]."""
-        return _plus(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
+        return _add_bias(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
 
     def first_state(self) -> State:
         """Returns the state before the first token."""
@@ -74,7 +74,7 @@ class Direction:
         return {name: jnp.zeros(x.shape, accumulator(self.record)) for name, x in every.items()}
 
 
-def _plus(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias
 
 

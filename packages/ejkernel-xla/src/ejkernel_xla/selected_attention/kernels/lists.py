@@ -77,7 +77,7 @@ class Operands(NamedTuple):
     ids: tuple[jax.Array, jax.Array] | None
 
 
-def arrange(record: SelectedAttention, plan: SelectedPlan) -> Operands:
+def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
     """Returns the operands of a record whose padding is clean, and whose blocks are listed."""
     assert record.block_indices is not None  # selected by now
     listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
@@ -140,8 +140,8 @@ def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
     pair = jnp.arange(count, dtype=jnp.uint32)
     # One number per pair: sorting numbers is several times faster than sorting indices by them.
     ordered = jnp.sort(listed.reshape(-1).astype(jnp.uint32) * jnp.uint32(count) + pair)
-    edges = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
-    bounds = jnp.searchsorted(ordered, edges).astype(jnp.int32)
+    first_pairs = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
+    bounds = jnp.searchsorted(ordered, first_pairs).astype(jnp.int32)
     rows = (ordered % jnp.uint32(count)).astype(jnp.int32) // slots
     # The list has room for one more product, so that the slice of a block's last tile stays inside and is not moved
     # back.
@@ -155,7 +155,7 @@ def fold(
 
     Rows that fill up the last tile of a block lie after all queries: they read any, and write nothing.
     """
-    lane = jnp.arange(plan.rows, dtype=jnp.int32)
+    product_row = jnp.arange(plan.rows, dtype=jnp.int32)
 
     def block(c: jax.Array, carry: Carry) -> Carry:
         first, end = readers.bounds[c], readers.bounds[c + 1]
@@ -164,7 +164,7 @@ def fold(
         def tile(n: jax.Array, carry: Carry) -> Carry:
             at = first + n * plan.rows
             rows = lax.dynamic_slice(readers.rows, (at,), (plan.rows,))
-            return step(c, jnp.where(at + lane < end, rows, plan.queries + lane), carry)
+            return step(c, jnp.where(at + product_row < end, rows, plan.queries + product_row), carry)
 
         return lax.fori_loop(jnp.int32(0), cdiv(end - first, plan.rows), tile, carry)
 

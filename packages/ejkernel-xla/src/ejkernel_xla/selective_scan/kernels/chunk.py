@@ -34,7 +34,7 @@ StatesAndReads = tuple[jax.Array, jax.Array]
 
 def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     """Returns the states after a chunk and what its tokens read, from the states before it and A as [E, I]."""
-    return (_tree if associative else _loop)(state, tokens, decay)
+    return (_associative_scan if associative else _sequential_scan)(state, tokens, decay)
 
 
 def pull(
@@ -42,11 +42,11 @@ def pull(
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
     if associative:
-        return jax.vjp(_tree, state, tokens, decay)[1](cotangents)
+        return jax.vjp(_associative_scan, state, tokens, decay)[1](cotangents)
     return _pull_loop(state, tokens, decay, cotangents)
 
 
-def _tree(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
+def _associative_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     decays = jnp.exp(tokens.step[:, :, None] * decay)
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
     # log2(L) levels of whole-chunk arrays [L, r, E, I], so a chunk and not the sequence bounds the memory. Decays are
@@ -61,16 +61,16 @@ def _join(one: StatesAndReads, other: StatesAndReads) -> StatesAndReads:
     return one[0] * other[0], other[0] * one[1] + other[1]
 
 
-def _loop(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
+def _sequential_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     def token(state: jax.Array, token: Tokens) -> StatesAndReads:
-        state = _next(state, token, decay)
+        state = _next_state(state, token, decay)
         # A matrix product instead of a sum: XLA would fuse the sum with the state and compute the state twice.
         return state, _dot("rei,re->ri", state, token.read)
 
     return lax.scan(token, state, tokens)
 
 
-def _next(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
+def _next_state(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
     return jnp.exp(token.step[:, None] * decay) * state + token.write[..., None] * (token.step * token.x)[:, None]
 
 
@@ -80,7 +80,7 @@ def _pull_loop(
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
     # The chunk's states again, [L, r, E, I], from its first token on: dividing a state by its decay to go back would
     # lose all digits where the decay is small.
-    last, states = lax.scan(lambda state, token: (_next(state, token, decay), state), state, tokens)
+    last, states = lax.scan(lambda state, token: (_next_state(state, token, decay), state), state, tokens)
     ones = jnp.ones(state.shape[:2], state.dtype)
 
     def token(carry: tuple[jax.Array, ...], parts: tuple[Tokens, jax.Array, jax.Array]) -> tuple[Any, Tokens]:

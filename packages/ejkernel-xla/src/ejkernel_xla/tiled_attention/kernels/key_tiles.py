@@ -71,7 +71,7 @@ def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyT
     """Sorts the tile pairs of a record into empty, full and partial ones."""
     if plan.queries.symbolic or plan.keys.symbolic:
         return _all_key_tiles(record, plan)
-    some, every, traced = _sorted(record, plan)
+    some, every, traced = _classify_tiles(record, plan)
     if record.pattern is not None:
         return list_key_tiles(record, record.pattern, plan, some, every)
     first, full_start, full_end, last = runs(some, every, jnp if traced else np)
@@ -95,7 +95,7 @@ def _all_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns:
     return KeyTileRuns(first, last, last, last, any_full=False, any_partial=True)
 
 
-def _sorted(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
+def _classify_tiles(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, bool]:
     """Returns which tile pairs have work and which of them are full, [chunks | 1, query tiles, key tiles], and whether
     the tables are traced.
     """
