@@ -3,7 +3,8 @@
     python .ci/build_site.py           # any warning is an error; the site is in `.site/site`
     python .ci/build_site.py --serve   # shows it on this machine
 
-`EJKERNEL_REPOSITORY` is the address that the header links to; without it there is no link.
+`EJKERNEL_REPOSITORY` is the address that the header links to; without it there is no link. `EJKERNEL_SITE` is the
+address where the site is published: a sitemap lists whole addresses, so without it `sitemap.xml` is empty.
 """
 
 import os
@@ -33,6 +34,8 @@ def write() -> Path:
     config = config.replace("site_name: ejkernel", f"site_name: ejkernel {VERSION}")
     if repository := os.environ.get("EJKERNEL_REPOSITORY"):
         config += f"\nrepo_url: {repository}\n"
+    if site := os.environ.get("EJKERNEL_SITE"):
+        config += f"\nsite_url: {site}\n"
     (SITE / "mkdocs.yml").write_text(config)
     return SITE / "mkdocs.yml"
 

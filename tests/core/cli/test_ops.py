@@ -38,7 +38,7 @@ def section(page: str, op: str) -> dict[str, list[str]]:
     text = re.search(rf"^## {op}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     assert text, op
     cells = [line[2:-2].split(" | ") for line in text[1].splitlines() if line.startswith("| ")]
-    return {row[0].strip("`"): row[1:] for row in cells}
+    return {row[0].split(" (`")[0].strip("`"): row[1:] for row in cells}
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +80,14 @@ def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
         cases = (*op.cases, *one.cases_of(op))
         serves = any(can_compute(op.family, one, abstract_record(op, case), "forward") for case in cases)
         assert serves == (one.name in listed)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("unified_attention", "| `value_scale` (`v_scale`) |"), ("flash_attention", "| `softmax_aux` |")],
+)
+def test_a_row_names_the_public_argument_that_sets_a_field(page, name, row):
+    assert row in re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
 
 
 def test_the_command_prints_the_page(run, page):

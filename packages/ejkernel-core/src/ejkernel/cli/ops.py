@@ -132,10 +132,17 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
     rows = [row for row in rows if any(row[1:])]
     rows.append(("evidence", *(evidence.in_words(one, op.name) for one in implementations)))
     rows += [
-        (f"`{name}`", *(_field(op.family, one, name) for one in implementations))
+        (_label(op, name), *(_field(op.family, one, name) for one in implementations))
         for name in fields(op, implementations)
     ]
     yield from _table(("", *(one.name for one in implementations)), rows)
+
+
+def _label(op: Op, field: str) -> str:
+    """Returns a field of the record and, in brackets, the public argument that sets it if it has another name."""
+    argument = PUBLIC_ARGUMENTS.get(field, field)
+    named = field not in op.signature.parameters and argument in op.signature.parameters
+    return f"`{field}` (`{argument}`)" if named else f"`{field}`"
 
 
 def _notes(registered: Registry, name: str) -> list[str]:
@@ -199,6 +206,24 @@ def _capability(requires: Requires) -> str:
 def _backward(implementation: Implementation) -> str:
     return "own" if implementation.backward else "that of another implementation, if there is one"
 
+
+PUBLIC_ARGUMENTS = {
+    "kv_starts": "sequence_start",
+    "lm_head": "lm_head_weight",
+    "logits_soft_cap": "logit_softcap",
+    "mask": "attention_mask",
+    "new_keys": "keys",
+    "new_values": "values",
+    "read": "C",
+    "segment_ids": "seg_ids",
+    "skip": "D",
+    "step": "dt",
+    "student": "student_logits",
+    "value_scale": "v_scale",
+    "write": "B",
+    "x": "hidden_states",
+}
+"""The public arguments that set fields of a record with another name."""
 
 FACTS: dict[str, Callable[[Implementation], str]] = {
     "platform": lambda one: one.platform,
