@@ -220,7 +220,7 @@ def as_words(packed: jax.Array) -> jax.Array:
 
 
 def as_stored(scales: jax.Array) -> jax.Array:
-    """Scales of 8 bits as uint8; others as they are."""
+    """Returns scales of 8 bits as uint8, and other scales unchanged."""
     return lax.bitcast_convert_type(scales, jnp.uint8) if scales.dtype.itemsize == 1 else scales
 
 

@@ -358,6 +358,6 @@ def _minor(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 
 def _in_words(versions: Mapping[str, str], length: int, names: Iterable[str] = SHOWN) -> str:
-    """Versions in words, each to so many numbers."""
+    """Returns versions in words, each cut to `length` numbers."""
     shown = [name for name in SHOWN if name in versions and name in names]
     return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:length])}" for name in shown)

@@ -177,5 +177,5 @@ def _reference_gradients(
 
 
 def _no_tangent(x: jax.Array) -> Any:
-    """Only the backward pass of the same kernel reads private residuals; its derivatives are of the record."""
+    """Returns no tangent: only the same kernel's backward pass reads private residuals."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

@@ -97,7 +97,7 @@ class Format:
 
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
-        """Dtypes that scales may be stored in, the usual one first."""
+        """Returns the dtypes that scales may be stored in, the usual one first."""
         floating = {"affine": tuple(LARGEST_ZEROS), "symmetric": tuple(LARGEST_ZEROS), "nf4": ("float32",)}
         return {**floating, "fp8": ("float32", "bfloat16", "float16")}.get(self.mode, ("uint8",))
 
@@ -316,13 +316,13 @@ def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Ar
 
 
 def _nearest(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
-    """Places of the nearest entries of an ascending table."""
+    """Returns the indices of the nearest entries of an ascending table."""
     between = np.add(table[1:], table[:-1]) / 2
     return jnp.searchsorted(jnp.asarray(between, jnp.float32), x, method="compare_all").astype(jnp.uint8)
 
 
 def scale_values(scales: jax.Array, form: Format) -> jax.Array:
-    """Scales as float32 factors; 2 ** -127 of e8m0 is 2 ** -126 here, see `decode`."""
+    """Returns scales as float32 factors; 2 ** -127 of e8m0 is 2 ** -126 here, see `decode`."""
     if form.exponents:
         # The byte is the exponent field of a float32; 255 stands for infinity there.
         bits = jnp.maximum(scales, 1).astype(jnp.int32) << 23

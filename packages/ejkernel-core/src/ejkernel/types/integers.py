@@ -126,7 +126,7 @@ def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _narrow(name: str, ids: Any) -> jax.Array:
-    """Ids as a JAX array of the same values.
+    """Returns ids as a JAX array of the same values.
 
     Raises:
         ValueError: JAX would wrap them around.

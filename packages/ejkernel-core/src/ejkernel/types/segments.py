@@ -150,7 +150,7 @@ def _exact(ids: Any) -> jax.Array:
 
 
 def _exact_pair(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
-    """Ids as int32; NumPy's as they are, which JAX would wrap around."""
+    """Returns ids as int32; NumPy's are converted exactly, where JAX would wrap them around."""
     q_ids, kv_ids = as_array(queries), as_array(keys)
     q_ids, kv_ids = exact_segment_ids(q_ids, q_ids if queries is keys else kv_ids)
     return jnp.asarray(q_ids), jnp.asarray(kv_ids)

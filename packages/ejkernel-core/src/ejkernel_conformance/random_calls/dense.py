@@ -36,7 +36,7 @@ def _options(rng: Rng, most: int, **more: Any) -> dict[str, Any]:
 
 
 def _sizes(rng: Rng) -> tuple[int, int, int, int, int, int, int]:
-    """Rows, queries, keys, query heads, KV heads, sizes of keys and values."""
+    """Returns rows, queries, keys, query heads, KV heads, and sizes of keys and values."""
     b, t = int(rng.integers(1, 4)), tokens(rng, 200)
     s = t if some(rng, 0.5) else tokens(rng, 300)
     d = pick(rng, HEAD_DIMS)

@@ -16,7 +16,9 @@ VARIABLE = "EJKERNEL_RANDOM_LOOPS"
 
 @functools.cache
 def named_loops() -> Mapping[str, Callable[[Any], Any]]:
-    """`LOOPS` of the named file: operation -> (argument record) -> its first output, None where there is no loop."""
+    """Returns `LOOPS` of the named file: operation -> (argument record) -> its first output, None where there is no
+    loop.
+    """
     path = os.environ.get(VARIABLE)
     if not path:
         return {}

@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Query rows, and one of no sequence."""
+        """Returns query rows, and one row of no sequence."""
         return int(self.q_lens.sum()) + 1
 
     @property

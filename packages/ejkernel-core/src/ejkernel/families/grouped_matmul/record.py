@@ -134,6 +134,6 @@ def gradients_of_rows(
 
 
 def spread(record: GroupedMatmul, scale: jax.Array) -> jax.Array:
-    """Scales [..., blocks, 1, N] repeated to the shape of the matrices."""
+    """Returns scales [..., blocks, 1, N], repeated to the shape of the matrices."""
     factors = jnp.repeat(scale[..., 0, :], record.lhs.shape[1] // scale.shape[-3], axis=-2)
     return jnp.swapaxes(factors, -1, -2) if record.transpose_rhs else factors

@@ -54,7 +54,9 @@ def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 
 def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-    """For keys that are not normalised: strong corrections for long keys make the recurrence itself grow."""
+    """Returns weak corrections for keys that are not normalised: strong corrections for long keys make the recurrence
+    itself grow.
+    """
     inputs = gates("beta", "decay")(key, sizes)
     return {**inputs, "beta": inputs["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
 
