@@ -34,6 +34,6 @@ def current_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> di
     names: Mapping[str, str] = getattr(function, "also_called", {})
     for old in names.keys() & kwargs.keys():
         if names[old] in kwargs:
-            called = getattr(function, "__name__", "a function")
-            raise TypeError(f"{called}() got {old!r} and {names[old]!r}, two names of one argument")
+            function_name = getattr(function, "__name__", "a function")
+            raise TypeError(f"{function_name}() got {old!r} and {names[old]!r}, two names of one argument")
     return {names.get(name, name): value for name, value in kwargs.items()}

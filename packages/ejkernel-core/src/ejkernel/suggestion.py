@@ -10,8 +10,8 @@ NEARLY_AS_SIMILAR = 0.1
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns the end of an error message: `"; did you mean 'flash_attention'?"`, empty if no known name is similar."""
-    close = similar(name, known)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    similar_names = similar(name, known)
+    return f"; did you mean {' or '.join(map(repr, similar_names))}?" if similar_names else ""
 
 
 def no_such(kind: str, name: str, known: Iterable[str]) -> str:
@@ -30,13 +30,13 @@ def no_such(kind: str, name: str, known: Iterable[str]) -> str:
 def similar(name: str, known: Iterable[str]) -> list[str]:
     """Returns at most three known names that contain a name or are spelt like it, the most similar first."""
     typed, names = _folded(name), sorted(set(known))
-    containing = [one for one in names if len(typed) > 2 and typed in _folded(one)]
-    if containing:
-        return sorted(containing, key=len)[:MOST]
+    names_containing = [one for one in names if len(typed) > 2 and typed in _folded(one)]
+    if names_containing:
+        return sorted(names_containing, key=len)[:MOST]
     ratios = {one: difflib.SequenceMatcher(None, typed, _folded(one)).ratio() for one in names}
     best = max(ratios.values(), default=0.0)
-    close = [one for one in names if ratios[one] >= max(SIMILAR, best - NEARLY_AS_SIMILAR)]
-    return sorted(close, key=lambda one: -ratios[one])[:MOST]
+    similar_names = [one for one in names if ratios[one] >= max(SIMILAR, best - NEARLY_AS_SIMILAR)]
+    return sorted(similar_names, key=lambda one: -ratios[one])[:MOST]
 
 
 def _folded(name: str) -> str:

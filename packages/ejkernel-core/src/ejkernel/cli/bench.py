@@ -184,8 +184,8 @@ def _report(spec: CallSpec, settings: Settings, timings: list[Timing]) -> None:
 
 def about() -> dict[str, str]:
     """Returns the device and the versions that times belong to."""
-    known = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
-    return {**known, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
+    environment = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
+    return {**environment, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
 
 
 def versions() -> str:
@@ -203,14 +203,14 @@ def _time(call: Call, settings: Settings, out: Console) -> list[Timing]:
     if choice.implementation is None:
         print_choice(out, choice)
         return []
-    every = programs(plan, record, choice, settings.baselines)
-    _say(settings, f"{call.op.name}, {call.label}: {len(every)} programs, each timed {settings.repeat} times")
+    all_programs = programs(plan, record, choice, settings.baselines)
+    _say(settings, f"{call.op.name}, {call.label}: {len(all_programs)} programs, each timed {settings.repeat} times")
     prepared = list[Prepared]()
-    with progress_bar(len(every) + settings.repeat) as step:
-        for number, program in enumerate(every):
+    with progress_bar(len(all_programs) + settings.repeat) as step:
+        for number, program in enumerate(all_programs):
             prepared.append(_prepare(call, args, record, program))
             if number == 0:
-                _say(settings, _estimate(prepared[0], every, settings.repeat))
+                _say(settings, _estimate(prepared[0], all_programs, settings.repeat))
             step("compile and check")
         runs = [one.run for one in prepared if one.run is not None]
         times = iter(samples(runs, settings.repeat, warm=True, after_round=functools.partial(step, "time")))
@@ -271,15 +271,15 @@ def _prepare(call: Call, args: Any, record: Any, program: Program) -> Prepared:
 
 def _print(out: Console, call: Call, timings: list[Timing]) -> None:
     fastest = {p: min((t.seconds for t in timings if t.passes == p and t.seconds), default=0.0) for p in PASSES}
-    ordered = sorted(timings, key=lambda t: (t.passes, t.seconds or float("inf")))
-    if not ordered:
+    sorted_timings = sorted(timings, key=lambda t: (t.passes, t.seconds or float("inf")))
+    if not sorted_timings:
         return
     print_plain(out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions()}", "bold")
     numbers = ("ms", "spread", "relative", "TFLOP/s", "GB/s", "temporary MB")
     sentences = ("configuration", "against the reference")
-    rows = [_row(timing, fastest[timing.passes]) for timing in ordered]
+    rows = [_row(timing, fastest[timing.passes]) for timing in sorted_timings]
     print_table(out, "", "pass", "implementation", *numbers, *sentences, rows=rows, right=numbers, fold=sentences)
-    for text in dict.fromkeys(f"{timing.passes}: {timing.count.text}" for timing in ordered):
+    for text in dict.fromkeys(f"{timing.passes}: {timing.count.text}" for timing in sorted_timings):
         print_plain(out, text, "dim")
     out.print()
 

@@ -44,8 +44,10 @@ def count(family: Family, record: Any, passes: str, output: Any) -> Count:
         output: The shapes of the family's output.
     """
     both = passes != "forward"
-    counted = _FLOPS.get(family.name)
-    flops, text = counted(record) if counted is not None else (None, "not counted for this family of operations")
+    count_flops = _FLOPS.get(family.name)
+    flops, text = (
+        count_flops(record) if count_flops is not None else (None, "not counted for this family of operations")
+    )
     factor, words = _BACKWARD.get(family.name, (2.0, "2")) if both else (0.0, "")
     if flops is not None and both:
         flops, text = flops * (1 + factor), f"{text}; the backward pass counts as {words} forward passes"

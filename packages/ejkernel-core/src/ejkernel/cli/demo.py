@@ -46,15 +46,15 @@ def demo(ctx: click.Context, length: int) -> None:
     print_decision(out, decision)
     if decision.forward.implementation is None or decision.backward.implementation is None:
         ctx.exit(1)
-    ours, theirs = (_compiled(attention, inputs) for attention in (_ejkernel, _naive))
-    good = _check(out, ours(*inputs), theirs(*inputs))
-    _compare(out, [("ejkernel", ours), ("the textbook formula", theirs)], inputs)
+    our_attention, naive_attention = (_compiled(attention, inputs) for attention in (_ejkernel, _naive))
+    matches = _check(out, our_attention(*inputs), naive_attention(*inputs))
+    _compare(out, [("ejkernel", our_attention), ("the textbook formula", naive_attention)], inputs)
     print_plain(
         out,
-        "The results agree." if good else "WRONG: the results differ by more than rounding.",
-        "bold green" if good else "bold red",
+        "The results agree." if matches else "WRONG: the results differ by more than rounding.",
+        "bold green" if matches else "bold red",
     )
-    if not good:
+    if not matches:
         ctx.exit(1)
 
 
@@ -81,11 +81,11 @@ def _ejkernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 def _naive(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """Computes attention as textbooks write it, with all scores at once, [H, T, T]."""
-    highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    einsum_highest = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
-    scores = highest("bthd,bshd->bhts", query, key) * SIZE**-0.5
-    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return highest("bhts,bshd->bthd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), value)
+    scores = einsum_highest("bthd,bshd->bhts", query, key) * SIZE**-0.5
+    is_causal_pair = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return einsum_highest("bhts,bshd->bthd", jax.nn.softmax(jnp.where(is_causal_pair, scores, -jnp.inf)), value)
 
 
 def _compiled(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]) -> Any:
@@ -102,17 +102,17 @@ def _compiled(attention: Callable[..., jax.Array], inputs: tuple[jax.Array, ...]
 def _check(out: Console, got: dict[str, jax.Array], want: dict[str, jax.Array]) -> bool:
     print_plain(out, "3. Largest differences from the textbook formula", "bold")
     allowed = ALLOWED.get(jax.devices()[0].platform, ALLOWED_ELSEWHERE)
-    rows, good = list[Any](), True
+    rows, matches = list[Any](), True
     for name in sorted(want, reverse=True):
         largest = float(jnp.max(jnp.abs(want[name])))
         error = float(jnp.max(jnp.abs(got[name] - want[name])))
         right = error <= allowed * largest  # False for NaN
-        good &= right
+        matches &= right
         verdict = ("yes", "green") if right else ("NO", "bold red")
         rows.append((name, f"{error:.1e}", f"{largest:.2f}", f"{allowed * largest:.1e}", verdict))
     headings = ("result", "largest error", "largest entry", "allowed error", "within it")
     print_table(out, "", *headings, rows=rows, right=headings[1:4])
-    return good
+    return matches
 
 
 def _compare(out: Console, sides: list[tuple[str, Any]], inputs: tuple[jax.Array, ...]) -> None:

@@ -31,8 +31,8 @@ def draw(timings: Sequence[Any], path: Path, title: str) -> None:
         bars = sorted(bars, key=lambda timing: timing.seconds, reverse=True)
         names, times = [bar.implementation for bar in bars], [bar.seconds * 1e3 for bar in bars]
         errors = [bar.spread * 5e2 for bar in bars]
-        drawn = axis.barh(names, times, xerr=errors, color=COLOR, ecolor="#555555")
-        axis.bar_label(drawn, labels=[_label(bar) for bar in bars], padding=6)
+        bar_container = axis.barh(names, times, xerr=errors, color=COLOR, ecolor="#555555")
+        axis.bar_label(bar_container, labels=[_label(bar) for bar in bars], padding=6)
         axis.margins(x=0.35)
         axis.set_title("\n".join(textwrap.wrap(f"{passes}: {call}", LINE)), loc="left", fontsize=9)
         axis.set_xlabel("median milliseconds; the line is the interquartile range")
@@ -60,8 +60,8 @@ def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -
             values = [point.count.rates(point.seconds)[0] if rates else point.seconds * 1e3 for point in line]
             # One colour for an implementation in all panels.
             color = handles[name].get_color() if name in handles else f"C{len(handles)}"
-            (drawn,) = axis.plot(sizes, values, marker="o", color=color)
-            handles.setdefault(name, drawn)
+            (bar_container,) = axis.plot(sizes, values, marker="o", color=color)
+            handles.setdefault(name, bar_container)
         axis.set_xscale("log", base=2)
         axis.set_yscale("linear" if rates else "log")
         axis.set_title(passes, loc="left", fontsize=9)

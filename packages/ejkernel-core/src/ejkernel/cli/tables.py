@@ -75,8 +75,8 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: C
     widths = [GAP * (len(columns) - 1)]
     for number, column in enumerate(columns):
         texts = [column, *(row[number].plain for row in rows)]
-        pieces = [piece for text in texts for piece in (text.split() if column in fold else text.splitlines())]
-        widths.append(max(map(cell_len, pieces), default=0))
+        words = [piece for text in texts for piece in (text.split() if column in fold else text.splitlines())]
+        widths.append(max(map(cell_len, words), default=0))
     return sum(widths)
 
 

@@ -258,15 +258,15 @@ def _note(result: TuningResult, measured: Measurement) -> str:
     """Marks the candidate that the heuristic chooses, and says why it is stored if it is not the fastest."""
     if measured.part != result.rule:
         return ""
-    stays = measured is result.winner and measured is not result.best
-    return "heuristic, stored: the fastest is not faster by more than the spread" if stays else "heuristic"
+    keeps_config = measured is result.winner and measured is not result.best
+    return "heuristic, stored: the fastest is not faster by more than the spread" if keeps_config else "heuristic"
 
 
 def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
     """Returns the stored entries as a table that ships: by the key they ship under, without defaults."""
     stored = store.entries()
-    unstored = [result for result in results if str(result.key) not in stored]
-    if unstored:
+    not_stored = [result for result in results if str(result.key) not in stored]
+    if not_stored:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
     return {
         r.key.shipped(r.kind): msgspec.structs.replace(stored[str(r.key)], config=_set(r.winner.part)) for r in results

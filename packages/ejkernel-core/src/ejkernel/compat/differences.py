@@ -51,8 +51,8 @@ def _compared(name: str, theirs: Described, here: Described | None) -> dict[str,
             differing |= _compared(path, described, members.get(member))
         return differing
     signature_here = here[""] if isinstance(here, dict) else here
-    different = "" if VALUE in (theirs, signature_here) else _signatures(theirs.split(), signature_here.split())
-    return {name: different} if different else {}
+    difference = "" if VALUE in (theirs, signature_here) else _signatures(theirs.split(), signature_here.split())
+    return {name: difference} if difference else {}
 
 
 def _signatures(theirs: list[str], here: list[str]) -> str:

@@ -221,15 +221,15 @@ def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     forwards = {v.implementation.name: v for v in forward.verdicts}
     backwards = {v.implementation.name: v for v in backward.verdicts}
     unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
-    judged = _with_first_chosen([_as_first(v, backwards, unpaired) for v in forward.verdicts])
-    chosen = next((v.implementation for v in judged if v.status == "chosen"), None)
+    forward_verdicts = _with_first_chosen([_as_first(v, backwards, unpaired) for v in forward.verdicts])
+    chosen = next((v.implementation for v in forward_verdicts if v.status == "chosen"), None)
     second = [_as_second(v, forwards, chosen) for v in backward.verdicts]
     if chosen is None or not chosen.paired:
         followers = _with_first_chosen(second)
     else:
         same = [dataclasses.replace(v, status="chosen", remark=PAIRED) for v in second if v.implementation is chosen]
         followers = tuple(same[0] if v.implementation is chosen else v for v in second)
-    return dataclasses.replace(forward, verdicts=judged), dataclasses.replace(backward, verdicts=followers)
+    return dataclasses.replace(forward, verdicts=forward_verdicts), dataclasses.replace(backward, verdicts=followers)
 
 
 def exclude_paired(choice: Choice) -> Choice:

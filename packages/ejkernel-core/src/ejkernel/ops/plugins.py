@@ -185,14 +185,14 @@ class _Collected:
         renamed: dict[tuple[str, str], str] = {}
         for declared in self.declared:
             served = [op.name for op in self.ops.values() if declared.implementation.serves(op)]
-            noted = problems.setdefault(declared.plugin, [])
+            notes = problems.setdefault(declared.plugin, [])
             for name in served:
                 entry = _enter(by_op[name], declared)
                 if isinstance(entry, str):
                     renamed[name, entry] = _renaming(declared, entry, by_op[name])
                 elif not entry:
-                    noted.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
-            noted += self._unserved(declared.implementation, served)
+                    notes.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
+            notes += self._unserved(declared.implementation, served)
         entries = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
         return Registry(
             ops=self.ops,

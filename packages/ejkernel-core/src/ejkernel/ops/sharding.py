@@ -163,8 +163,8 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         ValueError: `out_specs` disagrees with how the inputs are split.
     """
     outputs = letters.outputs
-    several = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
-    specs: tuple[Any, ...] = tuple(out_specs) if several else (out_specs,)
+    is_sequence = isinstance(out_specs, tuple | list) and not isinstance(out_specs, PartitionSpec)
+    specs: tuple[Any, ...] = tuple(out_specs) if is_sequence else (out_specs,)
     # Trailing specs may be left out, as those of arguments: which results a call returns can depend on its arguments.
     if len(specs) > len(outputs):
         raise ValueError(f"out_specs: got {len(specs)} specs, {letters.op.name} returns at most {len(outputs)} arrays")
@@ -177,8 +177,8 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
             named.pop()  # entries that split nothing may outnumber an output's axes, as on a mesh of one device
         if named + [()] * (len(expected) - len(named)) != expected:
             of = f" {index} of {letters.op.name}, with axes {axis_letters!r}," if len(outputs) > 1 else ""
-            follows = _spec(axis_letters, split)
-            raise ValueError(f"out_specs: the inputs' specs make the output{of} {follows}, got {spec}")
+            expected_spec = _spec(axis_letters, split)
+            raise ValueError(f"out_specs: the inputs' specs make the output{of} {expected_spec}, got {spec}")
 
 
 def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
@@ -281,8 +281,8 @@ def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
     """
     if AxisType.Explicit not in mesh.axis_types:
         return run(mesh, args)
-    typed = any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(args))
-    if not typed and isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:
+    has_explicit_axes = any(not jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(args))
+    if not has_explicit_axes and isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:
         return run(Mesh(mesh.devices, mesh.axis_names), args)
 
     def automatic(args: Any) -> Any:

@@ -28,8 +28,8 @@ def in_rows(
         return tuple(run(dict(zip(operands, arrays, strict=True)), batch))
 
     def folded(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        longer = (_longer(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
-        outputs = in_rows(run, dict(zip(operands, longer, strict=True)), size * batch)
+        batched_arrays = (_longer(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
+        outputs = in_rows(run, dict(zip(operands, batched_arrays, strict=True)), size * batch)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in outputs), (True,) * len(outputs)
 
     mapping = custom_batching.custom_vmap(call)

@@ -275,8 +275,8 @@ def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
     """Returns x / by, where by is normal. XLA may multiply by 1 / by, which must not be subnormal: devices flush it to
     zero.
     """
-    down = jnp.where(by > 2.0**64, 2.0**-64, 1)
-    return x * down / (by * down)
+    divisor_scale = jnp.where(by > 2.0**64, 2.0**-64, 1)
+    return x * divisor_scale / (by * divisor_scale)
 
 
 def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:

@@ -262,10 +262,10 @@ class NumpyMask(Mask):
         every = some.copy()
         for row, (low, high) in enumerate(zip(*queries, strict=True)):
             part = self.array[low : high + 1]
-            reached, filled = np.asarray(part.any(axis=0)), np.asarray(part.all(axis=0))
+            some_pairs, all_pairs = np.asarray(part.any(axis=0)), np.asarray(part.all(axis=0))
             for column, (start, end) in enumerate(zip(*keys, strict=True)):
-                some[row, column] = reached[start : end + 1].any()
-                every[row, column] = filled[start : end + 1].all()
+                some[row, column] = some_pairs[start : end + 1].any()
+                every[row, column] = all_pairs[start : end + 1].all()
         return Tiles(some, every)
 
 

@@ -79,22 +79,22 @@ def apply_sliding_window(
     for side in (left, right):
         if side is not None:
             check_number("sliding_window", side, minimum=0)
-    near, far = (None if side is None else _distance(side) for side in (left, right))
+    left_distance, right_distance = (None if side is None else _distance(side) for side in (left, right))
     mask = get_or_compute_attention_mask(info)
     q_positions, kv_positions = _positions(info)
     q_positions = q_positions + _offset(offset, mask)
-    if near is not None:
-        mask = mask & (kv_positions >= q_positions - near)
-    if far is not None:
-        mask = mask & (kv_positions <= q_positions + far)
-    windowed = _restricted(info, mask, sliding_window_baked_in=True)
+    if left_distance is not None:
+        mask = mask & (kv_positions >= q_positions - left_distance)
+    if right_distance is not None:
+        mask = mask & (kv_positions <= q_positions + right_distance)
+    windowed_info = _restricted(info, mask, sliding_window_baked_in=True)
     if mode == "decode":
-        return _decode_part(windowed, left, right, offset, index)
+        return _decode_part(windowed_info, left, right, offset, index)
     if mode == "prefill":
         width = _width(left, right) if isinstance(sliding_window, tuple | list) else max(_width(left, 0) - 1, 1)
         width = min(width, mask.shape[3])
-        return _cut(windowed, columns=_Span(jnp.full(mask.shape[0], mask.shape[3] - width), width))
-    return windowed
+        return _cut(windowed_info, columns=_Span(jnp.full(mask.shape[0], mask.shape[3] - width), width))
+    return windowed_info
 
 
 def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> Info:
@@ -162,13 +162,13 @@ def apply_kv_lengths(
         raise ValueError(f"q_len is {q_len}, but the mask has only {rows} rows")
     lengths = per_row("kv_lengths", kv_lengths, batch_size)
     filled = jnp.arange(columns) < lengths[:, None]
-    limited = _restricted(info, mask & filled[:, None, None, :])
+    limited_info = _restricted(info, mask & filled[:, None, None, :])
     if info.explicit_kv_segment_ids is not None:
         kv_ids = jnp.where(filled, info.explicit_kv_segment_ids, -1)
-        limited = changes.replace(limited, kv_segment_ids=kv_ids)
+        limited_info = changes.replace(limited_info, kv_segment_ids=kv_ids)
     width = columns if sliding_window is None else min(check_static_size("sliding_window", sliding_window), columns)
     return _cut(
-        limited,
+        limited_info,
         rows=_Span(per_row("end_index", end_index, batch_size) - q_len, q_len),
         columns=_Span(lengths - width, width),
     )
@@ -332,7 +332,7 @@ def _token_types(
     names = ("q", "kv")
     arrays = [checked_integers(f"{name} token_type_ids", value) for name, value in zip(names, pair, strict=True)]
     zeros = [jnp.asarray(array == 0) for array in arrays]  # before types beyond int32 are renumbered
-    types = []
+    segment_types = []
     for name, ids, length, zero in zip(
         names, exact_segment_ids(*arrays), (info.q_len, info.kv_len), zeros, strict=True
     ):
@@ -341,5 +341,5 @@ def _token_types(
             raise ValueError(
                 f"{name} token_type_ids: got shape {array.shape}, wants [batch={info.batch_size}, length={length}]"
             )
-        types.append(jnp.where((array < 0) | (zero & zeros_disabled[len(types)]), -1, array))
-    return types[0], types[1]
+        segment_types.append(jnp.where((array < 0) | (zero & zeros_disabled[len(segment_types)]), -1, array))
+    return segment_types[0], segment_types[1]

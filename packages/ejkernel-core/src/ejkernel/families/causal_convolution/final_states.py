@@ -10,14 +10,14 @@ States = jax.Array
 
 def final_states(record: CausalConvolution) -> States:
     """Returns the last W - 1 tokens of every sequence, [B, C, W - 1] or [N, C, W - 1], in x's dtype."""
-    before, held = states(record), record.weight.shape[1] - 1
+    before, num_state_tokens = states(record), record.weight.shape[1] - 1
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
-        last = jnp.swapaxes(record.x[:, max(0, tokens - held) :], 1, 2)
-        return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - held :]
+        last = jnp.swapaxes(record.x[:, max(0, tokens - num_state_tokens) :], 1, 2)
+        return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - num_state_tokens :]
     token, slot, inside = _packed(record)
     rows = record.x[0].at[token].get(mode="clip")
-    carried = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, held - 1))[:, None], axis=2)
+    carried = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, num_state_tokens - 1))[:, None], axis=2)
     return jnp.where(inside[:, None], jnp.swapaxes(rows, 1, 2), carried)
 
 
@@ -35,20 +35,20 @@ def add_state_gradients(
     Returns:
         Both, in their dtypes.
     """
-    held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
-    if held == 0:
+    num_state_tokens, tokens = record.weight.shape[1] - 1, record.x.shape[1]
+    if num_state_tokens == 0:
         return dx, dbefore
     if record.cu_seqlens is None:
-        num_last = min(held, tokens)
-        last = jnp.swapaxes(cotangent[:, :, held - num_last :], 1, 2).astype(dx.dtype)
-        carried = cotangent[:, :, : held - num_last].astype(dbefore.dtype)
+        num_last = min(num_state_tokens, tokens)
+        last = jnp.swapaxes(cotangent[:, :, num_state_tokens - num_last :], 1, 2).astype(dx.dtype)
+        carried = cotangent[:, :, : num_state_tokens - num_last].astype(dbefore.dtype)
         return dx.at[:, tokens - num_last :].add(last), dbefore.at[:, :, num_last:].add(carried)
     token, slot, inside = _packed(record)
     rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
     dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
     carried = jnp.where(inside[:, None], 0, cotangent).astype(dbefore.dtype)
     sequence = jnp.arange(slot.shape[0])[:, None]
-    columns = jnp.where(inside, held, slot)
+    columns = jnp.where(inside, num_state_tokens, slot)
     return dx, dbefore.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
 
 
@@ -77,8 +77,8 @@ def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]
     """
     if record.cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, wants the bounds of packed sequences")
-    held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
+    num_state_tokens, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
-    slot = jnp.arange(held, dtype=jnp.int32)
+    slot = jnp.arange(num_state_tokens, dtype=jnp.int32)
     joint_index = slot + jnp.diff(bounds)[:, None]
-    return bounds[1:, None] - held + slot, joint_index, joint_index >= held
+    return bounds[1:, None] - num_state_tokens + slot, joint_index, joint_index >= num_state_tokens

@@ -64,8 +64,8 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
         (np.asarray(x) for x in grouped_matmul.group_rows(product_record(record, rows, rows.dtype))),
         np.arange(rows.shape[0]),
     )
-    owns = (row >= first[:, None]) & (row < end[:, None])
-    group, tokens = np.where(owns.any(axis=0), owns.argmax(axis=0), -1), record.lhs.shape[0]
+    is_group_row = (row >= first[:, None]) & (row < end[:, None])
+    group, tokens = np.where(is_group_row.any(axis=0), is_group_row.argmax(axis=0), -1), record.lhs.shape[0]
     token = row if record.indices is None else np.asarray(record.indices)
     token = np.where((token >= 0) & (token < tokens), token, PADDING)
     left_over = PADDING if record.left_over == "zero" else UNUSED
@@ -76,7 +76,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
         {
             "lhs": groups[:, None],
             "output": np.where(group >= 0, group, left_over)[:, None],
-            "e": np.arange(owns.shape[0]),
+            "e": np.arange(is_group_row.shape[0]),
         },
         {"lhs": np.arange(tokens)[:, None], "output": np.where(used, token, left_over)[:, None]},
     )

@@ -62,6 +62,6 @@ def reference(record: KLDivergence) -> tuple[tuple[jax.Array, jax.Array], tuple[
     else:
         log_m = log_mixture(record, log_p, log_q)
         terms = record.beta * divergence(log_q, log_m) + (1 - record.beta) * divergence(log_p, log_m)
-    square, active = record.temperature**2, record.active
-    entropy = -square * jnp.sum(divergence(log_q, jnp.zeros_like(log_q)), axis=1)
-    return (jnp.where(active, square * jnp.sum(terms, axis=1), 0), jnp.where(active, entropy, 0)), ()
+    temperature_squared, active = record.temperature**2, record.active
+    entropy = -temperature_squared * jnp.sum(divergence(log_q, jnp.zeros_like(log_q)), axis=1)
+    return (jnp.where(active, temperature_squared * jnp.sum(terms, axis=1), 0), jnp.where(active, entropy, 0)), ()

@@ -120,8 +120,8 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
         )
         grads = _step_gradients(local, config, kernel, ring)
     if "softmax_aux" in grad_fields:
-        grads["softmax_aux"] = _of_sinks(pullback)
-    return {name: _home(grads[name], name, record, ring) for name in sorted(grad_fields)}
+        grads["softmax_aux"] = _sink_gradient(pullback)
+    return {name: _return_to_field_layout(grads[name], name, record, ring) for name in sorted(grad_fields)}
 
 
 def accumulator(record: RingAttention) -> Any:
@@ -151,15 +151,15 @@ def _around(
     """
     after_first_hop = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
     home, state = first_step(load)
-    legs = [(1, ring.before), (-1, ring.after)]
+    directions = [(1, ring.before), (-1, ring.after)]
     totals: list[Gradients] = []
     cargo = home
-    for hop, last in legs:
+    for hop, last in directions:
         if last:
             total, state = _leg(ring, hop, last, after_first_hop[hop], cargo, remote_step, state, unrolled=unrolled)
             totals.append(total)
             cargo = jax.tree.map(jnp.zeros_like, cargo)
-    return (_added(*totals) if totals else home), state
+    return (_sum_gradients(*totals) if totals else home), state
 
 
 def _leg(
@@ -175,15 +175,15 @@ def _leg(
 ) -> tuple[Gradients, Any]:
     """Runs ring steps 1 to `last` in one direction; the load is the first step's, the cargo arrives one step later."""
 
-    def meet(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
-        arriving = ring.shift(cargo, hop)
-        added, state = remote_step(hop * distance, load, state)
-        return _added(arriving, added), state
+    def process_arrival(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
+        arriving_cargo = ring.shift(cargo, hop)
+        new_gradients, state = remote_step(hop * distance, load, state)
+        return _sum_gradients(arriving_cargo, new_gradients), state
 
     def step(distance: Distance, carry: tuple[Load, Gradients, Any]) -> tuple[Load, Gradients, Any]:
         load, cargo, state = carry
-        upcoming = ring.shift(load, hop)
-        return upcoming, *meet(distance, load, cargo, state)
+        next_load = ring.shift(load, hop)
+        return next_load, *process_arrival(distance, load, cargo, state)
 
     carry = (load, cargo, state)
     if unrolled:
@@ -191,11 +191,11 @@ def _leg(
             carry = step(distance, carry)
     elif last > 1:
         carry = lax.fori_loop(1, last, step, carry)
-    cargo, state = meet(last, *carry)
+    cargo, state = process_arrival(last, *carry)
     return ring.shift(cargo, -hop * last), state
 
 
-def _added(*trees: Gradients) -> Gradients:
+def _sum_gradients(*trees: Gradients) -> Gradients:
     return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *trees)
 
 
@@ -220,23 +220,27 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
     def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
         grads = grads_of(step_at(record, ring, distance, load), load)
         source = (lax.axis_index(ring.axis_name) - distance) % ring.size
-        return _travelling(grads), _kept(grads, staying, ring, source, load)
+        return _travelling_gradients(grads), _add_stationary_gradients(grads, staying, ring, source, load)
 
     def first_step(load: Load) -> tuple[Gradients, Gradients]:
         grads = grads_of(local_step(record, ring, load), load)
-        nothing = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
-        return _travelling(grads), _kept(grads, nothing, ring, lax.axis_index(ring.axis_name), load)
+        zero_gradients = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
+        return _travelling_gradients(grads), _add_stationary_gradients(
+            grads, zero_gradients, ring, lax.axis_index(ring.axis_name), load
+        )
 
     unrolled = kind_of(record, ring) == "banded"
     home, kept = _around(ring, load_of(record), first_step, remote_step, unrolled=unrolled)
     return {**home, **kept}
 
 
-def _travelling(grads: Gradients) -> Gradients:
+def _travelling_gradients(grads: Gradients) -> Gradients:
     return {name: grads[name] for name in ("key", "value") if name in grads}
 
 
-def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, load: Load) -> Gradients:
+def _add_stationary_gradients(
+    grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, load: Load
+) -> Gradients:
     """Returns gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
     kept = {name: grads[name] + so_far[name] if name in so_far else grads[name] for name in {"query"} & set(grads)}
     if "bias" in grads:
@@ -246,7 +250,7 @@ def _kept(grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, lo
     return kept
 
 
-def _of_sinks(pullback: Pullback) -> jax.Array:
+def _sink_gradient(pullback: Pullback) -> jax.Array:
     """Returns the gradient of the sinks, [H]: `-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`."""
     dtype = accumulator(pullback.record)
     output = pullback.output.astype(dtype)
@@ -255,7 +259,7 @@ def _of_sinks(pullback: Pullback) -> jax.Array:
     return sinks_gradient(dataclasses.replace(pullback, record=tiled(pullback.record)), delta)
 
 
-def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+def _return_to_field_layout(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
     """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)

@@ -82,8 +82,8 @@ class Step:
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
         """Returns gradients as those of all of the device's queries and of all keys that are here."""
         rows = {"query": (self.rows, self.length), "key": (self.columns, keys), "value": (self.columns, keys)}
-        placed = {name: _put(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
-        return {name: self._if_present(x, 0) for name, x in placed.items()}
+        padded_gradients = {name: _put(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
+        return {name: self._if_present(x, 0) for name, x in padded_gradients.items()}
 
     def _if_present(self, x: jax.Array, otherwise: float) -> jax.Array:
         return x if self.present is True else jnp.where(self.present, x, jnp.asarray(otherwise, x.dtype))
@@ -103,8 +103,8 @@ class ZigzagStep:
 
     def take(self, x: jax.Array, axis: int) -> jax.Array:
         """Returns the rows of the step's queries."""
-        early, late = jnp.split(x, 2, axis)
-        return jnp.concatenate([jnp.where(self.before, early, late), late])
+        first_half, second_half = jnp.split(x, 2, axis)
+        return jnp.concatenate([jnp.where(self.before, first_half, second_half), second_half])
 
     def partials(self, part: Partial) -> tuple[Partial, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
@@ -123,14 +123,14 @@ class ZigzagStep:
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
         """Returns gradients as those of all of the device's queries and of all keys that are here."""
-        placed: Gradients = {}
+        padded_gradients: Gradients = {}
         for name, x in gradients.items():
             by_device, shared = jnp.split(x, 2)
-            early, late = jnp.where(self.before, by_device, 0), jnp.where(self.before, 0, by_device)
+            first_half, second_half = jnp.where(self.before, by_device, 0), jnp.where(self.before, 0, by_device)
             # (late, early) is of the late queries, and of the early keys.
-            halves = (early, late + shared) if name == "query" else (early + shared, late)
-            placed[name] = jnp.concatenate(halves, axis=1)
-        return placed
+            halves = (first_half, second_half + shared) if name == "query" else (first_half + shared, second_half)
+            padded_gradients[name] = jnp.concatenate(halves, axis=1)
+        return padded_gradients
 
 
 def ring_of_steps(record: RingAttention) -> Ring | None:

@@ -20,18 +20,20 @@ def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     first.
     """
     even, odd = jnp.split(x, 2, axis)
-    sends = _sends(lax.axis_size(axis_name))
-    even, odd = lax.ppermute(even, axis_name, sends[0]), lax.ppermute(odd, axis_name, sends[1])
+    send_pairs = _sends(lax.axis_size(axis_name))
+    even, odd = lax.ppermute(even, axis_name, send_pairs[0]), lax.ppermute(odd, axis_name, send_pairs[1])
     return _ordered(even, odd, axis, axis_name)
 
 
 def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the inverse of `stripe`."""
     early, late = jnp.split(x, 2, axis)
-    back = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
+    return_pairs = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
     swapped = _is_odd(axis_name)
     even, odd = jnp.where(swapped, late, early), jnp.where(swapped, early, late)
-    return jnp.concatenate([lax.ppermute(even, axis_name, back[0]), lax.ppermute(odd, axis_name, back[1])], axis=axis)
+    return jnp.concatenate(
+        [lax.ppermute(even, axis_name, return_pairs[0]), lax.ppermute(odd, axis_name, return_pairs[1])], axis=axis
+    )
 
 
 def starts(source: Any, half: int, size: int) -> tuple[Any, Any]:

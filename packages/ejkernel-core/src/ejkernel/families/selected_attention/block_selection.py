@@ -75,10 +75,10 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
         )
 
     parts = jax.tree.map(split, (query, places.query_positions, current, places.q_ids))
-    picks = lax.map(pick, parts)
-    picks = picks.swapaxes(0, 1).reshape(rows, tiles * tile, *picks.shape[3:])[:, :tokens]
+    picked_blocks = lax.map(pick, parts)
+    picked_blocks = picked_blocks.swapaxes(0, 1).reshape(rows, tiles * tile, *picked_blocks.shape[3:])[:, :tokens]
     current = jnp.broadcast_to(current[:, :, None, None], (rows, tokens, keys.shape[2], 1))
-    selected = jnp.concatenate([current, jnp.where(current >= 0, picks, -1)], axis=-1)
+    selected = jnp.concatenate([current, jnp.where(current >= 0, picked_blocks, -1)], axis=-1)
     return jnp.pad(selected, ((0, 0),) * 3 + ((0, max(0, count - selected.shape[3])),), constant_values=-1)
 
 
@@ -107,9 +107,9 @@ def _weights(
 
 def _largest(weights: jax.Array, count: int) -> jax.Array:
     """Returns the indices of the `count` largest weights that are not negative, ties to the later; -1 fills up."""
-    *lead, blocks = weights.shape
+    *leading_shape, blocks = weights.shape
     if not count:
-        return jnp.zeros((*lead, 0), jnp.int32)
+        return jnp.zeros((*leading_shape, 0), jnp.int32)
     values, indices = lax.top_k(weights.reshape(-1, blocks)[:, ::-1], count)
     indices = jnp.where(values >= 0, blocks - 1 - indices.astype(jnp.int32), -1)
-    return indices.reshape(*lead, count)
+    return indices.reshape(*leading_shape, count)

@@ -150,16 +150,16 @@ def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> Patter
     if pattern is None:
         return None
     some, every, ids, tile_masks = _cut(pattern, queries, q_block, kv_block)
-    which = np.array(pattern.which if isinstance(pattern, MultiHeadMask) else (0,))
+    head_patterns = np.array(pattern.which if isinstance(pattern, MultiHeadMask) else (0,))
     if origin is None:
-        mine: Any = (which[:heads], 0)
-        some, every, ids = some[mine], every[mine], ids[mine]
+        tile_offsets: Any = (head_patterns[:heads], 0)
+        some, every, ids = some[tile_offsets], every[tile_offsets], ids[tile_offsets]
         return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=some)
     reachable = some.reshape(-1, *some.shape[2:])
-    if which.size > 1:
-        which = jnp.asarray(which)[origin[1] + jnp.arange(heads, dtype=jnp.int32)]
-    mine = (which, origin[2] // queries)
-    some, every, ids = (jnp.asarray(x)[mine] for x in (some, every, ids))
+    if head_patterns.size > 1:
+        head_patterns = jnp.asarray(head_patterns)[origin[1] + jnp.arange(heads, dtype=jnp.int32)]
+    tile_offsets = (head_patterns, origin[2] // queries)
+    some, every, ids = (jnp.asarray(x)[tile_offsets] for x in (some, every, ids))
     return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
 
 
@@ -217,8 +217,8 @@ def _partial(
     sizes = np.stack([(rows.high - rows.low)[at[:, 0]], (columns.high - columns.low)[at[:, 1]]], axis=1) + 1
     limit = max(1, AT_ONCE // (block[0] * block[1]))
     for size in np.unique(sizes, axis=0):
-        alike = at[(sizes == size).all(axis=1)]
-        for part in np.split(alike, range(limit, len(alike), limit)):
+        same_size_tiles = at[(sizes == size).all(axis=1)]
+        for part in np.split(same_size_tiles, range(limit, len(same_size_tiles), limit)):
             with jax.ensure_compile_time_eval():
                 starts = jnp.asarray(rows.low[part[:, 0]], jnp.int32), jnp.asarray(columns.low[part[:, 1]], jnp.int32)
                 ask = functools.partial(mask.allowed, sizes=(int(size[0]), int(size[1])))

@@ -136,8 +136,8 @@ class PersistentCache:
 
     def remove(self, keys: Iterable[str]) -> None:
         """Takes entries out of the file under its lock; keys that are not there are no error."""
-        gone = frozenset(keys)
-        self._change(lambda stored: {key: entry for key, entry in stored.items() if key not in gone})
+        removed_keys = frozenset(keys)
+        self._change(lambda stored: {key: entry for key, entry in stored.items() if key not in removed_keys})
 
     def _change(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
         if not self._writable:
@@ -177,9 +177,9 @@ class PersistentCache:
         except FileNotFoundError:
             return {}
         except DAMAGED as error:
-            aside = self.path.with_suffix(f".damaged-{os.getpid()}.json")
-            os.replace(self.path, aside)
-            warnings.warn(f"{self.path} was damaged ({error}); moved to {aside}", StoreWarning, stacklevel=2)
+            damaged_path = self.path.with_suffix(f".damaged-{os.getpid()}.json")
+            os.replace(self.path, damaged_path)
+            warnings.warn(f"{self.path} was damaged ({error}); moved to {damaged_path}", StoreWarning, stacklevel=2)
             return {}
 
     def _replace(self, data: bytes) -> None:
@@ -201,8 +201,8 @@ class PersistentCache:
             os.unlink(left)
 
     def _give_up(self, reason: str) -> None:
-        already, self._writable = not self._writable, False
-        if not already:
+        was_unwritable, self._writable = not self._writable, False
+        if not was_unwritable:
             message = f"ejkernel keeps tuned configurations in memory only: {self.path} {reason}"
             warnings.warn(message, StoreWarning, stacklevel=3)
 

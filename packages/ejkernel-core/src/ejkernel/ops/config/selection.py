@@ -99,8 +99,8 @@ class Selection:
 
 def foreign_part(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
     """Returns why a configuration part cannot be the implementation's: it is of another kernel's own type."""
-    face = op.config.part_types.get(piece(direction), op.config)
-    if isinstance(part, (face, implementation.config.kernel_type(direction))):
+    public_type = op.config.part_types.get(piece(direction), op.config)
+    if isinstance(part, (public_type, implementation.config.kernel_type(direction))):
         return None
     return f"{type(part).__name__} is a configuration of another kernel"
 

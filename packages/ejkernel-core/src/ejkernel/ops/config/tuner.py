@@ -104,8 +104,8 @@ def spread(times: Sequence[float]) -> float:
     """Returns interquartile range; 0 for a single sample."""
     if len(times) < MIN_SAMPLES:
         return 0.0
-    first, _, third = statistics.quantiles(times, n=4, method="inclusive")
-    return third - first
+    first_quartile, _, third_quartile = statistics.quantiles(times, n=4, method="inclusive")
+    return third_quartile - first_quartile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,17 +35,17 @@ def autotune_recorded(
     """
     if traced(()):
         raise TunerError("recorded calls cannot be measured under a trace")
-    pending = list(get_recorded() if calls is None else calls)
+    pending_calls = list(get_recorded() if calls is None else calls)
     results: list[TuningResult] = []
     problems: list[str] = []
-    for call in _progress(pending, show_progress):
+    for call in _progress(pending_calls, show_progress):
         try:
             results += tune_abstract(call.plan, call.args, directions, mesh=call.mesh, in_specs=call.in_specs)
             forget(call)
         except TunerError as error:
             problems.append(str(error))
     if problems:
-        headline = f"{len(problems)} of {len(pending)} recorded calls could not be tuned:"
+        headline = f"{len(problems)} of {len(pending_calls)} recorded calls could not be tuned:"
         raise TunerError("\n".join([headline, *problems]))
     return results
 

@@ -75,23 +75,25 @@ def _constant(argument: Any) -> Any:
 def describe(make: Callable[[], Any]) -> Any:
     """Returns what a function that can be traced makes: shapes of floating arrays, and values of all others."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(make))
-    floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    is_floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     # XLA does not compute the large arrays, because the returned arrays do not depend on them.
-    values = iter(jax.jit(lambda: [x for x, real in zip(jax.tree.leaves(make()), floating, strict=True) if not real])())
-    described = [leaf if real else np.asarray(next(values)) for leaf, real in zip(leaves, floating, strict=True)]
+    values = iter(
+        jax.jit(lambda: [x for x, real in zip(jax.tree.leaves(make()), is_floating, strict=True) if not real])()
+    )
+    described = [leaf if real else np.asarray(next(values)) for leaf, real in zip(leaves, is_floating, strict=True)]
     return jax.tree.unflatten(structure, described)
 
 
 def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
     """Returns what a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
     assert forward.implementation is not None  # the caller has looked
-    paired = forward.implementation.paired
-    if choice is forward and not paired:
+    is_paired = forward.implementation.paired
+    if choice is forward and not is_paired:
         return record
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
     results = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
-    if paired:
+    if is_paired:
         grad_fields = pair_gradients(plan, record, choice)
         return Pullback(record=record, residuals=None, output=None, cotangent=results.output, wanted=grad_fields)
     grad_fields = frozenset(plan.op.family.differentiable) & set(array_fields(record))

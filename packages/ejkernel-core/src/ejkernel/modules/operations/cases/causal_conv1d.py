@@ -59,7 +59,7 @@ def _in_slots(arguments: type, packed: bool) -> Case:
 
 
 def _case(arguments: type, row: _Row) -> Case:
-    name, (rows, tokens, channels, width), optional, further, dtype, exercises, tags = row
+    name, (rows, tokens, channels, width), optional, further_fields, dtype, exercises, tags = row
     sequences = len(BOUNDS) - 1 if "cu_seqlens" in optional else rows
     shapes = {
         "x": (rows, tokens, channels),
@@ -73,7 +73,7 @@ def _case(arguments: type, row: _Row) -> Case:
         used = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
         arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in used.items()}
         bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if "cu_seqlens" in optional else {}
-        return arguments(**arrays, **bounds, **further)
+        return arguments(**arrays, **bounds, **further_fields)
 
     return tagged(name, make, exercises, tags)
 

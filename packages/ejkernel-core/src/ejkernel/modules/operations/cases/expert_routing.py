@@ -62,11 +62,11 @@ def _case(arguments: type, row: _Row) -> Case:
 
 def _tied(logits: jax.Array, step: float) -> jax.Array:
     """Returns rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
-    rounded = jnp.round(logits / step) * step
+    rounded_logits = jnp.round(logits / step) * step
     # One is left out, as if it were masked.
-    rounded = rounded.at[0, 0].set(-jnp.inf)
-    special = jnp.array([0.0, -0.0, jnp.nan, jnp.inf, -0.0, -jnp.nan, -jnp.inf, 0.0])[: logits.shape[1]]
-    return rounded.at[1:4, : special.size].set(special)
+    rounded_logits = rounded_logits.at[0, 0].set(-jnp.inf)
+    special_values = jnp.array([0.0, -0.0, jnp.nan, jnp.inf, -0.0, -jnp.nan, -jnp.inf, 0.0])[: logits.shape[1]]
+    return rounded_logits.at[1:4, : special_values.size].set(special_values)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -89,9 +89,9 @@ def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 
 def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """Returns a bias that hides pairs, whole rows and a whole column with -inf."""
-    terms, hides = jax.random.split(key)
+    terms, mask_key = jax.random.split(key)
     bias = _bias(terms, (1, sizes.h, sizes.t, sizes.s), sizes.dtype)["bias"]
-    masked = jax.random.bernoulli(hides, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
+    masked = jax.random.bernoulli(mask_key, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
     return {"bias": jnp.where(masked, -jnp.inf, bias)}
 
 

@@ -78,8 +78,8 @@ def in_slots(key: jax.Array, shape: tuple[int, ...], used: Iterable[int], dtype:
 
 def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> jax.Array:
     """Returns log gates, of which a few are very strong."""
-    weak, chance = (jax.random.uniform(k, shape) for k in jax.random.split(key))
-    return -strength * weak - jnp.where(chance > 0.97, 200.0, 0.0)
+    weak, uniform = (jax.random.uniform(k, shape) for k in jax.random.split(key))
+    return -strength * weak - jnp.where(uniform > 0.97, 200.0, 0.0)
 
 
 def gates(*names: str, **constants: Any) -> Extra:
