@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.families.contract import Family
 from ejkernel.types.arguments import non_default_fields
 
-BY_VALUE = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
+ARRAY_MASK_FIELDS = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,11 @@ def _attention(record: Any) -> tuple[float | None, str]:
         low = low if left is None else np.maximum(low, at - left)
         high = high if right is None else np.minimum(high, at + right + 1)
     pairs = float(np.maximum(high - low, 0).sum())
-    inside = ", without subtracting masks that are arrays" if set(non_default_fields(record)) & set(BY_VALUE) else ""
+    inside = (
+        ", without subtracting masks that are arrays"
+        if set(non_default_fields(record)) & set(ARRAY_MASK_FIELDS)
+        else ""
+    )
     text = f"2 * (D + Dv) per head and attended pair, {pairs:.4g} pairs{inside}"
     return 2.0 * (dim + values) * pairs * batch * heads, text
 

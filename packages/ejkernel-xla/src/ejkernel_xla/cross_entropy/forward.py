@@ -32,11 +32,11 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
     def add(span: Span, carry: Any) -> Any:
         outputs, sums = carry
         part = select_tokens(record, span)
-        made = statistics.losses(part, statistics.of_tokens(part, config.block_v))
+        results = statistics.losses(part, statistics.of_tokens(part, config.block_v))
         if saves_gradients:
-            factors = gradients.factors(part, made[1], 1.0, 0.0)
+            factors = gradients.factors(part, results[1], 1.0, 0.0)
             sums = gradients.add_tokens(sums, part, factors, span, scale, config.block_v)
-        return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, made, strict=True)), sums
+        return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, results, strict=True)), sums
 
     start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, wanted))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)

@@ -78,8 +78,8 @@ _TIMED: tuple[Row[PagedSizes], ...] = (
 
 def _trees(key: jax.Array) -> dict[str, Any]:
     """Returns a tree of new tokens for each sequence, with sinks, alibi and chunks."""
-    made = normal(key, jnp.float32, qq_bias=(len(SMALL.lens), 8, 8), softmax_aux=(SMALL.h,), alibi_slopes=(SMALL.h,))
-    return {**made, "chunk_size": 9, **LSE}
+    results = normal(key, jnp.float32, qq_bias=(len(SMALL.lens), 8, 8), softmax_aux=(SMALL.h,), alibi_slopes=(SMALL.h,))
+    return {**results, "chunk_size": 9, **LSE}
 
 
 def cases(arguments: type) -> tuple[Case, ...]:

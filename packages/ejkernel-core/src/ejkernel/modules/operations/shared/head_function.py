@@ -48,15 +48,15 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
         logits = function(block.pop("hidden"))
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
-    made = jax.lax.map(of_block, blocks)
-    weight_sum = jnp.sum(made.weight_sum)
+    results = jax.lax.map(of_block, blocks)
+    weight_sum = jnp.sum(results.weight_sum)
     total = jnp.where(weight_sum == 0, 1, weight_sum)
-    accuracy = None if made.accuracy is None else jnp.sum(made.accuracy * made.weight_sum) / total
+    accuracy = None if results.accuracy is None else jnp.sum(results.accuracy * results.weight_sum) / total
     if reduction == "none":
-        loss_, z_loss = (x.reshape(-1)[: hidden[..., 0].size].reshape(shape) for x in (made.loss, made.z_loss))
+        loss_, z_loss = (x.reshape(-1)[: hidden[..., 0].size].reshape(shape) for x in (results.loss, results.z_loss))
     else:
-        loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (made.loss, made.z_loss))
-    return type(made)(loss_, z_loss, weight_sum, accuracy)
+        loss_, z_loss = (jnp.sum(x) / (total if reduction == "mean" else 1) for x in (results.loss, results.z_loss))
+    return type(results)(loss_, z_loss, weight_sum, accuracy)
 
 
 def _in_blocks(rows: jax.Array, size: int) -> jax.Array:

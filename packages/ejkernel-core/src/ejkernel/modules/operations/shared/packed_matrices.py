@@ -38,26 +38,26 @@ def checked_shapes(args: Record) -> Record:
     Raises:
         ValueError: The arrays do not fit their format.
     """
-    given = cast(Any, args)
-    form = _form(given)
-    if not is_factor(given.lhs.dtype):
-        raise ValueError(f"lhs: got {given.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
-    if given.rhs_scale is None:
+    inputs = cast(Any, args)
+    form = _form(inputs)
+    if not is_factor(inputs.lhs.dtype):
+        raise ValueError(f"lhs: got {inputs.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
+    if inputs.rhs_scale is None:
         raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
-    check_shape("rhs", given.rhs, "E rows words", {})
+    check_shape("rhs", inputs.rhs, "E rows words", {})
     names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
-    check_quantized(given.rhs, given.rhs_scale, given.rhs_zeros, form, names, given.rhs_tensor_scale)
-    *rows, groups = given.rhs_scale.shape
-    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), given.lhs.dtype))
+    check_quantized(inputs.rhs, inputs.rhs_scale, inputs.rhs_zeros, form, names, inputs.rhs_tensor_scale)
+    *rows, groups = inputs.rhs_scale.shape
+    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), inputs.lhs.dtype))
 
 
 def dequantised(args: Record) -> Record:
     """Returns the arguments with packed matrices in lhs's dtype."""
-    given = cast(Any, args)
+    inputs = cast(Any, args)
     values = decode(
-        as_words(given.rhs), as_stored(given.rhs_scale), given.rhs_zeros, _form(given), given.rhs_tensor_scale
+        as_words(inputs.rhs), as_stored(inputs.rhs_scale), inputs.rhs_zeros, _form(inputs), inputs.rhs_tensor_scale
     )
-    return _plain(args, rounded(values, given.lhs.dtype).astype(given.lhs.dtype))
+    return _plain(args, rounded(values, inputs.lhs.dtype).astype(inputs.lhs.dtype))
 
 
 def packed_axes(args: Any) -> dict[str, str]:

@@ -59,8 +59,8 @@ def check_weights(args: Any, tokens: tuple[int, ...]) -> None:
 
 def token_weights(args: Any, dtype: Any) -> jax.Array | None:
     """Returns the weights times the mask in the dtype of sums; None where the call has neither."""
-    given = [x.astype(dtype) for x in (args.weights, args.attention_mask) if x is not None]
-    return functools.reduce(jnp.multiply, given) if given else None
+    inputs = [x.astype(dtype) for x in (args.weights, args.attention_mask) if x is not None]
+    return functools.reduce(jnp.multiply, inputs) if inputs else None
 
 
 def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
