@@ -6,7 +6,7 @@
 
 namespace ejkernel::selective_scan {
 
-constexpr char kMissingAxis[] = "an array has the wrong number of axes";
+constexpr char kMissingAxis[] = "an axis is missing";
 constexpr char kUnsupported[] = "x is not of bfloat16, float16 or float32";
 
 struct ScanOperands {

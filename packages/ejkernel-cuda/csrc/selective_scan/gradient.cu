@@ -60,7 +60,7 @@ ffi::Error selective_scan_gradient(
   if (cotangent.element_type() != x.element_type() || dx->element_type() != x.element_type() ||
       dstep->element_type() != step.element_type() ||
       (step.element_type() != ffi::F32 && step.element_type() != x.element_type())) {
-    return kErrors.invalid("the dtypes of the arrays do not match");
+    return kErrors.invalid("the dtypes of the arrays do not belong together");
   }
   return dispatch_dtype<__nv_bfloat16, __half, float>(x.element_type(), kErrors, kUnsupported, [&](auto number) {
     return launch_for_step<decltype(number)>(stream, call, items, step.element_type(), warpgroups);

@@ -30,7 +30,7 @@ ffi::Error launch_for_shape(cudaStream_t stream, const SelectiveScan& call, cons
   if (is(2, 4, 16)) return launch<ScanTile<X, Step, 16, 2, 4>>(stream, call);
   if (is(1, 4, 16)) return launch<ScanTile<X, Step, 16, 1, 4>>(stream, call);
   if (is(1, 1, 16)) return launch<ScanTile<X, Step, 16, 1, 1>>(stream, call);
-  return kErrors.invalid("no kernel is compiled for this number of channels and lanes per thread");
+  return kErrors.invalid("there is no kernel for so many channels and lanes");
 }
 
 ffi::Error selective_scan(
@@ -57,9 +57,7 @@ ffi::Error selective_scan(
   if (step.element_type() != ffi::F32 && step.element_type() != x.element_type()) {
     return kErrors.invalid("dt is neither float32 nor of the dtype of x");
   }
-  if (lanes > 1 && call.channels % 8 != 0) {
-    return kErrors.invalid("more than one lane per channel wants a multiple of 8 channels");
-  }
+  if (lanes > 1 && call.channels % 8 != 0) return kErrors.invalid("so many lanes want a multiple of 8 channels");
   const Shape shape{channels, lanes, int(sizes.padded)};
   return dispatch_dtype<__nv_bfloat16, __half, float>(x.element_type(), kErrors, kUnsupported, [&](auto number) {
     using X = decltype(number);
