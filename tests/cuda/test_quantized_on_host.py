@@ -261,7 +261,7 @@ def test_other_calls_have_clusters(changes, possible):
     [(8, False, "matmul"), (16, True, "matmul"), (16, False, "rows"), (64, True, "warpgroups")],
 )
 def test_the_call_lowers(monkeypatch, m, transpose, symbol):
-    monkeypatch.setattr("ejkernel_cuda.quantized_matmul.forward.registered", lambda symbol: symbol)
+    monkeypatch.setattr("ejkernel_cuda.quantized_matmul.forward.register_handler", lambda symbol: symbol)
     call = functools.partial(forward, config=QuantizedSplits(splits=4))
     record = jax.eval_shape(OP.lower, sizes(m=m, transpose=transpose))
     text = jax.jit(call).trace(record).lower(lowering_platforms=("cuda",)).as_text()
