@@ -15,7 +15,7 @@ from tiled_attention_cases import abstract, attend
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax, candidates, heuristic
 from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
-from ejkernel_xla.tiled_attention.plan import TILE_ELEMENTS, make_plan
+from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP, make_plan
 
 CPU = SimpleNamespace(platform="cpu")
 
@@ -119,7 +119,7 @@ def test_default_tiles_stay_within_the_budget(heads):
         chosen = heuristic(record, CPU, direction)
         plan = make_plan(record, chosen.block_q, chosen.block_kv)
         rows = plan.batch * plan.heads * plan.group * plan.queries.block
-        assert rows * plan.keys.block <= TILE_ELEMENTS
+        assert rows * plan.keys.block <= SCORES_PER_STEP
 
 
 def test_tiles_are_no_longer_than_the_sequences():

@@ -53,5 +53,5 @@ def test_without_libtpu_it_says_what_to_install(monkeypatch):
 def test_operands_are_read_from_hbm_unless_asked_for_otherwise():
     case = Case(label="x", build="profiled_kernels:matmul", kwargs={"m": 256}, compiler_options={"xla_a": 1})
     assert case.options() == {"xla_msa_enable": False, "xla_a": 1}
-    assert Case(label="x", build="y:z", vmem_operands=True).options() == {}
+    assert Case(label="x", build="y:z", operands_may_stay_in_vmem=True).options() == {}
     assert case.workload().flops == 2 * 256 * 512 * 256

@@ -25,13 +25,13 @@ def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
 def with_gradients(function: Function, grad_fields: frozenset[str]) -> Function:
     """Returns a function that computes the output, and the gradients of its sum by record field."""
 
-    def both(record: Any) -> tuple[Any, dict[str, Any]]:
+    def output_and_gradients(record: Any) -> tuple[Any, dict[str, Any]]:
         values = {name: getattr(record, name) for name in grad_fields}
         output, pull = jax.vjp(lambda values: function(dataclasses.replace(record, **values)), values)
         (gradients,) = pull(jax.tree.map(jnp.ones_like, output))
         return output, gradients
 
-    return both
+    return output_and_gradients
 
 
 def _dot_product_attention(record: Any) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
-from ejkernel_xla.tiled_attention.plan import TILE_ELEMENTS, TilePlan, make_plan
+from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP, TilePlan, make_plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def plan_rows(record: TiledAttention, config: WeightRows) -> TilePlan:
 def heuristic(record: TiledAttention, device: Any, direction: Direction) -> WeightRows:
     """Returns as many queries as fit a tile. The size is not measured."""
     (_, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
-    max_query_rows = TILE_ELEMENTS * kv_heads // max(1, heads * keys)
+    max_query_rows = SCORES_PER_STEP * kv_heads // max(1, heads * keys)
     return WeightRows(block_q=max(1, min(length, max_query_rows)))
 
 

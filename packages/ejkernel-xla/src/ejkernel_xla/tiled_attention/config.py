@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
-from ejkernel_xla.tiled_attention.plan import TILE_ELEMENTS
+from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP
 
 BLOCK = 512
 """Long enough that matrix products dominate, short enough that a causal mask or a window leaves most tiles out."""
@@ -58,8 +58,8 @@ def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     each.
     """
     (_, length, heads, _), (_, key_length, kv_heads, _) = record.query.shape, record.key.shape
-    # A tile has queries * group rows: its scores stay at TILE_ELEMENTS, down to 64 queries.
-    shared = max(64, TILE_ELEMENTS * kv_heads // (heads * keys))
+    # A tile has queries * group rows: its scores stay at SCORES_PER_STEP, down to 64 queries.
+    shared = max(64, SCORES_PER_STEP * kv_heads // (heads * keys))
     return ChunkedSoftmax(block_q=_clamp_block(min(queries, shared), length), block_kv=_clamp_block(keys, key_length))
 
 

@@ -18,7 +18,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import Cut
 
-TILE_ELEMENTS = 2**20
+SCORES_PER_STEP = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
 
 
@@ -106,7 +106,7 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Ti
     if q_axis.symbolic or kv_axis.symbolic:
         return TilePlan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
     # For short sequences, one batched product has several heads and rows, as many as fill a tile of scores.
-    room = max(1, TILE_ELEMENTS // (group * q_axis.block * kv_axis.block))
+    room = max(1, SCORES_PER_STEP // (group * q_axis.block * kv_axis.block))
     has_many_tiles = q_axis.tiles * kv_axis.tiles > 1
     heads_per_step = (
         1 if has_many_tiles and _heads_differ(record) else _divisor(kv_heads, room)

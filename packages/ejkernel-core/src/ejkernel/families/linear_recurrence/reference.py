@@ -60,7 +60,7 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
     """Returns one step: states [B, H, K, V] after it, and its output [B, H, V]."""
     highest = lax.Precision.HIGHEST
-    state = jnp.where(token["restart"][:, None, None, None], 0, state)
+    state = jnp.where(token["starts_from_zero"][:, None, None, None], 0, state)
     before = state
     if "decay" in token:
         state = state * jnp.exp(token["decay"])[..., :, None]
@@ -87,10 +87,10 @@ def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
     tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}
     tokens = {name: jnp.repeat(x, heads // x.shape[2], axis=2) for name, x in tokens.items()}
     tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
-    real, restart = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
+    real, starts_from_zero = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
     if record.segment_ids is not None:
-        real, restart = segment_roles(record.segment_ids)
-    tokens = {**tokens, "real": real, "restart": restart}
+        real, starts_from_zero = segment_roles(record.segment_ids)
+    tokens = {**tokens, "real": real, "starts_from_zero": starts_from_zero}
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, length)
         tokens |= {"real": real & (ids >= 0), "row": jnp.maximum(ids, 0)}

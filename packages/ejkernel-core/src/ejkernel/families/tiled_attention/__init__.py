@@ -15,7 +15,7 @@ from ejkernel.families.tiled_attention.gradients import (
     sinks_gradient,
     split_unnormalised_backward,
 )
-from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, isolate_record
+from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, move_nonfinite_values_to_keys
 from ejkernel.families.tiled_attention.record import (
     FAR,
     SoftmaxResiduals,
@@ -88,7 +88,7 @@ FAMILY = Family(
     localise=localise,
     reference=reference,
     requests=requests,
-    isolate=Isolation(record=isolate_record, pullback=isolate_pullback, concerns=has_segments),
+    isolate=Isolation(record=move_nonfinite_values_to_keys, pullback=isolate_pullback, concerns=has_segments),
     lse="b h t",
 )
 

@@ -33,7 +33,7 @@ def has_segments(record: Any) -> bool:
     return record.q_segment_ids is not None and record.kv_segment_ids is not None
 
 
-def isolate_record(record: Any) -> Any:
+def move_nonfinite_values_to_keys(record: Any) -> Any:
     """Returns a record of attention whose values are finite; the keys of those that were not are NaN."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record

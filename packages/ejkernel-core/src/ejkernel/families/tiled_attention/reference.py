@@ -67,7 +67,7 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     if record.bias is not None:
         scores = scores + record.bias.astype(accumulate)
     if record.relative_bias is not None:
-        scores = scores + _relative_bias(record, record.relative_bias.astype(accumulate))
+        scores = scores + _bias_from_distance_table(record, record.relative_bias.astype(accumulate))
     if record.alibi_slopes is not None:
         q, k = positions(record)
         distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulate)
@@ -79,7 +79,7 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
     return scores, _allowed(record)
 
 
-def _relative_bias(record: TiledAttention, table: jax.Array) -> jax.Array:
+def _bias_from_distance_table(record: TiledAttention, table: jax.Array) -> jax.Array:
     """Returns the bias [1, H, T, S] of distances in the whole call, from a table [H, 2 R + 1]."""
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     query = jnp.arange(record.query.shape[1], dtype=jnp.int32) + origin[2]

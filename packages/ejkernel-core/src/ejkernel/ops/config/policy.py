@@ -46,7 +46,7 @@ _Update = tuple[int | None, str, Any]
 _override: Any = jax.make_user_context(())
 
 
-def override_updates() -> tuple[_Update, ...]:
+def active_policy_overrides() -> tuple[_Update, ...]:
     """Returns what enclosing `policy_override` blocks replace, those of every chain first."""
     return _override.value
 
@@ -61,7 +61,7 @@ def effective(policy: AutotunePolicy, chain: HasPolicy | None = None) -> Autotun
     """Returns `policy` with the enclosing `policy_override` blocks applied: the blocks for every chain and the blocks
     for this chain.
     """
-    updates = {name: value for owner, name, value in override_updates() if owner in (None, id(chain))}
+    updates = {name: value for owner, name, value in active_policy_overrides() if owner in (None, id(chain))}
     return dataclasses.replace(policy, **updates) if updates else policy
 
 
@@ -86,7 +86,7 @@ def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Genera
     owner = None if selector is None else id(selector)
     # Entries that this block overrides are removed. Then each owner has a field once, the order has no meaning, and
     # blocks with the same effect have the same jit key.
-    entries = [each for each in override_updates() if each[1] not in updates or owner not in (None, each[0])]
+    entries = [each for each in active_policy_overrides() if each[1] not in updates or owner not in (None, each[0])]
     entries += [(owner, name, value) for name, value in updates.items()]
     with _override(tuple(sorted(entries, key=lambda each: (each[0] or 0, each[1])))):
         yield

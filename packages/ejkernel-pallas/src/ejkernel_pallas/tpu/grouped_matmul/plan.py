@@ -108,7 +108,7 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, least, most))
     source = jnp.where(work, tile, jnp.where(is_leading, before, jnp.maximum(after - 1, 0)))
     flags = work * WORK + is_leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
-    return _work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
+    return _pack_items(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 
 def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
@@ -121,7 +121,7 @@ def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     flags = jnp.take(nonempty, matrix) * WORK + _changes(matrix) * FIRST
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
-    return _work_list(WorkItem(matrix, tile, tile, first, end, flags), count, size)
+    return _pack_items(WorkItem(matrix, tile, tile, first, end, flags), count, size)
 
 
 def _repeat_owners(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,7 +138,7 @@ def _changes(x: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
-def _work_list(items: WorkItem, count: jax.Array, size: int) -> WorkList:
+def _pack_items(items: WorkItem, count: jax.Array, size: int) -> WorkList:
     """Returns the table of work items, whose rows are still relative to the matrices."""
     # Relative to the tile: kernels compare them with the indices of its rows.
     low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)

@@ -241,8 +241,8 @@ def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
     else:
         # Selected, not subtracted: a gate of another segment may be NaN.
         runs = lax.cummax(plan.runs.reshape(*shape[:3], 1), axis=2)
-        is_restart = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
-        found, _ = lax.associative_scan(_add_with_restart, (parts, jnp.broadcast_to(is_restart, parts.shape)), axis=3)
+        starts_run = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
+        found, _ = lax.associative_scan(_add_with_restart, (parts, jnp.broadcast_to(starts_run, parts.shape)), axis=3)
     return tuple(found.reshape(len(parts), plan.rows, plan.length, -1))
 
 

@@ -45,8 +45,8 @@ class Case:
         label: The name of the case in reports.
         build: `"module:function"` or `"file.py:function"` of a function that returns a `Workload`.
         kwargs: Keyword arguments of that function; they are pickled.
-        vmem_operands: Lets XLA keep operands in VMEM between kernels, as it does by default. Otherwise every kernel
-            reads its operands from HBM, so that estimates of kernels can be compared.
+        operands_may_stay_in_vmem: Lets XLA keep operands in VMEM between kernels, as it does by default. Otherwise
+            every kernel reads its operands from HBM, so that estimates of kernels can be compared.
         compiler_options: Further compiler options of XLA.
         seconds: The limit on the time for simulating a kernel.
     """
@@ -54,7 +54,7 @@ class Case:
     label: str
     build: str
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    vmem_operands: bool = False
+    operands_may_stay_in_vmem: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     seconds: float = 120.0
 
@@ -64,7 +64,7 @@ class Case:
 
     def options(self) -> dict[str, Any]:
         """Returns the compiler options."""
-        return {**({} if self.vmem_operands else {"xla_msa_enable": False}), **self.compiler_options}
+        return {**({} if self.operands_may_stay_in_vmem else {"xla_msa_enable": False}), **self.compiler_options}
 
 
 def find_function(path: str) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ _EXPRESSIONS_BY_PREFIX = {
     "sxor": "wrap({0}^{1})",
     "snot": "~{0}",
 }
-_EXPRESSIONS_BY_NAME = {
+_TEMPLATES_BY_OPCODE = {
     "scalar_select": "{1} if {0} else {2}",
     "por": "bool({0} or {1})",
     "pand": "bool({0} and {1})",
@@ -93,7 +93,7 @@ def expression(instruction: Instruction, names: Names, cycle: int) -> str:
         return _comparison(opcode, operands)
     if opcode.startswith("scalar_lea"):
         return "+".join(operands[:2])
-    template = _EXPRESSIONS_BY_NAME.get(opcode) or _find_by_prefix(opcode, _EXPRESSIONS_BY_PREFIX)
+    template = _TEMPLATES_BY_OPCODE.get(opcode) or _find_by_prefix(opcode, _EXPRESSIONS_BY_PREFIX)
     return template.format(*operands)
 
 

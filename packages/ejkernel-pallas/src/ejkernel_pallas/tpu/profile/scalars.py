@@ -75,7 +75,7 @@ class _JaxprEvaluator:
     def _equation(self, equation: Any, inputs: list[Thunk]) -> Sequence[Thunk]:
         name, params = equation.primitive.name, equation.params
         if name == "pallas_call":
-            self.calls.append(_pallas_call(params, inputs))
+            self.calls.append(_describe_pallas_call(params, inputs))
             return [_unknown] * len(equation.outvars)
         if name == "axis_index":  # the first device is simulated
             return [functools.partial(_constant, np.int32(0))]
@@ -93,7 +93,7 @@ class _JaxprEvaluator:
         return [_once(functools.partial(_item, results, k)) for k in range(len(equation.outvars))]
 
 
-def _pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
+def _describe_pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
     mapping = params["grid_mapping"]
     count = mapping.num_dynamic_grid_bounds + mapping.num_index_operands
     name = params.get("name") or str(params.get("name_and_src_info", ""))

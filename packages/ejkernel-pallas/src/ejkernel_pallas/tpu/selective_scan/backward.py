@@ -62,8 +62,8 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
         "x": plan.unalign(results["dx"]),
         "step": plan.unalign(results["dstep"]),
         "decay": results["ddecay"].sum(axis=0).T,
-        "write": _token_gradients(plan, record, results["dwrite"]),
-        "read": _token_gradients(plan, record, results["dread"]),
+        "write": _sum_channel_tiles(plan, record, results["dwrite"]),
+        "read": _sum_channel_tiles(plan, record, results["dread"]),
         "skip": results["dskip"].sum(axis=(0, 1)),
         "initial_state": jnp.swapaxes(unless_empty(record, results["dinitial"], after), 1, 2),
     }
@@ -113,7 +113,7 @@ def _scratch(spec: ScanSpec) -> dict[str, object]:
     }
 
 
-def _token_gradients(plan: Plan, record: SelectiveScan, sums: jax.Array) -> jax.Array:
+def _sum_channel_tiles(plan: Plan, record: SelectiveScan, sums: jax.Array) -> jax.Array:
     """Returns the gradient of B or C, [B, T, E], from the sums of every tile."""
     spec = plan.spec
     x = sums.sum(axis=1).reshape(plan.rows, spec.chunks * CHUNK, spec.size)

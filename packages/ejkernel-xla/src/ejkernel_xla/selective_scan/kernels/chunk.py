@@ -43,7 +43,7 @@ def pull(
     """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
     if associative:
         return jax.vjp(_associative_scan, state, tokens, decay)[1](cotangents)
-    return _pull_loop(state, tokens, decay, cotangents)
+    return _pull_sequential_scan(state, tokens, decay, cotangents)
 
 
 def _associative_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
@@ -74,7 +74,7 @@ def _next_state(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
     return jnp.exp(token.step[:, None] * decay) * state + token.write[..., None] * (token.step * token.x)[:, None]
 
 
-def _pull_loop(
+def _pull_sequential_scan(
     state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""

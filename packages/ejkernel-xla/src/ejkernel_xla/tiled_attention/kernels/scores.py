@@ -119,7 +119,7 @@ def score(
     if record.bias is not None:
         scores = scores + load_pairs(record.bias, plan, at, tile).astype(scores.dtype)
     if record.relative_bias is not None:
-        scores = scores + _relative_bias(record.relative_bias, record, plan, at, tile).astype(scores.dtype)
+        scores = scores + _bias_from_distance_table(record.relative_bias, record, plan, at, tile).astype(scores.dtype)
     if record.alibi_slopes is not None:
         scores = scores - _alibi(record.alibi_slopes, record, plan, at, tile).astype(scores.dtype)
     if record.logits_soft_cap is not None:
@@ -155,7 +155,9 @@ def relative_distances(table: jax.Array, record: TiledAttention, plan: TilePlan,
     return (jnp.arange(table.shape[1], dtype=jnp.int32)[:, None] == entry).astype(accumulator(record))
 
 
-def _relative_bias(table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _bias_from_distance_table(
+    table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
+) -> jax.Array:
     """Returns the bias of a tile, [1, h, g, t, s], from a table [H, n] of distances."""
     t, s, heads = plan.queries.block, plan.keys.block, plan.heads * plan.group
     rows = take(table, (at.head * plan.group, 0), (heads, table.shape[1])).astype(accumulator(record))

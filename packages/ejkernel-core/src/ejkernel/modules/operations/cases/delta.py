@@ -112,12 +112,12 @@ _GATED: tuple[Row, ...] = (
 )
 
 
-def kernel_delta(arguments: type) -> tuple[Case, ...]:
+def kernel_delta_attention_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `kernel_delta_attention`."""
     return make_cases(arguments, _KERNEL)
 
 
-def gated_delta(arguments: type) -> tuple[Case, ...]:
+def gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `gated_delta_rule`."""
     return make_cases(arguments, _GATED)
 
@@ -131,7 +131,7 @@ _RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None
 )
 
 
-def ragged_delta(arguments: type) -> tuple[Case, ...]:
+def ragged_gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_gated_delta_rule`."""
     steps = (("model", 64, 16, 128, jnp.bfloat16, "bench"), ("small model", 8, 4, 64, jnp.float32, "bench_cpu"))
     return (*(_ragged(arguments, *row) for row in _RAGGED), *(_step(arguments, *step) for step in steps))

@@ -105,8 +105,8 @@ def cases(arguments: type) -> tuple[Case, ...]:
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
-    """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, any blocks, all of
-    them.
+    """Returns concrete arguments of the given shapes, valid as a call: normal floats, equally long sequences,
+    random indices of blocks up to the query's own, and counts that use every listed block.
     """
     return fill(args, key, functools.partial(_make, args))
 

@@ -162,13 +162,13 @@ class Run:
         found = jax.tree.map(lambda field: jnp.where(self.column, field, jnp.zeros_like(field)), x)
         if sums is None or self.row is None:
             return found
-        decay_field = HeadDecay(
+        decay_sums = HeadDecay(
             self._sums(sums.coarse),
             jnp.where(self.row, sums.coarse_row, 0.0),
             None if sums.fine is None else self._sums(sums.fine),
             None if sums.fine_row is None else jnp.where(self.row, sums.fine_row, 0.0),
         )
-        return dataclasses.replace(found, decay=decay_field)
+        return dataclasses.replace(found, decay=decay_sums)
 
     def _sums(self, column: jax.Array) -> jax.Array:
         """Returns the sums of its gates; other tokens get those of the chunk's last token, the weight of the whole

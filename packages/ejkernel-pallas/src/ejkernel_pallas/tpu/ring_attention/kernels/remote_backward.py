@@ -24,7 +24,7 @@ from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
     striped,
     unstriped_gradient,
 )
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Route
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_kernel
@@ -181,7 +181,7 @@ def _one_direction(
     return unrows(results["dquery"], shard.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: Route, queries: Sweep, keys: Sweep) -> None:
+def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: Sweep, keys: Sweep) -> None:
     def work(number: Any, load: Arrays) -> None:
         _run_sweep(queries, queries.table_slice(refs.table, number), refs, load)
 

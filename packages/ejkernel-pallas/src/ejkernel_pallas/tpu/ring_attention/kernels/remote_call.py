@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.ring_attention.schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, Route
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, RingDirection
 from ejkernel_pallas.tpu.ring_attention.plan import PairLister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
@@ -24,10 +24,10 @@ Operands = dict[str, Operand]
 TRAVELLING = ("key", "value", "k_ids", "k_positions")
 
 
-def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[str, ...] = ()) -> Route:
+def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[str, ...] = ()) -> RingDirection:
     """Returns how the keys among a kernel's inputs travel, and which gradients travel with them."""
     load = Channel(ring.axis_name, tuple(name for name in TRAVELLING if name in inputs), "load")
-    return Route(len(hops), load, Channel(ring.axis_name, cargo, "cargo"))
+    return RingDirection(len(hops), load, Channel(ring.axis_name, cargo, "cargo"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class RemoteRefs:
     scratch: dict[str, Any]
 
     @classmethod
-    def of(cls, route: Route, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
+    def of(cls, route: RingDirection, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
         """Returns the refs among `named`; `scratch` has the names of the tile kernels' scratch memory."""
         load = route.load.bind(named, neighbours)
         cargo = route.cargo.bind(named, neighbours) if route.cargo.names else None
@@ -126,14 +126,15 @@ def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, 
         if (x := getattr(plan.record, name)) is not None
     }
     every = lax.all_gather(extremes, ring.axis_name)
-    extremes_spec = dataclasses.replace(spec, keys=2 * (spec.keys // spec.block_kv), block_kv=2)
+    tiled_spec_of_extremes = dataclasses.replace(spec, keys=2 * (spec.keys // spec.block_kv), block_kv=2)
 
     def of(source: jax.Array) -> Any:
         if plan.indexed:
             return plan.pairs(shard, spec, source, list_pairs)
         their_extremes = {name: x[source] for name, x in every.items()}
         return list_pairs(
-            dataclasses.replace(shard, key=shard.key[:, : extremes_spec.keys], **their_extremes), extremes_spec
+            dataclasses.replace(shard, key=shard.key[:, : tiled_spec_of_extremes.keys], **their_extremes),
+            tiled_spec_of_extremes,
         )
 
     listed = jnp.asarray(jax.vmap(of)(sources))

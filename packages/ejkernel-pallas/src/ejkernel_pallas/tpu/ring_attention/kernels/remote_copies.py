@@ -127,7 +127,7 @@ class ChannelRefs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
+class RingDirection:
     """One direction around the ring.
 
     Attributes:

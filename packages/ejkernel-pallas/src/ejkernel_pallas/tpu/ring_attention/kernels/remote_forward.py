@@ -17,7 +17,7 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.kernels import remote_call
 from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import State, states
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Route
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
 from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
@@ -115,5 +115,5 @@ class _AttendToShard:
         remote_call.run_pipeline(tile, refs, load, (self.inputs, self.results), grid, where)
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: Route, work: _AttendToShard) -> None:
+def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, work: _AttendToShard) -> None:
     route.for_each_load(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)
