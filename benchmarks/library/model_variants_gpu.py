@@ -13,6 +13,7 @@ A pair is timed in turns, on random bfloat16 arrays, after the variant agreed wi
 last column is the variant's time in parts of the plain call's.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,9 +67,9 @@ def experts(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, .
     lhs, rhs = normal(0, tokens, width), normal(1, count, width, 2 * inner, scale=width**-0.5)
     bias = normal(2, count, 2 * inner)
 
-    def oss(lhs: jax.Array, rhs: jax.Array, bias: jax.Array) -> jax.Array:
+    def oss(lhs: jax.Array, rhs: jax.Array, bias: jax.Array, platform: str | None = None) -> jax.Array:
         options = {"interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
-        return gated_grouped_matmul(lhs, rhs, sizes, rhs_bias=bias, **options)
+        return gated_grouped_matmul(lhs, rhs, sizes, rhs_bias=bias, platform=platform, **options)
 
     def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return gated_grouped_matmul(lhs, rhs, sizes)
@@ -82,8 +83,9 @@ def loss(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, ...]
     hidden, weight = normal(0, tokens, width), normal(1, width, words, scale=width**-0.5)
     targets = jax.random.randint(jax.random.key(2), (tokens,), 0, words)
 
-    def fused(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        return fused_cross_entropy(hidden=hidden, lm_head_weight=weight, targets=targets, chunk_strategy="token").loss
+    def fused(hidden: jax.Array, weight: jax.Array, platform: str | None = None) -> jax.Array:
+        options = {"chunk_strategy": "token", "platform": platform}
+        return fused_cross_entropy(hidden=hidden, lm_head_weight=weight, targets=targets, **options).loss
 
     def products(hidden: jax.Array, weight: jax.Array) -> Any:
         def step(total: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -110,11 +112,11 @@ def total(call: Call) -> Call:
 def check(call: Call, arrays: tuple[Any, ...]) -> float:
     """Returns the largest error of a small call and its gradients, in parts of the largest entry of each array.
 
-    The other side is the same call in float32 with the products of XLA's highest precision.
+    The other side is XLA's in float32, with products of the highest precision.
     """
     wide = tuple(x.astype(jnp.float32) for x in arrays)
     with jax.default_matmul_precision("highest"):
-        expected = jax.tree.leaves(jax.jit(total(call))(*wide))
+        expected = jax.tree.leaves(jax.jit(total(functools.partial(call, platform="xla")))(*wide))
     pairs = zip(jax.tree.leaves(jax.jit(total(call))(*arrays)), expected, strict=True)
     return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
 

@@ -116,7 +116,8 @@ def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, ente
     read, final = summary.unread
     dtype, precision = accumulator(record), product_precision(record.query.dtype, record.precision)
     # The state has the digits of the effect: a product of 16-bit and float32 arrays would be a slow one of float32.
-    state = entering.astype(summary.saved.dtype)
+    # A state may exceed float16.
+    state = entering.astype(jnp.float32 if summary.saved.dtype == jnp.float16 else summary.saved.dtype)
     more = jnp.einsum("bthk,bhkv->bthv", summary.saved, state, precision=precision, preferred_element_type=dtype)
     # Selected after the product: the state of the sequence that enters may be NaN, which reaches no other sequence.
     more = jnp.where(borders.leading[..., None, None], more, 0)
@@ -124,7 +125,8 @@ def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, ente
     if packed is not None:
         sequence = jnp.arange(final.shape[0])[:, None, None, None]
         ended = final + jnp.matmul(summary.factor, entering, precision=lax.Precision.HIGHEST)
-        final = jnp.where(sequence == packed.lead, ended, final)
+        # Where no state enters, a factor that has overflowed would make NaN of the zeros.
+        final = jnp.where((sequence == packed.lead) & jnp.any(borders.leading), ended, final)
     return (read.astype(dtype) + more).astype(read.dtype), final
 
 

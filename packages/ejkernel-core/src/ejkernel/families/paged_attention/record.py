@@ -127,8 +127,12 @@ def pair_bias(
     size = rows_of[sequence] if bias.ndim == 1 else jnp.int32(bias.shape[-1])
     outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
     start = qq_starts(record, rows_of)
-    index = (jnp.int32(0) if start is None else start[sequence]) + row * size + column
-    return bias.reshape(-1).at[jnp.where(outside, bias.size, index)].get(mode="fill", fill_value=0)
+    if bias.ndim == 1:
+        index = (jnp.int32(0) if start is None else start[sequence]) + row * size + column
+        return bias.at[jnp.where(outside, bias.size, index)].get(mode="fill", fill_value=0)
+    row = jnp.where(outside, size, row)  # an index for each axis: a flat one would overflow int32
+    at = (row, column) if bias.ndim == 2 else (sequence, row, column)
+    return bias.at[at].get(mode="fill", fill_value=0)
 
 
 def qq_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:

@@ -97,7 +97,9 @@ def validate(args: RWKV4Arguments) -> None:
 
 def lower(args: RWKV4Arguments) -> wkv.WKV:
     """Returns the family's record of a call."""
-    return wkv.WKV(decay=-jnp.exp(wide(args.w)), bonus=args.u, key=args.k, value=args.v, initial_state=args.state)
+    # exp(-exp(60)) is 0 in every dtype; an infinite decay would have a gradient of NaN.
+    decay = -jnp.exp(jnp.minimum(wide(args.w), 60.0))
+    return wkv.WKV(decay=decay, bonus=args.u, key=args.k, value=args.v, initial_state=args.state)
 
 
 def finish(args: RWKV4Arguments, output: tuple[jax.Array, jax.Array]) -> Any:

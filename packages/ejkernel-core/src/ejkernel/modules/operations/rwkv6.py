@@ -105,7 +105,10 @@ class RWKV6Arguments(ArgumentRecord, of=rwkv6):
 
 def validate(args: RWKV6Arguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    check_floating("u", args.u, "H K", rwkv.check_tokens(args))
+    sizes = rwkv.check_tokens(args)
+    if args.u is None:
+        raise ValueError(f"u: got None, wants [H, K], {[sizes['H'], sizes['K']]}")
+    check_floating("u", args.u, "H K", sizes)
 
 
 def lower(args: RWKV6Arguments) -> LinearRecurrence:

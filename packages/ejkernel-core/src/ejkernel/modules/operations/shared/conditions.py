@@ -3,6 +3,7 @@
 Each function yields conditions only for arrays of the right shapes, since `validate` raises errors for all others.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -212,7 +213,9 @@ def packed_tables(entries: int, starts: tuple[str, Any], live: tuple[str, Any] |
     def holds(xp: Any, first: Any, *others: Any) -> Any:
         rows = xp.maximum(first[1:] - first[:-1], 0)
         rows = xp.where(_rest(xp, first.shape[0] - 1, others), 0, rows)
-        return xp.sum(rows * rows) <= entries
+        # A sequence with more rows than the root of the entries is too long alone, so no square overflows int32.
+        most = math.isqrt(entries)
+        return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= entries)
 
     wants = f"at most {entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
     yield Condition(name=name, reads=(bounds, *counts), holds=holds, wants=wants)
