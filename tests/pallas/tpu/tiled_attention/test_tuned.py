@@ -76,7 +76,7 @@ def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
     assert {chip: tile(chip, long) for chip in CHIPS} == {"v5e": 1024, "v5p": 1024, "v6e": 2048, "v7x": 2048}
     assert tile("v6e", record(2048, 256, causal=True)) == 1024
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS["v6e"].kind)
-    assert config.heuristic(long, device, "backward", widest=128).dkv.block_q == 1024
+    assert config.heuristic(long, device, "backward", max_head_dim=128).dkv.block_q == 1024
 
 
 def test_entries_have_the_tiles_that_were_predicted():
