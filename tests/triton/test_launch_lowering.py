@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.modules import gated_delta_rule, kernel_delta_attention, state_space_v1
+from ejkernel.modules import gated_delta_rule, state_space_v1
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_triton import _compat
 
@@ -26,10 +26,6 @@ def delta_step(query, gate, state):
     return gated_delta_rule(query, query, query, gate, gate, **options)
 
 
-def channel_gates(query, decay, beta):
-    return kernel_delta_attention(query, query, query, beta, decay, platform="triton")
-
-
 CALLS = {
     "scan_step": (
         scan_step,
@@ -39,7 +35,6 @@ CALLS = {
         ],
     ),
     "delta_step": (delta_step, [array(2, 1, 4, 64), array(2, 1, 4), array(2, 4, 64, 64)]),
-    "channel_gates": (channel_gates, [array(2, 127, 4, 32), array(2, 127, 4, 32), array(2, 127, 4)]),
 }
 
 
