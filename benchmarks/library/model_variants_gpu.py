@@ -1,4 +1,4 @@
-"""What models add to an operation, on a GPU, beside the plain call of the same sizes: with gradients too.
+"""What models add to an operation, on a GPU, against the plain call of the same sizes, with gradients too.
 
     python benchmarks/library/model_variants_gpu.py
     python benchmarks/library/model_variants_gpu.py --check    # no times: small calls on any device
@@ -38,7 +38,7 @@ def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = jnp.bfloat16
 
 
 def delta_rule(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, ...]]:
-    """Qwen3-Next's value heads beside as many heads of queries and keys."""
+    """Qwen3-Next's value heads against as many heads of queries and keys."""
     batch, tokens, few, many, size = (1, 70, 2, 4, 16) if small else (4, 8192, 16, 32, 128)
     beta = jax.nn.sigmoid(normal(3, batch, tokens, many, dtype=jnp.float32))
     # The layer's own gates at the start: A uniform in 1 to 16, dt log-uniform in 0.001 to 0.1.
@@ -59,7 +59,7 @@ def delta_rule(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any
 
 
 def experts(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, ...]]:
-    """GPT-OSS's first product beside a plain gated one."""
+    """GPT-OSS's first product against a plain gated one."""
     tokens, count, width, inner = (60, 4, 32, 24) if small else (16384, 32, 2880, 2880)
     share = jax.random.dirichlet(jax.random.key(3), jnp.full(count, 4.0))
     sizes = jnp.floor(share * tokens).astype(jnp.int32)
@@ -78,7 +78,7 @@ def experts(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, .
 
 
 def loss(small: bool) -> tuple[str, Call, tuple[Any, ...], Call, tuple[Any, ...]]:
-    """The fused loss, whose gradients take three products of tokens, width and vocabulary, beside these alone."""
+    """The fused loss, whose gradients take three products of tokens, width and vocabulary, against these alone."""
     tokens, width, words, chunk = (64, 16, 200, 32) if small else (32768, 4096, 128256, 4096)
     hidden, weight = normal(0, tokens, width), normal(1, width, words, scale=width**-0.5)
     targets = jax.random.randint(jax.random.key(2), (tokens,), 0, words)

@@ -238,6 +238,7 @@ def test_no_branch_depends_on_the_gates(name):
     lines = assembly.splitlines()
     labels = {line.split(":")[0]: n for n, line in enumerate(lines) if re.match(r"\$L__BB\d+_\d+:", line)}
     branches = {n: re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\d+_\d+)", line) for n, line in enumerate(lines)}
+    assert any(branches.values())
     # Loops alone: their trip counts are constants, and their branches go back.
     assert all(labels[found.group(1)] < n for n, found in branches.items() if found)
 

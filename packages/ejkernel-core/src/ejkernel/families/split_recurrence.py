@@ -79,7 +79,7 @@ class SplitRecurrence:
     Attributes:
         borders: (Record, shards) -> `Borders`.
         enters: (`Borders.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border before
-            each shard.
+            each shard; None if no record has segment ids.
         summary: (`run`, record, borders) -> `Summary`.
         gradient: (Record, borders, `Summary.saved`, cotangent of the outputs) -> the gradient of the state that enters,
             for which that of the state that leaves is zeros.
@@ -91,12 +91,12 @@ class SplitRecurrence:
     """
 
     borders: Callable[[Any, TokenShards], Borders]
-    enters: Callable[[jax.Array], jax.Array]
     summary: Callable[[Run, Any, Borders], Summary]
     gradient: Callable[[Any, Borders, Any, jax.Array], jax.Array]
     matrices: Callable[[Any], bool]
     states: Callable[[Any], jax.Array]
     name: Callable[[Any], str]
+    enters: Callable[[jax.Array], jax.Array] | None = None
     corrected: Callable[[Any, Borders, Summary, jax.Array], Results] | None = None
 
 
@@ -172,7 +172,7 @@ def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards)
     if packed is not None:
         first, enters = jnp.zeros_like(summary.added), packed.enters[:, None]
     else:
-        first, enters = states, jnp.ones_like(continues) if ends is None else rule.enters(ends)
+        first, enters = states, jnp.ones_like(continues) if ends is None or rule.enters is None else rule.enters(ends)
     transitions = Transitions(factors, continues, enters)
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
@@ -193,7 +193,7 @@ def _finals(shards: TokenShards, exchanged: _Exchanged, final: jax.Array) -> jax
     packed = exchanged.borders.packed
     if packed is None:
         return exchanged.final
-    return shards.sum(jnp.where(_each(packed.ends, final), final, 0))
+    return shards.sum(jnp.where(token_shards.flags_of(packed.ends, final), final, 0))
 
 
 def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
@@ -235,7 +235,7 @@ def _exchange_gradients(
     if packed is None:
         last = last if d_final is None else d_final
     elif d_final is not None:
-        local = jnp.where(_each(packed.ends, d_final), d_final, 0)
+        local = jnp.where(token_shards.flags_of(packed.ends, d_final), d_final, 0)
         # Where the sequence that enters also ends here, its final state depends on the state that enters.
         added = added + token_shards.applied_transposed(summary.factor, local[packed.lead][None], matrices)
     leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)
@@ -253,11 +253,7 @@ def _lead(packed: PackedBorders, shards: TokenShards, states: jax.Array) -> jax.
 
 
 def _one_hot(index: jax.Array, states: jax.Array) -> jax.Array:
-    return _each(jnp.arange(states.shape[0]) == index, states)
-
-
-def _each(flags: jax.Array, states: jax.Array) -> jax.Array:
-    return flags.reshape(-1, *(1,) * (states.ndim - 1))
+    return token_shards.flags_of(jnp.arange(states.shape[0]) == index, states)
 
 
 def _differentiated(rule: SplitRecurrence, marked: Any, borders: Borders) -> list[str]:

@@ -159,8 +159,7 @@ def carried_gradients(
 
     def shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        factor = transition.factor.swapaxes(-1, -2) if matrices else transition.factor
-        kept = _where(transition.continues, _applied(factor, gradient, matrices))
+        kept = _where(transition.continues, applied_transposed(transition.factor, gradient, matrices))
         return _where(transition.enters, kept + added), gradient
 
     first, gradients = lax.scan(shard, last, (transitions, added), reverse=True)
@@ -178,4 +177,9 @@ def _applied(factor: jax.Array, state: jax.Array, matrices: bool) -> jax.Array:
 
 def _where(condition: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the states of the rows for which a condition holds, and zeros for others."""
-    return jnp.where(condition.reshape(-1, *(1,) * (state.ndim - 1)), state, 0)
+    return jnp.where(flags_of(condition, state), state, 0)
+
+
+def flags_of(flags: jax.Array, states: jax.Array) -> jax.Array:
+    """Returns the flags [B] of states [B, ...] as [B, 1, ...], which broadcasts to them."""
+    return flags.reshape(-1, *(1,) * (states.ndim - 1))

@@ -11,7 +11,7 @@ class GatedSpec:
         NUM_TOKENS: T.
         CONTRACTED: C.
         ROWS: M.
-        COLUMNS: F; a matrix has twice as many, of gate and values, but without a gate.
+        COLUMNS: F. With a gate, a matrix has 2 F columns: those of the gate and of the values.
         NUM_MATRICES: E.
         RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
         LAYOUT: Columns of a matrix: the gate's and the values' in `"halves"` or `"interleaved"`, or `"no gate"`.

@@ -38,7 +38,7 @@ def with_states(forward: Forward) -> Forward:
         held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
         if held is None or indices is None or starts is None:
             return forward(record, config)
-        (output, final), *rest = forward(_with_plain_states(record), config)
+        (output, final), *rest = forward(with_plain_states(record), config)
         return (output, slots.write_slots(held, indices, starts, final)), *rest
 
     return run
@@ -59,9 +59,7 @@ def with_state_gradients(backward: Backward) -> Backward:
         # Linear: the values that it is differentiated at do not matter, and XLA drops them.
         _, pull_stored = jax.vjp(lambda held, final: slots.write_slots(held, indices, starts, final), held, final)
         kept, final = pull_stored(cotangent)
-        inner = dataclasses.replace(
-            pullback, record=_with_plain_states(record), output=None, cotangent=(outputs, final)
-        )
+        inner = dataclasses.replace(pullback, record=with_plain_states(record), output=None, cotangent=(outputs, final))
         gradients = backward(inner, config)
         if "initial_state" in gradients:
             _, pull_read = jax.vjp(lambda held: slots.read_slots(held, indices, starts), held)
@@ -72,10 +70,9 @@ def with_state_gradients(backward: Backward) -> Backward:
     return run
 
 
-def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
-    """Returns the record with a state for every packed sequence, read out of the slots."""
+def with_plain_states(record: SelectiveScan) -> SelectiveScan:
+    """Returns the record with a state for every packed sequence, read out of the slots; as it is without slots."""
     held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
-    assert held is not None  # the callers looked
-    assert indices is not None
-    assert starts is not None
+    if held is None or indices is None or starts is None:
+        return record
     return dataclasses.replace(record, initial_state=slots.read_slots(held, indices, starts), state_slots=None)

@@ -4,14 +4,13 @@ The step sizes after a token are all that acts on what it writes: the state that
 weighted by `exp(A * steps after)`, which XLA computes without an array of tokens times states.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families import split_recurrence
 from ejkernel.families.selective_scan.record import SelectiveScan, accumulator, first_state
+from ejkernel.families.selective_scan.scan_sequences import with_plain_states
 from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary
 from ejkernel.planning import slots
 from ejkernel.planning.token_shards import TokenShards, packed_borders
@@ -26,7 +25,7 @@ def over_tokens(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[j
         shards: How tokens are split.
     """
     held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
-    read, final = split_recurrence.over_tokens(RULE, run, _with_plain_states(record), shards)
+    read, final = split_recurrence.over_tokens(RULE, run, with_plain_states(record), shards)
     if held is None or indices is None or starts is None:
         return read, final
     return read, slots.write_slots(held, indices, starts, final)
@@ -34,15 +33,7 @@ def over_tokens(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[j
 
 def on_device(record: SelectiveScan) -> SelectiveScan:
     """Returns a device's record as its kernel gets it."""
-    return split_recurrence.with_states(RULE, _with_plain_states(record))
-
-
-def _with_plain_states(record: SelectiveScan) -> SelectiveScan:
-    """Returns the record with a state for every packed sequence, read out of the slots."""
-    held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
-    if held is None or indices is None or starts is None:
-        return record
-    return dataclasses.replace(record, initial_state=slots.read_slots(held, indices, starts), state_slots=None)
+    return split_recurrence.with_states(RULE, with_plain_states(record))
 
 
 def borders(record: SelectiveScan, shards: TokenShards) -> Borders:
@@ -108,7 +99,6 @@ def _weighted_sum(record: SelectiveScan, steps: jax.Array, values: jax.Array, nu
 
 RULE = SplitRecurrence(
     borders=borders,
-    enters=jnp.ones_like,
     summary=summary,
     gradient=gradient,
     matrices=lambda record: False,

@@ -32,13 +32,16 @@ error.
 NORM_EPSILON = 1e-6
 
 
-def check_tokens(args: Any, rows: str = "B ", value_heads: bool = False) -> dict[str, int]:
+def check_tokens(
+    args: Any, rows: str = "B ", value_heads: bool = False, names: tuple[str, str, str] = ("query", "key", "value")
+) -> dict[str, int]:
     """Checks query, key and value, and returns the sizes of their axes.
 
     Args:
         args: Record with the three.
         rows: The axes in front of T.
         value_heads: Whether values may have more heads than keys, H then, where queries have as many as keys.
+        names: What the operation calls the three.
 
     Raises:
         ValueError: One of them is wrong.
@@ -46,16 +49,16 @@ def check_tokens(args: Any, rows: str = "B ", value_heads: bool = False) -> dict
     sizes: dict[str, int] = {}
     grouped = value_heads and shares_queries(args)
     every = ("T Hk K", "T Hk K", "T H V") if grouped else ("T H K", "T Hk K", "T Hk V")
-    for name, axes in zip(("query", "key", "value"), every, strict=True):
+    for name, axes in zip(names, every, strict=True):
         array = getattr(args, name)
         check_shape(name, array, rows + axes, sizes)
         check_not_empty(name, array, rows + axes, axes)
         check_dtype(name, array, jnp.floating, "a floating dtype")
-    check_same_dtype({name: getattr(args, name) for name in ("query", "key", "value")})
+    check_same_dtype({name: getattr(args, name) for name in names})
     if sizes["H"] % sizes["Hk"]:
-        most = "value" if grouped else "query"
+        key, most = getattr(args, names[1]), names[2] if grouped else names[0]
         raise ValueError(
-            f"key: got shape {args.key.shape} with {sizes['Hk']} heads, wants a divisor of {most}'s {sizes['H']}"
+            f"{names[1]}: got shape {key.shape} with {sizes['Hk']} heads, wants a divisor of {most}'s {sizes['H']}"
         )
     return sizes
 

@@ -7,17 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.modules.operations.shared import plain_recurrence
+from ejkernel.modules.operations.shared import plain_recurrence, recurrences
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
-from ejkernel.modules.operations.shared.shapes import (
-    as_flag,
-    as_number,
-    check_cumulative,
-    check_dtype,
-    check_not_empty,
-    check_same_dtype,
-    check_shape,
-)
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
 
 
 def canonicalise(args: Any) -> None:
@@ -41,16 +33,7 @@ def check_tokens(args: Any, vectors: tuple[str, ...] = ()) -> dict[str, int]:
         ValueError: One of them is wrong.
     """
     rows = "" if args.cu_seqlens is not None and rank(args.r) == 3 else "B "
-    sizes: dict[str, int] = {"B": 1} if not rows else {}
-    for name, axes in (("r", "T H K"), ("k", "T Hk K"), ("v", "T Hk V")):
-        check_shape(name, getattr(args, name), rows + axes, sizes)
-        check_not_empty(name, getattr(args, name), rows + axes, axes)
-        check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    check_same_dtype({name: getattr(args, name) for name in ("r", "k", "v")})
-    if sizes["H"] % sizes["Hk"]:
-        raise ValueError(
-            f"k: got shape {args.k.shape} with {sizes['Hk']} heads, wants a divisor of r's {sizes['H']} heads"
-        )
+    sizes = {"B": 1, **recurrences.check_tokens(args, rows, names=("r", "k", "v"))}
     for name in ("w", *vectors):
         if getattr(args, name) is None:
             raise ValueError(f"{name}: got None, wants [{', '.join(f'{rows}T H K'.split())}]")
