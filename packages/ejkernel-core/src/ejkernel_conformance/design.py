@@ -6,10 +6,7 @@ Appear at least once, each where some test has it:
 - each argument that an implementation handles, with each transform, on whichever operation;
 - each pair of such arguments that one case gives, in a value and in a gradient, and each dtype with each transform;
 - each array of ids, lengths, tables or slots with each kernel, where requests are poisoned;
-- each gradient that is claimed, the candidates of each direction, and the claims that are not about one argument.
-
-That a handled argument makes a difference in some case (`test_handles`) is about the cases, whose values are compared
-here with that argument: the design leaves these tests out.
+- each claim, each gradient that is claimed, and the candidates of each direction.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,9 +20,6 @@ from ejkernel_conformance.subjects import Subject, abstract_record
 
 PAIRED_TRANSFORMS = ("test_value", "test_gradients")
 """The transforms in which arguments appear in pairs: what others do to a call does not depend on two of them."""
-
-LEFT_OUT = ("test_handles",)
-"""The transforms that are about the cases more than about the kernels."""
 
 OF_REQUESTS = ("test_requests", "test_request_gradients")
 """The transforms that only the arrays matter to which say where requests lie: ids, lengths, tables and slots."""
@@ -61,7 +55,7 @@ def first(tests: Sequence[tuple[str, Any]]) -> list[int]:
 
     A case that is chosen for one transform costs less for the next, which shares what was compiled for it.
     """
-    transforms = [x for x in dict.fromkeys(transform for transform, _ in tests) if x not in LEFT_OUT]
+    transforms = list(dict.fromkeys(transform for transform, _ in tests))
     transforms.sort(key=lambda transform: transform not in PAIRED_TRANSFORMS)
     chosen: list[int] = []
     used: set[int] = set()
