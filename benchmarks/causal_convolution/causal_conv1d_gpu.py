@@ -116,7 +116,7 @@ def configured(cell: Cell, arrays: dict[str, jax.Array], weights: jax.Array | No
                 residuals=(),
                 output=(output, final),
                 cotangent=(weights, jnp.zeros_like(final)),
-                wanted=frozenset(("x", "weight", "bias")),
+                grad_fields=frozenset(("x", "weight", "bias")),
             )
             found = kernel.function("backward")(start, config)
             return output, found["x"], found["weight"], found["bias"]

@@ -103,7 +103,7 @@ def configured(given: Given, cotangent: jax.Array | None) -> Iterator[tuple[str,
             if cotangent is None:
                 return (output,)
             wanted = frozenset({"rows"} if record.weights is None else {"rows", "weights"})
-            saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+            saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
             made = kernel.function("backward")(saved, config)
             return output, *(made[name] for name in sorted(wanted))
 

@@ -203,7 +203,7 @@ def configured(cell: Cell, part: str, only: str) -> Iterator[tuple[str, Side]]:
 
         def gradients(*arrays: Any, f: Any, c: Any) -> Any:
             wanted, (*given, do) = frozenset({part}), arrays
-            saved = Pullback(record=_record(op, *given), residuals=(), output=None, cotangent=do, wanted=wanted)
+            saved = Pullback(record=_record(op, *given), residuals=(), output=None, cotangent=do, grad_fields=wanted)
             return f(saved, c)[part]
 
         run = forward if direction == "forward" else gradients

@@ -53,7 +53,7 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
 
 
 def _stages(cell: Any, record: Any, base: Any) -> Iterator[tuple[Any, ...]]:
-    dtype, gates = state_dtype(record), jnp.float32 if "decay" in cell.wanted else None
+    dtype, gates = state_dtype(record), jnp.float32 if "decay" in cell.grad_fields else None
     call = jax.jit(lambda r: _arrays(plan.make_call(r, base, base.chunk)))(record)
     yield "gates", lambda r: plan.make_call(r, base, base.chunk).gates, record
 

@@ -223,7 +223,7 @@ def errors(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[s
             residuals=residuals,
             output=output,
             cotangent=(cotangent[0].astype(output[0].dtype), cotangent[1]),
-            wanted=frozenset(names),
+            grad_fields=frozenset(names),
             private_residuals=private,
         )
         return output, delta_backward.backward(start, chosen)

@@ -124,7 +124,7 @@ class Cell:
         return LinearRecurrence(query=query, key=key, value=value, softmax_scale=scale, **fields)
 
     @property
-    def wanted(self) -> frozenset[str]:
+    def grad_fields(self) -> frozenset[str]:
         """What training needs the gradients of."""
         extra = {"gla": {"decay"}, "gate a head": {"decay"}, "mamba-2": {"decay", "dt", "skip"}}
         extra |= {"gated delta": {"decay", "beta"}, "kda": {"decay", "beta"}}
@@ -158,26 +158,28 @@ def implementation(name: str) -> Any:
     return next(i for i in registry().implementations["gated_linear_attention"] if i.name == name)
 
 
-def with_gradients(call: Callable[[Any], Any], wanted: frozenset[str]) -> Callable[[LinearRecurrence, Any], Any]:
+def with_gradients(call: Callable[[Any], Any], grad_fields: frozenset[str]) -> Callable[[LinearRecurrence, Any], Any]:
     """(record, cotangents) -> outputs and gradients."""
 
     def both(record: LinearRecurrence, cotangent: Any) -> Any:
-        output, pull = jax.vjp(lambda fields: call(dataclasses.replace(record, **fields)), fields_of(record, wanted))
+        output, pull = jax.vjp(
+            lambda fields: call(dataclasses.replace(record, **fields)), fields_of(record, grad_fields)
+        )
         return output, pull(cotangent)[0]
 
     return both
 
 
-def passes(call: Callable[[Any], Any], record: LinearRecurrence, wanted: frozenset[str]) -> tuple[Any, Any]:
+def passes(call: Callable[[Any], Any], record: LinearRecurrence, grad_fields: frozenset[str]) -> tuple[Any, Any]:
     """Both compiled: record -> outputs, and (record, cotangents) -> outputs and gradients."""
     output = jax.eval_shape(call, record)
-    both = jax.jit(with_gradients(call, wanted))
+    both = jax.jit(with_gradients(call, grad_fields))
     return jax.jit(call).lower(record).compile(), both.lower(record, output).compile()
 
 
-def fields_of(record: LinearRecurrence, wanted: frozenset[str]) -> dict[str, jax.Array]:
+def fields_of(record: LinearRecurrence, grad_fields: frozenset[str]) -> dict[str, jax.Array]:
     """The fields by name."""
-    return {name: getattr(record, name) for name in sorted(wanted)}
+    return {name: getattr(record, name) for name in sorted(grad_fields)}
 
 
 def kernel(name: str, config: Any) -> Callable[[LinearRecurrence], Any]:
@@ -196,7 +198,7 @@ def _differentiable(forward: Any, backward: Any, config: Any) -> Callable[[Linea
     def saved(record: LinearRecurrence) -> Any:
         with differentiating():
             made = Results(*forward(record, config))
-        return made.output, Pullback(record=record, cotangent=None, wanted=_floats(record), **made._asdict())
+        return made.output, Pullback(record=record, cotangent=None, grad_fields=_floats(record), **made._asdict())
 
     def pull(start: Any, cotangent: Any) -> Any:
         found = backward(dataclasses.replace(start, cotangent=cotangent), config)
@@ -218,17 +220,19 @@ def errors(cell: Cell, record: LinearRecurrence, call: Callable[[Any], Any]) -> 
     if bounds is not None:
         small = dataclasses.replace(small, cu_seqlens=bounds * CHECKED // record.query.shape[1])
     exact = jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, small)
-    want = _everything(lambda x: reference(x)[0], exact, cell.wanted)
-    got = _everything(call, small, cell.wanted)
+    want = _everything(lambda x: reference(x)[0], exact, cell.grad_fields)
+    got = _everything(call, small, cell.grad_fields)
     return {name: _relative(got[name], want[name]) for name in want}
 
 
-def _everything(call: Callable[[Any], Any], record: LinearRecurrence, wanted: frozenset[str]) -> dict[str, jax.Array]:
+def _everything(
+    call: Callable[[Any], Any], record: LinearRecurrence, grad_fields: frozenset[str]
+) -> dict[str, jax.Array]:
     cotangent = tuple(
         jax.random.normal(key, x.shape, jnp.float32).astype(jnp.bfloat16).astype(x.dtype)
         for key, x in zip(jax.random.split(jax.random.key(1)), jax.eval_shape(call, record), strict=True)
     )
-    made, gradients = jax.jit(with_gradients(call, wanted))(record, cotangent)
+    made, gradients = jax.jit(with_gradients(call, grad_fields))(record, cotangent)
     return {"output": made[0], "state": made[1], **gradients}
 
 
@@ -287,7 +291,7 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         if not max(off.values()) < 2e-2:
             print(f"<!-- {name} is wrong on {cell}: {off} -->", flush=True)
             continue
-        forward, both = passes(call, record, cell.wanted)
+        forward, both = passes(call, record, cell.grad_fields)
         cotangent = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(call, record))
         sides[name] = (functools.partial(forward, record), functools.partial(both, record, cotangent))
         memory[name] = f"{both.memory_analysis().temp_size_in_bytes / 1e6:.0f}"

@@ -91,7 +91,7 @@ def both_passes(implementation: Any, config: Any, record: LinearRecurrence, name
         residuals=residuals,
         output=output,
         cotangent=tuple(c.astype(x.dtype) for c, x in zip(cotangent, output, strict=True)),
-        wanted=frozenset(names),
+        grad_fields=frozenset(names),
         private_residuals=private,
     )
     return output, implementation.function("backward")(start, config)

@@ -110,7 +110,7 @@ def configured(cell: Cell, given: dict[str, jax.Array], weights: jax.Array | Non
                 return (means,)
             cotangent = weights.reshape(output.shape)
             wanted = frozenset({"values"})
-            saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+            saved = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
             return means, kernel.function("backward")(saved, config)["values"].reshape(given["x"].shape)
 
         yield str(config), compiled(run, record, weights)

@@ -152,7 +152,9 @@ def configured(arrays: dict[str, jax.Array]) -> Iterator[tuple[str, Passes]]:
     device, wanted = current_device(), frozenset(operands(arrays))
     first = kernels.config.heuristic(record, device, "forward")
     output, residuals = jax.jit(lambda record: kernels.function("forward")(record, first))(record)
-    saved = Pullback(record=record, residuals=residuals, output=output, cotangent=arrays["cotangent"], wanted=wanted)
+    saved = Pullback(
+        record=record, residuals=residuals, output=output, cotangent=arrays["cotangent"], grad_fields=wanted
+    )
     for direction, given in (("forward", record), ("backward", saved)):
         for config in kernels.config.candidates(record, device, direction):
             run = jax.jit(lambda given, config=config, d=direction: kernels.function(d)(given, config))

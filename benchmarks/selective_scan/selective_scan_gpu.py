@@ -141,7 +141,7 @@ def both(first: tuple[Any, Any], second: tuple[Any, Any], record: Any, weights: 
         residuals=None,
         output=None,
         cotangent=(weights, jnp.zeros(record.decay.shape)[None].repeat(weights.shape[0], 0)),
-        wanted=frozenset(("x", "step", "decay", "write", "read", "skip")),
+        grad_fields=frozenset(("x", "step", "decay", "write", "read", "skip")),
     )
     run = functools.partial(both_passes, lambda r, _: first[0](r, first[1]))
     (output, _), found = run(lambda pullback, _: second[0](pullback, second[1]), start, None)

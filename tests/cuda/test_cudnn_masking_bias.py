@@ -67,7 +67,7 @@ def test_their_gradients_are_zero(record):
     cotangent = jax.random.normal(jax.random.key(1), record.query.shape).astype(record.query.dtype)
     output, residuals = forward.forward(record, None)
     pullback = Pullback(
-        record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=frozenset(FIELDS)
+        record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=frozenset(FIELDS)
     )
     got = backward.backward(pullback, None)
 

@@ -36,7 +36,7 @@ def record(slots=None):
 def both(given):
     """Output, final states and all gradients of a record."""
     output, residuals = forward_pass.forward(given, config.heuristic(given, H200, "forward"))
-    pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=output, wanted=GRADIENTS)
+    pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=output, grad_fields=GRADIENTS)
     return output, backward_pass.backward(pullback, config.heuristic(given, H200, "backward"))
 
 

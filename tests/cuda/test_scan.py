@@ -138,7 +138,7 @@ def both(given):
     """Output and all gradients of a record."""
     (output, final), residuals = forward_pass.forward(given, config.heuristic(given, H200, "forward"))
     wanted = frozenset(FIELDS) | ({"initial_state"} if given.initial_state is not None else frozenset())
-    pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=(output, final), wanted=wanted)
+    pullback = Pullback(record=given, residuals=residuals, output=None, cotangent=(output, final), grad_fields=wanted)
     return output, backward_pass.backward(pullback, config.heuristic(given, H200, "backward"))
 
 

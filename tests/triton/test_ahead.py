@@ -67,7 +67,7 @@ def launches(chip, head_size, features, dtype=jnp.bfloat16):
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
     with target_device(device), launch.collected() as calls:

@@ -132,7 +132,7 @@ def test_conformance_checks_it(use):
 
 
 def test_a_pullback_has_none_unless_they_are_given():
-    assert Pullback(record=0, residuals=(), output=0, cotangent=0, wanted=frozenset()).private_residuals is None
+    assert Pullback(record=0, residuals=(), output=0, cotangent=0, grad_fields=frozenset()).private_residuals is None
 
 
 def test_the_backward_pass_has_the_pairs_configuration_outside_of_the_block_that_gave_it(use, chain):

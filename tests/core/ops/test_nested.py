@@ -18,7 +18,7 @@ def passes(x):
     record = toy.OP.lower(toy.OP.arguments(x=x, power=3))
     output, residuals = dispatched_forward("toy", record)
     pullback = Pullback(
-        record=record, residuals=residuals, output=output, cotangent=jnp.ones_like(output), wanted=frozenset({"x"})
+        record=record, residuals=residuals, output=output, cotangent=jnp.ones_like(output), grad_fields=frozenset({"x"})
     )
     return output, dispatched_backward("toy", pullback)["x"]
 

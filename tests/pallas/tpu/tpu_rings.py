@@ -55,7 +55,9 @@ def both(forward, backward, size, given, **options):
         part = record(given, **options)
         output, residuals = forward(part, FORWARD)
         cotangents = {name: given[name] for name in COTANGENTS}
-        pullback = Pullback(record=part, residuals=residuals, output=output, wanted=frozenset(wanted), **cotangents)
+        pullback = Pullback(
+            record=part, residuals=residuals, output=output, grad_fields=frozenset(wanted), **cotangents
+        )
         return (output, residuals.lse), _summed(backward(pullback, BACKWARD))
 
     return spread(run, size, given, (OUTPUTS, _specs(wanted)))

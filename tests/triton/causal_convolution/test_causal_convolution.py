@@ -43,7 +43,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, width, packed, dtype):
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
         wanted = frozenset({"x", "weight", "bias"})
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
     with target_device(device), launch.collected() as calls:

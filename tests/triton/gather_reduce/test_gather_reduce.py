@@ -38,7 +38,7 @@ def passes(device):
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
         wanted = frozenset({"rows"} if record.weights is None else {"rows", "weights"})
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
     return run

@@ -70,7 +70,7 @@ def launches(record, device):
 
     def run(record, cotangent):
         output, _ = forward(record, config.heuristic(record, device, "forward"))
-        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, wanted=frozenset(wanted))
+        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, grad_fields=frozenset(wanted))
         return output, backward(saved, config.heuristic(record, device, "backward"))
 
     cotangent = SHAPE((record.lhs.shape[0], record.rhs.shape[2]), record.out_dtype)

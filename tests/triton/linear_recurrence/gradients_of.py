@@ -3,7 +3,7 @@
 from ejkernel.types.pullback import Pullback
 
 
-def gradients_of(record, results, backward, config, wanted, cotangent=None):
+def gradients_of(record, results, backward, config, grad_fields, cotangent=None):
     """Returns the gradients of a call.
 
     Args:
@@ -20,7 +20,7 @@ def gradients_of(record, results, backward, config, wanted, cotangent=None):
         residuals=residuals,
         output=output,
         cotangent=output if cotangent is None else cotangent,
-        wanted=frozenset(wanted),
+        grad_fields=frozenset(grad_fields),
         private_residuals=private,
     )
     return backward(pullback, config)

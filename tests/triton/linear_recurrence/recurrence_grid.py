@@ -43,7 +43,12 @@ def delta_launches(record, device, chosen=None):
         with differentiating():
             output, residuals, kept = delta_forward.forward(record, chosen)
         saved = Pullback(
-            record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted, private_residuals=kept
+            record=record,
+            residuals=residuals,
+            output=output,
+            cotangent=output,
+            grad_fields=wanted,
+            private_residuals=kept,
         )
         return delta_backward.backward(saved, chosen)
 

@@ -106,7 +106,7 @@ def test_gradients_of_the_compressed_branch_are_those_of_its_parts_together(monk
     dense = TiledAttention(query=q, key=k, value=v, softmax_scale=0.3, causal=True, **given)
     output, residuals = tiled_attention.reference(dense)
     wanted = frozenset({"query", "key", "value"})
-    pullback = Pullback(record=dense, residuals=residuals, output=output, cotangent=do, wanted=wanted)
+    pullback = Pullback(record=dense, residuals=residuals, output=output, cotangent=do, grad_fields=wanted)
     whole = dispatched_backward("flash_attention", pullback)
     monkeypatch.setattr(plan, "query_splits", lambda record: 3)
     split = plan.backward_with_query_splits(pullback)

@@ -47,7 +47,7 @@ scan = record(4)
 (output, residuals), pull = jax.vjp(selective_scan.reference, scan)
 cotangent = (jnp.cos(output[0]), jnp.sin(output[1]))
 (wanted,) = pull((cotangent, jax.tree.map(jnp.zeros_like, residuals)))
-saved = Pullback(record=scan, residuals=residuals, output=output, cotangent=cotangent, wanted=GRADIENTS)
+saved = Pullback(record=scan, residuals=residuals, output=output, cotangent=cotangent, grad_fields=GRADIENTS)
 for tiles in config.candidates(scan, DEVICE, "backward"):
     if tiles.prefetch_states or tiles.prefetch_recomputed_b:
         for name, made in backward(saved, tiles).items():

@@ -30,7 +30,7 @@ def launches(chip, tokens=4096, channels=2048, sequences=16):
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, CHIPS[chip], "forward"))
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=GRADIENTS)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=GRADIENTS)
         return backward(saved, config.heuristic(record, CHIPS[chip], "backward"))
 
     with target_device(CHIPS[chip]), launch.collected() as calls:

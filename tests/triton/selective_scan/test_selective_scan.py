@@ -42,7 +42,7 @@ def launches(device, rows=8, size=16, dtype=jnp.bfloat16, tiles=None):
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, tiles or config.heuristic(record, device, "backward"))
 
     with target_device(device), launch.collected() as calls:

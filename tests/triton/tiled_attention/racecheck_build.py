@@ -79,7 +79,7 @@ def pull_back(record):
     output, residuals = xla_forward.forward(record, WHOLE)
     cotangent = jnp.asarray(np.random.default_rng(1).normal(size=output.shape), output.dtype)
     wanted = frozenset(name for name in WANTED if getattr(record, name) is not None)
-    pulled = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    pulled = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
     return pulled, xla_backward.backward(pulled, WHOLE)
 
 

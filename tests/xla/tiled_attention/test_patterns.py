@@ -72,9 +72,11 @@ def test_exactly_the_tiles_with_a_pair_are_visited_and_full_ones_not_masked(name
 def test_values_and_gradients_are_those_of_the_reference(name, blocks):
     extra = {"pattern": PATTERNS[name], "softmax_aux": True}
     record = make((LENGTH, LENGTH, 8, 6), (4, 2), batch=1, segments=True, band={"causal": True}, extra=extra)
-    cotangent, wanted = cotangent_of(record), differentiable(record)
+    cotangent, grad_fields = cotangent_of(record), differentiable(record)
     assert_close(
-        tiled(record, cotangent, blocks=blocks, wanted=wanted), expected(record, cotangent, wanted=wanted), 5e-5
+        tiled(record, cotangent, blocks=blocks, grad_fields=grad_fields),
+        expected(record, cotangent, grad_fields=grad_fields),
+        5e-5,
     )
 
 
@@ -84,9 +86,9 @@ def test_nan_in_keys_of_tiles_that_are_left_out_is_never_read(name):
     record = make((LENGTH, LENGTH, 8, 8), (4, 4), batch=1, extra={"pattern": pattern})
     left_out = np.arange(LENGTH) // BLOCK % 3 == 1
     poison = {n: x.at[:, left_out].set(jnp.nan) for n, x in (("key", record.key), ("value", record.value))}
-    cotangent, wanted = cotangent_of(record), differentiable(record)
+    cotangent, grad_fields = cotangent_of(record), differentiable(record)
     clean, poisoned = (
-        tiled(r, cotangent, blocks=(BLOCK, BLOCK), wanted=wanted)
+        tiled(r, cotangent, blocks=(BLOCK, BLOCK), grad_fields=grad_fields)
         for r in (record, dataclasses.replace(record, **poison))
     )
     assert_close(poisoned, clean, 0)  # a masked tile would have made NaN of 0 times NaN
@@ -111,7 +113,7 @@ def test_shards_look_up_their_own_part(name, letters):
             cut = dataclasses.replace(record, query=record.query[:, rows, heads], **local)
             offsets = {"t": jnp.int32(32 * t), "h": jnp.int32(2 * h)}
             shard = FAMILY.localise(cut, {letter: offsets[letter] for letter in letters})
-            got, _, _ = tiled(shard, cotangent_of(shard), blocks=(BLOCK, BLOCK), wanted=frozenset())
+            got, _, _ = tiled(shard, cotangent_of(shard), blocks=(BLOCK, BLOCK), grad_fields=frozenset())
             np.testing.assert_allclose(got, whole[:, rows, heads], rtol=2e-5, atol=2e-6)
             parts += counts(find_key_tiles(shard, make_plan(shard, BLOCK, BLOCK)))[0]
     # What the shards visit is what the whole visits; where all heads are alike, each shard of heads does.
@@ -122,7 +124,7 @@ def test_shards_look_up_their_own_part(name, letters):
 def test_parts_that_no_even_split_makes_are_right_without_skipping():
     record = make((LENGTH, LENGTH, 8, 8), (2, 2), batch=1, extra={"pattern": PATTERNS["local"]})
     cut = FAMILY.localise(dataclasses.replace(record, query=record.query[:, 23:]), {"t": jnp.int32(23)})
-    got, _, _ = tiled(cut, cotangent_of(cut), blocks=(BLOCK, BLOCK), wanted=frozenset())
+    got, _, _ = tiled(cut, cotangent_of(cut), blocks=(BLOCK, BLOCK), grad_fields=frozenset())
     np.testing.assert_allclose(got, FAMILY.reference(record)[0][:, 23:], rtol=2e-5, atol=2e-6)
 
 

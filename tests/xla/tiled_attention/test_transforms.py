@@ -75,9 +75,9 @@ def test_shard_map_over_heads_and_batch():
 def test_new_values_do_not_recompile():
     options = {"segments": True, "positions": True, "mask": "pairs", "extra": {"dropout_prob": 0.3}}
     first, second = make(seed=1, **options), make(seed=2, **options)
-    wanted = frozenset({"value"})
-    outcomes = [tiled(first, cotangent_of(first), blocks=BLOCKS, wanted=wanted)]
+    grad_fields = frozenset({"value"})
+    outcomes = [tiled(first, cotangent_of(first), blocks=BLOCKS, grad_fields=grad_fields)]
     compiled = tiled._cache_size()
-    outcomes.append(tiled(second, cotangent_of(second), blocks=BLOCKS, wanted=wanted))
+    outcomes.append(tiled(second, cotangent_of(second), blocks=BLOCKS, grad_fields=grad_fields))
     assert tiled._cache_size() == compiled
     assert not np.array_equal(outcomes[0][0], outcomes[1][0])

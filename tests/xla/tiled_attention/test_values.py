@@ -25,9 +25,9 @@ SIDES = st.none() | st.integers(0, 9) | st.just(2**31 - 1)
 
 
 def check(record: TiledAttention, blocks: tuple[int, int], tolerance: float = 2e-5) -> None:
-    wanted, cotangent = differentiable(record), cotangent_of(record)
-    actual = tiled(record, cotangent, blocks=blocks, wanted=wanted)
-    assert_close(actual, expected(record, cotangent, wanted=wanted), tolerance)
+    grad_fields, cotangent = differentiable(record), cotangent_of(record)
+    actual = tiled(record, cotangent, blocks=blocks, grad_fields=grad_fields)
+    assert_close(actual, expected(record, cotangent, grad_fields=grad_fields), tolerance)
 
 
 @pytest.mark.parametrize("case", covering(OPTIONS), ids=lambda case: "-".join(map(str, case.values())))
@@ -51,15 +51,15 @@ def test_bias_of_minus_infinity_masks():
     bias = record.bias.at[:, :, 3].set(-jnp.inf).at[..., 5:20].set(-jnp.inf)
     for normalize in (True, False):
         case = dataclasses.replace(record, bias=bias, normalize_output=normalize)
-        outcome = tiled(case, cotangent_of(case), blocks=(16, 16), wanted=differentiable(case))
-        assert_close(outcome, expected(case, cotangent_of(case), wanted=differentiable(case)))
+        outcome = tiled(case, cotangent_of(case), blocks=(16, 16), grad_fields=differentiable(case))
+        assert_close(outcome, expected(case, cotangent_of(case), grad_fields=differentiable(case)))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_rows_with_nothing_to_attend_give_zero(normalize):
     record = make(mask="pairs", extra={"normalize_output": normalize})
     record = dataclasses.replace(record, mask=record.mask.at[:, :, 10:25].set(False))
-    output, residuals, grads = tiled(record, cotangent_of(record), blocks=(8, 16), wanted=differentiable(record))
+    output, residuals, grads = tiled(record, cotangent_of(record), blocks=(8, 16), grad_fields=differentiable(record))
     assert not output[:, 10:25].any()
     assert not grads["query"][:, 10:25].any()
     assert (residuals.lse[..., 10:25] == -jnp.inf).all()
@@ -68,12 +68,12 @@ def test_rows_with_nothing_to_attend_give_zero(normalize):
 
 def test_no_keys_at_all():
     record = make((5, 0, 4, 4), extra={"softmax_aux": True})
-    output, residuals, grads = tiled(record, cotangent_of(record), blocks=(8, 8), wanted=differentiable(record))
+    output, residuals, grads = tiled(record, cotangent_of(record), blocks=(8, 8), grad_fields=differentiable(record))
     assert not output.any()
     assert_close(residuals.lse, jnp.broadcast_to(record.softmax_aux[:, None], residuals.lse.shape))
     assert not any(x.any() for x in grads.values())
     no_queries = make((0, 5, 4, 4))
-    tiled(no_queries, cotangent_of(no_queries), blocks=(8, 8), wanted=differentiable(no_queries))
+    tiled(no_queries, cotangent_of(no_queries), blocks=(8, 8), grad_fields=differentiable(no_queries))
 
 
 @pytest.mark.parametrize("padding", ["segments", "mask"])
@@ -93,24 +93,24 @@ def test_nan_in_padding_stays_there(padding):
         value=jnp.where(k[..., None, None], jnp.nan, record.value),
     )
     cotangent = cotangent_of(record)
-    clean = tiled(record, cotangent, blocks=(8, 16), wanted=differentiable(record))
+    clean = tiled(record, cotangent, blocks=(8, 16), grad_fields=differentiable(record))
     cotangent = jnp.where(q[..., None, None], jnp.nan, cotangent)
-    dirty = tiled(poisoned, cotangent, blocks=(8, 16), wanted=differentiable(record))
+    dirty = tiled(poisoned, cotangent, blocks=(8, 16), grad_fields=differentiable(record))
     assert_close(dirty, clean, 0)
 
 
 def test_value_does_not_depend_on_the_tiles():
     record = make((70, 90, 8, 8), band={"causal": True}, extra={"dropout_prob": 0.4, "softmax_aux": True})
-    wanted, cotangent = differentiable(record), cotangent_of(record)
-    whole = tiled(record, cotangent, blocks=(512, 512), wanted=wanted)
+    grad_fields, cotangent = differentiable(record), cotangent_of(record)
+    whole = tiled(record, cotangent, blocks=(512, 512), grad_fields=grad_fields)
     for blocks in ((70, 1), (64, 89)):
-        assert_close(tiled(record, cotangent, blocks=blocks, wanted=wanted), whole)
+        assert_close(tiled(record, cotangent, blocks=blocks, grad_fields=grad_fields), whole)
 
 
 def test_dropout_of_a_shard_is_the_dropout_of_the_whole():
     record = make((32, 48, 8, 8), extra={"dropout_prob": 0.5})
-    wanted, cotangent = frozenset({"query"}), cotangent_of(record)
-    whole = tiled(record, cotangent, blocks=(16, 16), wanted=wanted)[0]
+    grad_fields, cotangent = frozenset({"query"}), cotangent_of(record)
+    whole = tiled(record, cotangent, blocks=(16, 16), grad_fields=grad_fields)[0]
     shard = dataclasses.replace(
         record,
         query=record.query[1:, 20:, 2:],
@@ -118,16 +118,16 @@ def test_dropout_of_a_shard_is_the_dropout_of_the_whole():
         value=record.value[1:, :, 1:],
         dropout_origin=jnp.array([1, 2, 20, 0], jnp.int32),
     )
-    part = tiled(shard, cotangent[1:, 20:, 2:], blocks=(16, 16), wanted=wanted)[0]
+    part = tiled(shard, cotangent[1:, 20:, 2:], blocks=(16, 16), grad_fields=grad_fields)[0]
     assert_close(part, whole[1:, 20:, 2:])
 
 
 def test_only_wanted_gradients_come_back():
     record = make(bias="pairs", extra={"softmax_aux": True})
-    everything = tiled(record, cotangent_of(record), blocks=(16, 16), wanted=differentiable(record))[2]
-    for wanted in ({"value"}, {"bias"}, {"query", "softmax_aux"}):
-        grads = tiled(record, cotangent_of(record), blocks=(16, 16), wanted=frozenset(wanted))[2]
-        assert_close(grads, {name: everything[name] for name in wanted})
+    everything = tiled(record, cotangent_of(record), blocks=(16, 16), grad_fields=differentiable(record))[2]
+    for grad_fields in ({"value"}, {"bias"}, {"query", "softmax_aux"}):
+        grads = tiled(record, cotangent_of(record), blocks=(16, 16), grad_fields=frozenset(grad_fields))[2]
+        assert_close(grads, {name: everything[name] for name in grad_fields})
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ def test_only_wanted_gradients_come_back():
 def test_gradients_are_those_of_finite_differences(options):
     with jax.enable_x64(True):
         record = make((11, 13, 4, 3), dtype=jnp.float64, **options)
-        wanted, cotangent = differentiable(record), cotangent_of(record)
-        output, residuals, grads = tiled(record, cotangent, blocks=(4, 8), wanted=wanted)
+        grad_fields, cotangent = differentiable(record), cotangent_of(record)
+        output, residuals, grads = tiled(record, cotangent, blocks=(4, 8), grad_fields=grad_fields)
         assert output.dtype == residuals.lse.dtype == jnp.float64
         random, step = np.random.default_rng(1), 1e-5
-        for name in sorted(wanted - {"softmax_aux"}):  # float32 by contract: too coarse for differences
+        for name in sorted(grad_fields - {"softmax_aux"}):  # float32 by contract: too coarse for differences
             direction = jnp.asarray(random.normal(size=getattr(record, name).shape))
             up, down = (
                 dataclasses.replace(record, **{name: getattr(record, name) + sign * step * direction})
                 for sign in (1, -1)
             )
-            up, down = (tiled(end, cotangent, blocks=(4, 8), wanted=wanted)[0] for end in (up, down))
+            up, down = (tiled(end, cotangent, blocks=(4, 8), grad_fields=grad_fields)[0] for end in (up, down))
             slope = jnp.vdot(up - down, cotangent) / (2 * step)
             np.testing.assert_allclose(slope, jnp.vdot(grads[name], direction), rtol=1e-6)
 

@@ -109,26 +109,26 @@ QUICK = {"xla_backend_optimization_level": 0}
 """Most of these tests' time would go into optimising code that runs once."""
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "wanted"), compiler_options=QUICK)
-def tiled(record: TiledAttention, cotangent: jax.Array, *, blocks: tuple[int, int], wanted: frozenset[str]) -> Any:
+@functools.partial(jax.jit, static_argnames=("blocks", "grad_fields"), compiler_options=QUICK)
+def tiled(record: TiledAttention, cotangent: jax.Array, *, blocks: tuple[int, int], grad_fields: frozenset[str]) -> Any:
     """(output, residuals, gradients) of the implementation."""
     q, kv = blocks
     output, residuals = forward(record, ChunkedSoftmax(block_q=q, block_kv=kv))
-    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=grad_fields)
     return output, residuals, backward(pullback, ChunkedSoftmax(block_q=q, block_kv=kv))
 
 
-@functools.partial(jax.jit, static_argnames=("wanted",), compiler_options=QUICK)
-def expected(record: TiledAttention, cotangent: jax.Array, *, wanted: frozenset[str]) -> Any:
+@functools.partial(jax.jit, static_argnames=("grad_fields",), compiler_options=QUICK)
+def expected(record: TiledAttention, cotangent: jax.Array, *, grad_fields: frozenset[str]) -> Any:
     """(output, residuals, gradients) by definition and by JAX's differentiation of it."""
-    fields = {name: getattr(record, name) for name in wanted}
+    fields = {name: getattr(record, name) for name in grad_fields}
     output, pull, residuals = jax.vjp(lambda f: reference(dataclasses.replace(record, **f)), fields, has_aux=True)
     return output, residuals, pull(cotangent)[0]
 
 
 def attend(record: TiledAttention, blocks: tuple[int, int] = (512, 512)) -> jax.Array:
     """The output, differentiable with the two passes joined the way the engine joins them."""
-    wanted = differentiable(record)
+    grad_fields = differentiable(record)
 
     @jax.custom_vjp
     def call(fields: dict[str, jax.Array], rest: TiledAttention) -> jax.Array:
@@ -141,11 +141,15 @@ def attend(record: TiledAttention, blocks: tuple[int, int] = (512, 512)) -> jax.
 
     def backward_pass(saved: Any, cotangent: jax.Array) -> Any:
         full, residuals, output = saved
-        pullback = Pullback(record=full, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(
+            record=full, residuals=residuals, output=output, cotangent=cotangent, grad_fields=grad_fields
+        )
         return backward(pullback, ChunkedSoftmax(block_q=blocks[0], block_kv=blocks[1])), None
 
     call.defvjp(forward_pass, backward_pass)
-    return call({name: getattr(record, name) for name in wanted}, dataclasses.replace(record, **dict.fromkeys(wanted)))
+    return call(
+        {name: getattr(record, name) for name in grad_fields}, dataclasses.replace(record, **dict.fromkeys(grad_fields))
+    )
 
 
 def assert_close(actual: Any, desired: Any, tolerance: float = 2e-5) -> None:

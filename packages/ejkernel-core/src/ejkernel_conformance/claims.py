@@ -65,8 +65,8 @@ def _returns_lse(op: Op, implementation: Implementation, case: Case) -> bool:
     claim.
     """
     record = abstract_record(op, case)
-    wanted = claimed_gradients(implementation, record)
-    refused = record_refusals(op, implementation, record, "backward", wanted)
+    grad_fields = claimed_gradients(implementation, record)
+    refused = record_refusals(op, implementation, record, "backward", grad_fields)
     return op.returns_residual_lse(abstract_args(case)) and not refused
 
 
@@ -117,8 +117,8 @@ def gradient_case(implementation: Implementation, name: str, cases: Cases) -> tu
         if name not in op.family.differentiable:
             raise AssertionError(f"{implementation.name} claims a gradient of {name}, which {op.family.name} has not")
         record = abstract_record(op, case)
-        wanted = claimed_gradients(implementation, record)
-        if name in wanted and not record_refusals(op, implementation, record, "backward", wanted):
+        grad_fields = claimed_gradients(implementation, record)
+        if name in grad_fields and not record_refusals(op, implementation, record, "backward", grad_fields):
             return op, case
     family = implementation.family
     raise AssertionError(f"{implementation.name} claims a gradient of {name}, and serves no case of {family} with it")
@@ -129,28 +129,32 @@ def claimed_gradients(implementation: Implementation, record: Any) -> frozenset[
     return implementation.gradients & array_fields(record).keys()
 
 
-def _gradients(op: Op, implementation: Implementation, record: Any, wanted: frozenset[str]) -> dict[str, Any]:
+def _gradients(op: Op, implementation: Implementation, record: Any, grad_fields: frozenset[str]) -> dict[str, Any]:
     part = implementation.config.heuristic(record, current_device(), "both" if implementation.paired else "backward")
 
     def run(record: Any) -> dict[str, Any]:
         # A paired backward function follows its own forward function only.
         forward = implementation.function("forward")(record, part) if implementation.paired else None
         made = Results(*(op.family.reference(record) if forward is None else forward))
-        pullback = Pullback(record=record, cotangent=made.output, wanted=wanted, **made._asdict())
+        pullback = Pullback(record=record, cotangent=made.output, grad_fields=grad_fields, **made._asdict())
         return implementation.function("backward")(pullback, part)
 
     return jax.eval_shape(run, record)
 
 
 def record_refusals(
-    op: Op, implementation: Implementation, record: Any, direction: Direction = "forward", wanted: frozenset[str] = NONE
+    op: Op,
+    implementation: Implementation,
+    record: Any,
+    direction: Direction = "forward",
+    grad_fields: frozenset[str] = NONE,
 ) -> tuple[str, ...]:
     """Returns what dispatch has against a record, on a machine with all that the implementation needs."""
     device = current_device()
     needs = implementation.requires_for(direction)
     content = dataclasses.replace(needs, devices=device.names, modules=(), min_compute_capability=None)
     anywhere = dataclasses.replace(implementation, requires=content, backward_requires=None)
-    return tuple(refusals(op.family, anywhere, record, device, "auto", direction, wanted))
+    return tuple(refusals(op.family, anywhere, record, device, "auto", direction, grad_fields))
 
 
 def evidence(op: Op, case: Case, name: str) -> Iterable[Any]:

@@ -80,8 +80,8 @@ def claimed_gradient_refused(target: Any) -> str:
     except AssertionError:
         return ""
     subject = Subject(op=op, implementation=target.implementation, case=case)
-    wanted = claims.claimed_gradients(target.implementation, abstract_record(op, case))
-    return refusal(subject, "backward", wanted=wanted)
+    grad_fields = claims.claimed_gradients(target.implementation, abstract_record(op, case))
+    return refusal(subject, "backward", grad_fields=grad_fields)
 
 
 def _never(parameter: Any) -> str:

@@ -126,21 +126,23 @@ def _chain() -> ConfigSelectorChain:
     return ConfigSelectorChain()
 
 
-def refusal(subject: Subject, direction: Direction, record: Any = None, wanted: frozenset[str] | None = None) -> str:
+def refusal(
+    subject: Subject, direction: Direction, record: Any = None, grad_fields: frozenset[str] | None = None
+) -> str:
     """Returns why dispatch does not let the subject run in one direction, in its words; empty if it does.
 
     Args:
         subject: Implementation and case.
         direction: Which pass.
         record: Another record than the case's.
-        wanted: Fields whose gradient the backward pass must give; None for all that have one.
+        grad_fields: Fields whose gradient the backward pass must give; None for all that have one.
     """
     record = abstract_record(subject.op, subject.case) if record is None else record
-    if wanted is None:
-        wanted = differentiable_fields(subject.op.family, record) if direction == "backward" else NONE
+    if grad_fields is None:
+        grad_fields = differentiable_fields(subject.op.family, record) if direction == "backward" else NONE
     returns_lse = subject.op.returns_residual_lse(abstract_args(subject.case))
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), returns_lse=returns_lse)
-    choice = plan.pick_both(record, wanted)[1] if direction == "backward" else plan.pick(record, direction)
+    choice = plan.pick_both(record, grad_fields)[1] if direction == "backward" else plan.pick(record, direction)
     if choice.implementation is not None:
         return ""
     return "; ".join(f"{v.implementation.name}: {', '.join(v.reasons)}" for v in choice.verdicts)

@@ -74,7 +74,9 @@ def both_passes(record, cotangent):
         name for name in SPECS if getattr(record, name) is not None
     }
     made = {"residuals": residuals, "output": output}
-    saved = Pullback(record=record, cotangent=cotangent, lse_cotangent=of_lse(residuals.lse), wanted=wanted, **made)
+    saved = Pullback(
+        record=record, cotangent=cotangent, lse_cotangent=of_lse(residuals.lse), grad_fields=wanted, **made
+    )
     gradients = dict(ring_loop.backward(saved, CONFIGS[1], KERNEL))
     if "softmax_aux" in gradients:
         gradients["softmax_aux"] = jax.lax.psum(gradients["softmax_aux"], "sp")
@@ -154,7 +156,7 @@ def program(size, length, **options):
         record = RingAttention(**arrays, softmax_scale=0.3, axis_name="sp", **options)
         output, residuals = ring_loop.forward(record, WIDE[0], KERNEL)
         saved = Pullback(
-            record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=frozenset(arrays)
+            record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=frozenset(arrays)
         )
         return output, ring_loop.backward(saved, WIDE[1], KERNEL)
 

@@ -35,7 +35,7 @@ def lowered(record, of_rows, of_matrices):
     def run(record, cotangent):
         output, _ = forward(record, of_rows)
         wanted = frozenset({"lhs", "rhs"})
-        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, wanted=wanted)
+        saved = Pullback(record=record, residuals=(), output=output, cotangent=cotangent, grad_fields=wanted)
         return output, backward(saved, of_matrices)
 
     cotangent = SHAPE((record.lhs.shape[0], width), record.out_dtype)

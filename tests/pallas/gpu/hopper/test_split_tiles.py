@@ -134,7 +134,7 @@ def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
     record = TiledAttention(query=q, key=k, value=v, softmax_scale=0.1)
     output, residuals = jax.eval_shape(lambda record: forward(record, params_of(FORWARD_TILES, size)), record)
     wanted = frozenset({"query", "key", "value"})
-    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
     text = lowered(lambda pullback: backward.backward(pullback, params_of(BACKWARD_TILES, size)), pullback)
     keys = BACKWARD_TILES[size][0][0]
     for d in (size, value_size):

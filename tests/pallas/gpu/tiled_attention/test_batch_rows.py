@@ -74,7 +74,9 @@ def test_a_mapped_backward_pass_is_one_kernel(shared):
     def call(q, k, lse):
         record = TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, causal=True)
         residuals = SoftmaxResiduals(lse=lse)
-        saved = Pullback(record=record, residuals=residuals, output=q, cotangent=q, wanted=frozenset({"query", "key"}))
+        saved = Pullback(
+            record=record, residuals=residuals, output=q, cotangent=q, grad_fields=frozenset({"query", "key"})
+        )
         return backward(saved, params)
 
     mapped = jax.jit(jax.vmap(call, in_axes=(0, 0 if shared == "nothing" else None, 0))).trace(query, key, lse)

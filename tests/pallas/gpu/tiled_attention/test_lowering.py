@@ -51,7 +51,7 @@ def lowered(record, forward_config, backward_config=None):
         output, residuals = forward(record, forward_config)
         if backward_config is None:
             return output, residuals.lse
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return output, backward(saved, backward_config)
 
     traced = jax.jit(run).trace(record)

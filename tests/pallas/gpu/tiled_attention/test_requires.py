@@ -14,7 +14,7 @@ H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_c
 GRADIENTS = frozenset({"query", "key", "value"})
 
 
-def reasons(record, device=H200, direction="forward", wanted=GRADIENTS):
+def reasons(record, device=H200, direction="forward", grad_fields=GRADIENTS):
     with target_device(device):
         return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", direction, wanted))
 
@@ -38,7 +38,7 @@ def test_what_it_does_is_not_refused(direction):
         dropout_prob=0.1,
         dropout_seed=jax.ShapeDtypeStruct((), jnp.uint32),
     )
-    assert reasons(record, direction=direction, wanted=GRADIENTS | {"softmax_aux"}) == []
+    assert reasons(record, direction=direction, grad_fields=GRADIENTS | {"softmax_aux"}) == []
 
 
 @pytest.mark.parametrize(

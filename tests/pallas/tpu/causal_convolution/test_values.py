@@ -58,7 +58,7 @@ def passes(made):
     output, _ = forward(made, CONFIG)
     cotangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape).astype(x.dtype), output)
     wanted = frozenset(name for name in FIELDS if getattr(made, name) is not None)
-    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
     return output, cotangent, backward(pullback, CONFIG)
 
 

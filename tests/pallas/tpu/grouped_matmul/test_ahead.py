@@ -39,7 +39,7 @@ def record(m, k, n, e, rhs="bfloat16", blocks=0, transpose=False, dtype="bfloat1
 
 
 def gradients(wanted, record, cotangent):
-    pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
     return backward(pullback, SMALL)
 
 
@@ -78,7 +78,7 @@ def model(target):
 
     def both(record, cotangent):
         wanted = frozenset({"lhs", "rhs"})
-        pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
         there = forward(record, config.heuristic(record, device, "forward"))[0]
         return there, backward(pullback, config.heuristic(record, device, "backward"))
 

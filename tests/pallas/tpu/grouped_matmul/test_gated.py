@@ -62,7 +62,7 @@ CASES = {
 def passes(made, cotangent, config=TILES):
     """The output, and the gradients of all fields."""
     fields = frozenset(name for name in ("lhs", "rhs", "rhs_bias") if getattr(made, name) is not None)
-    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=fields)
+    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=fields)
     return gated_forward(made, config)[0], gated_backward(pullback, config)
 
 

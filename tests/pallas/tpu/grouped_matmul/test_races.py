@@ -16,7 +16,7 @@ def test_grouped_matmul_has_none():
 
     def multiply(made, cotangent):
         wanted = frozenset(gradients)
-        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
         return forward(made, config)[0], backward(pullback, config)
 
     with simulated():

@@ -48,7 +48,7 @@ def compare(made, config):
     @jax.jit
     def multiply(made, cotangent):
         wanted = frozenset(gradients)
-        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
         return forward(made, config)[0], backward(pullback, config)
 
     with interpreted():
@@ -68,7 +68,7 @@ def test_rows_of_others_may_be_anything():
 
     def multiply(made):
         wanted, cotangent = frozenset({"lhs", "rhs", "rhs_bias"}), jnp.ones((300, 140)).at[:100].set(jnp.nan)
-        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=wanted)
         return forward(made, TILES)[0], backward(pullback, TILES)
 
     with interpreted():

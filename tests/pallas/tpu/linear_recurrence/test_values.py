@@ -85,7 +85,7 @@ def passes(made, config=CONFIG):
     cotangent = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), (read, final))
     cotangent = (cotangent[0].astype(read.dtype), cotangent[1])
     wanted = frozenset(name for name in differentiable(made))
-    pullback = Pullback(record=made, residuals=residuals, output=None, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=made, residuals=residuals, output=None, cotangent=cotangent, grad_fields=wanted)
     return (read, final), cotangent, backward(pullback, config)
 
 

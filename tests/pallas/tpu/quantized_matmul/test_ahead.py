@@ -50,7 +50,7 @@ def test_both_passes_compile_at_awkward_shapes(case, name):
     width = made.scales.shape[0] if made.transpose else made.scales.shape[1] * made.format.group_size
 
     def both(record, cotangent):
-        pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, wanted=frozenset({"x"}))
+        pullback = Pullback(record=record, residuals=(), output=None, cotangent=cotangent, grad_fields=frozenset({"x"}))
         there = forward(record, heuristic(record, device, "forward"))[0]
         return there, backward(pullback, heuristic(record, device, "backward"))
 

@@ -50,7 +50,7 @@ CASES = {
 
 
 def passes(made, cotangent):
-    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, wanted=frozenset({"x"}))
+    pullback = Pullback(record=made, residuals=(), output=None, cotangent=cotangent, grad_fields=frozenset({"x"}))
     return forward(made, TILES)[0], backward(pullback, TILES)["x"]
 
 

@@ -47,7 +47,7 @@ def both(way, given, sizes, **options):
     output, residuals = way[0].forward(part, (sizes or DEFAULT)[0])
     wanted = frozenset({"query", "key", "value"})
     residuals = SoftmaxResiduals(lse=residuals.lse)
-    pullback = Pullback(record=part, residuals=residuals, output=output, cotangent=output, wanted=wanted)
+    pullback = Pullback(record=part, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
     return output, way[1].backward(pullback, (sizes or DEFAULT)[1])
 
 

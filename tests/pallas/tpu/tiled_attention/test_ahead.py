@@ -52,7 +52,7 @@ def everything(b, t, s, h, hk, d, dv):
 
 def gradients(params, wanted, record, output, cotangent, lse):
     residuals = SoftmaxResiduals(lse=lse)
-    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
     return backward(pullback, params)
 
 

@@ -19,7 +19,7 @@ def test_attention_has_none():
     def attend(made, cotangent):
         got, residuals = forward(made, FORWARD)
         wanted = frozenset(gradients)
-        pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, wanted=wanted)
+        pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, grad_fields=wanted)
         return got, backward(pullback, BACKWARD)
 
     with simulated():

@@ -33,7 +33,7 @@ def attend(made, cotangent):
         name for name in ("query", "key", "value", "bias", "softmax_aux") if getattr(made, name) is not None
     )
     output, residuals = forward(made, FORWARD)
-    pullback = Pullback(record=made, residuals=residuals, output=output, cotangent=cotangent, wanted=wanted)
+    pullback = Pullback(record=made, residuals=residuals, output=output, cotangent=cotangent, grad_fields=wanted)
     return output, residuals, backward(pullback, BACKWARD)
 
 
@@ -75,7 +75,9 @@ def test_large_tiles_on_and_off_the_diagonal():
     @jax.jit
     def both(made, cotangent):
         got, residuals = forward(made, params)
-        pullback = Pullback(record=made, residuals=residuals, output=got, cotangent=cotangent, wanted=frozenset(FIELDS))
+        pullback = Pullback(
+            record=made, residuals=residuals, output=got, cotangent=cotangent, grad_fields=frozenset(FIELDS)
+        )
         return got, residuals.lse, backward(pullback, back)
 
     with (

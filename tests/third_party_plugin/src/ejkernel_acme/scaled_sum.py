@@ -108,7 +108,7 @@ def backward(pullback: Pullback, config: SumPieces) -> dict[str, jax.Array]:
     record, rows = pullback.record, pullback.record.scale * pullback.cotangent[:, None]
     weights = jnp.ones_like(record.x[0]) if record.weights is None else record.weights
     gradients = {"x": rows * weights, "weights": jnp.sum(rows * record.x, axis=0)}
-    return {name: gradients[name] for name in pullback.wanted}
+    return {name: gradients[name] for name in pullback.grad_fields}
 
 
 def _rule(record: ScaledSumArguments, device: Any, direction: Any) -> SumPieces:

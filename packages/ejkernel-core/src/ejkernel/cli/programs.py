@@ -112,7 +112,7 @@ def _output_and_gradients(
     """Returns the output, and the gradients of its sum."""
     results = Results(*forward(record))
     cotangent = jax.tree.map(jnp.ones_like, results.output)
-    saved = Pullback(record=record, cotangent=cotangent, wanted=grad_fields, **results._asdict())
+    saved = Pullback(record=record, cotangent=cotangent, grad_fields=grad_fields, **results._asdict())
     return results.output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
 
 

@@ -180,7 +180,7 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
     # kernel again to compute it, although its policy saves the named one.
     results = _named(results)
-    pullback = Pullback(record=record, cotangent=None, wanted=grad_fields, **results._asdict())
+    pullback = Pullback(record=record, cotangent=None, grad_fields=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
     result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
     return result, _Saved(pullback=pullback, config=config)
@@ -211,7 +211,7 @@ def _backward(plan: CallPlan, from_forward: _Saved, cotangent: Any) -> tuple[Any
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
     # The choice depends on shapes and the device alone, so this is the implementation that the forward pass chose.
-    _, backward = plan.pick_both(saved.record, saved.wanted)
+    _, backward = plan.pick_both(saved.record, saved.grad_fields)
     if from_forward.config is None:
         backward = plan.configured(backward, saved.record)
     else:
@@ -221,16 +221,16 @@ def _backward(plan: CallPlan, from_forward: _Saved, cotangent: Any) -> tuple[Any
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
     # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get None. A differentiated
     # field never gets None: `_grad_fields` has raised an error for a differentiated field without a gradient.
-    cotangents = {name: gradients[name] if name in saved.wanted else None for name in array_fields(saved.record)}
+    cotangents = {name: gradients[name] if name in saved.grad_fields else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 
 
 def _select_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dict[str, Any]:
     gradients = plan.backward(pullback, choice)
-    missing = pullback.wanted - set(gradients)
+    missing = pullback.grad_fields - set(gradients)
     if missing:
         raise RuntimeError(f"the backward pass of {plan.op.name} gave no gradient for {', '.join(sorted(missing))}")
-    return {name: gradients[name] for name in sorted(pullback.wanted)}
+    return {name: gradients[name] for name in sorted(pullback.grad_fields)}
 
 
 def _grad_fields(op: Op, marked: Any) -> frozenset[str]:

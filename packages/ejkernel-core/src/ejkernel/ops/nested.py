@@ -40,7 +40,7 @@ def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
         NoImplementationError: No implementation serves it.
     """
     plan = _plan(op)
-    choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.wanted))
+    choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.grad_fields))
     if choice.implementation is None:
         raise NoImplementationError(choice)
     return plan.backward(pullback, plan.configured(choice, pullback.record))

@@ -160,7 +160,7 @@ def _backward_tangent(
     family: Family, run: Run, primals: tuple[Pullback], tangents: tuple[Pullback]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     (pullback,), (moved,) = primals, tangents
-    gradients = functools.partial(_reference_gradients, family, pullback.wanted)
+    gradients = functools.partial(_reference_gradients, family, pullback.grad_fields)
     at, along = ((each.record, each.cotangent, each.lse_cotangent) for each in (pullback, moved))
     return backward_pass(family, run, pullback), jax.jvp(gradients, at, along)[1]
 

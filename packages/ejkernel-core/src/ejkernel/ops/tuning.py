@@ -115,7 +115,7 @@ def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
     output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
     cotangent = _cotangent(output) if grad_fields else None
-    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, wanted=grad_fields)
+    return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=grad_fields)
 
 
 def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
@@ -139,7 +139,7 @@ def _pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: frozens
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
     results = jax.jit(lambda r: Results(*kernel(r, config)))(record)
-    return Pullback(record=record, cotangent=_cotangent(results.output), wanted=grad_fields, **results._asdict())
+    return Pullback(record=record, cotangent=_cotangent(results.output), grad_fields=grad_fields, **results._asdict())
 
 
 def _lowered(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:

@@ -33,7 +33,7 @@ class Pullback:
         residuals: The family's residuals of the forward pass.
         output: The forward output.
         cotangent: Cotangent of the output; same structure, shapes and dtypes. None until the backward pass runs.
-        wanted: Names of the record fields whose gradient is asked for. A backward implementation returns
+        grad_fields: Names of the record fields whose gradient is asked for. A backward implementation returns
             `{name: gradient}` for at least these, each with the field's shape and dtype.
         private_residuals: What the forward function of the same, paired implementation returned after its residuals;
             None where it returned nothing more.
@@ -45,7 +45,7 @@ class Pullback:
     residuals: Any
     output: Any
     cotangent: Any
-    wanted: frozenset[str] = static()
+    grad_fields: frozenset[str] = static()
     private_residuals: Any = None
     lse_cotangent: Any = None
 
@@ -78,12 +78,12 @@ def both_passes(
     Args:
         forward: The forward function.
         backward: The backward function.
-        start: Record, cotangent and requested fields. Where no field is wanted, the forward pass runs alone.
+        start: Record, cotangent and requested fields. Without requested fields, the forward pass runs alone.
         config: The configuration of both.
     """
-    if not start.wanted:
+    if not start.grad_fields:
         return Results(*forward(start.record, config)).output
     with differentiating():
         results = Results(*forward(start.record, config))
     gradients = backward(dataclasses.replace(start, **results._asdict()), config)
-    return results.output, {name: gradients[name] for name in start.wanted}
+    return results.output, {name: gradients[name] for name in start.grad_fields}

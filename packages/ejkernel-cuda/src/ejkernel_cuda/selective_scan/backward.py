@@ -56,4 +56,4 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
         "skip": dskip.sum(axis=0),
         "initial_state": dinitial,
     }
-    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}

@@ -60,4 +60,4 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         "bias": dweight[-1],
         "initial_state": initial_tokens,
     }
-    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}

@@ -25,7 +25,7 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
 
     record: GatherReduce = pullback.record
     rows, num_terms = record.inverse.shape
-    weight_gradient = "weights" in pullback.wanted
+    weight_gradient = "weights" in pullback.grad_fields
     spec = make_spec(record, config, num_sums=rows, num_terms=num_terms, weight_gradient=weight_gradient)
     num_pairs = spec.T * spec.K
     row_gradients, weight_gradient_terms = launch(
@@ -55,4 +55,4 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
             valid, jnp.sum(weight_gradient_terms[0].reshape(spec.NUM_CHANNEL_TILES, spec.T, spec.K), axis=0), 0
         )
         gradients["weights"] = weight_gradient_sum.astype(record.weights.dtype)
-    return {name: gradients[name] for name in pullback.wanted}
+    return {name: gradients[name] for name in pullback.grad_fields}

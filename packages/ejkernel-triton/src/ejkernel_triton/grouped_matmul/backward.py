@@ -38,7 +38,7 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     """
     if pullback.record.lhs_scale is not None:
         return _scaled_row_gradients(pullback, config)
-    record, cotangent, requested = pullback.record, pullback.cotangent, pullback.wanted
+    record, cotangent, requested = pullback.record, pullback.cotangent, pullback.grad_fields
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in requested:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
@@ -57,10 +57,10 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
     """Returns the gradients of a record whose rows have scales: first of the scaled rows, from which both are
     derived.
     """
-    record, requested = pullback.record, pullback.wanted
+    record, requested = pullback.record, pullback.grad_fields
     inner_fields = requested - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in requested else set())
     gradients = backward(
-        dataclasses.replace(pullback, record=fold_lhs_scale(record), wanted=frozenset(inner_fields)), config
+        dataclasses.replace(pullback, record=fold_lhs_scale(record), grad_fields=frozenset(inner_fields)), config
     )
     if "lhs" in inner_fields:
         gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)

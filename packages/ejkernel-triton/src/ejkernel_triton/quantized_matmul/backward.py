@@ -20,4 +20,4 @@ def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]
     """
     record: QuantizedMatmul = pullback.record
     matmul = matmul_over_rows if record.transpose else matmul_over_words
-    return {name: matmul(record, pullback.cotangent, config) for name in sorted(pullback.wanted)}
+    return {name: matmul(record, pullback.cotangent, config) for name in sorted(pullback.grad_fields)}

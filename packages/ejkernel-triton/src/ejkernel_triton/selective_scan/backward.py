@@ -58,7 +58,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         "skip": dskip.sum(axis=(0, 1)),
         "initial_state": jnp.swapaxes(dinitial[0] if spec.PACKED else dinitial, 1, 2),
     }
-    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
 def _launch(

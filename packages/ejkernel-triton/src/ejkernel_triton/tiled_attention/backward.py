@@ -50,7 +50,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
         padding_as_segments(pullback.record),
-        pullback.wanted,
+        pullback.grad_fields,
     )
     delta = _output_cotangent_products(pullback, record)
     row_inputs = _row_inputs(pullback, record, delta)

@@ -74,7 +74,7 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
         Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
-    fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}
+    fields = {name: getattr(record, name) for name in sorted(pullback.grad_fields)}
     grads = {name: jnp.zeros(x.shape, accumulator(record)) for name, x in fields.items()}
     if record.query.size and record.key.size and grads:
         plan = plan_rows(record, config)

@@ -35,4 +35,4 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     (gradients,) = jax.vjp(output, fields)[1](outputs)
     dx, dstate = add_state_gradients(record, gradients["x"], gradients[state], final)
     gradients |= {"x": dx, state: dstate}
-    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}

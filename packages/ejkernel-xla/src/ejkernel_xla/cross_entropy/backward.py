@@ -24,7 +24,7 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         fields.
     """
     record, (loss_cotangent, lse_cotangent, *_) = pullback.record, pullback.cotangent
-    saved = {name: getattr(pullback.residuals, name) for name in pullback.wanted}
+    saved = {name: getattr(pullback.residuals, name) for name in pullback.grad_fields}
     if all(gradient is not None for gradient in saved.values()):
         return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
     factors = gradients.factors(
@@ -36,6 +36,6 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         return gradients.add_tokens(sums, select_tokens(record, span), factors.cut(span), span, scale, config.block_v)
 
     sums = loop_over_spans(
-        record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.wanted)
+        record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.grad_fields)
     )
     return gradients.finished(sums, record, scale)

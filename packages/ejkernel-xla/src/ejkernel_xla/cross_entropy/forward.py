@@ -26,7 +26,7 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
     saves_gradients = (
         record.summed and record.lm_head is not None and config.block_v >= vocabulary(record) and is_differentiated()
     )
-    wanted = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
+    grad_fields = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
     scale = gradients.power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
 
     def add(span: Span, carry: Any) -> Any:
@@ -38,7 +38,7 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
             sums = gradients.add_tokens(sums, part, factors, span, scale, config.block_v)
         return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, results, strict=True)), sums
 
-    start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, wanted))
+    start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, grad_fields))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
     output = (jnp.sum(loss, keepdims=True) if record.summed else loss, *rest)
     return output, CrossEntropyResiduals(**gradients.finished(sums, record, scale) if saves_gradients else {})

@@ -23,9 +23,9 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """
     record, dtype = pullback.record, accumulator(pullback.record)
     gradients: dict[str, jax.Array] = {}
-    if "rows" in pullback.wanted:
+    if "rows" in pullback.grad_fields:
         gradients["rows"] = _rows_gradient(record, pullback.cotangent, dtype).astype(record.rows.dtype)
-    if "weights" in pullback.wanted:
+    if "weights" in pullback.grad_fields:
         wide = pullback.cotangent.astype(dtype)
 
         def dot(n: jax.Array) -> jax.Array:

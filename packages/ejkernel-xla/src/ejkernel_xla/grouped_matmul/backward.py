@@ -34,7 +34,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
         Each requested gradient, in its field's shape and dtype.
     """
     record, cotangent = pullback.record, pullback.cotangent
-    fields = sorted(pullback.wanted - {"existing_out"})
+    fields = sorted(pullback.grad_fields - {"existing_out"})
     grads = {name: jnp.zeros_like(getattr(record, name)) for name in fields}
     rows = record.lhs.shape[0]
     if rows and grads:
@@ -50,7 +50,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
             return {**_store(record, g, sums, grads), **lhs}
 
         grads = over_groups(*group_rows(record), group, grads)
-    if "existing_out" in pullback.wanted:
+    if "existing_out" in pullback.grad_fields:
         grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
     return grads
 

@@ -38,10 +38,10 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
     """
     record = pullback.record
     if not record.query.size:  # no rows
-        return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.wanted)}
+        return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.grad_fields)}
     chunking = make_chunking(record, config.chunk_size)
     grads = _reverse_chunks(pullback, chunking, _chunk_states(record, chunking))
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
 def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
@@ -68,7 +68,7 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
     """Differentiates the chunks in reverse; the table holds the cotangents of the states after the current chunk."""
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
-    names = [name for name in TOKEN_FIELDS if name in pullback.wanted]
+    names = [name for name in TOKEN_FIELDS if name in pullback.grad_fields]
     grads = {name: _zero_gradient(getattr(record, name), record) for name in names}
 
     def step(n: jax.Array, carry: tuple[Gradients, jax.Array]) -> tuple[Gradients, jax.Array]:

@@ -21,4 +21,4 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     """
     record: QuantizedMatmul = pullback.record
     axis = 0 if record.transpose else 1
-    return {name: product(record, pullback.cotangent, axis) for name in sorted(pullback.wanted)}
+    return {name: product(record, pullback.cotangent, axis) for name in sorted(pullback.grad_fields)}

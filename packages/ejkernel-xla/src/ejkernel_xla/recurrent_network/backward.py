@@ -64,7 +64,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
         layer_grads.insert(0, grads)
     grads = _collect_gradients(record, layer_grads)
     grads["x"] = time_major(outputs)
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
 def _inputs(pullback: Pullback, layer: int) -> jax.Array:

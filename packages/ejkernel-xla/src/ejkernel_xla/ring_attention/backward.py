@@ -57,15 +57,15 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
     )
     grads = _around(local, params, ring)
-    if "softmax_aux" in pullback.wanted:
+    if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = _sink_gradient(pullback)
-    return {name: _home(grads[name], name, pullback.record, ring) for name in sorted(pullback.wanted)}
+    return {name: _home(grads[name], name, pullback.record, ring) for name in sorted(pullback.grad_fields)}
 
 
 def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
-    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.wanted - {"softmax_aux"}}
+    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.grad_fields - {"softmax_aux"}}
     zeros = _compat.as_varying(zeros, pullback)
     # dk and dv go around with their keys, and arrive at home complete; dq and dbias stay.
     travelling_gradients = {name: zeros[name] for name in ("key", "value") if name in zeros}
@@ -78,7 +78,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
         part = dataclasses.replace(
             pullback,
             record=step_record(record, ring, source, load),
-            wanted=pullback.wanted - {"softmax_aux"},
+            grad_fields=pullback.grad_fields - {"softmax_aux"},
         )
         # float32 throughout: what travels is not rounded at every step.
         grads = tiles.accumulate(part, params, partial)

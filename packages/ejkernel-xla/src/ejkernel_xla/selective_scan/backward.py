@@ -75,12 +75,12 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
             store_final_states(at, before, first),
         )
 
-    grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.wanted}
+    grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.grad_fields}
     sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
     start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
     grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
     gradients = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
-    return {name: _as_field(record, name, gradients[name]) for name in sorted(pullback.wanted)}
+    return {name: _as_field(record, name, gradients[name]) for name in sorted(pullback.grad_fields)}
 
 
 def _as_field(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:

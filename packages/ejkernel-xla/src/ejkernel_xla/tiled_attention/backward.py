@@ -80,7 +80,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     record = pullback.record
     if pullback.lse_cotangent is not None and not record.normalize_output:
         return added_up(backward, pullback, params)
-    fields = {name: getattr(record, name) for name in sorted(pullback.wanted)}
+    fields = {name: getattr(record, name) for name in sorted(pullback.grad_fields)}
     # The gradient of a query is complete after its tile; the other gradients are sums over query tiles.
     grads = {
         name: jnp.zeros(x.shape, x.dtype if name == "query" else accumulator(record)) for name, x in fields.items()

@@ -28,4 +28,4 @@ def backward(pullback: Pullback, config: TokenLoop) -> dict[str, jax.Array]:
     parameters, tokens, state = pull((outputs, (finals[:, 0], finals[:, 1], finals[:, 2])))
     grads: dict[str, jax.Array] = {"decay": parameters[0], "bonus": parameters[1], "key": tokens[0], "value": tokens[1]}
     grads["initial_state"] = jnp.stack(state, axis=1)
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}

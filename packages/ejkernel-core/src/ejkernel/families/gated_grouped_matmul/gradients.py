@@ -32,10 +32,10 @@ def gradients_of_products(
     _, gate_pullback = jax.vjp(lambda products: gate(record, products), products)
     (cotangent,) = gate_pullback(pullback.cotangent)
     inner = Pullback(
-        record=product, residuals=(), output=products, cotangent=cotangent, wanted=frozenset(pullback.wanted)
+        record=product, residuals=(), output=products, cotangent=cotangent, grad_fields=frozenset(pullback.grad_fields)
     )
     found = gradients(inner)
-    if "lhs" in pullback.wanted and record.indices is not None:
+    if "lhs" in pullback.grad_fields and record.indices is not None:
         found["lhs"] = _sums_of_tokens(record, record.indices, found["lhs"])
     return found
 

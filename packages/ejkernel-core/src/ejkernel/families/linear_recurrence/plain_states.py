@@ -61,7 +61,7 @@ def with_plain_state_gradients(backward: Backward) -> Backward:
         kept, final = pull_stored(final)
         inner = dataclasses.replace(pullback, record=plain(held), output=None, cotangent=(read, final))
         gradients = backward(inner, config)
-        if name in pullback.wanted:
+        if name in pullback.grad_fields:
             _, pull_read = jax.vjp(lambda held: getattr(plain(held), name), held)
             gradients[name] = kept + pull_read(gradients[name])[0]
         return gradients

@@ -103,7 +103,7 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
         Each wanted gradient, in its field's shape and dtype. Those of key and value are of the device's own part, and
         complete; those of bias and softmax_aux are what the device's queries contribute.
     """
-    record, grad_fields = pullback.record, pullback.wanted
+    record, grad_fields = pullback.record, pullback.grad_fields
     ring = ring_of_steps(record)
     if ring is None:
         return kernel.backward(dataclasses.replace(pullback, record=tiled(record)), config)
@@ -116,7 +116,7 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
             output=ring.stripe(pullback.output, 1),
             cotangent=ring.stripe(pullback.cotangent, 1),
             lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
-            wanted=grad_fields - {"softmax_aux"},
+            grad_fields=grad_fields - {"softmax_aux"},
         )
         grads = _step_gradients(local, config, kernel, ring)
     if "softmax_aux" in grad_fields:
@@ -212,10 +212,10 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
             output=step.take(output, 1),
             cotangent=step.take(cotangent, 1),
             lse_cotangent=None if of_lse is None else step.take(of_lse, 2),
-            wanted=pullback.wanted,
+            grad_fields=pullback.grad_fields,
         )
         gradients = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
-        return step.spread({name: gradients[name] for name in pullback.wanted}, load["key"].shape[1])
+        return step.spread({name: gradients[name] for name in pullback.grad_fields}, load["key"].shape[1])
 
     def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
         grads = grads_of(step_at(record, ring, distance, load), load)

@@ -86,7 +86,7 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    record, grad_fields = clean(pullback.record), pullback.wanted
+    record, grad_fields = clean(pullback.record), pullback.grad_fields
     if record.block_indices is None:
         record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
     wide = jnp.promote_types(record.query.dtype, jnp.float32)
@@ -137,7 +137,7 @@ def _dense(
         residuals=SoftmaxResiduals(lse=branch.lse),
         output=branch.output,
         cotangent=cotangent,
-        wanted=inner,
+        grad_fields=inner,
     )
     return {outer[x]: gradient for x, gradient in dense.backward(pullback).items()}
 

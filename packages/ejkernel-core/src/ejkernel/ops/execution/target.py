@@ -95,6 +95,6 @@ def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> A
     results = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
     if is_paired:
         grad_fields = pair_gradients(plan, record, choice)
-        return Pullback(record=record, residuals=None, output=None, cotangent=results.output, wanted=grad_fields)
+        return Pullback(record=record, residuals=None, output=None, cotangent=results.output, grad_fields=grad_fields)
     grad_fields = frozenset(plan.op.family.differentiable) & set(array_fields(record))
-    return Pullback(record=record, cotangent=results.output, wanted=grad_fields, **results._asdict())
+    return Pullback(record=record, cotangent=results.output, grad_fields=grad_fields, **results._asdict())

@@ -33,12 +33,12 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     record, gradients = dataclasses.replace(pullback.record, left_over="zero"), dict[str, jax.Array]()
     cotangent = pullback.cotangent.astype(record.lhs.dtype)
     spec = make_spec(record, params, record.lhs.dtype)
-    if "lhs" in pullback.wanted:
+    if "lhs" in pullback.grad_fields:
         transposed_spec = dataclasses.replace(
             spec, contracted=spec.columns, columns=spec.contracted, transposed=not spec.transposed
         )
         gradients["lhs"] = multiply_by_group(grouped_matmul_kernel, transposed_spec, cotangent, record)
-    if "rhs" in pullback.wanted:
+    if "rhs" in pullback.grad_fields:
         operands = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
         output_sizes = {"contracted": operands[0].shape[1], "columns": operands[1].shape[1]}
         drhs_spec = make_spec(record, params.rhs, record.rhs.dtype)

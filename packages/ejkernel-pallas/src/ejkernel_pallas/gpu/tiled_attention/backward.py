@@ -71,19 +71,19 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    wanted, spec = pullback.wanted, make_spec(pullback.record)
+    grad_fields, spec = pullback.grad_fields, make_spec(pullback.record)
     tile = backward_tile(params, spec)
     operands, delta = _operands(pullback, spec, tile)
     gradients: dict[str, jax.Array] = {}
-    if wanted & {"query", "key", "value"}:
+    if grad_fields & {"query", "key", "value"}:
         gradients = _gradients(spec, tile, operands, pullback.record)
-    if "softmax_aux" in wanted:
+    if "softmax_aux" in grad_fields:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
-    if spec.segments and "query" in wanted:
+    if spec.segments and "query" in grad_fields:
         # The query's gradient is NaN if a row was not finite; the keys that it attends to get nothing from it.
         is_nan_row = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
         gradients["query"] = jnp.where(is_nan_row, jnp.nan, gradients["query"])
-    return {name: gradients[name] for name in sorted(wanted)}
+    return {name: gradients[name] for name in sorted(grad_fields)}
 
 
 def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[Operands, jax.Array]:

@@ -47,7 +47,7 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
         }
     dx, before = add_state_gradients(record, dx, before, final)
     found |= {"x": dx, "initial_state": before, "sequence_state": before}
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
 def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,12 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, cotangent, grad_fields, blocks = pullback.record, pullback.cotangent, pullback.wanted, blocks_of(config)
+    record, cotangent, grad_fields, blocks = (
+        pullback.record,
+        pullback.cotangent,
+        pullback.grad_fields,
+        blocks_of(config),
+    )
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in grad_fields:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)

@@ -46,7 +46,7 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     if "of_columns" in results:
         of_columns = layout.column_gradients(plan, record, results["of_columns"], results.get("of_along"))
         found |= {name: plan.unalign(x) for name, x in of_columns.items()}
-    return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.wanted)}
+    return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
 
 def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) -> jax.Array:
@@ -67,17 +67,17 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
     """Returns the gradients that the kernel writes, and those of the initial states as `initial`."""
     record, (read, final), spec = pullback.record, pullback.cotangent, plan.spec
     read = plan.align(read)
-    wanted = frozenset(pullback.wanted)
+    grad_fields = frozenset(pullback.grad_fields)
     outputs: dict[str, Operand] = {}
     for name, count in spec.wide:
-        if name in wanted:
+        if name in grad_fields:
             written = _written(spec, count)
             # What XLA adds up afterwards is in float32.
             dtype = getattr(record, name).dtype if written == count else jnp.float32
             results = jax.ShapeDtypeStruct((plan.rows, plan.length, written, spec.width(name)), dtype)
             outputs[f"of_{name}"] = layout.wide_operand(plan, name, results, written, True)
-    of_decay = bool(spec.sums) and "decay" in wanted
-    if of_decay or wanted & set(spec.columns):
+    of_decay = bool(spec.sums) and "decay" in grad_fields
+    if of_decay or grad_fields & set(spec.columns):
         results = (plan.rows, spec.steps, plan.length, layout.column_count(spec))
         outputs["of_columns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
     if of_decay:
@@ -86,7 +86,7 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
     outputs["initial"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
     return run(
         "chunk_bwd",
-        functools.partial(chunk_bwd, wanted=wanted),
+        functools.partial(chunk_bwd, grad_fields=grad_fields),
         plan,
         inputs={
             **inputs(plan, arrays, backwards=True),

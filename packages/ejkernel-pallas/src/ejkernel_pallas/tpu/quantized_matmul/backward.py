@@ -24,4 +24,4 @@ def backward(pullback: Pullback, config: TpuQuantized) -> dict[str, jax.Array]:
     record: QuantizedMatmul = pullback.record
     kernel = multiply_rows if record.transpose else multiply_words
     cotangent = pullback.cotangent.astype(record.x.dtype)
-    return {name: multiply(kernel, record, cotangent, config) for name in sorted(pullback.wanted)}
+    return {name: multiply(kernel, record, cotangent, config) for name in sorted(pullback.grad_fields)}

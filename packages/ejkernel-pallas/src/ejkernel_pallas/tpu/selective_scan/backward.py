@@ -67,7 +67,7 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
         "skip": results["dskip"].sum(axis=(0, 1)),
         "initial_state": jnp.swapaxes(unless_empty(record, results["dinitial"], after), 1, 2),
     }
-    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.wanted)}
+    return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
 def _result_operands(plan: Plan, record: SelectiveScan, tokens: tuple[int, ...], states: tuple[int, ...]) -> Blocks:

@@ -44,7 +44,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    (by_key, by_query), record, grad_fields = backward_blocks(config), canonical(pullback.record), pullback.wanted
+    (by_key, by_query), record, grad_fields = backward_blocks(config), canonical(pullback.record), pullback.grad_fields
     cotangent, shift, products = _rows(pullback, record)
     query_rows = cotangent, shift, delta_of(products, pullback, record.q_segment_ids)
     gradients: Gradients = {}

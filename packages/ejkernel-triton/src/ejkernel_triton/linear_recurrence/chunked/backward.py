@@ -41,7 +41,7 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, wanted, private = canonical(pullback.record), pullback.wanted, pullback.private_residuals
+    record, grad_fields, private = canonical(pullback.record), pullback.grad_fields, pullback.private_residuals
     call = make_call(record, config, config.backward_chunk, private.gates, private.scores)
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
@@ -49,16 +49,16 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     # The scan comes first: the kernels after it read the gradient of the state after each chunk.
     dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": first, "sequence_state": first}
-    if wanted & OF_VALUES:
+    if grad_fields & OF_VALUES:
         made = value_gradients(call, cotangent, dstates)
         gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
-    if wanted & OF_KEYS:
+    if grad_fields & OF_KEYS:
         states = chunk_states(record, call, private.starts) if private.states is None else private.states
-        made = key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, wanted))
+        made = key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, grad_fields))
         gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
-    return {name: sum_to_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(wanted)}
+    return {name: sum_to_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(grad_fields)}
 
 
 def _state_gradients(
@@ -73,9 +73,9 @@ def _state_gradients(
     return dstates, first[0] if packed else first[:, 0]
 
 
-def gate_dtype(record: LinearRecurrence, wanted: frozenset[str]) -> Any:
+def gate_dtype(record: LinearRecurrence, grad_fields: frozenset[str]) -> Any:
     """Returns the dtype of gates' gradients: the gates' own if they are not summed further; None if not requested."""
-    if record.decay is None or "decay" not in wanted:
+    if record.decay is None or "decay" not in grad_fields:
         return None
     whole = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
     return record.decay.dtype if whole else jnp.float32

@@ -66,7 +66,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, wanted, private = pullback.record, pullback.wanted, pullback.private_residuals
+    record, grad_fields, private = pullback.record, pullback.grad_fields, pullback.private_residuals
     if private.wy is None:
         # The WY form and the inverse are recomputed, since the forward pass did not store them.
         wy, call = wy_form(record, config, config.backward_chunk, keep=True)
@@ -80,10 +80,10 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         states, _, value = chunk_states(record, call, private.wy, private.segments)
         private = private._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    gradients = _gradients(record, call, private, cotangent, pullback.cotangent[1], gate_dtype(record, wanted))
+    gradients = _gradients(record, call, private, cotangent, pullback.cotangent[1], gate_dtype(record, grad_fields))
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
-    return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(wanted)}
+    return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(grad_fields)}
 
 
 def _gradients(

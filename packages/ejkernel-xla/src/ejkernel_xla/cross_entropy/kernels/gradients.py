@@ -67,13 +67,13 @@ class GradientSums(NamedTuple):
     lm_head_bias: jax.Array | None
 
 
-def zero_gradients(record: CrossEntropy, wanted: frozenset[str]) -> GradientSums:
+def zero_gradients(record: CrossEntropy, grad_fields: frozenset[str]) -> GradientSums:
     """Returns gradients of nothing, of the fields that are asked for."""
     dtypes = {"inputs": record.inputs.dtype, "lm_head": accumulator(record), "lm_head_bias": accumulator(record)}
     return GradientSums(
         **{
             name: jnp.zeros(getattr(record, name).shape, dtype)
-            if name in wanted and getattr(record, name) is not None
+            if name in grad_fields and getattr(record, name) is not None
             else None
             for name, dtype in dtypes.items()
         }

@@ -27,7 +27,9 @@ AllTokens = tuple[Tokens, ...]
 Gradients = tuple[Heads, AllTokens]
 
 
-def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, wanted: frozenset[str]) -> None:
+def chunk_bwd(
+    refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, grad_fields: frozenset[str]
+) -> None:
     """Processes one chunk of some heads."""
     step = step_of(refs, chunks=chunks, packed=packed, backwards=True)
 
@@ -46,7 +48,7 @@ def chunk_bwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
         state_gradients, token_gradients = _run_gradients(spec, step, runs, before, heads, cotangents, after)
     for head, state in enumerate(state_gradients):
         refs.state[head] = state
-    add_heads(refs, spec, token_gradients, wanted)
+    add_heads(refs, spec, token_gradients, grad_fields)
 
     @pl.when(step.is_first)
     def _() -> None:

@@ -217,13 +217,13 @@ def _head_of(spec: RecurrenceSpec, head: int, count: int) -> int:
 
 
 def add_heads(
-    refs: RecurrenceRefs, spec: RecurrenceSpec, gradients: tuple[Tokens, ...], wanted: frozenset[str]
+    refs: RecurrenceRefs, spec: RecurrenceSpec, gradients: tuple[Tokens, ...], grad_fields: frozenset[str]
 ) -> None:
     """Writes gradients of tokens; those of heads that share a field's head are added first."""
     totals: dict[tuple[str, int], jax.Array] = {}
     for head, found in enumerate(gradients):
         for name, count in spec.wide:
-            if name not in wanted:
+            if name not in grad_fields:
                 continue
             read_head, value = _head_of(spec, head, count), getattr(found, name)
             total = totals.pop((name, read_head), None)
@@ -233,12 +233,12 @@ def add_heads(
                 continue
             ref = getattr(refs, f"of_{name}")
             ref[part(ref, read_head, spec.width(name))] = value.astype(ref.dtype)
-        sum_gradients = found.decay if isinstance(found.decay, HeadDecay) and "decay" in wanted else None
+        sum_gradients = found.decay if isinstance(found.decay, HeadDecay) and "decay" in grad_fields else None
         for name, at in _places(spec, head):
             # The coarse and the fine sum have the same gradient.
             if name == "coarse" and sum_gradients is not None:
                 refs.of_columns[:, at : at + 1] = sum_gradients.coarse
-            elif name in wanted:
+            elif name in grad_fields:
                 refs.of_columns[:, at : at + 1] = getattr(found, name)
         if sum_gradients is not None:
             refs.of_along[head : head + 1] = sum_gradients.coarse_row

@@ -63,11 +63,11 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         return tiled_backward.backward(dataclasses.replace(pullback, record=tiled(record)), config)
     query_rows = query_rows_of(pullback)
     grads = _ring_gradients(
-        RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.wanted - {"softmax_aux"}
+        RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.grad_fields - {"softmax_aux"}
     )
-    if "softmax_aux" in pullback.wanted:
+    if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
-    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 
 def query_rows_of(pullback: Pullback) -> QueryRows:
@@ -169,7 +169,7 @@ def _bias_gradient(
         output=query_rows.output,
         cotangent=query_rows.cotangent,
         lse_cotangent=query_rows.lse_cotangent,
-        wanted=frozenset({"bias"}),
+        grad_fields=frozenset({"bias"}),
     )
     return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
 

@@ -48,7 +48,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         The gradient of each requested field, in its shape and dtype.
     """
     record, ring = pullback.record, ring_of(pullback.record)
-    if ring is None or not pullback.wanted >= {"query", "key", "value"}:
+    if ring is None or not pullback.grad_fields >= {"query", "key", "value"}:
         return collective_backward.backward(pullback, config)
     query_rows = query_rows_of(pullback)
     plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
@@ -64,9 +64,9 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         )
         kv_gradients = [one + other for one, other in zip(kv_gradients, other_gradients, strict=True)]
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
-    if "softmax_aux" in pullback.wanted:
+    if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
-    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.wanted)}
+    return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 
 class Sweep(NamedTuple):
