@@ -90,6 +90,16 @@ def test_a_row_names_the_public_argument_that_sets_a_field(page, name, row):
     assert row in re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
 
 
+@pytest.mark.parametrize("name", sorted(registry().ops))
+def test_an_operation_has_a_tpu_kernel_or_a_note_says_why_not(page, name):
+    """An operation whose TPU kernel is missing or gone must say why."""
+    text = re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
+    listed = section(page, name)[""]
+    implementations = [one for one in registry().implementations[name] if one.name in listed]
+    has_kernel = any("tpu" in one.requires.devices for one in implementations if one.platform != "xla")
+    assert ("Note: no kernel for TPUs: " in text) != has_kernel
+
+
 def test_the_command_prints_the_page(run, page):
     assert run("ops").output == f"{page}\n"
 

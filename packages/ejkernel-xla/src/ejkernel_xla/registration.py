@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel_xla.no_tpu_kernel import REASONS
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -44,6 +45,7 @@ def xla_implementation(
             devices=frozenset({"cpu", "gpu", "tpu"}), symbolic=symbolic, dtypes=dtypes, handles=frozenset(handles)
         ),
         config=config,
+        instead_of_kernel={"tpu": REASONS[family]} if family in REASONS else {},
     )
 
 

@@ -55,8 +55,9 @@ def ops(as_json: bool) -> None:
 def operations(registered: Registry) -> list[dict[str, Any]]:
     """Returns the support matrix as plain data."""
     return [
-        _described(registered.ops[name], _serving(registered, name), _notes(registered, name))
+        _described(registered.ops[name], serving, _notes(registered, name, serving))
         for name in sorted(registered.ops)
+        for serving in [_serving(registered, name)]
     ]
 
 
@@ -89,7 +90,7 @@ def support_matrix(registered: Registry) -> str:
         registered: What the plugins declared.
     """
     every = [(registered.ops[name], _serving(registered, name)) for name in sorted(registered.ops)]
-    sections = (line for op, serving in every for line in _section(op, serving, _notes(registered, op.name)))
+    sections = (line for op, serving in every for line in _section(op, serving, _notes(registered, op.name, serving)))
     return "\n".join([INTRODUCTION, *_overview(every), *sections])
 
 
@@ -145,9 +146,16 @@ def _label(op: Op, field: str) -> str:
     return f"`{field}` (`{argument}`)" if named else f"`{field}`"
 
 
-def _notes(registered: Registry, name: str) -> list[str]:
-    """Returns sentences about implementations that have another name here than their plugin gave them."""
-    return [sentence for (op, _), sentence in registered.renamed.items() if op == name]
+def _notes(registered: Registry, name: str, serving: Iterable[Implementation]) -> list[str]:
+    """Returns sentences about implementations that have another name here than their plugin gave them, and about kinds
+    of devices without a kernel.
+    """
+    kernels = {kind for one in serving for kind in one.requires.devices if not one.instead_of_kernel}
+    missing = {kind: reason for one in serving for kind, reason in one.instead_of_kernel.items()}
+    renamed = [sentence for (op, _), sentence in registered.renamed.items() if op == name]
+    return renamed + [
+        f"no kernel for {kind.upper()}s: {reason}" for kind, reason in missing.items() if kind not in kernels
+    ]
 
 
 def splits(op: Op) -> list[str]:

@@ -231,6 +231,8 @@ class Implementation:
         paired: The passes belong together: a differentiated call takes both or neither, and they share one
             configuration, which is asked for, measured and stored as direction `"both"`. Calls that are not
             differentiated use that configuration too.
+        instead_of_kernel: Kind of device -> why it serves the family there instead of a kernel. The support matrix
+            shows the reason at operations that no kernel for these devices serves.
     """
 
     family: str
@@ -247,6 +249,7 @@ class Implementation:
     only: frozenset[str] | None = None
     cases: str | None = None
     paired: bool = False
+    instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.paired and self.backward is None:

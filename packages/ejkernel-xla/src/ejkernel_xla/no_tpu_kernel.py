@@ -1,0 +1,41 @@
+"""Says why TPUs have no kernel for a family, or for some of its operations, for the support matrix."""
+
+REASONS = {
+    "attention_weights": (
+        "the weights of all pairs are an output, and writing them takes more of the memory's time than computing "
+        "them; `flash_attention` has a kernel, without weights"
+    ),
+    "cross_entropy": (
+        "XLA's products with a block of the vocabulary run on the matrix units at their peak; a kernel would save "
+        "the pass of each block of logits through HBM, and is not written"
+    ),
+    "expert_routing": (
+        "it is one top-k and one sort of the chosen experts, without a product: XLA has both, and Mosaic has no sort"
+    ),
+    "gather_reduce": (
+        "a copy of one bfloat16 row starts within a tile of HBM, which Mosaic does not support: arranging rows as "
+        "whole tiles first takes the pass through HBM that a kernel would save"
+    ),
+    "kl_divergence": (
+        "it reads the logits that the caller has in HBM, and XLA fuses the reductions into these passes: a kernel "
+        "would read as many bytes"
+    ),
+    "linear_recurrence": (
+        "the kernel has no low-rank term of the state's transition, which RWKV-7 needs; it is not written"
+    ),
+    "paged_attention": (
+        "the kernel needs pages, and this operation's cache has none; `decode_attention` and `page_attention` have "
+        "a kernel"
+    ),
+    "recurrent_network": (
+        "the products of each step wait for the state before it, so that they and not the memory take the time; "
+        "XLA keeps the loop in one program"
+    ),
+    "segment_pooling": (
+        "it is one pass over the values and has no product: XLA fuses the sum and the division into this pass, and "
+        "a kernel would read as many bytes"
+    ),
+    "selected_attention": ("a kernel is not written"),
+    "wkv": ("each token has a few elementwise operations per channel and no product; a kernel is not written"),
+}
+"""Reasons by family. The support matrix shows them at the operations that no TPU kernel serves."""
