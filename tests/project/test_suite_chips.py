@@ -23,3 +23,9 @@ def test_a_chip_that_every_case_is_compiled_for(monkeypatch):
 def test_a_variable_asks_for_every_pair(monkeypatch):
     monkeypatch.setenv(EVERY, "1")
     assert len(spread("xy", CHIPS, ["b"])) == 8
+
+
+def test_no_cases_or_no_other_chips(monkeypatch):
+    monkeypatch.delenv(EVERY, raising=False)
+    assert spread("", CHIPS) == []
+    assert spread("xy", "b", ["b"]) == [("x", "b"), ("y", "b")]

@@ -22,8 +22,9 @@ def spread(cases: Iterable[Case], chips: Iterable[str], always: Iterable[str] = 
         always: Chips that every case is compiled for, in addition.
     """
     cases, chips, always = list(cases), list(chips), list(always)
-    if os.environ.get(EVERY):
+    if os.environ.get(EVERY) == "1":
         return list(itertools.product(cases, chips))
     others = [chip for chip in chips if chip not in always]
-    turns = [(cases[n % len(cases)], others[n % len(others)]) for n in range(max(len(cases), len(others)))]
+    count = max(len(cases), len(others)) if cases and others else 0
+    turns = [(cases[n % len(cases)], others[n % len(others)]) for n in range(count)]
     return [*itertools.product(cases, always), *turns]

@@ -25,6 +25,18 @@ def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
     np.testing.assert_allclose(summary.factor * state + summary.added, final, rtol=1e-4, atol=1e-5)
 
 
+def test_values_of_fewer_heads_with_steps():
+    """Each of four heads has a step of its own; two share a value."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    query, key = (jax.random.normal(k, (1, 5, 4, 3)) for k in keys[:2])
+    value, dt = jax.random.normal(keys[2], (1, 5, 2, 3)), jax.random.uniform(keys[3], (1, 5, 4))
+    record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, dt=dt)
+    summary = token_shards.summary(reference, record, token_shards.borders(record, WHOLE))
+    (_, final), _ = reference(record)
+    np.testing.assert_allclose(summary.added, final, rtol=1e-4, atol=1e-5)
+    assert summary.factor.shape == (1, 4, 1, 1)
+
+
 def test_the_factor_of_a_low_rank_term_is_a_matrix():
     keys = jax.random.split(jax.random.key(2), 6)
     query, key, value, write, read = (jax.random.normal(k, (2, 5, 2, 3)) / 2 for k in keys[:5])

@@ -24,11 +24,7 @@ ROUNDED = [
     {**PLAIN, "logits": "bfloat16", "normalize": False, "cap": 1.5, "causal": True},  # has rows with tied maxima
 ]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,7 @@ from ejkernel.ops.plugins import registry
 SINKS, SLOPES = np.array([[0.5, -1.25, 0.125, 2.0], [0.5, 0.25, -0.5, 0.125]])
 EVERYTHING = {"scale": 0.4, "window": 7, "cap": 1.5, "sinks": SINKS}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def batch_for(op, **options):

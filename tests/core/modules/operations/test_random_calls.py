@@ -23,11 +23,7 @@ SHORT = {"dense": 7, "paged": 6, "delta": 2, "mamba": 2, "gated": 2}
 QUICK = {"xla_backend_optimization_level": "0"}
 STEP = 1e-5
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.mark.random

@@ -11,11 +11,7 @@ from recurrence_calls import Call, calls, results
 
 EPSILON = 1e-6
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @dataclasses.dataclass(frozen=True)

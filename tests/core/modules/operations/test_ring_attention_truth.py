@@ -28,11 +28,7 @@ OPTIONS = {
     "segments and mask": {"sliding_window": (None, 9)},
 }
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def masks(name):

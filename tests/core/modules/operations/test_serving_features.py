@@ -15,11 +15,7 @@ import ejkernel
 import ejkernel.modules as ej
 from ejkernel.ops.plugins import registry
 
-
-@pytest.fixture(autouse=True, scope="module")
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.mark.parametrize("op", [*OPS, *LATENT[:1]])

@@ -23,6 +23,7 @@ from ejkernel.modules import (
     state_space_v1,
     state_space_v2,
 )
+from ejkernel.ops.grad import CallPlan
 
 B, T, H, G, K, V, CHANNELS, NUMBERS = 2, 32, 4, 2, 4, 3, 4, 3
 SEQUENCES = 6
@@ -232,6 +233,22 @@ def test_delta_rules_without_gradients(name):
     transformed.close(split, transformed.quickly(run)(*inputs), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_delta_rules_without_gradients_in_16_bits(dtype):
+    """The state that enters corrects the outputs; one of float16 may exceed the dtype's range."""
+    run, inputs, placed = call("delta, packed")
+    *tokens, states = inputs
+    inputs = [*(x.astype(dtype) for x in tokens), states.at[3].mul(1e5)]
+    split = transformed.quickly(lambda *inputs: run(*inputs, **placed))(*inputs)
+    want = run(*(x.astype(jnp.float32) for x in inputs))
+    assert np.isfinite(split[1]).all()
+    within = jnp.finfo(dtype).eps * 8 * jnp.max(jnp.abs(want[1]))
+    np.testing.assert_allclose(split[1], want[1], atol=float(within))
+    kept = (np.arange(T) < LENGTHS[3]) | (np.arange(T) >= LENGTHS[4])
+    got = np.asarray(split[0], np.float32)[:, kept]
+    np.testing.assert_allclose(got, want[0][:, kept], atol=float(jnp.finfo(dtype).eps) * 16)
+
+
 @pytest.mark.parametrize("name", ["every gate, packed", "delta, packed", "mamba 1 in slots", "convolution, packed"])
 def test_nan_of_a_sequence_stays_in_it(name):
     """Sequence 3 begins in one shard, covers another and ends in a third; all of its tokens are NaN."""
@@ -311,10 +328,31 @@ def test_under_vmap_checkpoint_and_explicit_axes():
     transformed.close(output, gated_linear_attention(*plain, arrays()["channels"][:, :, :G]), rtol=1e-4, atol=2e-5)
 
 
-def test_explain_is_about_the_tokens_of_one_device():
+def test_without_gates_and_with_64_bit_types():
+    """The factor on the state is 1, of the states' dtype: a scan over shards has carries of one dtype."""
+    inputs = [jnp.asarray(arrays()[x], jnp.float32) for x in ("query", "key", "value", "state")]
+
+    def run(query, key, value, state, **placed):
+        return recurrent_attention(query, key, value, None, None, None, None, state, return_state=True, **placed)
+
+    placed = {"mesh": mesh(), "in_specs": (TIME,) * 3, "out_specs": (TIME, ALL)}
+    with jax.enable_x64(True):
+        got, want = (transformed.quickly(graded(run, inputs, **options))(*inputs) for options in (placed, {}))
+    transformed.close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_explain_is_about_the_tokens_of_one_device(monkeypatch):
+    judged, choose = [], CallPlan.choose
+
+    def noted(plan, record, *arguments, **options):
+        judged.append(record)
+        return choose(plan, record, *arguments, **options)
+
+    monkeypatch.setattr(CallPlan, "choose", noted)
     _, inputs, placed = call("delta, packed")
     options = {"cu_seqlens": LENGTHS, "return_state": True}
     decision = explain(kernel_delta_attention, *inputs, **options, **placed)
+    assert {record.query.shape[1] for record in judged} == {T // 8}
     assert decision.forward.implementation is not None
     assert decision.backward.implementation is not None
 

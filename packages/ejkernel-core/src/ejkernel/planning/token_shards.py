@@ -138,7 +138,8 @@ def carried_states(
     def shard(state: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
         state = _where(transition.enters, state)
-        kept = _where(transition.continues, _applied(transition.factor, state, matrices))
+        # Selected after the product: an infinite factor on the zeros that enter would be NaN.
+        kept = _where(transition.continues & transition.enters, _applied(transition.factor, state, matrices))
         return kept + added, state
 
     last, states = lax.scan(shard, first, (transitions, added))

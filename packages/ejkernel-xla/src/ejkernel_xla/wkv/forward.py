@@ -40,7 +40,7 @@ def scan(
     dtype = accumulator(record)
     decay, bonus = (x.astype(dtype) for x in parameters)
 
-    @jax.checkpoint
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # in a scan, nothing could be merged
     def token(state: State, token: tuple[jax.Array, jax.Array]) -> tuple[State, jax.Array]:
         key, value = (x.astype(dtype) for x in token)
         state, output = after_token((decay, bonus), state, (key, value))

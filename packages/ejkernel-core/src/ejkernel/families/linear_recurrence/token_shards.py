@@ -80,15 +80,14 @@ def summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
         return _delta_summary(run, record, borders)
     key_gates, value_gates = _gates(record, borders.running)
     keys = _weighted(record.key, _after(key_gates), borders.running, record)
-    written = record.value if record.dt is None else record.value * record.dt[..., None]
-    values = _weighted(written, _after(value_gates), borders.running, record)
+    values = _weighted(_written(record), _after(value_gates), borders.running, record)
     added = _product(keys, values, record)
     packed = borders.packed
     if packed is not None and record.sequence_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
-        begun = states(record)[packed.run][None] * _total(key_gates, value_gates)
+        begun = states(record)[packed.run][None] * _total(key_gates, value_gates, record)
         added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
-    return Summary(_total(*_gates(record, borders.leading)), added)
+    return Summary(_total(*_gates(record, borders.leading), record), added)
 
 
 def _delta_summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
@@ -152,11 +151,20 @@ def _gates(record: LinearRecurrence, chosen: jax.Array) -> tuple[Gates, Gates]:
     return of_chosen(record.decay), of_chosen(record.value_decay)
 
 
-def _total(key_gates: Gates, value_gates: Gates) -> jax.Array:
-    """Returns the factor of all gates on a state, [B, H, K|1, V|1]; 1 without gates."""
+def _total(key_gates: Gates, value_gates: Gates, record: LinearRecurrence) -> jax.Array:
+    """Returns the factor of all gates on a state, [B, H, K|1, V|1]; ones without gates."""
+    if key_gates is None and value_gates is None:
+        return jnp.ones((record.query.shape[0], head_count(record), 1, 1), accumulator(record))
     keys = 0.0 if key_gates is None else jnp.sum(key_gates, axis=1)[..., None]
     values = 0.0 if value_gates is None else jnp.sum(value_gates, axis=1)[..., None, :]
     return jnp.exp(keys + values)
+
+
+def _written(record: LinearRecurrence) -> jax.Array:
+    """Returns the values that are written: times their steps, [B, T, H, V], where the record has some."""
+    if record.dt is None:
+        return record.value
+    return jnp.repeat(record.value, head_count(record) // record.value.shape[2], axis=2) * record.dt[..., None]
 
 
 def _up_to(gates: Gates) -> Gates:

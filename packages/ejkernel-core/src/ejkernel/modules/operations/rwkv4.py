@@ -10,7 +10,13 @@ from ejkernel.families import wkv
 from ejkernel.modules.operations.cases import rwkv4 as rwkv4_cases
 from ejkernel.modules.operations.configs import RWKV4Config
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, wide
-from ejkernel.modules.operations.shared.shapes import as_flag, check_dtype, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import (
+    as_flag,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -41,12 +47,13 @@ def rwkv4(
         a   = exp(-exp(w)) a + exp(k_t) v_t
         b   = exp(-exp(w)) b + exp(k_t)
 
-    Both sums are held over the exponential of a running maximum, so that keys of any size are exact.
+    Both sums are held over the exponential of a running maximum, so that no key overflows.
 
     Over devices, batch and channels can be split.
 
     Args:
-        w: [C] floating, log of the negative log decay. Differentiable, as are all floating arguments.
+        w: [C] floating, log of the negative log decay; above 60, a channel forgets at once. Differentiable, as are all
+            floating arguments.
         u: [C] floating, the bonus of the current token's key.
         k: [B, T, C] float16, bfloat16, float32 or float64.
         v: [B, T, C], dtype of k.
@@ -86,6 +93,7 @@ def validate(args: RWKV4Arguments) -> None:
     sizes: dict[str, int] = {}
     for name in ("k", "v"):
         check_shape(name, getattr(args, name), "B T C", sizes)
+        check_not_empty(name, getattr(args, name), "B T C", "T C")
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
     check_same_dtype({"k": args.k, "v": args.v})
     for name in ("w", "u"):
