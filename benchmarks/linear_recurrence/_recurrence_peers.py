@@ -1,4 +1,4 @@
-"""flash-linear-attention's kernels for the benchmark of linear recurrences, where it is installed."""
+"""Kernels of flash-linear-attention and FlashQLA for the benchmark of linear recurrences, where they are installed."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -23,11 +23,13 @@ def synchronise() -> None:
 
 def peers(kind: str, record: Any) -> Iterator[tuple[str, tuple[Side, Side], int]]:
     """Name, both passes and the most bytes that the second had beside its arguments, of each that can do a kind."""
-    if not (importlib.util.find_spec("torch") and importlib.util.find_spec("fla")):
+    if not importlib.util.find_spec("torch"):
         return
-    for name, make in (("FLA", _fla),):
+    for name, package, call_of in (("FLA", "fla", _fla_call), ("FlashQLA", "flash_qla", _flash_qla_call)):
+        if not importlib.util.find_spec(package):
+            continue
         try:
-            pair = make(kind, record)
+            pair = _passes(call_of(kind, record.softmax_scale), kind, record)
             if pair is not None:
                 yield name, pair, _most(pair[1])
         except Exception as error:  # noqa: BLE001  whatever another library fails with is its result
@@ -71,10 +73,19 @@ def _fla_call(kind: str, scale: float) -> Callable[..., Any] | None:
     return None
 
 
-def _fla(kind: str, record: Any) -> tuple[Side, Side] | None:
+def _flash_qla_call(kind: str, scale: float) -> Callable[..., Any] | None:
+    """FlashQLA's function of a kind's tensors: it has the gated delta rule alone."""
+    if kind != "gated delta":
+        return None
+    from flash_qla import chunk_gated_delta_rule
+
+    return lambda q, k, v, g, beta: chunk_gated_delta_rule(q, k, v, g[..., 0].contiguous(), beta, scale=scale)[0]
+
+
+def _passes(call: Callable[..., Any] | None, kind: str, record: Any) -> tuple[Side, Side] | None:
+    """The forward pass and both passes of a library's function on a record's arrays."""
     import torch
 
-    call = _fla_call(kind, record.softmax_scale)
     if call is None:
         return None
     names = ("query", "key", "value", "decay", "beta")
