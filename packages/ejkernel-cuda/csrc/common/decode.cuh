@@ -21,55 +21,58 @@
 namespace ejkernel {
 
 // The output column of element n (0 or 1) of accumulator `index`.
-template <typename C>
-__device__ __forceinline__ int column_of(int index, int n) {
+template <typename CacheT>
+__device__ __forceinline__ int output_column(int index, int n) {
   const int lane = threadIdx.x % 32;
-  return sizeof(C) == 2 ? index * 8 + lane % 4 * 2 + n : index / 2 * 16 + (lane % 4 * 2 + n) * 2 + index % 2;
+  return sizeof(CacheT) == 2 ? index * 8 + lane % 4 * 2 + n : index / 2 * 16 + (lane % 4 * 2 + n) * 2 + index % 2;
 }
 
 // Output and lse of one head, from its unnormalised sum, maximum and denominator; the sink is added to the denominator.
-struct Finish {
+struct OutputScale {
   float factor, lse;
-  __device__ Finish(const Decode& call, int row, int head, float row_max, float row_sum, bool in_sequence = true) {
-    // The sink may exceed every score, so it joins the maximum too. `whole` is 0 for a row with neither key nor sink,
-    // which gets output 0 and lse -INFINITY. exp2f is called only once per head, so it need not be exp2_fast.
+  __device__ OutputScale(
+      const DecodeParams& call, int row, int head, float row_max, float row_sum, bool in_sequence = true) {
+    // The sink may exceed every score, so it joins the maximum too. `denominator` is 0 for a row with neither key nor
+    // sink, which gets output 0 and lse -INFINITY. exp2f is called only once per head, so it need not be exp2_fast.
     const float sink = call.sinks == nullptr || !in_sequence
                            ? -INFINITY
-                           : kLog2e * call.sinks[size_t(row / call.rows_a_sink) * call.heads + head];
+                           : kLog2e * call.sinks[size_t(row / call.rows_per_sink) * call.heads + head];
     const float shift = fmaxf(row_max, sink);
-    const float whole = shift == -INFINITY ? 0.f : row_sum * exp2f(row_max - shift) + exp2f(sink - shift);
-    factor = whole > 0.f ? call.value_scale * exp2f(row_max - shift) / whole : 0.f;
-    lse = whole > 0.f ? kLn2 * (shift + log2f(whole)) : -INFINITY;
+    const float denominator = shift == -INFINITY ? 0.f : row_sum * exp2f(row_max - shift) + exp2f(sink - shift);
+    factor = denominator > 0.f ? call.value_scale * exp2f(row_max - shift) / denominator : 0.f;
+    lse = denominator > 0.f ? kLn2 * (shift + log2f(denominator)) : -INFINITY;
   }
 };
 
 // A warp stores its accumulators for the merge in the last stage of its ring: the next segment starts with the other
 // stages.
-template <int Size, typename C>
-__device__ __forceinline__ float* accs_of(unsigned char* shared, int warp) {
-  using S = Shape<Size, C>;
-  static_assert(kHeads * Size * 4 <= 2 * S::kTileBytes, "accumulators fit into a stage");
-  return reinterpret_cast<float*>(shared + warp * S::kWarpBytes + (S::kStages - 1) * 2 * S::kTileBytes);
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ float* warp_accumulators(unsigned char* shared, int warp) {
+  using S = TileShape<HeadDim, CacheT>;
+  static_assert(kHeadsPerBlock * HeadDim * 4 <= 2 * S::kTileBytes, "accumulators fit into a stage");
+  return reinterpret_cast<float*>(shared + warp * S::kWarpSmemBytes + (S::kStages - 1) * 2 * S::kTileBytes);
 }
 
 // The index of a column in a head's row of accumulators. Rows of neighbouring heads are a multiple of 128 bytes apart;
 // without the XOR, which permutes groups of eight columns, lanes that store eight heads would conflict in a few banks.
-__device__ __forceinline__ int acc_place(int size, int head, int column) { return head * size + (column ^ head % 4 * 8); }
+__device__ __forceinline__ int acc_index(int size, int head, int column) {
+  return head * size + (column ^ head % 4 * 8);
+}
 
-template <int Size, typename C>
-__device__ __forceinline__ float* statistics_of() {
-  __shared__ float statistics[kHeads * Shape<Size, C>::kWarps * 2];  // [heads][warps][2]
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ float* warp_statistics() {
+  __shared__ float statistics[kHeadsPerBlock * TileShape<HeadDim, CacheT>::kWarps * 2];  // [heads][warps][2]
   return statistics;
 }
 
 // Stores a warp's softmax of `heads` heads for the merge. The warp has read its last stage, and no copy into it is in
 // flight.
-template <int Size, typename C>
-__device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads, unsigned char* shared) {
-  constexpr int kWarps = Shape<Size, C>::kWarps;
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ void store_warp_softmax(OnlineSoftmax<HeadDim>& softmax, int heads, unsigned char* shared) {
+  constexpr int kWarps = TileShape<HeadDim, CacheT>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* accs = accs_of<Size, C>(shared, warp);
-  float* statistics = statistics_of<Size, C>();
+  float* accs = warp_accumulators<HeadDim, CacheT>(shared, warp);
+  float* statistics = warp_statistics<HeadDim, CacheT>();
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int head = lane / 4 + part * 8;
@@ -81,10 +84,10 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads,
         statistics[(head * kWarps + warp) * 2 + 1] = softmax.row_sum[part];
       }
 #pragma unroll
-      for (int index = 0; index < Size / 8; ++index) {
+      for (int index = 0; index < HeadDim / 8; ++index) {
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          accs[acc_place(Size, head, column_of<C>(index, n))] = softmax.acc[index][part * 2 + n];
+          accs[acc_index(HeadDim, head, output_column<CacheT>(index, n))] = softmax.acc[index][part * 2 + n];
         }
       }
     }
@@ -93,13 +96,14 @@ __device__ __forceinline__ void leave_softmax(Softmax<Size>& softmax, int heads,
 
 // Merges the softmaxes that a block's warps stored, and stores the segment's result. The caller puts a barrier before
 // it, and another one before a warp's last stage is filled again.
-template <int Size, typename C>
-__device__ __forceinline__ void merge_warps(const Decode& call, const Segment& segment, unsigned char* shared) {
-  constexpr int kWarps = Shape<Size, C>::kWarps;
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ void merge_warps(
+    const DecodeParams& call, const KeySegment& segment, unsigned char* shared) {
+  constexpr int kWarps = TileShape<HeadDim, CacheT>::kWarps;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const float* statistics = statistics_of<Size, C>();
+  const float* statistics = warp_statistics<HeadDim, CacheT>();
   // Warps are added in a fixed order, so that results are reproducible bit for bit.
-  for (int head = warp; head < segment.count; head += kWarps) {
+  for (int head = warp; head < segment.num_heads; head += kWarps) {
     float row_max = -INFINITY, row_sum = 0.f, alphas[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) row_max = fmaxf(row_max, statistics[(head * kWarps + w) * 2]);
@@ -109,24 +113,25 @@ __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& s
       alphas[w] = row_max == -INFINITY ? 0.f : exp2f(statistics[(head * kWarps + w) * 2] - row_max);
       row_sum += alphas[w] * statistics[(head * kWarps + w) * 2 + 1];
     }
-    const size_t place = size_t(segment.row) * call.heads + segment.first_head + head;
-    const bool whole = segment.partial == nullptr;
-    const Finish finish(call, segment.row, segment.first_head + head, row_max, row_sum, segment.sequence >= 0);
+    const size_t row_head = size_t(segment.row) * call.heads + segment.first_head + head;
+    const bool is_only_segment = segment.partial == nullptr;
+    const OutputScale output_scale(call, segment.row, segment.first_head + head, row_max, row_sum,
+        segment.sequence >= 0);
     for (int column = lane; column < call.value_size; column += 32) {
       float sum = 0.f;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        sum += alphas[w] * accs_of<Size, C>(shared, w)[acc_place(Size, head, column)];
+        sum += alphas[w] * warp_accumulators<HeadDim, CacheT>(shared, w)[acc_index(HeadDim, head, column)];
       }
-      if (whole) {
-        store_output(call, place * call.value_size + column, sum * finish.factor);
+      if (is_only_segment) {
+        store_output(call, row_head * call.value_size + column, sum * output_scale.factor);
       } else {
         // Not normalised: the combine kernel divides by the denominator of all segments, which the sink joins once.
         segment.partial[size_t(head) * call.value_size + column] = sum;
       }
     }
-    if (lane == 0 && whole) call.lse[place] = finish.lse;
-    if (lane == 0 && !whole) {
+    if (lane == 0 && is_only_segment) call.lse[row_head] = output_scale.lse;
+    if (lane == 0 && !is_only_segment) {
       segment.statistics[head * 2] = row_max;
       segment.statistics[head * 2 + 1] = row_sum;
     }
@@ -134,43 +139,43 @@ __device__ __forceinline__ void merge_warps(const Decode& call, const Segment& s
 }
 
 // One warp's copies of a segment's tiles, and which of the tiles' keys exist.
-template <int Size, typename C>
-struct Copies {
-  using S = Shape<Size, C>;
-  const Decode& call;
+template <int HeadDim, typename CacheT>
+struct TileLoader {
+  using S = TileShape<HeadDim, CacheT>;
+  const DecodeParams& call;
   const unsigned char *keys, *values;
-  uint32_t ring;
-  int first, limit, sequence, tiles, page, slot;
-  uint32_t present[S::kStages];  // of the tiles whose copies are in flight: one bit per key
+  uint32_t smem_ring;
+  int first_key, end_key, sequence, tiles, page, slot;
+  uint32_t valid_keys[S::kStages];  // of the tiles whose copies are in flight: one bit per key
 
-  __device__ __forceinline__ Copies(const Decode& call, const void* shared)
-      : call(call), ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpBytes) {}
+  __device__ __forceinline__ TileLoader(const DecodeParams& call, const void* shared)
+      : call(call), smem_ring(shared_address(shared) + threadIdx.x / 32 * S::kWarpSmemBytes) {}
 
   // Starts a segment and looks up its first pages. The warp has read all stages of its ring but the last one, which the
   // first copies do not write.
-  __device__ __forceinline__ void begin(const Segment& segment) {
-    first = segment.first + threadIdx.x / 32 * S::kKeys;
-    limit = segment.limit;
+  __device__ __forceinline__ void start_segment(const KeySegment& segment) {
+    first_key = segment.first_key + threadIdx.x / 32 * S::kTileKeys;
+    end_key = segment.end_key;
     sequence = segment.sequence;
-    tiles = max(limit - first + S::kRound - 1, 0) / S::kRound;
-    // Offsets within a head count 16-byte pieces in 32 bits; without pages, a sequence's start is added to the pointer.
+    tiles = max(end_key - first_key + S::kKeysPerRound - 1, 0) / S::kKeysPerRound;
+    // Offsets within a head count 16-byte chunks in 32 bits; without pages, a sequence's start is added to the pointer.
     const size_t row = call.tables == nullptr ? max(sequence, 0) : 0;
     keys = call.keys + (row * call.key_strides.page + size_t(segment.kv_head) * call.key_strides.head) * 16;
     values = call.values + (row * call.value_strides.page + size_t(segment.kv_head) * call.value_strides.head) * 16;
-    look_up(0);
+    look_up_page(0);
   }
 
-  __device__ __forceinline__ void fetch_first() {
+  __device__ __forceinline__ void prefetch_tiles() {
 #pragma unroll
-    for (int tile = 0; tile < S::kStages - 1; ++tile) present[tile] = fetch(tile);
+    for (int tile = 0; tile < S::kStages - 1; ++tile) valid_keys[tile] = load_tile(tile);
   }
 
   // Looks up the page and slot of this lane's key of a tile.
-  __device__ __forceinline__ void look_up(int tile) {
-    const int key = first + tile * S::kRound + threadIdx.x % S::kKeys;
+  __device__ __forceinline__ void look_up_page(int tile) {
+    const int key = first_key + tile * S::kKeysPerRound + threadIdx.x % S::kTileKeys;
     page = -1;
     slot = key;
-    if (key >= limit) return;
+    if (key >= end_key) return;
     if (call.tables == nullptr) {
       page = 0;
     } else {
@@ -181,74 +186,76 @@ struct Copies {
   }
 
   // Starts copying a tile; returns one bit per key, set where the key exists.
-  __device__ __forceinline__ uint32_t fetch(int tile) {
-    uint32_t found = 0;
+  __device__ __forceinline__ uint32_t load_tile(int tile) {
+    uint32_t valid_mask = 0;
     if (tile < tiles) {
       // A table entry that is not the index of a page is padding.
-      const bool there = page >= 0 && page < call.pages;
-      found = __ballot_sync(~0u, there) & ~0u >> (32 - S::kKeys);
-      const uint32_t to = ring + tile % S::kStages * 2 * S::kTileBytes;
+      const bool is_valid = page >= 0 && page < call.pages;
+      valid_mask = __ballot_sync(~0u, is_valid) & ~0u >> (32 - S::kTileKeys);
+      const uint32_t stage = smem_ring + tile % S::kStages * 2 * S::kTileBytes;
       const Strides &k = call.key_strides, &v = call.value_strides;
-      const uint32_t key = there ? page * k.page + slot * k.slot : kAbsent;
-      const uint32_t value = there ? page * v.page + slot * v.slot : kAbsent;
-      copy_tile<Size, C>(to, keys, key, call.size * sizeof(C) / 16);
-      copy_tile<Size, C>(to + S::kTileBytes, values, value, call.value_size * sizeof(C) / 16);
+      const uint32_t key = is_valid ? page * k.page + slot * k.slot : kInvalidOffset;
+      const uint32_t value = is_valid ? page * v.page + slot * v.slot : kInvalidOffset;
+      copy_tile<HeadDim, CacheT>(stage, keys, key, call.size * sizeof(CacheT) / 16);
+      copy_tile<HeadDim, CacheT>(stage + S::kTileBytes, values, value, call.value_size * sizeof(CacheT) / 16);
       // Looks up the next tile's pages now, so that its copies need not wait for the page table.
-      look_up(tile + 1);
+      look_up_page(tile + 1);
     }
     // Commits a group even where nothing is copied: waits count groups, one per tile.
     commit_copies();
-    return found;
+    return valid_mask;
   }
 };
 
 // A segment's query heads, in registers; see `load_query`.
-template <int Size>
-struct Query {
-  uint32_t parts[Size / 16][4];
+template <int HeadDim>
+struct QueryFragments {
+  uint32_t fragments[HeadDim / 16][4];
   float factors[2];
 };
 
 // Runs the main loop of a segment whose first copies are in flight.
-template <int Size, typename C>
-__device__ __forceinline__ void attend(
-    Softmax<Size>& softmax, const Decode& call, Copies<Size, C>& copies, const Query<Size>& query, int heads) {
-  using S = Shape<Size, C>;
-  for (int tile = 0; tile < copies.tiles; ++tile) {
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ void attend_tiles(
+    OnlineSoftmax<HeadDim>& softmax, const DecodeParams& call, TileLoader<HeadDim, CacheT>& loader,
+    const QueryFragments<HeadDim>& query, int heads) {
+  using S = TileShape<HeadDim, CacheT>;
+  for (int tile = 0; tile < loader.tiles; ++tile) {
     wait_for_copies<S::kStages - 2>();
     __syncwarp();  // hazard: all copies must have arrived, and all lanes have read the stage that is refilled next
-    copies.present[S::kStages - 1] = copies.fetch(tile + S::kStages - 1);
-    const uint32_t at = copies.ring + tile % S::kStages * 2 * S::kTileBytes;
-    float scores[S::kKeys / 8][4];
-    multiply_keys<Size, C>(scores, query.parts, at);
+    loader.valid_keys[S::kStages - 1] = loader.load_tile(tile + S::kStages - 1);
+    const uint32_t key_tile = loader.smem_ring + tile % S::kStages * 2 * S::kTileBytes;
+    float scores[S::kTileKeys / 8][4];
+    multiply_keys<HeadDim, CacheT>(scores, query.fragments, key_tile);
     scale_scores(scores, query.factors, call.cap);
     // The whole block takes the same branch. With at most eight heads, the other eight rows of the MMA need no
     // exponentials.
     if (heads <= 8) {
-      weigh_tile<1>(softmax, scores, copies.present[0]);
+      update_softmax<1>(softmax, scores, loader.valid_keys[0]);
     } else {
-      weigh_tile<2>(softmax, scores, copies.present[0]);
+      update_softmax<2>(softmax, scores, loader.valid_keys[0]);
     }
-    sum_tile<Size, C>(softmax, scores, at + S::kTileBytes);
+    multiply_values<HeadDim, CacheT>(softmax, scores, key_tile + S::kTileBytes);
 #pragma unroll
-    for (int stage = 0; stage < S::kStages - 1; ++stage) copies.present[stage] = copies.present[stage + 1];
+    for (int stage = 0; stage < S::kStages - 1; ++stage) loader.valid_keys[stage] = loader.valid_keys[stage + 1];
   }
   __syncwarp();  // hazard: lanes still read the stages that the merge and the next segment fill
 }
 
 // Attends to a segment and stores its result. All threads of the block call it, with a barrier between two calls.
-template <int Size, typename C>
-__device__ __forceinline__ void attend_alone(const Decode& call, const Segment& segment, unsigned char* shared) {
-  Copies<Size, C> copies(call, shared);
-  copies.begin(segment);
-  copies.fetch_first();
-  Query<Size> query;  // after the first copies, so that both latencies overlap
-  load_query<Size, C>(query.parts, query.factors, call, segment);
-  Softmax<Size> softmax;
-  attend(softmax, call, copies, query, segment.count);
-  leave_softmax<Size, C>(softmax, segment.count, shared);
+template <int HeadDim, typename CacheT>
+__device__ __forceinline__ void attend_segment(
+    const DecodeParams& call, const KeySegment& segment, unsigned char* shared) {
+  TileLoader<HeadDim, CacheT> loader(call, shared);
+  loader.start_segment(segment);
+  loader.prefetch_tiles();
+  QueryFragments<HeadDim> query;  // after the first copies, so that both latencies overlap
+  load_query<HeadDim, CacheT>(query.fragments, query.factors, call, segment);
+  OnlineSoftmax<HeadDim> softmax;
+  attend_tiles(softmax, call, loader, query, segment.num_heads);
+  store_warp_softmax<HeadDim, CacheT>(softmax, segment.num_heads, shared);
   __syncthreads();
-  merge_warps<Size, C>(call, segment, shared);
+  merge_warps<HeadDim, CacheT>(call, segment, shared);
 }
 
 }  // namespace ejkernel

@@ -9,13 +9,15 @@ namespace {
 
 constexpr HandlerErrors kErrors{"split decode"};
 
-template <int Size, typename T>
-ffi::Error launch(cudaStream_t stream, const SplitDecode& call) {
-  using S = Shape<Size, T>;
-  const int group = call.heads / call.kv_heads, parts = (group + kHeads - 1) / kHeads;
+template <int HeadDim, typename T>
+ffi::Error launch(cudaStream_t stream, const SplitDecodeParams& call) {
+  using S = TileShape<HeadDim, T>;
+  const int heads_per_kv_head = call.heads / call.kv_heads;
+  const int blocks_per_kv_head = (heads_per_kv_head + kHeadsPerBlock - 1) / kHeadsPerBlock;
   // One axis of the grid, since the others are limited to 65535 blocks.
-  const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * parts;
-  const cudaError_t error = launch_in_order(split_kernel<Size, T>, blocks, S::kWarps * 32, S::kBytes, stream, call);
+  const int64_t blocks = int64_t(call.rows) * call.splits * call.kv_heads * blocks_per_kv_head;
+  const cudaError_t error = launch_in_order(split_kernel<HeadDim, T>, blocks, S::kWarps * 32, S::kSmemBytes, stream,
+      call);
   if (error != cudaSuccess || call.splits == 1) return kErrors.check("launch", error);
   return kErrors.check(
       "merge", launch_early(merge_kernel, int64_t(call.rows) * call.heads, kMergeThreads, 0, stream, call));
@@ -32,8 +34,8 @@ struct Arguments {
 };
 
 // Builds the record of a call. Extra leading axes, which jax.vmap adds to all arrays alike, count as more rows.
-SplitDecode decode_call(const Arguments& a) {
-  SplitDecode call{};
+SplitDecodeParams make_params(const Arguments& a) {
+  SplitDecodeParams call{};
   call.query = a.query.untyped_data();
   call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
   call.values = static_cast<const unsigned char*>(a.values.untyped_data());
@@ -67,17 +69,17 @@ SplitDecode decode_call(const Arguments& a) {
   // jax.vmap may batch sinks like all arrays: each row of sinks then belongs to the rows of one batch element.
   const int sink_rows = a.sinks.element_count() / call.heads;
   call.sinks = sink_rows == 0 ? nullptr : a.sinks.typed_data();
-  call.rows_a_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
+  call.rows_per_sink = sink_rows == 0 ? 1 : call.rows / sink_rows;
   return call;
 }
 
 // Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
-bool consistent(const Arguments& a, const SplitDecode& call) {
+bool shapes_match(const Arguments& a, const SplitDecodeParams& call) {
   const int64_t rows = call.rows, cached = rows * call.page_size * call.kv_heads, heads = rows * call.heads;
   const int64_t split_heads = call.splits > 1 ? call.splits * heads : 0;
   return call.size % 8 == 0 && call.value_size % 8 == 0 && std::max(call.size, call.value_size) <= 256 &&
-         call.heads % call.kv_heads == 0 && call.splits >= 1 && call.splits <= kMostSplits &&
-         rows % call.rows_a_sink == 0 && count(a.query) == heads * call.size &&
+         call.heads % call.kv_heads == 0 && call.splits >= 1 && call.splits <= kMaxSplits &&
+         rows % call.rows_per_sink == 0 && count(a.query) == heads * call.size &&
          count(a.keys) == cached * call.size && count(a.values) == cached * call.value_size &&
          count(a.starts) == rows && count(a.output) == heads * call.value_size && count(a.lse) == heads &&
          count(a.partial) >= split_heads * call.value_size && count(a.statistics) >= split_heads * 2;
@@ -98,8 +100,8 @@ ffi::Error split_decode(
   }
   const char* const unsupported = "dtype is neither bfloat16 nor float16";
   return dispatch_dtype<__nv_bfloat16, __half>(query.element_type(), kErrors, unsupported, [&](auto number) {
-    const SplitDecode call = decode_call(arrays);
-    if (!consistent(arrays, call)) return kErrors.invalid_shapes();
+    const SplitDecodeParams call = make_params(arrays);
+    if (!shapes_match(arrays, call)) return kErrors.invalid_shapes();
     return dispatch_head_dimension(std::max(call.size, call.value_size), [&](auto size) {
       return launch<size.value, decltype(number)>(stream, call);
     });

@@ -11,25 +11,25 @@ namespace {
 
 constexpr HandlerErrors kErrors{"paged decode"};
 
-template <typename C>
-ffi::Error launch_for_size(cudaStream_t stream, const PagedWrite& write, int blocks) {
-  const PagedDecode& call = write.call;
-  const cudaError_t error = call.written ? launch_write(stream, write) : cudaSuccess;
+template <typename CacheT>
+ffi::Error launch_for_size(cudaStream_t stream, const CacheWriteParams& write, int blocks) {
+  const PagedDecodeParams& call = write.call;
+  const cudaError_t error = call.writes_cache ? launch_write(stream, write) : cudaSuccess;
   if (error != cudaSuccess) return kErrors.check("write", error);
   return dispatch_head_dimension(std::max(call.size, call.value_size), [&](auto size) {
-    return kErrors.check("launch", launch_paged<size.value, C>(stream, call, blocks));
+    return kErrors.check("launch", launch_paged<size.value, CacheT>(stream, call, blocks));
   });
 }
 
 struct Arguments {
   ffi::AnyBuffer query, keys, values;  // `values` is empty if the array of keys also has the values
-  ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, live;
+  ffi::Buffer<ffi::S32> tables, lengths, starts, query_start, num_valid_seqs;
   ffi::Buffer<ffi::F32> sinks;
   ffi::AnyBuffer output;
   ffi::Buffer<ffi::F32> lse, partial, statistics;
   ffi::Buffer<ffi::S32> flags;
   ffi::Span<const int64_t> strides;
-  int32_t kv_heads, pages, page_size, lines, left, right;
+  int32_t kv_heads, pages, page_size, num_queues, left, right;
   float scale, cap, value_scale;
 };
 
@@ -43,9 +43,9 @@ uint64_t next_ticket() {
 }
 
 // Builds the record of a call. Absent arrays have no elements.
-PagedDecode paged_call(const Arguments& a) {
+PagedDecodeParams make_params(const Arguments& a) {
   const auto query = a.query.dimensions(), output = a.output.dimensions();
-  PagedDecode call{};
+  PagedDecodeParams call{};
   call.query = a.query.untyped_data();
   call.keys = static_cast<const unsigned char*>(a.keys.untyped_data());
   // An offset in elements from the array's start: keys and values may be in one array.
@@ -56,7 +56,8 @@ PagedDecode paged_call(const Arguments& a) {
   call.starts = data_or_null(a.starts);
   call.query_start = data_or_null(a.query_start);
   // The last entry, since one operation passes an array of counts whose last entry is the total.
-  call.live = a.live.element_count() == 0 ? nullptr : a.live.typed_data() + a.live.element_count() - 1;
+  call.num_valid_seqs = a.num_valid_seqs.element_count() == 0 ? nullptr
+      : a.num_valid_seqs.typed_data() + a.num_valid_seqs.element_count() - 1;
   call.sinks = data_or_null(a.sinks);
   call.output = a.output.untyped_data();
   call.lse = a.lse.typed_data();
@@ -64,16 +65,16 @@ PagedDecode paged_call(const Arguments& a) {
   call.statistics = a.statistics.typed_data();
   call.flags = reinterpret_cast<uint64_t*>(a.flags.typed_data());
   call.ticket = next_ticket();
-  const auto pieces = [&](int first) {
+  const auto chunk_strides = [&](int first) {
     const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
     return Strides{
         uint32_t(a.strides[first] * bytes / 16), uint32_t(a.strides[first + 1] * bytes / 16),
         uint32_t(a.strides[first + 2] * bytes / 16)};
   };
-  call.key_strides = pieces(0);
-  call.value_strides = pieces(3);
+  call.key_strides = chunk_strides(0);
+  call.value_strides = chunk_strides(3);
   call.rows = query[0];
-  call.rows_a_sink = std::max(call.rows, 1);
+  call.rows_per_sink = std::max(call.rows, 1);
   call.heads = query[1];
   call.size = query[2];
   call.value_size = output[2];
@@ -82,7 +83,7 @@ PagedDecode paged_call(const Arguments& a) {
   call.columns = call.tables == nullptr ? 1 : a.tables.element_count() / std::max(call.sequences, 1);
   call.pages = a.pages;
   call.page_size = a.page_size;
-  call.lines = a.lines;
+  call.num_queues = a.num_queues;
   call.left = a.left;
   call.right = a.right;
   call.scale = a.scale;
@@ -93,34 +94,38 @@ PagedDecode paged_call(const Arguments& a) {
 }
 
 // Whether a cache array contains all elements that its strides address, and 16-byte copies are aligned.
-bool holds(const PagedDecode& call, const ffi::AnyBuffer& array, ffi::Span<const int64_t> strides, int first, int size) {
+bool array_covers_strides(const PagedDecodeParams& call, const ffi::AnyBuffer& array,
+    ffi::Span<const int64_t> strides, int first, int size) {
   const int64_t bytes = ffi::ByteWidth(array.element_type()), offset = first == 3 ? strides[6] : 0;
   bool aligned = size * bytes % 16 == 0 && offset * bytes % 16 == 0;
   for (int n = 0; n < 3; ++n) aligned &= strides[first + n] >= 0 && strides[first + n] * bytes % 16 == 0;
   const int64_t last = offset + (call.pages - 1) * strides[first] + (call.page_size - 1) * strides[first + 1] +
                        (call.kv_heads - 1) * strides[first + 2] + size;
-  // Offsets count pieces in 32 bits, and one value is reserved for missing keys.
-  return aligned && last <= int64_t(array.element_count()) && last * bytes / 16 < int64_t(kAbsent);
+  // Offsets count 16-byte chunks in 32 bits, and one value is reserved for missing keys.
+  return aligned && last <= int64_t(array.element_count()) && last * bytes / 16 < int64_t(kInvalidOffset);
 }
 
 // Whether the arrays' sizes belong to one call: the kernels rely on the shapes and check nothing.
-bool consistent(const Arguments& a, const PagedDecode& call, int64_t blocks) {
+bool shapes_match(const Arguments& a, const PagedDecodeParams& call, int64_t blocks) {
   const int64_t heads = int64_t(call.rows) * call.heads;
   const auto absent_or = [](const auto& buffer, int64_t size) { return count(buffer) == 0 || count(buffer) == size; };
-  if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.lines < 1 || blocks < 1) return false;
-  const int items = call.kv_heads * ((call.heads / call.kv_heads + kHeads - 1) / kHeads);
-  return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMostValues && items % call.lines == 0 &&
-         blocks % call.lines == 0 && blocks / call.lines <= kMostBlocks && call.pages >= 1 && call.page_size >= 1 &&
+  if (call.kv_heads < 1 || call.heads % call.kv_heads != 0 || call.num_queues < 1 || blocks < 1) return false;
+  const int items_per_queue = call.kv_heads * ((call.heads / call.kv_heads + kHeadsPerBlock - 1) / kHeadsPerBlock);
+  return call.size % 8 == 0 && std::max(call.size, call.value_size) <= kMaxHeadDim &&
+      items_per_queue % call.num_queues == 0 &&
+         blocks % call.num_queues == 0 && blocks / call.num_queues <= kMaxBlocksPerQueue && call.pages >= 1 &&
+             call.page_size >= 1 &&
          call.columns >= 1 && (call.query_start != nullptr || call.rows == call.sequences) &&
          (call.tables != nullptr || call.pages >= call.sequences) && count(a.query) == heads * call.size &&
          absent_or(a.starts, call.sequences) && absent_or(a.query_start, call.sequences + 1) &&
          absent_or(a.sinks, call.heads) &&
-         holds(call, a.keys, a.strides, 0, call.size) && holds(call, values_of(a), a.strides, 3, call.value_size) &&
-         count(a.lse) == heads && count(a.partial) == blocks * 2 * kHeads * call.value_size &&
-         count(a.statistics) == blocks * 2 * kHeads * 2 && count(a.flags) == blocks * 4;
+         array_covers_strides(call, a.keys, a.strides, 0, call.size) && array_covers_strides(call, values_of(a),
+             a.strides, 3, call.value_size) &&
+         count(a.lse) == heads && count(a.partial) == blocks * 2 * kHeadsPerBlock * call.value_size &&
+         count(a.statistics) == blocks * 2 * kHeadsPerBlock * 2 && count(a.flags) == blocks * 4;
 }
 
-ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const PagedWrite& write, int blocks) {
+ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const CacheWriteParams& write, int blocks) {
   const auto query = a.query.element_type(), cache = a.keys.element_type();
   switch (cache) {
     case ffi::F8E4M3FN: return launch_for_size<E4m3>(stream, write, blocks);
@@ -138,7 +143,7 @@ ffi::Error launch_for_cache(cudaStream_t stream, const Arguments& a, const Paged
 }
 
 // Checks a call and fills its record; its cache is the one in the arguments.
-ffi::Error prepare(const Arguments& a, PagedDecode& call) {
+ffi::Error make_call(const Arguments& a, PagedDecodeParams& call) {
   if (a.strides.size() != 7 || a.query.dimensions().size() != 3 || a.output.dimensions().size() != 3) {
     return kErrors.invalid("strides wants seven elements, and query and output want three axes");
   }
@@ -147,44 +152,45 @@ ffi::Error prepare(const Arguments& a, PagedDecode& call) {
     return kErrors.invalid("query and output are not both bfloat16 or both float16");
   }
   if (a.values.element_type() != a.keys.element_type()) return kErrors.invalid("keys and values differ in dtype");
-  call = paged_call(a);
-  const bool fits = consistent(a, call, a.flags.element_count() / 4);
+  call = make_params(a);
+  const bool fits = shapes_match(a, call, a.flags.element_count() / 4);
   return fits ? ffi::Error::Success() : kErrors.invalid_shapes();
 }
 
 // Copies a cache array to the result that aliases it, if XLA did not alias them: it does not where the operand is a
 // slice of another array.
-cudaError_t copy_elsewhere(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
+cudaError_t copy_unless_aliased(cudaStream_t stream, const ffi::AnyBuffer& from, ffi::AnyBuffer& to) {
   if (from.untyped_data() == to.untyped_data()) return cudaSuccess;
   return cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(), cudaMemcpyDeviceToDevice, stream);
 }
 
 // Adds the new tokens to a call whose cache pointers already are those of the results.
-ffi::Error add_tokens(
-    PagedWrite& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
-  const PagedDecode& call = write.call;
-  const ffi::AnyBuffer given[2] = {a.keys, values_of(a)};
+ffi::Error set_new_tokens(
+    CacheWriteParams& write, const Arguments& a, const ffi::AnyBuffer (&tokens)[2], int32_t cache_heads) {
+  const PagedDecodeParams& call = write.call;
+  const ffi::AnyBuffer caches[2] = {a.keys, values_of(a)};
   const int sizes[2] = {call.size, call.value_size};
   const unsigned char* pages[2] = {call.keys, call.values};
   const Strides strides[2] = {call.key_strides, call.value_strides};
   const int64_t bytes = ffi::ByteWidth(a.keys.element_type());
-  PagedDecode padded = call;
+  PagedDecodeParams padded = call;
   padded.kv_heads = cache_heads;
   for (int n = 0; n < 2; ++n) {
     // head dimension of the cache, which may be padded beyond that of a token
-    const int64_t row = given[n].dimensions().back();
-    if (tokens[n].element_type() != given[n].element_type() ||
+    const int64_t row = caches[n].dimensions().back();
+    if (tokens[n].element_type() != caches[n].element_type() ||
         int64_t(tokens[n].element_count()) != int64_t(call.rows) * call.kv_heads * sizes[n] || row < sizes[n] ||
-        row * bytes % 16 != 0 || cache_heads < call.kv_heads || !holds(padded, given[n], a.strides, n * 3, row)) {
+        row * bytes % 16 != 0 || cache_heads < call.kv_heads || !array_covers_strides(padded, caches[n], a.strides,
+            n * 3, row)) {
       return kErrors.invalid("the shapes of new tokens and cache do not match");
     }
-    write.parts[n] = {
+    write.sources[n] = {
         static_cast<const uint4*>(tokens[n].untyped_data()),
         reinterpret_cast<uint4*>(const_cast<unsigned char*>(pages[n])), strides[n], int(sizes[n] * bytes / 16),
         int(row * bytes / 16)};
   }
   write.heads = cache_heads;
-  write.call.written = true;
+  write.call.writes_cache = true;
   return ffi::Error::Success();
 }
 
@@ -192,35 +198,37 @@ ffi::Error add_tokens(
 ffi::Error paged_decode(
     cudaStream_t stream, ffi::AnyBuffer query, ffi::AnyBuffer keys, ffi::AnyBuffer values,
     ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts,
-    ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> live, ffi::Buffer<ffi::F32> sinks,
+    ffi::Buffer<ffi::S32> query_start, ffi::Buffer<ffi::S32> num_valid_seqs, ffi::Buffer<ffi::F32> sinks,
     ffi::RemainingArgs tokens, ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::Buffer<ffi::F32>> lse,
     ffi::Result<ffi::Buffer<ffi::F32>> partial, ffi::Result<ffi::Buffer<ffi::F32>> statistics,
-    ffi::Result<ffi::Buffer<ffi::S32>> flags, ffi::RemainingRets written, ffi::Span<const int64_t> strides,
-    int32_t kv_heads, int32_t cache_heads, int32_t pages, int32_t page_size, int32_t lines, int32_t left, int32_t right,
+    ffi::Result<ffi::Buffer<ffi::S32>> flags, ffi::RemainingRets writes_cache, ffi::Span<const int64_t> strides,
+    int32_t kv_heads, int32_t cache_heads, int32_t pages, int32_t page_size, int32_t num_queues, int32_t left,
+        int32_t right,
     float scale, float cap, float value_scale) {
   if (output->element_count() == 0) return ffi::Error::Success();
-  Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, live,  sinks,
+  Arguments arguments{query,   keys,     values,    tables, lengths, starts, query_start, num_valid_seqs,  sinks,
                       *output, *lse,     *partial,  *statistics, *flags, strides, kv_heads, pages, page_size,
-                      lines,   left,     right,     scale,  cap,     value_scale};
-  PagedWrite write{};
+                      num_queues,   left,     right,     scale,  cap,     value_scale};
+  CacheWriteParams write{};
   ffi::AnyBuffer* const caches[2] = {&arguments.keys, &arguments.values};
-  for (size_t n = 0; n < written.size(); ++n) {
-    ffi::AnyBuffer to = **written.get<ffi::AnyBuffer>(n);
+  for (size_t n = 0; n < writes_cache.size(); ++n) {
+    ffi::AnyBuffer to = **writes_cache.get<ffi::AnyBuffer>(n);
     if (n > 1 || to.element_type() != caches[n]->element_type() || to.size_bytes() != caches[n]->size_bytes()) {
       return kErrors.invalid("an updated cache wants the shape and dtype of the cache");
     }
-    const cudaError_t copied = copy_elsewhere(stream, *caches[n], to);
+    const cudaError_t copied = copy_unless_aliased(stream, *caches[n], to);
     if (copied != cudaSuccess) return kErrors.check("copy", copied);
     *caches[n] = to;
   }
-  ffi::Error error = prepare(arguments, write.call);
+  ffi::Error error = make_call(arguments, write.call);
   if (error.failure()) return error;
   const size_t arrays = values.element_count() == 0 ? 1 : 2;
-  if (tokens.size() != (written.size() == 0 ? 0 : 2) || (written.size() != 0 && written.size() != arrays)) {
+  if (tokens.size() != (writes_cache.size() == 0 ? 0 : 2) || (writes_cache.size() != 0 &&
+      writes_cache.size() != arrays)) {
     return kErrors.invalid("wants both new_keys and new_values, and both updated caches as results");
   }
   if (tokens.size() > 0) {
-    error = add_tokens(
+    error = set_new_tokens(
         write, arguments, {*tokens.get<ffi::AnyBuffer>(0), *tokens.get<ffi::AnyBuffer>(1)}, cache_heads);
     if (error.failure()) return error;
   }
