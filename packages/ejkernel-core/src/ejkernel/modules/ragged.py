@@ -26,6 +26,7 @@ from ejkernel.modules.operations.state_space_v1 import state_space_v1
 from ejkernel.modules.operations.state_space_v2 import state_space_v2
 
 __all__ = [
+    "accept_states",
     "ragged_gated_linear_attention",
     "ragged_kernel_delta_attention",
     "ragged_lightning_attention",
@@ -211,8 +212,9 @@ def ragged_state_space_v2(
     state_indices: Integer[Array, " n"],
     *,
     gate: Float[Array, "t h*p"] | None = None,
+    parents: Integer[Array, " t"] | None = None,
     **options: Any,
-) -> tuple[Float[Array, "t h*p"], Float[Array, "slots h p e"]]:
+) -> tuple[Float[Array, "t h*p"], Float[Array, "slots h p e"] | Float[Array, "t h p e"]]:
     """Computes `state_space_v2` (Mamba-2; Dao & Gu 2024, arXiv:2405.21060) of packed requests, each with its own state.
 
     Args:
@@ -226,10 +228,11 @@ def ragged_state_space_v2(
         query_start_loc: [N + 1] int cumulative lengths; may be traced.
         state_indices: [N] int.
         gate: [T, H * P] floating, as in `state_space_v2`.
+        parents: [T] int, trees of draft tokens to verify, as in `state_space_v2`.
         **options: Keyword arguments of `state_space_v2`, such as `act_fn`, `use_gated_rmsnorm`, `platform`.
 
     Returns:
-        [T, H * P] in x's dtype, and the slots.
+        [T, H * P] in x's dtype, and the slots; with `parents` the states after every token, [T, H, P, E].
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -238,8 +241,68 @@ def ragged_state_space_v2(
     states = _checked(recurrent_state, query_start_loc, state_indices)
     rows = {"x": x[None], "B": B[None], "C": C[None], "dt": dt[None]}
     rows |= {} if gate is None else {"gate": gate[None]}
-    y, slots, _ = state_space_v2(**rows, A=A, D=D, **states, **options)
-    return y[0], slots
+    if parents is None:
+        y, slots, _ = state_space_v2(**rows, A=A, D=D, **states, **options)
+        return y[0], slots
+    y, after, _ = state_space_v2(**rows, A=A, D=D, **states, parents=parents[None], **options)
+    return y[0], after[0]
+
+
+def accept_states(
+    slots: Float[Array, "slots *state"],
+    states: Float[Array, "t *state"],
+    accepted: Integer[Array, " n"],
+    query_start_loc: Integer[Array, " n+1"],
+    state_indices: Integer[Array, " n"],
+) -> Float[Array, "slots *state"]:
+    """Stores the states after accepted draft tokens, the last step of speculative decoding.
+
+    A call with `parents` verifies trees of draft tokens and returns the state after each, of which the newest accepted
+    one of every request becomes the state of its slot. It serves the states of recurrences and of `causal_conv1d`.
+
+    Args:
+        slots: [slots, ...] floating; donate them under `jax.jit`, and the update is in place.
+        states: [T, ...] floating, the state after every token.
+        accepted: [N] int, the newest accepted token of each request, by its index among those of the request; -1 leaves
+            its slot as it is.
+        query_start_loc: [N + 1] int cumulative lengths; may be traced.
+        state_indices: [N] int, different for requests with accepted tokens; an index outside of the slots, such as -1,
+            stores nothing.
+
+    Returns:
+        The slots, in their dtype.
+
+    Raises:
+        ValueError: A shape or dtype is wrong; the message names the argument.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import ragged, ragged_gated_delta_rule
+
+        query, key, value = jax.random.normal(jax.random.key(0), (3, 7, 2, 16))
+        beta, decay = jnp.full((7, 2), 0.5), jnp.full((7, 2), -0.1)
+        slots, starts, indices = jnp.zeros((4, 2, 16, 16)), jnp.array([0, 4, 7]), jnp.array([3, 1])
+        parents = jnp.array([-1, 0, 0, 2, -1, 0, 1])  # a tree of four tokens, and a chain of three
+        output, states = ragged_gated_delta_rule(
+            query, key, value, beta, decay, slots, starts, indices, parents=parents
+        )
+        slots = ragged.accept_states(slots, states, jnp.array([3, 0]), starts, indices)
+        assert jnp.array_equal(slots[3], states[3]) and jnp.array_equal(slots[1], states[4])
+        ```
+    """
+    sizes: dict[str, int] = {}
+    check_shape("accepted", accepted, "N", sizes)
+    check_shape("state_indices", state_indices, "N", sizes)
+    check_shape("query_start_loc", query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    for name, array in (("accepted", accepted), ("query_start_loc", query_start_loc), ("state_indices", state_indices)):
+        check_dtype(name, array, jnp.integer, "an integer dtype")
+    if states.shape[1:] != slots.shape[1:]:
+        raise ValueError(f"states: got shape {states.shape}, wants [T, ...] of the slots {slots.shape}")
+    token = jnp.clip(query_start_loc[:-1] + accepted, 0, states.shape[0] - 1)
+    stored = (accepted >= 0) & (accepted < jnp.diff(query_start_loc)) & (state_indices >= 0)
+    target = jnp.where(stored, state_indices, slots.shape[0])  # after the last slot: dropped
+    return slots.at[target].set(states[token].astype(slots.dtype), mode="drop")
 
 
 def _checked(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:

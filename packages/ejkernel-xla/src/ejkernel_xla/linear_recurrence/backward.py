@@ -21,6 +21,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunk import next_state, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
 from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments
 from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_backward
 
 Gradients = dict[str, jax.Array]
 
@@ -39,8 +40,11 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
     record = pullback.record
     if not record.query.size:  # no rows
         return {name: jnp.zeros_like(getattr(record, name)) for name in sorted(pullback.grad_fields)}
-    chunking = make_chunking(record, config.chunk_size)
-    grads = _reverse_chunks(pullback, chunking, _chunk_states(record, chunking))
+    if record.parents is not None:
+        grads = tree_backward(pullback)
+    else:
+        chunking = make_chunking(record, config.chunk_size)
+        grads = _reverse_chunks(pullback, chunking, _chunk_states(record, chunking))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 

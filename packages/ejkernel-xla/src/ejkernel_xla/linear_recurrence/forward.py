@@ -27,6 +27,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
 )
 from ejkernel_xla.linear_recurrence.kernels.segment_runs import segment_step
 from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
+from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_forward
 
 
 @with_plain_states
@@ -41,6 +42,8 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         Output [B, T, H, V] in the query's dtype and final states in the accumulator's. There are no residuals: the
         backward pass finds the states between chunks again, for its own length of chunks.
     """
+    if record.parents is not None:
+        return tree_forward(record), ()
     if not record.query.size:  # no rows
         return (_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)

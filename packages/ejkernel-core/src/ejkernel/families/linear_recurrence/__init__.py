@@ -12,6 +12,7 @@ from ejkernel.families.linear_recurrence.record import (
     accumulator,
     as_recorded,
     by_channel,
+    final_states_shape,
     head_count,
     in_slots,
     segment_roles,
@@ -31,6 +32,7 @@ __all__ = [
     "as_recorded",
     "axes",
     "by_channel",
+    "final_states_shape",
     "head_count",
     "in_slots",
     "reference",
@@ -65,8 +67,10 @@ def axes(record: LinearRecurrence) -> dict[str, Any]:
         "sequence_state": f"n {state}",
         "segment_ids": "b t",
         "state_slots": "n",
+        "parents": "b t",
         # Final states of packed sequences have b = N there: a packed call has one row, which cannot be split.
-        "output": ("b t h v", f"b {state}"),
+        # Trees have a state for every token.
+        "output": ("b t h v", f"b {state}" if record.parents is None else f"b t {state}"),
     }
 
 

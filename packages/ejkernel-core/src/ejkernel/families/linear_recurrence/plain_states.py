@@ -57,7 +57,7 @@ def with_plain_state_gradients(backward: Backward) -> Backward:
 
         held, (read, final) = getattr(record, name), pullback.cotangent
         # Both functions are linear: their derivatives do not depend on the values, so XLA drops the values.
-        _, pull_stored = jax.vjp(stored, held, jnp.zeros_like(family.states(plain(held))))
+        _, pull_stored = jax.vjp(stored, held, jnp.zeros(family.final_states_shape(record), family.accumulator(record)))
         kept, final = pull_stored(final)
         inner = dataclasses.replace(pullback, record=plain(held), output=None, cotangent=(read, final))
         gradients = backward(inner, config)

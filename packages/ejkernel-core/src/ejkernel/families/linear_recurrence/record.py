@@ -40,6 +40,9 @@ class LinearRecurrence:
             are then the slots, in their dtype, of which only those of sequences with tokens have changed.
         segment_ids: [B, T] int32; a token whose id differs from that of the last real token before it starts from a
             zero state, and negative ids are padding. The first real token continues from the initial state.
+        parents: [B, T] int, the token that each token continues, by its index among those of its row or sequence; -1
+            continues the initial state. The final states are then those after each token, [B, T, H, K, V], zeros for
+            padding tokens, and slots do not change. Not with segment_ids.
         transposed_states: Whether states are [..., V, K], those at the end too.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
     """
@@ -60,6 +63,7 @@ class LinearRecurrence:
     sequence_state: jax.Array | None = None
     segment_ids: jax.Array | None = None
     state_slots: jax.Array | None = None
+    parents: jax.Array | None = None
     transposed_states: bool = static(default=False)
     precision: lax.Precision | None = static(default=None)
 
@@ -125,8 +129,8 @@ def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
 
 def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
     """Returns the final states of a record, from those of the same record with plain states."""
-    final = final.swapaxes(2, 3) if record.transposed_states else final
-    held = in_slots(record)
+    final = final.swapaxes(-2, -1) if record.transposed_states else final
+    held = None if record.parents is not None else in_slots(record)
     return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
 
 
@@ -144,6 +148,14 @@ def states(record: LinearRecurrence) -> jax.Array:
         return state.astype(accumulator(record))
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return jnp.zeros((rows, head_count(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
+
+
+def final_states_shape(record: LinearRecurrence) -> tuple[int, ...]:
+    """Returns the shape of final states that are not transposed: [B, H, K, V], [N, H, K, V] or [B, T, H, K, V]."""
+    rows = record.query.shape[: 1 if record.parents is None else 2]
+    if record.cu_seqlens is not None and record.parents is None:
+        rows = (record.cu_seqlens.shape[0] - 1,)
+    return (*rows, head_count(record), record.query.shape[3], record.value.shape[3])
 
 
 def segment_roles(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -13,6 +13,9 @@ Every head of every row (or packed sequence) carries a state S of shape [K, V]. 
 So the order is: decay, write, read. A gate of -inf forgets. Tokens with a negative segment id, and tokens of no packed
 sequence, leave the state alone and have output 0.
 
+With `parents` the tokens of a row or sequence are a tree, and "the state" above is that after the token's parent: an
+output depends on the token's ancestors alone.
+
 Sources: Katharopoulos et al. 2020 (linear attention); Yang et al. 2023, arXiv:2312.06635 (gated linear attention);
 Qin et al. 2024, arXiv:2401.04658 (constant decay); Dao & Gu 2024, arXiv:2405.21060 (state space duality);
 Yang et al. 2024, arXiv:2412.06464 (gated delta rule); Kimi Team 2025, arXiv:2510.26692 (decay per channel in it);
@@ -33,7 +36,7 @@ from ejkernel.families.linear_recurrence.record import (
     states,
     with_plain_states,
 )
-from ejkernel.planning import packing
+from ejkernel.planning import packing, trees
 
 
 def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -41,10 +44,12 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 
     Returns:
         Output [B, T, H, V] in the query's dtype and final states, [B, H, K, V] or [N, H, K, V], in the accumulator's;
-        those of a record with slots are its slots, and those of one with transposed states are transposed. There are
-        no residuals.
+        those of a record with slots are its slots, those of one with transposed states are transposed, and those of
+        one with trees are the states after every token, [B, T, H, K, V]. There are no residuals.
     """
     original, record = record, with_plain_states(record)
+    if record.parents is not None:
+        return _trees(original, record, record.parents)
     packed = record.cu_seqlens is not None
 
     def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -55,6 +60,30 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 
     final, outputs = lax.scan(step, states(record), _tokens(record))
     return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(original, final)), ()
+
+
+def _trees(
+    original: LinearRecurrence, record: LinearRecurrence, parents: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+    """Returns outputs and the states after all tokens of a record with trees; a step has one token of every row."""
+    (rows, length), first = record.query.shape[:2], states(record)
+    all_trees = trees.token_trees(parents, record.cu_seqlens)
+    parent_tokens, owners = (x.reshape(rows, length) for x in (all_trees.parents, all_trees.requests))
+    every = jnp.zeros((rows * length, *first.shape[1:]), first.dtype)
+
+    def step(every: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        root = (token["parent"] < 0)[:, None, None, None]
+        old = jnp.where(root, first[jnp.maximum(token["owner"], 0)], every[jnp.maximum(token["parent"], 0)])
+        new, output = _token(old, token, record.softmax_scale)
+        new = jnp.where(token["real"][:, None, None, None], new, 0)
+        return every.at[token["index"]].set(new), output
+
+    index = jnp.arange(rows * length).reshape(rows, length)
+    tokens = {name: x for name, x in _tokens(record).items() if name != "row"}
+    tokens |= {"parent": parent_tokens.T, "owner": owners.T, "index": index.T}
+    every, outputs = lax.scan(step, every, tokens)
+    every = every.reshape(rows, length, *every.shape[1:])
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(original, every)), ()
 
 
 def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:

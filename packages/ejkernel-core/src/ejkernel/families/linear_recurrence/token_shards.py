@@ -41,13 +41,22 @@ def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tupl
         record: The record of this device's tokens.
         shards: How tokens are split.
     """
+    _check_no_trees(record)
     read, final = split_recurrence.over_tokens(RULE, run, with_plain_states(record), shards)
     return read, as_recorded(record, final)
 
 
 def on_device(record: LinearRecurrence) -> LinearRecurrence:
     """Returns a device's record as its kernel gets it."""
+    _check_no_trees(record)
     return split_recurrence.with_states(RULE, with_plain_states(record))
+
+
+def _check_no_trees(record: LinearRecurrence) -> None:
+    if record.parents is not None:
+        raise ValueError(
+            "in_specs: got tokens split over devices with parents, wants the trees whole: split heads or rows"
+        )
 
 
 def borders(record: LinearRecurrence, shards: TokenShards) -> Borders:

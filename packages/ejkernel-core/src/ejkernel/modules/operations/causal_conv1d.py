@@ -13,8 +13,8 @@ from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared import convolution_states
-from ejkernel.modules.operations.shared.conditions import of_bounds, slots
-from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, rank
+from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees, slots
+from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_parents, rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     check_cumulative,
@@ -41,6 +41,7 @@ def causal_conv1d(
     cu_seqlens: Integer[Array, " n+1"] | None = None,
     *,
     state_indices: Integer[Array, " n"] | None = None,
+    parents: Integer[Array, "b t"] | None = None,
     activation: str | None = None,
     return_state: bool = False,
     platform: str | None = None,
@@ -48,7 +49,13 @@ def causal_conv1d(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t i"] | tuple[Float[Array, "b t i"], Float[Array, "n i w-1"] | Float[Array, "n i w"]]:
+) -> (
+    Float[Array, "b t i"]
+    | tuple[
+        Float[Array, "b t i"],
+        Float[Array, "n i w-1"] | Float[Array, "n i w"] | Float[Array, "b t i w-1"] | Float[Array, "b t i w"],
+    ]
+):
     """Computes the short depthwise convolution of Mamba and of gated linear recurrences, along time (arXiv:2312.00752).
 
     Shape letters: B rows, T tokens, I channels, W weights a channel, N packed sequences. The last weight of a channel
@@ -73,13 +80,19 @@ def causal_conv1d(
         state_indices: [B] int, or [N] int with cu_seqlens: initial_state is slots, [slots, I, W - 1] or [slots, I, W],
             and a row or sequence continues the state in its slot and stores it there. Those with tokens have different
             slots; an index that is no slot (such as -1) starts from zeros and stores nothing.
+        parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among
+            those of its row or packed sequence, which is below its own; -1 continues the state. A token then meets its
+            ancestors, and a state is returned for each token, while slots do not change:
+            `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
+            not are checked.
         activation: None, or `"silu"`.
-        return_state: Also return the states after the last tokens.
+        return_state: Also return the states after the last tokens; with `parents` those after every token.
 
     Returns:
         [B, T, I] in x's dtype; with `return_state` also the states, [B, I, W - 1] or [N, I, W - 1], in x's dtype,
         which they are copies in. Empty sequences keep their initial state. With state_indices all slots, in their own
-        dtype: donate them, and the update is in place. States of W tokens where initial_state has such.
+        dtype: donate them, and the update is in place. States of W tokens where initial_state has such. With parents
+        [B, T, I, W - 1] or [B, T, I, W], in x's dtype.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -126,6 +139,7 @@ def validate(args: CausalConv1dArguments) -> None:
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
     _check_states(args, sizes)
+    check_parents(args, sizes)
 
 
 def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:
@@ -144,18 +158,25 @@ def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:
 
 
 def conditions(args: CausalConv1dArguments) -> Iterable[Condition]:
-    """Yields the conditions that cumulative lengths fit x and that sequences with tokens have distinct slots."""
+    """Yields the conditions that cumulative lengths fit x, that sequences with tokens have distinct slots, and that
+    parents come before their tokens.
+    """
     yield from _of_bounds(args)
     if args.state_indices is not None and rank(args.state_indices) == 1:
         each = np.arange(args.state_indices.shape[0] + 1)
         yield from slots(args.state_indices, each if args.cu_seqlens is None else args.cu_seqlens, args.initial_state)
 
 
-_of_bounds = of_bounds("cu_seqlens", "x")
+_of_bounds = of_trees(of_bounds("cu_seqlens", "x"))
 
 
 def lower(args: CausalConv1dArguments) -> CausalConvolution:
-    """Returns the convolution record of a call."""
+    """Returns the convolution record of a call; each token of a tree is a row of its own, after its ancestors."""
+    if args.parents is not None:
+        x, before, _ = convolution_states.tree_windows(args)
+        before = before[..., before.shape[2] - (args.weight.shape[1] - 1) :]
+        token = {"x": x[:, None], "initial_state": before}
+        return CausalConvolution(weight=args.weight, bias=args.bias, activation=args.activation, **token)
     packed, before = args.cu_seqlens is not None, convolution_states.before(args)
     return CausalConvolution(
         x=args.x,
@@ -170,6 +191,11 @@ def lower(args: CausalConv1dArguments) -> CausalConvolution:
 
 def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns what the public function returns."""
+    if args.parents is not None:
+        y = output[0].reshape(args.x.shape)
+        if args.cu_seqlens is not None:  # tokens of no sequence have a bias too
+            y = jnp.where(convolution_states.tree_windows(args).real[None, :, None], y, 0)
+        return (y, convolution_states.after_trees(args)) if args.return_state else y
     return (output[0], convolution_states.after(args, output[1])) if args.return_state else output[0]
 
 
@@ -178,6 +204,9 @@ def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:
     rows, states = "b", "b i s" if args.cu_seqlens is None else "r i s"
     if args.state_indices is not None:  # every row may be in every slot, so that devices cannot share the rows out
         rows, states = "q", "z i s"
+    if args.parents is not None:  # a token may continue any other of its row, so that devices cannot share those out
+        output = (f"{rows} q i", f"{rows} q i s") if args.return_state else f"{rows} q i"
+        return {"x": f"{rows} q i", "parents": f"{rows} q", "initial_state": states, "output": output}
     returned = states if args.cu_seqlens is None or args.state_indices is not None else "b i s"
     output = (f"{rows} t i", returned) if args.return_state else f"{rows} t i"
     return {"x": f"{rows} t i", "initial_state": states, "output": output}

@@ -11,9 +11,9 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_bounds
+from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, settle_packing
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_parents, rank, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -32,6 +32,7 @@ def gated_delta_rule(
     initial_state: Float[Array, "b h k v"] | None = None,
     *,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
+    parents: Integer[Array, "b t"] | None = None,
     softmax_scale: float | None = None,
     use_qk_l2norm: bool = True,
     use_chunked: bool = True,
@@ -42,7 +43,7 @@ def gated_delta_rule(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"] | Float[Array, "b t h k v"]]:
     """Computes the gated delta rule chunk by chunk (Yang et al. 2024, arXiv:2412.06464).
 
     Every head carries a state S of shape [K, V]. Each token first decays it by `exp(decay)`, then corrects what it
@@ -66,16 +67,20 @@ def gated_delta_rule(
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
             [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
             be empty; padding tokens have output 0. Not with seg_ids.
+        parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among
+            those of its row or packed sequence, which is below its own; -1 continues the initial state. An output then
+            depends on the token's ancestors alone, and a state is returned for each token. May be traced; values that
+            are not are checked. Not with seg_ids.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
-        return_state: Also return the states after the last token.
+        return_state: Also return the states after the last token; with `parents` those after every token.
         autotune_chunk_candidates: One chunk size, short for that of `cfg`. Several are refused: tuning measures the
             candidates of the kernels.
 
     Returns:
-        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
-        inputs).
+        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], or [B, T, H, K, V] with
+        `parents`, float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -126,6 +131,7 @@ def validate(args: GatedDeltaRuleArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes = delta_rule.check_delta(args)
     delta_rule.check_packed(args, sizes)
+    check_parents(args, sizes)
 
 
 def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
@@ -158,7 +164,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_bounds("cu_seqlens", "query"),
+    conditions=of_trees(of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta_rule_cases(GatedDeltaRuleArguments),
     tolerance=TOLERANCE,

@@ -12,8 +12,8 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_bounds
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, settle_packing
+from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_parents, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -33,6 +33,7 @@ def kernel_delta_attention(
     *,
     seg_ids: Integer[Array, "b t"] | None = None,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
+    parents: Integer[Array, "b t"] | None = None,
     softmax_scale: float | None = None,
     chunk_size: int | None = None,
     use_qk_l2norm: bool = True,
@@ -43,7 +44,7 @@ def kernel_delta_attention(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"]]:
+) -> Float[Array, "b t h v"] | tuple[Float[Array, "b t h v"], Float[Array, "b h k v"] | Float[Array, "b t h k v"]]:
     """Computes the delta rule with gates chunk by chunk (Kimi Team 2025, arXiv:2510.26692; Yang et al. 2024,
     arXiv:2412.06464).
 
@@ -68,15 +69,19 @@ def kernel_delta_attention(
         cu_seqlens: [N + 1] int cumulative lengths of N packed sequences, with B = 1; each has a state of its own,
             [N, H, K, V]. May be traced; values that are not are checked, for which an eager call waits. Sequences may
             be empty; padding tokens have output 0. Not with seg_ids.
+        parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among
+            those of its row or packed sequence, which is below its own; -1 continues the initial state. An output then
+            depends on the token's ancestors alone, and a state is returned for each token. May be traced; values that
+            are not are checked. Not with seg_ids.
         softmax_scale: Factor on the output; None means `K ** -0.5`.
         chunk_size: Tokens per chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
         use_chunked: False goes token by token: slower, with the same results.
-        return_state: Also return the states after the last token.
+        return_state: Also return the states after the last token; with `parents` those after every token.
 
     Returns:
-        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], float32 (float64 for float64
-        inputs).
+        [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], or [B, T, H, K, V] with
+        `parents`, float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -175,6 +180,7 @@ def validate(args: KernelDeltaAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes = delta_rule.check_delta(args)
     delta_rule.check_packed(args, sizes)
+    check_parents(args, sizes)
 
 
 def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
@@ -195,7 +201,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_bounds("cu_seqlens", "query"),
+    conditions=of_trees(of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta_attention_cases(KernelDeltaAttentionArguments),
     tolerance=TOLERANCE,

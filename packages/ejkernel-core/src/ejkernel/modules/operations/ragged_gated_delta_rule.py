@@ -13,8 +13,8 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, rank
+from ejkernel.modules.operations.shared.conditions import of_states, of_trees
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_parents, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -33,6 +33,7 @@ def ragged_gated_delta_rule(
     query_start_loc: Integer[Array, " n+1"],
     state_indices: Integer[Array, " n"],
     *,
+    parents: Integer[Array, " t"] | None = None,
     chunk_size: int | None = None,
     use_qk_l2norm: bool = True,
     platform: str | None = None,
@@ -40,7 +41,7 @@ def ragged_gated_delta_rule(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"]]:
+) -> tuple[Float[Array, "t h v"], Float[Array, "slots h k v"] | Float[Array, "t h k v"]]:
     """Computes the gated delta rule of packed requests (Yang et al. 2024, arXiv:2412.06464), each continuing its own
     state.
 
@@ -61,12 +62,18 @@ def ragged_gated_delta_rule(
             slots as they are. Tokens of no request have output 0.
         state_indices: [N] int, slots, different for requests with tokens. An index outside the slots (such as -1)
             means none: the request starts from zeros and its state is not kept.
+        parents: [T] int, trees of draft tokens to verify: the token that each token continues, by its index among those
+            of its request, which is below its own; -1 continues the request's state. An output then depends on the
+            token's ancestors alone, a state is returned for each token, and the slots do not change:
+            `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
+            not are checked.
         chunk_size: Tokens per chunk, in place of the configuration's; changes speed, not results.
         use_qk_l2norm: Divide query and key by their lengths, `x * rsqrt(sum x^2 + 1e-6)`.
 
     Returns:
         [T, H, V] in query's dtype, and the slots with the states of the requests that had tokens, in
-        recurrent_state's dtype.
+        recurrent_state's dtype. With `parents` not the slots but the states after every token, [T, H, K, V], float32
+        (float64 for float64 inputs), zeros for tokens of no request.
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -109,6 +116,7 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
     check_shape("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     for name in ("query_start_loc", "state_indices"):
         check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
+    check_parents(args, sizes, "T")
     for name in ("slots", "N"):
         if sizes[name] == 0:
             argument = "recurrent_state" if name == "slots" else "state_indices"
@@ -122,16 +130,25 @@ def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
         cu_seqlens=args.query_start_loc,
         sequence_state=args.recurrent_state,
         state_slots=args.state_indices,
+        parents=args.parents,
     )
-    tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta")}
+    tokens = {name: getattr(row, name) for name in ("query", "key", "value", "decay", "beta", "parents")}
     # The gate's channel axis is the last either way, so a row axis in front completes all of them.
     return dataclasses.replace(row, **{name: None if x is None else x[None] for name, x in tokens.items()})
 
 
 def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the tokens' outputs, and the slots with the states of the requests that had tokens and have a slot."""
-    read, slots = output
-    return read[0], slots
+    """Returns the tokens' outputs, and the slots with the states of the requests that had tokens and have a slot; or
+    the states after all tokens of trees.
+    """
+    read, states = output
+    return read[0], states if args.parents is None else states[0]
+
+
+def axes_of(args: RaggedGatedDeltaRuleArguments) -> dict[str, Any]:
+    """Returns the axis letters of a call with shared queries, and those of its results if it has trees."""
+    letters: dict[str, Any] = delta_rule.axes_of_packed(args)
+    return letters if args.parents is None else letters | {"output": ("t h v", "t h k v")}
 
 
 def _configure(args: RaggedGatedDeltaRuleArguments, cfg: Any) -> Any:
@@ -147,14 +164,14 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_states("query", 0, "query_start_loc", "recurrent_state"),
+    conditions=of_trees(of_states("query", 0, "query_start_loc", "recurrent_state"), "query_start_loc"),
     cases=delta_cases.ragged_gated_delta_rule_cases(RaggedGatedDeltaRuleArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,
     axes={"decay": "t h k", "recurrent_state": "slots h k v", "query_start_loc": "n"},
     finish=finish,
     output=("t h v", "slots h k v"),
-    axes_of=delta_rule.axes_of_packed,
+    axes_of=axes_of,
     configure=_configure,
 )
 RaggedGatedDeltaRule.op = OP

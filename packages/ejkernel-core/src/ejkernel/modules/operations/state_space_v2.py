@@ -13,8 +13,15 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_packing, check_states, wide
+from ejkernel.modules.operations.shared.conditions import of_states, of_trees
+from ejkernel.modules.operations.shared.recurrences import (
+    TOLERANCE,
+    check_floating,
+    check_packing,
+    check_parents,
+    check_states,
+    wide,
+)
 from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -51,6 +58,7 @@ def state_space_v2(
     state_indices: Integer[Array, " n"] | None = None,
     dt_bias: Float[Array, " h"] | None = None,
     dt_softplus: bool = False,
+    parents: Integer[Array, "b t"] | None = None,
     dt_limit: tuple[float, float] | None = None,
     n_groups: int | None = None,
     act_fn: Callable[[jax.Array], jax.Array] | None = None,
@@ -64,7 +72,7 @@ def state_space_v2(
     mesh: jax.sharding.Mesh | None = None,
     in_specs: Any = None,
     out_specs: Any = None,
-) -> tuple[Float[Array, "b t h*p"], Float[Array, "b h p e"], Float[Array, "b i c"] | None]:
+) -> tuple[Float[Array, "b t h*p"], Float[Array, "b h p e"] | Float[Array, "b t h p e"], Float[Array, "b i c"] | None]:
     """Computes the Mamba-2 state space layer chunk by chunk (Dao & Gu 2024, arXiv:2405.21060).
 
     For each head, with state h of shape [P, E] and its group's B and C (head i belongs to group `i // (H // G)`):
@@ -93,6 +101,11 @@ def state_space_v2(
             state that is returned is the slots, in their dtype; donate them under `jax.jit`.
         dt_bias: [H] floating, added to dt before the softplus. Differentiable.
         dt_softplus: Take the softplus of dt, so that dt is what the layer projects.
+        parents: [B, T] int, a tree of draft tokens to verify: the token that each token continues, by its index among
+            those of its row or packed sequence, which is below its own; -1 continues the initial state. An output then
+            depends on the token's ancestors alone, a state is returned for each token, and slots do not change:
+            `ejkernel.modules.ragged.accept_states` stores those of the accepted tokens. May be traced; values that are
+            not are checked.
         dt_limit: (lower, upper), limits of the step sizes after the softplus; the upper one may be infinite. Steps past
             a limit have no gradient.
         n_groups: G; None takes it from B.
@@ -109,7 +122,8 @@ def state_space_v2(
 
     Returns:
         y [B, T, H * P] in x's dtype, the state after the last token [B, H, P, E], or of every packed sequence
-        [N, H, P, E], float32 (float64 for float64 inputs), and conv_state.
+        [N, H, P, E], float32 (float64 for float64 inputs), and conv_state. With `parents` the states are those after
+        every token, [B, T, H, P, E].
 
     Raises:
         ValueError: A shape, dtype or value is wrong; the message names the argument.
@@ -178,6 +192,7 @@ def validate(args: StateSpaceV2Arguments) -> None:
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
     check_states(args, "H P E", sizes)
+    check_parents(args, sizes)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
     _check_norm(args, sizes["H"] * sizes["P"])
@@ -207,6 +222,7 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         dt=dt,
         skip=None if args.D is None else wide(args.D)[None, None],
         **_states(args),
+        parents=args.parents,
         transposed_states=True,
         precision=args.precision,
     )
@@ -241,6 +257,11 @@ def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
     return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)
 
 
+def axes_of(args: StateSpaceV2Arguments) -> dict[str, Any]:
+    """Returns the axis letters of the results of a call with trees, which has a state for every token."""
+    return {} if args.parents is None else {"output": ("b t h", "b t h v k", "b i c")}
+
+
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
     """Returns `cfg`; raises ValueError if a field of it contradicts an argument of the call."""
     repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
@@ -257,7 +278,8 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_states("x"),
+    conditions=of_trees(of_states("x")),
+    axes_of=axes_of,
     cases=state_space_cases.cases(StateSpaceV2Arguments),
     tolerance=TOLERANCE,
     configure=configure,

@@ -13,8 +13,8 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
-LOW_RANK = frozenset({"low_rank_write", "low_rank_read"})
-"""The fields of the family's low-rank term, which the kernel does not have."""
+UNSUPPORTED = frozenset({"low_rank_write", "low_rank_read", "parents"})
+"""The fields of the family's low-rank term and of trees of draft tokens, which the kernel does not have."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -28,7 +28,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    handles = optional_fields(FAMILY.record).keys() - LOW_RANK
+    handles = optional_fields(FAMILY.record).keys() - UNSUPPORTED
     requires = tpu_requires(handles=handles, extra=_reasons)
     passes = {"forward": config.TpuRecurrence, "backward": config.TpuRecurrence}
-    return (mosaic_tpu(FAMILY, config, **passes, requires=requires, without=LOW_RANK),)
+    return (mosaic_tpu(FAMILY, config, **passes, requires=requires, without=UNSUPPORTED),)

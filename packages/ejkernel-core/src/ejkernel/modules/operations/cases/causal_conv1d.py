@@ -39,7 +39,23 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return (*(_case(arguments, row) for row in _TABLE), *(_in_slots(arguments, packed) for packed in (False, True)))
+    in_slots = (_in_slots(arguments, packed) for packed in (False, True))
+    return (*(_case(arguments, row) for row in _TABLE), *in_slots, _tree(arguments))
+
+
+def _tree(arguments: type) -> Case:
+    """Returns a case of three trees of draft tokens, one of them empty, whose states are in slots, and padding."""
+
+    def make(key: jax.Array) -> Any:
+        shapes = {"x": (1, 9, 12), "weight": (12, 4), "bias": (12,), "initial_state": (5, 12, 3)}
+        keys = jax.random.split(key, len(shapes))
+        arrays = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        bounds, indices = jnp.array([0, 5, 5, 8], jnp.int32), jnp.array([3, 0, -1], jnp.int32)
+        parents = jnp.array([[-1, 0, 0, 1, 3, -1, -1, 1, 0]], jnp.int32)
+        fields = {"cu_seqlens": bounds, "state_indices": indices, "parents": parents}
+        return arguments(**arrays, **fields, **_SILU, **_STATE)
+
+    return tagged("packed trees of draft tokens", make, ("bias", "initial_state"), ("awkward",))
 
 
 def _in_slots(arguments: type, packed: bool) -> Case:
@@ -84,6 +100,8 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "state_indices":
             return jnp.arange(shape.shape[0], dtype=shape.dtype)
+        if name == "parents":
+            return jnp.full(shape.shape, -1, shape.dtype)
         return even_bounds(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)
 
     return fill(args, key, make)

@@ -61,6 +61,16 @@ def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**inputs, "beta": inputs["beta"] / sizes.k, "use_qk_l2norm": False, "softmax_scale": 0.3}
 
 
+PARENTS = ((-1, 0, 0, 1, 1, 2, 5), (-1, -1, 1, 1, 0, 4, 3))
+"""Two trees of seven draft tokens; the second has two roots."""
+
+
+def trees(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    """Returns inputs with a tree of draft tokens in each row, and a state for each."""
+    inputs = gates("beta", "decay", "initial_state", return_state=True)(key, sizes)
+    return {**inputs, "parents": jnp.array(PARENTS, jnp.int32)}
+
+
 _OPTIONAL = ("beta", "decay", "initial_state")
 _SHARED_KEYS: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _OPTIONAL, ())
 _PACKED: Row = (
@@ -106,6 +116,7 @@ _GATED: tuple[Row, ...] = (
     ),
     _CHANNELS,
     ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
+    ("trees of draft tokens", RecurrenceSizes(t=7, g=2), trees, ("parents", "initial_state"), ("awkward",)),
     _SHARED_KEYS,
     _MODEL,
     _SMALL_MODEL,
@@ -128,7 +139,10 @@ _RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None
     ("decode, no decay", 5, 4, (0, 1, 2, 2, 3), (4, 0, 0, 1), None, jnp.float32),
     ("mixed, decay of channels", 13, 1, (0, 1, 2, 2, 11, 12), (3, 1, 3, 0, -1), "gk", jnp.float32),
     ("bfloat16", 13, 2, (0, 1, 2, 2, 11, 12), (3, 1, 3, 0, -1), "decay", jnp.bfloat16),
+    ("trees of draft tokens", 9, 2, (0, 5, 5, 8), (3, 0, -1), "gk", jnp.bfloat16),
 )
+_PACKED_PARENTS = (-1, 0, 0, 1, 3, -1, -1, 1, 0)
+"""The trees of the last of these; the last token belongs to none."""
 
 
 def ragged_gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
@@ -164,7 +178,7 @@ def _ragged(
     decay: str | None,
     dtype: Any,
 ) -> Case:
-    sizes = RecurrenceSizes(b=1, t=tokens, g=kv_heads, v=12)
+    sizes, in_trees = RecurrenceSizes(b=1, t=tokens, g=kv_heads, v=12), name.startswith("trees")
     # Slots of empty requests are not among them.
     used = {index for n, index in enumerate(indices) if index >= 0 and lengths[n + 1] > lengths[n]}
 
@@ -178,7 +192,9 @@ def _ragged(
             recurrent_state=in_slots(keys[5], (SLOTS, sizes.h, sizes.k, sizes.v), used, dtype),
             query_start_loc=jnp.array(lengths, jnp.int32),
             state_indices=jnp.array(indices, jnp.int32),
+            parents=jnp.array(_PACKED_PARENTS, jnp.int32) if in_trees else None,
         )
 
-    exercised = ("beta", "cu_seqlens", "sequence_state", "state_slots", *(() if decay is None else ("decay",)))
+    exercised = ["beta", "cu_seqlens", "sequence_state", "state_slots", *(() if decay is None else ("decay",))]
+    exercised += ["parents"] if in_trees else []
     return Case(name=name, make=make, tags=frozenset({"ci"}), exercises=frozenset(exercised))

@@ -236,6 +236,8 @@ def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
         return even_bounds(tokens, shape)
     if name == "state_indices":
         return jnp.arange(shape.shape[0], dtype=shape.dtype)
+    if name == "parents":
+        return jnp.full(shape.shape, -1, shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return jnp.zeros(shape.shape, shape.dtype)
     if name in _LOGS:

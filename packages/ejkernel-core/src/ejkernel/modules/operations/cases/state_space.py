@@ -81,6 +81,7 @@ _TABLE: tuple[Row, ...] = (
         ("cu_seqlens", "sequence_state", "state_slots"),
         (),
     ),
+    ("trees", StateSpaceSizes(t=5), ("initial_state", "parents"), {}, ("parents", "transposed_states"), ("awkward",)),
     ("bfloat16", StateSpaceSizes(dtype=jnp.bfloat16), ("gate",), {}, ("decay",), ()),
     ("model", StateSpaceSizes(b=1, t=4096, h=24, g=1, p=64, e=128), (), {}, (), ("bench",)),
     ("small model", StateSpaceSizes(b=1, t=512, h=8, g=1, p=64, e=64), (), {}, (), ("bench_cpu",)),
@@ -136,5 +137,6 @@ def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
         "slots": in_slots(next(keys), (6, z.h, z.p, z.e), (4, 1)),
         "starts": jnp.array([0, 1, 1, 3, 4], jnp.int32),
         "state_indices": jnp.array([4, 2, 1, -1], jnp.int32),
+        "parents": jnp.array([[-1, 0, 0, 1, 3], [-1, -1, 1, 0, 2]], jnp.int32),
         "dt_bias": jnp.linspace(-1.0, 1.0, z.h),
     }

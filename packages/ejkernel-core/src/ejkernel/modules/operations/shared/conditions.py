@@ -72,6 +72,47 @@ def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", stat
     return conditions
 
 
+def of_trees(others: Any, bounds: str = "cu_seqlens") -> Any:
+    """Returns the conditions of an operation that verifies trees of draft tokens: `others`, and that each token's
+    parent comes before it in its own request.
+
+    Args:
+        others: The operation's other conditions.
+        bounds: The argument with the cumulative lengths of packed requests.
+    """
+
+    def conditions(args: Any) -> Iterable[Condition]:
+        yield from others(args)
+        if args.parents is not None:
+            yield from trees(args.parents, getattr(args, bounds))
+
+    return conditions
+
+
+def trees(parents: Any, bounds: Any) -> Iterable[Condition]:
+    """Yields that every token's parent is an earlier token of its own request, or -1.
+
+    Args:
+        parents: [B, T], or [T] of packed requests.
+        bounds: Cumulative lengths of packed requests; None where each row is a request.
+    """
+    packed = () if bounds is None else (bounds,)
+    if not integers(parents, *packed) or any(len(x.shape) != 1 or x.shape[0] < 2 for x in packed):
+        return
+
+    def holds(xp: Any, values: Any, *lengths: Any) -> Any:
+        token = xp.arange(values.shape[-1])
+        if not lengths:
+            return xp.all((values >= -1) & (values < token))
+        ends = lengths[0]
+        sequence = xp.minimum(xp.searchsorted(ends[1:], token, side="right"), ends.shape[0] - 2)
+        padding = (token < ends[0]) | (token >= ends[-1])
+        return xp.all(padding | ((values >= -1) & (values < token - ends[sequence])))
+
+    wants = "for every token the index of an earlier token of its own request, or -1 for the request's state"
+    yield Condition(name="parents", reads=(parents, *packed), holds=holds, wants=wants)
+
+
 def of_rows(args: Any) -> Iterable[Condition]:
     """Yields the conditions of a recurrent network: no row has more tokens than x."""
     if has_rank(args, x=3, seq_lengths=1):

@@ -1,9 +1,11 @@
 """The states of a causal convolution as callers keep them: in slots, and with W tokens where kernels need W - 1."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from ejkernel.planning.trees import token_trees, windows
 
 
 def before(args: Any) -> jax.Array | None:
@@ -32,6 +34,38 @@ def after(args: Any, final: jax.Array) -> jax.Array:
         stored &= _lengths(args) > 0
     target = jnp.where(stored, args.state_indices, slots.shape[0])
     return slots.at[target].set(final.astype(slots.dtype), mode="drop")
+
+
+class TreeWindows(NamedTuple):
+    """The tokens along each token's path in a tree of draft tokens.
+
+    Attributes:
+        x: [B * T, I], all tokens; 0 for padding tokens.
+        before: [B * T, I, S], the tokens before each, the oldest first, as many as a state has.
+        real: [B * T] bool, tokens of a request.
+    """
+
+    x: jax.Array
+    before: jax.Array
+    real: jax.Array
+
+
+def tree_windows(args: Any) -> TreeWindows:
+    """Returns the windows of a call with `parents`."""
+    trees, state = token_trees(args.parents, args.cu_seqlens), _stored(args)
+    real = trees.requests >= 0
+    # Padding may hold NaN, which neither outputs nor gradients may get.
+    x = jnp.where(real[:, None], args.x.reshape(-1, args.x.shape[2]), 0)
+    if state is None:
+        state = jnp.zeros((trees.starts.shape[0], x.shape[1], args.weight.shape[1] - 1), x.dtype)
+    return TreeWindows(x, windows(x, state, trees), real)
+
+
+def after_trees(args: Any) -> jax.Array:
+    """Returns the states after every token of a call with `parents`, [B, T, I, S], in x's dtype."""
+    x, before, real = tree_windows(args)
+    states = jnp.concatenate([before[..., 1:], x[..., None]], axis=2)
+    return jnp.where(real[:, None, None], states, 0).reshape(*args.x.shape, -1)
 
 
 def _stored(args: Any) -> jax.Array | None:

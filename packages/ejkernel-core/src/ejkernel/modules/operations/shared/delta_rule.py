@@ -40,10 +40,11 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
 
 def packed_fields(args: Any) -> dict[str, Any]:
     """Returns the record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
+    parents = {"parents": args.parents}
     if args.cu_seqlens is not None:
-        return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state}
+        return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state, **parents}
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
-    return {"segment_ids": ids, "initial_state": args.initial_state}
+    return {"segment_ids": ids, "initial_state": args.initial_state, **parents}
 
 
 def check_packed(args: Any, sizes: dict[str, int]) -> None:

@@ -149,6 +149,20 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     sizes["N"] = cu_seqlens.shape[0] - 1
 
 
+def check_parents(args: Any, sizes: dict[str, int], axes: str = "B T") -> None:
+    """Checks the shape and dtype of the trees of draft tokens; `conditions.of_trees` checks their values.
+
+    Raises:
+        ValueError: `parents` are not such integers, or there are segments too.
+    """
+    if args.parents is None:
+        return
+    check_shape("parents", args.parents, axes, sizes)
+    check_dtype("parents", args.parents, jnp.integer, "an integer dtype")
+    if getattr(args, "seg_ids", None) is not None:
+        raise ValueError("parents: got a value with seg_ids, wants one of the two")
+
+
 def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
     """Checks initial_state, of rows, of packed sequences or in slots, and state_indices.
 
