@@ -8,7 +8,7 @@ from ejkernel_triton.linear_recurrence import chunked
 from ejkernel_triton.linear_recurrence.decode import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids"}
+HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids", "parents"}
 """Optional fields that the decode step honours: all of them."""
 
 STEP = 8
@@ -23,6 +23,8 @@ another.
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, sequences = record.query.shape[1], 1
+    if record.parents is not None:  # no other kernel has trees, of any size
+        return
     if record.cu_seqlens is not None:
         sequences = record.cu_seqlens.shape[0] - 1
     if tokens > STEP * sequences:

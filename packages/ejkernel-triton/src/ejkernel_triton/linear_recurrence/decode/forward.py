@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, segment_roles
+from ejkernel.planning.trees import token_trees
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
 from ejkernel_triton.linear_recurrence.decode.spec import make_spec
@@ -20,13 +21,15 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         config: The tile.
 
     Returns:
-        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals.
+        Output [B, T, H, V] in the query's dtype and final states in float32, or the slots; no residuals. Of trees the
+        states after all tokens, in float32.
     """
     from ejkernel_triton.linear_recurrence.decode.kernels.fused_recurrent import fused_recurrent_kernel
 
     spec, rows = make_spec(record, config), record.query.shape[0]
     inputs, state = _inputs(record), (spec.V, spec.K) if spec.TRANSPOSED else (spec.K, spec.V)
     shape = (rows, spec.SEQUENCES, spec.H, *state) if spec.PACKED else (rows, spec.H, *state)
+    shape = (rows, spec.T, spec.H, *state) if spec.TREE else shape
     final, output = launch(
         fused_recurrent_kernel,
         inputs,
@@ -41,20 +44,24 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         num_stages=1,
         constants={"spec": spec},
     )
-    return (output, final[0] if spec.PACKED else final), ()
+    return (output, final[0] if spec.PACKED and not spec.TREE else final), ()
 
 
 def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
-    """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment), and the
-    states.
+    """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment) and parents (by
+    index in the row), and the states.
     """
-    roles, bounds, slots, initial = None, None, None, record.initial_state
+    roles, parents, bounds, slots, initial = None, None, None, None, record.initial_state
     if record.segment_ids is not None:
         real, restart = segment_roles(record.segment_ids)
         roles = jnp.where(real, 1 + restart.astype(jnp.int32), 0)
+    if record.parents is not None:
+        rows, length = record.parents.shape
+        index = token_trees(record.parents, record.cu_seqlens).parents.reshape(rows, length)
+        parents = jnp.where(index < 0, -1, index - length * jnp.arange(rows, dtype=jnp.int32)[:, None])
     if record.cu_seqlens is not None:
         bounds = record.cu_seqlens.astype(jnp.int32)[None]
         initial = None if record.sequence_state is None else record.sequence_state[None]
         slots = None if record.state_slots is None else record.state_slots[None]
     tokens = (record.query, record.key, record.value, record.decay, record.value_decay, record.beta, record.dt)
-    return (*tokens, record.skip, roles, bounds, slots, initial)
+    return (*tokens, record.skip, roles, parents, bounds, slots, initial)

@@ -40,6 +40,7 @@ class DecodeSpec:
         SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
         TRANSPOSED: Whether states are [V, K].
         IN_PLACE: Whether the final states alias the initial ones, and are read from there.
+        TREE: Whether tokens continue the states after their parents, all of which are stored.
     """
 
     T: int
@@ -68,6 +69,7 @@ class DecodeSpec:
     SLOTS: int
     TRANSPOSED: bool
     IN_PLACE: bool
+    TREE: bool
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
@@ -104,10 +106,15 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         SLOTS=0 if (held := in_slots(record)) is None else held.slots.shape[0],
         TRANSPOSED=record.transposed_states,
         IN_PLACE=_in_place(record),
+        TREE=record.parents is not None,
     )
 
 
 def _in_place(record: LinearRecurrence) -> bool:
-    """Returns whether the final states alias the record's states: slots, or states of their dtype."""
+    """Returns whether the final states alias the record's states: slots, or states of their dtype. Those of trees do
+    not, since they leave the record's as they are.
+    """
+    if record.parents is not None:
+        return False
     given = record.initial_state if record.cu_seqlens is None else record.sequence_state
     return given is not None and (given.dtype == jnp.float32 or in_slots(record) is not None)

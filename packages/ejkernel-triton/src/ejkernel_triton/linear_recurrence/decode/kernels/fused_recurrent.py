@@ -10,6 +10,13 @@ the tile is BLOCK_V contiguous elements, loaded by 16 bytes per thread; of a tra
 states are in slots, a program looks up its sequence's slot and touches no other. The next token is loaded while the
 current one is computed, so that a step waits for memory once, not once per token.
 
+With a tree of draft tokens every token continues the state after its parent, and the state after every token is stored:
+
+    parents  -1  0  0          state -> registers -> token 0 -> token 1         (parent 0: the registers have it)
+                               states[0] -> registers ------> token 2           (parent 0: loaded again)
+
+A chain so loads no state but the first. A tile is stored and loaded by the same program; a barrier is between the two.
+
 Missing tokens (padding, or the one after the last) are loaded as zeros: they decay by exp(0), write nothing and read
 zero.
 """
@@ -35,9 +42,9 @@ def load_number(at, token, there, STRIDE: tl.constexpr):
 
 @triton.jit
 def load_token(
-    query, key, value, decay, value_decay, beta, dt, roles, token, end, channels, columns, spec: tl.constexpr
+    query, key, value, decay, value_decay, beta, dt, roles, parents, token, end, channels, columns, spec: tl.constexpr
 ):
-    """Loads a token: its row of every field, 0 for absent fields, and its role in its segment."""
+    """Loads a token: its row of every field, 0 for absent fields, its role in its segment and its parent in a tree."""
     # The loop also issues the load after the last token, masked, so that it has no branch.
     there = tl.cast(token < end, tl.int32)
     role = there
@@ -61,7 +68,49 @@ def load_token(
         b = load_number(beta, token, there, spec.H)
     if spec.DT:
         b = load_number(dt, token, there, spec.H)
-    return q, k, v, g, w, b, role
+    parent = role
+    if spec.TREE:
+        parent = tl.load(parents + token, mask=there > 0, other=0)
+    return q, k, v, g, w, b, role, parent
+
+
+@triton.jit
+def state_after_parent(state, token, parent, first, initial, initial_mask, states, mask, spec: tl.constexpr):
+    """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one from memory.
+
+    Args:
+        state: The state after the token before, or before the first.
+        token: The token's index in the row.
+        parent: That of its parent; -1 for the state of the sequence.
+        first: First token of the sequence.
+        initial: Addresses of the sequence's state.
+        initial_mask: Which of them to load.
+        states: Addresses of the tile in the state after token 0 of the row.
+        mask: Which of them to load.
+        spec: The constants.
+    """
+    if parent < 0:
+        if token > first:
+            if spec.STATE:
+                state = tl.load(initial, mask=initial_mask, other=0.0).to(tl.float32)
+            else:
+                state = tl.zeros_like(state)
+    else:
+        if parent != token - 1:
+            tl.debug_barrier()  # other threads may have stored the elements that a thread loads
+            state = tl.load(states + tl.cast(parent, tl.int64) * (spec.H * spec.K * spec.V), mask=mask, other=0.0)
+    return state
+
+
+@triton.jit
+def zero_states(states, bounds, sequence, mask, spec: tl.constexpr):
+    """Writes 0 to a sequence's share of the states after padding tokens, as `zero_outputs` does to the outputs."""
+    zeros = tl.where(mask, 0.0, 0.0)
+    before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)
+    for token in tl.range(tl.cast(sequence, tl.int64), before, spec.SEQUENCES):
+        tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
+    for token in tl.range(behind + sequence, behind * 0 + spec.T, spec.SEQUENCES):
+        tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
 
 
 @triton.jit
@@ -100,6 +149,7 @@ def fused_recurrent_kernel(
     dt,
     skip,
     roles,
+    parents,
     bounds,
     slots,
     initial,
@@ -111,6 +161,7 @@ def fused_recurrent_kernel(
     """Processes all tokens of a sequence for one tile of one head's state.
 
     In place, `final` has the initial states: a program reads its tile before it writes it, and no other program has it.
+    With trees `final` has the state after every token.
     """
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_V: tl.constexpr = spec.BLOCK_V
@@ -125,7 +176,8 @@ def fused_recurrent_kernel(
         at += channels[:, None] + columns[None, :] * spec.K
     else:
         at += channels[:, None] * spec.V + columns[None, :]
-    mask = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
+    inside = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
+    mask = inside
     # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
@@ -138,7 +190,11 @@ def fused_recurrent_kernel(
         slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
         place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
         mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
-    target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
+    if spec.TREE:
+        target = final + row * (spec.T * spec.H * spec.K * spec.V) + at
+    else:
+        target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
+    source = target
     # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
         state = tl.load(target, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
@@ -163,14 +219,18 @@ def fused_recurrent_kernel(
         skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.SEGMENTS:
         roles = at_batch(roles, row, per.ROLES, spec.T)
-    q, k, v, g, w, b, role = load_token(
-        query, key, value, decay, value_decay, beta, dt, roles, first, end, channels, columns, spec
+    if spec.TREE:
+        parents = at_batch(parents, row, per.PARENTS, spec.T)
+    q, k, v, g, w, b, role, parent = load_token(
+        query, key, value, decay, value_decay, beta, dt, roles, parents, first, end, channels, columns, spec
     )
     for token in tl.range(first, end):
         # Issued before this token's arithmetic, which hides the latency.
-        next_q, next_k, next_v, next_g, next_w, next_b, next_role = load_token(
-            query, key, value, decay, value_decay, beta, dt, roles, token + 1, end, channels, columns, spec
+        next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent = load_token(
+            query, key, value, decay, value_decay, beta, dt, roles, parents, token + 1, end, channels, columns, spec
         )
+        if spec.TREE:
+            state = state_after_parent(state, token, parent, first, source, mask, target, inside, spec)
         state = update_state(state, k, v, g, w, b, role, spec)
         # Read after the write: a token sees what it wrote.
         read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
@@ -180,8 +240,13 @@ def fused_recurrent_kernel(
             read = tl.where(role > 0, read, 0.0)
         at_token = output + token * (spec.H * spec.V) + columns
         tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
-        q, k, v, g, w, b, role = next_q, next_k, next_v, next_g, next_w, next_b, next_role
-    # In place, only this program read the tile, at the top.
-    tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
+        if spec.TREE:
+            tl.store(target + token * (spec.H * spec.K * spec.V), state, mask=inside, eviction_policy=spec.EVICTION)
+        q, k, v, g, w, b, role, parent = next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent
+    if not spec.TREE:
+        # In place, only this program read the tile, at the top.
+        tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
     if spec.PACKED:
         zero_outputs(output, bounds, sequence, columns, spec.SEQUENCES, spec.T, spec.H * spec.V, spec.V)
+        if spec.TREE:
+            zero_states(target, bounds, sequence, inside, spec)
