@@ -48,8 +48,8 @@ def token_trees(parents: jax.Array, cu_seqlens: jax.Array | None = None) -> Toke
         starts, lengths = bounds[:-1], jnp.diff(bounds)
         requests = packing.packed_ids(cu_seqlens, tokens)[0][0]
     start = starts[jnp.maximum(requests, 0)]
-    own = jnp.arange(rows * tokens, dtype=jnp.int32) - start
-    local = jnp.minimum(parents.reshape(-1).astype(jnp.int32), own - 1)  # no index is out of bounds
+    position = jnp.arange(rows * tokens, dtype=jnp.int32) - start
+    local = jnp.minimum(parents.reshape(-1).astype(jnp.int32), position - 1)  # no index is out of bounds
     return TokenTrees(jnp.where((local < 0) | (requests < 0), -1, start + local), requests, starts, lengths)
 
 

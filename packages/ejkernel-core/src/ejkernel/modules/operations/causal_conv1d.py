@@ -193,7 +193,7 @@ def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> 
     """Returns what the public function returns."""
     if args.parents is not None:
         y = output[0].reshape(args.x.shape)
-        if args.cu_seqlens is not None:  # tokens of no sequence have a bias too
+        if args.cu_seqlens is not None:  # padding tokens have a bias too
             y = jnp.where(convolution_states.tree_windows(args).real[None, :, None], y, 0)
         return (y, convolution_states.after_trees(args)) if args.return_state else y
     return (output[0], convolution_states.after(args, output[1])) if args.return_state else output[0]
