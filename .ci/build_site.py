@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from generated_pages import ROOT, VERSION, finish, generated
+from search_index import refine
 
 SITE = ROOT / ".site"
 
@@ -44,4 +45,6 @@ if __name__ == "__main__":
     command = ["serve"] if "--serve" in sys.argv else ["build", "--strict", "--clean"]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(["zensical", *command, "-f", str(write())], cwd=ROOT, env=environment, check=False)
+    if "build" in command and done.returncode == 0:
+        refine(SITE / "site" / "search.json")
     sys.exit(done.returncode)

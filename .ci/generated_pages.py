@@ -37,6 +37,8 @@ TERMS = {
     "evidence": "evidence|confirmed",
 }
 """The project's own terms: the anchor in the glossary, and how a page may write the term."""
+CODE_WORD = re.compile(r"(?<![`\[])`([^`\n]{1,40}|[^`\s]+)`(?![`{])")
+"""Code of a table that stays on one line: words, and code of at most 40 characters."""
 KEPT = re.compile(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]*>|https?://\S+)")
 """Code, links and tags within a line."""
 LAB = """!!! note "Lab notebook"
@@ -67,9 +69,18 @@ def generated() -> dict[str, str]:
     scripts = (BENCHMARKS / "README.md").read_text()
     for path in (BENCHMARKS / "results").glob("*.md"):
         content = path.read_text().replace("../../docs/", "../")
-        pages[f"results/{path.name}"] = f"# benchmarks/results/{path.name}\n\n{content}"
+        pages[f"results/{path.name}"] = results_page(path.name, content)
         scripts = re.sub(rf"\| (`\w+/{path.stem}\.py`) \|", rf"| [\1]({path.name}) |", scripts)
     return pages | {"results/scripts.md": scripts}
+
+
+def results_page(name: str, content: str) -> str:
+    """Returns a page of measurements with one title, and the file that holds them."""
+    title = f"Measurements: {Path(name).stem.replace('_', ' ')}"
+    first, _, rest = content.partition("\n")
+    if first.startswith("# "):
+        title, content = first[2:], rest.lstrip("\n")
+    return f"# {title}\n\nThis page shows the file *benchmarks/results/{name}*.\n\n{content}"
 
 
 def api_index() -> str:
@@ -118,6 +129,7 @@ def finish(markdown: str, path: str) -> str:
     results = posixpath.relpath("results", folder)
     markdown = CITED.sub(rf"[`benchmarks/results/\1`]({results}/\1)", markdown)
     markdown = FIGURE.sub(_both_themes, markdown)
+    markdown = _unbroken_code(markdown)
     if path != "glossary.md" and not path.startswith(("api/", "results/", "lab/")):
         markdown = link_terms(markdown, posixpath.relpath("glossary.md", folder))
     if not path.startswith("lab/"):
@@ -151,6 +163,15 @@ def _linked(text: str, left: dict[str, str], glossary: str) -> str:
         if count:
             del left[anchor]
     return text
+
+
+def _unbroken_code(markdown: str) -> str:
+    """Marks short code in tables, which `pages.css` then keeps on one line: browsers break it at hyphens otherwise."""
+    lines, in_code = [], False
+    for line in markdown.split("\n"):
+        in_code ^= line.lstrip().startswith("```")
+        lines.append(CODE_WORD.sub(r"`\1`{ .word }", line) if line.startswith("|") and not in_code else line)
+    return "\n".join(lines)
 
 
 def _both_themes(figure: re.Match[str]) -> str:

@@ -34,7 +34,7 @@ def panel(axes: object, shapes: dict[str, dict[str, float]], title: str) -> None
                 at, rate = i + (place - (len(sides) - 1) / 2) * 0.27, measured[side]
                 axes.barh(at, rate, 0.25, color=color, label=None if i else label)
                 ink = "white" if color == BLUE else "black"
-                axes.text(rate - 8, at, f"{rate:.0f}", va="center", ha="right", fontsize=7.5, color=ink)
+                axes.text(rate - 8, at, f"{rate:.0f}", va="center", ha="right", fontsize=9, color=ink)
     names = [shape.replace(" M", "\nM", 1) for shape in shapes]
     axes.set(title=title, xlabel="TFLOP/s", yticks=range(len(names)), yticklabels=names)
     axes.spines[["top", "right"]].set_visible(False)
@@ -43,12 +43,14 @@ def panel(axes: object, shapes: dict[str, dict[str, float]], title: str) -> None
 def draw(folder: Path) -> None:
     """The expert products of known models on an H200, forward and with both gradients."""
     measured = rates()
-    figure, panels = plt.subplots(1, 2, figsize=(12, 6), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(9.5, 7.5), sharey=True)
     panel(panels[0], measured["forward"], "forward")
     panels[0].invert_yaxis()  # shared
     panel(panels[1], measured["all three"], "forward and both gradients")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.01), ncols=3, frameon=False
+    )
     source = "H200, bfloat16, JAX 0.11.2; benchmarks/grouped_matmul/grouped_matmul_gpu.py"
-    figure.text(0.99, -0.02, source, ha="right", fontsize=9, color=MUTED)
+    figure.text(0.99, -0.015, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     save(figure, "experts", folder)

@@ -42,8 +42,8 @@ def rates(shape: str, sides: list[str]) -> list[float]:
     raise ValueError(f"no table of paged_attention_gpu.md has {shape!r} for all of {sides}")
 
 
-def panel(axes: object, shapes: tuple[tuple[str, str], ...], sides: tuple, unit: str, title: str) -> None:
-    """One kind of call."""
+def panel(axes: object, shapes: tuple[tuple[str, str], ...], sides: tuple, unit: str, offset: float) -> None:
+    """One kind of call; `offset` is where its legend is."""
     for i, (shape, _) in enumerate(shapes):
         measured = rates(shape.format(LAYOUT), [side for side, *_ in sides])
         for slot, (rate, (_, color, label)) in enumerate(zip(measured, sides, strict=True)):
@@ -51,18 +51,18 @@ def panel(axes: object, shapes: tuple[tuple[str, str], ...], sides: tuple, unit:
             axes.barh(at, rate, 0.25, color=color, label=None if i else label)
             ink = "white" if color == BLUE else "black"
             axes.text(rate * 0.98, at, f"{rate:.0f}", va="center", ha="right", fontsize=9, color=ink)
-    axes.set(title=title, xlabel=unit, yticks=range(len(shapes)), yticklabels=[name for _, name in shapes])
+    axes.set(xlabel=unit, yticks=range(len(shapes)), yticklabels=[name for _, name in shapes])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, offset), ncols=3, frameon=False, fontsize=10)
 
 
 def draw(folder: Path) -> None:
     """Paged attention on an H200."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5))
-    panel(panels[0], DECODING, DECODERS, "GB/s of keys and values", "decoding, sequences of a batch")
-    panel(panels[1], PREFILL, PREFILLERS, "TFLOP/s", "prefill over pages")
+    figure, panels = plt.subplots(2, 1, figsize=(8, 7.6), height_ratios=(5, 2.2))
+    panel(panels[0], DECODING, DECODERS, "decoding, sequences of a batch: GB/s of keys and values", -0.14)
+    panel(panels[1], PREFILL, PREFILLERS, "prefill over pages: TFLOP/s", -0.32)
     source = "H200, bfloat16, 32/8 heads of 128, JAX 0.11.2; benchmarks/paged_attention/paged_attention_gpu.py"
-    figure.text(0.99, -0.04, source, ha="right", fontsize=8.5, color=MUTED)
+    figure.text(0.99, -0.02, source, ha="right", fontsize=8.5, color=MUTED)
     figure.tight_layout()
     save(figure, "serving", folder)

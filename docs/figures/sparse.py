@@ -47,9 +47,11 @@ def draw(folder: Path) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.8))
     panel(panels[0], 0, "forward")
     panel(panels[1], 2, "forward and backward")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 0.01), ncols=3, frameon=False
+    )
     script = "benchmarks/selected_attention/native_sparse_attention_gpu.py"
     source = f"H200, bfloat16, 64/4 heads of 128, 16 blocks of 64; {script}"
-    figure.text(0.99, -0.07, source, ha="right", fontsize=9, color=MUTED)
+    figure.text(0.99, -0.03, source, ha="right", fontsize=9, color=MUTED)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     save(figure, "sparse", folder)

@@ -1,0 +1,59 @@
+"""The site: search leads to guides first, the navigation has every page, and tables keep names whole."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / ".ci"))
+
+
+def test_the_search_index_leads_to_guides_and_not_to_members(tmp_path):
+    from search_index import refine
+
+    items = [
+        ("operations/paged_attention/", "Paged attention"),
+        ("api/types/#ejkernel.types.MaskInfo", "MaskInfo"),
+        ("api/types/#ejkernel.types.MaskInfo.bias", "bias"),
+        ("api/ejgpu/#ejkernel.compat.ejgpu.flash_attn_varlen", "flash_attn_varlen"),
+        ("lab/paged_attention_gpu/", "Paged attention: what was tried"),
+        ("lab/paged_attention_gpu/#record", "Record"),
+        ("results/paged_attention_gpu/", "Paged attention on a GPU"),
+        ("results/scripts/", "Benchmarks"),
+    ]
+    index = tmp_path / "search.json"
+    index.write_text(json.dumps({"items": [{"location": x, "title": y, "text": "words"} for x, y in items]}))
+    refine(index)
+    kept = {item["location"]: item for item in json.loads(index.read_text())["items"]}
+    assert list(kept) == [
+        "operations/paged_attention/",
+        "api/types/#ejkernel.types.MaskInfo",
+        "results/scripts/",
+        "lab/paged_attention_gpu/",
+        "results/paged_attention_gpu/",
+    ]
+    assert kept["lab/paged_attention_gpu/"]["title"] == "Lab notebook"
+    assert kept["lab/paged_attention_gpu/"]["text"] == "words Record words"
+    assert kept["operations/paged_attention/"]["title"] == "Paged attention"
+
+
+def test_every_page_of_measurements_and_of_the_lab_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md")]
+    pages += [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert not [page for page in pages if f": {page}\n" not in navigation]
+
+
+def test_short_code_in_tables_stays_on_one_line():
+    from generated_pages import finish
+
+    table = "| `--dry-run` | `a` |\n\n`--dry-run`\n\n```text\n| `x` |\n```"
+    expected = "| `--dry-run`{ .word } | `a`{ .word } |\n\n`--dry-run`\n\n```text\n| `x` |\n```"
+    assert finish(table, "page.md") == expected
+
+
+def test_the_readme_has_one_install_section_before_code_and_no_long_lines():
+    text = (ROOT / "README.md").read_text()
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Install", "Use", "Speed", "Operations", "Next steps"]
+    assert max(map(len, text.splitlines())) <= 120
