@@ -215,15 +215,15 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def confirm(session: nox.Session) -> None:
-    """Run every conformance test and layers of models in bfloat16 on this machine's GPU, and write evidence; continues
-    an earlier run.
+    """Run every conformance test, layers of models in bfloat16 and the shapes of FLA's tests on this machine's GPU, and
+    write evidence; continues an earlier run.
     """
     install_for_gpu(session)
     command = ("python", "-m", "ejkernel_conformance.confirm")
     minutes = ("--minutes", "100000")
     session.run(*command, "run", "--out", ".confirm", *minutes, *session.posargs, success_codes=[0, 1, 2])
     session.run(*command, "merge", ".confirm/state.jsonl")
-    session.run("pytest", "-n0", "tests/models/test_bfloat16.py")
+    session.run("pytest", "-n0", "tests/models/test_bfloat16.py", "tests/models/test_shapes_of_fla.py")
 
 
 def install_for_gpu(session: nox.Session) -> None:
