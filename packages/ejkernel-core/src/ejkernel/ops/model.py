@@ -249,7 +249,7 @@ class Implementation:
     only: frozenset[str] | None = None
     cases: str | None = None
     paired: bool = False
-    instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    instead_of_kernel: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str], hash=False)
 
     def __post_init__(self) -> None:
         if self.paired and self.backward is None:
