@@ -21,7 +21,9 @@ from ejkernel_pallas.tpu.requirements import tpu_requires
 
 HANDLES = frozenset(
     {
+        "alibi_slopes",
         "causal",
+        "chunk_size",
         "latent",
         "compute_dtype",
         "logits_soft_cap",

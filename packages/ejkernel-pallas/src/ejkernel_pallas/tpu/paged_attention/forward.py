@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.arithmetic import cdiv
+from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
@@ -74,7 +74,8 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
             # One grid step per core; the loop over work items is inside the kernel.
             grid=(spec.parts,),
             parallel=1,
-            tables={"items": work.items, "spans": work.spans, "tables": work.tables},
+            tables={"items": work.items, "spans": work.spans, "tables": work.tables}
+            | ({} if work.contexts is None else {"contexts": work.contexts}),
             inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **cache_inputs}.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
             scratch=_scratch(record, spec, lanes, caches, bool(tokens)),
@@ -89,7 +90,11 @@ def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
     """Returns the arrays that stay in VMEM during the whole kernel."""
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
-        constants["sinks"] = operands.pack_sinks(record.softmax_aux, spec)
+        constants["sinks"] = operands.pack_heads(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
+    if record.alibi_slopes is not None:
+        # Added to scores as powers of two, or to the argument of the soft cap.
+        factor = LOG2E if spec.soft_cap is None else 1 / spec.soft_cap
+        constants["slopes"] = operands.pack_heads(record.alibi_slopes.astype(jnp.float32) * factor, spec)
     if spec.tokens > 1:
         tokens = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group_size
         constants["row_tokens"] = jnp.broadcast_to(tokens[:, None], (spec.rows, LANES))

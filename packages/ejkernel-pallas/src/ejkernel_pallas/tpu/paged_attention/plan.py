@@ -36,6 +36,7 @@ class WorkList(NamedTuple):
         in_sequence: bool [T], whether a token belongs to a sequence.
         item: int32 [T], the item of each token.
         offset: int32 [T], the index of each token in its item.
+        contexts: int32 [N], tokens of each sequence before its queries; None if no term of the scores needs them.
     """
 
     items: jax.Array
@@ -46,6 +47,7 @@ class WorkList(NamedTuple):
     in_sequence: jax.Array
     item: jax.Array
     offset: jax.Array
+    contexts: jax.Array | None = None
 
 
 def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
@@ -89,6 +91,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         in_sequence=owner >= 0,
         item=jnp.where(owner >= 0, first_item[owner] + inside // spec.tokens, 0),
         offset=jnp.where(owner >= 0, inside % spec.tokens, 0),
+        contexts=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
     )
 
 
@@ -102,6 +105,10 @@ def _key_range(
         low = jnp.maximum(low, position - spec.left)
     if spec.right is not None:
         high = jnp.minimum(high, position + tokens + spec.right)
+    if spec.attention_chunk is not None:
+        size = spec.attention_chunk
+        low = jnp.maximum(low, position // size * size)
+        high = jnp.minimum(high, ((position + tokens - 1) // size + 1) * size)
     low = jnp.maximum(low, 0)
     return low, jnp.where(tokens > 0, jnp.maximum(high, low), low)
 

@@ -155,6 +155,9 @@ class PagedSpec:
         soft_cap: Soft cap, or None.
         left: Band: `-left <= k - p`; None is open.
         right: Band: `k - p <= right`; None is open.
+        attention_chunk: Positions per chunk of chunked attention, whose queries and keys attend within their chunk
+            alone; None without chunks.
+        has_slopes: Whether scores have ALiBi's term.
         value_scale: Factor on the output.
         parts: Independent parts of the work list, for the cores of a chip.
     """
@@ -189,6 +192,8 @@ class PagedSpec:
     soft_cap: float | None
     left: int | None
     right: int | None
+    attention_chunk: int | None
+    has_slopes: bool
     value_scale: float
     parts: int
 
@@ -196,6 +201,11 @@ class PagedSpec:
     def heads(self) -> int:
         """Returns the number of query heads, including those of KV heads that only pad a word."""
         return self.kv_heads * self.group_size
+
+    @property
+    def bounds_last(self) -> bool:
+        """Returns whether a key has a last token that attends it."""
+        return self.left is not None or self.attention_chunk is not None
 
     @property
     def pages(self) -> int:
@@ -376,6 +386,8 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         soft_cap=record.logits_soft_cap,
         left=left,
         right=right,
+        attention_chunk=record.chunk_size,
+        has_slopes=record.alibi_slopes is not None,
         value_scale=record.value_scale,
         parts=sizes.parts,
     )

@@ -24,6 +24,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     HeadChunk,
     Mask,
     Rows,
+    key_columns,
     masks,
     store_key_mask,
     update_softmax,
@@ -108,6 +109,10 @@ def _needs_no_mask(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
     high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
+    if spec.attention_chunk is not None:
+        size_of_chunk = spec.attention_chunk
+        low = jnp.maximum(low, divide(last, size_of_chunk) * size_of_chunk)
+        high = jnp.minimum(high, (divide(item.position, size_of_chunk) + 1) * size_of_chunk)
     return (key >= low) & (end <= high) & (item.missing_pages == 0)
 
 
@@ -148,20 +153,24 @@ def _attend_small(
     if chunks[0].masked and spec.tokens == 1:
         store_key_mask(refs, block.item, chunks, spec)
     chunk_masks = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
+    chunk_columns = [key_columns(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // head_groups(spec)
 
     def head_group(k: Any) -> None:
         def loaded(at: KeyChunk, values: bool) -> list[jax.Array]:
             return load(refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _nothing)())
 
-        def head_chunks(at: KeyChunk, mask: Mask | None) -> list[HeadChunk]:
+        def head_chunks(at: KeyChunk, mask: Mask | None, columns: jax.Array | None) -> list[HeadChunk]:
             keys, values = (functools.cache(partial(loaded, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
-            return [HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary) for n in range(heads)]
+            return [
+                HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary, columns)
+                for n in range(heads)
+            ]
 
-        pairs = zip(chunks, chunk_masks, strict=True)
+        triples = zip(chunks, chunk_masks, chunk_columns, strict=True)
         lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
-        update_softmax(refs, [chunk for at, mask in pairs for chunk in head_chunks(at, mask)], lookahead, spec)
+        update_softmax(refs, [chunk for triple in triples for chunk in head_chunks(*triple)], lookahead, spec)
         for start_copies in copy_starts:
             start_copies()
 
@@ -218,11 +227,14 @@ def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: Pa
     def step(k: Any) -> None:
         def rows_step(n: jax.Array, carry: jax.Array) -> jax.Array:
             rows = Rows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
-            mask = masks(refs, item, rows, at, 0, spec)
+            mask, columns = masks(refs, item, rows, at, 0, spec), key_columns(refs, item, at, spec)
             heads = [k * heads_per_step + head for head in range(heads_per_step)]
             update_softmax(
                 refs,
-                [HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask) for x in heads],
+                [
+                    HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask, columns=columns)
+                    for x in heads
+                ],
                 lookahead,
                 spec,
             )

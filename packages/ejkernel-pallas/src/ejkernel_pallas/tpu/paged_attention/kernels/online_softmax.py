@@ -69,7 +69,8 @@ class HeadChunk(NamedTuple):
     """One product of rows with keys: the rows, functions that load keys [n, D] and values [n, Dv], and the mask of
     the scores.
 
-    `rotary` loads the rotary part of the keys, [Dr, n], if a cache of its own contains it.
+    `rotary` loads the rotary part of the keys, [Dr, n], if a cache of its own contains it. `columns` has the keys'
+    positions after the sequence's context, float32 [1, n], if scores have ALiBi's term.
     """
 
     head: Any
@@ -78,6 +79,7 @@ class HeadChunk(NamedTuple):
     values: Callable[[], jax.Array]
     mask: Mask | None
     rotary: Callable[[], jax.Array] | None = None
+    columns: jax.Array | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -114,6 +116,16 @@ def _attended_keys(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -
     return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
+def key_columns(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
+    """Returns the positions of a chunk's keys less those of the tokens before the queries, float32 [1, n]; None if no
+    term of the scores needs them.
+    """
+    if not spec.has_slopes:
+        return None
+    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
+    return (offset + (at.key - refs.contexts[item.sequence])).astype(jnp.float32)
+
+
 def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: PagedSpec) -> Mask | None:
     """Returns the mask of the n-th chunk's scores, or None if all pairs attend.
 
@@ -138,8 +150,15 @@ def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: P
         ]
     exists, offset = _attended_keys(refs, item, at, spec)
     key = at.key - rows.position + offset
-    first = jnp.where(exists, 0 if spec.right is None else key - spec.right, NO_TOKEN)
+    first = 0 if spec.right is None else key - spec.right
     last = key if spec.left is None else key + spec.left
+    if spec.attention_chunk is not None:
+        # A key is attended by the tokens of its own chunk.
+        size = spec.attention_chunk
+        begin = divide(at.key + offset, size) * size - rows.position
+        end = begin + (size - 1)
+        first, last = jnp.maximum(first, begin), end if spec.left is None else jnp.minimum(last, end)
+    first = jnp.where(exists, first, NO_TOKEN)
     bands = list(zip(lane_groups(first), lane_groups(last), strict=True))
     return lambda scores: [_mask_scores(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
 
@@ -197,7 +216,7 @@ def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spe
     shape = (rows.size, LANES)
     token = refs.row_tokens[rows.span, :]
     mask = token >= jnp.broadcast_to(first, shape)
-    return mask if spec.left is None else mask & (token <= jnp.broadcast_to(last, shape))
+    return mask & (token <= jnp.broadcast_to(last, shape)) if spec.bounds_last else mask
 
 
 def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spec: PagedSpec) -> None:
@@ -321,9 +340,11 @@ def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
     else:  # latent rows and rotary columns take two products, since they cannot be one operand
         s = _product(query[:, : spec.cache.size], chunk.keys(), (1, 1), spec.operand, spec)
         s += _product(query[:, spec.cache.size :], chunk.rotary(), (1, 0), spec.operand, spec)
-    if spec.soft_cap is None:
-        return s * (spec.scale * LOG2E)
-    return jnp.tanh(s * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
+    s = s * (spec.scale * LOG2E if spec.soft_cap is None else spec.scale / spec.soft_cap)
+    if chunk.columns is not None:
+        slopes = refs.slopes[chunk.head, chunk.rows.span, :]
+        s += jnp.concatenate([slopes * columns for columns in lane_groups(chunk.columns)], axis=1)
+    return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:

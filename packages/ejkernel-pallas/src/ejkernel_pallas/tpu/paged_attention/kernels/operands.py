@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.arithmetic import LOG2E, cdiv
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -45,9 +45,9 @@ def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax
     return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
-def pack_sinks(sinks: jax.Array, spec: PagedSpec) -> jax.Array:
-    """Returns sinks [H] as powers of two for each row of a tile, [Hk, rows, 128]."""
-    padded = jnp.pad(sinks.astype(jnp.float32) * LOG2E, (0, spec.heads - sinks.shape[0]))
+def pack_heads(values: jax.Array, spec: PagedSpec) -> jax.Array:
+    """Returns the value of each row's query head, of values [H]: float32 [Hk, rows of a tile, 128]."""
+    padded = jnp.pad(values.astype(jnp.float32), (0, spec.heads - values.shape[0]))
     rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
         :, : spec.rows
     ]

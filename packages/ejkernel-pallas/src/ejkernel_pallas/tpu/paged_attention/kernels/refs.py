@@ -37,6 +37,8 @@ class PagedRefs:
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
         sinks: [Hk, rows of a tile, 128], as powers of two.
+        slopes: [Hk, rows of a tile, 128]: the slope of each row's head, in the unit that scores have where it is added.
+        contexts: int32 [N], tokens of each sequence before its queries, in scalar memory.
         row_tokens: int32 [rows of a tile, 128]: the token of each row, in the tile.
         query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
@@ -82,6 +84,8 @@ class PagedRefs:
     new_keys: Ref = None
     new_values: Ref = None
     sinks: Ref = None
+    slopes: Ref = None
+    contexts: Ref = None
     row_tokens: Ref = None
     score_limits: Ref = None
     key_mask: Ref = None
