@@ -9,6 +9,7 @@ import block_maps
 import experts
 import hopper_pipeline
 import recall
+import recurrence_vmem
 import serving
 import sparse
 import speed
@@ -27,6 +28,7 @@ if __name__ == "__main__":
         sparse,
         serving,
         recall,
+        recurrence_vmem,
         terminal,
     ):
         figures.draw(folder)
