@@ -5,26 +5,35 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
+from ejkernel.families.grouped_matmul import columns
 from ejkernel_pallas.gpu.grouped_matmul import config, spec
 from ejkernel_pallas.gpu.grouped_matmul.forward import gated_forward
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels
+from ejkernel_pallas.gpu.hopper import gating
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
 
 SHAPE = jax.ShapeDtypeStruct
 TILES, ALONE = config.GATED_TILES, config.SINGLE_WARPGROUP_TILES
+WHOLE = tuple(dataclasses.replace(tile, block_n=2 * tile.block_n) for tile in (*TILES, *ALONE))
 
 
-def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activation="silu"):
+GPT_OSS = {"interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 7.0, "biased": True}
+
+
+def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, biased=False, **options):
+    columns = 2 * width if options.get("gated", True) else width
     return GatedGroupedMatmul(
         lhs=SHAPE((tokens, depth), dtype),
-        rhs=SHAPE((5, depth, 2 * width), dtype),
+        rhs=SHAPE((5, columns, depth) if options.get("transpose_rhs") else (5, depth, columns), dtype),
         group_sizes=SHAPE((5,), jnp.int32),
         indices=None if rows is None else SHAPE((rows,), jnp.int32),
-        activation=activation,
+        rhs_bias=SHAPE((5, 1, columns), dtype) if biased else None,
         left_over="zero",
+        **options,
     )
 
 
@@ -35,6 +44,13 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, activati
         ({"tokens": 520, "rows": None, "width": 192, "activation": "gelu"}, TILES[0]),  # a last tile of 64 columns
         ({"dtype": jnp.float16}, ALONE[0]),
         ({"width": 64}, next(params for params in TILES if params.block_n == 64)),
+        ({"biased": True, "width": 192}, TILES[0]),
+        (GPT_OSS, TILES[0]),  # halves of tiles, of columns in turns
+        ({**GPT_OSS, "tokens": 520, "rows": None, "width": 192, "dtype": jnp.float16}, ALONE[0]),
+        ({**GPT_OSS, "transpose_rhs": True}, TILES[0]),
+        ({"transpose_rhs": True, "width": 192}, TILES[0]),
+        ({"gated": False, "activation": "relu2", "width": 320}, WHOLE[0]),
+        ({"gated": False, "activation": "silu", "biased": True, "transpose_rhs": True}, WHOLE[-1]),
     ],
     ids=str,
 )
@@ -44,7 +60,8 @@ def test_a_call_lowers_to_one_kernel(fields, params):
     traced = jax.jit(lambda record: gated_forward(record, params)[0]).trace(record)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
     output = traced.out_info
-    assert (output.shape, output.dtype) == ((520, record.rhs.shape[2] // 2), record.lhs.dtype)
+    width = columns(record) // 2 if record.gated else columns(record)
+    assert (output.shape, output.dtype) == ((520, width), record.lhs.dtype)
 
 
 @pytest.mark.parametrize("params", [*TILES, *ALONE], ids=str)
@@ -66,6 +83,29 @@ def test_tiles_that_are_none_are_refused(name, value):
         spec.make_gated_spec(make(), dataclasses.replace(TILES[0], **{name: value}))
 
 
+@pytest.mark.parametrize(("gated", "block_n"), [(True, 256), (False, 64)])
+def test_a_tile_multiplies_128_or_256_columns(gated, block_n):
+    record = make(gated=gated)
+    with pytest.raises(ValueError, match=f"block_n={block_n}"):
+        spec.make_gated_spec(record, dataclasses.replace(TILES[0], block_n=block_n))
+    assert {params.block_n for params in config.gated_candidates(record, None, "forward")} == (
+        {64, 128} if gated else {128, 256}
+    )
+
+
+def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
+    """A thread of four has columns 2 q and 2 q + 1 of every eight; of sums in turns, that is one output each."""
+    sums = np.arange(16)  # the number of a column of pairs; the gate of output n is column 2 n
+    blocks = sums.reshape(2, 4, 2)  # blocks of eight columns, lanes, and their two columns
+    words = blocks[:, :, 0].T // 2  # lane q: output of the lower block, and of the upper block
+    outputs = []
+    for lane in range(4):
+        sources, selector = gating.quad_sources(lane)
+        half = {gating.LOW_HALVES: 0, gating.HIGH_HALVES: 1}[selector]
+        outputs += [words[source][half] for source in sources]
+    np.testing.assert_array_equal(outputs, np.arange(8))
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [
@@ -81,6 +121,13 @@ def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
     found = spec.gated_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+def test_columns_are_counted_in_the_layout_of_the_matrices():
+    assert spec.gated_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
+        "rhs gives 96 output columns; the kernel wants a multiple of 64"
+    ]
+    assert not spec.gated_reasons(make(width=192, gated=False, activation="relu2"))
 
 
 @pytest.mark.parametrize(("rows", "single_warpgroup"), [(520, False), (320, True)])
@@ -114,3 +161,40 @@ def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch
     assert begins == [first, first + 256, first + 64, first + 256 + 64][: 4 if half < 0 else 2]
     assert [target for _, target in copied] == [(1, n) for n in range(len(begins))]
     assert len(copied) + len(arrived) == made.panels
+
+
+@pytest.mark.parametrize(
+    ("fields", "slices"),
+    [
+        ({"interleaved": True}, [(slice(32, 96), slice(2 * 128 + 64 * n, 2 * 128 + 64 * n + 64)) for n in range(4)]),
+        (
+            {"transpose_rhs": True},
+            [(slice(c, c + 64), slice(32, 96)) for c in (128, 128 + 256, 192, 192 + 256)],
+        ),
+        (
+            {"transpose_rhs": True, "interleaved": True},
+            [(slice(c, c + 64), slice(k, k + 64)) for c in (128, 192) for k in (32, 128 + 32)],
+        ),
+        (
+            {"gated": False},
+            [(slice(32, 96), slice(128 + 64 * n, 128 + 64 * n + 64)) for n in range(4)],
+        ),
+    ],
+    ids=["interleaved", "columns first", "interleaved, columns first", "no gate"],
+)
+def test_panels_of_every_layout(fields, slices, monkeypatch):
+    copied = []
+    monkeypatch.setattr(panels.plgpu, "copy_gmem_to_smem", lambda source, target, full: copied.append(source))
+    monkeypatch.setattr(panels.pl, "when", lambda there: lambda run: run() if bool(there) else None)
+    params = TILES[0] if fields.get("gated", True) else WHOLE[0]
+    made = spec.make_gated_spec(make(**fields), params)
+
+    class Recorded:
+        def __getitem__(self, place):
+            return place
+
+    ref = types.SimpleNamespace(at=Recorded())
+    call = types.SimpleNamespace(spec=made, shared=types.SimpleNamespace(full=ref, b=ref), operands={"rhs": ref})
+    panels.copy_gate_panels(call, types.SimpleNamespace(column=128, half=jnp.int32(-1), matrix=3), 32, 1)
+    found = [tuple(slice(int(axis.start), int(axis.start) + axis.size) for axis in source[1:]) for source in copied]
+    assert found == slices

@@ -14,6 +14,10 @@ from ejkernel_pallas.gpu.requirements import hopper_requires
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
 """Optional fields that the kernels honour."""
 
+GATED_HANDLES = frozenset(
+    ("indices", "activation", "rhs_bias", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit")
+)
+"""Optional fields that the gated kernel honours."""
 
 MIN_ROWS_PER_GROUP = 32
 """The mean number of rows per group from which on the gated kernel has priority over Triton's.
@@ -87,7 +91,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.gpu.grouped_matmul.forward:gated_forward",
             backward=None,
-            requires=hopper_requires(handles={"indices", "activation"}, extra=spec.gated_reasons),
+            requires=hopper_requires(handles=GATED_HANDLES, extra=spec.gated_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,

@@ -129,12 +129,39 @@ def fp8_cases() -> dict[str, tuple[Case, ...]]:
 GROUPS = (40, 0, 63, 1, 130, 200)
 # The groups are as above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
 SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
-# name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, options
+_SWIGLU: dict[str, Any] = {"alpha": 1.702, "beta": 1.0, "limit": 0.8}
+# name, tokens, rows (None without indices), contracted, output columns, rows of each group, dtype, options
 _GATED_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
     ("tiles", 520, None, 128, 192, GROUPS, jnp.bfloat16, {"activation": "gelu"}),
     ("tiles of gathered rows", 96, 520, 320, 256, GROUPS, jnp.bfloat16, {}),
     ("tiles of float16", 96, 520, 64, 64, GROUPS, jnp.float16, {"activation": "gelu"}),
     ("tiles of few rows", 96, 520, 128, 192, SMALL_GROUPS, jnp.bfloat16, {}),
+    ("tiles with biases", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"rhs_bias": 0.5}),
+    ("tiles of pairs", 96, 520, 128, 256, GROUPS, jnp.bfloat16, {"interleaved": True, **_SWIGLU}),
+    ("tiles of pairs with biases", 520, None, 192, 320, GROUPS, jnp.float16, {"rhs_bias": 0.5, "interleaved": True}),
+    ("tiles of GPT-OSS", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"rhs_bias": 0.5, "interleaved": True, **_SWIGLU}),
+    ("tiles of columns first", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"transpose_rhs": True}),
+    (
+        "tiles of pairs of columns first",
+        520,
+        None,
+        128,
+        256,
+        SMALL_GROUPS,
+        jnp.bfloat16,
+        {"rhs_bias": 0.5, "interleaved": True, "transpose_rhs": True, **_SWIGLU},
+    ),
+    ("tiles without a gate", 96, 520, 128, 320, GROUPS, jnp.bfloat16, {"gated": False, "activation": "relu2"}),
+    (
+        "tiles without a gate, columns first",
+        96,
+        520,
+        64,
+        256,
+        SMALL_GROUPS,
+        jnp.float16,
+        {"gated": False, "activation": "silu", "alpha": 1.702, "rhs_bias": 0.5, "transpose_rhs": True},
+    ),
 )
 
 
@@ -154,9 +181,14 @@ def _case(
     options: dict[str, Any],
 ) -> Case:
     def make(key: jax.Array) -> GatedGroupedMatmulArguments:
-        keys = jax.random.split(key, 3)
+        keys, kwargs = jax.random.split(key, 4), dict(options)
+        matrix_columns = 2 * columns if options.get("gated", True) else columns
         lhs = jax.random.normal(keys[0], (tokens, contracted))
-        rhs = jax.random.normal(keys[1], (len(groups), contracted, 2 * columns)) * contracted**-0.5
+        rhs = jax.random.normal(keys[1], (len(groups), contracted, matrix_columns)) * contracted**-0.5
+        if "transpose_rhs" in options:
+            rhs = rhs.swapaxes(1, 2)
+        if "rhs_bias" in options:
+            kwargs["rhs_bias"] = options["rhs_bias"] * jax.random.normal(keys[3], (len(groups), 1, matrix_columns))
         # Some indices refer to no token.
         indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
         return GatedGroupedMatmulArguments(
@@ -164,7 +196,7 @@ def _case(
             rhs=rhs.astype(dtype),
             group_sizes=jnp.array(groups, jnp.int32),
             indices=indices,
-            **options,
+            **kwargs,
         )
 
     return tagged(name, make, (*(() if rows is None else ("indices",)), *options), ())

@@ -100,7 +100,7 @@ class HopperGated:
     """Configuration of the kernel of a gated product (kernels/gated_grouped_matmul.py).
 
     Attributes:
-        block_n: Output columns per tile; it multiplies as many columns of the gate and of the values.
+        block_n: Output columns per tile; with a gate it multiplies as many columns of the gate and of the factor.
         stages: Pipeline stages: steps whose operands are in shared memory.
         output_buffers: Output buffers per warpgroup in shared memory, of 64 rows, that await their copy to device
             memory.
@@ -284,7 +284,9 @@ def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGated, ...]:
     """Returns the configurations worth measuring, the best first."""
     few = average_rows(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_ROWS
-    return (*SINGLE_WARPGROUP_TILES, *GATED_TILES) if few else (*GATED_TILES, *SINGLE_WARPGROUP_TILES)
+    tiles = (*SINGLE_WARPGROUP_TILES, *GATED_TILES) if few else (*GATED_TILES, *SINGLE_WARPGROUP_TILES)
+    # Without a gate, a product of as many columns gives twice as many columns of the output.
+    return tiles if record.gated else tuple(dataclasses.replace(tile, block_n=2 * tile.block_n) for tile in tiles)
 
 
 def plain_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:

@@ -76,7 +76,15 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
         [M, F] in lhs's dtype. There are no residuals.
     """
     spec = make_gated_spec(record, params)
-    operands = {"lhs": record.lhs, "rhs": record.rhs}
+    assert spec.gate is not None
+    rhs, bias = record.rhs, record.rhs_bias
+    if spec.gate.row_pairs:
+        # Each row of the gate and that of its factor as one row, which moves no data, and the bias in halves.
+        rhs = rhs.reshape(rhs.shape[0], spec.columns, 2 * spec.contracted)
+        bias = None if bias is None else bias.reshape(rhs.shape[0], spec.columns, 2).swapaxes(1, 2)
+    operands = {"lhs": record.lhs, "rhs": rhs}
+    if bias is not None:
+        operands["bias"] = bias.astype(jnp.float32).reshape(rhs.shape[0], -1)
     if record.indices is not None:
         operands["indices"] = record.indices
     return launch_rows(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record)), ()

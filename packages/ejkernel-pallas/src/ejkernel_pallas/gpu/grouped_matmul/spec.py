@@ -1,6 +1,7 @@
 """The compile-time constants of the grouped-matmul kernels on Hopper, their shared memory, and their refusals."""
 
 import dataclasses
+import enum
 from typing import Any
 
 import jax
@@ -78,19 +79,47 @@ class Scaling:
         return self.split_by_columns and self.lhs_blocks > 1 and self.lhs_blocks % SCALE_BLOCKS_PER_COPY == 0
 
 
+class GateLayout(enum.Enum):
+    """The order of a gated matrix's panels of 64 columns in a stage."""
+
+    HALVES = "gate and factor"
+    """A panel of the gate, then one of its factor."""
+    INTERLEAVED = "pairs"
+    """Columns of the gate and of the factor in turns."""
+    WHOLE = "no gate"
+    """The output is the activation of all columns."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Constants of the kernels of rows with a gated matrix, the first half of whose columns gates the second half.
+    """Constants of the kernels of rows whose products pass through an activation, which may be the gate of a factor.
 
     Attributes:
-        activation: The gate's activation function: "silu" or "gelu".
+        activation: The activation function: "silu", "gelu" or, without a gate, "relu2".
+        alpha: Factor in the sigmoid of silu.
+        beta: Added to the factor.
+        limit: The largest value of the gate, and the largest magnitude of the factor; None for none.
+        layout: The order of columns in a stage.
+        row_pairs: Whether the kernel has a view [F, 2 contracted] of transposed matrices with interleaved rows.
+        biased: Whether products have a bias.
         gathers: Whether rows are gathered by index.
         single_warpgroup: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
     activation: str
+    alpha: float
+    beta: float
+    limit: float | None
+    layout: GateLayout
+    row_pairs: bool
+    biased: bool
     gathers: bool
     single_warpgroup: bool
+
+    @property
+    def products(self) -> int:
+        """Returns the columns of a matrix per column of the output."""
+        return 1 if self.layout is GateLayout.WHOLE else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +168,12 @@ class GroupedSpec:
     @property
     def panels(self) -> int:
         """Returns panels of 64 columns in a stage of a gated matrix."""
-        return 2 * self.tile.block_n // SWIZZLE_COLUMNS
+        return self.panels_of(self.tile.block_n)
+
+    def panels_of(self, columns: int) -> int:
+        """Returns panels of 64 columns that are multiplied for some columns of a gated product's output."""
+        assert self.gate is not None  # set for the gated product
+        return self.gate.products * columns // SWIZZLE_COLUMNS
 
     @property
     def step(self) -> int:
@@ -355,19 +389,42 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     Raises:
         ValueError: A tile size is not valid for the kernel.
     """
-    if params.block_n not in (64, 128):
-        raise ValueError(f"cfg: got block_n={params.block_n}, the gated Mosaic GPU kernel wants 64 or 128")
+    gate = _make_gate(record, params)
+    block_sizes = tuple(size // gate.products for size in (128, 256))
+    if params.block_n not in block_sizes:
+        without = "" if record.gated else " without a gate"
+        raise ValueError(
+            f"cfg: got block_n={params.block_n}{without}, the gated Mosaic GPU kernel wants {block_sizes[0]} or "
+            f"{block_sizes[1]}"
+        )
     product = plain_product_record(record)
-    # Shared memory has the gate's and the values' columns of a tile.
-    tile = HopperGrouped(**TileSizes(2 * params.block_n, params.stages, params.output_buffers, params.group_m).fields)
+    # Shared memory has the gate's and the factor's columns of a tile.
+    matrix_columns = gate.products * params.block_n
+    tile = HopperGrouped(**TileSizes(matrix_columns, params.stages, params.output_buffers, params.group_m).fields)
     plain_spec = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         plain_spec,
-        columns=plain_spec.columns // 2,
+        columns=plain_spec.columns // gate.products,
         tile=dataclasses.replace(tile, block_n=params.block_n),
-        gate=Gate(
-            activation=record.activation, gathers=record.indices is not None, single_warpgroup=params.single_warpgroup
-        ),
+        gate=gate,
+    )
+
+
+def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> Gate:
+    """Returns the constants of a record's activation and of its columns."""
+    layout = GateLayout.HALVES if record.gated else GateLayout.WHOLE
+    if record.interleaved and not record.transpose_rhs:
+        layout = GateLayout.INTERLEAVED
+    return Gate(
+        activation=record.activation,
+        alpha=record.alpha,
+        beta=record.beta,
+        limit=record.limit,
+        layout=layout,
+        row_pairs=record.interleaved and record.transpose_rhs,
+        biased=record.rhs_bias is not None,
+        gathers=record.indices is not None,
+        single_warpgroup=params.single_warpgroup,
     )
 
 
@@ -375,9 +432,9 @@ def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     product, size = plain_product_record(record), record.lhs.size * record.lhs.dtype.itemsize
     problems = reasons(product)
-    half = record.rhs.shape[2] // 2
-    if half % SWIZZLE_COLUMNS:
-        problems.append(f"rhs gives {half} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    outputs = columns(product) // 2 if record.gated else columns(product)
+    if record.gated and outputs % SWIZZLE_COLUMNS:
+        problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
     if record.indices is not None and size > MAX_BYTES:
         problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_BYTES}")
     return problems

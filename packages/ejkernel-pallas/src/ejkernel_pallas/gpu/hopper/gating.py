@@ -1,8 +1,15 @@
-"""Gated linear units on accumulators: one half of the columns gates the other half.
+"""Activations and gated linear units on accumulators.
 
-    silu(x) = x / (1 + exp(-x))         gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), by its tanh formula
+    silu(x) = x / (1 + exp(-alpha x))   gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), by its tanh formula
 
-It takes one exponential and one reciprocal per element, both in the special-function unit.
+It takes one exponential and one reciprocal per element, both in the special-function unit. Of separate columns, a
+thread has the same ones of the gate and of the factor. Of interleaved columns it has neighbouring pairs, so that the
+product is its own, too, but the output's columns are elsewhere in the layout:
+
+    lane of four           0       1       2       3
+    16 columns of sums     g0 f0   g1 f1   g2 f2   g3 f3   |   g4 f4   g5 f5   g6 f6   g7 f7
+    a word of outputs      0, 4    1, 5    2, 6    3, 7         16 bits each
+    the layout wants       0, 1    2, 3    4, 5    6, 7         each from two lanes: two shuffles, and a permutation
 """
 
 import math
@@ -11,11 +18,14 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel_pallas.gpu.hopper.registers import number, pair, with_registers
+from ejkernel.families.gated_grouped_matmul import GateFunction
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, scalar, with_registers
 
 TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
 """Twice the factor of the argument in the tanh formula of gelu: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
@@ -28,35 +38,154 @@ add.f32 power, power, 0f3F800000;
 rcp.approx.ftz.f32 power, power;
 mul.f32 $0, $1, power;
 }"""
+LANES_PER_ROW = 4
+"""Lanes that share the columns of a row."""
+# Lanes exchange words among four: bits 8 to 12 of the last operand but one are the mask of the upper bits of a lane.
+SHUFFLE_PTX = "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;"
+LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
+"""Selectors of `prmt` that put two words' lower or upper halves into one word."""
 
 
-def gated(gate: jax.Array, other: jax.Array, activation: str) -> jax.Array:
-    """Returns `act(gate) * other` of two float32 tiles in an accumulator's layout.
+def activated(tile: jax.Array, function: GateFunction, valid: jax.Array | None = None) -> jax.Array:
+    """Returns `act(tile)` of a float32 tile in an accumulator's layout, for products without a gate.
+
+    Args:
+        tile: [64, N].
+        function: The activation.
+        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
+    """
+    return _elementwise((tile,), valid, lambda x: _activate(x, function))
+
+
+def gated(gate: jax.Array, other: jax.Array, function: GateFunction, valid: jax.Array | None = None) -> jax.Array:
+    """Returns `act(gate) * (other + beta)` of two float32 tiles in an accumulator's layout, both limited.
 
     Args:
         gate: [64, N].
         other: [64, N].
-        activation: `"silu"` or `"gelu"`.
+        function: The activation, alpha, beta and limit.
+        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
+    return _elementwise((gate, other), valid, lambda x, y: _combine(x, y, function))
+
+
+def _elementwise(tiles: tuple[jax.Array, ...], valid: jax.Array | None, combine: Any) -> jax.Array:
+    """Returns a tile of the combined elements of tiles in an accumulator's layout."""
+    masks = () if valid is None else (valid,)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA),
-        return_type=plgpu.ShapeDtypeStruct(gate.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.Layout.WGMMA,) * len(tiles) + (ROW_LAYOUT,) * len(masks),
+        return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def run(_: Any, gate: Any, other: Any) -> Any:
+    def run(_: Any, *operands: Any) -> Any:
+        sums, row_masks = operands[: len(tiles)], _row_masks(operands[len(tiles) :])
         new_registers: list[Any] = []
-        for gate_register, other_register in zip(gate.registers.flat, other.registers.flat, strict=True):
-            scalars = zip(pair(gate_register), pair(other_register), strict=True)
-            values = [arith.mulf(_activate(x, activation), y) for x, y in scalars]
-            new_registers.append(vector.from_elements(gate_register.type, values))
-        return with_registers(gate, new_registers)
+        # Registers alternate between a thread's two rows.
+        for index, registers in enumerate(zip(*(tile.registers.flat for tile in sums), strict=True)):
+            scalars = zip(*(pair(register) for register in registers), strict=True)
+            values = [_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
+            new_registers.append(vector.from_elements(registers[0].type, values))
+        return with_registers(sums[0], new_registers)
 
-    return run(gate, other)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(*tiles, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _activate(x: Any, activation: str) -> Any:
-    if activation == "silu":
-        exponent = arith.mulf(x, number(-LOG2E))
+def gated_pairs(pairs: jax.Array, function: GateFunction, dtype: Any, valid: jax.Array | None = None) -> jax.Array:
+    """Returns the outputs of interleaved columns, in an accumulator's layout: of `pairs[:, ::2]` and `pairs[:, 1::2]`
+    what `gated` returns, in 16 bits.
+
+    Args:
+        pairs: Float32 [64, 2 N], N a multiple of 8.
+        function: The activation, alpha, beta and limit.
+        dtype: bfloat16 or float16.
+        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
+    """
+    shape, masks = (pairs.shape[0], pairs.shape[1] // 2), () if valid is None else (valid,)
+    kind = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,) + (ROW_LAYOUT,) * len(masks),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA),
+    )
+    def run(_: Any, sums: Any, *operands: Any) -> Any:
+        registers, row_masks = list(sums.registers.flat), _row_masks(operands)
+        element = ir.BF16Type.get() if kind == "bf16x2" else ir.F16Type.get()
+        zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
+        like = mgpu.FragmentedArray.splat(zero, shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        sources, selector = _quad_sources()
+        new_registers: list[Any] = []
+        # A register has a pair of columns of one of the thread's two rows; eight columns later follows the next pair.
+        for index, like_register in enumerate(like.registers.flat):
+            block, row = divmod(index, 2)
+            low, high = (
+                _masked(_combine(*pair(registers[2 * (2 * block + half) + row]), function), row_masks[row])
+                for half in range(2)
+            )
+            code = f"cvt.rn.{kind}.f32 $0, $2, $1;"  # the first source becomes the upper half
+            word = llvm.inline_asm(i32(), [low, high], code, "=r,f,f")
+            first, second = (
+                llvm.inline_asm(i32(), [word, source], SHUFFLE_PTX, "=r,r,r", has_side_effects=True)
+                for source in sources
+            )
+            word = llvm.inline_asm(i32(), [first, second, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+            word = vector.from_elements(ir.VectorType.get((1,), i32()), [word])
+            new_registers.append(vector.bitcast(like_register.type, word))
+        return with_registers(like, new_registers)
+
+    return run(pairs, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
+def quad_sources(lane: int) -> tuple[tuple[int, int], int]:
+    """Returns the lanes of four whose words have the outputs of a lane's two columns of eight, and the selector of
+    their halves: lane q's word has outputs q and q + 4, and the layout wants 2 q and 2 q + 1 there.
+    """
+    column = 2 * lane
+    return (
+        (column % LANES_PER_ROW, (column + 1) % LANES_PER_ROW),
+        LOW_HALVES if column < LANES_PER_ROW else HIGH_HALVES,
+    )
+
+
+def _quad_sources() -> tuple[list[Any], Any]:
+    """Returns `quad_sources` of this thread's lane."""
+    lane, choices = arith.remui(mgpu.utils.thread_idx(), constant(LANES_PER_ROW)), map(quad_sources, range(4))
+    chosen: list[Any] = []
+    for number_of_lane, ((first, second), selector) in enumerate(choices):
+        values = [constant(value) for value in (first, second, selector)]
+        is_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, constant(number_of_lane))
+        chosen = [arith.select(is_lane, *both) for both in zip(values, chosen, strict=True)] if chosen else values
+    return chosen[:2], chosen[2]
+
+
+def _row_masks(masks: Any) -> list[Any]:
+    """Returns for each of a thread's two rows whether its output is not 0; None for yes."""
+    if not masks:
+        return [None, None]
+    is_valid = [scalar(x) for x in masks[0].registers.flat]
+    return [arith.cmpf(arith.CmpFPredicate.ONE, x, number(0.0)) for x in is_valid]
+
+
+def _masked(x: Any, mask: Any) -> Any:
+    return x if mask is None else arith.select(mask, x, number(0.0))
+
+
+def _combine(gate: Any, other: Any, function: GateFunction) -> Any:
+    """Returns the activation of the gate times the factor."""
+    if function.limit is not None:
+        # These propagate NaN.
+        gate = arith.minimumf(gate, number(function.limit))
+        other = arith.maximumf(arith.minimumf(other, number(function.limit)), number(-function.limit))
+    if function.beta:
+        other = arith.addf(other, number(function.beta))
+    return arith.mulf(_activate(gate, function), other)
+
+
+def _activate(x: Any, function: GateFunction) -> Any:
+    if function.activation == "relu2":
+        x = arith.maximumf(x, number(0.0))
+        return arith.mulf(x, x)
+    if function.activation == "silu":
+        exponent = arith.mulf(x, number(-LOG2E * function.alpha))
     else:
         cubic_term = arith.addf(arith.mulf(arith.mulf(x, x), number(CUBIC_FACTOR)), number(1.0))
         exponent = arith.mulf(arith.mulf(x, cubic_term), number(-TANH_FACTOR * LOG2E))

@@ -18,9 +18,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar
+from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
+from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, scalar
 from ejkernel_pallas.gpu.hopper.row_ranges import LINE, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
-from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, rows_from_thread_values
+from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
 NOT_COPIED = -1
 """Stands for a row that is not copied but zeroed."""
@@ -83,6 +85,33 @@ def find_row_offsets(index: Any, firsts: list[Any], size: int, rows: int) -> jax
     return compute_offsets(index, *firsts)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
+def load_valid_rows(index: Any, first: Any, rows: int) -> jax.Array:
+    """Returns for 64 rows of tiles whether they name a row of the matrix: 1 or 0, float32 [64] in the layout of an
+    accumulator's rows.
+
+    Args:
+        index: Reference to int32 [M] in device memory, as in `find_row_offsets`.
+        first: First row, int32; rows past M repeat the last one.
+        rows: Rows of the matrix.
+    """
+    last = index.shape[0] - 1
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(()), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
+    )
+    def load(_: Any, index: Any, first: Any) -> Any:
+        thread_row, flags = arith.addi(first.registers.item(), first_thread_row()), list[Any]()
+        for half in (0, WARP_ROWS // 2):
+            tile_row = arith.minsi(arith.addi(thread_row, constant(half)), constant(last))
+            source_row: Any = memref.load(index, [arith.index_cast(ir.IndexType.get(), tile_row)])
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, constant(rows))
+            flags.append(arith.select(is_valid, number(1.0), number(0.0)))
+        return rows_from_thread_values(flags)
+
+    return load(index, first)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+
+
 def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, target: Any) -> None:
     """Starts to copy 128 bytes of every row, as one group of the thread's copies.
 
@@ -115,9 +144,9 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
         line_part = arith.xori(line_part, arith.andi(row, constant(THREADS_PER_LINE - 1)))
         offset_in_tile = arith.addi(arith.muli(row, constant(LINE)), arith.muli(line_part, constant(STORE_BYTES)))
         begin = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), offset_in_tile)
-        for number, row_offset in enumerate(row_offsets.registers.flat):
+        for pass_index, row_offset in enumerate(row_offsets.registers.flat):
             # Tiles of 64 rows are contiguous, and so are passes of 16 rows.
-            at = arith.addi(begin, constant(number * ROWS_PER_PASS * LINE))
+            at = arith.addi(begin, constant(pass_index * ROWS_PER_PASS * LINE))
             _inline_ptx(COPY_PTX, "r,l,r", [at, base, scalar(row_offset)])
         _inline_ptx("cp.async.commit_group;", "", [])
 

@@ -43,13 +43,13 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
-        first = arith.addi(row.registers.item(), _first_thread_row())
+        first = arith.addi(row.registers.item(), first_thread_row())
         values: list[Any] = []
         for half in (0, WARP_ROWS // 2):
             scale_row = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
             index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block.registers.item())]
             values.append(memref.load(scales, index))
-        return _rows_from_thread_values(values)
+        return rows_from_thread_values(values)
 
     return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -71,8 +71,8 @@ def load_copied_scales(scales: Any, block: Any) -> jax.Array:
     def load(_: Any, scales: Any, block: Any) -> Any:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales))
         base = arith.addi(base, arith.muli(block.registers.item(), constant(4)))
-        base = arith.addi(base, arith.muli(_first_thread_row(), constant(line)))
-        return _rows_from_thread_values([_load_float(base, half * line) for half in (0, WARP_ROWS // 2)])
+        base = arith.addi(base, arith.muli(first_thread_row(), constant(line)))
+        return rows_from_thread_values([_load_float(base, half * line) for half in (0, WARP_ROWS // 2)])
 
     return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -146,14 +146,14 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
     return arith.addf(x, total) if last is None else math.fma(x, last, total)
 
 
-def _first_thread_row() -> Any:
+def first_thread_row() -> Any:
     """Returns the first of the thread's rows among the 64."""
     thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
     warp, lane = arith.divui(thread, constant(LANES_PER_WARP)), arith.remui(thread, constant(LANES_PER_WARP))
     return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(LANES_PER_ROW)))
 
 
-def _rows_from_thread_values(values: list[Any]) -> Any:
+def rows_from_thread_values(values: list[Any]) -> Any:
     """Returns an array [64] from a thread's values."""
     like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
     return of_rows(like, values)

@@ -129,6 +129,20 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     return _issue_accumulation(acc, weights, values, offsets, transposed=True)
 
 
+def accumulate_transposed(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
+    """Issues rows times a matrix whose contracted axis is contiguous, added to an accumulator; returns its registers,
+    which must not be read before `wait`.
+
+    Args:
+        acc: Float32 [64, N].
+        rows: Reference to 16-bit elements [64, 64] in shared memory.
+        matrix: Reference to the first 64 of N consecutive rows [N, 64] of the same dtype, one for each column of the
+            accumulator.
+    """
+    offsets = [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE // INSTRUCTION_BYTES)]
+    return _issue_accumulation(acc, rows, matrix, offsets, transposed=False)
+
+
 def _issue_accumulation(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transposed: bool) -> jax.Array:
     """Issues one instruction per offset, which is added to the low word of B's descriptor."""
     shape, kind, in_registers = (WGMMA_M, acc.shape[1]), PTX_TYPES[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)

@@ -1,12 +1,15 @@
 """The gated product: the kernel of rows with a matrix [C, 2F] whose first half of columns gates the second half.
 
-    matrix [C, 2F]     gate 0 | gate 1 | ...  || value 0 | value 1 | ...       64 columns each
-    a stage            gate 0 | value 0 | gate 1 | value 1                     panels [64, 64], copied one by one
+    matrix [C, 2F]     gate 0 | gate 1 | ...  || factor 0 | factor 1 | ...     64 columns each
+    a stage            gate 0 | factor 0 | gate 1 | factor 1                   panels [64, 64], copied one by one
     accumulator        [64, 64] [64, 64]  [64, 64] [64, 64]                    one product of 256 columns
-    output             act(gate 0) value 0 | act(gate 1) value 1               parts of 64 columns, in 16 bits
+    output             act(gate 0) factor 0 | act(gate 1) factor 1             parts of 64 columns, in 16 bits
 
 One product of both halves reads rows from shared memory once. A thread has the same columns of both, so that no data
 moves between threads, and a product of any number of column blocks uses the first panels of a stage.
+
+The columns may also be interleaved: a thread then has a column of the gate and its factor in neighbouring registers
+(module `gating`). Without a gate, each panel gives its own columns of the output. Accumulators begin with the bias.
 """
 
 import functools
@@ -21,9 +24,11 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import rows_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
+from ejkernel_pallas.gpu.grouped_matmul.kernels.panels import matrix_column
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
-from ejkernel_pallas.gpu.hopper import arrays, gating, wgmma
+from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Gate, GateLayout
+from ejkernel_pallas.gpu.hopper import arrays, gating, row_gathers, wgmma
+from ejkernel_pallas.gpu.hopper.column_bias import load_bias
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 
 
@@ -38,7 +43,7 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     assert gate is not None  # set for the gated product
     size, half = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
-        functools.partial(_multiply_part, call, gate.activation, tile, steps_done),
+        functools.partial(_multiply_part, call, gate, tile, steps_done),
         tile.end - tile.row <= WGMMA_M,
     )
     branches = FirstMatch()
@@ -58,10 +63,24 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
 
 
-def _multiply_part(call: Call, activation: str, tile: Tile, steps_done: Any, part: SubTile) -> None:
+def _multiply_part(call: Call, gate: Gate, tile: Tile, steps_done: Any, part: SubTile) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
-    row = tile.first(part.rows)
-    write_rows(call, _multiply_and_gate(call, activation, steps_done, part), row, tile.column + part.start, tile.end)
+    row, column, valid = tile.first(part.rows), tile.column + part.start, None
+    if gate.biased and gate.gathers:
+        # The products of a row without a token are the bias, but its output is 0.
+        valid = row_gathers.load_valid_rows(call.operands["indices"], row, call.operands["lhs"].shape[0])
+    sums = _first_sums(call, gate, tile.matrix, column, part.size)
+    outputs = _apply_gate(call, gate, _accumulate(call, sums, steps_done, part), valid)
+    write_rows(call, outputs, row, column, tile.end)
+
+
+def _first_sums(call: Call, gate: Gate, matrix: Any, column: Any, size: int) -> jax.Array:
+    """Returns the sums of a part of a tile before the first product: zeros, or the bias of each panel's columns."""
+    count = call.spec.panels_of(size)
+    if not gate.biased:
+        return arrays.zero_tile((WGMMA_M, count * SWIZZLE_COLUMNS))
+    starts = [matrix_column(call, column, number) for number in range(count)]
+    return load_bias(call.operands["bias"], matrix, starts)
 
 
 def _free_stages(call: Call, steps_done: Any) -> None:
@@ -76,26 +95,34 @@ def _free_stages(call: Call, steps_done: Any) -> None:
     lax.fori_loop(0, call.spec.steps, step, None)
 
 
-def _multiply_and_gate(call: Call, activation: str, steps_done: Any, part: SubTile) -> list[jax.Array]:
-    """Returns a warpgroup's part of a tile, gated: [64, 64] for every 64 columns."""
+def _accumulate(call: Call, sums: jax.Array, steps_done: Any, part: SubTile) -> jax.Array:
+    """Returns a warpgroup's sums plus the products of all steps."""
     spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
-    count = 2 * part.size // SWIZZLE_COLUMNS
-    first = I32(0) if part.split else lax.div(I32(part.start), I32(SWIZZLE_COLUMNS // 2))
+    accumulate = wgmma.accumulate_transposed if spec.transposed else wgmma.accumulate
 
     def step(index: Any, acc: Any) -> Any:
         slot = lax.rem(steps_done + index, I32(stages))
         plgpu.barrier_wait(shared.full.at[slot])
-        acc = wgmma.accumulate(acc, shared.a.at[slot * WARPGROUPS + part.rows], shared.b.at[slot, first])
+        acc = accumulate(acc, shared.a.at[slot * WARPGROUPS + part.rows], shared.b.at[slot, 0])
         # One product stays in flight, so that the tensor cores do not idle; the previous one has read its stage.
         acc = wgmma.wait(acc, in_flight=1)
         last = lax.rem(steps_done + index + (stages - 1), I32(stages))
         pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
         return acc
 
-    zeros = arrays.zero_tile((WGMMA_M, count * SWIZZLE_COLUMNS))
-    acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, zeros), in_flight=0)
+    acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, sums), in_flight=0)
     # Frees the stage of the last product, which no later step of this tile would free.
     plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + (spec.steps - 1), I32(stages))])
+    return acc
+
+
+def _apply_gate(call: Call, gate: Gate, acc: jax.Array, valid: jax.Array | None) -> list[jax.Array]:
+    """Returns the output of a warpgroup's sums: [64, 64] for every 64 columns."""
+    if gate.layout is GateLayout.INTERLEAVED:
+        width = 2 * SWIZZLE_COLUMNS
+        pairs = [acc[:, n : n + width] for n in range(0, acc.shape[1], width)]
+        return [gating.gated_pairs(both, gate, call.spec.out, valid) for both in pairs]
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
-    pairs = zip(blocks[::2], blocks[1::2], strict=True)
-    return [gating.gated(gate, other, activation) for gate, other in pairs]
+    if gate.layout is GateLayout.WHOLE:
+        return [gating.activated(block, gate, valid) for block in blocks]
+    return [gating.gated(block, factor, gate, valid) for block, factor in zip(blocks[::2], blocks[1::2], strict=True)]

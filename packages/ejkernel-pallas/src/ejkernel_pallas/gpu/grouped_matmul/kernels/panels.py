@@ -1,4 +1,12 @@
-"""Copies a gated matrix's panels of 64 columns: gate 0 | value 0 | gate 1 | value 1 ..., one after the other."""
+"""Copies the panels of 64 columns that a step of a gated product multiplies, one after the other.
+
+    halves           gate 0 | factor 0 | gate 1 | factor 1 ...     from the two halves of a matrix's columns
+    interleaved      pairs 0 | pairs 1 | ...                       gate and factor in turns within a panel
+    no gate          columns 0 | columns 1 | ...
+
+Transposed matrices [columns, contracted] have panels of 64 rows. If their rows are interleaved, the kernel has a view
+[F, 2 contracted] of them, the row of the gate and then that of its factor: panels of each are copied as from halves.
+"""
 
 from typing import Any
 
@@ -8,20 +16,19 @@ import jax.numpy as jnp
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
+from ejkernel_pallas.gpu.grouped_matmul.spec import GateLayout
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS
 
 
-def copy_gate_panels(call: Call, tile: Tile, k_slice: Any, slot: Any) -> None:
-    """Copies a step's panels of the gate and of the values."""
+def copy_gate_panels(call: Call, tile: Tile, k_start: Any, slot: Any) -> None:
+    """Copies a step's panels, of the contracted elements from `k_start` on."""
     spec, shared = call.spec, call.shared
     full, count = shared.full.at[slot], spec.panels
     begin = tile.column
     if spec.splits:
         begin = begin + jnp.maximum(tile.half, 0) * (spec.tile.block_n // 2)
     for number in range(count):
-        block, other = divmod(number, 2)
-        column_tiles = pl.ds(begin + (block * SWIZZLE_COLUMNS + other * spec.columns), SWIZZLE_COLUMNS)
-        source, target = call.operands["rhs"].at[tile.matrix, k_slice, column_tiles], shared.b.at[slot, number]
+        source, target = _panel(call, tile.matrix, begin, number, k_start), shared.b.at[slot, number]
 
         def copy(source: Any = source, target: Any = target) -> None:
             plgpu.copy_gmem_to_smem(source, target, full)
@@ -32,3 +39,28 @@ def copy_gate_panels(call: Call, tile: Tile, k_slice: Any, slot: Any) -> None:
             pl.when(tile.half >= 0)(lambda: plgpu.barrier_arrive(full))
         else:
             copy()
+
+
+def matrix_column(call: Call, column: Any, number: int) -> Any:
+    """Returns the first column of the matrix in panel `number` of output columns from `column` on. The panel's bias has
+    the same column.
+    """
+    gate = call.spec.gate
+    assert gate is not None  # set for the gated product
+    if gate.layout is GateLayout.HALVES:
+        block, other = divmod(number, 2)
+        return column + (block * SWIZZLE_COLUMNS + other * call.spec.columns)
+    return gate.products * column + number * SWIZZLE_COLUMNS
+
+
+def _panel(call: Call, matrix: Any, column: Any, number: int, k_start: Any) -> Any:
+    """Returns the reference to a panel in device memory."""
+    spec, rhs = call.spec, call.operands["rhs"]
+    gate, k_slice = spec.gate, pl.ds(k_start, spec.step)
+    assert gate is not None  # set for the gated product
+    if gate.row_pairs:
+        block, other = divmod(number, 2)
+        k_slice = pl.ds(other * spec.contracted + k_start, spec.step)
+        return rhs.at[matrix, pl.ds(column + block * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), k_slice]
+    columns = pl.ds(matrix_column(call, column, number), SWIZZLE_COLUMNS)
+    return rhs.at[matrix, columns, k_slice] if spec.transposed else rhs.at[matrix, k_slice, columns]

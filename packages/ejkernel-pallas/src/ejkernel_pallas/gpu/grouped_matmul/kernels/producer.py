@@ -74,7 +74,7 @@ def _copy_step(
     else:
         row_gathers.copy_gathered_rows(call.operands["lhs"], row_offsets, index, shared.a.at[slot * WARPGROUPS])
     if spec.gate:
-        panels.copy_gate_panels(call, tile, k_slice, slot)
+        panels.copy_gate_panels(call, tile, index * spec.step, slot)
     else:
         _copy_matrix(call, tile, tile_part, k_slice, slot)
     if spec.scaling:
