@@ -45,7 +45,7 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, biased=F
         ({"dtype": jnp.float16}, ALONE[0]),
         ({"width": 64}, next(params for params in TILES if params.block_n == 64)),
         ({"biased": True, "width": 192}, TILES[0]),
-        (GPT_OSS, TILES[0]),  # halves of tiles, of columns in turns
+        (GPT_OSS, TILES[0]),  # halves of tiles, of interleaved columns
         ({**GPT_OSS, "tokens": 520, "rows": None, "width": 192, "dtype": jnp.float16}, ALONE[0]),
         ({**GPT_OSS, "transpose_rhs": True}, TILES[0]),
         ({"transpose_rhs": True, "width": 192}, TILES[0]),
@@ -94,7 +94,7 @@ def test_a_tile_multiplies_128_or_256_columns(gated, block_n):
 
 
 def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
-    """A thread of four has columns 2 q and 2 q + 1 of every eight; of sums in turns, that is one output each."""
+    """A thread of four has columns 2 q and 2 q + 1 of every eight; of interleaved sums, that is one output each."""
     sums = np.arange(16)  # the number of a column of pairs; the gate of output n is column 2 n
     blocks = sums.reshape(2, 4, 2)  # blocks of eight columns, lanes, and their two columns
     words = blocks[:, :, 0].T // 2  # lane q: output of the lower block, and of the upper block

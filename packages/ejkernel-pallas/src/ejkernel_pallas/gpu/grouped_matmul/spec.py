@@ -85,7 +85,7 @@ class GateLayout(enum.Enum):
     HALVES = "gate and factor"
     """A panel of the gate, then one of its factor."""
     INTERLEAVED = "pairs"
-    """Columns of the gate and of the factor in turns."""
+    """Columns of the gate and of the factor are interleaved."""
     WHOLE = "no gate"
     """The output is the activation of all columns."""
 

@@ -122,12 +122,12 @@ def gated_pairs(pairs: jax.Array, function: GateFunction, dtype: Any, valid: jax
                 for half in range(2)
             )
             code = f"cvt.rn.{kind}.f32 $0, $2, $1;"  # the first source becomes the upper half
-            word = llvm.inline_asm(i32(), [low, high], code, "=r,f,f")
-            first, second = (
+            word: Any = llvm.inline_asm(i32(), [low, high], code, "=r,f,f")
+            halves: list[Any] = [
                 llvm.inline_asm(i32(), [word, source], SHUFFLE_PTX, "=r,r,r", has_side_effects=True)
                 for source in sources
-            )
-            word = llvm.inline_asm(i32(), [first, second, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+            ]
+            word = llvm.inline_asm(i32(), [*halves, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
             word = vector.from_elements(ir.VectorType.get((1,), i32()), [word])
             new_registers.append(vector.bitcast(like_register.type, word))
         return with_registers(like, new_registers)

@@ -1,7 +1,7 @@
 """Copies the panels of 64 columns that a step of a gated product multiplies, one after the other.
 
     halves           gate 0 | factor 0 | gate 1 | factor 1 ...     from the two halves of a matrix's columns
-    interleaved      pairs 0 | pairs 1 | ...                       gate and factor in turns within a panel
+    interleaved      pairs 0 | pairs 1 | ...                       gate and factor interleaved within a panel
     no gate          columns 0 | columns 1 | ...
 
 Transposed matrices [columns, contracted] have panels of 64 rows. If their rows are interleaved, the kernel has a view
