@@ -157,9 +157,19 @@ def unified(queries, keys, values, lengths, tables, starts):
 def last_entry(call, sizes):
     """A plan whose only entry is the last row of the last sequence, with the keys at the end of its table."""
     spec = call.constants["spec"]
-    length = spec.TABLE * 64
+    length = spec.PAGES_PER_SEQUENCE * 64
     work = np.zeros(sizes, np.int32)
-    last = (spec.SEQUENCES - 1, spec.ROWS - 1, 1, length - 1, length - 1, length - spec.BLOCK_KV, length, 0, 1)
+    last = (
+        spec.NUM_SEQUENCES - 1,
+        spec.NUM_QUERY_ROWS - 1,
+        1,
+        length - 1,
+        length - 1,
+        length - spec.BLOCK_KV,
+        length,
+        0,
+        1,
+    )
     work[:, 0] = last
     return work
 
@@ -172,7 +182,11 @@ def last_share(call, sizes):
     return shares
 
 
-LAST = {"work": last_entry, "shares": last_share, "tables": lambda call, sizes: np.full(sizes, PAGES.shape[0] - 1)}
+LAST = {
+    "work_list": last_entry,
+    "program_shares": last_share,
+    "block_tables": lambda call, sizes: np.full(sizes, PAGES.shape[0] - 1),
+}
 CASES = {
     "unified_attention": (
         unified,

@@ -24,7 +24,7 @@ from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.config import fitted, group_of, shared_memory
+from ejkernel_triton.paged_attention.config import fit_shared_memory, query_heads_per_tile, shared_memory
 from ejkernel_triton.paged_attention.plan import prefix_config, split_prefix
 from ejkernel_triton.selected_attention import config as selected_config
 from ejkernel_triton.selected_attention.config import shared_memory as of_selected
@@ -35,7 +35,7 @@ from ejkernel_triton.tiled_attention import config as tiled_config
 def test_paged_attention_fits_or_is_refused(target):
     device, chip = DEVICES[target], chips.gpu_named(target)
     for name, record in every_paged_call():
-        if paged_config.too_large(record, device):
+        if paged_config.shared_memory_refusal(record, device):
             # A latent vector of 512 numbers in float32, twice for the queries, is more than 99 KiB hold.
             assert record.latent is not None, name
             assert record.query.dtype == jnp.float32 or record.key_pages.dtype == jnp.float32, name
@@ -55,8 +55,8 @@ def test_a_tile_has_no_more_rows_than_scores_have(heads):
         latent(64, heads, (512, 64), (jnp.float16, jnp.int8)),
         paged(64, heads, (64, 64), (jnp.float32,) * 2),
     ):
-        rows = paged_config.heuristic(record, H200, "forward").block_q * group_of(record, gpu_of(H200))
-        assert rows <= paged_config.SCORE_ROWS
+        rows = paged_config.heuristic(record, H200, "forward").block_q * query_heads_per_tile(record, gpu_of(H200))
+        assert rows <= paged_config.MAX_SCORE_ROWS
 
 
 @pytest.mark.parametrize("target", DEVICES)
@@ -65,7 +65,7 @@ def test_the_tiles_of_a_shared_prefix_fit(target):
     decoding = paged(None, 4, (256, 256), (jnp.float32, jnp.float32), **every_term(4, None))
     calls = [(name, record) for name, record in every_paged_call() if record.shared_prefix is not None]
     for name, record in [("decoding", decoding), *calls[::7]]:
-        if paged_config.too_large(record, device):
+        if paged_config.shared_memory_refusal(record, device):
             continue
         with target_device(device):
             prefix = jax.eval_shape(lambda record: split_prefix(record)[0].record, record)
@@ -76,9 +76,9 @@ def test_the_tiles_of_a_shared_prefix_fit(target):
 def test_a_configuration_that_fits_stays_as_it_is():
     record = paged(None, 8, (128, 128), (jnp.bfloat16, jnp.bfloat16))
     chosen = paged_config.heuristic(record, H200, "forward")
-    assert fitted(record, chosen, gpu_of(H200)) == chosen
+    assert fit_shared_memory(record, chosen, gpu_of(H200)) == chosen
     large = dataclasses.replace(chosen, block_kv=1024)
-    assert fitted(record, large, gpu_of(H200)).block_kv < 1024
+    assert fit_shared_memory(record, large, gpu_of(H200)).block_kv < 1024
 
 
 def test_what_no_tile_fits_is_refused_with_the_sizes():

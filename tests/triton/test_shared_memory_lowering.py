@@ -55,7 +55,7 @@ def test_paged_attention_takes_what_its_bound_says(name, target):
         jax.eval_shape(lambda record: forward(record, chosen), record)
     attending = [call for call in calls if call.kernel.__name__ == "paged_attention_kernel"]
     # The keys of a prefix are another call, with tile sizes of its own.
-    (own,) = (call for call in attending if not call.constants["spec"].ROW_POSITIONS)
+    (own,) = (call for call in attending if not call.constants["spec"].LOAD_ROW_POSITIONS)
     assert len(attending) == 1 + (record.shared_prefix is not None)
     took, bound = ahead.shared_memory(own, target), shared_memory(record, chosen, chip)
     assert took <= bound <= chip.shared_memory

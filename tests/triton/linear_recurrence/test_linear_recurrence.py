@@ -166,7 +166,7 @@ def test_packed_scans_fit_the_chip_and_spill_nothing(gates):
     assert chosen.fused_block_v == 64
     made = {call.kernel.__name__: call for call in delta_launches(record, "sm_90", chosen)}
     assert_fits_and_spills_nothing(
-        [made[name] for name in ("chunk_index_kernel", "fused_chunk_scan_kernel", "zero_padding_kernel")], "sm_90"
+        [made[name] for name in ("chunk_tables_kernel", "fused_chunk_scan_kernel", "zero_padding_kernel")], "sm_90"
     )
 
 
@@ -203,7 +203,7 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
     with target_device(H200), launch.collected() as calls:
         jax.eval_shape(lambda record: delta_forward.forward(record, chosen), record)
     for call in calls:
-        assert call.constants["spec"].CHUNK == 2 * recurrence_config.MIN_TILE
+        assert call.constants["spec"].CHUNK_SIZE == 2 * recurrence_config.MIN_TILE
         assert not ahead.miscompiled_shifts(ahead.compile_for(call, "sm_90").assembly)
 
 
@@ -244,11 +244,11 @@ def test_no_branch_depends_on_the_gates(name):
 
 
 def test_segments_leave_out_what_vanishes():
-    run_interpreted("linear_recurrence/effective_length_process.py")
+    run_interpreted("linear_recurrence/chunks_until_decayed_process.py")
 
 
 def test_tables_of_packed_sequences_are_those_of_xla():
-    run_interpreted("linear_recurrence/chunk_index_process.py")
+    run_interpreted("linear_recurrence/chunk_tables_process.py")
 
 
 def test_tokens_split_over_two_devices_are_those_of_xla_on_one():
@@ -284,12 +284,12 @@ def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
         calls = delta_launches(record, "sm_90", delta_config.heuristic(record, H200, "both"))
     states = [call for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"]
     # Ends and transitions of segments, then the states, which the backward pass reads too.
-    assert [call.constants["TRANSITIONS"] for call in states] == [True, False]
+    assert [call.constants["COMPUTE_TRANSITIONS"] for call in states] == [True, False]
     starts = [call for call in calls if call.kernel.__name__ == "delta_initial_states_kernel"]
     assert [call.constants["REVERSE"] for call in starts] == [False, True]
-    reaches = [call for call in calls if call.kernel.__name__ == "effective_length_kernel"]
-    assert [call.constants["REVERSE"] for call in reaches] == [False, True]
-    assert_fits_and_spills_nothing([*states, *starts, *reaches], "sm_90")
+    decay_launches = [call for call in calls if call.kernel.__name__ == "chunks_until_decayed_kernel"]
+    assert [call.constants["REVERSE"] for call in decay_launches] == [False, True]
+    assert_fits_and_spills_nothing([*states, *starts, *decay_launches], "sm_90")
 
 
 def test_initial_states_of_segments_take_one_launch():

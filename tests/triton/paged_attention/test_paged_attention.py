@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention.work import Work, deal
 from ejkernel.ops.device import target_device
 from ejkernel_triton import launch, paged_attention
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.forward import forward
+from ejkernel_triton.paged_attention.forward import _packed_bias_tables, forward
 
 VALUES = "test_value and not shapes and not residuals and not eager"
 # Of the values, those that differ in layout, dtype or writing.
@@ -57,9 +57,29 @@ def test_float8_e4m3fn_is_refused_where_triton_cannot_read_it():
     )
     with target_device(CHIPS["sm_80"]):
         (reason,) = paged_attention._reasons(record)
-    assert reason.startswith("caches of float8_e4m3fn, which Triton reads from compute capability 8.9 on")
+    assert reason.startswith("key_pages: Triton reads float8_e4m3fn from compute capability 8.9 on")
     with target_device(H200):
         assert not list(paged_attention._reasons(record))
+
+
+@pytest.mark.parametrize("rows", [[65536], [46341], [1, 65536], [2**16] * 3])
+def test_packed_biases_without_a_table_of_every_pair_are_not_read(rows):
+    """The square of 65536 rows is 0 in int32, so that a table of one bias counted as large enough."""
+    shape = jax.ShapeDtypeStruct
+    record = PagedAttention(
+        query=shape((sum(rows), 1, 16), jnp.float32),
+        key_pages=shape((4, 8, 1, 16), jnp.float32),
+        value_pages=shape((4, 8, 1, 16), jnp.float32),
+        block_tables=shape((len(rows), 1), jnp.int32),
+        kv_lens=jnp.asarray(rows, jnp.int32),
+        query_start=jnp.asarray(np.cumsum([0, *rows]), jnp.int32),
+        softmax_scale=1.0,
+        kv_layout="pshd",
+        kv_heads=None,
+        qq_bias=jnp.zeros(1, jnp.float32),
+    )
+    table_rows = _packed_bias_tables(record)[:, 1]
+    assert table_rows.tolist() == [n if n == 1 else 0 for n in rows]
 
 
 def test_conformance_of_dense_latent_caches():
@@ -160,7 +180,7 @@ def test_latent_decoding_with_few_heads_fits_and_spills_nothing():
 
 def test_latent_decoding_with_many_heads_reads_keys_once_for_two_programs():
     (call,) = (call for call in latent_launches(H200, 128) if call.kernel.__name__ == "paged_attention_kernel")
-    assert call.constants["spec"].SPLITS == 2
+    assert call.constants["spec"].HEAD_TILES_PER_KV_HEAD == 2
     assert call.grid == 132
     assert_fits([call], "sm_90")
 

@@ -12,7 +12,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 
-SUB_CHUNK = 4
+SUB_CHUNK_SIZE = 4
 """Tokens whose pairs are one product with gates per key channel: factors are within 2 ** +-87, since gates are at least
 -58 powers of two.
 """
@@ -24,57 +24,59 @@ class RecurrenceSpec:
 
     Attributes:
         T: Tokens per row.
-        CHUNK: Tokens per chunk.
-        LEVELS: How often a chunk is halved until one token is left: log2 of CHUNK.
-        CHUNKS: Chunks per row; with packed sequences, an upper bound.
-        SEQUENCES: Sequences per row with separate states: packed ones, or the segments that a long row is split into.
-        PER_SEQUENCE: Chunks per segment; 0 for packed sequences, whose chunks are counted in `ChunkIndex`.
+        CHUNK_SIZE: Tokens per chunk.
+        LOG2_CHUNK: How often a chunk is halved until one token is left: log2 of CHUNK_SIZE.
+        NUM_CHUNKS: Chunks per row; with packed sequences, an upper bound.
+        NUM_SEQUENCES: Sequences per row with separate states: packed ones, or the segments that a long row is split
+            into.
+        CHUNKS_PER_SEGMENT: Chunks per segment; 0 for packed sequences, whose chunks are counted in `ChunkTables`.
         H: Heads.
         HQ: Heads of the queries.
         HK: Heads of the keys.
         HV: Heads of the values.
         K: Key channels.
         V: Value channels.
-        WIDTH: Gates per head and token: 0 without gates, 1 or K.
-        CONSTANT: Whether a head's gate is the same for all tokens: kernels multiply it instead of loading sums.
-        DECAYED: Whether queries and keys already have their decay by gates per key channel; the gates are then replaced
-            by sums of chunks, [B, H, CHUNKS, K] (see `wy_channel_gates`).
-        DELTA: Whether tokens write by the delta rule.
-        DT: Whether there is dt.
-        SKIP: Whether there is a skip.
-        SCALE: Factor on the output.
-        MAX_EXPONENT: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
+        GATES_PER_HEAD: Gates per head and token: 0 without gates, 1 or K.
+        HAS_CONSTANT_GATES: Whether a head's gate is the same for all tokens: kernels multiply it instead of loading
+            sums.
+        QK_ARE_DECAYED: Whether queries and keys already have their decay by gates per key channel; the gates are then
+            replaced by sums of chunks, [B, H, NUM_CHUNKS, K] (see `wy_channel_gates`).
+        HAS_DELTA_RULE: Whether tokens write by the delta rule.
+        HAS_DT: Whether there is dt.
+        HAS_SKIP: Whether there is a skip.
+        OUTPUT_SCALE: Factor on the output.
+        MAX_LOG2_FACTOR: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
             are one product: within the dtype's range, with a margin for the operands; not with the delta rule.
-        SUB_CHUNK: Tokens per sub-chunk of the delta rule, whose pairs are one product with gates per key channel.
-        SUB_LEVEL: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK.
-        FULL_CHUNKS: Whether every chunk is full.
+        SUB_CHUNK_SIZE: Tokens per sub-chunk of the delta rule, whose pairs are one product with gates per key channel.
+        LOG2_SUB_CHUNK: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK_SIZE.
+        ALL_CHUNKS_FULL: Whether every chunk is full.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
-    CHUNK: int
-    LEVELS: int
-    CHUNKS: int
-    SEQUENCES: int
-    PER_SEQUENCE: int
+    CHUNK_SIZE: int
+    LOG2_CHUNK: int
+    NUM_CHUNKS: int
+    NUM_SEQUENCES: int
+    CHUNKS_PER_SEGMENT: int
     H: int
     HQ: int
     HK: int
     HV: int
     K: int
     V: int
-    WIDTH: int
-    CONSTANT: bool
-    DECAYED: bool
-    DELTA: bool
-    DT: bool
-    SKIP: bool
-    SCALE: float
-    MAX_EXPONENT: float
-    SUB_CHUNK: int
-    SUB_LEVEL: int
-    FULL_CHUNKS: bool
+    GATES_PER_HEAD: int
+    HAS_CONSTANT_GATES: bool
+    QK_ARE_DECAYED: bool
+    HAS_DELTA_RULE: bool
+    HAS_DT: bool
+    HAS_SKIP: bool
+    OUTPUT_SCALE: float
+    MAX_LOG2_FACTOR: float
+    SUB_CHUNK_SIZE: int
+    LOG2_SUB_CHUNK: int
+    ALL_CHUNKS_FULL: bool
     PRECISION: str
     WIDEN: bool
 
@@ -99,31 +101,31 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         chunks = tokens // chunk + min(sequences, tokens)
     return RecurrenceSpec(
         T=tokens,
-        CHUNK=chunk,
-        LEVELS=chunk.bit_length() - 1,
-        CHUNKS=chunks,
-        SEQUENCES=sequences,
-        PER_SEQUENCE=per_sequence,
+        CHUNK_SIZE=chunk,
+        LOG2_CHUNK=chunk.bit_length() - 1,
+        NUM_CHUNKS=chunks,
+        NUM_SEQUENCES=sequences,
+        CHUNKS_PER_SEGMENT=per_sequence,
         H=head_count(record),
         HQ=record.query.shape[2],
         HK=record.key.shape[2],
         HV=record.value.shape[2],
         K=record.query.shape[3],
         V=record.value.shape[3],
-        WIDTH=0 if record.decay is None else record.decay.shape[3],
-        CONSTANT=_is_constant(record),
-        DECAYED=False,
-        DELTA=record.beta is not None,
-        DT=record.dt is not None,
-        SKIP=record.skip is not None,
-        SCALE=record.softmax_scale,
+        GATES_PER_HEAD=0 if record.decay is None else record.decay.shape[3],
+        HAS_CONSTANT_GATES=_is_constant(record),
+        QK_ARE_DECAYED=False,
+        HAS_DELTA_RULE=record.beta is not None,
+        HAS_DT=record.dt is not None,
+        HAS_SKIP=record.skip is not None,
+        OUTPUT_SCALE=record.softmax_scale,
         # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
         # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
-        MAX_EXPONENT=8.0 if record.query.dtype == jnp.float16 else 40.0,
+        MAX_LOG2_FACTOR=8.0 if record.query.dtype == jnp.float16 else 40.0,
         # In float16 the factors of four tokens overflow, so chunks are halved down to single tokens.
-        SUB_CHUNK=1 if record.query.dtype == jnp.float16 else SUB_CHUNK,
-        SUB_LEVEL=0 if record.query.dtype == jnp.float16 else SUB_CHUNK.bit_length() - 1,
-        FULL_CHUNKS=not packed and tokens % chunk == 0,
+        SUB_CHUNK_SIZE=1 if record.query.dtype == jnp.float16 else SUB_CHUNK_SIZE,
+        LOG2_SUB_CHUNK=0 if record.query.dtype == jnp.float16 else SUB_CHUNK_SIZE.bit_length() - 1,
+        ALL_CHUNKS_FULL=not packed and tokens % chunk == 0,
         PRECISION=_precision(record),
         WIDEN=interpreting(),
     )

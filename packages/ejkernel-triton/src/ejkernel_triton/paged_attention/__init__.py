@@ -30,29 +30,34 @@ HANDLES = frozenset(
 )
 """Optional fields that the kernels honour."""
 
-CACHES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+"""Dtypes of caches that the kernels read."""
 
-
-FLOAT8 = "float8_e4m3fn"
+FLOAT8_E4M3 = "float8_e4m3fn"
+"""The dtype of caches that Triton reads on NVIDIA's GPUs only from compute capability 8.9 on."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if str(record.key_pages.dtype) not in CACHES:
-        yield f"caches of {record.key_pages.dtype} are not among {', '.join(CACHES)}"
+    cache_dtype, head_dim = str(record.key_pages.dtype), record.query.shape[-1]
+    if cache_dtype not in CACHE_DTYPES:
+        yield f"key_pages: got {cache_dtype}, the kernel reads {', '.join(CACHE_DTYPES)}"
     device = current_device()
-    if str(record.key_pages.dtype) == FLOAT8 and device.vendor == "nvidia" and (device.compute_capability or 0) < 8.9:
-        yield f"caches of {FLOAT8}, which Triton reads from compute capability 8.9 on; this is {device.kind}"
-    if record.compute_dtype is not None and str(record.compute_dtype) not in CACHES[:3]:
-        yield f"compute_dtype {record.compute_dtype} is not among {', '.join(CACHES[:3])}"
+    if cache_dtype == FLOAT8_E4M3 and device.vendor == "nvidia" and (device.compute_capability or 0) < 8.9:
+        yield f"key_pages: Triton reads {FLOAT8_E4M3} from compute capability 8.9 on, and this is {device.kind}"
+    if record.compute_dtype is not None and str(record.compute_dtype) not in CACHE_DTYPES[:3]:
+        yield f"compute_dtype: got {record.compute_dtype}, the kernel computes in {', '.join(CACHE_DTYPES[:3])}"
     if record.shared_prefix is not None and record.kv_starts is not None:
-        yield "a shared prefix together with first keys of sequences"
-    if record.latent is None and max(record.query.shape[-1], paged_cache.value_size(record)) > 256:
-        yield f"a head dimension of {record.query.shape[-1]} is more than 256"
-    if record.latent is not None and (record.latent[0] > 512 or record.query.shape[-1] - record.latent[0] > 128):
-        yield f"a latent size of {record.latent[0]} or its rotary part is more than 512 and 128"
-    elif too_large := config.too_large(record, device):
-        yield too_large
+        yield "kv_starts: the kernel does not serve first keys of sequences together with shared_prefix"
+    if record.latent is None and (largest := max(head_dim, paged_cache.value_size(record))) > 256:
+        yield f"query: got a head dimension of {largest} (of keys or values), the kernel has at most 256"
+    if record.latent is not None and (record.latent[0] > 512 or head_dim - record.latent[0] > 128):
+        yield (
+            f"key_pages: got {record.latent[0]} latent and {head_dim - record.latent[0]} rotary columns, "
+            "the kernel has at most 512 and 128"
+        )
+    elif reason := config.shared_memory_refusal(record, device):
+        yield reason
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -54,22 +54,22 @@ PUBLIC_FIELDS = {
 }
 """Maps fields of the public configurations to fields of this one."""
 
-SCORE_ROWS = 64
+MAX_SCORE_ROWS = 64
 """The largest number of rows of a tile of scores in decoding and short prefills."""
 
 PREFILL_SCORE_ROWS = 128
 """Rows of a tile of scores in prefill: long queries, heads of at most 128 columns, 16-bit elements."""
 
-PREFILL = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
+PREFILL_TILES = ((64, 8, 3), (64, 8, 2), (32, 8, 4), (32, 8, 2))
 """Key tile, warps and stages for tiles of `PREFILL_SCORE_ROWS`, the fastest on an H200 first.
 
 Chunks of 512: 315, 234, 275 and 179 TFLOP/s (docs/lab/paged_attention_gpu.md). Four warps, or 128 keys, spill.
 """
 
-SMALL_LATENT = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
-LATENT_FEW = ((64, 4, 3, 1), *SMALL_LATENT)
-LATENT_SOME = ((64, 8, 3, 1), *SMALL_LATENT)
-LATENT_MANY = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 8, 2, 1), (16, 8, 1, 1))
+SMALL_LATENT_TILES = ((32, 4, 3, 2), (32, 4, 2, 2), (16, 4, 2, 2), (16, 4, 1, 2))
+LATENT_TILES_FEW_ROWS = ((64, 4, 3, 1), *SMALL_LATENT_TILES)
+LATENT_TILES_SOME_ROWS = ((64, 8, 3, 1), *SMALL_LATENT_TILES)
+LATENT_TILES_MANY_ROWS = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1, 1), (16, 8, 2, 1), (16, 8, 1, 1))
 """Key tile, warps, stages and programs per multiprocessor for at most 16, at most 32 and more rows of scores in a
 latent cache, the fastest on an H200 first.
 """
@@ -77,22 +77,22 @@ latent cache, the fastest on an H200 first.
 PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
 
-HEADS, LATENT_HEADS, FLOAT32_LATENT_HEADS = 128, 64, 16
+MAX_HEADS_PER_TILE, MAX_LATENT_HEADS_PER_TILE, MAX_FLOAT32_LATENT_HEADS_PER_TILE = 128, 64, 16
 """The largest number of query heads of one KV head in a tile. Accumulators of 128 heads and 512 latent columns would
 fill the registers of a multiprocessor. Two programs of 64 heads each read the same keys at about the same time, once
 from HBM.
 """
 
-FLOAT32_QUERIES = 8 * KIBI
+MAX_FLOAT32_QUERY_ELEMENTS = 8 * KIBI
 """The largest number of elements of a tile of float32 queries, which shared memory holds split in two."""
 
 MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports."""
 
-WGMMA_ROWS, WGMMA_WARPS = 64, 4
+MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
 """Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
-BARRIERS = KIBI
+BARRIER_BYTES = KIBI
 """Bytes for the copies' mbarriers, and for maxima and sums across warps."""
 
 
@@ -101,70 +101,75 @@ class TileShape:
     """The sizes that determine the shared memory of a program.
 
     Attributes:
-        rows: Rows of scores.
-        keys: Keys per tile.
-        query_columns: Padded columns of queries, and of keys.
-        read_columns: Padded columns that are loaded per key, including those of its value.
-        value_columns: Padded columns of the accumulator.
-        stored: Bytes per element of the cache.
-        operand: Bytes per element of the products' operands.
-        converted: Whether operands have another dtype than the cache.
-        bias: Bytes per element of the biases of pairs, which are copied like keys; 0 without them.
-        warps: Warps per program.
-        stages: Pipeline stages.
-        partial_stages: Those of the loop over partial tiles.
+        score_rows: Rows of scores.
+        block_kv: Keys per tile.
+        padded_head_dim: Padded columns of queries, and of keys.
+        padded_read_dim: Padded columns that are loaded per key, including those of its value.
+        padded_value_dim: Padded columns of the accumulator.
+        cache_itemsize: Bytes per element of the cache.
+        operand_itemsize: Bytes per element of the products' operands.
+        converts_operands: Whether operands have another dtype than the cache.
+        bias_itemsize: Bytes per element of the biases of pairs, which are copied like keys; 0 without them.
+        num_warps: Warps per program.
+        num_stages: Pipeline stages.
+        partial_tile_stages: Those of the loop over partial tiles.
     """
 
-    rows: int
-    keys: int
-    query_columns: int
-    read_columns: int
-    value_columns: int
-    stored: int
-    operand: int
-    converted: bool
-    bias: int
-    warps: int
-    stages: int
-    partial_stages: int
+    score_rows: int
+    block_kv: int
+    padded_head_dim: int
+    padded_read_dim: int
+    padded_value_dim: int
+    cache_itemsize: int
+    operand_itemsize: int
+    converts_operands: bool
+    bias_itemsize: int
+    num_warps: int
+    num_stages: int
+    partial_tile_stages: int
 
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Returns the default tile sizes: many query rows per tile if sequences have many, otherwise as few as possible."""
     if record.latent is not None:
         return _latent_candidates(record, device)[0]
-    if _score_rows(record, device) == PREFILL_SCORE_ROWS:
+    if _max_score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)[0]
-    wide = _is_wide(record)
-    block_kv = 32 if wide else 64
-    sized = fitted(record, _sized(record, device, block_kv, 4, 2 if wide else 3), gpu_of(device))
-    whole = paged_cache.page_size(record) % sized.block_kv == 0
-    if _query_rows(record, device) == 1 and not wide and not whole:
+    needs_small_tiles = _needs_small_key_tiles(record)
+    block_kv = 32 if needs_small_tiles else 64
+    config = _make_config(record, device, block_kv, 4, 2 if needs_small_tiles else 3)
+    config = fit_shared_memory(record, config, gpu_of(device))
+    tile_within_page = paged_cache.page_size(record) % config.block_kv == 0
+    if _query_rows_per_tile(record, device) == 1 and not needs_small_tiles and not tile_within_page:
         # Loading a page index per key gives 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
         # values are in flight instead of one with four warps.
-        return fitted(record, _sized(record, device, 64, 2, 3), gpu_of(device))
-    return dataclasses.replace(sized, whole_pages=whole)
+        return fit_shared_memory(record, _make_config(record, device, 64, 2, 3), gpu_of(device))
+    return dataclasses.replace(config, whole_pages=tile_within_page)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
     if record.latent is not None:
         return _latent_candidates(record, device)
-    if _score_rows(record, device) == PREFILL_SCORE_ROWS:
+    if _max_score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
-    sized = [fitted(record, _sized(record, device, *option), gpu_of(device)) for option in options]
-    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=whole) for x in sized for whole in (False, True)))
+    configs = [fit_shared_memory(record, _make_config(record, device, *option), gpu_of(device)) for option in options]
+    return tuple(
+        dict.fromkeys(
+            dataclasses.replace(x, whole_pages=tile_within_page) for x in configs for tile_within_page in (False, True)
+        )
+    )
 
 
-def too_large(record: PagedAttention, device: DeviceInfo) -> str:
+def shared_memory_refusal(record: PagedAttention, device: DeviceInfo) -> str:
     """Returns why the kernel cannot run for a record on a device; empty where it can."""
-    chip, smallest = gpu_of(device), heuristic(record, device, "forward")
-    if fits(record, smallest, chip):
+    chip, config = gpu_of(device), heuristic(record, device, "forward")
+    if fits_shared_memory(record, config, chip):
         return ""
-    took = shared_memory(record, smallest, chip)
-    return f"a tile takes up to {took} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
+    needed_bytes = shared_memory(record, config, chip)
+    return f"a tile takes up to {needed_bytes} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
 
 
 def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
@@ -172,27 +177,36 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     first.
     """
     chip = gpu_of(device)
-    group = group_of(record, chip)
-    rows, splits = _query_rows(record, device) * group, record.query.shape[1] // group
-    options = LATENT_FEW if rows <= 16 else LATENT_SOME if rows <= 32 else LATENT_MANY
-    sized: list[tuple[int, PagedForward]] = []
-    for block_kv, warps, stages, per_sm in options:
-        programs = 3 if interpreting() else max(1, per_sm * chip.multiprocessors // splits)
-        tile = _sized(record, device, block_kv, warps, stages)
-        sized.append((per_sm, dataclasses.replace(tile, num_programs=programs, whole_pages=True)))
-    fitting = [x for per_sm, x in sized if per_sm * shared_memory(record, x, chip) <= chip.shared_memory]
-    return tuple(dict.fromkeys(fitting or [fitted(record, sized[-1][1], chip)]))
+    group = query_heads_per_tile(record, chip)
+    score_rows, head_tiles = _query_rows_per_tile(record, device) * group, record.query.shape[1] // group
+    options = (
+        LATENT_TILES_FEW_ROWS
+        if score_rows <= 16
+        else LATENT_TILES_SOME_ROWS
+        if score_rows <= 32
+        else LATENT_TILES_MANY_ROWS
+    )
+    configs: list[tuple[int, PagedForward]] = []
+    for block_kv, warps, stages, programs_per_sm in options:
+        num_programs = 3 if interpreting() else max(1, programs_per_sm * chip.multiprocessors // head_tiles)
+        tile = _make_config(record, device, block_kv, warps, stages)
+        configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, whole_pages=True)))
+    fitting = [
+        x for programs_per_sm, x in configs if programs_per_sm * shared_memory(record, x, chip) <= chip.shared_memory
+    ]
+    return tuple(dict.fromkeys(fitting or [fit_shared_memory(record, configs[-1][1], chip)]))
 
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
     """Returns tile sizes for sequences with many query rows, the best guess first."""
-    chip, page = gpu_of(device), paged_cache.page_size(record)
-    sized = [_sized(record, device, *x) for x in PREFILL]
-    sized = [x for x in sized if fits(record, x, chip)] or [fitted(record, sized[-1], chip)]
-    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page % x.block_kv == 0) for x in sized))
+    chip, page_size = gpu_of(device), paged_cache.page_size(record)
+    configs = [_make_config(record, device, *x) for x in PREFILL_TILES]
+    fitting = [x for x in configs if fits_shared_memory(record, x, chip)]
+    configs = fitting or [fit_shared_memory(record, configs[-1], chip)]
+    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page_size % x.block_kv == 0) for x in configs))
 
 
-def _is_wide(record: PagedAttention) -> bool:
+def _needs_small_key_tiles(record: PagedAttention) -> bool:
     """Returns whether tiles of 64 keys are too large for the pipeline."""
     return record.query.shape[-1] > 128 or record.query.dtype.itemsize > 2
 
@@ -202,32 +216,36 @@ def _average_query_rows(record: PagedAttention) -> int:
     return 1 if record.query_start is None else cdiv(record.query.shape[0], max(1, record.kv_lens.shape[0]))
 
 
-def _score_rows(record: PagedAttention, device: DeviceInfo) -> int:
+def _max_score_rows(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns the largest number of rows of a tile of scores."""
     # Twice as many, so that batches of decoding sequences with a few long ones keep the smaller tiles.
-    many = _average_query_rows(record) * group_of(record, gpu_of(device)) >= 2 * PREFILL_SCORE_ROWS
-    return PREFILL_SCORE_ROWS if many and record.latent is None and not _is_wide(record) else SCORE_ROWS
+    has_many_rows = _average_query_rows(record) * query_heads_per_tile(record, gpu_of(device)) >= 2 * PREFILL_SCORE_ROWS
+    return (
+        PREFILL_SCORE_ROWS
+        if has_many_rows and record.latent is None and not _needs_small_key_tiles(record)
+        else MAX_SCORE_ROWS
+    )
 
 
-def _query_rows(record: PagedAttention, device: DeviceInfo) -> int:
+def _query_rows_per_tile(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns query rows per tile: a power of two for which the rows of all heads fit a tile of scores."""
-    most = max(1, _score_rows(record, device) // group_of(record, gpu_of(device)))
-    return min(padded(_average_query_rows(record)), 1 << (most.bit_length() - 1))
+    max_rows = max(1, _max_score_rows(record, device) // query_heads_per_tile(record, gpu_of(device)))
+    return min(padded(_average_query_rows(record)), 1 << (max_rows.bit_length() - 1))
 
 
-def _sized(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
+def _make_config(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other; a few suffice to test splits and merges.
-    programs = 3 if interpreting() else PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+    num_programs = 3 if interpreting() else PROGRAMS_PER_SM * gpu_of(device).multiprocessors
     return PagedForward(
-        block_q=_query_rows(record, device),
+        block_q=_query_rows_per_tile(record, device),
         block_kv=min(block_kv, 16) if interpreting() else block_kv,
-        num_programs=programs,
+        num_programs=num_programs,
         num_warps=warps,
         num_stages=stages,
     )
 
 
-def partial_stages(record: PagedAttention, stages: int) -> int:
+def partial_tile_stages(record: PagedAttention, stages: int) -> int:
     """Returns the pipeline stages of the loop over partial tiles.
 
     Biases of pairs are copied ahead like keys. With one stage less, they take the shared memory of that stage: decoding
@@ -236,26 +254,34 @@ def partial_stages(record: PagedAttention, stages: int) -> int:
     return stages if record.qq_bias is None or stages <= 2 else stages - 1
 
 
-def group_of(record: PagedAttention, chip: Gpu) -> int:
+def query_heads_per_tile(record: PagedAttention, chip: Gpu) -> int:
     """Returns the query heads of a KV head per tile: all, or an equal part of them if they are too many for the
     chip.
     """
     group = record.query.shape[1] // paged_cache.kv_heads(record)
-    most = _most_heads(record, chip)
-    return next(group // parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
+    max_heads = _max_heads_per_tile(record, chip)
+    return next(
+        group // num_tiles
+        for num_tiles in range(1, group + 1)
+        if group % num_tiles == 0 and group // num_tiles <= max_heads
+    )
 
 
-def _most_heads(record: PagedAttention, chip: Gpu) -> int:
-    wide = max(record.query.dtype.itemsize, record.key_pages.dtype.itemsize) > 2
+def _max_heads_per_tile(record: PagedAttention, chip: Gpu) -> int:
+    is_float32 = max(record.query.dtype.itemsize, record.key_pages.dtype.itemsize) > 2
     if record.latent is not None:
-        most = FLOAT32_LATENT_HEADS if wide else LATENT_HEADS
+        max_heads = MAX_FLOAT32_LATENT_HEADS_PER_TILE if is_float32 else MAX_LATENT_HEADS_PER_TILE
     else:
-        most = min(HEADS, max(16, FLOAT32_QUERIES // padded(record.query.shape[-1]))) if wide else HEADS
+        max_heads = (
+            min(MAX_HEADS_PER_TILE, max(16, MAX_FLOAT32_QUERY_ELEMENTS // padded(record.query.shape[-1])))
+            if is_float32
+            else MAX_HEADS_PER_TILE
+        )
     if chip.vendor == "amd":
-        return most
+        return max_heads
     # The accumulator passes through shared memory in float32, for a power of two of heads.
-    held = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_size(record)))
-    return min(most, 1 << (held.bit_length() - 1))
+    heads_in_shared_memory = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_size(record)))
+    return min(max_heads, 1 << (heads_in_shared_memory.bit_length() - 1))
 
 
 def shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> int:
@@ -264,23 +290,23 @@ def shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> int:
     Args:
         record: The canonical arguments.
         config: Its `PagedForward`.
-        chip: What it runs on.
+        chip: The GPU that the kernel runs on.
     """
-    shape = _shape(record, config, chip)
-    return _on_amd(shape) if chip.vendor == "amd" else _on_nvidia(shape, chip)
+    shape = _tile_shape(record, config, chip)
+    return _amd_shared_memory_bytes(shape) if chip.vendor == "amd" else _nvidia_shared_memory_bytes(shape, chip)
 
 
-def fits(record: PagedAttention, config: Any, chip: Gpu) -> bool:
+def fits_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> bool:
     """Returns whether a program of the kernel fits the chip."""
     return shared_memory(record, config, chip) <= chip.shared_memory
 
 
-def fitted(record: PagedAttention, config: Any, chip: Gpu) -> Any:
+def fit_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer stages, rows and keys until it fits the chip; the smallest one if none
     fits.
     """
-    while not fits(record, config, chip):
-        rows = padded(config.block_q * group_of(record, chip), MIN_TILE)
+    while not fits_shared_memory(record, config, chip):
+        rows = padded(config.block_q * query_heads_per_tile(record, chip), MIN_TILE)
         if config.num_stages > 2:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         elif config.block_q > 1 and rows > 2 * MIN_TILE:
@@ -296,56 +322,70 @@ def fitted(record: PagedAttention, config: Any, chip: Gpu) -> Any:
     return config
 
 
-def _shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
-    size, values = record.query.shape[-1], padded(paged_cache.value_size(record), MIN_TILE)
-    latent = 0 if record.latent is None else record.latent[0]
-    columns = padded(latent, MIN_TILE) + padded(size - latent, MIN_TILE) if latent else padded(size, MIN_TILE)
-    query, stored = record.query.dtype.itemsize, record.key_pages.dtype.itemsize
-    operand = query if stored == 1 else max(query, stored)
-    rounded = 0 if record.compute_dtype is None else jnp.dtype(record.compute_dtype).itemsize
+def _tile_shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
+    head_dim, padded_value_dim = record.query.shape[-1], padded(paged_cache.value_size(record), MIN_TILE)
+    latent_dim = 0 if record.latent is None else record.latent[0]
+    padded_head_dim = (
+        padded(latent_dim, MIN_TILE) + padded(head_dim - latent_dim, MIN_TILE)
+        if latent_dim
+        else padded(head_dim, MIN_TILE)
+    )
+    query_itemsize, cache_itemsize = record.query.dtype.itemsize, record.key_pages.dtype.itemsize
+    operand_itemsize = query_itemsize if cache_itemsize == 1 else max(query_itemsize, cache_itemsize)
+    compute_itemsize = 0 if record.compute_dtype is None else jnp.dtype(record.compute_dtype).itemsize
     return TileShape(
-        rows=padded(config.block_q * group_of(record, chip), MIN_TILE),
-        keys=config.block_kv,
-        query_columns=columns,
+        score_rows=padded(config.block_q * query_heads_per_tile(record, chip), MIN_TILE),
+        block_kv=config.block_kv,
+        padded_head_dim=padded_head_dim,
         # A latent vector is both key and value.
-        read_columns=columns if latent else columns + values,
-        value_columns=padded(latent, MIN_TILE) if latent else values,
-        stored=stored,
-        operand=max(operand, rounded),
-        converted=stored < operand or rounded > 0,
-        bias=0 if record.qq_bias is None else record.qq_bias.dtype.itemsize,
-        warps=config.num_warps,
-        stages=config.num_stages,
-        partial_stages=partial_stages(record, config.num_stages),
+        padded_read_dim=padded_head_dim if latent_dim else padded_head_dim + padded_value_dim,
+        padded_value_dim=padded(latent_dim, MIN_TILE) if latent_dim else padded_value_dim,
+        cache_itemsize=cache_itemsize,
+        operand_itemsize=max(operand_itemsize, compute_itemsize),
+        converts_operands=cache_itemsize < operand_itemsize or compute_itemsize > 0,
+        bias_itemsize=0 if record.qq_bias is None else record.qq_bias.dtype.itemsize,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        partial_tile_stages=partial_tile_stages(record, config.num_stages),
     )
 
 
-def _on_nvidia(shape: TileShape, chip: Gpu) -> int:
-    wide, parts = shape.operand > 2, 2 if shape.operand > 2 else 1  # float32 operands are split in two
-    unit = chip.architecture in ("hopper", "blackwell")
-    wgmma = unit and shape.rows >= WGMMA_ROWS and shape.warps >= WGMMA_WARPS
+def _nvidia_shared_memory_bytes(shape: TileShape, chip: Gpu) -> int:
+    is_float32 = shape.operand_itemsize > 2
+    operand_splits = 2 if is_float32 else 1  # float32 operands are split in two
+    has_wgmma = chip.architecture in ("hopper", "blackwell")
+    uses_wgmma = has_wgmma and shape.score_rows >= MIN_WGMMA_ROWS and shape.num_warps >= MIN_WGMMA_WARPS
     # On other chips the last stage goes to registers.
-    last, tile = 0 if wgmma else 1, shape.keys * shape.read_columns
-    buffers, partial = shape.stages - last, shape.partial_stages - last
-    weights = parts * shape.rows * shape.keys * shape.operand
-    if buffers > 0:
-        converted = shape.converted or (wide and wgmma)
-        biases = partial * shape.rows * shape.keys * shape.bias
-        copied = max(buffers * shape.stored * tile, partial * shape.stored * tile + biases)
-        loop = copied + shape.operand * converted * tile + weights
+    register_stages, tile_elements = 0 if uses_wgmma else 1, shape.block_kv * shape.padded_read_dim
+    num_buffers, num_partial_buffers = shape.num_stages - register_stages, shape.partial_tile_stages - register_stages
+    weight_bytes = operand_splits * shape.score_rows * shape.block_kv * shape.operand_itemsize
+    if num_buffers > 0:
+        converts_operands = shape.converts_operands or (is_float32 and uses_wgmma)
+        bias_bytes = num_partial_buffers * shape.score_rows * shape.block_kv * shape.bias_itemsize
+        copied_bytes = max(
+            num_buffers * shape.cache_itemsize * tile_elements,
+            num_partial_buffers * shape.cache_itemsize * tile_elements + bias_bytes,
+        )
+        loop_bytes = copied_bytes + shape.operand_itemsize * converts_operands * tile_elements + weight_bytes
     else:
         # Tiles pass through shared memory from the threads that load them to those that multiply them.
-        loop = max(weights, shape.keys * (shape.query_columns + shape.value_columns) * shape.operand)
-    queries = parts * shape.rows * shape.query_columns * shape.operand
-    return max(queries + loop, 4 * shape.rows * shape.value_columns) + BARRIERS
+        row_elements = shape.padded_head_dim + shape.padded_value_dim
+        loop_bytes = max(weight_bytes, shape.block_kv * row_elements * shape.operand_itemsize)
+    query_bytes = operand_splits * shape.score_rows * shape.padded_head_dim * shape.operand_itemsize
+    return max(query_bytes + loop_bytes, 4 * shape.score_rows * shape.padded_value_dim) + BARRIER_BYTES
 
 
-def _on_amd(shape: TileShape) -> int:
-    """Returns the same for CDNA, where registers hold the queries, and 16-bit weights of 16 rows too."""
+def _amd_shared_memory_bytes(shape: TileShape) -> int:
+    """Returns the most bytes of shared memory that a program takes on CDNA, where registers hold the queries, and
+    16-bit weights of 16 rows too.
+    """
     # Both loops copy tiles of keys and values, and that over partial tiles those of biases too.
-    tile, biases = shape.keys * shape.read_columns * shape.stored, shape.rows * shape.keys * shape.bias
-    copied = max((shape.stages - 1) * tile, (shape.partial_stages - 1) * (tile + biases))
-    if shape.rows > MIN_TILE or shape.operand > 2:
-        copied += shape.rows * shape.keys * shape.operand
+    tile_bytes, bias_bytes = (
+        shape.block_kv * shape.padded_read_dim * shape.cache_itemsize,
+        shape.score_rows * shape.block_kv * shape.bias_itemsize,
+    )
+    copied_bytes = max((shape.num_stages - 1) * tile_bytes, (shape.partial_tile_stages - 1) * (tile_bytes + bias_bytes))
+    if shape.score_rows > MIN_TILE or shape.operand_itemsize > 2:
+        copied_bytes += shape.score_rows * shape.block_kv * shape.operand_itemsize
     # The accumulator is rounded before it passes through shared memory.
-    return max(copied, shape.operand * shape.rows * shape.value_columns)
+    return max(copied_bytes, shape.operand_itemsize * shape.score_rows * shape.padded_value_dim)

@@ -1,6 +1,7 @@
 """Forward pass of paged attention in Triton."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.plan import Prefix, plan_work, prefix_config, spec_of_work, split_prefix
+from ejkernel_triton.paged_attention.plan import SharedPrefix, make_work_spec, plan_work, prefix_config, split_prefix
 from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_of
 from ejkernel_triton.sizes import padded_for_dot
 
-MERGED_NUMBERS = 2048
+COMBINE_TILE_ELEMENTS = 2048
 """Elements that a program of one warp merges at a time: slots of a row times values."""
 
 
@@ -32,15 +33,16 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     prefix = None
     if record.shared_prefix is not None:
         prefix, record = split_prefix(record)
-    spec = spec_of_work(record, config, rotary_of(record))
-    plan = plan_work(record, spec, config)
-    record, pages = write_cache(record, plan[0], config.block_q)
-    attended = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, plan, config))
+    spec = make_work_spec(record, config, rotary_of(record))
+    work_plan = plan_work(record, spec, config)
+    record, written_pages = write_cache(record, work_plan[0], config.block_q)
+    output_and_lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, work_plan, config))
     if prefix is not None:
         # After the write, which is in place only if nothing reads the pages as they were.
-        keys = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
-        attended = merge_prefix(_attend_prefix(dataclasses.replace(prefix, record=keys)), attended)
-    return (*attended, *pages), None
+        prefix_record = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
+        prefix = dataclasses.replace(prefix, record=prefix_record)
+        output_and_lse = merge_prefix(_attend_prefix(prefix), output_and_lse)
+    return (*output_and_lse, *written_pages), None
 
 
 def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
@@ -51,17 +53,17 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         config: Tile sizes, programs, warps and stages.
         rotary: Rotary columns of a latent record.
     """
-    spec = spec_of_work(record, config, rotary)
+    spec = make_work_spec(record, config, rotary)
     return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan_work(record, spec, config), config))
 
 
-def _attend_prefix(prefix: Prefix) -> tuple[jax.Array, jax.Array]:
+def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of all query rows over the keys of the shared prefix."""
     record, config = prefix.record, prefix_config(prefix.record)
     rotary = rotary_of(record)
-    spec = spec_of_work(record, config, rotary, row_positions=prefix.positions is not None)
-    plan = plan_work(record, spec, config)
-    return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan, config, prefix.positions))
+    spec = make_work_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
+    work_plan = plan_work(record, spec, config)
+    return _zero_outside_sequences(record, *_attend(record, rotary, spec, work_plan, config, prefix.row_positions))
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,9 +71,9 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
     if record.query_start is None:
         return output, lse
     # The rows of all sequences are contiguous.
-    live = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
+    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
-    in_sequence = (token >= record.query_start[0]) & (token < record.query_start[live])
+    in_sequence = (token >= record.query_start[0]) & (token < record.query_start[num_live_sequences])
     return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
 
 
@@ -79,9 +81,9 @@ def _attend(
     record: PagedAttention,
     rotary: Rotary | None,
     spec: PagedSpec,
-    plan: tuple[jax.Array, jax.Array],
+    work_plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
-    positions: jax.Array | None = None,
+    row_positions: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of the rows that are in the work list.
 
@@ -89,155 +91,174 @@ def _attend(
         record: The record.
         rotary: Rotary columns of a latent record.
         spec: The constants of its kernels.
-        plan: Its work list and the programs' shares.
+        work_plan: Its work list and the programs' shares.
         config: Warps and stages.
-        positions: [T, 2] int32, position and context of each query row, where the spec has ROW_POSITIONS.
+        row_positions: [T, 2] int32, position and context of each query row, where the spec has LOAD_ROW_POSITIONS.
     """
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
-    from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
 
     # The first axis is the batch, which `jax.vmap` extends.
-    row = jax.tree.map(lambda x: x[None], record)
-    tables = None if row.block_tables is None else row.block_tables.astype(jnp.int32)
-    sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (row.softmax_aux, row.alibi_slopes))
-    rows, heads, _ = record.query.shape
+    batched = jax.tree.map(lambda x: x[None], record)
+    work_list, program_shares = (x[None] for x in work_plan)
+    sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (batched.softmax_aux, batched.alibi_slopes))
+    bias_tables, row_positions = (None if x is None else x[None] for x in (_packed_bias_tables(record), row_positions))
     values = record.key_pages if record.value_pages is None else record.value_pages
-    values = values if rotary is None else rotary.rows
-    work, shares = plan
-    pairs, places = (None if x is None else x[None] for x in (_pair_tables(record), positions))
-    # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
-    slots, part = 2 * spec.PROGRAMS * spec.SPLITS, spec.BV + (spec.BR if spec.TAIL else 0)
-    shapes: tuple[Shape | int, ...] = (
-        Shape((1, rows, heads, spec.DV), record.query.dtype),
-        Shape((1, rows, heads), jnp.float32),
-        Shape((1, slots, spec.M, part), jnp.float32),
-        Shape((1, slots, spec.M), jnp.float32),
-        Shape((1, slots, spec.M), jnp.float32),
-    )
-    output, lse, parts, maxima, sums = launch(
+    output, lse, *partial_softmaxes = launch(
         paged_attention_kernel,
         (
-            row.query,
-            row.key_pages,
-            values[None],
-            tables,
-            work[None],
-            shares[None],
+            batched.query,
+            batched.key_pages,
+            (values if rotary is None else rotary.rows)[None],
+            None if batched.block_tables is None else batched.block_tables.astype(jnp.int32),
+            work_list,
+            program_shares,
             sinks,
             slopes,
-            row.qq_bias,
-            pairs,
-            places,
+            batched.qq_bias,
+            bias_tables,
+            row_positions,
         ),
-        shapes,
+        _output_shapes(record, spec),
         batch=1,
-        grid=spec.PROGRAMS * spec.SPLITS,
+        grid=spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    # Updates output and lse (inputs 6 and 7) in place, and only rows of split items. One warp: a program has one row of
-    # a tile of scores.
-    output, lse = launch(
-        split_combine_kernel,
-        (parts, maxima, sums, work[None], shares[None], sinks, output, lse),
-        (6, 7),
-        batch=1,
-        grid=spec.PROGRAMS * spec.SPLITS * spec.M,
-        num_warps=1,
-        num_stages=1,
-        constants={"spec": spec, "PARTS": max(2, min(16, MERGED_NUMBERS // spec.BV))},
-    )
+    output, lse = _combine_splits((*partial_softmaxes, work_list, program_shares, sinks, output, lse), spec)
     return output[0], lse[0]
 
 
-def _pair_tables(record: PagedAttention) -> jax.Array | None:
+def _output_shapes(record: PagedAttention, spec: PagedSpec) -> tuple[Shape, ...]:
+    """Returns the shapes of output, lse, and the accumulators, row maxima and row sums of partial softmaxes."""
+    rows, heads, _ = record.query.shape
+    # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
+    num_slots = 2 * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD
+    partial_acc_width = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
+    return (
+        Shape((1, rows, heads, spec.DV), record.query.dtype),
+        Shape((1, rows, heads), jnp.float32),
+        Shape((1, num_slots, spec.M, partial_acc_width), jnp.float32),
+        Shape((1, num_slots, spec.M), jnp.float32),
+        Shape((1, num_slots, spec.M), jnp.float32),
+    )
+
+
+def _combine_splits(inputs: tuple[jax.Array | None, ...], spec: PagedSpec) -> tuple[jax.Array, ...]:
+    """Returns output and lse, which are the last two inputs, with the rows of split items merged.
+
+    Args:
+        inputs: The arrays that `split_combine_kernel` reads, in its order.
+        spec: Its constants.
+    """
+    from ejkernel_triton.paged_attention.kernels.split_combine import split_combine_kernel
+
+    # Updates output and lse (inputs 6 and 7) in place, and only rows of split items. One warp: a program has one row of
+    # a tile of scores.
+    return launch(
+        split_combine_kernel,
+        inputs,
+        (6, 7),
+        batch=1,
+        grid=spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * spec.M,
+        num_warps=1,
+        num_stages=1,
+        constants={"spec": spec, "SLOTS_PER_STEP": max(2, min(16, COMBINE_TILE_ELEMENTS // spec.BV))},
+    )
+
+
+def _packed_bias_tables(record: PagedAttention) -> jax.Array | None:
     """Returns start and rows of each sequence's table in a packed `qq_bias`, [N, 2] int32; None for others."""
     if record.qq_bias is None or record.qq_bias.ndim != 1:
         return None
-    rows_of = paged_cache.query_ranges(record)[1]
-    starts = qq_starts(record, rows_of)
+    rows_per_sequence, num_entries = paged_cache.query_ranges(record)[1], record.qq_bias.size
+    starts = qq_starts(record, rows_per_sequence)
     assert starts is not None
-    # A table that ends past the array, as lengths contradict it, counts as empty.
-    fits = starts + rows_of * rows_of <= record.qq_bias.size
-    return jnp.stack((starts, jnp.where(fits, rows_of, 0)), axis=1)
+    # A table that ends past the array, as lengths contradict it, counts as empty. No square overflows int32: one with
+    # more rows than the root of the entries is too large alone. A start that has overflowed stays inside the array.
+    max_rows = math.isqrt(num_entries)
+    table_size = jnp.minimum(rows_per_sequence, max_rows) ** 2
+    fits = (rows_per_sequence <= max_rows) & (starts >= 0) & (starts <= num_entries - table_size)
+    return jnp.stack((starts, jnp.where(fits, rows_per_sequence, 0)), axis=1)
 
 
 def merge_prefix(
     prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over two sets of keys."""
-    parts = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
-    output, lse = merge(*parts)
+    partial_outputs = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
+    output, lse = merge(*partial_outputs)
     return output[0].astype(suffix[0].dtype), lse[0].T
 
 
-def write_cache(record: PagedAttention, work: jax.Array, block_q: int) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
+def write_cache(
+    record: PagedAttention, work_list: jax.Array, block_q: int
+) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
     """Returns the record with its new tokens in its pages, and those pages; like `paged_cache.write`.
 
     Args:
         record: The record.
-        work: Its work list, [W, fields].
+        work_list: Its work list, [W, fields].
         block_q: Query rows per entry, at most.
     """
     if record.new_keys is None or record.block_tables is None:
         return paged_cache.write(record)
     keys, values = record.new_keys, record.new_values
     if record.value_pages is None:  # a combined cache, or a latent one
-        pages = (_write_one(record, keys, values, record.key_pages, work, block_q),)
+        pages = (_write_cache_array(record, keys, values, record.key_pages, work_list, block_q),)
         written = dataclasses.replace(record, key_pages=pages[0], new_keys=None, new_values=None)
         return written, pages
     assert values is not None
     pages = (
-        _write_one(record, keys, None, record.key_pages, work, block_q),
-        _write_one(record, values, None, record.value_pages, work, block_q),
+        _write_cache_array(record, keys, None, record.key_pages, work_list, block_q),
+        _write_cache_array(record, values, None, record.value_pages, work_list, block_q),
     )
     written = dataclasses.replace(record, key_pages=pages[0], value_pages=pages[1], new_keys=None, new_values=None)
     return written, pages
 
 
-def _write_one(
+def _write_cache_array(
     record: PagedAttention,
     keys: jax.Array,
     values: jax.Array | None,
     pages: jax.Array,
-    work: jax.Array,
+    work_list: jax.Array,
     block_q: int,
 ) -> jax.Array:
     """Writes the tokens into one array of the cache."""
     from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
 
     assert record.block_tables is not None
-    layout, lanes = record.kv_layout, pages.shape[-1]
-    split, second = record.latent or (keys.shape[2], keys.shape[2])
-    heads = pages.shape[layout.index("h")] if "h" in layout else 1
+    layout, row_width = record.kv_layout, pages.shape[-1]
+    first_part_width, second_part_start = record.latent or (keys.shape[2], keys.shape[2])
+    cache_heads = pages.shape[layout.index("h")] if "h" in layout else 1
     spec = WriteSpec(
-        TOKENS=keys.shape[0],
-        SEQUENCES=record.kv_lens.shape[0],
-        TABLE=record.block_tables.shape[1],
-        ENTRIES=work.shape[0],
+        NUM_TOKENS=keys.shape[0],
+        NUM_SEQUENCES=record.kv_lens.shape[0],
+        PAGES_PER_SEQUENCE=record.block_tables.shape[1],
+        NUM_ENTRIES=work_list.shape[0],
         BLOCK_Q=block_q,
         HK=keys.shape[1],
-        HEADS=heads,
-        COMPONENTS=1 if values is None else 2,
+        CACHE_HEADS=cache_heads,
+        KV_COMPONENTS=1 if values is None else 2,
         D=keys.shape[2],
-        LANES=lanes,
-        WIDTH=padded_for_dot(lanes),
-        SPLIT=split,
-        SECOND=second,
-        PAGES=paged_cache.page_count(record),
+        CACHE_ROW_WIDTH=row_width,
+        PADDED_ROW_WIDTH=padded_for_dot(row_width),
+        FIRST_PART_WIDTH=first_part_width,
+        SECOND_PART_START=second_part_start,
+        NUM_PAGES=paged_cache.page_count(record),
         PAGE_SIZE=paged_cache.page_size(record),
-        STRIDES=strides_of(pages, layout),
-        ELEMENTS=pages.size,
+        PAGE_SLOT_HEAD_STRIDES=strides_of(pages, layout),
+        CACHE_ELEMENTS=pages.size,
     )
     tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]
     (written,) = launch(
         cache_write_kernel,
-        (*tokens, work[None], record.block_tables.astype(jnp.int32)[None], pages[None]),
+        (*tokens, work_list[None], record.block_tables.astype(jnp.int32)[None], pages[None]),
         (4,),
         batch=1,
-        grid=spec.ENTRIES * heads * spec.COMPONENTS,
-        num_warps=1 if block_q * spec.WIDTH <= 1024 else 4,
+        grid=spec.NUM_ENTRIES * cache_heads * spec.KV_COMPONENTS,
+        num_warps=1 if block_q * spec.PADDED_ROW_WIDTH <= 1024 else 4,
         num_stages=1,
         constants={"spec": spec},
     )

@@ -26,11 +26,11 @@ from ejkernel_triton.sizes import padded_for_dot
 FIELDS = 9
 """Fields of an entry of the work list; `tile` names them."""
 
-MAX_PLANNED = 8192
+MAX_PLANNED_ENTRIES = 8192
 """The largest number of entries or sequences that one program can plan; XLA plans more."""
 
 
-def spec_of_work(
+def make_work_spec(
     record: PagedAttention, config: PagedForward, rotary: Rotary | None, row_positions: bool = False
 ) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""
@@ -45,22 +45,26 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     """Returns the work list in the kernels' layout, [W, fields], and the programs' starts, [P + 1, 2]; see
     `work_list_kernel`.
     """
-    if max(spec.ENTRIES, spec.SEQUENCES) > MAX_PLANNED:
-        if spec.ROW_POSITIONS:
+    if max(spec.NUM_ENTRIES, spec.NUM_SEQUENCES) > MAX_PLANNED_ENTRIES:
+        if spec.LOAD_ROW_POSITIONS:
             record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)
         work = find_work(record, config.block_q)
         schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
-        return _entries(work, schedule), _shares(schedule)
+        return _stack_entries(work, schedule), _stack_shares(schedule)
     from ejkernel_triton.paged_attention.kernels.work_list import work_list_kernel
 
-    given = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
-    ints = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in given]
-    shapes = (Shape((1, spec.ENTRIES, FIELDS), jnp.int32), Shape((1, spec.PROGRAMS + 1, 2), jnp.int32))
-    blocks = {"SEQUENCE_BLOCK": spec.SEQUENCES, "ENTRY_BLOCK": spec.ENTRIES, "PROGRAM_BLOCK": spec.PROGRAMS}
-    constants = {name: padded_for_dot(size) for name, size in blocks.items()}
-    work, shares = launch(
+    work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
+    int_arrays = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in work_arrays]
+    shapes = (Shape((1, spec.NUM_ENTRIES, FIELDS), jnp.int32), Shape((1, spec.NUM_PROGRAMS + 1, 2), jnp.int32))
+    padded_sizes = {
+        "PADDED_NUM_SEQUENCES": spec.NUM_SEQUENCES,
+        "PADDED_NUM_ENTRIES": spec.NUM_ENTRIES,
+        "PADDED_NUM_PROGRAMS": spec.NUM_PROGRAMS,
+    }
+    constants = {name: padded_for_dot(size) for name, size in padded_sizes.items()}
+    work_list, program_shares = launch(
         work_list_kernel,
-        ints,
+        int_arrays,
         shapes,
         batch=1,
         grid=1,
@@ -68,43 +72,45 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
         num_stages=1,
         constants={"spec": spec, **constants},
     )
-    return work[0], shares[0]
+    return work_list[0], program_shares[0]
 
 
-def _entries(work: Work, schedule: Deal) -> jax.Array:
+def _stack_entries(work: Work, schedule: Deal) -> jax.Array:
     """Returns the work list, computed by XLA."""
     fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
     return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
 
 
-def _shares(schedule: Deal) -> jax.Array:
+def _stack_shares(schedule: Deal) -> jax.Array:
     """Returns the programs' starts and, last, the tiles per share and in total."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Prefix:
+class SharedPrefix:
     """The keys of a shared prefix, as those of one sequence to which all query rows of the batch belong.
 
     Attributes:
         record: The record.
-        positions: [T, 2] int32, position and context of each query row in its own sequence; None if no term reads
+        row_positions: [T, 2] int32, position and context of each query row in its own sequence; None if no term reads
             them.
     """
 
     record: PagedAttention
-    positions: jax.Array | None
+    row_positions: jax.Array | None
 
 
-def split_prefix(record: PagedAttention) -> tuple[Prefix, PagedAttention]:
+def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
     """Returns the prefix of a record and the record of the keys after it, which also has the new tokens."""
     assert record.shared_prefix is not None
     assert record.kv_starts is None
     sequences = record.kv_lens.shape[0]
-    terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
+    position_terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
     # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
-    positions = None if record.query_start is not None and terms == (None, None, None) else _row_positions(record)
+    row_positions = (
+        None if record.query_start is not None and position_terms == (None, None, None) else _row_positions(record)
+    )
     suffix = dataclasses.replace(
         record, kv_starts=jnp.broadcast_to(record.shared_prefix, sequences), shared_prefix=None
     )
@@ -112,38 +118,38 @@ def split_prefix(record: PagedAttention) -> tuple[Prefix, PagedAttention]:
         record,
         block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
-        kv_starts=None if positions is None else _first_key(record, positions),
+        kv_starts=None if row_positions is None else _first_visible_key(record, row_positions),
         query_start=_query_range(record),
         num_seqs=None,
         new_keys=None,
         new_values=None,
         softmax_aux=None,  # a sink joins the denominator once
         qq_bias=None,  # pairs of queries are after the prefix
-        causal=positions is not None,
+        causal=row_positions is not None,
         shared_prefix=None,
     )
-    return Prefix(prefix, positions), suffix
+    return SharedPrefix(prefix, row_positions), suffix
 
 
 def _query_range(record: PagedAttention) -> jax.Array:
     """Returns the first query row of the batch and one more than the last, [2]."""
     if record.query_start is None:
         return jnp.array([0, record.query.shape[0]], jnp.int32)
-    live = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
-    return jnp.stack((record.query_start[0], record.query_start[live]))
+    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
+    return jnp.stack((record.query_start[0], record.query_start[num_live_sequences]))
 
 
 def _row_positions(record: PagedAttention) -> jax.Array:
     """Returns position and context of each query row, [T, 2] int32; rows of no sequence are at -1."""
-    lens = record.kv_lens.astype(jnp.int32)
+    kv_lens = record.kv_lens.astype(jnp.int32)
     if record.query_start is None:
-        return jnp.stack((lens - 1, lens - 1), axis=1)
+        return jnp.stack((kv_lens - 1, kv_lens - 1), axis=1)
     sequence, position = paged_cache.token_places(record)
-    context = (lens - paged_cache.query_ranges(record)[1])[jnp.maximum(sequence, 0)]
+    context = (kv_lens - paged_cache.query_ranges(record)[1])[jnp.maximum(sequence, 0)]
     return jnp.stack((jnp.where(sequence < 0, -1, position), context), axis=1)
 
 
-def _first_key(record: PagedAttention, positions: jax.Array) -> jax.Array | None:
+def _first_visible_key(record: PagedAttention, positions: jax.Array) -> jax.Array | None:
     """Returns the first key of the prefix that window and chunks leave to any query row, [1]; None for 0."""
     (left, _), size = band(record), record.chunk_size
     if left is None and size is None:

@@ -13,10 +13,13 @@ from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, group_of, partial_stages
-from ejkernel_triton.sizes import (
-    padded_for_dot,
+from ejkernel_triton.paged_attention.config import (
+    PREFILL_SCORE_ROWS,
+    PagedForward,
+    partial_tile_stages,
+    query_heads_per_tile,
 )
+from ejkernel_triton.sizes import padded_for_dot
 
 Strides = tuple[int, int, int]
 
@@ -26,23 +29,23 @@ class PagedSpec:
     """Constants of the kernels; the letters are those of the record.
 
     Attributes:
-        ROWS: T, query rows of the call.
-        SEQUENCES: N.
+        NUM_QUERY_ROWS: T, query rows of the call.
+        NUM_SEQUENCES: N.
         H: Query heads.
         HK: KV heads.
-        SPLITS: Tiles that the query heads of a KV head are split into; a program has one of them.
+        HEAD_TILES_PER_KV_HEAD: Tiles that the query heads of a KV head are split into; a program has one of them.
         G: Query heads per such tile.
         D: Head dimension of queries and keys.
         DV: Head dimension of values.
         BD: Columns of a tile of keys: D or, in a latent cache, R, padded to a power of two of at least 16.
-        LATENT: R of a latent cache, whose tiles of keys are also its tiles of values; 0 for others.
-        ROTARY: Key columns in addition to those of the latent vector; they are in the array of values.
-        BR: ROTARY, padded to a power of two of at least 16.
-        TAIL: Whether these columns are values too, after those of the latent vector.
+        LATENT_DIM: R of a latent cache, whose tiles of keys are also its tiles of values; 0 for others.
+        ROTARY_DIM: Key columns in addition to those of the latent vector; they are in the array of values.
+        BLOCK_ROTARY: ROTARY_DIM, padded to a power of two of at least 16.
+        ROTARY_IS_VALUE: Whether these columns are values too, after those of the latent vector.
         BV: DV, padded to a power of two of at least 16.
-        PAGES: Pages of the cache.
+        NUM_PAGES: Pages of the cache.
         PAGE_SIZE: Slots per page.
-        TABLE: Entries per sequence of the block table; 0 if sequence n has page n.
+        PAGES_PER_SEQUENCE: Entries per sequence of the block table; 0 if sequence n has page n.
         KEY_STRIDES: Strides of the keys' pages, slots and heads, in elements.
         VALUE_STRIDES: The same for the values.
         KEY_ELEMENTS: Elements of one batch row's key cache.
@@ -51,55 +54,55 @@ class PagedSpec:
         BLOCK_Q: Query rows per tile.
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
         BLOCK_KV: Keys per tile.
-        WHOLE: Whether a tile is within one page, whose index it loads once.
-        FULL_TILES: Whether full tiles have a separate loop without masks.
-        ENTRIES: Entries of the work list.
-        CAPACITY: Tokens of the longest sequence that the tables can describe.
-        PACKED: Whether sequences have any number of query rows, instead of one each.
-        COUNTED: Whether `num_seqs` has the number of live sequences.
-        STARTED: Whether `kv_starts` has the sequences' first keys.
-        PROGRAMS: Persistent programs that share the key tiles.
-        FACTOR: softmax_scale, times log2(e) if nothing is applied between the product and the exponential.
-        CAP: Soft cap, or None.
+        TILE_WITHIN_PAGE: Whether a tile is within one page, whose index it loads once.
+        HAS_UNMASKED_LOOP: Whether full tiles have a separate loop without masks.
+        NUM_ENTRIES: Entries of the work list.
+        MAX_KV_LEN: Tokens of the longest sequence that the tables can describe.
+        HAS_QUERY_START: Whether sequences have any number of query rows, instead of one each.
+        HAS_NUM_SEQS: Whether `num_seqs` has the number of live sequences.
+        HAS_KV_STARTS: Whether `kv_starts` has the sequences' first keys.
+        NUM_PROGRAMS: Persistent programs that share the key tiles.
+        SCORE_SCALE: softmax_scale, times log2(e) if nothing is applied between the product and the exponential.
+        SOFT_CAP: Soft cap, or None.
         FAST_TANH: Whether the device's approximate tanh is used, since its precision suffices.
-        LEFT: `p - LEFT <= k`; None is open.
-        RIGHT: `k <= p + RIGHT`; None is open.
-        CHUNK: Positions per chunk, or None.
-        ROW_POSITIONS: Whether positions of query rows are loaded, since a tile has rows of several sequences.
-        ALIBI: Whether there are ALiBi slopes.
-        PARTIAL_STAGES: Pipeline stages of the loop over partial tiles.
-        QQ: Entries of `qq_bias`; 0 without it.
-        QQ_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
-        QQ_PER_SEQUENCE: Whether each sequence has such a table.
-        QQ_PACKED: Whether tables are packed; `qq_tables` has the start and the rows of each sequence's.
-        SINKS: Whether there are sinks.
-        PLAIN: Whether scores are scaled products, with nothing else applied.
+        WINDOW_LEFT: `p - WINDOW_LEFT <= k`; None is open.
+        WINDOW_RIGHT: `k <= p + WINDOW_RIGHT`; None is open.
+        CHUNK_SIZE: Positions per chunk, or None.
+        LOAD_ROW_POSITIONS: Whether positions of query rows are loaded, since a tile has rows of several sequences.
+        HAS_ALIBI: Whether there are ALiBi slopes.
+        PARTIAL_TILE_STAGES: Pipeline stages of the loop over partial tiles.
+        QQ_BIAS_SIZE: Entries of `qq_bias`; 0 without it.
+        QQ_BIAS_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
+        QQ_BIAS_PER_SEQUENCE: Whether each sequence has such a table.
+        QQ_BIAS_PACKED: Whether tables are packed; `qq_tables` has the start and the rows of each sequence's.
+        HAS_SINKS: Whether there are sinks.
+        ONLY_SCALED_SCORES: Whether scores are scaled products, with nothing else applied.
         VALUE_SCALE: Factor on the output.
-        ROUND: Dtype that queries, keys and values are rounded to, or None.
-        BYTES: Bytes per element of the cache.
-        OPERAND: Dtype of the product of queries and keys.
-        VALUE: Dtype of the product of weights and values.
+        COMPUTE_DTYPE: Dtype that queries, keys and values are rounded to, or None.
+        CACHE_ITEMSIZE: Bytes per element of the cache.
+        QK_DTYPE: Dtype of the product of queries and keys.
+        PV_DTYPE: Dtype of the product of weights and values.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
 
-    ROWS: int
-    SEQUENCES: int
+    NUM_QUERY_ROWS: int
+    NUM_SEQUENCES: int
     H: int
     HK: int
-    SPLITS: int
+    HEAD_TILES_PER_KV_HEAD: int
     G: int
     D: int
     DV: int
     BD: int
     BV: int
-    LATENT: int
-    ROTARY: int
-    BR: int
-    TAIL: bool
-    PAGES: int
+    LATENT_DIM: int
+    ROTARY_DIM: int
+    BLOCK_ROTARY: int
+    ROTARY_IS_VALUE: bool
+    NUM_PAGES: int
     PAGE_SIZE: int
-    TABLE: int
+    PAGES_PER_SEQUENCE: int
     KEY_STRIDES: Strides
     VALUE_STRIDES: Strides
     KEY_ELEMENTS: int
@@ -108,34 +111,34 @@ class PagedSpec:
     BLOCK_Q: int
     M: int
     BLOCK_KV: int
-    WHOLE: bool
-    FULL_TILES: bool
-    ENTRIES: int
-    CAPACITY: int
-    PACKED: bool
-    COUNTED: bool
-    STARTED: bool
-    PROGRAMS: int
-    FACTOR: float
-    CAP: float | None
+    TILE_WITHIN_PAGE: bool
+    HAS_UNMASKED_LOOP: bool
+    NUM_ENTRIES: int
+    MAX_KV_LEN: int
+    HAS_QUERY_START: bool
+    HAS_NUM_SEQS: bool
+    HAS_KV_STARTS: bool
+    NUM_PROGRAMS: int
+    SCORE_SCALE: float
+    SOFT_CAP: float | None
     FAST_TANH: bool
-    LEFT: int | None
-    RIGHT: int | None
-    CHUNK: int | None
-    ROW_POSITIONS: bool
-    ALIBI: bool
-    PARTIAL_STAGES: int
-    QQ: int
-    QQ_ROWS: int
-    QQ_PER_SEQUENCE: bool
-    QQ_PACKED: bool
-    SINKS: bool
-    PLAIN: bool
+    WINDOW_LEFT: int | None
+    WINDOW_RIGHT: int | None
+    CHUNK_SIZE: int | None
+    LOAD_ROW_POSITIONS: bool
+    HAS_ALIBI: bool
+    PARTIAL_TILE_STAGES: int
+    QQ_BIAS_SIZE: int
+    QQ_BIAS_ROWS: int
+    QQ_BIAS_PER_SEQUENCE: bool
+    QQ_BIAS_PACKED: bool
+    HAS_SINKS: bool
+    ONLY_SCALED_SCORES: bool
     VALUE_SCALE: float
-    ROUND: str | None
-    BYTES: int
-    OPERAND: str
-    VALUE: str
+    COMPUTE_DTYPE: str | None
+    CACHE_ITEMSIZE: int
+    QK_DTYPE: str
+    PV_DTYPE: str
     PRECISION: str
     WIDEN: bool
 
@@ -145,42 +148,42 @@ class WriteSpec:
     """Constants of the kernel that writes new tokens.
 
     Attributes:
-        TOKENS: Query rows, each with a token.
-        SEQUENCES: Sequences.
-        TABLE: Entries per sequence of the block table.
-        ENTRIES: Entries of the work list.
+        NUM_TOKENS: Query rows, each with a token.
+        NUM_SEQUENCES: Sequences.
+        PAGES_PER_SEQUENCE: Entries per sequence of the block table.
+        NUM_ENTRIES: Entries of the work list.
         BLOCK_Q: Query rows per entry.
         HK: KV heads of the tokens.
-        HEADS: Heads of the cache, including padding heads.
-        COMPONENTS: 2 if keys and values are in one array, one after the other.
+        CACHE_HEADS: Heads of the cache, including padding heads.
+        KV_COMPONENTS: 2 if keys and values are in one array, one after the other.
         D: Columns of a token.
-        LANES: Columns of a row of the cache.
-        WIDTH: LANES, padded to a power of two.
-        SPLIT: Number of a token's columns at the start of a row.
-        SECOND: Column of a row of the cache at which the token's other columns start.
-        PAGES: Pages of the cache.
+        CACHE_ROW_WIDTH: Columns of a row of the cache.
+        PADDED_ROW_WIDTH: CACHE_ROW_WIDTH, padded to a power of two.
+        FIRST_PART_WIDTH: Number of a token's columns at the start of a row.
+        SECOND_PART_START: Column of a row of the cache at which the token's other columns start.
+        NUM_PAGES: Pages of the cache.
         PAGE_SIZE: Slots per page.
-        STRIDES: Strides of pages, slots and heads, in elements.
-        ELEMENTS: Elements of one batch row's cache.
+        PAGE_SLOT_HEAD_STRIDES: Strides of pages, slots and heads, in elements.
+        CACHE_ELEMENTS: Elements of one batch row's cache.
     """
 
-    TOKENS: int
-    SEQUENCES: int
-    TABLE: int
-    ENTRIES: int
+    NUM_TOKENS: int
+    NUM_SEQUENCES: int
+    PAGES_PER_SEQUENCE: int
+    NUM_ENTRIES: int
     BLOCK_Q: int
     HK: int
-    HEADS: int
-    COMPONENTS: int
+    CACHE_HEADS: int
+    KV_COMPONENTS: int
     D: int
-    LANES: int
-    WIDTH: int
-    SPLIT: int
-    SECOND: int
-    PAGES: int
+    CACHE_ROW_WIDTH: int
+    PADDED_ROW_WIDTH: int
+    FIRST_PART_WIDTH: int
+    SECOND_PART_START: int
+    NUM_PAGES: int
     PAGE_SIZE: int
-    STRIDES: Strides
-    ELEMENTS: int
+    PAGE_SLOT_HEAD_STRIDES: Strides
+    CACHE_ELEMENTS: int
 
 
 def make_spec(
@@ -199,90 +202,125 @@ def make_spec(
         rotary: Rotary columns of a latent record.
         row_positions: Whether positions of query rows are loaded.
     """
-    rows, heads, size = record.query.shape
-    kv_heads, value_size = paged_cache.kv_heads(record), paged_cache.value_size(record)
-    latent = 0 if record.latent is None else record.latent[0]
-    tail = size - latent if rotary is not None and rotary.values else 0
-    group = group_of(record, gpu_of(current_device()))
-    left, right = band(record)
-    stored = record.key_pages if record.value_pages is None else record.value_pages
-    plain = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
-    operand = record.compute_dtype or promoted(record.query.dtype, record.key_pages.dtype)
-    key_strides, value_strides, offset = _strides(record, rotary)
+    rows, heads, head_dim = record.query.shape
+    kv_heads = paged_cache.kv_heads(record)
+    heads_per_tile = query_heads_per_tile(record, gpu_of(current_device()))
     page_size = paged_cache.page_size(record)
-    nvidia = current_device().vendor == "nvidia"
     return PagedSpec(
-        ROWS=rows,
-        SEQUENCES=record.kv_lens.shape[0],
+        NUM_QUERY_ROWS=rows,
+        NUM_SEQUENCES=record.kv_lens.shape[0],
         H=heads,
         HK=kv_heads,
-        SPLITS=heads // kv_heads // group,
-        G=group,
-        D=size,
-        DV=value_size + tail,
-        BD=padded_for_dot(latent or size),
-        BV=padded_for_dot(value_size),
-        LATENT=latent,
-        ROTARY=size - latent if latent else 0,
-        BR=padded_for_dot(size - latent) if latent else 16,
-        TAIL=tail > 0,
-        PAGES=paged_cache.page_count(record),
-        PAGE_SIZE=page_size,
-        TABLE=0 if record.block_tables is None else record.block_tables.shape[1],
-        KEY_STRIDES=key_strides,
-        VALUE_STRIDES=value_strides,
-        KEY_ELEMENTS=record.key_pages.size,
-        VALUE_ELEMENTS=stored.size if rotary is None else rotary.rows.size,
-        VALUE_OFFSET=offset,
+        HEAD_TILES_PER_KV_HEAD=heads // kv_heads // heads_per_tile,
+        G=heads_per_tile,
+        D=head_dim,
         BLOCK_Q=config.block_q,
-        M=padded_for_dot(config.block_q * group),
+        M=padded_for_dot(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
-        WHOLE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
+        TILE_WITHIN_PAGE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
-        FULL_TILES=record.qq_bias is not None
-        or config.block_q * group >= (16 if interpreting() else PREFILL_SCORE_ROWS),
-        ENTRIES=entries,
-        CAPACITY=paged_cache.capacity(record),
-        PACKED=record.query_start is not None,
-        COUNTED=record.num_seqs is not None and record.query_start is not None,
-        STARTED=record.kv_starts is not None,
-        PROGRAMS=config.num_programs,
-        FACTOR=record.softmax_scale * (LOG2E if plain else 1.0),
-        CAP=record.logits_soft_cap,
-        FAST_TANH=nvidia and record.query.dtype != jnp.float32 and not interpreting(),
-        LEFT=left,
-        RIGHT=right,
-        ALIBI=record.alibi_slopes is not None,
-        **_pair_tables(record.qq_bias),
-        CHUNK=record.chunk_size,
-        PARTIAL_STAGES=partial_stages(record, config.num_stages),
-        ROW_POSITIONS=row_positions,
-        SINKS=record.softmax_aux is not None,
-        PLAIN=plain,
+        HAS_UNMASKED_LOOP=record.qq_bias is not None
+        or config.block_q * heads_per_tile >= (16 if interpreting() else PREFILL_SCORE_ROWS),
+        NUM_ENTRIES=entries,
+        MAX_KV_LEN=paged_cache.capacity(record),
+        HAS_QUERY_START=record.query_start is not None,
+        HAS_NUM_SEQS=record.num_seqs is not None and record.query_start is not None,
+        HAS_KV_STARTS=record.kv_starts is not None,
+        NUM_PROGRAMS=config.num_programs,
+        PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
+        LOAD_ROW_POSITIONS=row_positions,
         VALUE_SCALE=record.value_scale,
-        ROUND=None if record.compute_dtype is None else jnp.dtype(record.compute_dtype).name,
-        BYTES=jnp.dtype(stored.dtype).itemsize,
-        OPERAND=jnp.dtype(operand).name,
-        VALUE=promoted(record.query.dtype, stored.dtype).name,
-        PRECISION="tf32x3" if nvidia else "ieee",
         WIDEN=interpreting(),
+        **_column_constants(record, rotary),
+        **_cache_constants(record, rotary),
+        **_score_constants(record),
+        **_dtype_constants(record),
     )
 
 
-def _pair_tables(bias: jax.Array | None) -> dict[str, Any]:
-    """Returns the constants of `qq_bias`."""
-    rank = 0 if bias is None else bias.ndim
+def _column_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str, Any]:
+    """Returns the constants of the columns of keys, values and the rotary part."""
+    head_dim, value_dim = record.query.shape[-1], paged_cache.value_size(record)
+    latent_dim = 0 if record.latent is None else record.latent[0]
+    rotary_value_dim = head_dim - latent_dim if rotary is not None and rotary.values else 0
     return {
-        "QQ": 0 if bias is None else bias.size,
-        "QQ_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
-        "QQ_PER_SEQUENCE": rank == 3,
-        "QQ_PACKED": rank == 1,
+        "DV": value_dim + rotary_value_dim,
+        "BD": padded_for_dot(latent_dim or head_dim),
+        "BV": padded_for_dot(value_dim),
+        "LATENT_DIM": latent_dim,
+        "ROTARY_DIM": head_dim - latent_dim if latent_dim else 0,
+        "BLOCK_ROTARY": padded_for_dot(head_dim - latent_dim) if latent_dim else 16,
+        "ROTARY_IS_VALUE": rotary_value_dim > 0,
     }
 
 
-def promoted(query: Any, stored: Any) -> Any:
+def _cache_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str, Any]:
+    """Returns the constants of the cache's pages and strides."""
+    key_strides, value_strides, value_offset = _strides(record, rotary)
+    value_array = _value_array(record)
+    return {
+        "NUM_PAGES": paged_cache.page_count(record),
+        "PAGE_SIZE": paged_cache.page_size(record),
+        "PAGES_PER_SEQUENCE": 0 if record.block_tables is None else record.block_tables.shape[1],
+        "KEY_STRIDES": key_strides,
+        "VALUE_STRIDES": value_strides,
+        "KEY_ELEMENTS": record.key_pages.size,
+        "VALUE_ELEMENTS": value_array.size if rotary is None else rotary.rows.size,
+        "VALUE_OFFSET": value_offset,
+        "CACHE_ITEMSIZE": jnp.dtype(value_array.dtype).itemsize,
+    }
+
+
+def _score_constants(record: PagedAttention) -> dict[str, Any]:
+    """Returns the constants of what is applied to scores: scale, soft cap, masks, biases and sinks."""
+    only_scaled_scores = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
+    is_nvidia = current_device().vendor == "nvidia"
+    left, right = band(record)
+    return {
+        "SCORE_SCALE": record.softmax_scale * (LOG2E if only_scaled_scores else 1.0),
+        "SOFT_CAP": record.logits_soft_cap,
+        "FAST_TANH": is_nvidia and record.query.dtype != jnp.float32 and not interpreting(),
+        "WINDOW_LEFT": left,
+        "WINDOW_RIGHT": right,
+        "CHUNK_SIZE": record.chunk_size,
+        "HAS_ALIBI": record.alibi_slopes is not None,
+        "HAS_SINKS": record.softmax_aux is not None,
+        "ONLY_SCALED_SCORES": only_scaled_scores,
+        **_qq_bias_constants(record.qq_bias),
+    }
+
+
+def _dtype_constants(record: PagedAttention) -> dict[str, Any]:
+    """Returns the dtypes in which the kernel rounds and multiplies."""
+    compute_dtype = record.compute_dtype
+    qk_dtype = compute_dtype or wider_dtype(record.query.dtype, record.key_pages.dtype)
+    return {
+        "COMPUTE_DTYPE": None if compute_dtype is None else jnp.dtype(compute_dtype).name,
+        "QK_DTYPE": jnp.dtype(qk_dtype).name,
+        "PV_DTYPE": wider_dtype(record.query.dtype, _value_array(record).dtype).name,
+        "PRECISION": "tf32x3" if current_device().vendor == "nvidia" else "ieee",
+    }
+
+
+def _value_array(record: PagedAttention) -> jax.Array:
+    """Returns the array that holds the values: a combined cache's or a latent one's is that of the keys."""
+    return record.key_pages if record.value_pages is None else record.value_pages
+
+
+def _qq_bias_constants(bias: jax.Array | None) -> dict[str, Any]:
+    """Returns the constants of `qq_bias`."""
+    rank = 0 if bias is None else bias.ndim
+    return {
+        "QQ_BIAS_SIZE": 0 if bias is None else bias.size,
+        "QQ_BIAS_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
+        "QQ_BIAS_PER_SEQUENCE": rank == 3,
+        "QQ_BIAS_PACKED": rank == 1,
+    }
+
+
+def wider_dtype(query: Any, cache: Any) -> Any:
     """Returns the wider of two dtypes; 8-bit caches are converted to the query's dtype."""
-    return jnp.dtype(query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored))
+    return jnp.dtype(query if jnp.dtype(cache).itemsize == 1 else jnp.promote_types(query, cache))
 
 
 def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
@@ -301,8 +339,8 @@ def strides_of(pages: jax.Array, layout: str) -> Strides:
     """Returns the strides of pages, slots and heads of a cache array, in elements."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}
-    step = 1
-    for axis in reversed(layout):
-        strides[axis] = step
-        step *= sizes[axis]
+    stride = 1
+    for letter in reversed(layout):
+        strides[letter] = stride
+        stride *= sizes[letter]
     return strides["p"], strides["s"], strides.get("h", 0)

@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
                 public_fields=chunked_config.PUBLIC_FIELDS,
                 heuristic=chunked_config.heuristic,
                 candidates=chunked_config.candidates,
-                kind=chunked_config.kind_of_large,
+                kind=chunked_config.tuned_table_key,
             ),
         ),
     )

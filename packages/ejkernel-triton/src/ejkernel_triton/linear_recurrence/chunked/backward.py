@@ -22,10 +22,10 @@ from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_s
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, canonical, state_dtype
 
 Gradients = dict[str, jax.Array]
-OF_VALUES = frozenset({"value", "dt", "skip"})
-OF_KEYS = frozenset({"query", "key", "decay"})
+FIELDS_OF_VALUE_KERNEL = frozenset({"value", "dt", "skip"})
+FIELDS_OF_KEY_KERNEL = frozenset({"query", "key", "decay"})
 
-MAX_SHARED_HEADS = 8
+MAX_HEADS_SUMMED_PER_PROGRAM = 8
 """The largest number of heads sharing queries, keys or values whose gradients one program adds up."""
 
 
@@ -41,54 +41,58 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, grad_fields, private = canonical(pullback.record), pullback.grad_fields, pullback.private_residuals
-    call = make_call(record, config, config.backward_chunk, private.gates, private.scores)
+    record, grad_fields, residuals = canonical(pullback.record), pullback.grad_fields, pullback.private_residuals
+    call = make_call(record, config, config.backward_chunk, residuals.gates, residuals.scores)
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     # The scan comes first: the kernels after it read the gradient of the state after each chunk.
-    dstates, first = _state_gradients(record, call, cotangent, pullback.cotangent[1])
-    gradients: Gradients = {"initial_state": first, "sequence_state": first}
-    if grad_fields & OF_VALUES:
-        made = value_gradients(call, cotangent, dstates)
-        gradients |= dict(zip(("value", "dt", "skip"), made, strict=True))
-    if grad_fields & OF_KEYS:
-        states = chunk_states(record, call, private.starts) if private.states is None else private.states
-        made = key_gradients(call, cotangent, states, dstates, gates=gate_dtype(record, grad_fields))
-        gradients |= dict(zip(("query", "key", "decay"), made, strict=True))
+    dstates, initial_gradients = _state_gradients(record, call, cotangent, pullback.cotangent[1])
+    gradients: Gradients = {"initial_state": initial_gradients, "sequence_state": initial_gradients}
+    if grad_fields & FIELDS_OF_VALUE_KERNEL:
+        outputs = value_gradients(call, cotangent, dstates)
+        gradients |= dict(zip(("value", "dt", "skip"), outputs, strict=True))
+    if grad_fields & FIELDS_OF_KEY_KERNEL:
+        states = chunk_states(record, call, residuals.segment_states) if residuals.states is None else residuals.states
+        outputs = key_gradients(call, cotangent, states, dstates, dgates_dtype=gate_gradient_dtype(record, grad_fields))
+        gradients |= dict(zip(("query", "key", "decay"), outputs, strict=True))
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
     return {name: sum_to_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(grad_fields)}
 
 
 def _state_gradients(
-    record: LinearRecurrence, call: RecurrenceCall, cotangent: jax.Array, final: jax.Array
+    record: LinearRecurrence, call: RecurrenceCall, cotangent: jax.Array, final_cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gradients of the states after all chunks, [B, H, CHUNKS, K, V], and of the initial states."""
-    packed = record.cu_seqlens is not None
-    initial = final[None] if packed else final[:, None]
-    if not packed and call.spec.SEQUENCES > 1:
-        initial = decayed_initial_states(call, record.query, cotangent, initial, reverse=True)
-    dstates, first, _ = pass_states(call, record.query, cotangent, initial, dtype=state_dtype(record), reverse=True)
-    return dstates, first[0] if packed else first[:, 0]
+    """Returns the gradients of the states after all chunks, [B, H, NUM_CHUNKS, K, V], and of the initial states."""
+    is_packed = record.cu_seqlens is not None
+    scan_initial_gradients = final_cotangent[None] if is_packed else final_cotangent[:, None]
+    if not is_packed and call.spec.NUM_SEQUENCES > 1:
+        scan_initial_gradients = decayed_initial_states(
+            call, record.query, cotangent, scan_initial_gradients, reverse=True
+        )
+    dstates, initial_gradients, _ = pass_states(
+        call, record.query, cotangent, scan_initial_gradients, dtype=state_dtype(record), reverse=True
+    )
+    return dstates, initial_gradients[0] if is_packed else initial_gradients[:, 0]
 
 
-def gate_dtype(record: LinearRecurrence, grad_fields: frozenset[str]) -> Any:
+def gate_gradient_dtype(record: LinearRecurrence, grad_fields: frozenset[str]) -> Any:
     """Returns the dtype of gates' gradients: the gates' own if they are not summed further; None if not requested."""
     if record.decay is None or "decay" not in grad_fields:
         return None
-    whole = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
-    return record.decay.dtype if whole else jnp.float32
+    is_per_token_and_channel = record.decay.shape[:2] == record.query.shape[:2] and record.decay.shape[3] > 1
+    return record.decay.dtype if is_per_token_and_channel else jnp.float32
 
 
 def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradients:
     """Sets the gradients of padding tokens of packed sequences to zero, since no chunk contains them."""
-    per_token = OF_VALUES | OF_KEYS | {"beta"}
+    token_fields = FIELDS_OF_VALUE_KERNEL | FIELDS_OF_KEY_KERNEL | {"beta"}
 
-    def masked(x: jax.Array) -> jax.Array:
-        return zero_padding(x, call.chunk_index)
+    def zero_padding_tokens(x: jax.Array) -> jax.Array:
+        return zero_padding(x, call.chunk_tables)
 
-    return {name: masked(x) if name in per_token and x.ndim > 1 else x for name, x in gradients.items()}
+    return {name: zero_padding_tokens(x) if name in token_fields and x.ndim > 1 else x for name, x in gradients.items()}
 
 
 def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
@@ -105,7 +109,7 @@ def value_gradients(
     Args:
         call: What the launches of the call share.
         cotangent: [B, T, H, V] of the output.
-        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
+        dstates: [B, H, NUM_CHUNKS, K, V], gradients of the states after the chunks.
 
     Returns:
         [B, T, HV, V] in the value's dtype; [B, T, H] float32 for dt, and the skip's gradient per token. The arrays of
@@ -114,11 +118,11 @@ def value_gradients(
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import chunk_bwd_dv_kernel
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
-    tiles, shared = cdiv(spec.V, config.output_block_v), shared_heads(spec.H, value.shape[2])
+    num_tiles, heads_per_program = cdiv(spec.V, config.output_block_v), heads_summed_per_program(spec.H, value.shape[2])
     # If several groups share a value head, their partial sums are float32, and XLA adds them up.
-    groups = spec.H // shared
+    head_groups = spec.H // heads_per_program
     # A program has a tile of value channels, so sums over channels are partial sums, which are added below.
-    numbers = (batch, tiles, spec.T, spec.H)
+    partial_sum_shape = (batch, num_tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         chunk_bwd_dv_kernel,
         (
@@ -131,15 +135,15 @@ def value_gradients(
             call.skip,
             cotangent,
             dstates,
-            *call.chunk_index.per_chunk,
+            *call.chunk_tables.chunk_kernel_inputs,
         ),
         [
-            Shape((batch, spec.T, groups, spec.V), value.dtype if groups == value.shape[2] else jnp.float32),
-            Shape(numbers if spec.DT else (batch,), jnp.float32),
-            Shape(numbers if spec.SKIP else (batch,), jnp.float32),
+            Shape((batch, spec.T, head_groups, spec.V), value.dtype if head_groups == value.shape[2] else jnp.float32),
+            Shape(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
+            Shape(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
         ],
         batch=batch,
-        grid=batch * spec.CHUNKS * groups * tiles,
+        grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={
@@ -147,37 +151,38 @@ def value_gradients(
             "VALUE_HEADS": value.shape[2],
             "BLOCK_K": config.output_block_k,
             "BLOCK_V": config.output_block_v,
-            "SHARED": shared,
+            "HEADS_PER_PROGRAM": heads_per_program,
         },
     )
-    return over_groups(dvalue, value), _over_tiles(ddt), _over_tiles(dskip)
+    return sum_over_head_groups(dvalue, value), _sum_over_tiles(ddt), _sum_over_tiles(dskip)
 
 
 def key_gradients(
-    call: RecurrenceCall, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, gates: Any
+    call: RecurrenceCall, cotangent: jax.Array, states: jax.Array, dstates: jax.Array, *, dgates_dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns gradients of query, key and gates.
 
     Args:
         call: What the launches of the call share.
         cotangent: [B, T, H, V] of the output.
-        states: [B, H, CHUNKS, K, V], the states before the chunks.
-        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
-        gates: Dtype of the gradients of gates; None if they are not requested.
+        states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
+        dstates: [B, H, NUM_CHUNKS, K, V], gradients of the states after the chunks.
+        dgates_dtype: Dtype of the gradients of gates; None if they are not requested.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, WIDTH] of the log gates, which is undefined
-        unless it is requested.
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, GATES_PER_HEAD] of the log gates, which is
+        undefined unless it is requested.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import chunk_bwd_dqkg_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    tiles, shared = cdiv(spec.K, config.gradient_block_k), _sum_of_shared(spec)
-    groups = spec.H // shared
-    # Gradients of unshared queries and keys are stored by head; shared ones by group, which `over_groups` adds up.
-    heads = [spec.H if n == spec.H else groups for n in (spec.HQ, spec.HK)]
+    num_tiles, heads_per_program = cdiv(spec.K, config.gradient_block_k), _key_heads_summed_per_program(spec)
+    head_groups = spec.H // heads_per_program
+    # Gradients of unshared queries and keys are stored by head; shared ones by group, which `sum_over_head_groups` adds
+    # up.
+    heads = [spec.H if n == spec.H else head_groups for n in (spec.HQ, spec.HK)]
     exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
-    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.WIDTH > 1 else (batch, tiles, spec.T, spec.H)
+    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATES_PER_HEAD > 1 else (batch, num_tiles, spec.T, spec.H)
     dquery, dkey, dgates = launch(
         chunk_bwd_dqkg_kernel,
         (
@@ -189,17 +194,20 @@ def key_gradients(
             cotangent,
             states,
             dstates,
-            *call.chunk_index.per_chunk,
+            *call.chunk_tables.chunk_kernel_inputs,
         ),
         [
             *(
-                Shape((batch, spec.T, n, spec.K), call.query.dtype if whole else jnp.float32)
-                for n, whole in zip(heads, exact, strict=True)
+                Shape((batch, spec.T, n, spec.K), call.query.dtype if is_per_token_and_channel else jnp.float32)
+                for n, is_per_token_and_channel in zip(heads, exact, strict=True)
             ),
-            Shape(gate_shape if gates is not None else (batch,), jnp.float32 if gates is None else gates),
+            Shape(
+                gate_shape if dgates_dtype is not None else (batch,),
+                jnp.float32 if dgates_dtype is None else dgates_dtype,
+            ),
         ],
         batch=batch,
-        grid=batch * spec.CHUNKS * groups * tiles,
+        grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
         num_warps=config.gradient_warps,
         num_stages=config.gradient_stages,
         constants={
@@ -207,41 +215,41 @@ def key_gradients(
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
-            "SHARED": shared,
-            "GATES": gates is not None,
-            "ONCE": _loads_once(spec),
+            "HEADS_PER_PROGRAM": heads_per_program,
+            "COMPUTE_GATE_GRADIENTS": dgates_dtype is not None,
+            "LOAD_AS_TWO_COLUMNS": _loads_as_two_columns(spec),
         },
     )
-    if gates is not None and spec.WIDTH == 1:
-        dgates = _over_tiles(dgates)[..., None]
-    return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates
+    if dgates_dtype is not None and spec.GATES_PER_HEAD == 1:
+        dgates = _sum_over_tiles(dgates)[..., None]
+    return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates
 
 
-def _loads_once(spec: RecurrenceSpec) -> bool:
-    """Returns whether gates and dt are loaded by `tile.load_once`."""
-    return spec.DT and spec.PER_SEQUENCE == 0
+def _loads_as_two_columns(spec: RecurrenceSpec) -> bool:
+    """Returns whether gates and dt are loaded by `tile.load_vector_as_two_columns`."""
+    return spec.HAS_DT and spec.CHUNKS_PER_SEGMENT == 0
 
 
-def shared_heads(heads: int, fields: int) -> int:
+def heads_summed_per_program(heads: int, field_heads: int) -> int:
     """Returns how many of the heads that share a field's head one program adds up: a power of two that divides them."""
-    group = heads // fields
-    return min(MAX_SHARED_HEADS, group & -group)
+    heads_per_field_head = heads // field_heads
+    return min(MAX_HEADS_SUMMED_PER_PROGRAM, heads_per_field_head & -heads_per_field_head)
 
 
-def _sum_of_shared(spec: RecurrenceSpec) -> int:
+def _key_heads_summed_per_program(spec: RecurrenceSpec) -> int:
     """Returns the heads whose gradients of queries and keys one program adds up."""
-    found = [shared_heads(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
-    return min(found, default=1)
+    head_counts = [heads_summed_per_program(spec.H, n) for n in (spec.HQ, spec.HK) if n < spec.H]
+    return min(head_counts, default=1)
 
 
-def over_groups(parts: jax.Array, field: jax.Array) -> jax.Array:
+def sum_over_head_groups(partial_sums: jax.Array, field: jax.Array) -> jax.Array:
     """Adds up the gradient of a field from partial sums of groups of heads, [B, T, groups, d]."""
-    if parts.shape[2] == field.shape[2]:
-        return parts.astype(field.dtype)
+    if partial_sums.shape[2] == field.shape[2]:
+        return partial_sums.astype(field.dtype)
     rows, tokens, heads, width = field.shape
-    return parts.reshape(rows, tokens, heads, -1, width).sum(3).astype(field.dtype)
+    return partial_sums.reshape(rows, tokens, heads, -1, width).sum(3).astype(field.dtype)
 
 
-def _over_tiles(parts: jax.Array) -> jax.Array:
+def _sum_over_tiles(partial_sums: jax.Array) -> jax.Array:
     """Sums [B, tiles, T, H] over tiles."""
-    return parts if parts.ndim == 1 else parts.sum(1)
+    return partial_sums if partial_sums.ndim == 1 else partial_sums.sum(1)

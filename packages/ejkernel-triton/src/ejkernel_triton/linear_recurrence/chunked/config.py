@@ -35,28 +35,28 @@ PUBLIC_FIELDS = {
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
     """Returns the default chunks and tiles for a record on a device, not measured."""
-    default = RecurrencePasses(**config_fields(sized(record, device, 64)))
+    default = RecurrencePasses(**config_fields(make_chunk_passes(record, device, 64)))
     # The chunks of a scan are sequential: with few scans, processing the chunks in parallel is faster.
-    if not interpreting() and 4 * _scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
+    if not interpreting() and 4 * _num_scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
         return default
-    return _fused(record, device, default)
+    return _fused_scan_config(record, device, default)
 
 
-def config_fields(made: ChunkPasses) -> dict[str, Any]:
-    return {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+def config_fields(config: ChunkPasses) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
-def _scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
+def _num_scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
     """Returns the number of programs that compute states and outputs in one scan, for the default value tiles."""
     tiles = cdiv(record.value.shape[3], config.state_block_v)
-    return record.query.shape[0] * sequence_count(record) * head_count(record) * tiles * config.segments
+    return record.query.shape[0] * num_sequences(record) * head_count(record) * tiles * config.segments
 
 
-def sequence_count(record: LinearRecurrence) -> int:
+def num_sequences(record: LinearRecurrence) -> int:
     return 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
+def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
     if by_channel(record):
         return default
@@ -67,12 +67,16 @@ def _fused(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePass
     # One scan per multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several scans: with 2 stages two are resident,
     # 0.634 ms for 65536 tokens instead of 0.724 with 3 stages; but packed sequences, where the longest decides, 0.340
     # and 0.301 (docs/lab/linear_recurrence_gpu.md).
-    many = record.cu_seqlens is None and _scan_programs(record, default) > gpu_of(device).multiprocessors
+    has_several_scans_per_sm = (
+        record.cu_seqlens is None and _num_scan_programs(record, default) > gpu_of(device).multiprocessors
+    )
     if record.dt is not None or record.skip is not None:
         # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels run instead.
         return dataclasses.replace(default, fused=True, fused_stages=2)
     # States are not stored, since they are most of the residuals of a call with gradients: 1.27 ms instead of 1.24.
-    return dataclasses.replace(default, fused=True, fused_stages=2 if many else 3, keep_states=False)
+    return dataclasses.replace(
+        default, fused=True, fused_stages=2 if has_several_scans_per_sm else 3, keep_states=False
+    )
 
 
 def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
@@ -80,8 +84,8 @@ def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
     memory.
     """
     chip = gpu_of(device)  # only Hopper was measured
-    wide = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
-    return chip.architecture == "hopper" and not wide and padded(record.query.shape[3], MIN_TILE) <= 128
+    is_not_bfloat16 = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
+    return chip.architecture == "hopper" and not is_not_bfloat16 and padded(record.query.shape[3], MIN_TILE) <= 128
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
@@ -89,39 +93,56 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
-        scans = record.cu_seqlens is None and not by_channel(record)
-        return (default, dataclasses.replace(other, fused=scans), dataclasses.replace(other, fused=False, segments=1))
-    fused = _fused(record, device, default)
-    made = [dataclasses.replace(default, fused=False), dataclasses.replace(default, fused=False, keep_states=False)]
-    if not by_channel(record):
-        made += [dataclasses.replace(made[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
-    if fused.fused:
-        made += [dataclasses.replace(fused, fused_stages=n) for n in (2, 3)]
-        made += [dataclasses.replace(fused, fused_block_v=32, fused_stages=2)]
-        # Segments of a row, which are scanned in parallel.
-        made += [dataclasses.replace(fused, segments=n) for n in (default.segments // 2, 2 * default.segments) if n > 1]
-    made += [
-        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1) for x in (fused, *made[:3]) for n in (64, 32)
+        fuse_scan = record.cu_seqlens is None and not by_channel(record)
+        return (
+            default,
+            dataclasses.replace(other, fused=fuse_scan),
+            dataclasses.replace(other, fused=False, segments=1),
+        )
+    fused_config = _fused_scan_config(record, device, default)
+    configs = [
+        dataclasses.replace(default, fused=False),
+        dataclasses.replace(default, fused=False, keep_states=False),
     ]
-    made += [dataclasses.replace(default, fused=False, state_block_k=32, segments=2 * default.segments)]
-    return tuple(dict.fromkeys((default, *made)))
+    if not by_channel(record):
+        configs += [dataclasses.replace(configs[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
+    if fused_config.fused:
+        configs += [dataclasses.replace(fused_config, fused_stages=n) for n in (2, 3)]
+        configs += [dataclasses.replace(fused_config, fused_block_v=32, fused_stages=2)]
+        # Segments of a row, which are scanned in parallel.
+        configs += [
+            dataclasses.replace(fused_config, segments=n)
+            for n in (default.segments // 2, 2 * default.segments)
+            if n > 1
+        ]
+    configs += [
+        dataclasses.replace(x, gradient_block_k=n, gradient_stages=1)
+        for x in (fused_config, *configs[:3])
+        for n in (64, 32)
+    ]
+    configs += [dataclasses.replace(default, fused=False, state_block_k=32, segments=2 * default.segments)]
+    return tuple(dict.fromkeys((default, *configs)))
 
 
-def kind_of_large(record: LinearRecurrence) -> str | None:
+def tuned_table_key(record: LinearRecurrence) -> str | None:
     """Returns the key of a shipped table entry, for calls with enough work for a large GPU without segments; else
     None.
     """
-    rows, tokens, _, keys = record.query.shape
+    rows, tokens, _, key_dim = record.query.shape
     if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
         return None
-    gates = "no" if record.decay is None else "channel" if by_channel(record) else "head"
+    gate_kind = "no" if record.decay is None else "channel" if by_channel(record) else "head"
     bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 have the same costs
-    words = [f"{bits} bits", f"{padded(keys, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}", f"{gates} gates"]
-    words += ["shared keys"] if _shares_keys(record) else []
-    return " ".join(words if record.precision is None else [*words, str(record.precision)])
+    key_words = [
+        f"{bits} bits",
+        f"{padded(key_dim, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}",
+        f"{gate_kind} gates",
+    ]
+    key_words += ["shared keys"] if _heads_share_keys(record) else []
+    return " ".join(key_words if record.precision is None else [*key_words, str(record.precision)])
 
 
-def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
+def make_chunk_passes(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
     """Returns the configuration for chunks of a length.
 
     Args:
@@ -130,75 +151,83 @@ def sized(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPass
         chunk: Tokens per chunk.
     """
     chip = gpu_of(device)
-    wide = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
-    small = wide or chip.shared_memory < 128 * 1024
-    keys, values = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
-    most = 16 if interpreting() else 64
+    is_float32 = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
+    has_small_shared_memory = is_float32 or chip.shared_memory < 128 * 1024
+    padded_key_dim, padded_value_dim = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
+    max_block = 16 if interpreting() else 64
     # register pressure of the pairs is too high for longer chunks
-    short = wide or (chip.architecture == "ada" and by_channel(record))
-    chunk = max(MIN_TILE, min(chunk, 32 if short else chunk, padded(record.query.shape[1], MIN_TILE)))
+    needs_short_chunks = is_float32 or (chip.architecture == "ada" and by_channel(record))
+    chunk = max(MIN_TILE, min(chunk, 32 if needs_short_chunks else chunk, padded(record.query.shape[1], MIN_TILE)))
     backward_chunk = chunk
     if interpreting():
         chunk, backward_chunk = (MIN_TILE if by_channel(record) else 2 * MIN_TILE), MIN_TILE
-    half = 32 if small else most
-    warps = 8 if backward_chunk > 64 else 4
-    hopper = chip.architecture == "hopper" and not wide
-    gradient_block_k, gradient_warps = _gradient_tile(record, warps, hopper)
+    half_block = 32 if has_small_shared_memory else max_block
+    num_warps = 8 if backward_chunk > 64 else 4
+    is_hopper = chip.architecture == "hopper" and not is_float32
+    gradient_block_k, gradient_warps = _gradient_tile_and_warps(record, num_warps, is_hopper)
     # Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
     # and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
     # 64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
     return ChunkPasses(
         chunk=chunk,
         backward_chunk=backward_chunk,
-        segments=_segments(record, chip.multiprocessors, chunk, min(keys, most), min(values, most)),
+        segments=_segments_per_row(
+            record, chip.multiprocessors, chunk, min(padded_key_dim, max_block), min(padded_value_dim, max_block)
+        ),
         keep_states=True,
-        state_block_k=min(keys, most),
-        state_block_v=min(values, most),
-        state_stages=2 if small else 3,
-        score_block_k=min(keys, half, most, 64 if chip.architecture in ("hopper", "blackwell") else 32),
+        state_block_k=min(padded_key_dim, max_block),
+        state_block_v=min(padded_value_dim, max_block),
+        state_stages=2 if has_small_shared_memory else 3,
+        score_block_k=min(
+            padded_key_dim, half_block, max_block, 64 if chip.architecture in ("hopper", "blackwell") else 32
+        ),
         output_block_t=MIN_TILE if interpreting() else 64,
-        output_block_k=min(keys, half, most),
-        output_block_v=min(values, 2 * most if by_channel(record) and not small else most),
-        output_warps=warps,
-        output_stages=1 if small else 2,
-        gradient_block_k=min(keys, half, most, gradient_block_k),
-        gradient_block_v=min(values, half, most),
+        output_block_k=min(padded_key_dim, half_block, max_block),
+        output_block_v=min(
+            padded_value_dim, 2 * max_block if by_channel(record) and not has_small_shared_memory else max_block
+        ),
+        output_warps=num_warps,
+        output_stages=1 if has_small_shared_memory else 2,
+        gradient_block_k=min(padded_key_dim, half_block, max_block, gradient_block_k),
+        gradient_block_v=min(padded_value_dim, half_block, max_block),
         gradient_warps=gradient_warps,
         # With gates per key channel and 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890
         # with 1.
-        gradient_stages=1 if small or (hopper and by_channel(record) and record.beta is None) else 2,
+        gradient_stages=1
+        if has_small_shared_memory or (is_hopper and by_channel(record) and record.beta is None)
+        else 2,
         fused=False,
-        fused_block_v=min(values, 64),
-        fused_stages=2 if small else 3,
+        fused_block_v=min(padded_value_dim, 64),
+        fused_stages=2 if has_small_shared_memory else 3,
     )
 
 
-def _gradient_tile(record: LinearRecurrence, warps: int, hopper: bool) -> tuple[int, int]:
+def _gradient_tile_and_warps(record: LinearRecurrence, num_warps: int, is_hopper: bool) -> tuple[int, int]:
     """Returns the key channels and warps of a program for gradients of queries and keys, as registers allow."""
     if by_channel(record):
-        # Each level of `cut_weights` adds to both gradients, which are float32 in registers. On Hopper 32 channels take
-        # 2.61 ms instead of 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of
+        # Each level of `midpoint_decay` adds to both gradients, which are float32 in registers. On Hopper 32 channels
+        # take 2.61 ms instead of 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of
         # 4.716 (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
-        heads = head_count(record) if record.beta is None else 0
-        return (16 if not hopper or heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
-    return (32, 4) if _shares_keys(record) else (64, warps)
+        num_heads = head_count(record) if record.beta is None else 0
+        return (16 if not is_hopper or num_heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
+    return (32, 4) if _heads_share_keys(record) else (64, num_warps)
 
 
-def _shares_keys(record: LinearRecurrence) -> bool:
+def _heads_share_keys(record: LinearRecurrence) -> bool:
     return head_count(record) > record.key.shape[2]
 
 
-def _segments(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
+def _segments_per_row(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
     """Returns the segments per row: one if rows, heads and tiles of states give every multiprocessor a scan already."""
     if record.cu_seqlens is not None:
         return 1
     if interpreting():
         return 2
-    rows, tokens, _, keys = record.query.shape
-    tiles = cdiv(keys, block_k) * cdiv(record.value.shape[3], block_v)
+    rows, tokens, _, key_dim = record.query.shape
+    num_tiles = cdiv(key_dim, block_k) * cdiv(record.value.shape[3], block_v)
     # A scan is sequential over its chunks, so fewer scans than multiprocessors leave some idle.
-    scans = rows * head_count(record) * tiles
-    if scans >= multiprocessors:
+    num_scans = rows * head_count(record) * num_tiles
+    if num_scans >= multiprocessors:
         return 1
     # Segments cost a second scan over keys and values; none gets shorter than 16 chunks.
-    return max(1, min(2 * multiprocessors // scans, tokens // (16 * chunk)))
+    return max(1, min(2 * multiprocessors // num_scans, tokens // (16 * chunk)))

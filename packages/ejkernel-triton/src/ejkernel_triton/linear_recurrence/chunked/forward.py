@@ -14,15 +14,15 @@ from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.config import RecurrencePasses
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
-from ejkernel_triton.linear_recurrence.plan import ChunkIndex, RecurrenceCall, make_call
+from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
 from ejkernel_triton.sizes import (
     padded,
 )
 
-PADDING_ROWS = 64
-PADDING_COLUMNS = 128
+PADDING_TOKENS_PER_PROGRAM = 64
+PADDING_ELEMENTS_PER_STEP = 128
 """The number of tokens, and of elements per token, that a program checks and zeroes at once for padding tokens."""
 
 
@@ -31,16 +31,16 @@ class ChunkedResiduals(NamedTuple):
     None.
 
     Attributes:
-        gates: [B|1, H, CHUNKS * CHUNK, WIDTH] float32, cumulative gates.
-        scores: [B, H, CHUNKS * CHUNK, CHUNK], scores of pairs of tokens with gates per key channel.
-        states: [B, H, CHUNKS, K, V], the states before the chunks.
-        starts: [B, SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
+        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATES_PER_HEAD] float32, cumulative gates.
+        scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], scores of pairs of tokens with gates per key channel.
+        states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
+        segment_states: [B, NUM_SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
     """
 
     gates: jax.Array | None = None
     scores: jax.Array | None = None
     states: jax.Array | None = None
-    starts: jax.Array | None = None
+    segment_states: jax.Array | None = None
 
 
 @with_plain_states
@@ -59,44 +59,49 @@ def forward(
     """
     dtype, record = record.query.dtype, canonical(record)
     call = make_call(record, config, config.chunk)
-    states, initial = None, segment_initial_states(record, call)
-    kept = config.backward_chunk == config.chunk
+    states, initial_states_of_scans = None, segment_initial_states(record, call)
+    has_same_chunks = config.backward_chunk == config.chunk
     # If the backward pass should get the states, two kernels run, which store them.
-    fuse = config.fused and not (kept and config.keep_states and is_differentiated())
-    if fuse:
-        output, ends = fused_chunk_scan(call, initial)
+    run_fused_scan = config.fused and not (has_same_chunks and config.keep_states and is_differentiated())
+    if run_fused_scan:
+        output, end_states = fused_chunk_scan(call, initial_states_of_scans)
     else:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
-        states, ends, _ = pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))
+        states, end_states, _ = pass_states(
+            call, record.key, record.value, initial_states_of_scans, dtype=state_dtype(record)
+        )
         output = chunk_outputs(call, states)
-    final = _final(record, ends)
-    if record.cu_seqlens is not None and not fuse:
+    final_states = _final_states(record, end_states)
+    if record.cu_seqlens is not None and not run_fused_scan:
         # No chunk contains padding tokens, so no program writes their outputs.
-        output = zero_padding(output, call.chunk_index)
-    if not kept:
-        return (output.astype(dtype), final), (), ChunkedResiduals()
+        output = zero_padding(output, call.chunk_tables)
+    if not has_same_chunks:
+        return (output.astype(dtype), final_states), (), ChunkedResiduals()
     states = states if config.keep_states else None
-    of_segments = initial if record.cu_seqlens is None and call.spec.SEQUENCES > 1 else None
-    return (output.astype(dtype), final), (), ChunkedResiduals(call.gates, call.scores, states, of_segments)
+    segment_states = initial_states_of_scans if record.cu_seqlens is None and call.spec.NUM_SEQUENCES > 1 else None
+    return (output.astype(dtype), final_states), (), ChunkedResiduals(call.gates, call.scores, states, segment_states)
 
 
-def chunk_states(record: LinearRecurrence, call: RecurrenceCall, of_segments: jax.Array | None) -> jax.Array:
-    """Returns the states before all chunks, [B, H, CHUNKS, K, V]; computes segments' initial states unless passed."""
-    initial = segment_initial_states(record, call) if of_segments is None else of_segments
-    return pass_states(call, record.key, record.value, initial, dtype=state_dtype(record))[0]
+def chunk_states(record: LinearRecurrence, call: RecurrenceCall, segment_states: jax.Array | None) -> jax.Array:
+    """Returns the states before all chunks, [B, H, NUM_CHUNKS, K, V].
+
+    Segments' initial states are computed unless they are passed.
+    """
+    initial_states_of_scans = segment_initial_states(record, call) if segment_states is None else segment_states
+    return pass_states(call, record.key, record.value, initial_states_of_scans, dtype=state_dtype(record))[0]
 
 
 def segment_initial_states(record: LinearRecurrence, call: RecurrenceCall) -> jax.Array | None:
-    """Returns the initial states of all sequences and segments, [B, SEQUENCES, H, K, V]; None for zeros."""
-    initial = initial_states(record)
-    if record.cu_seqlens is None and call.spec.SEQUENCES > 1:
-        return decayed_initial_states(call, record.key, record.value, initial)
-    return initial
+    """Returns the initial states of all sequences and segments, [B, NUM_SEQUENCES, H, K, V]; None for zeros."""
+    initial_states_of_scans = initial_states(record)
+    if record.cu_seqlens is None and call.spec.NUM_SEQUENCES > 1:
+        return decayed_initial_states(call, record.key, record.value, initial_states_of_scans)
+    return initial_states_of_scans
 
 
-def _final(record: LinearRecurrence, ends: jax.Array) -> jax.Array:
+def _final_states(record: LinearRecurrence, end_states: jax.Array) -> jax.Array:
     """Returns the final states in the record's shape, from those at the end of all scans."""
-    return ends[0] if record.cu_seqlens is not None else ends[:, -1]
+    return end_states[0] if record.cu_seqlens is not None else end_states[:, -1]
 
 
 def initial_states(record: LinearRecurrence) -> jax.Array | None:
@@ -106,59 +111,62 @@ def initial_states(record: LinearRecurrence) -> jax.Array | None:
     return None if record.initial_state is None else record.initial_state[:, None]
 
 
-def zero_padding(array: jax.Array, chunk_index: ChunkIndex) -> jax.Array:
+def zero_padding(array: jax.Array, chunk_tables: ChunkTables) -> jax.Array:
     """Returns [B, T, ...] with zeros for padding tokens of packed sequences."""
     from ejkernel_triton.linear_recurrence.chunked.kernels.zero_padding import zero_padding_kernel
 
-    assert chunk_index.bounds is not None  # true for packed sequences
+    assert chunk_tables.padded_cu_seqlens is not None  # true for packed sequences
     batch, tokens, *rest = array.shape
-    (made,) = launch(
+    (zeroed,) = launch(
         zero_padding_kernel,
-        (array, chunk_index.bounds),
+        (array, chunk_tables.padded_cu_seqlens),
         [0],
         batch=batch,
-        grid=batch * cdiv(tokens, PADDING_ROWS),
+        grid=batch * cdiv(tokens, PADDING_TOKENS_PER_PROGRAM),
         num_warps=4,
         num_stages=1,
         constants={
             "T": tokens,
             "WIDTH": math.prod(rest),
-            "SEQUENCES": chunk_index.bounds.shape[1] - 2,
-            "ROWS": PADDING_ROWS,
-            "COLUMNS": min(PADDING_COLUMNS, padded(math.prod(rest), MIN_TILE)),
+            "SEQUENCES": chunk_tables.padded_cu_seqlens.shape[1] - 2,
+            "BLOCK_T": PADDING_TOKENS_PER_PROGRAM,
+            "BLOCK_ELEMENTS": min(PADDING_ELEMENTS_PER_STEP, padded(math.prod(rest), MIN_TILE)),
         },
     )
-    return made
+    return zeroed
 
 
 def fused_chunk_scan(
-    call: RecurrenceCall, initial: jax.Array | None, *, w: jax.Array | None = None
+    call: RecurrenceCall, initial_states_of_scans: jax.Array | None, *, w: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Computes outputs and final states in one scan, which stores no other states; per-channel gates need the delta
     rule.
 
     Args:
         call: What the launches of the call share.
-        initial: [B, SEQUENCES, H, K, V], initial states of the scans; None for zeros.
+        initial_states_of_scans: [B, NUM_SEQUENCES, H, K, V], initial states of the scans; None for zeros.
         w: W, [B, T, H, K], of a delta rule whose values are U.
 
     Returns:
-        Outputs [B, T, H, V], 0 for padding tokens, and [B, SEQUENCES, H, K, V] float32.
+        Outputs [B, T, H, V], 0 for padding tokens, and [B, NUM_SEQUENCES, H, K, V] float32.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.fused_chunk_scan import fused_chunk_scan_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    arrays = (call.query, call.key, call.value, call.gates, call.dt, call.skip, initial)
-    output, final = launch(
+    arrays = (call.query, call.key, call.value, call.gates, call.dt, call.skip, initial_states_of_scans)
+    output, final_states = launch(
         fused_chunk_scan_kernel,
-        (*arrays, w, call.scores, *call.chunk_index.per_scan),
+        (*arrays, w, call.scores, *call.chunk_tables.scan_kernel_inputs),
         [
             Shape((batch, spec.T, spec.H, spec.V), call.query.dtype),
-            Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+            Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
         ],
         batch=batch,
         # Packed rows have one program more, which writes zeros for padding tokens.
-        grid=batch * (spec.SEQUENCES + (spec.PER_SEQUENCE == 0)) * spec.H * cdiv(spec.V, config.fused_block_v),
+        grid=batch
+        * (spec.NUM_SEQUENCES + (spec.CHUNKS_PER_SEGMENT == 0))
+        * spec.H
+        * cdiv(spec.V, config.fused_block_v),
         num_warps=WARPS,
         num_stages=config.fused_stages,
         constants={
@@ -166,30 +174,31 @@ def fused_chunk_scan(
             "VALUE_HEADS": call.value.shape[2],
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.fused_block_v,
-            "INITIAL": initial is not None,
+            "HAS_INITIAL_STATES": initial_states_of_scans is not None,
             "HAS_W": w is not None,
         },
     )
-    return output, final
+    return output, final_states
 
 
 def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
     """Computes the scores of pairs of tokens inside each chunk, with gates per key channel.
 
     Returns:
-        [B, H, CHUNKS * CHUNK, CHUNK] in the query's dtype, without the output's scale; None with other gates.
+        [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE] in the query's dtype, without the output's scale; None with other
+        gates.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_intra import chunk_fwd_intra_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    if spec.WIDTH < 2:
+    if spec.GATES_PER_HEAD < 2:
         return None
     (scores,) = launch(
         chunk_fwd_intra_kernel,
-        (call.query, call.key, call.gates, *call.chunk_index.per_chunk),
-        [Shape((batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK), call.query.dtype)],
+        (call.query, call.key, call.gates, *call.chunk_tables.chunk_kernel_inputs),
+        [Shape((batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE), call.query.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H,
+        grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=WARPS,
         num_stages=1,
         constants={"spec": spec, "BLOCK_K": config.score_block_k},
@@ -203,7 +212,7 @@ def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     # With gates per key channel, another kernel has computed the scores of the whole chunk.
-    block_t = spec.CHUNK if spec.WIDTH > 1 else min(spec.CHUNK, config.output_block_t)
+    block_t = spec.CHUNK_SIZE if spec.GATES_PER_HEAD > 1 else min(spec.CHUNK_SIZE, config.output_block_t)
     (output,) = launch(
         chunk_fwd_o_kernel,
         (
@@ -215,11 +224,11 @@ def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
             call.dt,
             call.skip,
             states,
-            *call.chunk_index.per_chunk,
+            *call.chunk_tables.chunk_kernel_inputs,
         ),
         [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H * (spec.CHUNK // block_t) * cdiv(spec.V, config.output_block_v),
+        grid=batch * spec.NUM_CHUNKS * spec.H * (spec.CHUNK_SIZE // block_t) * cdiv(spec.V, config.output_block_v),
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={

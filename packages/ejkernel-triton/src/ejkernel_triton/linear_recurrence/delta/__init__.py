@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence import chunked
-from ejkernel_triton.linear_recurrence.chunked.config import PUBLIC_FIELDS, kind_of_large
+from ejkernel_triton.linear_recurrence.chunked.config import PUBLIC_FIELDS, tuned_table_key
 from ejkernel_triton.linear_recurrence.delta import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -37,7 +37,7 @@ def implementations() -> tuple[Implementation, ...]:
                 public_fields=PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,
-                kind=kind_of_large,
+                kind=tuned_table_key,
             ),
         ),
     )

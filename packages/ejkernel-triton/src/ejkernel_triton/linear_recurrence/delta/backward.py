@@ -15,8 +15,8 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.backward import (
     Gradients,
-    gate_dtype,
-    over_groups,
+    gate_gradient_dtype,
+    sum_over_head_groups,
     sum_to_shape,
     zero_padding_gradients,
 )
@@ -27,13 +27,13 @@ from ejkernel_triton.linear_recurrence.delta.forward import (
     chunk_states,
     delta_config,
     segment_states,
-    tokens_of_chunk,
+    tokens_per_chunk,
     with_arrays,
     wy_form,
 )
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_signs, make_call
-from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, effective_lengths
-from ejkernel_triton.linear_recurrence.segments.plan import split_segments
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
+from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, find_chunks_until_decayed
+from ejkernel_triton.linear_recurrence.segments.plan import plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 from ejkernel_triton.sizes import (
     padded,
@@ -44,8 +44,8 @@ class StateGradients(NamedTuple):
     """The results of passing gradients of states from the last chunk to the first.
 
     Attributes:
-        dstates: [B, H, CHUNKS, K, V], gradients of the states after the chunks.
-        first: [B, SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
+        dstates: [B, H, NUM_CHUNKS, K, V], gradients of the states after the chunks.
+        first: [B, NUM_SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
         dv_new: [B, T, H, V], gradients of the tokens' writes.
     """
 
@@ -66,21 +66,23 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, grad_fields, private = pullback.record, pullback.grad_fields, pullback.private_residuals
-    if private.wy is None:
+    record, grad_fields, residuals = pullback.record, pullback.grad_fields, pullback.private_residuals
+    if residuals.wy is None:
         # The WY form and the inverse are recomputed, since the forward pass did not store them.
-        wy, call = wy_form(record, config, config.backward_chunk, keep=True)
-        private = private._replace(wy=wy)
+        wy, call = wy_form(record, config, config.backward_chunk, store_inverse=True)
+        residuals = residuals._replace(wy=wy)
     else:
-        call = make_call(record, config, tokens_of_chunk(record, config.backward_chunk), cumulative=False)
-        call = with_arrays(call, private.arrays)
-    if private.segments is None:
-        private = private._replace(segments=segment_states(record, call, private.wy, keep=True))
-    if private.states is None:
-        states, _, value = chunk_states(record, call, private.wy, private.segments)
-        private = private._replace(states=states, value=value)
+        call = make_call(record, config, tokens_per_chunk(record, config.backward_chunk), compute_gate_cumsum=False)
+        call = with_arrays(call, residuals.arrays)
+    if residuals.segments is None:
+        residuals = residuals._replace(segments=segment_states(record, call, residuals.wy, keep_transitions=True))
+    if residuals.states is None:
+        states, _, value = chunk_states(record, call, residuals.wy, residuals.segments)
+        residuals = residuals._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    gradients = _gradients(record, call, private, cotangent, pullback.cotangent[1], gate_dtype(record, grad_fields))
+    gradients = _gradients(
+        record, call, residuals, cotangent, pullback.cotangent[1], gate_gradient_dtype(record, grad_fields)
+    )
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
     return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(grad_fields)}
@@ -89,57 +91,76 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
 def _gradients(
     record: LinearRecurrence,
     call: RecurrenceCall,
-    made: DeltaResiduals,
+    residuals: DeltaResiduals,
     cotangent: jax.Array,
-    final: jax.Array,
-    gates: Any,
+    final_cotangent: jax.Array,
+    dgates_dtype: Any,
 ) -> Gradients:
-    """Returns the gradients of all fields; the gradient of the gates is unused if `gates` is None."""
+    """Returns the gradients of all fields; the gradient of the gates is unused if `dgates_dtype` is None."""
     assert record.beta is not None  # `Requires` ensures it
-    assert made.wy is not None  # the caller ensures it
-    state_gradients = _state_gradients(record, call, made, cotangent, final)
-    dvalue, dy, dbeta = inverse_gradients(call, record.beta, made.wy.inverse, state_gradients.dv_new)
+    assert residuals.wy is not None  # the caller ensures it
+    state_gradients = _state_gradients(record, call, residuals, cotangent, final_cotangent)
+    dvalue, dy, dbeta = inverse_gradients(call, record.beta, residuals.wy.inverse, state_gradients.dv_new)
     # Only this kernel reads queries and keys without their decay.
-    raw = make_call(record, call.config, call.spec.CHUNK, cumulative=False) if call.spec.DECAYED else call
-    dquery, dkey, dgates, more = key_gradients(
-        dataclasses.replace(raw, value=made.value),
+    undecayed_call = (
+        make_call(record, call.config, call.spec.CHUNK_SIZE, compute_gate_cumsum=False)
+        if call.spec.QK_ARE_DECAYED
+        else call
+    )
+    dquery, dkey, dgates, dbeta_of_keys = key_gradients(
+        dataclasses.replace(undecayed_call, value=residuals.value),
         record.beta,
         cotangent,
         dy,
-        (cast(jax.Array, made.states), state_gradients.dstates),
-        gates=gates,
+        (cast(jax.Array, residuals.states), state_gradients.dstates),
+        dgates_dtype=dgates_dtype,
     )
-    first = state_gradients.first[0] if record.cu_seqlens is not None else state_gradients.first[:, 0]
+    initial_gradients = state_gradients.first[0] if record.cu_seqlens is not None else state_gradients.first[:, 0]
     return {
         "query": dquery,
         "key": dkey,
         "value": dvalue,
         "decay": dgates,
-        "beta": dbeta + more,
-        "initial_state": first,
-        "sequence_state": first,
+        "beta": dbeta + dbeta_of_keys,
+        "initial_state": initial_gradients,
+        "sequence_state": initial_gradients,
     }
 
 
 def _state_gradients(
-    record: LinearRecurrence, call: RecurrenceCall, made: DeltaResiduals, cotangent: jax.Array, final: jax.Array
+    record: LinearRecurrence,
+    call: RecurrenceCall,
+    residuals: DeltaResiduals,
+    cotangent: jax.Array,
+    final_cotangent: jax.Array,
 ) -> StateGradients:
     """Returns gradients of states, from the last chunk of each sequence or segment to the first."""
-    assert made.wy is not None  # the caller ensures both
-    assert made.segments is not None
-    within = chunk_bwd_dv_local(call, cotangent)
+    assert residuals.wy is not None  # the caller ensures both
+    assert residuals.segments is not None
+    intra_chunk_dv = chunk_bwd_dv_local(call, cotangent)
 
-    w, found = made.wy.w, made.segments
+    w, segments = residuals.wy.w, residuals.segments
 
-    last = final[None] if record.cu_seqlens is not None else final[:, None]
-    if found.ends is not None:
-        split = split_segments(call.spec, reverse=True, zero_start=False)
-        spec = dataclasses.replace(call.spec, SEQUENCES=split.scans, PER_SEQUENCE=split.chunks)
-        lengths = effective_lengths(call, w, split)
-        scans = dataclasses.replace(call, spec=spec)
-        ends = end_gradients(scans, w, cotangent, within, lengths)
-        last = delta_initial_states(call.spec, split, ends, found.ends, final, found.used)
-    return pass_state_gradients(call, w, cotangent, within, last, state_dtype(record))
+    final_gradients = final_cotangent[None] if record.cu_seqlens is not None else final_cotangent[:, None]
+    if segments.end_states is not None:
+        sub_segment_plan = plan_sub_segments(call.spec, reverse=True, zero_start=False)
+        spec = dataclasses.replace(
+            call.spec,
+            NUM_SEQUENCES=sub_segment_plan.num_scanned,
+            CHUNKS_PER_SEGMENT=sub_segment_plan.chunks_per_sub_segment,
+        )
+        chunks_until_decayed = find_chunks_until_decayed(call, w, sub_segment_plan)
+        scan_call = dataclasses.replace(call, spec=spec)
+        end_gradients_of_segments = end_gradients(scan_call, w, cotangent, intra_chunk_dv, chunks_until_decayed)
+        final_gradients = delta_initial_states(
+            call.spec,
+            sub_segment_plan,
+            end_gradients_of_segments,
+            segments.end_states,
+            final_cotangent,
+            segments.passes_state,
+        )
+    return pass_state_gradients(call, w, cotangent, intra_chunk_dv, final_gradients, state_dtype(record))
 
 
 def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
@@ -147,25 +168,25 @@ def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dv_local import chunk_bwd_dv_local_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    (made,) = launch(
+    (intra_chunk_dv,) = launch(
         chunk_bwd_dv_local_kernel,
-        (call.query, call.key, call.gates, call.scores, cotangent, *call.chunk_index.per_chunk),
+        (call.query, call.key, call.gates, call.scores, cotangent, *call.chunk_tables.chunk_kernel_inputs),
         [Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype)],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H,
+        grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={"spec": spec, "BLOCK_K": config.output_block_k, "BLOCK_V": config.output_block_v},
     )
-    return made
+    return intra_chunk_dv
 
 
 def pass_state_gradients(
     call: RecurrenceCall,
     w: jax.Array,
     cotangent: jax.Array,
-    within: jax.Array,
-    final: jax.Array,
+    intra_chunk_dv: jax.Array,
+    final_gradients: jax.Array,
     dtype: Any,
 ) -> StateGradients:
     """Returns the gradients of the states between chunks.
@@ -174,21 +195,23 @@ def pass_state_gradients(
         call: What the launches of the call share; with gates per key channel, with decayed queries and keys.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
-        within: [B, T, H, V] from `chunk_bwd_dv_local`.
-        final: [B, SEQUENCES, H, K, V], gradients of the final states.
+        intra_chunk_dv: [B, T, H, V] from `chunk_bwd_dv_local`.
+        final_gradients: [B, NUM_SEQUENCES, H, K, V], gradients of the final states.
         dtype: Dtype of the gradients of states.
     """
     spec, batch = call.spec, call.query.shape[0]
-    states, tokens = (batch, spec.H, spec.CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
-    return _chunk_bwd_dhu(call, (w, cotangent, within, final, None), Shape(states, dtype), tokens)
+    dstates_shape, dv_new_shape = (batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
+    return _chunk_bwd_dhu(
+        call, (w, cotangent, intra_chunk_dv, final_gradients, None), Shape(dstates_shape, dtype), dv_new_shape
+    )
 
 
 def end_gradients(
     call: RecurrenceCall,
     w: jax.Array,
     cotangent: jax.Array,
-    within: jax.Array,
-    lengths: jax.Array | None,
+    intra_chunk_dv: jax.Array,
+    chunks_until_decayed: jax.Array | None,
 ) -> jax.Array:
     """Returns the gradients of the states before segments, from scans that start with zeros at the segments' ends.
 
@@ -196,20 +219,21 @@ def end_gradients(
         call: What the launches of the call share; its sequences are the scanned segments, the last ones of the row.
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
-        within: [B, T, H, V] from `chunk_bwd_dv_local`.
-        lengths: How many chunks gradients span, from `forward.effective_lengths`; None if not known.
+        intra_chunk_dv: [B, T, H, V] from `chunk_bwd_dv_local`.
+        chunks_until_decayed: How many chunks gradients span, from `forward.find_chunks_until_decayed`; None if not
+            known.
 
     Returns:
-        [B, SEQUENCES, H, K, V] float32.
+        [B, NUM_SEQUENCES, H, K, V] float32.
     """
     call = dataclasses.replace(call, config=_end_gradient_config(delta_config(call)))
-    nothing = (call.query.shape[0],)
-    arrays = (w, cotangent, within, None, lengths)
-    return _chunk_bwd_dhu(call, arrays, Shape(nothing, jnp.float32), nothing).first
+    empty_shape = (call.query.shape[0],)
+    arrays = (w, cotangent, intra_chunk_dv, None, chunks_until_decayed)
+    return _chunk_bwd_dhu(call, arrays, Shape(empty_shape, jnp.float32), empty_shape).first
 
 
 def _chunk_bwd_dhu(
-    call: RecurrenceCall, arrays: tuple[Any, ...], states: Shape, tokens: tuple[int, ...]
+    call: RecurrenceCall, arrays: tuple[Any, ...], dstates_shape: Shape, dv_new_shape: tuple[int, ...]
 ) -> StateGradients:
     """Launches `chunk_bwd_dhu_kernel`.
 
@@ -217,36 +241,46 @@ def _chunk_bwd_dhu(
         call: What the launches of the call share.
         arrays: w, cotangent, within, final and lengths. Without final only the gradients at the end of scans are
             stored.
-        states: The gradients of states.
-        tokens: Shape of the gradients of the tokens' writes.
+        dstates_shape: The gradients of states.
+        dv_new_shape: Shape of the gradients of the tokens' writes.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dhu import chunk_bwd_dhu_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
-    *given, final, lengths = arrays
-    made = launch(
+    *token_arrays, final_gradients, chunks_until_decayed = arrays
+    outputs = launch(
         chunk_bwd_dhu_kernel,
-        (call.query, call.key, call.gates, *given, final, *call.chunk_index.per_scan, lengths),
+        (
+            call.query,
+            call.key,
+            call.gates,
+            *token_arrays,
+            final_gradients,
+            *call.chunk_tables.scan_kernel_inputs,
+            chunks_until_decayed,
+        ),
         [
-            states,
-            Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape(tokens, call.query.dtype),
+            dstates_shape,
+            Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+            Shape(dv_new_shape, call.query.dtype),
         ],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * cdiv(spec.V, config.dh_block_v),
+        grid=batch * spec.NUM_SEQUENCES * spec.H * cdiv(spec.V, config.dh_block_v),
         num_warps=config.dh_warps,
         num_stages=_state_gradient_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_V": config.dh_block_v,
-            "FINAL": final is not None,
-            "WRITE": final is not None,
-            "OFFSET": cdiv(spec.CHUNKS, spec.PER_SEQUENCE) - spec.SEQUENCES if spec.PER_SEQUENCE else 0,
-            "LENGTH_TILES": 0 if lengths is None else lengths.shape[3],
+            "HAS_FINAL_GRADIENTS": final_gradients is not None,
+            "STORE_CHUNK_STATES": final_gradients is not None,
+            "FIRST_SEGMENT": cdiv(spec.NUM_CHUNKS, spec.CHUNKS_PER_SEGMENT) - spec.NUM_SEQUENCES
+            if spec.CHUNKS_PER_SEGMENT
+            else 0,
+            "UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
         },
     )
-    return StateGradients(*made)
+    return StateGradients(*outputs)
 
 
 def _end_gradient_config(config: DeltaPasses) -> DeltaPasses:
@@ -261,9 +295,9 @@ def _state_gradient_stages(call: RecurrenceCall) -> int:
     spec, config = call.spec, delta_config(call)
     key_channels = padded(spec.K, MIN_TILE)
     # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
-    bytes_of_chunk = spec.CHUNK * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
-    room = gpu_of(current_device()).shared_memory * 4 // 5
-    return max(1, min(config.dh_stages, room // bytes_of_chunk))
+    bytes_per_chunk = spec.CHUNK_SIZE * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
+    shared_memory_budget = gpu_of(current_device()).shared_memory * 4 // 5
+    return max(1, min(config.dh_stages, shared_memory_budget // bytes_per_chunk))
 
 
 def inverse_gradients(
@@ -287,19 +321,19 @@ def inverse_gradients(
     tokens = (batch, spec.T, spec.H, spec.V)
     dy, dvalue, dbeta = launch(
         wy_bwd_kernel,
-        (value, beta, inverse, dv_new, *call.chunk_index.per_chunk),
+        (value, beta, inverse, dv_new, *call.chunk_tables.chunk_kernel_inputs),
         [
             Shape(tokens, dv_new.dtype),
             Shape(tokens, value.dtype if spec.HV == spec.H else jnp.float32),
             Shape(tokens[:3], jnp.float32),
         ],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H,
+        grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={"spec": spec, "BLOCK_V": config.output_block_v},
     )
-    return over_groups(dvalue, value), dy, dbeta
+    return sum_over_head_groups(dvalue, value), dy, dbeta
 
 
 def key_gradients(
@@ -309,7 +343,7 @@ def key_gradients(
     dy: jax.Array,
     states: tuple[jax.Array, jax.Array],
     *,
-    gates: Any,
+    dgates_dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of query, key and gates, and the keys' term of beta's gradient.
 
@@ -318,19 +352,19 @@ def key_gradients(
         beta: [B, T, H].
         cotangent: [B, T, H, V] of the output.
         dy: [B, T, H, V] from `inverse_gradients`.
-        states: [B, H, CHUNKS, K, V], those before the chunks, and the gradients of those after them.
-        gates: Dtype of the gradient of the gates; None if it is not requested.
+        states: [B, H, NUM_CHUNKS, K, V], those before the chunks, and the gradients of those after them.
+        dgates_dtype: Dtype of the gradient of the gates; None if it is not requested.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, WIDTH] of the log gates, and [B, T, H].
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, GATES_PER_HEAD] of the log gates, and [B, T, H].
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dqkwg import chunk_bwd_dqkwg_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    tiles = cdiv(spec.K, config.gradient_block_k)
-    numbers, tokens = (batch, tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
-    whole = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
-    gate_shape = (batch,) if gates is None else tokens if spec.WIDTH > 1 else numbers
+    num_tiles = cdiv(spec.K, config.gradient_block_k)
+    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
+    row_gradient_dtypes = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
+    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATES_PER_HEAD > 1 else partial_sum_shape
     dquery, dkey, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
         (
@@ -343,16 +377,16 @@ def key_gradients(
             cotangent,
             dy,
             *states,
-            gate_signs(call),
-            *call.chunk_index.per_chunk,
+            gate_sum_matrices(call),
+            *call.chunk_tables.chunk_kernel_inputs,
         ),
         [
-            *(Shape(tokens, dtype) for dtype in whole),
-            Shape(gate_shape, jnp.float32 if gates is None else gates),
-            Shape(numbers, jnp.float32),
+            *(Shape(token_shape, dtype) for dtype in row_gradient_dtypes),
+            Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
+            Shape(partial_sum_shape, jnp.float32),
         ],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H * tiles,
+        grid=batch * spec.NUM_CHUNKS * spec.H * num_tiles,
         num_warps=config.gradient_warps,
         num_stages=config.gradient_stages,
         constants={
@@ -360,9 +394,9 @@ def key_gradients(
             "T": 1 if call.decay is None else call.decay.shape[1],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
-            "GATES": gates is not None,
+            "COMPUTE_GATE_GRADIENTS": dgates_dtype is not None,
         },
     )
-    if gates is not None and spec.WIDTH == 1:
+    if dgates_dtype is not None and spec.GATES_PER_HEAD == 1:
         dgates = dgates.sum(1)[..., None]
-    return over_groups(dquery, call.query), over_groups(dkey, call.key), dgates, dbeta.sum(1)
+    return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates, dbeta.sum(1)

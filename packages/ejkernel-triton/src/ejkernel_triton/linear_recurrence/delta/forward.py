@@ -19,14 +19,14 @@ from ejkernel_triton.linear_recurrence.chunked.forward import (
 )
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 from ejkernel_triton.linear_recurrence.delta.config import DeltaPasses
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_signs, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import (
     delta_initial_states,
-    effective_lengths,
     end_states,
+    find_chunks_until_decayed,
     pass_states,
 )
-from ejkernel_triton.linear_recurrence.segments.plan import split_segments
+from ejkernel_triton.linear_recurrence.segments.plan import plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
 
 
@@ -36,8 +36,8 @@ class WYForm(NamedTuple):
     Attributes:
         u: [B, T, H, V], U: the tokens' writes if the state before their chunk is 0.
         w: [B, T, H, K], W: with S the state before its chunk, a token writes U - W S.
-        inverse: [B, H, CHUNKS * CHUNK, CHUNK], the inverse of I plus the strictly lower matrix of products of keys;
-            undefined unless it is stored.
+        inverse: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], the inverse of I plus the strictly lower matrix of
+            products of keys; undefined unless it is stored.
     """
 
     u: jax.Array
@@ -49,15 +49,16 @@ class SegmentStates(NamedTuple):
     """States at the start of sequences or segments, and the segments' transitions.
 
     Attributes:
-        starts: [B, SEQUENCES, H, K, V]; None for zeros.
-        ends: [B, SEGMENTS, H, K, V + K] float32, N and M: final states of scans from zeros, and transitions. The state
-            after a segment with the initial state S is N + M S. None if rows are not split.
-        used: [B, SEGMENTS, H], 0 if no state, and so no gradient, passes through a segment. None if that is not known.
+        initial_states_of_segments: [B, NUM_SEQUENCES, H, K, V]; None for zeros.
+        end_states: [B, SEGMENTS, H, K, V + K] float32, N and M: final states of scans from zeros, and transitions. The
+            state after a segment with the initial state S is N + M S. None if rows are not sub_segment_plan.
+        passes_state: [B, SEGMENTS, H], 0 if no state, and so no gradient, passes through a segment. None if that is not
+            known.
     """
 
-    starts: jax.Array | None
-    ends: jax.Array | None = None
-    used: jax.Array | None = None
+    initial_states: jax.Array | None
+    end_states: jax.Array | None = None
+    passes_state: jax.Array | None = None
 
 
 class DeltaResiduals(NamedTuple):
@@ -69,7 +70,7 @@ class DeltaResiduals(NamedTuple):
         arrays: The arrays of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and
             `scores`.
         segments: States at the start of sequences and segments.
-        states: [B, H, CHUNKS, K, V], the states before the chunks.
+        states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
         value: [B, T, H, V], the tokens' writes: U - W S.
     """
 
@@ -94,61 +95,63 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
         residuals.
     """
-    kept = config.keep_states and config.backward_chunk == config.chunk
-    wy, call = wy_form(record, config, config.chunk, keep=kept)
+    stores_residuals = config.keep_states and config.backward_chunk == config.chunk
+    wy, call = wy_form(record, config, config.chunk, store_inverse=stores_residuals)
     # The backward pass would recompute what a fused scan does not store, so with gradients two kernels store it: 4.67
     # ms instead of 4.75 with gates per key channel (docs/lab/linear_recurrence_gpu.md).
-    stored = kept and is_differentiated()
-    begin, states, value = segment_states(record, call, wy, keep=stored), None, None
-    fuse = config.fused and not stored
-    if fuse:
-        fused = dataclasses.replace(call, value=wy.u)
-        output, final = fused_chunk_scan(fused, begin.starts, w=wy.w)
+    stores_states = stores_residuals and is_differentiated()
+    initial_segment_states, states, value = segment_states(record, call, wy, keep_transitions=stores_states), None, None
+    run_fused_scan = config.fused and not stores_states
+    if run_fused_scan:
+        fused_call = dataclasses.replace(call, value=wy.u)
+        output, final_states = fused_chunk_scan(fused_call, initial_segment_states.initial_states, w=wy.w)
     else:
-        states, final, value = chunk_states(record, call, wy, begin)
+        states, final_states, value = chunk_states(record, call, wy, initial_segment_states)
         # With the tokens' writes in place of their values, outputs are those of a plain recurrence.
         output = chunk_outputs(dataclasses.replace(call, value=value), states)
     private = DeltaResiduals()
-    if kept:
-        private = DeltaResiduals(wy, arrays_of(call), begin if stored else None, states, value)
+    if stores_residuals:
+        private = DeltaResiduals(wy, wy_arrays(call), initial_segment_states if stores_states else None, states, value)
     if record.cu_seqlens is None:
-        return (output, final[:, -1]), (), private
+        return (output, final_states[:, -1]), (), private
     # No chunk contains padding tokens, so the two kernels do not write their outputs.
-    return (output if fuse else zero_padding(output, call.chunk_index), final[0]), (), private
+    return (output if run_fused_scan else zero_padding(output, call.chunk_tables), final_states[0]), (), private
 
 
 def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
     """Returns a call with the arrays of another one; if they include decayed queries and keys, its spec says so."""
     if "query" in arrays:
-        spec = dataclasses.replace(call.spec, DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
+        spec = dataclasses.replace(call.spec, QK_ARE_DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
         call = dataclasses.replace(call, spec=spec)
     return dataclasses.replace(call, **arrays)
 
 
-def arrays_of(call: RecurrenceCall) -> dict[str, jax.Array | None]:
+def wy_arrays(call: RecurrenceCall) -> dict[str, jax.Array | None]:
     """Returns the arrays of a call that the WY form's kernels computed, for `with_arrays`."""
-    names = ("gates", "query", "key", "scores") if call.spec.DECAYED else ("gates",)
+    names = ("gates", "query", "key", "scores") if call.spec.QK_ARE_DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
 
 
-def wy_form(record: LinearRecurrence, config: DeltaPasses, chunk: int, *, keep: bool) -> tuple[WYForm, RecurrenceCall]:
+def wy_form(
+    record: LinearRecurrence, config: DeltaPasses, chunk: int, *, store_inverse: bool
+) -> tuple[WYForm, RecurrenceCall]:
     """Computes the WY form, and the call for state passing and outputs.
 
     Args:
         record: The canonical arguments.
         config: Chunks and tiles of both passes.
         chunk: Tokens per chunk, of this pass.
-        keep: Whether the inverse is stored for the backward pass.
+        store_inverse: Whether the inverse is stored for the backward pass.
     """
     assert record.beta is not None  # `Requires` ensures it
     if record.decay is not None and by_channel(record):
-        call = make_call(record, config, tokens_of_chunk(record, chunk), cumulative=False)
-        return wy_channel_gates(call, record.decay, record.beta, keep=keep)
+        call = make_call(record, config, tokens_per_chunk(record, chunk), compute_gate_cumsum=False)
+        return wy_channel_gates(call, record.decay, record.beta, store_inverse=store_inverse)
     call = make_call(record, config, chunk)
-    return wy_fast(call, record.beta, keep=keep), call
+    return wy_fast(call, record.beta, store_inverse=store_inverse), call
 
 
-def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
+def tokens_per_chunk(record: LinearRecurrence, chunk: int) -> int:
     """Returns the tokens per chunk of a record with beta, from the configured number.
 
     With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiled the WY form's columns on NVIDIA's
@@ -157,7 +160,9 @@ def tokens_of_chunk(record: LinearRecurrence, chunk: int) -> int:
     return max(2 * MIN_TILE, chunk) if by_channel(record) and not interpreting() else chunk
 
 
-def segment_states(record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *, keep: bool) -> SegmentStates:
+def segment_states(
+    record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *, keep_transitions: bool
+) -> SegmentStates:
     """Computes the states at the start of sequences or segments.
 
     The segments of a row are first scanned in parallel: from zeros, which gives N, and from the identity with nothing
@@ -167,70 +172,80 @@ def segment_states(record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *
         record: The canonical arguments.
         call: What the launches of the call share.
         wy: The WY form.
-        keep: Whether the backward pass reads the transitions, including that of the last segment.
+        keep_transitions: Whether the backward pass reads the transitions, including that of the last segment.
     """
     initial = initial_states(record)
-    if record.cu_seqlens is not None or call.spec.SEQUENCES < 2:
+    if record.cu_seqlens is not None or call.spec.NUM_SEQUENCES < 2:
         return SegmentStates(initial)
-    split = split_segments(call.spec, reverse=False, zero_start=initial is None, every=keep)
-    lengths = effective_lengths(call, wy.w, split)
-    ends, used = end_states(call, call.key, wy.u, split, w=wy.w, lengths=lengths)
-    used = None if lengths is None else used
-    first = None if initial is None else initial[:, 0]
-    starts = delta_initial_states(call.spec, split, ends, ends, first, used)
-    return SegmentStates(starts, ends, used) if keep else SegmentStates(starts)
+    sub_segment_plan = plan_sub_segments(
+        call.spec, reverse=False, zero_start=initial is None, scan_last_segment=keep_transitions
+    )
+    chunks_until_decayed = find_chunks_until_decayed(call, wy.w, sub_segment_plan)
+    segment_end_states, passes_state = end_states(
+        call, call.key, wy.u, sub_segment_plan, w=wy.w, chunks_until_decayed=chunks_until_decayed
+    )
+    passes_state = None if chunks_until_decayed is None else passes_state
+    row_initial_state = None if initial is None else initial[:, 0]
+    initial_states_of_segments = delta_initial_states(
+        call.spec, sub_segment_plan, segment_end_states, segment_end_states, row_initial_state, passes_state
+    )
+    return (
+        SegmentStates(initial_states_of_segments, segment_end_states, passes_state)
+        if keep_transitions
+        else SegmentStates(initial_states_of_segments)
+    )
 
 
 def chunk_states(
-    record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, begin: SegmentStates
+    record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, initial_segment_states: SegmentStates
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the states before the chunks, the final states, and the tokens' writes."""
     return pass_states(
         call,
         call.key,
         wy.u,
-        begin.starts,
+        initial_segment_states.initial_states,
         dtype=state_dtype(record),
         w=wy.w,
     )
 
 
-def wy_fast(call: RecurrenceCall, beta: jax.Array, *, keep: bool) -> WYForm:
+def wy_fast(call: RecurrenceCall, beta: jax.Array, *, store_inverse: bool) -> WYForm:
     """Computes the WY form.
 
     Args:
         call: What the launches of the call share.
         beta: [B, T, H].
-        keep: Whether the inverse is stored for the backward pass.
+        store_inverse: Whether the inverse is stored for the backward pass.
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_fast import wy_fast_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
-    inverse = (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK) if keep else (batch,)
-    made = launch(
+    inverse = (batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE) if store_inverse else (batch,)
+    outputs = launch(
         wy_fast_kernel,
-        (call.key, call.value, call.gates, beta, *call.chunk_index.per_chunk),
+        (call.key, call.value, call.gates, beta, *call.chunk_tables.chunk_kernel_inputs),
         [
             Shape((batch, spec.T, spec.H, spec.V), call.value.dtype),
             Shape((batch, spec.T, spec.H, spec.K), call.key.dtype),
             Shape(inverse, call.key.dtype),
         ],
         batch=batch,
-        grid=batch * spec.CHUNKS * spec.H,
+        grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=config.wy_warps,
         num_stages=1,
         constants={
             "spec": spec,
             "BLOCK_K": config.wy_block_k,
             "BLOCK_V": config.wy_block_v,
-            "KEEP": keep,
+            "STORE_INVERSE": store_inverse,
         },
     )
-    return WYForm(*made)
+    return WYForm(*outputs)
 
 
 def wy_channel_gates(
-    call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, keep: bool
+    call: RecurrenceCall, decay: jax.Array, beta: jax.Array, *, store_inverse: bool
 ) -> tuple[WYForm, RecurrenceCall]:
     """Returns `wy_fast` with gates per key channel, and the call whose queries and keys have their decay.
 
@@ -238,7 +253,7 @@ def wy_channel_gates(
         call: What the launches of the call share; its cumulative gates are not read.
         decay: [B|1, T|1, H, K], log gates.
         beta: [B, T, H].
-        keep: Whether the inverse is stored for the backward pass.
+        store_inverse: Whether the inverse is stored for the backward pass.
 
     Returns:
         The WY form, and the call for state passing and outputs: queries and keys with their decay, both
@@ -247,25 +262,33 @@ def wy_channel_gates(
     from ejkernel_triton.linear_recurrence.delta.kernels.wy_channel_gates import wy_channel_gates_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
-    tokens, pairs = (batch, spec.T, spec.H), (batch, spec.H, spec.CHUNKS * spec.CHUNK, spec.CHUNK)
+    tokens, scores_shape = (batch, spec.T, spec.H), (batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE)
     dtype = call.query.dtype
-    arrays = (call.query, call.key, call.value, decay, beta, gate_signs(call), *call.chunk_index.per_chunk)
+    arrays = (
+        call.query,
+        call.key,
+        call.value,
+        decay,
+        beta,
+        gate_sum_matrices(call),
+        *call.chunk_tables.chunk_kernel_inputs,
+    )
     options: dict[str, Any] = {"batch": batch, "num_warps": config.wy_warps, "num_stages": 1}
-    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.wy_block_v, "KEEP": keep}
+    constants = {"spec": spec, "T": decay.shape[1], "BLOCK_V": config.wy_block_v, "STORE_INVERSE": store_inverse}
     u, w, inverse, scores, query, key, totals = launch(
         wy_channel_gates_kernel,
         arrays,
         [
             Shape((*tokens, spec.V), call.value.dtype),
             Shape((*tokens, spec.K), call.key.dtype),
-            Shape(pairs if keep else (batch,), call.key.dtype),
-            Shape(pairs, dtype),
+            Shape(scores_shape if store_inverse else (batch,), call.key.dtype),
+            Shape(scores_shape, dtype),
             Shape((*tokens, spec.K), dtype),
             Shape((*tokens, spec.K), dtype),
-            Shape((batch, spec.H, spec.CHUNKS, spec.K), jnp.float32),
+            Shape((batch, spec.H, spec.NUM_CHUNKS, spec.K), jnp.float32),
         ],
         **options,
-        grid=batch * spec.CHUNKS * spec.H,
+        grid=batch * spec.NUM_CHUNKS * spec.H,
         constants={**constants, "BLOCK_K": config.wy_block_k},
     )
     arrays = {"query": query, "key": key, "gates": totals, "scores": scores}

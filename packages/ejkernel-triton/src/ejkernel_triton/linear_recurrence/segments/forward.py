@@ -12,30 +12,30 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
-from ejkernel_triton.linear_recurrence.segments.plan import SegmentSplit, split_segments
+from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
 from ejkernel_triton.sizes import (
     padded,
 )
 
-LONGEST_CHUNKS = 128
-"""The number of chunks after which `effective_lengths` gives up: the state does not decay to nothing."""
+MAX_CHUNKS_UNTIL_DECAYED = 128
+"""The number of chunks after which `find_chunks_until_decayed` gives up: the state does not decay to nothing."""
 
 CHUNKS_PER_CHECK = 4
 """Chunks between two checks."""
 
-LENGTH_STAGES = 3
+UNTIL_DECAYED_STAGES = 3
 """The largest number of pipeline stages there."""
 
-LENGTH_COLUMNS = 64
+UNTIL_DECAYED_BLOCK_V = 64
 """The largest number of columns per program there."""
 
 
 def pass_states(
     call: RecurrenceCall,
-    left: jax.Array,
-    right: jax.Array,
-    initial: jax.Array | None,
+    keys_or_queries: jax.Array,
+    values_or_cotangent: jax.Array,
+    initial_states: jax.Array | None,
     *,
     dtype: Any,
     w: jax.Array | None = None,
@@ -49,161 +49,186 @@ def pass_states(
 
     Args:
         call: What the launches of the call share.
-        left: [B, T, heads, K] keys, or queries.
-        right: [B, T, heads, V] values, or the output's cotangent.
-        initial: [B, SEQUENCES, H, K, V], initial states of the scans; None for zeros.
+        keys_or_queries: [B, T, heads, K] keys, or queries.
+        values_or_cotangent: [B, T, heads, V] values, or the output's cotangent.
+        initial_states: [B, NUM_SEQUENCES, H, K, V], initial states of the scans; None for zeros.
         dtype: Dtype of the states that are stored.
         w: [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is stored too. A
             program then has all key channels, since S^T w_j is a sum over them.
         reverse: Whether to scan from the last chunk to the first.
 
     Returns:
-        States [B, H, CHUNKS, K, V], those at the end of the scans [B, SEQUENCES, H, K, V] float32, and the corrected
-        right [B, T, H, V], unused without `w`.
+        States [B, H, NUM_CHUNKS, K, V], those at the end of the scans [B, NUM_SEQUENCES, H, K, V] float32, and the
+        corrected right [B, T, H, V], unused without `w`.
     """
-    spec, batch = call.spec, left.shape[0]
+    spec, batch = call.spec, keys_or_queries.shape[0]
     outputs = [
-        Shape((batch, spec.H, spec.CHUNKS, spec.K, spec.V), dtype),
-        Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-        Shape((batch, spec.T, spec.H, spec.V) if w is not None else (batch,), right.dtype),
+        Shape((batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), dtype),
+        Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+        Shape((batch, spec.T, spec.H, spec.V) if w is not None else (batch,), values_or_cotangent.dtype),
     ]
-    return launch_chunk_fwd_h(call, (left, right, initial, w, None), outputs, {"REVERSE": reverse, "WRITE": True})
+    return launch_chunk_fwd_h(
+        call,
+        (keys_or_queries, values_or_cotangent, initial_states, w, None),
+        outputs,
+        {"REVERSE": reverse, "STORE_CHUNK_STATES": True},
+    )
 
 
 def launch_chunk_fwd_h(
     call: RecurrenceCall,
-    arrays: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     outputs: list[Shape],
     constants: dict[str, Any],
     *,
     num_warps: int = WARPS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `lengths` of `effective_lengths`."""
+    """Launches `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `chunks_until_decayed` of
+    `find_chunks_until_decayed`.
+    """
     from ejkernel_triton.linear_recurrence.segments.kernels.chunk_fwd_h import chunk_fwd_h_kernel
 
     spec, config, batch = call.spec, call.config, outputs[1].shape[0]
-    left, right, initial, w, lengths = arrays
+    keys_or_queries, values_or_cotangent, initial_states, w, chunks_until_decayed = inputs
     block_k, block_v, num_stages = config.state_block_k, config.state_block_v, config.state_stages
     if w is not None:
         # The product with `w` sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
-        num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, written=True)
-    made = launch(
+        num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, reads_v_new=True)
+    results = launch(
         chunk_fwd_h_kernel,
-        (left, right, call.gates, call.dt, initial, w, *call.chunk_index.per_scan, lengths),
+        (
+            keys_or_queries,
+            values_or_cotangent,
+            call.gates,
+            call.dt,
+            initial_states,
+            w,
+            *call.chunk_tables.scan_kernel_inputs,
+            chunks_until_decayed,
+        ),
         outputs,
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * cdiv(spec.K, block_k) * cdiv(outputs[1].shape[4], block_v),
+        grid=batch * spec.NUM_SEQUENCES * spec.H * cdiv(spec.K, block_k) * cdiv(outputs[1].shape[4], block_v),
         num_warps=num_warps,
         num_stages=num_stages,
         constants={
             "spec": spec,
-            "LEFT_HEADS": left.shape[2],
-            "RIGHT_HEADS": right.shape[2],
+            "KEY_HEADS": keys_or_queries.shape[2],
+            "VALUE_HEADS": values_or_cotangent.shape[2],
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
-            "INITIAL": initial is not None,
+            "HAS_INITIAL_STATES": initial_states is not None,
             "HAS_W": w is not None,
-            "TRANSITIONS": False,
-            "OFFSET": 0,
-            "ZERO_START": False,
-            "ENDS": 0,
-            "SUB_SEGMENTS": 0,
-            "LENGTH_TILES": 0,
+            "COMPUTE_TRANSITIONS": False,
+            "FIRST_SEGMENT": 0,
+            "STARTS_FROM_ZERO": False,
+            "NUM_END_STATES": 0,
+            "SUB_SEGMENTS_PER_SEGMENT": 0,
+            "UNTIL_DECAYED_TILES": 0,
             **constants,
         },
     )
-    return made[0], made[1], made[2]
+    return results[0], results[1], results[2]
 
 
-def effective_lengths(call: RecurrenceCall, w: jax.Array, split: SegmentSplit) -> jax.Array | None:
+def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_plan: SubSegmentPlan) -> jax.Array | None:
     """Computes the number of a segment's last chunks that the state at its end depends on; in reverse, of its first
     ones.
 
     Args:
         call: What the launches of the call share.
         w: [B, T, H, K], of the WY form.
-        split: The segments, and the direction.
+        sub_segment_plan: The segments, and the direction.
 
     Returns:
-        [B, SEQUENCES, H, tiles of columns] int32, whose maximum over tiles counts; more than the number of chunks if
-        the state does not vanish within LONGEST_CHUNKS, and 0 for a segment that is not scanned. None if not known:
-        without gates, and in float16, whose range is too small.
+        [B, NUM_SEQUENCES, H, tiles of columns] int32, whose maximum over tiles counts; more than the number of chunks
+        if the state does not vanish within MAX_CHUNKS_UNTIL_DECAYED, and 0 for a segment that is not scanned. None if
+        not
+        known: without gates, and in float16, whose range is too small.
     """
-    from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import effective_length_kernel
+    from ejkernel_triton.linear_recurrence.segments.kernels.chunks_until_decayed import chunks_until_decayed_kernel
 
     spec, config, batch = call.spec, call.config, w.shape[0]
-    if spec.WIDTH == 0 or w.dtype == jnp.float16:
+    if spec.GATES_PER_HEAD == 0 or w.dtype == jnp.float16:
         return None
-    block = min(LENGTH_COLUMNS, config.state_block_v)
-    tiles, block_k, most = cdiv(spec.K, block), padded(spec.K, MIN_TILE), min(config.state_stages, LENGTH_STAGES)
-    (made,) = launch(
-        effective_length_kernel,
+    block_v = min(UNTIL_DECAYED_BLOCK_V, config.state_block_v)
+    num_tiles, block_k, max_stages = (
+        cdiv(spec.K, block_v),
+        padded(spec.K, MIN_TILE),
+        min(config.state_stages, UNTIL_DECAYED_STAGES),
+    )
+    (outputs,) = launch(
+        chunks_until_decayed_kernel,
         (call.key, call.gates, w),
-        [Shape((batch, spec.SEQUENCES, spec.H, tiles), jnp.int32)],
+        [Shape((batch, spec.NUM_SEQUENCES, spec.H, num_tiles), jnp.int32)],
         batch=batch,
-        grid=batch * spec.SEQUENCES * spec.H * tiles,
+        grid=batch * spec.NUM_SEQUENCES * spec.H * num_tiles,
         num_warps=WARPS,
-        num_stages=state_stages(call, most, block_k=block_k, block_v=block, written=False),
+        num_stages=state_stages(call, max_stages, block_k=block_k, block_v=block_v, reads_v_new=False),
         constants={
             "spec": spec,
             "BLOCK_K": block_k,
-            "BLOCK_V": block,
-            "REVERSE": split.reverse,
-            "OFFSET": split.offset,
-            "SCANS": split.scans,
-            "MOST": LONGEST_CHUNKS,
-            "GROUP": CHUNKS_PER_CHECK,
+            "BLOCK_V": block_v,
+            "REVERSE": sub_segment_plan.reverse,
+            "FIRST_SEGMENT": sub_segment_plan.first_scanned,
+            "NUM_SCANNED_SEGMENTS": sub_segment_plan.num_scanned,
+            "MAX_CHUNKS": MAX_CHUNKS_UNTIL_DECAYED,
+            "CHUNKS_PER_CHECK": CHUNKS_PER_CHECK,
         },
     )
-    return made
+    return outputs
 
 
 def end_states(
     call: RecurrenceCall,
-    left: jax.Array,
-    right: jax.Array,
-    split: SegmentSplit,
+    keys_or_queries: jax.Array,
+    values_or_cotangent: jax.Array,
+    sub_segment_plan: SubSegmentPlan,
     *,
     w: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    chunks_until_decayed: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the final states of scans from zeros, one for each sub-segment of a row's segments.
 
     Args:
         call: What the launches of the call share.
-        left: [B, T, heads, K], as for `pass_states`.
-        right: [B, T, heads, V], as for `pass_states`.
-        split: The sub-segments to scan.
+        keys_or_queries: [B, T, heads, K], as for `pass_states`.
+        values_or_cotangent: [B, T, heads, V], as for `pass_states`.
+        sub_segment_plan: The sub-segments to scan.
         w: [B, T, H, K], as for `pass_states`.
-        lengths: Effective lengths, from `effective_lengths`; with `w` only.
+        chunks_until_decayed: Effective lengths, from `find_chunks_until_decayed`; with `w` only.
 
     Returns:
         [B, sub-segments, H, K, V] float32. With `w` there are V + K columns: the last K are the transition, which is
-        the final state from the identity with nothing written. Also, with `lengths`, int32 [B, sub-segments, H]: 0 if
-        no state passes through a sub-segment, whose last K columns are undefined.
+        the final state from the identity with nothing written. Also, with `chunks_until_decayed`, int32 [B,
+        sub-segments, H]: 0 if no state passes through a sub-segment, whose last K columns are undefined.
     """
-    batch = left.shape[0]
-    spec = dataclasses.replace(call.spec, SEQUENCES=split.scans, PER_SEQUENCE=split.chunks)
-    columns = spec.V if w is None else spec.V + spec.K
+    batch = keys_or_queries.shape[0]
+    spec = dataclasses.replace(
+        call.spec,
+        NUM_SEQUENCES=sub_segment_plan.num_scanned,
+        CHUNKS_PER_SEGMENT=sub_segment_plan.chunks_per_sub_segment,
+    )
+    num_columns = spec.V if w is None else spec.V + spec.K
     outputs = [
         Shape((batch,), jnp.float32),
-        Shape((batch, spec.SEQUENCES, spec.H, spec.K, columns), jnp.float32),
-        Shape((batch,) if lengths is None else (batch, spec.SEQUENCES, spec.H), jnp.int32),
+        Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, num_columns), jnp.float32),
+        Shape((batch,) if chunks_until_decayed is None else (batch, spec.NUM_SEQUENCES, spec.H), jnp.int32),
     ]
     constants = {
-        "REVERSE": split.reverse,
-        "WRITE": False,
-        "TRANSITIONS": w is not None,
-        "OFFSET": split.offset,
-        "ZERO_START": split.zero_start,
-        "ENDS": split.num_end_states,
-        "SUB_SEGMENTS": split.sub_segments,
-        "LENGTH_TILES": 0 if lengths is None else lengths.shape[3],
+        "REVERSE": sub_segment_plan.reverse,
+        "STORE_CHUNK_STATES": False,
+        "COMPUTE_TRANSITIONS": w is not None,
+        "FIRST_SEGMENT": sub_segment_plan.first_scanned,
+        "STARTS_FROM_ZERO": sub_segment_plan.zero_start,
+        "NUM_END_STATES": sub_segment_plan.num_end_states,
+        "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
+        "UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
     }
     config, num_warps = _end_state_config(call)
     call = dataclasses.replace(call, spec=spec, config=config)
-    arrays = (left, right, None, w, lengths)
+    arrays = (keys_or_queries, values_or_cotangent, None, w, chunks_until_decayed)
     return launch_chunk_fwd_h(call, arrays, outputs, constants, num_warps=num_warps)[1:]
 
 
@@ -212,8 +237,8 @@ def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
     spec = call.spec
     # More programs per multiprocessor, so that one computes while the other waits for its state.
     config = dataclasses.replace(call.config, state_stages=min(call.config.state_stages, 2))
-    whole = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
-    if spec.CONSTANT and whole and gpu_of(current_device()).architecture == "hopper":
+    is_bfloat16_128 = spec.K == spec.V == 128 and call.query.dtype.itemsize == 2
+    if spec.HAS_CONSTANT_GATES and is_bfloat16_128 and gpu_of(current_device()).architecture == "hopper":
         # Keys and values are read once: 0.568 ms instead of 0.592 for 65536 tokens of lightning attention. Heads
         # without decay are the last to finish, so no second program hides their latency: a third stage gives 0.455
         # instead of 0.466.
@@ -222,93 +247,99 @@ def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
 
 
 def decayed_initial_states(
-    call: RecurrenceCall, left: jax.Array, right: jax.Array, initial: jax.Array | None, *, reverse: bool = False
+    call: RecurrenceCall,
+    keys_or_queries: jax.Array,
+    values_or_cotangent: jax.Array,
+    initial_states: jax.Array | None,
+    *,
+    reverse: bool = False,
 ) -> jax.Array:
-    """Returns the states at the start of the segments of a row, [B, SEQUENCES, H, K, V] float32.
+    """Returns the states at the start of the segments of a row, [B, NUM_SEQUENCES, H, K, V] float32.
 
     Sub-segments are first scanned from zeros, in parallel, storing their final states only. With the decay of whole
     sub-segments, a few additions then give the state at the start of each segment.
 
     Args:
         call: What the launches of the call share.
-        left: [B, T, heads, K] keys or queries, as `pass_states` takes them.
-        right: [B, T, heads, V] values or the output's cotangent, as `pass_states` takes them.
-        initial: [B, 1, H, K, V], the initial state of the row; None for zeros.
+        keys_or_queries: [B, T, heads, K] keys or queries, as `pass_states` takes them.
+        values_or_cotangent: [B, T, heads, V] values or the output's cotangent, as `pass_states` takes them.
+        initial_states: [B, 1, H, K, V], the initial state of the row; None for zeros.
         reverse: Whether to scan from the last chunk to the first.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.decayed_initial_states import decayed_initial_states_kernel
 
-    spec, batch = call.spec, left.shape[0]
-    split = split_segments(spec, reverse=reverse, zero_start=initial is None)
+    spec, batch = call.spec, keys_or_queries.shape[0]
+    sub_segment_plan = plan_sub_segments(spec, reverse=reverse, zero_start=initial_states is None)
     # Float32 ends: rounding errors would reach every later segment.
-    ends, _ = end_states(call, left, right, split)
+    sub_segment_end_states, _ = end_states(call, keys_or_queries, values_or_cotangent, sub_segment_plan)
     block_k, block_v = (min(32, padded(n, MIN_TILE)) for n in (spec.K, spec.V))
-    first = None if initial is None else initial[:, 0]
-    (made,) = launch(
+    row_initial_state = None if initial_states is None else initial_states[:, 0]
+    (outputs,) = launch(
         decayed_initial_states_kernel,
-        (ends, call.gates, first),
-        [Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
+        (sub_segment_end_states, call.gates, row_initial_state),
+        [Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
         grid=batch * spec.H * cdiv(spec.K, block_k) * cdiv(spec.V, block_v),
         num_warps=4,
         num_stages=1,
         constants={
             "spec": spec,
-            "SEGMENTS": spec.SEQUENCES,
-            "SUB_SEGMENTS": split.sub_segments,
+            "NUM_SEGMENTS": spec.NUM_SEQUENCES,
+            "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
-            "PADDED": padded(split.chunks),
-            "FIRST": first is not None,
+            "PADDED_CHUNKS": padded(sub_segment_plan.chunks_per_sub_segment),
+            "HAS_INITIAL_STATE": row_initial_state is not None,
             "REVERSE": reverse,
         },
     )
-    return made
+    return outputs
 
 
 def delta_initial_states(
     spec: RecurrenceSpec,
-    split: SegmentSplit,
-    ends: jax.Array,
+    sub_segment_plan: SubSegmentPlan,
+    end_states: jax.Array,
     transitions: jax.Array,
-    first: jax.Array | None,
-    used: jax.Array | None,
+    row_initial_state: jax.Array | None,
+    passes_state: jax.Array | None,
 ) -> jax.Array:
-    """Computes the states at the start of segments, [B, SEQUENCES, H, K, V] float32.
+    """Computes the states at the start of segments, [B, NUM_SEQUENCES, H, K, V] float32.
 
     Args:
         spec: Constants.
-        split: The segments.
-        ends: [B, segments, H, K, V or V + K], final states of scans from zeros.
+        sub_segment_plan: The segments.
+        end_states: [B, segments, H, K, V or V + K], final states of scans from zeros.
         transitions: [B, segments, H, K, V + K], whose last K columns are the transitions of the segments' initial
             states, and transposed, from the last segment to the first, of their gradients.
-        first: [B, H, K, V], the row's initial state, or in reverse the gradient of its final state; None for zeros.
-        used: [B, segments, H], 0 if no state passes through a segment; None if that is not known.
+        row_initial_state: [B, H, K, V], the row's initial state, or in reverse the gradient of its final state; None
+            for zeros.
+        passes_state: [B, segments, H], 0 if no state passes through a segment; None if that is not known.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.delta_initial_states import delta_initial_states_kernel
 
-    batch, block_v = ends.shape[0], MIN_TILE
-    (made,) = launch(
+    batch, block_v = end_states.shape[0], MIN_TILE
+    (outputs,) = launch(
         delta_initial_states_kernel,
-        (ends, transitions, first, used),
-        [Shape((batch, spec.SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
+        (end_states, transitions, row_initial_state, passes_state),
+        [Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
         grid=batch * spec.H * cdiv(spec.V, block_v),
         num_warps=4,
         num_stages=2,
         constants={
             "spec": spec,
-            "SEGMENTS": spec.SEQUENCES,
-            "ENDS": ends.shape[1],
-            "TRANSITIONS": transitions.shape[1],
-            "END_COLUMNS": ends.shape[4],
-            "SKIPPED": split.offset,
+            "NUM_SEGMENTS": spec.NUM_SEQUENCES,
+            "NUM_END_STATES": end_states.shape[1],
+            "NUM_TRANSITIONS": transitions.shape[1],
+            "END_COLUMNS": end_states.shape[4],
+            "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned,
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_J": min(padded(spec.K, MIN_TILE), 32),
             "BLOCK_V": block_v,
-            "FIRST": first is not None,
-            "REVERSE": split.reverse,
-            "SOME": used is not None,
+            "HAS_INITIAL_STATE": row_initial_state is not None,
+            "REVERSE": sub_segment_plan.reverse,
+            "HAS_PASSES_STATE": passes_state is not None,
         },
     )
-    return made
+    return outputs

@@ -9,61 +9,84 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import at_batch
-from ejkernel_triton.paged_attention.kernels.tile import FIELDS, POSITION, ROW, ROWS, SEQUENCE
+from ejkernel_triton.paged_attention.kernels.tile import (
+    ENTRY_FIELDS,
+    ENTRY_FIRST_ROW,
+    ENTRY_NUM_ROWS,
+    ENTRY_POSITION,
+    ENTRY_SEQUENCE,
+)
 
 
 @triton.jit
 def cache_write_kernel(
     keys,
     values,
-    work,
-    tables,
-    so_far,
+    work_list,
+    block_tables,
+    initial_pages,
     pages,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Writes rows of `keys` or, as the second component, of `values` to their slots according to the block tables.
 
-    `pages` aliases `so_far`, and only slots of new tokens are written. Rows have the cache's width: its padding lanes
-    and heads become 0, and so do the lanes between the two parts of a latent row.
+    `pages` aliases `initial_pages`, and only slots of new tokens are written. Rows have the cache's width: its padding
+    lanes and heads become 0, and so do the lanes between the two parts of a latent row.
     """
-    W: tl.constexpr = spec.WIDTH
+    W: tl.constexpr = spec.PADDED_ROW_WIDTH
     BQ: tl.constexpr = spec.BLOCK_Q
     program = tl.program_id(0)
-    component = program % spec.COMPONENTS
-    head = program // spec.COMPONENTS % spec.HEADS
-    entry = program // (spec.COMPONENTS * spec.HEADS) % spec.ENTRIES
-    batch = tl.cast(program // (spec.COMPONENTS * spec.HEADS * spec.ENTRIES), tl.int64)
-    keys = at_batch(keys, batch, per.KEYS, spec.TOKENS * spec.HK * spec.D)
-    if spec.COMPONENTS == 2:
-        values = at_batch(values, batch, per.VALUES, spec.TOKENS * spec.HK * spec.D)
-    tables = at_batch(tables, batch, per.TABLES, spec.SEQUENCES * spec.TABLE)
-    entry_at = at_batch(work, batch, per.WORK, spec.ENTRIES * FIELDS) + entry * FIELDS
-    sequence, row, rows = tl.load(entry_at + SEQUENCE), tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
+    component = program % spec.KV_COMPONENTS
+    head = program // spec.KV_COMPONENTS % spec.CACHE_HEADS
+    entry = program // (spec.KV_COMPONENTS * spec.CACHE_HEADS) % spec.NUM_ENTRIES
+    batch = tl.cast(program // (spec.KV_COMPONENTS * spec.CACHE_HEADS * spec.NUM_ENTRIES), tl.int64)
+    keys = at_batch(keys, batch, per.KEYS, spec.NUM_TOKENS * spec.HK * spec.D)
+    if spec.KV_COMPONENTS == 2:
+        values = at_batch(values, batch, per.VALUES, spec.NUM_TOKENS * spec.HK * spec.D)
+    block_tables = at_batch(block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE)
+    entry_address = at_batch(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS) + entry * ENTRY_FIELDS
+    sequence, first_row, num_rows = (
+        tl.load(entry_address + ENTRY_SEQUENCE),
+        tl.load(entry_address + ENTRY_FIRST_ROW),
+        tl.load(entry_address + ENTRY_NUM_ROWS),
+    )
     r = tl.arange(0, BQ)
     # Positions past the table, and entries that are no valid page index, are padding and are never written.
-    position = tl.load(entry_at + POSITION) + r
-    column = position // spec.PAGE_SIZE
-    valid = (r < rows) & (position >= 0) & (column < spec.TABLE)
-    page = tl.load(tables + sequence * spec.TABLE + column, mask=valid, other=-1)
-    valid = valid & (page >= 0) & (page < spec.PAGES)
+    position = tl.load(entry_address + ENTRY_POSITION) + r
+    page_in_sequence = position // spec.PAGE_SIZE
+    valid = (r < num_rows) & (position >= 0) & (page_in_sequence < spec.PAGES_PER_SEQUENCE)
+    page = tl.load(block_tables + sequence * spec.PAGES_PER_SEQUENCE + page_in_sequence, mask=valid, other=-1)
+    valid = valid & (page >= 0) & (page < spec.NUM_PAGES)
     # 64 bits: a cache may have more than 2 ** 31 elements.
     slot = tl.where(valid, position % spec.PAGE_SIZE, 0)
-    at = tl.cast(tl.where(valid, page, 0), tl.int64) * spec.STRIDES[0] + slot * spec.STRIDES[1]
+    slot_offsets = (
+        tl.cast(tl.where(valid, page, 0), tl.int64) * spec.PAGE_SLOT_HEAD_STRIDES[0]
+        + slot * spec.PAGE_SLOT_HEAD_STRIDES[1]
+    )
     c = tl.arange(0, W)
-    # Columns up to SPLIT hold the token's first ones, those from SECOND on the rest.
-    source = tl.where(c < spec.SECOND, c, c - spec.SECOND + spec.SPLIT)
-    stored = ((c < spec.SPLIT) | (c >= spec.SECOND)) & (source < spec.D) & (tl.zeros_like(c) + head < spec.HK)
-    token = tl.cast(row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source)[None, :]
-    mask = valid[:, None] & stored[None, :]
-    if spec.COMPONENTS == 2:
+    # Columns up to FIRST_PART_WIDTH hold the token's first ones, those from SECOND_PART_START on the rest.
+    source_column = tl.where(c < spec.SECOND_PART_START, c, c - spec.SECOND_PART_START + spec.FIRST_PART_WIDTH)
+    is_token_column = (
+        ((c < spec.FIRST_PART_WIDTH) | (c >= spec.SECOND_PART_START))
+        & (source_column < spec.D)
+        & (tl.zeros_like(c) + head < spec.HK)
+    )
+    token_offsets = (
+        tl.cast(first_row + r, tl.int64)[:, None] * (spec.HK * spec.D) + (head * spec.D + source_column)[None, :]
+    )
+    mask = valid[:, None] & is_token_column[None, :]
+    if spec.KV_COMPONENTS == 2:
         # A combined cache: a program writes keys or values, so one of the two loads is fully masked.
         is_key = tl.zeros_like(c)[None, :] + component == 0
-        from_values = tl.load(values + token, mask=mask & ~is_key, other=0.0)
-        x = tl.where(is_key, tl.load(keys + token, mask=mask & is_key, other=0.0), from_values)
+        from_values = tl.load(values + token_offsets, mask=mask & ~is_key, other=0.0)
+        x = tl.where(is_key, tl.load(keys + token_offsets, mask=mask & is_key, other=0.0), from_values)
     else:
-        x = tl.load(keys + token, mask=mask, other=0.0)
-    first = batch * spec.ELEMENTS + head * spec.STRIDES[2] + component * spec.LANES
+        x = tl.load(keys + token_offsets, mask=mask, other=0.0)
+    head_offset = batch * spec.CACHE_ELEMENTS + head * spec.PAGE_SLOT_HEAD_STRIDES[2] + component * spec.CACHE_ROW_WIDTH
     # Padding columns are stored as 0. Each slot belongs to one token, so no two programs write to the same slot.
-    tl.store(pages + first + at[:, None] + c[None, :], x, mask=valid[:, None] & (c < spec.LANES)[None, :])
+    tl.store(
+        pages + head_offset + slot_offsets[:, None] + c[None, :],
+        x,
+        mask=valid[:, None] & (c < spec.CACHE_ROW_WIDTH)[None, :],
+    )

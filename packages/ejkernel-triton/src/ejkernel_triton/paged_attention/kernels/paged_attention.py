@@ -22,194 +22,208 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
 from ejkernel_triton.paged_attention.kernels.tile import (
-    FIELDS,
-    HIGH,
-    LOW,
-    ROW,
-    ROWS,
-    SEQUENCE,
-    START,
-    TILES,
-    key_operand,
+    ENTRY_FIELDS,
+    ENTRY_FIRST_ROW,
+    ENTRY_KEY_END,
+    ENTRY_KEY_START,
+    ENTRY_NUM_ROWS,
+    ENTRY_NUM_TILES,
+    ENTRY_SEQUENCE,
+    ENTRY_TILE_START,
+    compute_log2_scores,
+    load_alibi_slopes,
+    load_cache_rows,
+    load_page_indices,
     load_positions,
     load_queries,
-    load_rows,
-    load_share,
-    pages_of,
+    offset_tables_to_batch,
     row_positions,
-    scores_of,
-    slopes_of,
-    store_partial,
-    store_rows,
-    value_operand,
+    store_output_rows,
+    store_partial_acc,
+    to_pv_dtype,
+    to_qk_dtype,
 )
 
 
 @triton.jit
 def attend_tile(
     acc,
-    tail,
+    rotary_acc,
     row_max,
     row_sum,
     q,
     q_rotary,
     keys,
     values,
-    tables,
+    block_tables,
     sequence,
     position,
-    context,
-    low,
-    high,
+    context_len,
+    key_start,
+    key_end,
     head,
     tile,
-    slopes,
+    alibi_slopes,
     qq_bias,
     qq_rows,
-    PARTIAL: tl.constexpr,
+    IS_PARTIAL_TILE: tl.constexpr,
     spec: tl.constexpr,
 ):
-    """Performs one step of the online softmax over a tile of keys and values. PARTIAL tiles mask by window, chunk and
-    causal order, and may have keys of new tokens.
+    """Performs one step of the online softmax over a tile of keys and values. IS_PARTIAL_TILE tiles mask by window,
+    chunk and causal order, and may have keys of new tokens.
     """
     M: tl.constexpr = spec.M
     m = tl.arange(0, M)
     d = tl.arange(0, spec.BD)
     dv = tl.arange(0, spec.BV)
-    r = tl.arange(0, spec.BR)
-    k_head = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
-    v_head = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
+    r = tl.arange(0, spec.BLOCK_ROTARY)
+    key_head_base = keys + tl.cast(head, tl.int64) * spec.KEY_STRIDES[2]
+    value_head_base = values + tl.cast(head, tl.int64) * spec.VALUE_STRIDES[2] + spec.VALUE_OFFSET
     k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
     # Slots outside of the sequence are never read: they may hold other sequences' tokens, or NaN.
-    page, valid = pages_of(tables, sequence, tile, k, (k >= low) & (k < high), spec)
+    page, valid = load_page_indices(block_tables, sequence, tile, k, (k >= key_start) & (k < key_end), spec)
     # Scores. A latent cache takes two products: tiles are powers of two, so 512 + 64 columns at once would be 1024.
-    k_tile = load_rows(k_head, page, tile, k, valid, d, d < spec.D - spec.ROTARY, False, spec)
-    products = dot(q, tl.trans(key_operand(k_tile, spec)), spec)
-    if spec.ROTARY > 0:
-        r_tile = load_rows(v_head, page, tile, k, valid, r, r < spec.ROTARY, True, spec)
-        products = add_dot(products, q_rotary, tl.trans(key_operand(r_tile, spec)), spec)
-    PAIRS: tl.constexpr = spec.QQ > 0 if PARTIAL else False
-    scores = scores_of(products, k, position, context, m, slopes, qq_bias, qq_rows, PAIRS, spec)
+    k_tile = load_cache_rows(key_head_base, page, tile, k, valid, d, d < spec.D - spec.ROTARY_DIM, False, spec)
+    products = dot(q, tl.trans(to_qk_dtype(k_tile, spec)), spec)
+    if spec.ROTARY_DIM > 0:
+        rotary_tile = load_cache_rows(value_head_base, page, tile, k, valid, r, r < spec.ROTARY_DIM, True, spec)
+        products = add_dot(products, q_rotary, tl.trans(to_qk_dtype(rotary_tile, spec)), spec)
+    HAS_QQ_BIAS: tl.constexpr = spec.QQ_BIAS_SIZE > 0 if IS_PARTIAL_TILE else False
+    scores = compute_log2_scores(
+        products, k, position, context_len, m, alibi_slopes, qq_bias, qq_rows, HAS_QQ_BIAS, spec
+    )
     # `m < M` is always true; it broadcasts the row of keys to a tile.
-    allowed = valid[None, :] & (m < spec.M)[:, None]
-    if PARTIAL:
+    attends = valid[None, :] & (m < spec.M)[:, None]
+    if IS_PARTIAL_TILE:
         # Row m is query row m // G.
-        if spec.RIGHT is not None:
-            allowed = allowed & (k[None, :] <= (row_positions(position, m, spec) + spec.RIGHT)[:, None])
-        if spec.LEFT is not None:
-            allowed = allowed & (k[None, :] >= (row_positions(position, m, spec) - spec.LEFT)[:, None])
-        if spec.CHUNK is not None:
+        if spec.WINDOW_RIGHT is not None:
+            attends = attends & (k[None, :] <= (row_positions(position, m, spec) + spec.WINDOW_RIGHT)[:, None])
+        if spec.WINDOW_LEFT is not None:
+            attends = attends & (k[None, :] >= (row_positions(position, m, spec) - spec.WINDOW_LEFT)[:, None])
+        if spec.CHUNK_SIZE is not None:
             # Division rounds to 0: a row before its sequence's first token would be in the first chunk.
-            row = row_positions(position, m, spec)
-            chunk = tl.where(row < 0, -spec.CHUNK, row // spec.CHUNK * spec.CHUNK)
-            allowed = allowed & (k[None, :] >= chunk[:, None]) & (k[None, :] < (chunk + spec.CHUNK)[:, None])
-    scores = tl.where(allowed, scores, float("-inf"))
+            row_position = row_positions(position, m, spec)
+            chunk_start = tl.where(
+                row_position < 0, -spec.CHUNK_SIZE, row_position // spec.CHUNK_SIZE * spec.CHUNK_SIZE
+            )
+            attends = (
+                attends & (k[None, :] >= chunk_start[:, None]) & (k[None, :] < (chunk_start + spec.CHUNK_SIZE)[:, None])
+            )
+    scores = tl.where(attends, scores, float("-inf"))
     # Online softmax. `finite` is for rows without any key so far: -inf - -inf would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = finite(new_max)
     p = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
-    if spec.LATENT > 0:
+    if spec.LATENT_DIM > 0:
         # The tile in shared memory is the operand of both products: a latent vector is read once from HBM.
-        v_tile = value_operand(k_tile, spec)
+        v_tile = to_pv_dtype(k_tile, spec)
     else:
         # Masked slots are read as 0: a weight of 0 times NaN would be NaN.
-        v_tile = load_rows(v_head, page, tile, k, valid, dv, dv < spec.DV, True, spec)
-        v_tile = value_operand(v_tile, spec)
+        v_tile = load_cache_rows(value_head_base, page, tile, k, valid, dv, dv < spec.DV, True, spec)
+        v_tile = to_pv_dtype(v_tile, spec)
     acc = add_dot(acc * alpha[:, None], p.to(v_tile.dtype), v_tile, spec)
-    if spec.TAIL:
+    if spec.ROTARY_IS_VALUE:
         # Rotary columns that are values have a separate accumulator, so that each has a power of two of columns.
-        tail = add_dot(tail * alpha[:, None], p.to(v_tile.dtype), value_operand(r_tile, spec), spec)
-    return acc, tail, new_max, row_sum
+        rotary_acc = add_dot(rotary_acc * alpha[:, None], p.to(v_tile.dtype), to_pv_dtype(rotary_tile, spec), spec)
+    return acc, rotary_acc, new_max, row_sum
 
 
 @triton.jit
-def attend(
+def attend_to_tiles(
     q,
     q_rotary,
     keys,
     values,
-    tables,
-    work,
+    block_tables,
+    entry_address,
     positions,
     head,
-    first,
-    count,
-    slopes,
+    first_item_tile,
+    num_tiles,
+    alibi_slopes,
     qq_bias,
-    qq_tables,
+    qq_bias_tables,
     spec: tl.constexpr,
 ):
-    """Computes the online softmax of an item over `count` of its key tiles, from tile `first` on.
+    """Computes the online softmax of an item over `num_tiles` of its key tiles, from tile `first_item_tile` on.
 
     Returns:
-        acc [M, BV] and tail [M, BR], unnormalised, row_max [M] and row_sum [M], in log2. `tail` accumulates the rotary
-        columns, if those are values too.
+        acc [M, BV] and rotary_acc [M, BLOCK_ROTARY], unnormalised, row_max [M] and row_sum [M], in log2. `rotary_acc`
+        accumulates the rotary columns, if those are values too.
     """
     M: tl.constexpr = spec.M
     BV: tl.constexpr = spec.BV
-    BR: tl.constexpr = spec.BR
-    sequence, low, high = tl.load(work + SEQUENCE), tl.load(work + LOW), tl.load(work + HIGH)
+    BR: tl.constexpr = spec.BLOCK_ROTARY
+    sequence, key_start, key_end = (
+        tl.load(entry_address + ENTRY_SEQUENCE),
+        tl.load(entry_address + ENTRY_KEY_START),
+        tl.load(entry_address + ENTRY_KEY_END),
+    )
     m = tl.arange(0, M)
-    row, rows = tl.load(work + ROW), tl.load(work + ROWS)
-    position, context = load_positions(work, positions, row, rows, m, spec)
-    qq_rows = spec.QQ_ROWS
-    if spec.QQ_PER_SEQUENCE:
-        qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_ROWS * spec.QQ_ROWS)
-    if spec.QQ_PACKED:
-        qq_bias = qq_bias + tl.load(qq_tables + sequence * 2)
-        qq_rows = tl.load(qq_tables + sequence * 2 + 1)
+    first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
+    position, context_len = load_positions(entry_address, positions, first_row, num_rows, m, spec)
+    qq_rows = spec.QQ_BIAS_ROWS
+    if spec.QQ_BIAS_PER_SEQUENCE:
+        qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_BIAS_ROWS * spec.QQ_BIAS_ROWS)
+    if spec.QQ_BIAS_PACKED:
+        qq_bias = qq_bias + tl.load(qq_bias_tables + sequence * 2)
+        qq_rows = tl.load(qq_bias_tables + sequence * 2 + 1)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
-    tail = tl.zeros([M, BR], tl.float32)
+    rotary_acc = tl.zeros([M, BR], tl.float32)
     # Tiles of an item are counted from the one that contains its first key.
-    first_tile = low // spec.BLOCK_KV + first
-    full_start, full_end = first_tile, first_tile
-    if spec.FULL_TILES:
+    first_tile = key_start // spec.BLOCK_KV + first_item_tile
+    full_tile_start, full_tile_end = first_tile, first_tile
+    if spec.HAS_UNMASKED_LOOP:
         # Full tiles first, in a loop without masks; then the partial tiles at both ends of the range. The online
         # softmax gives the same result in any order of tiles.
-        full_low, full_high = low, high
+        unmasked_key_start, unmasked_key_end = key_start, key_end
         # Every row attends to a full tile: the last row bounds it on the left, the first on the right.
-        if spec.ROW_POSITIONS:
-            first_row = tl.min(tl.where(m < rows * spec.G, position, 2147483647), 0)
-            last_row = tl.max(position, 0)
+        if spec.LOAD_ROW_POSITIONS:
+            first_row_position = tl.min(tl.where(m < num_rows * spec.G, position, 2147483647), 0)
+            last_row_position = tl.max(position, 0)
         else:
-            first_row, last_row = position, position + spec.BLOCK_Q - 1
-        if spec.LEFT is not None:
-            full_low = tl.maximum(low, last_row - spec.LEFT)
-        if spec.RIGHT is not None:
-            full_high = tl.minimum(high, first_row + spec.RIGHT + 1)
-        if spec.CHUNK is not None:
-            full_low = tl.maximum(full_low, last_row // spec.CHUNK * spec.CHUNK)
-            chunk_end = tl.where(first_row < 0, 0, (first_row // spec.CHUNK + 1) * spec.CHUNK)
-            full_high = tl.minimum(full_high, chunk_end)
-        if spec.QQ > 0:
+            first_row_position, last_row_position = position, position + spec.BLOCK_Q - 1
+        if spec.WINDOW_LEFT is not None:
+            unmasked_key_start = tl.maximum(key_start, last_row_position - spec.WINDOW_LEFT)
+        if spec.WINDOW_RIGHT is not None:
+            unmasked_key_end = tl.minimum(key_end, first_row_position + spec.WINDOW_RIGHT + 1)
+        if spec.CHUNK_SIZE is not None:
+            unmasked_key_start = tl.maximum(unmasked_key_start, last_row_position // spec.CHUNK_SIZE * spec.CHUNK_SIZE)
+            chunk_end = tl.where(
+                first_row_position < 0, 0, (first_row_position // spec.CHUNK_SIZE + 1) * spec.CHUNK_SIZE
+            )
+            unmasked_key_end = tl.minimum(unmasked_key_end, chunk_end)
+        if spec.QQ_BIAS_SIZE > 0:
             # Full tiles have no keys of new tokens, so they load no biases of pairs.
-            full_high = tl.minimum(full_high, context)
-        full_start = tl.minimum(
-            tl.maximum((full_low + spec.BLOCK_KV - 1) // spec.BLOCK_KV, first_tile), first_tile + count
+            unmasked_key_end = tl.minimum(unmasked_key_end, context_len)
+        full_tile_start = tl.minimum(
+            tl.maximum((unmasked_key_start + spec.BLOCK_KV - 1) // spec.BLOCK_KV, first_tile), first_tile + num_tiles
         )
-        full_end = tl.minimum(tl.maximum(full_high // spec.BLOCK_KV, full_start), first_tile + count)
-        for tile in tl.range(full_start, full_end):
-            acc, tail, row_max, row_sum = attend_tile(
-                acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
-                low, high, head, tile, slopes, qq_bias, qq_rows,
+        full_tile_end = tl.minimum(
+            tl.maximum(unmasked_key_end // spec.BLOCK_KV, full_tile_start), first_tile + num_tiles
+        )
+        for tile in tl.range(full_tile_start, full_tile_end):
+            acc, rotary_acc, row_max, row_sum = attend_tile(
+                acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
+                context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_rows,
                 False, spec,
             )  # fmt: skip
     # The partial tiles of both ends are in one loop, which skips the full ones: a second loop would double the code.
-    partial_end = first_tile + count - (full_end - full_start)
-    for step in tl.range(first_tile, partial_end, num_stages=spec.PARTIAL_STAGES):
+    partial_loop_end = first_tile + num_tiles - (full_tile_end - full_tile_start)
+    for step in tl.range(first_tile, partial_loop_end, num_stages=spec.PARTIAL_TILE_STAGES):
         tile = step
-        if spec.FULL_TILES:
-            tile = tl.where(step < full_start, step, step + (full_end - full_start))
-        acc, tail, row_max, row_sum = attend_tile(
-            acc, tail, row_max, row_sum, q, q_rotary, keys, values, tables, sequence, position, context,
-            low, high, head, tile, slopes, qq_bias, qq_rows,
+        if spec.HAS_UNMASKED_LOOP:
+            tile = tl.where(step < full_tile_start, step, step + (full_tile_end - full_tile_start))
+        acc, rotary_acc, row_max, row_sum = attend_tile(
+            acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
+            context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_rows,
             True, spec,
         )  # fmt: skip
-    return acc, tail, row_max, row_sum
+    return acc, rotary_acc, row_max, row_sum
 
 
 @triton.jit
@@ -217,91 +231,105 @@ def paged_attention_kernel(
     query,
     keys,
     values,
-    tables,
-    work,
-    shares,
+    block_tables,
+    work_list,
+    program_shares,
     sinks,
-    slopes,
+    alibi_slopes,
     qq_bias,
-    qq_tables,
+    qq_bias_tables,
     positions,
     output,
     lse,
-    parts,
-    row_maxima,
-    row_sums,
+    partial_accs,
+    partial_row_maxima,
+    partial_row_sums,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Processes the key tiles of a program's share; see the diagram at the top.
 
-    `work` has the entries, `shares` the entry and the tile at which each program starts and, last, the tiles per share
-    and in total. Unused slots of `parts` are not written.
+    `work_list` has the entries, `program_shares` the entry and the tile at which each program starts and, last, the
+    tiles per share and in total. Unused slots of `partial_accs` are not written.
     """
     program = tl.program_id(0)
     # Neighbouring programs have the same keys and other query heads: the keys are read from HBM once, then from L2.
-    split = program % spec.SPLITS
-    batch = tl.cast(program // (spec.SPLITS * spec.PROGRAMS), tl.int64)
-    program = program // spec.SPLITS % spec.PROGRAMS
-    query = at_batch(query, batch, per.QUERY, spec.ROWS * spec.H * spec.D)
+    head_tile = program % spec.HEAD_TILES_PER_KV_HEAD
+    batch = tl.cast(program // (spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
+    program = program // spec.HEAD_TILES_PER_KV_HEAD % spec.NUM_PROGRAMS
+    query = at_batch(query, batch, per.QUERY, spec.NUM_QUERY_ROWS * spec.H * spec.D)
     keys = at_batch(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
     values = at_batch(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
-    if spec.TABLE > 0:
-        tables = at_batch(tables, batch, per.TABLES, spec.SEQUENCES * spec.TABLE)
-    work, shares, sinks = load_share(work, shares, sinks, batch, spec, per)
-    if spec.ALIBI:
-        slopes = at_batch(slopes, batch, per.SLOPES, spec.H)
-    if spec.QQ > 0:
-        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ)
-    if spec.QQ_PACKED:
-        qq_tables = at_batch(qq_tables, batch, per.QQ_TABLES, spec.SEQUENCES * 2)
-    if spec.ROW_POSITIONS:
-        positions = at_batch(positions, batch, per.POSITIONS, spec.ROWS * 2)
-    output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
-    slots = batch * spec.PROGRAMS * spec.SPLITS * 2 * spec.M
-    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
-    parts, row_maxima, row_sums = parts + slots * PART, row_maxima + slots, row_sums + slots
+    if spec.PAGES_PER_SEQUENCE > 0:
+        block_tables = at_batch(block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE)
+    work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
+    if spec.HAS_ALIBI:
+        alibi_slopes = at_batch(alibi_slopes, batch, per.ALIBI_SLOPES, spec.H)
+    if spec.QQ_BIAS_SIZE > 0:
+        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ_BIAS_SIZE)
+    if spec.QQ_BIAS_PACKED:
+        qq_bias_tables = at_batch(qq_bias_tables, batch, per.QQ_BIAS_TABLES, spec.NUM_SEQUENCES * 2)
+    if spec.LOAD_ROW_POSITIONS:
+        positions = at_batch(positions, batch, per.POSITIONS, spec.NUM_QUERY_ROWS * 2)
+    output, lse = output + batch * spec.NUM_QUERY_ROWS * spec.H * spec.DV, lse + batch * spec.NUM_QUERY_ROWS * spec.H
+    slot_row_offset = batch * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * 2 * spec.M
+    PARTIAL_ACC_WIDTH: tl.constexpr = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
+    partial_accs, partial_row_maxima, partial_row_sums = (
+        partial_accs + slot_row_offset * PARTIAL_ACC_WIDTH,
+        partial_row_maxima + slot_row_offset,
+        partial_row_sums + slot_row_offset,
+    )
     m = tl.arange(0, spec.M)
-    # `at` is an index in the order of all key tiles, from the program's first tile to the end of its share.
-    share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
-    entry, first_tile = tl.load(shares + program * 2), tl.load(shares + program * 2 + 1)
-    end = tl.minimum(first_tile + share, total)
-    at = first_tile
-    while at < end:
-        entry_at = work + entry * FIELDS
-        start, tiles = tl.load(entry_at + START), tl.load(entry_at + TILES)
-        row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
+    # `tile_index` is an index in the order of all key tiles, from the program's first tile to the end of its share.
+    tiles_per_share, total_tiles = (
+        tl.load(program_shares + spec.NUM_PROGRAMS * 2),
+        tl.load(program_shares + spec.NUM_PROGRAMS * 2 + 1),
+    )
+    entry, share_start = tl.load(program_shares + program * 2), tl.load(program_shares + program * 2 + 1)
+    share_end = tl.minimum(share_start + tiles_per_share, total_tiles)
+    tile_index = share_start
+    while tile_index < share_end:
+        entry_address = work_list + entry * ENTRY_FIELDS
+        entry_tile_start, tiles_per_head = (
+            tl.load(entry_address + ENTRY_TILE_START),
+            tl.load(entry_address + ENTRY_NUM_TILES),
+        )
+        first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
         # An entry's tiles are ordered by head. The item ends with its head's tiles or with the share.
-        head = (at - start) // tiles
-        first = (at - start) % tiles
-        count = tl.minimum(tiles - first, end - at)
-        q_head = head * spec.SPLITS + split
-        q, q_rotary = load_queries(query, row, rows, q_head, spec)
-        acc, tail, row_max, row_sum = attend(
-            key_operand(q, spec),
-            key_operand(q_rotary, spec),
+        head = (tile_index - entry_tile_start) // tiles_per_head
+        first_item_tile = (tile_index - entry_tile_start) % tiles_per_head
+        num_item_tiles = tl.minimum(tiles_per_head - first_item_tile, share_end - tile_index)
+        q_head = head * spec.HEAD_TILES_PER_KV_HEAD + head_tile
+        q, q_rotary = load_queries(query, first_row, num_rows, q_head, spec)
+        acc, rotary_acc, row_max, row_sum = attend_to_tiles(
+            to_qk_dtype(q, spec),
+            to_qk_dtype(q_rotary, spec),
             keys,
             values,
-            tables,
-            entry_at,
+            block_tables,
+            entry_address,
             positions,
             head,
-            first,
-            count,
-            slopes_of(slopes, q_head, spec),
+            first_item_tile,
+            num_item_tiles,
+            load_alibi_slopes(alibi_slopes, q_head, spec),
             qq_bias,
-            qq_tables,
+            qq_bias_tables,
             spec,
         )
-        if count == tiles:
-            store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, m, spec)
+        if num_item_tiles == tiles_per_head:
+            store_output_rows(
+                output, lse, acc, rotary_acc, row_max, row_sum, first_row, num_rows, q_head, sinks, m, spec
+            )
         else:
             # Split-KV: the item continues in another program's share. `split_combine_kernel`, the next launch, reads
             # the slot. Items between a share's first and last are complete, so two slots suffice.
-            slot = ((program * spec.SPLITS + split) * 2 + tl.where(at == first_tile, 0, 1)).to(tl.int64) * spec.M + m
-            tl.store(row_maxima + slot, row_max)
-            tl.store(row_sums + slot, row_sum)
-            store_partial(parts, slot, acc, tail, spec)
-        at += count
+            slot = (
+                (program * spec.HEAD_TILES_PER_KV_HEAD + head_tile) * 2 + tl.where(tile_index == share_start, 0, 1)
+            ).to(tl.int64) * spec.M + m
+            tl.store(partial_row_maxima + slot, row_max)
+            tl.store(partial_row_sums + slot, row_sum)
+            store_partial_acc(partial_accs, slot, acc, rotary_acc, spec)
+        tile_index += num_item_tiles
         # After the last head of this entry comes the next entry.
-        entry = tl.where(at == start + tiles * spec.HK, entry + 1, entry)
+        entry = tl.where(tile_index == entry_tile_start + tiles_per_head * spec.HK, entry + 1, entry)

@@ -13,88 +13,114 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import at_batch, finite
-from ejkernel_triton.paged_attention.kernels.tile import FIELDS, ROW, ROWS, START, TILES, load_share, store_rows
+from ejkernel_triton.paged_attention.kernels.tile import (
+    ENTRY_FIELDS,
+    ENTRY_FIRST_ROW,
+    ENTRY_NUM_ROWS,
+    ENTRY_NUM_TILES,
+    ENTRY_TILE_START,
+    offset_tables_to_batch,
+    store_output_rows,
+)
 
 
 @triton.jit
 def split_combine_kernel(
-    parts,
-    row_maxima,
-    row_sums,
-    work,
-    shares,
+    partial_accs,
+    partial_row_maxima,
+    partial_row_sums,
+    work_list,
+    program_shares,
     sinks,
-    output_so_far,
-    lse_so_far,
+    initial_output,
+    initial_lse,
     output,
     lse,
     spec: tl.constexpr,
     per: tl.constexpr,
-    PARTS: tl.constexpr,
+    SLOTS_PER_STEP: tl.constexpr,
 ):
     """Merges one row of the item in which a program's share starts, if that is the first split of the item.
 
-    `output` and `lse` alias `output_so_far` and `lse_so_far`; only rows of split items are written.
+    `output` and `lse` alias `initial_output` and `initial_lse`; only rows of split items are written.
     """
     BV: tl.constexpr = spec.BV
-    BR: tl.constexpr = spec.BR
-    row_program = tl.program_id(0)
+    BR: tl.constexpr = spec.BLOCK_ROTARY
+    program_row = tl.program_id(0)
     # The grid covers the largest case: every row of every program's first item. Which items are split depends on
     # lengths, which may be traced.
-    m = row_program % spec.M
-    split = row_program // spec.M % spec.SPLITS
-    program = (row_program // (spec.M * spec.SPLITS)) % spec.PROGRAMS
-    batch = tl.cast(row_program // (spec.M * spec.SPLITS * spec.PROGRAMS), tl.int64)
-    work, shares, sinks = load_share(work, shares, sinks, batch, spec, per)
-    PART: tl.constexpr = spec.BV + (spec.BR if spec.TAIL else 0)
-    SLOT_ROWS: tl.constexpr = spec.PROGRAMS * spec.SPLITS * 2 * spec.M
-    parts = at_batch(parts, batch, per.PARTS, SLOT_ROWS * PART)
-    row_maxima = at_batch(row_maxima, batch, per.ROW_MAXIMA, SLOT_ROWS)
-    row_sums = at_batch(row_sums, batch, per.ROW_SUMS, SLOT_ROWS)
-    output, lse = output + batch * spec.ROWS * spec.H * spec.DV, lse + batch * spec.ROWS * spec.H
-    share, total = tl.load(shares + spec.PROGRAMS * 2), tl.load(shares + spec.PROGRAMS * 2 + 1)
-    entry_at = work + tl.load(shares + program * 2) * FIELDS
-    begin = tl.load(shares + program * 2 + 1)
+    m = program_row % spec.M
+    head_tile = program_row // spec.M % spec.HEAD_TILES_PER_KV_HEAD
+    program = (program_row // (spec.M * spec.HEAD_TILES_PER_KV_HEAD)) % spec.NUM_PROGRAMS
+    batch = tl.cast(program_row // (spec.M * spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
+    work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
+    PARTIAL_ACC_WIDTH: tl.constexpr = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
+    SLOT_ROWS: tl.constexpr = spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * 2 * spec.M
+    partial_accs = at_batch(partial_accs, batch, per.PARTIAL_ACCS, SLOT_ROWS * PARTIAL_ACC_WIDTH)
+    partial_row_maxima = at_batch(partial_row_maxima, batch, per.PARTIAL_ROW_MAXIMA, SLOT_ROWS)
+    partial_row_sums = at_batch(partial_row_sums, batch, per.PARTIAL_ROW_SUMS, SLOT_ROWS)
+    output, lse = output + batch * spec.NUM_QUERY_ROWS * spec.H * spec.DV, lse + batch * spec.NUM_QUERY_ROWS * spec.H
+    tiles_per_share, total_tiles = (
+        tl.load(program_shares + spec.NUM_PROGRAMS * 2),
+        tl.load(program_shares + spec.NUM_PROGRAMS * 2 + 1),
+    )
+    entry_address = work_list + tl.load(program_shares + program * 2) * ENTRY_FIELDS
+    share_start = tl.load(program_shares + program * 2 + 1)
     # At least one tile: programs without a share refer to entries that may have none, and divide by it below.
-    start, tiles = tl.load(entry_at + START), tl.maximum(tl.load(entry_at + TILES), 1)
-    row, rows = tl.load(entry_at + ROW), tl.load(entry_at + ROWS)
-    head = (begin - start) // tiles
-    item = start + head * tiles
-    before = begin - share
+    entry_tile_start, tiles_per_head = (
+        tl.load(entry_address + ENTRY_TILE_START),
+        tl.maximum(tl.load(entry_address + ENTRY_NUM_TILES), 1),
+    )
+    first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
+    head = (share_start - entry_tile_start) // tiles_per_head
+    item_tile_start = entry_tile_start + head * tiles_per_head
+    previous_share_start = share_start - tiles_per_share
     # Only the second program of an item merges it: its share starts inside the item, and the previous program's does
     # not.
-    if (begin < total) & (begin > item) & (before <= item) & (m < rows * spec.G):
+    if (
+        (share_start < total_tiles)
+        & (share_start > item_tile_start)
+        & (previous_share_start <= item_tile_start)
+        & (m < num_rows * spec.G)
+    ):
         # The previous program has the item's first tiles.
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
         acc = tl.zeros([1, BV], tl.float32)
-        tail = tl.zeros([1, BR], tl.float32)
-        count = 1 + (item + tiles - begin + share - 1) // share
-        # An online softmax over slots, PARTS at a time, in the order of programs: results are reproducible bit for bit.
-        for part in tl.range(0, count, PARTS):
-            number = part + tl.arange(0, PARTS)
-            valid = number < count
+        rotary_acc = tl.zeros([1, BR], tl.float32)
+        num_slots = 1 + (item_tile_start + tiles_per_head - share_start + tiles_per_share - 1) // tiles_per_share
+        # An online softmax over slots, SLOTS_PER_STEP at a time, in the order of programs: results are reproducible bit
+        # for bit.
+        for first_slot in tl.range(0, num_slots, SLOTS_PER_STEP):
+            slot_number = first_slot + tl.arange(0, SLOTS_PER_STEP)
+            valid = slot_number < num_slots
             # The first part is in the second slot of its program, unless that program's share starts with the item.
-            second = tl.where((number == 0) & (before < item), 1, 0)
-            slot = ((program - 1 + number) * spec.SPLITS + split) * 2 + second
-            at = tl.cast(slot * spec.M + m, tl.int64)
+            uses_second_slot = tl.where((slot_number == 0) & (previous_share_start < item_tile_start), 1, 0)
+            slot = ((program - 1 + slot_number) * spec.HEAD_TILES_PER_KV_HEAD + head_tile) * 2 + uses_second_slot
+            slot_row = tl.cast(slot * spec.M + m, tl.int64)
             # Slots past the last one have maximum -inf, so weight 0.
-            maxima = tl.load(row_maxima + at, mask=valid, other=float("-inf"))
-            sums = tl.load(row_sums + at, mask=valid, other=0.0)
+            slot_row_maxima = tl.load(partial_row_maxima + slot_row, mask=valid, other=float("-inf"))
+            slot_row_sums = tl.load(partial_row_sums + slot_row, mask=valid, other=0.0)
             dv = tl.arange(0, BV)
-            accs = tl.load(parts + at[:, None] * PART + dv[None, :], mask=valid[:, None], other=0.0)
-            new_max = tl.maximum(row_max, tl.max(maxima, 0))
+            slot_accs = tl.load(
+                partial_accs + slot_row[:, None] * PARTIAL_ACC_WIDTH + dv[None, :], mask=valid[:, None], other=0.0
+            )
+            new_max = tl.maximum(row_max, tl.max(slot_row_maxima, 0))
             shift = finite(new_max)
             # Each slot is relative to its own maximum: rescale to the common one.
-            weights = tl.exp2(maxima - shift)
+            weights = tl.exp2(slot_row_maxima - shift)
             alpha = tl.exp2(row_max - shift)
-            row_sum = row_sum * alpha + tl.sum(sums * weights, 0)
-            acc = acc * alpha[:, None] + tl.sum(accs * weights[:, None], 0)[None, :]
-            if spec.TAIL:
+            row_sum = row_sum * alpha + tl.sum(slot_row_sums * weights, 0)
+            acc = acc * alpha[:, None] + tl.sum(slot_accs * weights[:, None], 0)[None, :]
+            if spec.ROTARY_IS_VALUE:
                 r = BV + tl.arange(0, BR)
-                tails = tl.load(parts + at[:, None] * PART + r[None, :], mask=valid[:, None], other=0.0)
-                tail = tail * alpha[:, None] + tl.sum(tails * weights[:, None], 0)[None, :]
+                slot_rotary_accs = tl.load(
+                    partial_accs + slot_row[:, None] * PARTIAL_ACC_WIDTH + r[None, :], mask=valid[:, None], other=0.0
+                )
+                rotary_acc = rotary_acc * alpha[:, None] + tl.sum(slot_rotary_accs * weights[:, None], 0)[None, :]
             row_max = new_max
-        q_head = head * spec.SPLITS + split
-        rows_of_m = m + tl.zeros([1], tl.int32)
-        store_rows(output, lse, acc, tail, row_max, row_sum, row, rows, q_head, sinks, rows_of_m, spec)
+        q_head = head * spec.HEAD_TILES_PER_KV_HEAD + head_tile
+        row_vector = m + tl.zeros([1], tl.int32)
+        store_output_rows(
+            output, lse, acc, rotary_acc, row_max, row_sum, first_row, num_rows, q_head, sinks, row_vector, spec
+        )

@@ -18,10 +18,10 @@ HANDLES = frozenset(
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record of `mla_decode` that `Requires` cannot express."""
     if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
-        yield f"rows of {record.key.shape[-1]} are more than 512 of the latent vector and 128 behind it"
+        yield f"key: got rows of {record.key.shape[-1]}, the kernel has at most 512 latent columns and 128 rotary ones"
         return
-    if too_large := config.too_large(record, current_device()):
-        yield too_large
+    if reason := config.shared_memory_refusal(record, current_device()):
+        yield reason
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -21,9 +21,9 @@ def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction)
     return paged_config.candidates(_shapes(record), device, direction)
 
 
-def too_large(record: TiledAttention, device: DeviceInfo) -> str:
+def shared_memory_refusal(record: TiledAttention, device: DeviceInfo) -> str:
     """Returns why the kernel cannot run for a record on a device; empty where it can."""
-    return paged_config.too_large(_shapes(record), device)
+    return paged_config.shared_memory_refusal(_shapes(record), device)
 
 
 def _shapes(record: TiledAttention) -> PagedAttention:

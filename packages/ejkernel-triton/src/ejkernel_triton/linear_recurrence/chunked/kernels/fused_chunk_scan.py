@@ -18,42 +18,42 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import (
-    causal,
-    chunk_base,
-    constant_gate,
-    decay_until_end,
-    gates_base,
-    head_gates,
-    last_head_gate,
-    load_chunk_decay,
-    load_dt,
-    load_rows,
+    causal_mask,
+    chunk_address,
+    decay_to_chunk_end,
+    gates_address,
+    load_constant_gate,
+    load_head_gate_cumsum,
+    load_head_gate_sum,
+    load_log2_chunk_decay,
     load_state,
-    nth_sequence,
-    pair_weights,
-    scan_span,
-    scores_at,
-    store_rows,
+    load_token_rows,
+    load_token_scalars,
+    pairwise_decay,
+    score_pointers,
+    sequence_bounds,
+    sequence_of_scan,
     store_state,
+    store_token_rows,
 )
 
 
 @triton.jit
 def store_padding_zeros(
-    output, bounds, row, head, v_start, BLOCK_V: tl.constexpr, spec: tl.constexpr, per: tl.constexpr
+    output, padded_cu_seqlens, row, head, v_start, BLOCK_V: tl.constexpr, spec: tl.constexpr, per: tl.constexpr
 ):
     """Writes zeros to the outputs of padding tokens before and after a packed row's sequences."""
-    bounds += (row // per.BOUNDS) * (spec.SEQUENCES + 2)
-    C: tl.constexpr = spec.CHUNK
-    zeros = tl.zeros([C, BLOCK_V], tl.float32)
-    end = tl.load(bounds)
-    for start in tl.range(0, end, C):
-        at = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(at, zeros, start, end, v_start, spec.H, spec.V, spec)
-    end = end * 0 + spec.T
-    for start in tl.range(tl.load(bounds + spec.SEQUENCES), end, C):
-        at = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(at, zeros, start, end, v_start, spec.H, spec.V, spec)
+    padded_cu_seqlens += (row // per.PADDED_CU_SEQLENS) * (spec.NUM_SEQUENCES + 2)
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
+    zeros = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    sequence_end = tl.load(padded_cu_seqlens)
+    for chunk_first_token in tl.range(0, sequence_end, CHUNK):
+        at = chunk_address(output, row, chunk_first_token, head, spec.T, spec.H, spec.V)
+        store_token_rows(at, zeros, chunk_first_token, sequence_end, v_start, spec.H, spec.V, spec)
+    sequence_end = sequence_end * 0 + spec.T
+    for chunk_first_token in tl.range(tl.load(padded_cu_seqlens + spec.NUM_SEQUENCES), sequence_end, CHUNK):
+        at = chunk_address(output, row, chunk_first_token, head, spec.T, spec.H, spec.V)
+        store_token_rows(at, zeros, chunk_first_token, sequence_end, v_start, spec.H, spec.V, spec)
 
 
 @triton.jit
@@ -64,119 +64,123 @@ def fused_chunk_scan_kernel(
     gates,
     dt,
     skip,
-    initial,
+    initial_states,
     w,
     scores,
-    bounds,
-    first_chunks,
-    order,
+    padded_cu_seqlens,
+    chunk_offsets,
+    sequences_by_length,
     output,
-    final,
+    final_states,
     spec: tl.constexpr,
     per: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    INITIAL: tl.constexpr,
+    HAS_INITIAL_STATES: tl.constexpr,
     HAS_W: tl.constexpr,
 ):
     """Computes outputs and final state of one head and sequence, BLOCK_V value channels; see
     `forward.fused_chunk_scan`.
     """
-    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
-    C: tl.constexpr = spec.CHUNK
+    NUM_V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
     program = tl.program_id(0)
     # Tiles of values are the fastest index: programs that run together read the same queries and keys from L2.
-    v_start = (program % V_TILES) * BLOCK_V
-    program = program // V_TILES
+    v_start = (program % NUM_V_TILES) * BLOCK_V
+    program = program // NUM_V_TILES
     head = program % spec.H
     program = program // spec.H
     # The first programs of a packed row write zeros for padding tokens: a separate kernel would only cost its launch, a
     # hundredth of the call.
-    PACKED: tl.constexpr = spec.PER_SEQUENCE == 0
-    row = program // (spec.SEQUENCES + PACKED)
-    n = program % (spec.SEQUENCES + PACKED) - PACKED
-    sequence = nth_sequence(order, row, tl.maximum(n, 0), spec, per)
-    first, last, sequence_start, end = scan_span(bounds, first_chunks, row, sequence, spec, per)
+    PACKED: tl.constexpr = spec.CHUNKS_PER_SEGMENT == 0
+    row = program // (spec.NUM_SEQUENCES + PACKED)
+    scan = program % (spec.NUM_SEQUENCES + PACKED) - PACKED
+    sequence = sequence_of_scan(sequences_by_length, row, tl.maximum(scan, 0), spec, per)
+    first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
+        padded_cu_seqlens, chunk_offsets, row, sequence, spec, per
+    )
     if PACKED:
-        last = tl.where(n < 0, first, last)
+        end_chunk = tl.where(scan < 0, first_chunk, end_chunk)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if INITIAL:
-        from_row = tl.cast(row // per.INITIAL, tl.int64) * spec.SEQUENCES + sequence
-        at = initial + (from_row * spec.H + head) * (spec.K * spec.V)
+    if HAS_INITIAL_STATES:
+        state_row = tl.cast(row // per.HAS_INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
+        at = initial_states + (state_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(at, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head, k_head = head // (spec.H // spec.HQ), head // (spec.H // spec.HK)
     v_head = head // (spec.H // VALUE_HEADS)
-    factor = 0.0
-    if spec.SKIP:
-        factor = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
-    constant = constant_gate(gates, row, head, spec, per)
-    next_decay = load_chunk_decay(gates, row, head, first, 0, BLOCK_K, spec, per)
-    for step in tl.range(0, last - first):
-        chunk = first + step
-        start = sequence_start + step * C
-        chunk_decay = next_decay
+    skip_weight = 0.0
+    if spec.HAS_SKIP:
+        skip_weight = tl.load(skip + (row // per.SKIP) * spec.H + head).to(tl.float32)
+    constant_log2_gate = load_constant_gate(gates, row, head, spec, per)
+    next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, first_chunk, 0, BLOCK_K, spec, per)
+    for step in tl.range(0, end_chunk - first_chunk):
+        chunk = first_chunk + step
+        chunk_first_token = sequence_start + step * CHUNK
+        log2_chunk_decay = next_log2_chunk_decay
         # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
-        next_decay = load_chunk_decay(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
+        next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, chunk + 1, 0, BLOCK_K, spec, per)
         # No address depends on `acc`, so the pipeliner copies the next chunks' tiles during this chunk's products.
-        q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
-        k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
-        v_base = chunk_base(value, row // per.VALUE, start, v_head, spec.T, VALUE_HEADS, spec.V)
-        q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
-        k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
-        v = load_rows(v_base, start, end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
+        query_base = chunk_address(query, row // per.QUERY, chunk_first_token, q_head, spec.T, spec.HQ, spec.K)
+        key_base = chunk_address(key, row // per.KEY, chunk_first_token, k_head, spec.T, spec.HK, spec.K)
+        value_base = chunk_address(value, row // per.VALUE, chunk_first_token, v_head, spec.T, VALUE_HEADS, spec.V)
+        q = load_token_rows(query_base, chunk_first_token, sequence_end, 0, spec.HQ, spec.K, BLOCK_K, spec)
+        k = load_token_rows(key_base, chunk_first_token, sequence_end, 0, spec.HK, spec.K, BLOCK_K, spec)
+        v = load_token_rows(value_base, chunk_first_token, sequence_end, v_start, VALUE_HEADS, spec.V, BLOCK_V, spec)
         # The state is read, and updated with the chunk, before the chunk's scores are computed: doing both at the same
         # time takes too many registers.
         state = acc.to(q.dtype)
-        out = dot(q, state, spec)
+        output_tile = dot(q, state, spec)
         if HAS_W:
-            w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
-            w_tile = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
+            w_base = chunk_address(w, row // per.W, chunk_first_token, head, spec.T, spec.H, spec.K)
+            w_tile = load_token_rows(w_base, chunk_first_token, sequence_end, 0, spec.H, spec.K, BLOCK_K, spec)
             # The chunk's writes, U - W S: rounded once, so that state, outputs and gradients use the same values.
             v = (-add_dot(-v.to(tl.float32), w_tile, state, spec)).to(v.dtype)
         read, writes = v, v
-        if spec.WIDTH == 1:
-            g_base = gates_base(gates, row, head, chunk, spec, per)
-            g = head_gates(g_base, constant, 0, C, spec)
-            total = last_head_gate(g_base, constant, end - start, spec)
+        if spec.GATES_PER_HEAD == 1:
+            gates_base = gates_address(gates, row, head, chunk, spec, per)
+            gate_cumsum = load_head_gate_cumsum(gates_base, constant_log2_gate, 0, CHUNK, spec)
+            gate_sum = load_head_gate_sum(gates_base, constant_log2_gate, sequence_end - chunk_first_token, spec)
             # The decay from each token to the chunk's end is applied to values, of which a program has fewer than keys.
-            weights = decay_until_end(total, g, spec)
-        if spec.DT:
-            factors = load_dt(dt, row // per.DT, start, end, head, spec)
-            weights = weights * factors if spec.WIDTH == 1 else factors
-            read = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
-        if spec.WIDTH == 1 or spec.DT:
+            weights = decay_to_chunk_end(gate_sum, gate_cumsum, spec)
+        if spec.HAS_DT:
+            dt_values = load_token_scalars(dt, row // per.DT, chunk_first_token, sequence_end, head, spec)
+            weights = weights * dt_values if spec.GATES_PER_HEAD == 1 else dt_values
+            read = (v.to(tl.float32) * dt_values[:, None]).to(v.dtype)
+        if spec.GATES_PER_HEAD == 1 or spec.HAS_DT:
             writes = (v.to(tl.float32) * weights[:, None]).to(v.dtype)
-        if spec.WIDTH == 1:
-            out *= tl.exp2(g)[:, None]
-            acc *= tl.exp2(total)
-        if spec.DECAYED:
-            acc *= tl.exp2(chunk_decay)[:, None]
+        if spec.GATES_PER_HEAD == 1:
+            output_tile *= tl.exp2(gate_cumsum)[:, None]
+            acc *= tl.exp2(gate_sum)
+        if spec.QK_ARE_DECAYED:
+            acc *= tl.exp2(log2_chunk_decay)[:, None]
         # Tokens past the end have keys and values of 0, so they add nothing; their outputs are not stored.
         acc = add_dot(acc, tl.trans(k), writes, spec)
-        if spec.WIDTH > 1:
+        if spec.GATES_PER_HEAD > 1:
             # The scores are stored masked and in the operands' dtype, so no thread has to convert them.
-            out = add_dot(out, tl.load(scores_at(scores, row, head, chunk, spec)), read, spec)
+            output_tile = add_dot(output_tile, tl.load(score_pointers(scores, row, head, chunk, spec)), read, spec)
         else:
             pairs = dot(q, tl.trans(k), spec)
-            if spec.WIDTH == 1:
+            if spec.GATES_PER_HEAD == 1:
                 # Also masks: the weights are 0 above the diagonal. Gates are reloaded; `step >> 30` is a 0 that the
                 # compiler cannot fold. Kept through the products above they would spill.
-                pairs *= pair_weights(head_gates(g_base + (step >> 30), constant, 0, C, spec))
+                pairs *= pairwise_decay(
+                    load_head_gate_cumsum(gates_base + (step >> 30), constant_log2_gate, 0, CHUNK, spec)
+                )
             else:
-                pairs = tl.where(causal(spec), pairs, 0.0)
-            out = add_dot(out, pairs.to(v.dtype), read, spec)
+                pairs = tl.where(causal_mask(spec), pairs, 0.0)
+            output_tile = add_dot(output_tile, pairs.to(v.dtype), read, spec)
         # The output is scaled; the skip is not.
-        out *= spec.SCALE
-        if spec.SKIP:
-            out += v.to(tl.float32) * factor
-        target = chunk_base(output, row, start, head, spec.T, spec.H, spec.V)
-        store_rows(target, out, start, end, v_start, spec.H, spec.V, spec)
-    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+        output_tile *= spec.OUTPUT_SCALE
+        if spec.HAS_SKIP:
+            output_tile += v.to(tl.float32) * skip_weight
+        target = chunk_address(output, row, chunk_first_token, head, spec.T, spec.H, spec.V)
+        store_token_rows(target, output_tile, chunk_first_token, sequence_end, v_start, spec.H, spec.V, spec)
+    state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     if PACKED:
-        if n < 0:
-            store_padding_zeros(output, bounds, row, head, v_start, BLOCK_V, spec, per)
+        if scan < 0:
+            store_padding_zeros(output, padded_cu_seqlens, row, head, v_start, BLOCK_V, spec, per)
         else:
-            store_state(final + state_offset, acc, 0, v_start, spec)
+            store_state(final_states + state_offset, acc, 0, v_start, spec)
     else:
-        store_state(final + state_offset, acc, 0, v_start, spec)
+        store_state(final_states + state_offset, acc, 0, v_start, spec)

@@ -10,34 +10,34 @@ import triton.language as tl
 
 @triton.jit
 def zero_padding_kernel(
-    old,
-    bounds,
+    array_before,
+    padded_cu_seqlens,
     array,
     per: tl.constexpr,
     T: tl.constexpr,
     WIDTH: tl.constexpr,
     SEQUENCES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """Writes zeros to [rows, T, WIDTH] before the first sequence's first token and after the last sequence's last
-    one.
+    """Writes zeros to [rows, T, GATES_PER_HEAD] before the first sequence's first token and after the last sequence's
+    last one.
 
-    `old` aliases `array`.
+    `array_before` aliases `array`.
     """
     program = tl.program_id(0)
-    BLOCKS: tl.constexpr = (T + ROWS - 1) // ROWS
-    row = program // BLOCKS
-    start = (program % BLOCKS) * ROWS
-    bounds += (row // per.BOUNDS) * (SEQUENCES + 2)
-    first, last = tl.load(bounds), tl.load(bounds + SEQUENCES)
+    NUM_BLOCKS: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
+    row = program // NUM_BLOCKS
+    first_token = (program % NUM_BLOCKS) * BLOCK_T
+    padded_cu_seqlens += (row // per.PADDED_CU_SEQLENS) * (SEQUENCES + 2)
+    sequences_start, sequences_end = tl.load(padded_cu_seqlens), tl.load(padded_cu_seqlens + SEQUENCES)
     # Most programs have no padding tokens, and end here.
-    if (start < first) | (start + ROWS > last):
-        tokens = start + tl.arange(0, ROWS)
-        outside = ((tokens < first) | (tokens >= last)) & (tokens < T)
-        base = array + (tl.cast(row, tl.int64) * T + start) * WIDTH
-        for column in tl.range(0, WIDTH, COLUMNS):
-            columns = column + tl.arange(0, COLUMNS)
-            at = base + (tl.arange(0, ROWS)[:, None] * WIDTH + columns[None, :])
-            zeros = tl.zeros([ROWS, COLUMNS], array.dtype.element_ty)
-            tl.store(at, zeros, mask=outside[:, None] & (columns < WIDTH)[None, :])
+    if (first_token < sequences_start) | (first_token + BLOCK_T > sequences_end):
+        tokens = first_token + tl.arange(0, BLOCK_T)
+        is_padding = ((tokens < sequences_start) | (tokens >= sequences_end)) & (tokens < T)
+        base = array + (tl.cast(row, tl.int64) * T + first_token) * WIDTH
+        for column in tl.range(0, WIDTH, BLOCK_ELEMENTS):
+            columns = column + tl.arange(0, BLOCK_ELEMENTS)
+            at = base + (tl.arange(0, BLOCK_T)[:, None] * WIDTH + columns[None, :])
+            zeros = tl.zeros([BLOCK_T, BLOCK_ELEMENTS], array.dtype.element_ty)
+            tl.store(at, zeros, mask=is_padding[:, None] & (columns < WIDTH)[None, :])

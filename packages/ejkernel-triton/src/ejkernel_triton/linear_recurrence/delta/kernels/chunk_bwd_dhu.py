@@ -25,18 +25,18 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import (
-    chunk_base,
-    gates_base,
-    load_chunk_decay,
-    load_rows,
+    chunk_address,
+    gates_address,
+    load_log2_chunk_decay,
     load_state,
-    nth_sequence,
-    scan_span,
-    state_base,
-    store_rows,
+    load_token_rows,
+    sequence_bounds,
+    sequence_of_scan,
+    state_address,
     store_state,
+    store_token_rows,
 )
-from ejkernel_triton.linear_recurrence.segments.kernels.effective_length import load_effective_length
+from ejkernel_triton.linear_recurrence.segments.kernels.chunks_until_decayed import load_chunks_until_decayed
 
 
 @triton.jit
@@ -46,99 +46,109 @@ def chunk_bwd_dhu_kernel(
     gates,
     w,
     cotangent,
-    intra_chunk,
-    final,
+    intra_chunk_dv,
+    final_gradient,
     bounds,
-    first_chunks,
-    order,
-    lengths,
+    chunk_offsets,
+    sequences_by_length,
+    chunks_until_decayed,
     dstates,
-    first_gradient,
+    initial_gradient,
     dv_new,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    FINAL: tl.constexpr,
-    WRITE: tl.constexpr,
-    OFFSET: tl.constexpr,
-    LENGTH_TILES: tl.constexpr,
+    HAS_FINAL_GRADIENTS: tl.constexpr,
+    STORE_CHUNK_STATES: tl.constexpr,
+    FIRST_SEGMENT: tl.constexpr,
+    UNTIL_DECAYED_TILES: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
     A program holds all key channels, padded to BLOCK_K, since dx is a sum over them.
     """
-    V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
-    C: tl.constexpr = spec.CHUNK
+    NUM_V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
     program = tl.program_id(0)
-    v_start = (program % V_TILES) * BLOCK_V
-    program = program // V_TILES
+    v_start = (program % NUM_V_TILES) * BLOCK_V
+    program = program // NUM_V_TILES
     head = program % spec.H
     program = program // spec.H
-    row = program // spec.SEQUENCES
-    sequence = nth_sequence(order, row, program % spec.SEQUENCES, spec, per)
-    first, last, sequence_start, end = scan_span(bounds, first_chunks, row, sequence + OFFSET, spec, per)
-    if LENGTH_TILES > 0:
+    row = program // spec.NUM_SEQUENCES
+    sequence = sequence_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
+    first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
+        bounds, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
+    )
+    if UNTIL_DECAYED_TILES > 0:
         # The gradient at the segment's start: chunks whose contribution decays to nothing on the way there are skipped.
-        SEGMENTS: tl.constexpr = (spec.CHUNKS + spec.PER_SEQUENCE - 1) // spec.PER_SEQUENCE
-        last = tl.minimum(
-            last, first + load_effective_length(lengths, row, sequence + OFFSET, head, SEGMENTS, LENGTH_TILES, spec)
+        NUM_SEGMENTS: tl.constexpr = (spec.NUM_CHUNKS + spec.CHUNKS_PER_SEGMENT - 1) // spec.CHUNKS_PER_SEGMENT
+        end_chunk = tl.minimum(
+            end_chunk,
+            first_chunk
+            + load_chunks_until_decayed(
+                chunks_until_decayed, row, sequence + FIRST_SEGMENT, head, NUM_SEGMENTS, UNTIL_DECAYED_TILES, spec
+            ),
         )
-    rows = tl.arange(0, C)
+    rows = tl.arange(0, CHUNK)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if FINAL:
-        final_row = tl.cast(row // per.FINAL, tl.int64) * spec.SEQUENCES + sequence
+    if HAS_FINAL_GRADIENTS:
+        final_row = tl.cast(row // per.HAS_FINAL_GRADIENTS, tl.int64) * spec.NUM_SEQUENCES + sequence
         state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
         # The scan starts with the cotangent of the final state.
-        acc = load_state(final + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+        acc = load_state(final_gradient + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
-    next_decay = load_chunk_decay(gates, row, head, last - 1, 0, BLOCK_K, spec, per)
-    for step in tl.range(0, last - first):
-        chunk = last - 1 - step
-        start = sequence_start + (chunk - first) * C
-        chunk_decay = next_decay
+    next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, end_chunk - 1, 0, BLOCK_K, spec, per)
+    for step in tl.range(0, end_chunk - first_chunk):
+        chunk = end_chunk - 1 - step
+        chunk_first_token = sequence_start + (chunk - first_chunk) * CHUNK
+        log2_chunk_decay = next_log2_chunk_decay
         # Prefetched by one chunk: see `chunk_fwd_h_kernel`.
-        next_decay = load_chunk_decay(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
+        next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, chunk - 1, 0, BLOCK_K, spec, per)
         # Before this chunk adds to it, `acc` is the gradient of the state after the chunk.
-        if WRITE:
-            store_state(state_base(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
-        q_base = chunk_base(query, row // per.QUERY, start, q_head, spec.T, spec.HQ, spec.K)
-        k_base = chunk_base(key, row // per.KEY, start, k_head, spec.T, spec.HK, spec.K)
-        w_base = chunk_base(w, row // per.W, start, head, spec.T, spec.H, spec.K)
-        o_base = chunk_base(cotangent, row // per.COTANGENT, start, head, spec.T, spec.H, spec.V)
-        x_base = chunk_base(intra_chunk, row // per.INTRA_CHUNK, start, head, spec.T, spec.H, spec.V)
-        g_base = gates_base(gates, row, head, chunk, spec, per)
+        if STORE_CHUNK_STATES:
+            store_state(state_address(dstates, row, head, chunk, spec), acc, 0, v_start, spec)
+        query_base = chunk_address(query, row // per.QUERY, chunk_first_token, q_head, spec.T, spec.HQ, spec.K)
+        key_base = chunk_address(key, row // per.KEY, chunk_first_token, k_head, spec.T, spec.HK, spec.K)
+        w_base = chunk_address(w, row // per.W, chunk_first_token, head, spec.T, spec.H, spec.K)
+        do_base = chunk_address(cotangent, row // per.COTANGENT, chunk_first_token, head, spec.T, spec.H, spec.V)
+        intra_chunk_base = chunk_address(
+            intra_chunk_dv, row // per.INTRA_CHUNK_DV, chunk_first_token, head, spec.T, spec.H, spec.V
+        )
+        gates_base = gates_address(gates, row, head, chunk, spec, per)
         # No address depends on `acc`, so the pipeliner can copy the next chunks' tiles during this one's products.
-        q = load_rows(q_base, start, end, 0, spec.HQ, spec.K, BLOCK_K, spec)
-        k = load_rows(k_base, start, end, 0, spec.HK, spec.K, BLOCK_K, spec)
-        w_tile = load_rows(w_base, start, end, 0, spec.H, spec.K, BLOCK_K, spec)
-        do = load_rows(o_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec)
-        dx = load_rows(x_base, start, end, v_start, spec.H, spec.V, BLOCK_V, spec).to(tl.float32)
+        q = load_token_rows(query_base, chunk_first_token, sequence_end, 0, spec.HQ, spec.K, BLOCK_K, spec)
+        k = load_token_rows(key_base, chunk_first_token, sequence_end, 0, spec.HK, spec.K, BLOCK_K, spec)
+        w_tile = load_token_rows(w_base, chunk_first_token, sequence_end, 0, spec.H, spec.K, BLOCK_K, spec)
+        do = load_token_rows(do_base, chunk_first_token, sequence_end, v_start, spec.H, spec.V, BLOCK_V, spec)
+        dv_new_tile = load_token_rows(
+            intra_chunk_base, chunk_first_token, sequence_end, v_start, spec.H, spec.V, BLOCK_V, spec
+        ).to(tl.float32)
         # With a gate per head, the products' rows are scaled instead of queries and keys, which stay in shared memory.
-        decay_since = spec.SCALE
-        if spec.WIDTH == 1:
-            g = tl.load(g_base + rows)
-            total = tl.load(g_base + (C - 1))
+        decay_since = spec.OUTPUT_SCALE
+        if spec.GATES_PER_HEAD == 1:
+            gate_cumsum = tl.load(gates_base + rows)
+            gate_sum = tl.load(gates_base + (CHUNK - 1))
             # dx reads the gradient after the chunk, so products with `acc` come before its decay.
-            dx += tl.exp2(total - g)[:, None] * dot(k, acc.to(k.dtype), spec)
-            decay_since = (tl.exp2(g) * spec.SCALE)[:, None]
-            acc *= tl.exp2(total)
+            dv_new_tile += tl.exp2(gate_sum - gate_cumsum)[:, None] * dot(k, acc.to(k.dtype), spec)
+            decay_since = (tl.exp2(gate_cumsum) * spec.OUTPUT_SCALE)[:, None]
+            acc *= tl.exp2(gate_sum)
         else:
-            dx = add_dot(dx, k, acc.to(k.dtype), spec)
-        if spec.DECAYED:
-            acc *= tl.exp2(chunk_decay)[:, None]
+            dv_new_tile = add_dot(dv_new_tile, k, acc.to(k.dtype), spec)
+        if spec.QK_ARE_DECAYED:
+            acc *= tl.exp2(log2_chunk_decay)[:, None]
         # Rounded once, so that the scan and `wy_bwd_kernel` use the same dx.
-        low = dx.to(dv_new.dtype.element_ty)
-        if WRITE:
-            to = chunk_base(dv_new, row, start, head, spec.T, spec.H, spec.V)
-            store_rows(to, low, start, end, v_start, spec.H, spec.V, spec)
+        dx_rounded = dv_new_tile.to(dv_new.dtype.element_ty)
+        if STORE_CHUNK_STATES:
+            output_base = chunk_address(dv_new, row, chunk_first_token, head, spec.T, spec.H, spec.V)
+            store_token_rows(output_base, dx_rounded, chunk_first_token, sequence_end, v_start, spec.H, spec.V, spec)
         # Added by the products' accumulators: `acc += dot(...)` makes Triton 3.6 spill 192 bytes on sm_90
         # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
         if spec.WIDEN:  # Triton's interpreter would negate the bits of bfloat16
-            acc = add_dot(acc, tl.trans(w_tile), -low.to(tl.float32), spec)
+            acc = add_dot(acc, tl.trans(w_tile), -dx_rounded.to(tl.float32), spec)
         else:
-            acc = add_dot(acc, tl.trans(w_tile), -low, spec)
-    state_offset = ((tl.cast(row, tl.int64) * spec.SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
-    store_state(first_gradient + state_offset, acc, 0, v_start, spec)
+            acc = add_dot(acc, tl.trans(w_tile), -dx_rounded, spec)
+    state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
+    store_state(initial_gradient + state_offset, acc, 0, v_start, spec)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import dot
 
-DIAGONAL = tl.constexpr(16)
+DIAGONAL_BLOCK = tl.constexpr(16)
 """Rows of a diagonal block: the smallest side of an MMA."""
 
 
@@ -20,50 +20,57 @@ def batched_inverses(blocks, spec: tl.constexpr):
         | A^-1  0    |^-1     |  A      0 |
         | L     D^-1 |     =  | -D L A  D |
     """
-    row, column = tl.arange(0, DIAGONAL)[:, None], tl.arange(0, DIAGONAL)[None, :]
+    row, column = tl.arange(0, DIAGONAL_BLOCK)[:, None], tl.arange(0, DIAGONAL_BLOCK)[None, :]
     # Blocks of one row are the identity, so the first step needs no products.
     pair = (row >> 1) == (column >> 1)
     inverse = (row == column).to(tl.float32)[None, :, :] - tl.where(pair[None, :, :], blocks, 0.0)
     for level in tl.static_range(1, 4):
         below = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-        between = tl.where(below[None, :, :], blocks, 0.0)
-        inverse -= dot(dot(inverse, between, spec), inverse, spec)
+        log2_decay = tl.where(below[None, :, :], blocks, 0.0)
+        inverse -= dot(dot(inverse, log2_decay, spec), inverse, spec)
     return inverse
 
 
 @triton.jit
-def diagonal_inverses(lower, spec: tl.constexpr):
-    """Returns the inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK, CHUNK], 0 elsewhere."""
-    C: tl.constexpr = spec.CHUNK
-    BLOCKS: tl.constexpr = C // DIAGONAL
-    rows = tl.arange(0, C)
-    same_block = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
+def diagonal_inverses(strictly_lower, spec: tl.constexpr):
+    """Returns the inverses of I plus the diagonal blocks of a strictly lower matrix: [CHUNK_SIZE, CHUNK_SIZE], 0
+    elsewhere.
+    """
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
+    BLOCKS: tl.constexpr = CHUNK // DIAGONAL_BLOCK
+    rows = tl.arange(0, CHUNK)
+    in_diagonal_block = (rows // DIAGONAL_BLOCK)[:, None] == (rows // DIAGONAL_BLOCK)[None, :]
     # Extracts the diagonal blocks as [BLOCKS, 16, 16]: each sum over block columns has only one nonzero term.
-    blocks = tl.sum(tl.reshape(tl.where(same_block, lower, 0.0), [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), 2)
+    blocks = tl.sum(
+        tl.reshape(tl.where(in_diagonal_block, strictly_lower, 0.0), [BLOCKS, DIAGONAL_BLOCK, BLOCKS, DIAGONAL_BLOCK]),
+        2,
+    )
     inverse = batched_inverses(blocks, spec)
-    # Converts back to [CHUNK, CHUNK], the shape of the other products.
-    whole = tl.reshape(tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL, BLOCKS, DIAGONAL]), [C, C])
-    return tl.where(same_block, whole, 0.0)
+    # Converts back to [CHUNK_SIZE, CHUNK_SIZE], the shape of the other products.
+    block_diagonal = tl.reshape(
+        tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL_BLOCK, BLOCKS, DIAGONAL_BLOCK]), [CHUNK, CHUNK]
+    )
+    return tl.where(in_diagonal_block, block_diagonal, 0.0)
 
 
 @triton.jit
-def solve_tril(lower, spec: tl.constexpr):
-    """Returns (I + lower)^-1 of a strictly lower [CHUNK, CHUNK] float32.
+def solve_tril(strictly_lower, spec: tl.constexpr):
+    """Returns (I + lower)^-1 of a strictly lower [CHUNK_SIZE, CHUNK_SIZE] float32.
 
     With D the inverse of the diagonal blocks and X = D times the blocks below them, it is (I + X)^-1 D. X has no power
     beyond the number of blocks, so (I + X)^-1 = (I - X)(I + X^2)(I + X^4), of which a chunk of 64 needs two factors.
     """
-    C: tl.constexpr = spec.CHUNK
-    inverse = diagonal_inverses(lower, spec)
-    if C > DIAGONAL:
-        rows = tl.arange(0, C)
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
+    inverse = diagonal_inverses(strictly_lower, spec)
+    if CHUNK > DIAGONAL_BLOCK:
+        rows = tl.arange(0, CHUNK)
         # Factors are applied from the right, so each is one product with the current result. X ** (C / 16) is 0, so the
         # result is exact: the series ends.
-        below = tl.where((rows // DIAGONAL)[:, None] > (rows // DIAGONAL)[None, :], lower, 0.0)
+        below = tl.where((rows // DIAGONAL_BLOCK)[:, None] > (rows // DIAGONAL_BLOCK)[None, :], strictly_lower, 0.0)
         power = dot(inverse, below, spec)
-        if C > 2 * DIAGONAL:
+        if CHUNK > 2 * DIAGONAL_BLOCK:
             square = dot(power, power, spec)
-            if C > 4 * DIAGONAL:
+            if CHUNK > 4 * DIAGONAL_BLOCK:
                 inverse += dot(dot(square, square, spec), inverse, spec)
             inverse += dot(square, inverse, spec)
         inverse -= dot(power, inverse, spec)

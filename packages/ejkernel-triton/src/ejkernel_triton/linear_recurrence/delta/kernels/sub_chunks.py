@@ -8,87 +8,96 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
-from ejkernel_triton.linear_recurrence.kernels.tile import diagonal, masked_load, powers_of_two
+from ejkernel_triton.linear_recurrence.kernels.tile import diagonal_mask, masked_load, to_clamped_log2_gates
 
-SINCE_START, UNTIL_END, FROM_MIDDLE, TO_CUT = (tl.constexpr(n) for n in range(4))
-"""Indices of the matrices of `plan.gate_signs`; those of levels follow TO_CUT."""
+SINCE_START, UNTIL_END, FROM_MIDDLE, TO_LEVEL_MIDPOINT = (tl.constexpr(n) for n in range(4))
+"""Indices of the matrices of `plan.gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT."""
 
 
 @triton.jit
-def load_log_gates(base, start, end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Returns [CHUNK, COLUMNS] log2 gates of a chunk's tokens; 0 for tokens from `end` on."""
-    rows = tl.arange(0, spec.CHUNK)
+def load_log_gates(
+    base, first_token, sequence_end, column, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr
+):
+    """Returns [CHUNK_SIZE, COLUMNS] log2 gates of a chunk's tokens; 0 for tokens from `sequence_end` on."""
+    rows = tl.arange(0, spec.CHUNK_SIZE)
     columns = column + tl.arange(0, COLUMNS)
     at = base + (rows[:, None] * STRIDE + columns[None, :])
-    valid = (start + rows < end)[:, None]
-    gates = masked_load(at, valid, (columns < spec.K)[None, :], not spec.FULL_CHUNKS, spec.K % COLUMNS != 0)
-    return powers_of_two(gates)
+    valid = (first_token + rows < sequence_end)[:, None]
+    gates = masked_load(at, valid, (columns < spec.K)[None, :], not spec.ALL_CHUNKS_FULL, spec.K % COLUMNS != 0)
+    return to_clamped_log2_gates(gates)
 
 
 @triton.jit
-def decayed(tile, decay):
+def multiply_by_decay(tile, decay):
     """Returns a tile times its decay, rounded to its dtype: an operand of products."""
     return (tile.to(tl.float32) * decay).to(tile.dtype)
 
 
 @triton.jit
-def gate_operands(gates, dtype: tl.constexpr):
-    """Returns log2 gates as the operands of `gate_sums`.
+def split_gates(gates, dtype: tl.constexpr):
+    """Returns log2 gates as the operands of `sum_gates`.
 
     For 16-bit tiles these are two bfloat16 terms of each gate: more digits than its 16-bit factors have, and all sums
-    use the same rounded gates.
+    between tokens use the same rounded gates. The sum of a whole chunk, which kernels compute from the gates, has all
+    digits.
     """
     if dtype == tl.float32:
         return gates, gates
     else:
-        high = gates.to(tl.bfloat16)
-        return high, (gates - high.to(tl.float32)).to(tl.bfloat16)
+        gates_high = gates.to(tl.bfloat16)
+        return gates_high, (gates - gates_high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def gate_sums(signs, which, high, low, spec: tl.constexpr):
-    """Returns sums of a chunk's gates, [CHUNK, COLUMNS] float32: the product of a matrix of `gate_signs` and the gates.
+def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec: tl.constexpr):
+    """Returns sums of a chunk's gates, [CHUNK_SIZE, COLUMNS] float32: the product of a matrix of `gate_sum_matrices`
+    and the gates.
 
     A scan along tokens takes several times as many instructions. And a difference of cumulative sums loses the digits
     of small gates after large ones, where this sum has only the gates between its two tokens.
 
     Args:
-        signs: Address of the matrices.
-        which: Index of a matrix: SINCE_START, UNTIL_END, FROM_MIDDLE, or TO_CUT plus a level.
-        high: [CHUNK, COLUMNS], from `gate_operands`.
-        low: [CHUNK, COLUMNS], likewise.
+        gate_sum_matrix_address: Address of the matrices.
+        matrix_index: Index of a matrix: SINCE_START, UNTIL_END, FROM_MIDDLE, or TO_LEVEL_MIDPOINT plus a level.
+        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
+        gates_low: [CHUNK_SIZE, COLUMNS], likewise.
         spec: Constants.
     """
-    C: tl.constexpr = spec.CHUNK
-    rows = tl.arange(0, C)
+    CHUNK: tl.constexpr = spec.CHUNK_SIZE
+    rows = tl.arange(0, CHUNK)
     # Loaded from the cache: computed in registers they would take more of them, and more time, than the product.
-    matrix = tl.load(signs + which * (C * C) + (rows[:, None] * C + rows[None, :]))
-    if high.dtype == tl.float32:
-        return dot(matrix, high, spec)
+    matrix = tl.load(gate_sum_matrix_address + matrix_index * (CHUNK * CHUNK) + (rows[:, None] * CHUNK + rows[None, :]))
+    if gates_high.dtype == tl.float32:
+        return dot(matrix, gates_high, spec)
     else:
-        return add_dot(dot(matrix, high, spec), matrix, low, spec)
+        return add_dot(dot(matrix, gates_high, spec), matrix, gates_low, spec)
 
 
 @triton.jit
-def level_pairs(level, spec: tl.constexpr):
-    """Returns which pairs (later token, earlier token) a level's cuts separate: [CHUNK, CHUNK]."""
-    rows = tl.arange(0, spec.CHUNK)
+def level_pair_mask(level, spec: tl.constexpr):
+    """Returns which pairs (later token, earlier token) a level's cuts separate: [CHUNK_SIZE, CHUNK_SIZE]."""
+    rows = tl.arange(0, spec.CHUNK_SIZE)
     # The highest bit in which their indices differ is the level's.
     return (((rows[:, None] ^ rows[None, :]) >> level) == 1) & (rows[:, None] > rows[None, :])
 
 
 @triton.jit
-def sub_chunk_pairs(spec: tl.constexpr):
-    """Returns which pairs (i, j) with j <= i have both tokens in the same sub-chunk: [CHUNK, CHUNK]."""
-    rows = tl.arange(0, spec.CHUNK)
-    sub_chunk = rows // spec.SUB_CHUNK
+def sub_chunk_pair_mask(spec: tl.constexpr):
+    """Returns which pairs (i, j) with j <= i have both tokens in the same sub-chunk: [CHUNK_SIZE, CHUNK_SIZE]."""
+    rows = tl.arange(0, spec.CHUNK_SIZE)
+    sub_chunk = rows // spec.SUB_CHUNK_SIZE
     return (sub_chunk[:, None] == sub_chunk[None, :]) & (rows[:, None] >= rows[None, :])
 
 
 @triton.jit
-def sub_chunk_scores(read, seen, query, key, high, low, signs, spec: tl.constexpr):
-    """Returns read plus sum_k q_ik exp2(G_ik - G_jk) k_jk for j <= i, over a tile of key channels, and seen plus the
-    same of keys in place of queries.
+def sub_chunk_scores(
+    qk_scores, kk_scores, query, key, gates_high, gates_low, gate_sum_matrix_address, spec: tl.constexpr
+):
+    """Adds the scores of a tile of key channels to `qk_scores` and `kk_scores`, and returns both.
+
+    For j <= i, `qk_scores` gets sum_k q_ik exp2(G_ik - G_jk) k_jk, and `kk_scores` the same with keys in place of
+    queries. The diagonal of `kk_scores` is not used: it gets the products of keys with themselves if SUB_CHUNK_SIZE is
+    above 1, and nothing if it is 1.
 
     The chunk is halved recursively until sub-chunks are left, four times if it has 64 tokens and sub-chunks have 4. The
     cut m of exactly one halving (level) separates each pair of different sub-chunks, and exp2(G_i - G_m) exp2(G_m -
@@ -109,32 +118,39 @@ def sub_chunk_scores(read, seen, query, key, high, low, signs, spec: tl.constexp
     No branch depends on the gates, so neither does the time.
 
     Args:
-        read: [CHUNK, CHUNK] float32, by (i, j).
-        seen: [CHUNK, CHUNK] float32.
-        query: [CHUNK, COLUMNS].
-        key: [CHUNK, COLUMNS].
-        high: [CHUNK, COLUMNS], from `gate_operands`.
-        low: [CHUNK, COLUMNS], likewise.
-        signs: Address of the matrices of `gate_sums`.
+        qk_scores: [CHUNK_SIZE, CHUNK_SIZE] float32, by (i, j).
+        kk_scores: [CHUNK_SIZE, CHUNK_SIZE] float32.
+        query: [CHUNK_SIZE, COLUMNS].
+        key: [CHUNK_SIZE, COLUMNS].
+        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
+        gates_low: [CHUNK_SIZE, COLUMNS], likewise.
+        gate_sum_matrix_address: Address of the matrices of `sum_gates`.
+        spec: Constants.
     """
-    FIRST: tl.constexpr = spec.SUB_LEVEL
-    LEVELS: tl.constexpr = spec.LEVELS
+    FIRST_LEVEL: tl.constexpr = spec.LOG2_SUB_CHUNK
+    NUM_LEVELS: tl.constexpr = spec.LOG2_CHUNK
     # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
-    for level in tl.range(FIRST, LEVELS, num_stages=1, disable_licm=True):
-        decay = tl.exp2(gate_sums(signs, TO_CUT + level, high, low, spec))
-        right = decayed(key, decay)
+    for level in tl.range(FIRST_LEVEL, NUM_LEVELS, num_stages=1, disable_licm=True):
+        decay = tl.exp2(sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT + level, gates_high, gates_low, spec))
+        decayed_keys = multiply_by_decay(key, decay)
         # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape.
-        read += tl.where(level_pairs(level, spec), dot(decayed(query, decay), tl.trans(right), spec), 0.0)
-        seen += tl.where(level_pairs(level, spec), dot(right, tl.trans(right), spec), 0.0)
-    if spec.SUB_CHUNK == 1:
+        qk_scores += tl.where(
+            level_pair_mask(level, spec), dot(multiply_by_decay(query, decay), tl.trans(decayed_keys), spec), 0.0
+        )
+        kk_scores += tl.where(level_pair_mask(level, spec), dot(decayed_keys, tl.trans(decayed_keys), spec), 0.0)
+    if spec.SUB_CHUNK_SIZE == 1:
         # A token with itself has no decay, and no token sees its own key.
         products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
-        read += tl.where(diagonal(spec), products[:, None], 0.0)
+        qk_scores += tl.where(diagonal_mask(spec), products[:, None], 0.0)
     else:
-        relative = gate_sums(signs, FROM_MIDDLE, high, low, spec)
-        right = decayed(key, tl.exp2(-relative))
-        since = tl.exp2(relative)
+        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE, gates_high, gates_low, spec)
+        decayed_keys = multiply_by_decay(key, tl.exp2(-relative_gates))
+        decay_since = tl.exp2(relative_gates)
         # Masked after the product: other pairs may be inf or NaN.
-        read += tl.where(sub_chunk_pairs(spec), dot(decayed(query, since), tl.trans(right), spec), 0.0)
-        seen += tl.where(sub_chunk_pairs(spec), dot(decayed(key, since), tl.trans(right), spec), 0.0)
-    return read, seen
+        qk_scores += tl.where(
+            sub_chunk_pair_mask(spec), dot(multiply_by_decay(query, decay_since), tl.trans(decayed_keys), spec), 0.0
+        )
+        kk_scores += tl.where(
+            sub_chunk_pair_mask(spec), dot(multiply_by_decay(key, decay_since), tl.trans(decayed_keys), spec), 0.0
+        )
+    return qk_scores, kk_scores

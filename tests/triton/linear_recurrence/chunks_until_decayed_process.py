@@ -61,15 +61,15 @@ beta = jnp.full((1, TOKENS, 2), 0.5)
 found = {}
 
 
-def noted(call, w, split, made=segments_forward.effective_lengths):
-    """Notes how far states reach."""
-    lengths = made(call, w, split)
-    jax.debug.callback(lambda x: found.setdefault(split.reverse, np.asarray(x)), lengths)
-    return lengths
+def record_chunks_until_decayed(call, w, plan, original=segments_forward.find_chunks_until_decayed):
+    """Records after how many chunks states have decayed, by direction."""
+    chunks = original(call, w, plan)
+    jax.debug.callback(lambda x: found.setdefault(plan.reverse, np.asarray(x)), chunks)
+    return chunks
 
 
 # Both passes of the delta rule import it by name.
-delta_forward.effective_lengths = delta_backward.effective_lengths = noted
+delta_forward.find_chunks_until_decayed = delta_backward.find_chunks_until_decayed = record_chunks_until_decayed
 checked(record_of(ramp * by_head, beta), delta_forward.forward, delta_backward.backward, delta_config.heuristic)
 jax.effects_barrier()
 # Segments of 4 chunks: the first head's states pass none of them, and the second's all. No gradient passes the first.
