@@ -25,6 +25,11 @@ def _defined(module):
             yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
+def test_verdicts_on_implementations_can_be_cached():
+    """A dictionary among its fields left implementations without a hash, so dispatch on a GPU raised TypeError."""
+    assert len(set(IMPLEMENTATIONS.values())) == len(IMPLEMENTATIONS)
+
+
 @pytest.mark.parametrize("key", sorted(IMPLEMENTATIONS), ids="-".join)
 def test_every_function_that_an_implementation_names_is_there(key):
     implementation = IMPLEMENTATIONS[key]

@@ -28,7 +28,7 @@ def sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.co
     tokens.
     """
     if spec.CHUNKS_PER_SEGMENT == 0:
-        chunk_offsets += (row // per.FIRST_CHUNKS) * (spec.NUM_SEQUENCES + 1) + sequence
+        chunk_offsets += (row // per.CHUNK_OFFSETS) * (spec.NUM_SEQUENCES + 1) + sequence
         padded_cu_seqlens += (row // per.PADDED_CU_SEQLENS) * (spec.NUM_SEQUENCES + 2) + sequence
         return (
             tl.load(chunk_offsets),
@@ -50,7 +50,7 @@ def sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.co
 def sequence_of_scan(sequences_by_length, row, scan, spec: tl.constexpr, per: tl.constexpr):
     """Returns the sequence or segment of the n-th scan of a row."""
     if spec.CHUNKS_PER_SEGMENT == 0:
-        return tl.load(sequences_by_length + (row // per.ORDER) * spec.NUM_SEQUENCES + scan)
+        return tl.load(sequences_by_length + (row // per.SEQUENCES_BY_LENGTH) * spec.NUM_SEQUENCES + scan)
     else:
         return scan
 

@@ -104,7 +104,7 @@ def fused_chunk_scan_kernel(
         end_chunk = tl.where(scan < 0, first_chunk, end_chunk)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL_STATES:
-        state_row = tl.cast(row // per.HAS_INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
+        state_row = tl.cast(row // per.INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
         at = initial_states + (state_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(at, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head, k_head = head // (spec.H // spec.HQ), head // (spec.H // spec.HK)

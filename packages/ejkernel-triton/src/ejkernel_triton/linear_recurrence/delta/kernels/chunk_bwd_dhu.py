@@ -48,7 +48,7 @@ def chunk_bwd_dhu_kernel(
     cotangent,
     intra_chunk_dv,
     final_gradient,
-    bounds,
+    padded_cu_seqlens,
     chunk_offsets,
     sequences_by_length,
     chunks_until_decayed,
@@ -78,7 +78,7 @@ def chunk_bwd_dhu_kernel(
     row = program // spec.NUM_SEQUENCES
     sequence = sequence_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
     first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
-        bounds, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
+        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
     )
     if UNTIL_DECAYED_TILES > 0:
         # The gradient at the segment's start: chunks whose contribution decays to nothing on the way there are skipped.
@@ -93,7 +93,7 @@ def chunk_bwd_dhu_kernel(
     rows = tl.arange(0, CHUNK)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_FINAL_GRADIENTS:
-        final_row = tl.cast(row // per.HAS_FINAL_GRADIENTS, tl.int64) * spec.NUM_SEQUENCES + sequence
+        final_row = tl.cast(row // per.FINAL_GRADIENT, tl.int64) * spec.NUM_SEQUENCES + sequence
         state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
         # The scan starts with the cotangent of the final state.
         acc = load_state(final_gradient + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)

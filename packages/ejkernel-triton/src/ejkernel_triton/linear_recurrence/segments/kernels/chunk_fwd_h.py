@@ -83,7 +83,7 @@ def chunk_fwd_h_kernel(
     dt,
     initial_states,
     w,
-    bounds,
+    padded_cu_seqlens,
     chunk_offsets,
     sequences_by_length,
     chunks_until_decayed,
@@ -123,12 +123,12 @@ def chunk_fwd_h_kernel(
     row = program // spec.NUM_SEQUENCES
     sequence = sequence_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
     first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
-        bounds, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
+        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
     )
     state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * NUM_COLUMNS)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL_STATES:
-        state_row = tl.cast(row // per.HAS_INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
+        state_row = tl.cast(row // per.INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
         value_pointers = initial_states + (state_row * spec.H + head) * (spec.K * spec.V)
         acc = load_state(value_pointers, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     if COMPUTE_TRANSITIONS:

@@ -74,7 +74,7 @@ def decayed_initial_states_kernel(
     STATE_SIZE: tl.constexpr = spec.K * spec.V
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL_STATE:
-        state_row = tl.cast(row // per.HAS_INITIAL_STATE, tl.int64) * spec.H + head
+        state_row = tl.cast(row // per.INITIAL_STATE, tl.int64) * spec.H + head
         acc = load_state(initial_state + state_row * STATE_SIZE, k_start, v_start, BLOCK_K, BLOCK_V, spec).to(
             tl.float32
         )

@@ -44,7 +44,7 @@ def delta_initial_states_kernel(
     columns = v_start + tl.arange(0, BLOCK_V)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL_STATE:
-        state_row = tl.cast(row // per.HAS_INITIAL_STATE, tl.int64) * spec.H + head
+        state_row = tl.cast(row // per.INITIAL_STATE, tl.int64) * spec.H + head
         acc = load_state(initial_state + state_row * (spec.K * spec.V), 0, v_start, BLOCK_K, BLOCK_V, spec).to(
             tl.float32
         )
