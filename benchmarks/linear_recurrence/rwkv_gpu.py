@@ -1,0 +1,110 @@
+"""RWKV's recurrences on a GPU, beside gated linear attention on the same arrays.
+
+    python benchmarks/linear_recurrence/rwkv_gpu.py          # B4 S8192 H16, heads of 64
+    python benchmarks/linear_recurrence/rwkv_gpu.py --check  # a short row on any device, no times
+
+Log decays are -exp(uniform(-6, 0)) per channel, about the range of a trained RWKV-6. Outputs are compared with the
+reference in float32 on a short row first. Sides are interleaved, several calls a sample, and medians are printed.
+"""
+
+import functools
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.modules import gated_linear_attention, rwkv4, rwkv6, rwkv7_mul
+from ejkernel.ops.plugins import registry
+
+sys.path.append(str(Path(__file__).parents[1]))
+import shared.report
+import shared.turns
+
+COLUMNS = ("operation", "forward ms", "with gradients ms")
+TOLERANCE = 2e-2
+"""Of the relative difference of bfloat16 results, in the Frobenius norm."""
+HEAD_DIM = 64
+
+FIELDS: dict[Callable[..., Any], tuple[str, ...]] = {
+    gated_linear_attention: ("r", "k", "v", "w"),
+    rwkv6: ("r", "k", "v", "w", "u"),
+    rwkv7_mul: ("r", "w", "k", "v", "kk", "a"),
+}
+"""The arrays of each operation, in the order of its arguments."""
+
+
+def inputs(batch: int, tokens: int, heads: int) -> dict[str, jax.Array]:
+    """Returns arrays [B, T, H, 64] in bfloat16, log decays `w` in float32 and the bonus `u` [H, 64]."""
+    keys = jax.random.split(jax.random.key(0), 7)
+    shape = (batch, tokens, heads, HEAD_DIM)
+    r, k, v, kk, a = (jax.random.normal(key, shape) for key in keys[:5])
+    arrays = {
+        "r": r,
+        "k": k * HEAD_DIM**-0.5,
+        "v": v,
+        "kk": kk / jnp.linalg.norm(kk, axis=-1, keepdims=True),
+        "a": jax.nn.sigmoid(a),
+    }
+    decays = -jnp.exp(jax.random.uniform(keys[5], shape, minval=-6.0, maxval=0.0))
+    bonus = jax.random.normal(keys[6], (heads, HEAD_DIM))
+    return {name: x.astype(jnp.bfloat16) for name, x in arrays.items()} | {"w": decays, "u": bonus}
+
+
+def difference(operation: Callable[..., Any]) -> float:
+    """Returns the relative difference of an operation's output from its reference in float32, on a short row."""
+    small = inputs(1, 300, 2)
+    got = np.asarray(jax.jit(operation)(*(small[name] for name in FIELDS[operation])), np.float32)
+    op = registry().op(operation.__name__)
+    wide = (small[name].astype(jnp.float32) for name in FIELDS[operation])
+    with jax.default_matmul_precision("highest"):
+        want = np.asarray(
+            op.reference(op.arguments(**dict(zip(op.signature.parameters, wide, strict=False)))), np.float32
+        )
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def graded(operation: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns the gradients of all arrays, of the sum of the outputs."""
+    total = lambda *x: jnp.sum(operation(*x).astype(jnp.float32))  # noqa: E731
+    return jax.grad(total, tuple(range(len(arrays))))(*arrays)
+
+
+def rows(options: Namespace) -> Iterator[list[str]]:
+    """Yields a line per operation."""
+    for operation in FIELDS:
+        off = difference(operation)
+        if not off < TOLERANCE:
+            raise AssertionError(f"{operation.__name__}: a relative difference of {off:.2g}")
+        if options.check:
+            yield [operation.__name__, "right", f"{off:.1e}"]
+    if options.check:
+        return
+    large = inputs(4, 8192, 16)
+    sides: dict[str, shared.turns.Side] = {}
+    for operation, fields in FIELDS.items():
+        arrays = [large[name] for name in fields]
+        sides[f"{operation.__name__} forward"] = functools.partial(jax.jit(operation), *arrays)
+        sides[f"{operation.__name__} both"] = functools.partial(jax.jit(functools.partial(graded, operation)), *arrays)
+    took = shared.turns.timed_in_turns(sides, 5)
+    for operation in FIELDS:
+        name = operation.__name__
+        yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in ("forward", "both"))]
+    key, value = jax.random.normal(jax.random.key(1), (2, 4, 2048, 1024))
+    zeros = jnp.zeros(1024)
+    scan = {"rwkv4": functools.partial(jax.jit(rwkv4), zeros, zeros, key, value)}
+    yield ["rwkv4, B4 S2048 C1024", f"{shared.turns.timed_in_turns(scan, 5)['rwkv4'] * 1e3:.2f}", ""]
+
+
+def main() -> None:
+    """Prints the table."""
+    options = shared.report.options(__doc__, {"--check": "a short row on any device, no times"})
+    shared.report.stream(COLUMNS, rows(options))
+
+
+if __name__ == "__main__":
+    main()
