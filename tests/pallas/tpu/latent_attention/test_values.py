@@ -19,7 +19,7 @@ from ejkernel_pallas.tpu.latent_attention.plan import as_pages
 from ejkernel_pallas.tpu.paged_attention import reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.paged_attention.spec import make_cache
+from ejkernel_pallas.tpu.paged_attention.kernels.cache import make_cache
 
 PAGED = "multi_latent_ragged_page_attention"
 TILES, SINGLE = TpuPaged(block_q=8, block_kv=128), TpuPaged(block_q=1, block_kv=128)

@@ -15,8 +15,8 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
+from ejkernel_pallas.tpu.paged_attention.kernels.cache import token_rows
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
-from ejkernel_pallas.tpu.paged_attention.spec import token_rows
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 HANDLES = frozenset(

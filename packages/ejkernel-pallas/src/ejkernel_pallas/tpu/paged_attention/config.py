@@ -9,7 +9,8 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import TILE, PagedTiles, along_lanes, shares_products
+from ejkernel_pallas.tpu.paged_attention.kernels.cache import TILE, along_lanes
+from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,13 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS
+from ejkernel_pallas.tpu.paged_attention.kernels.cache import stored
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import BUFFERS, staged
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import kernel
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS, WorkList, find_work
-from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec, stored
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec
 
 # Page indices are valid, and a bounds check takes longer than starting a copy.
 OPTIONS = {"disable_bounds_checks": True}
@@ -126,15 +127,7 @@ def _scratch(
         scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
     if spec.rows > spec.small_rows:
         scratch["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
-    for name, x in caches.items():
-        if cache.in_columns(name == "values"):
-            shape = (PREFETCH + 1, heads, x.shape[1], spec.block_kv)
-        elif cache.head_major:
-            shape = (PREFETCH + 1, heads, spec.block_kv, x.shape[-1])
-        else:
-            groups = cdiv(x.shape[-1], LANES)
-            shape = (PREFETCH + 1, groups, spec.pages, *x.shape[1:-1], min(x.shape[-1], LANES))
-        scratch[name + "_buffer"] = pltpu.VMEM(shape, x.dtype)
+    scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches.items()}
     if spec.rows > spec.small_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights)
@@ -143,3 +136,15 @@ def _scratch(
     if writes:
         scratch |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
     return scratch
+
+
+def _block_buffer(spec: PagedSpec, stored: jax.Array, second: bool) -> Any:
+    """Returns the scratch memory for blocks of the first or the second cache, of all pipeline stages."""
+    if spec.cache.in_columns(second):
+        shape = (spec.kv_heads, stored.shape[1], spec.block_kv)
+    elif spec.cache.head_major:
+        shape = (spec.kv_heads, spec.block_kv, stored.shape[-1])
+    else:
+        groups = cdiv(stored.shape[-1], LANES)
+        shape = (groups, spec.pages, *stored.shape[1:-1], min(stored.shape[-1], LANES))
+    return pltpu.VMEM((PREFETCH + 1, *shape), stored.dtype)

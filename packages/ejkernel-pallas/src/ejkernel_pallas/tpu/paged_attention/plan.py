@@ -77,22 +77,31 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         # The first item of each sequence writes all of the sequence's new tokens.
         "fresh": jnp.where(first, lengths[sequence], 0),
     }
-    owner, _ = paged_cache.token_places(record)
-    inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
     return WorkList(
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
         # The fixed cost of an item is estimated as that of one more chunk of keys.
         spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
-        # The kernel looks up several pages at once, which may go beyond the last sequence's pages if they do not fill a
-        # block.
+        # The kernel looks up several pages at once, which may go beyond the last sequence's pages.
         tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
         tokens=_packed(record, spec, base + padded, starts - base, base + lengths),
-        packed_index=jnp.where(owner >= 0, base[owner] + inside, 0),
-        in_sequence=owner >= 0,
-        item=jnp.where(owner >= 0, first_item[owner] + inside // spec.tokens, 0),
-        offset=jnp.where(owner >= 0, inside % spec.tokens, 0),
         contexts=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
+        **_token_fields(record, spec, starts, base, first_item),
     )
+
+
+def _token_fields(
+    record: PagedAttention, spec: PagedSpec, starts: jax.Array, base: jax.Array, first_item: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the fields of the work list that have an entry for each query token."""
+    owner, _ = paged_cache.token_places(record)
+    inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
+    in_sequence = owner >= 0
+    return {
+        "packed_index": jnp.where(in_sequence, base[owner] + inside, 0),
+        "in_sequence": in_sequence,
+        "item": jnp.where(in_sequence, first_item[owner] + inside // spec.tokens, 0),
+        "offset": jnp.where(in_sequence, inside % spec.tokens, 0),
+    }
 
 
 def _key_range(

@@ -7,8 +7,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.kernels.cache import stored
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
-from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec, stored
+from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 
 def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:

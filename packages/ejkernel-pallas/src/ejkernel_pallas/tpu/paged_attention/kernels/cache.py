@@ -1,0 +1,182 @@
+"""The layout of a paged cache in memory.
+
+A cache is stored in rows of elements. A token has as many rows as heads, or twice as many if keys and values are
+together. Elements of less than 32 bits share words with those of the next rows, so a strided load of word rows reads
+`packing` heads at once.
+"""
+
+import dataclasses
+
+import jax
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+
+TILE = 8
+"""Sublanes: rows of 32-bit words in one tile of memory."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The layout of keys and values in memory.
+
+    Attributes:
+        layout: The letters of the caches' layout in `paged_cache.LAYOUTS`.
+        lanes: Whether a key and its value share a row of lanes, with the value in the second half.
+        slots: S, slots per page.
+        words: Word rows per token in each cache; 1 in head-major layouts.
+        packing: Elements per word; 1 in head-major layouts, where the rows of a head are consecutive tokens.
+        size: Elements per row.
+        groups: Groups of 128 lanes that a row is copied in.
+        latent: Whether a token has a single row, whose first elements are also its value. A word then contains several
+            tokens.
+        transposed: Whether a page is stored as [D, S], with tokens along lanes; see `along_lanes`.
+        rotary: Elements per key in a second cache, stored as [Dr, S], beside latent rows; 0 without one.
+    """
+
+    layout: str
+    lanes: bool
+    slots: int
+    words: int
+    packing: int
+    size: int
+    groups: int
+    latent: bool = False
+    transposed: bool = False
+    rotary: int = 0
+
+    def in_columns(self, second: bool) -> bool:
+        """Returns whether the first or the second cache is stored with tokens along lanes."""
+        return self.rotary > 0 if second else self.transposed
+
+    @property
+    def head_major(self) -> bool:
+        """Returns whether a page has its tokens' rows head by head."""
+        return self.layout in ("phsd", "hpsd")
+
+    @property
+    def combined(self) -> bool:
+        """Returns whether one array contains keys and values."""
+        return self.layout == paged_cache.COMBINED
+
+    @property
+    def interleaved(self) -> bool:
+        """Returns whether rows of keys and of values alternate."""
+        return self.combined and not self.lanes
+
+    @property
+    def heads_per_unit(self) -> int:
+        """Returns the number of KV heads in one row of words, or in one pair of such rows."""
+        if self.latent:
+            return 1
+        return max(1, self.packing // 2) if self.interleaved else self.packing
+
+    @property
+    def head_groups(self) -> int:
+        """Returns the number of groups of a token's word rows, one memory tile each; 1 if a token is less than a
+        tile.
+        """
+        return self.words // TILE if self.words % TILE == 0 else 1
+
+    @property
+    def heads_per_group(self) -> int:
+        """Returns the number of KV heads per head group."""
+        units = self.words // 2 if self.interleaved and self.packing == 1 else self.words
+        return units // self.head_groups * self.heads_per_unit
+
+    @property
+    def can_share_products(self) -> bool:
+        """Returns whether several heads can share a product: the number of word rows is a power of two, and K and V
+        do not alternate.
+        """
+        words = self.words // self.head_groups
+        alone = self.head_major or self.latent or (self.interleaved and self.packing == 1)
+        return not alone and words & (words - 1) == 0
+
+
+def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
+    """Returns the caches in the shapes in which callers store them, so that nothing is copied: one array, or keys
+    and values.
+    """
+    pages = record.key_pages
+    if record.latent is not None:
+        if record.kv_layout != paged_cache.LATENT:
+            both = (x for x in (pages, record.value_pages) if x is not None)
+            return tuple(_columns(record, x) if along_lanes(x.shape[-1]) else x for x in both)
+        pack = paged_cache.packing(pages.dtype)
+        return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
+    if record.kv_layout != paged_cache.COMBINED:
+        assert record.value_pages is not None  # the layout has separate values
+        return pages, record.value_pages
+    count, slots, heads, _, size = pages.shape
+    if record.new_keys is None:
+        return (pages.reshape(count, slots, heads * 2, size),)
+    pack, lanes = paged_cache.packing(pages.dtype), max(size, LANES)
+    return (pages.reshape(count, slots, -1, pack, lanes),)
+
+
+def along_lanes(size: int) -> bool:
+    """Returns whether a dense latent cache [B, T, D] with D = `size` is read as [B, D, T], which is how XLA stores
+    it.
+
+    By default XLA chooses the order of axes with the least padding. Rows of 576 elements would be padded to 640 lanes;
+    columns of 576 are whole tiles of 8 sublanes. If the kernel required rows, XLA would copy the cache in every call.
+    """
+    return cdiv(size, TILE) * TILE < cdiv(size, LANES) * LANES
+
+
+def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
+    """Returns the pages of a dense cache, which are consecutive, as [B, D, T], without a copy by XLA."""
+    assert record.block_tables is not None  # a dense cache has been cut into pages before
+    rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
+    return rows.swapaxes(1, 2)
+
+
+def in_lanes(record: PagedAttention) -> bool:
+    """Returns whether a head's key and value share a row, in a cache that new tokens are written to."""
+    written = record.kv_layout == paged_cache.COMBINED and record.new_keys is not None
+    return written and record.key_pages.shape[-1] < LANES
+
+
+def token_rows(record: PagedAttention) -> int:
+    """Returns the number of rows per token in an array of keys, or of keys and values."""
+    heads = record.key_pages.shape[record.kv_layout.index("h")]
+    return heads * 2 if record.kv_layout == paged_cache.COMBINED and not in_lanes(record) else heads
+
+
+def make_cache(record: PagedAttention) -> Cache:
+    """Returns the layout of a record's cache; the result is meaningful if `reasons` yields none."""
+    letters, pages = record.kv_layout, record.key_pages
+    pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
+    latent = record.latent is not None
+    if letters in ("phsd", "hpsd"):
+        return Cache(
+            layout=letters,
+            lanes=False,
+            slots=slots,
+            words=1,
+            packing=1,
+            size=size,
+            groups=1,
+            latent=latent,
+            transposed=latent and along_lanes(size),
+            rotary=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
+        )
+    if latent:
+        groups = size // LANES
+        return Cache(
+            layout=letters, lanes=False, slots=slots, words=1, packing=pack, size=size, groups=groups, latent=True
+        )
+    lanes = in_lanes(record)
+    size = max(size, LANES) if lanes else size
+    return Cache(
+        layout=letters,
+        lanes=lanes,
+        slots=slots,
+        words=max(1, token_rows(record) // pack),
+        packing=pack,
+        size=size,
+        groups=cdiv(size, LANES),
+    )
