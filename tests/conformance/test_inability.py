@@ -19,6 +19,7 @@ INABILITY = {
             r"rhs has dtype \S+( and lhs \S+)?; the kernel wants .*",
             r"the cache has dtype .* and the queries \S+; the kernel wants the same",
             r"\w+: dtype \S+, wants \S+",
+            r"\w+: got \S+, the kernel (reads|writes|computes in) [\w, ]+",
         ]
     ),
     "a head size, or a number of channels, that they are not compiled for": "|".join(
@@ -71,7 +72,6 @@ INABILITY = {
     "more tokens or rows than the kernels loop over": "|".join(
         [
             rf"{N} query rows of {N} sequences are more than one each",
-            rf"\w+: {N} tokens( of {N}[\w ]*sequences)? are more than a step of {N} tokens a sequence has",
             rf"\w+: {N} tokens of {N} sequences; the decode step supports at most {N} tokens per sequence",
             rf"\w+: one of {N} packed sequences may have .*",
             rf"x has {N} rows, more than {N}",
@@ -79,7 +79,7 @@ INABILITY = {
     ),
     "a computation that is another kernel's": "|".join(
         [
-            "beta is not given: that is served by 'triton'",
+            "beta: got None; the implementation 'triton' serves recurrences without the delta rule",
             "a shared prefix together with a window or alibi, which count from each query's own position",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",

@@ -116,12 +116,14 @@ def reasons(record, op="gated_delta_rule"):
 
 def test_long_calls_are_refused_by_the_argument():
     assert not any("query" in reason for reason in reasons(record_of("beta", tokens=8)))
-    assert "query: 9 tokens are more than a step of 8 tokens a sequence has" in reasons(record_of("beta", tokens=9))
-    assert any(r.startswith("query: 576 tokens of 64 packed") for r in reasons(record_of(tokens=9, packed=True)))
+    assert "query: 9 tokens of 1 sequences; the decode step supports at most 8 tokens per sequence" in reasons(
+        record_of("beta", tokens=9)
+    )
+    assert any(r.startswith("query: 576 tokens of 64 sequences") for r in reasons(record_of(tokens=9, packed=True)))
 
 
 def test_one_packed_sequence_may_not_have_many_tokens():
-    """Its tokens are worked on one after the other, and the lengths are traced."""
+    """Its tokens are processed one after another, and the lengths are traced."""
     (reason,) = (r for r in reasons(record_of("beta", tokens=8, packed=True)) if r.startswith("query"))
     assert reason.startswith("query: one of 64 packed sequences may have 449 of 512 tokens")
     assert not any(r.startswith("query") for r in reasons(record_of("beta", tokens=4, packed=True)))

@@ -20,16 +20,16 @@ LN2 = tl.constexpr(LN2_VALUE)
 
 
 @triton.jit
-def grouped_tile(program, ROWS, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Returns (row, column) of a program in a grid of tiles that is traversed in groups of GROUP rows.
+def grouped_tile(program, NUM_TILE_ROWS, NUM_TILE_COLUMNS: tl.constexpr, GROUP_TILE_ROWS: tl.constexpr):
+    """Returns (row, column) of a program in a grid of tiles that is traversed in groups of GROUP_TILE_ROWS rows.
 
     A group's tiles are ordered column by column, so that programs that run together share the columns' operand in L2.
     """
-    per_group = GROUP * COLUMNS
-    first = (program // per_group) * GROUP
-    height = tl.minimum(ROWS - first, GROUP)  # the last group may have fewer rows
-    within_group = program % per_group
-    return first + within_group % height, within_group // height
+    tiles_per_group = GROUP_TILE_ROWS * NUM_TILE_COLUMNS
+    first_tile_row = (program // tiles_per_group) * GROUP_TILE_ROWS
+    group_tile_rows = tl.minimum(NUM_TILE_ROWS - first_tile_row, GROUP_TILE_ROWS)  # the last group may have fewer rows
+    within_group = program % tiles_per_group
+    return first_tile_row + within_group % group_tile_rows, within_group // group_tile_rows
 
 
 @triton.jit
@@ -122,9 +122,9 @@ def add_dot(acc, a, b, spec: tl.constexpr):
 
 
 @triton.jit
-def load_piece(rows_of, column, WIDTH: tl.constexpr, spec: tl.constexpr):
+def load_piece(row_tile, column, WIDTH: tl.constexpr, spec: tl.constexpr):
     """Loads [ROWS, PIECE] of a RowTile from `column` on; 0 from column WIDTH on and in rows that are not valid."""
-    tile, base, start, valid, STRIDE = rows_of
+    tile, base, start, valid, STRIDE = row_tile
     rows = tl.arange(0, tile.shape[0])
     columns = column + tl.arange(0, spec.PIECE)
     at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
@@ -142,8 +142,8 @@ def add_dot_rows(acc, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
         return add_dot(acc, a_tile, tl.trans(b_tile), spec)
     else:
         for column in tl.range(0, WIDTH, spec.PIECE):
-            left, right = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
-            acc = add_dot(acc, left, tl.trans(right), spec)
+            a_piece, b_piece = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
+            acc = add_dot(acc, a_piece, tl.trans(b_piece), spec)
         return acc
 
 
@@ -192,19 +192,19 @@ def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(bounds, sequence):
+def load_token_range(cu_seqlens, sequence):
     """Returns (first token, end) of a packed sequence in 64 bits: a token's index times its stride may need more
     than 31 bits.
     """
     # Evicted last from the L1 cache, through which states stream: later programs of a multiprocessor read them too, and
     # with slots the load of the state depends on them.
-    first = tl.load(bounds + sequence, eviction_policy="evict_last").to(tl.int64)
-    end = tl.load(bounds + sequence + 1, eviction_policy="evict_last").to(tl.int64)
+    first = tl.load(cu_seqlens + sequence, eviction_policy="evict_last").to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1, eviction_policy="evict_last").to(tl.int64)
     return first, end
 
 
 @triton.jit
-def slot_of(slots, sequence, first, end, SLOTS: tl.constexpr):
+def load_state_slot(slots, sequence, first, end, SLOTS: tl.constexpr):
     """Returns (slot of a sequence with the tokens first to end, 1 if its state is loaded and stored there, else 0)."""
     slot = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
     # A sequence without tokens does not touch its slot, which may belong to another sequence too.
@@ -212,9 +212,9 @@ def slot_of(slots, sequence, first, end, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def zero_outputs(
+def zero_padding_outputs(
     output,
-    bounds,
+    cu_seqlens,
     sequence,
     columns,
     SEQUENCES: tl.constexpr,
@@ -228,8 +228,8 @@ def zero_outputs(
     first sequence and after the last; rows of the output are STRIDE apart.
     """
     zeros = tl.zeros_like(columns).to(output.dtype.element_ty)
-    before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + SEQUENCES).to(tl.int64)
-    for token in tl.range(tl.cast(sequence, tl.int64), before, SEQUENCES):
+    sequences_start, sequences_end = tl.load(cu_seqlens).to(tl.int64), tl.load(cu_seqlens + SEQUENCES).to(tl.int64)
+    for token in tl.range(tl.cast(sequence, tl.int64), sequences_start, SEQUENCES):
         tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)
-    for token in tl.range(behind + sequence, behind * 0 + T, SEQUENCES):
+    for token in tl.range(sequences_end + sequence, sequences_end * 0 + T, SEQUENCES):
         tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)

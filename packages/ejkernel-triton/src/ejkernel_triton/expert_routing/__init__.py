@@ -15,7 +15,7 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     experts = record.logits.shape[1]
     if experts > MAX_EXPERTS:
-        yield f"{experts} experts, more than {MAX_EXPERTS}"
+        yield f"logits: got {experts} experts, the kernel has at most {MAX_EXPERTS}"
 
 
 def implementations() -> tuple[Implementation, ...]:

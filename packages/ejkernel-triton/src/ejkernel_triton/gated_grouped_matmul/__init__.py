@@ -20,7 +20,7 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
         rows, columns = record.rhs.shape[1:3]
-        yield f"matrices of {rows} by {columns} have more than {MAX_MATRIX_ELEMENTS} elements"
+        yield f"rhs: got matrices of {rows} by {columns}, the kernel has at most {MAX_MATRIX_ELEMENTS} elements"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -42,7 +42,7 @@ GROUP_M = 4
 """Tile rows per swizzle group (Triton's GROUP_M); on an H200 8 and 16 are 1 % and 2 % slower."""
 LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
 """Tiles for groups of many rows, on Hopper and Blackwell; the best first."""
-AMPERE_TILES = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
+OTHER_LARGE_TILES = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
 """The same for other chips, whose tensor cores read operands from registers."""
 SMALL_TILES = {
     64: (TileChoice(64, 64, 64, 4, 4), TileChoice(64, 128, 64, 8, 3)),
@@ -64,8 +64,8 @@ def candidates(
 ) -> tuple[GatedTiles | GroupedForward, ...]:
     """Returns tiles worth measuring for a record on a device, the best first; backward, those of the product."""
     if direction == "backward":
-        multiply_tile = product_record(record, gathered_rows_shape(record), dtype_of_sums(record.lhs.dtype))
-        return grouped_config.candidates(multiply_tile, device, direction)
+        product = product_record(record, gathered_rows_shape(record), dtype_of_sums(record.lhs.dtype))
+        return grouped_config.candidates(product, device, direction)
     if interpreting():
         return (_tile_config(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
     chip, rows_per_group = (
@@ -78,7 +78,7 @@ def candidates(
     elif tile_rows < 128:
         tiles = SMALL_TILES[tile_rows]
     else:
-        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else AMPERE_TILES
+        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else OTHER_LARGE_TILES
     return tuple(dict.fromkeys(_tile_config(_reduce_stages(tile, record, chip), chip) for tile in tiles))
 
 

@@ -27,17 +27,17 @@ MAX_MATRIX_ELEMENTS = 2**31 - 1
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
+        yield f"rhs: got {record.rhs.dtype}, the kernel reads {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
     chip = gpu_of(current_device())
     if str(record.rhs.dtype) == "float8_e4m3fn" and (chip.vendor == "amd" or chip.capability < 89):
-        yield f"rhs has dtype float8_e4m3fn, which {chip.target} does not convert"
+        yield f"rhs: got float8_e4m3fn, which {chip.target} does not convert to other dtypes"
     existing = None if record.existing_out is None else record.existing_out.dtype
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", existing)):
         if dtype is not None and str(dtype) not in DTYPES:
-            yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
+            yield f"{name}: got {dtype}, the kernel writes {', '.join(DTYPES)}"
     if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
         rows, columns = record.rhs.shape[1:3]
-        yield f"matrices of {rows} by {columns} have more than {MAX_MATRIX_ELEMENTS} elements"
+        yield f"rhs: got matrices of {rows} by {columns}, the kernel has at most {MAX_MATRIX_ELEMENTS} elements"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -19,8 +19,8 @@ from ejkernel_triton.grouped_matmul.forward import lhs_gradient
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedMatricesSpec,
     converts_to_float32,
+    dequantize_lhs,
     dot_precision,
-    fold_lhs_scale,
     operand_dtype,
 )
 from ejkernel_triton.launch import Shape, launch
@@ -60,7 +60,7 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
     record, requested = pullback.record, pullback.grad_fields
     inner_fields = requested - {"lhs_scale"} | ({"lhs"} if "lhs_scale" in requested else set())
     gradients = backward(
-        dataclasses.replace(pullback, record=fold_lhs_scale(record), grad_fields=frozenset(inner_fields)), config
+        dataclasses.replace(pullback, record=dequantize_lhs(record), grad_fields=frozenset(inner_fields)), config
     )
     if "lhs" in inner_fields:
         gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)

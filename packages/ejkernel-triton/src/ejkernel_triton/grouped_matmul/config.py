@@ -11,7 +11,7 @@ from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.grouped_matmul.spec import float8_step_length, fold_lhs_scale, operand_dtype, scale_blocks
+from ejkernel_triton.grouped_matmul.spec import dequantize_lhs, float8_step_length, operand_dtype, scale_blocks
 from ejkernel_triton.launch import interpreting
 
 
@@ -145,13 +145,13 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     """Returns tile sizes worth measuring for a record on a device, the best first."""
     chip = gpu_of(device)
     step = float8_step_length(record) if direction == "forward" else 0
-    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(fold_lhs_scale(record), chip, direction)
+    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(dequantize_lhs(record), chip, direction)
     if interpreting():
         tiles = (TileChoice(32, 32, 32, 4, 1),)
     forward_configs = [_forward_config(tile, chip) for tile in tiles]
     if direction == "forward":
         return tuple(forward_configs)
-    matrix_tiles = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(fold_lhs_scale(record), chip)
+    matrix_tiles = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(dequantize_lhs(record), chip)
     pairs = [(forward_configs[0], tile) for tile in matrix_tiles] + [
         (forward, matrix_tiles[0]) for forward in forward_configs[1:]
     ]

@@ -14,9 +14,9 @@ from ejkernel_triton.grouped_matmul.spec import (
     GroupedRowsSpec,
     add_batch_axis,
     converts_to_float32,
+    dequantize_lhs,
     dot_precision,
     float8_step_length,
-    fold_lhs_scale,
     operand_dtype,
     scale_blocks,
 )
@@ -38,7 +38,7 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
     """
     if float8_step_length(record):
         return _multiply_float8(record, config), ()
-    record = fold_lhs_scale(record)
+    record = dequantize_lhs(record)
     scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
     spec = _make_spec(record, config, operand_dtype(record, *scale_dtypes))
     if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:

@@ -136,7 +136,7 @@ def float8_step_length(record: GroupedMatmul) -> int:
     return step if step >= MIN_FLOAT8_STEP else 0
 
 
-def fold_lhs_scale(record: GroupedMatmul) -> GroupedMatmul:
+def dequantize_lhs(record: GroupedMatmul) -> GroupedMatmul:
     """Returns the record with scales multiplied into the rows; 8-bit rows become float32."""
     if record.lhs_scale is None:
         return record

@@ -16,7 +16,7 @@ from ejkernel_triton.grouped_matmul.kernels.tile import END, ENTRY_FIELDS, MATRI
 
 
 @triton.jit
-def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
+def multiply_tile(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
     """Returns a tile's products, with the bias: [BLOCK_M, 2 BLOCK_N] of gate and values, [BLOCK_M, BLOCK_N] without a
     gate.
     """
@@ -59,13 +59,13 @@ def products(tokens, rhs, bias, token, matrix, column, spec: tl.constexpr):
         lhs_pointers += BLOCK_K
         rhs_pointers += BLOCK_K * spec.RHS_STRIDES[0]
     if spec.HAS_BIAS:
-        added = tl.load(bias + matrix * MATRIX_COLUMNS + matrix_column, mask=column_mask, other=0.0)
-        acc += added.to(tl.float32)[None, :]
+        bias_columns = tl.load(bias + matrix * MATRIX_COLUMNS + matrix_column, mask=column_mask, other=0.0)
+        acc += bias_columns.to(tl.float32)[None, :]
     return acc
 
 
 @triton.jit
-def combined(acc, spec: tl.constexpr):
+def apply_gate(acc, spec: tl.constexpr):
     """Returns the outputs of a tile's products, [BLOCK_M, BLOCK_N]. Each thread has the columns of both the gate and
     the values, so the split moves no data.
     """
@@ -94,8 +94,8 @@ def apply_activation(gate, spec: tl.constexpr):
         tanh_argument = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)  # sqrt(2 / pi)
         return 0.5 * gate * (1.0 + tanh(tanh_argument, False))
     else:
-        positive = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        return positive * positive
+        relu = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return relu * relu
 
 
 @triton.jit
@@ -109,21 +109,21 @@ def store_rows(values, output, row, end, column, spec: tl.constexpr):
 
 
 @triton.jit
-def compute_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec: tl.constexpr):
-    """Computes and stores a tile."""
+def compute_tile(tokens, rhs, bias, row_tokens, output, matrix, row, end, column, spec: tl.constexpr):
+    """Computes and stores a tile of the gated output."""
     # Rows past the last one repeat it, so that loads stay in bounds; they are not stored.
     token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
     if spec.GATHERS_ROWS:
-        token = tl.load(index + token)
+        token = tl.load(row_tokens + token)
     has_token = (token >= 0) & (token < spec.NUM_TOKENS)
-    acc = products(tokens, rhs, bias, tl.where(has_token, token, 0), matrix, column, spec)
+    acc = multiply_tile(tokens, rhs, bias, tl.where(has_token, token, 0), matrix, column, spec)
     # A row without a token is 0, even if token 0, which is read for it, is NaN.
-    values = tl.where(has_token[:, None], combined(acc, spec), 0.0)
+    values = tl.where(has_token[:, None], apply_gate(acc, spec), 0.0)
     store_rows(values, output, row, end, column, spec)
 
 
 @triton.jit
-def gated_grouped_gemm_kernel(tokens, rhs, bias, index, tiles, output, spec: tl.constexpr, per: tl.constexpr):
+def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tiles, output, spec: tl.constexpr, per: tl.constexpr):
     """Computes every NUM_PROGRAMS-th tile.
 
     `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
@@ -137,7 +137,7 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, index, tiles, output, spec: tl.
     if spec.HAS_BIAS:
         bias = at_batch(bias, batch, per.BIAS, spec.NUM_MATRICES * MATRIX_COLUMNS)
     if spec.GATHERS_ROWS:
-        index = at_batch(index, batch, per.INDEX, spec.ROWS)
+        row_tokens = at_batch(row_tokens, batch, per.ROW_TOKENS, spec.ROWS)
     tiles = at_batch(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
     counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
@@ -165,4 +165,4 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, index, tiles, output, spec: tl.
             tl.load(entry_address + END),
         )
         column *= spec.BLOCK_N
-        compute_tile(tokens, rhs, bias, index, output, matrix, row, end, column, spec)
+        compute_tile(tokens, rhs, bias, row_tokens, output, matrix, row, end, column, spec)

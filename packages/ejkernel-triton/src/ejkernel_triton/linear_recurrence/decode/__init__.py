@@ -11,10 +11,10 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids", "parents"}
 """Optional fields that the decode step honours: all of them."""
 
-STEP = 8
+MAX_TOKENS_PER_SEQUENCE = 8
 """The largest number of tokens per sequence; for packed sequences, on average."""
 
-LONGEST = 256
+MAX_EXTRA_TOKENS = 256
 """The largest number of tokens of packed sequences beyond one each: a single sequence may have them all, one after
 another.
 """
@@ -27,12 +27,12 @@ def _reasons(record: Any) -> Iterable[str]:
         return
     if record.cu_seqlens is not None:
         sequences = record.cu_seqlens.shape[0] - 1
-    if tokens > STEP * sequences:
-        several = f" of {sequences} packed sequences" if record.cu_seqlens is not None else ""
-        yield f"query: {tokens} tokens{several} are more than a step of {STEP} tokens a sequence has"
-    if record.cu_seqlens is not None and tokens - sequences > LONGEST:
+    if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
+        limit = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
+        yield f"query: {tokens} tokens of {sequences} sequences; {limit}"
+    if record.cu_seqlens is not None and tokens - sequences > MAX_EXTRA_TOKENS:
         longest = f"one of {sequences} packed sequences may have {tokens - sequences + 1}"
-        yield f"query: {longest} of {tokens} tokens, which a step works on one after the other"
+        yield f"query: {longest} of {tokens} tokens, which the decode step processes one after another"
 
 
 def implementations() -> tuple[Implementation, ...]:

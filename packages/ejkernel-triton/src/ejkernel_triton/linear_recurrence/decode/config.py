@@ -12,16 +12,16 @@ from ejkernel_triton.sizes import (
     padded,
 )
 
-WIDEST = 64
+MAX_BLOCK_V = 64
 """Default value channels per program: their row of a float32 state is two cache lines."""
 
-TRANSPOSED = 16
+TRANSPOSED_BLOCK_V = 16
 """The same for a transposed state, where any number of value channels is contiguous, and sums stay in a warp."""
 
-HELD = 64
+STATE_ELEMENTS_PER_THREAD = 64
 """State elements per thread; as many registers again hold intermediate products of its sums."""
 
-SEVERAL = 4
+MIN_TOKENS_FOR_MORE_ELEMENTS = 4
 """Tokens per sequence from which on a thread has twice as many: the sums of 32 value channels then stay in one warp."""
 
 
@@ -50,18 +50,22 @@ PUBLIC_FIELDS = {"block_d": "block_v", "num_warps": "num_warps"}
 
 def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DecodeTile:
     """Returns the default tile for a record on a device, not measured."""
-    columns, held = record.value.shape[3], HELD
-    widest = TRANSPOSED if record.transposed_states else WIDEST
-    tokens, sequences = record.query.shape[0] * record.query.shape[1], state_count(record) // head_count(record)
-    if device.vendor == "nvidia" and not record.transposed_states and tokens >= SEVERAL * sequences:
-        widest, held = WIDEST // 2, 2 * HELD
-    block, most = min(widest, padded(columns)), gpu_of(device).multiprocessors
+    columns, elements_per_thread = record.value.shape[3], STATE_ELEMENTS_PER_THREAD
+    max_block_v = TRANSPOSED_BLOCK_V if record.transposed_states else MAX_BLOCK_V
+    tokens, sequences = record.query.shape[0] * record.query.shape[1], num_states(record) // head_count(record)
+    if (
+        device.vendor == "nvidia"
+        and not record.transposed_states
+        and tokens >= MIN_TOKENS_FOR_MORE_ELEMENTS * sequences
+    ):
+        max_block_v, elements_per_thread = MAX_BLOCK_V // 2, 2 * STATE_ELEMENTS_PER_THREAD
+    block, multiprocessors = min(max_block_v, padded(columns)), gpu_of(device).multiprocessors
     if interpreting():
-        return _sized(record, device, min(block, 8), held)
+        return _make_tile(record, device, min(block, 8), elements_per_thread)
     # Half a cache line is still whole sectors, so few states are split more finely to reach every multiprocessor.
-    while block > 16 and state_count(record) * cdiv(columns, block) < most:
+    while block > 16 and num_states(record) * cdiv(columns, block) < multiprocessors:
         block //= 2
-    return _sized(record, device, block, held)
+    return _make_tile(record, device, block, elements_per_thread)
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
@@ -70,22 +74,24 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     if interpreting():
         return (first, dataclasses.replace(first, block_v=4))
     sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64, 128)})
-    made = [_sized(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
-    made += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in made if x.num_warps < 8]
-    made += [dataclasses.replace(x, streams=True) for x in made if x.block_v >= WIDEST]
-    return tuple(dict.fromkeys((first, *made)))
+    tiles = [_make_tile(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
+    tiles += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in tiles if x.num_warps < 8]
+    tiles += [dataclasses.replace(x, streams=True) for x in tiles if x.block_v >= MAX_BLOCK_V]
+    return tuple(dict.fromkeys((first, *tiles)))
 
 
-def state_count(record: LinearRecurrence) -> int:
+def num_states(record: LinearRecurrence) -> int:
     """Returns the number of heads' states of the record."""
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     return rows * head_count(record)
 
 
-def _sized(record: LinearRecurrence, device: DeviceInfo, block_v: int, held: int = HELD) -> DecodeTile:
+def _make_tile(
+    record: LinearRecurrence, device: DeviceInfo, block_v: int, elements_per_thread: int = STATE_ELEMENTS_PER_THREAD
+) -> DecodeTile:
     """Returns a tile with enough warps for its registers; with one warp its sums over key channels need no shared
     memory.
     """
-    lanes = 64 if device.vendor == "amd" else 32
-    warps = padded(record.query.shape[3]) * block_v // (held * lanes)
+    warp_size = 64 if device.vendor == "amd" else 32
+    warps = padded(record.query.shape[3]) * block_v // (elements_per_thread * warp_size)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)

@@ -27,41 +27,41 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
     from ejkernel_triton.linear_recurrence.decode.kernels.fused_recurrent import fused_recurrent_kernel
 
     spec, rows = make_spec(record, config), record.query.shape[0]
-    inputs, state = _inputs(record), (spec.V, spec.K) if spec.TRANSPOSED else (spec.K, spec.V)
-    shape = (rows, spec.SEQUENCES, spec.H, *state) if spec.PACKED else (rows, spec.H, *state)
-    shape = (rows, spec.T, spec.H, *state) if spec.TREE else shape
-    final, output = launch(
+    inputs, state = _inputs(record), (spec.V, spec.K) if spec.STATE_IS_TRANSPOSED else (spec.K, spec.V)
+    final_shape = (rows, spec.NUM_SEQUENCES, spec.H, *state) if spec.IS_PACKED else (rows, spec.H, *state)
+    final_shape = (rows, spec.T, spec.H, *state) if spec.HAS_TREES else final_shape
+    final_states, output = launch(
         fused_recurrent_kernel,
         inputs,
         (
             # The index of an input means that the output is written to its memory.
-            len(inputs) - 1 if spec.IN_PLACE else Shape(shape, jnp.float32),
+            len(inputs) - 1 if spec.IN_PLACE else Shape(final_shape, jnp.float32),
             Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
         ),
         batch=rows,
-        grid=rows * spec.SEQUENCES * spec.H * spec.TILES,
+        grid=rows * spec.NUM_SEQUENCES * spec.H * spec.NUM_VALUE_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},
     )
-    return (output, final[0] if spec.PACKED and not spec.TREE else final), ()
+    return (output, final_states[0] if spec.IS_PACKED and not spec.HAS_TREES else final_states), ()
 
 
 def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
     """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment) and parents (by
     index in the row), and the states.
     """
-    roles, parents, bounds, slots, initial = None, None, None, None, record.initial_state
+    roles, parents, cu_seqlens, slots, initial_states = None, None, None, None, record.initial_state
     if record.segment_ids is not None:
-        real, restart = segment_roles(record.segment_ids)
-        roles = jnp.where(real, 1 + restart.astype(jnp.int32), 0)
+        is_token, starts_from_zero = segment_roles(record.segment_ids)
+        roles = jnp.where(is_token, 1 + starts_from_zero.astype(jnp.int32), 0)
     if record.parents is not None:
         rows, length = record.parents.shape
         index = token_trees(record.parents, record.cu_seqlens).parents.reshape(rows, length)
         parents = jnp.where(index < 0, -1, index - length * jnp.arange(rows, dtype=jnp.int32)[:, None])
     if record.cu_seqlens is not None:
-        bounds = record.cu_seqlens.astype(jnp.int32)[None]
-        initial = None if record.sequence_state is None else record.sequence_state[None]
+        cu_seqlens = record.cu_seqlens.astype(jnp.int32)[None]
+        initial_states = None if record.sequence_state is None else record.sequence_state[None]
         slots = None if record.state_slots is None else record.state_slots[None]
     tokens = (record.query, record.key, record.value, record.decay, record.value_decay, record.beta, record.dt)
-    return (*tokens, record.skip, roles, parents, bounds, slots, initial)
+    return (*tokens, record.skip, roles, parents, cu_seqlens, slots, initial_states)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, in_slots
-from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, state_count
+from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, num_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class DecodeSpec:
 
     Attributes:
         T: Tokens per row.
-        SEQUENCES: Packed sequences per row; 1 without packing.
+        NUM_SEQUENCES: Packed sequences per row; 1 without packing.
         H: Heads.
         HQ: Heads of the queries.
         HK: Heads of the keys.
@@ -24,27 +24,27 @@ class DecodeSpec:
         V: Value channels.
         BLOCK_K: K, padded to a power of two.
         BLOCK_V: Value channels per program.
-        TILES: Programs per head's state.
-        DECAY: Gates per head and token: 0 without gates, 1 or K.
-        DECAY_T: T, or 1 where all tokens have the same gates.
-        DECAY_STRIDE: Elements between the gates of consecutive tokens.
-        VALUE_DECAY: Whether there are gates of value channels.
-        BETA: Whether there is beta.
-        DT: Whether there is dt.
-        SKIP: Whether there is a skip.
-        SEGMENTS: Whether there are segments.
-        PACKED: Whether sequences are packed.
-        STATE: Whether there are initial states.
-        SCALE: Factor on the output.
-        EVICTION: The L2 eviction policy of the state: "evict_first", or "" for the default.
-        SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
-        TRANSPOSED: Whether states are [V, K].
+        NUM_VALUE_TILES: Programs per head's state.
+        GATES_PER_HEAD: Gates per head and token: 0 without gates, 1 or K.
+        GATE_TOKENS: T, or 1 where all tokens have the same gates.
+        GATE_TOKEN_STRIDE: Elements between the gates of consecutive tokens.
+        HAS_VALUE_DECAY: Whether there are gates of value channels.
+        HAS_BETA: Whether there is beta.
+        HAS_DT: Whether there is dt.
+        HAS_SKIP: Whether there is a skip.
+        HAS_SEGMENTS: Whether there are segments.
+        IS_PACKED: Whether sequences are packed.
+        HAS_INITIAL_STATE: Whether there are initial states.
+        OUTPUT_SCALE: Factor on the output.
+        STATE_EVICTION_POLICY: The L2 eviction policy of the state: "evict_first", or "" for the default.
+        NUM_SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
+        STATE_IS_TRANSPOSED: Whether states are [V, K].
         IN_PLACE: Whether the final states alias the initial ones, and are read from there.
-        TREE: Whether tokens continue the states after their parents, all of which are stored.
+        HAS_TREES: Whether tokens continue the states after their parents, all of which are stored.
     """
 
     T: int
-    SEQUENCES: int
+    NUM_SEQUENCES: int
     H: int
     HQ: int
     HK: int
@@ -53,23 +53,23 @@ class DecodeSpec:
     V: int
     BLOCK_K: int
     BLOCK_V: int
-    TILES: int
-    DECAY: int
-    DECAY_T: int
-    DECAY_STRIDE: int
-    VALUE_DECAY: bool
-    BETA: bool
-    DT: bool
-    SKIP: bool
-    SEGMENTS: bool
-    PACKED: bool
-    STATE: bool
-    SCALE: float
-    EVICTION: str
-    SLOTS: int
-    TRANSPOSED: bool
+    NUM_VALUE_TILES: int
+    GATES_PER_HEAD: int
+    GATE_TOKENS: int
+    GATE_TOKEN_STRIDE: int
+    HAS_VALUE_DECAY: bool
+    HAS_BETA: bool
+    HAS_DT: bool
+    HAS_SKIP: bool
+    HAS_SEGMENTS: bool
+    IS_PACKED: bool
+    HAS_INITIAL_STATE: bool
+    OUTPUT_SCALE: float
+    STATE_EVICTION_POLICY: str
+    NUM_SLOTS: int
+    STATE_IS_TRANSPOSED: bool
     IN_PLACE: bool
-    TREE: bool
+    HAS_TREES: bool
 
 
 def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
@@ -81,7 +81,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         gates, gate_tokens = record.decay.shape[3], record.decay.shape[1]
     return DecodeSpec(
         T=tokens,
-        SEQUENCES=state_count(record) // heads if packed else 1,
+        NUM_SEQUENCES=num_states(record) // heads if packed else 1,
         H=heads,
         HQ=query_heads,
         HK=record.key.shape[2],
@@ -90,23 +90,23 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         V=columns,
         BLOCK_K=1 << (keys - 1).bit_length(),
         BLOCK_V=config.block_v,
-        TILES=cdiv(columns, config.block_v),
-        DECAY=gates,
-        DECAY_T=gate_tokens,
-        DECAY_STRIDE=heads * gates if gate_tokens > 1 else 0,
-        VALUE_DECAY=record.value_decay is not None,
-        BETA=record.beta is not None,
-        DT=record.dt is not None,
-        SKIP=record.skip is not None,
-        SEGMENTS=record.segment_ids is not None,
-        PACKED=packed,
-        STATE=(record.sequence_state if packed else record.initial_state) is not None,
-        SCALE=record.softmax_scale,
-        EVICTION="evict_first" if config.streams else "",
-        SLOTS=0 if (held := in_slots(record)) is None else held.slots.shape[0],
-        TRANSPOSED=record.transposed_states,
+        NUM_VALUE_TILES=cdiv(columns, config.block_v),
+        GATES_PER_HEAD=gates,
+        GATE_TOKENS=gate_tokens,
+        GATE_TOKEN_STRIDE=heads * gates if gate_tokens > 1 else 0,
+        HAS_VALUE_DECAY=record.value_decay is not None,
+        HAS_BETA=record.beta is not None,
+        HAS_DT=record.dt is not None,
+        HAS_SKIP=record.skip is not None,
+        HAS_SEGMENTS=record.segment_ids is not None,
+        IS_PACKED=packed,
+        HAS_INITIAL_STATE=(record.sequence_state if packed else record.initial_state) is not None,
+        OUTPUT_SCALE=record.softmax_scale,
+        STATE_EVICTION_POLICY="evict_first" if config.streams else "",
+        NUM_SLOTS=0 if (slots := in_slots(record)) is None else slots.slots.shape[0],
+        STATE_IS_TRANSPOSED=record.transposed_states,
         IN_PLACE=_in_place(record),
-        TREE=record.parents is not None,
+        HAS_TREES=record.parents is not None,
     )
 
 
@@ -116,5 +116,5 @@ def _in_place(record: LinearRecurrence) -> bool:
     """
     if record.parents is not None:
         return False
-    given = record.initial_state if record.cu_seqlens is None else record.sequence_state
-    return given is not None and (given.dtype == jnp.float32 or in_slots(record) is not None)
+    state = record.initial_state if record.cu_seqlens is None else record.sequence_state
+    return state is not None and (state.dtype == jnp.float32 or in_slots(record) is not None)

@@ -18,7 +18,7 @@ GRADIENTS = (chunked.GRADIENTS - {"dt", "skip"}) | {"beta"}
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
-        yield "beta is not given: that is served by 'triton'"
+        yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -21,7 +21,7 @@ Source: Gu & Dao 2023, arXiv:2312.00752.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, zero_outputs
+from ejkernel_triton.blocks import LN2, zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
     load_boundary_state,
     load_column,
@@ -305,9 +305,9 @@ def selective_scan_bwd_kernel(
     tl.store(dskip + segment_row * spec.E + channels, skip_gradient_acc, mask=channels < spec.E)
     if spec.PACKED:
         store_state(dinitial + segment_row * (spec.N * spec.E), channels, state_cotangent, spec)
-        zero_outputs(dx, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
-        zero_outputs(dstep, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
-        zero_outputs(
+        zero_padding_outputs(dx, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_padding_outputs(dstep, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_padding_outputs(
             partial_sums,
             bounds,
             segment,

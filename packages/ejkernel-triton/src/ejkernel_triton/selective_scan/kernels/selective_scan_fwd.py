@@ -20,7 +20,7 @@ Source: Gu & Dao 2023, arXiv:2312.00752.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import zero_outputs
+from ejkernel_triton.blocks import zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
     load_boundary_state,
     load_columns,
@@ -188,7 +188,7 @@ def selective_scan_fwd_kernel(
         )
     if spec.PACKED:
         store_state(final + (row * spec.NUM_SEGMENTS + segment) * (spec.N * spec.E), channels, state, spec)
-        zero_outputs(output, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_padding_outputs(output, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
     # Only the last segment's final state is an output of the scan.
     elif segment == spec.NUM_SEGMENTS - 1:
         store_state(final + row * (spec.N * spec.E), channels, state, spec)

@@ -9,7 +9,7 @@ warp, so a thread has all elements of its channels' states and sums over them wi
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import tokens_of
+from ejkernel_triton.blocks import load_token_range
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def segment_range(segment, spec: tl.constexpr):
 @triton.jit
 def sequence_range(bounds, intervals, segment):
     """Returns (first token, end, first interval) of a packed sequence."""
-    first_token, end = tokens_of(bounds, segment)
+    first_token, end = load_token_range(bounds, segment)
     return first_token, end, tl.load(intervals + segment).to(tl.int64)
 
 

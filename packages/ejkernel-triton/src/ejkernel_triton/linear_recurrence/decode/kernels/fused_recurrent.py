@@ -24,20 +24,20 @@ zero.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
+from ejkernel_triton.blocks import LOG2E, at_batch, load_state_slot, load_token_range, zero_padding_outputs
 
 
 @triton.jit
-def load_row(at, token, channels, there, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
+def load_token_channels(at, token, channels, token_exists, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
     """Returns a token's channels in float32; 0 beyond WIDTH and for a missing token."""
-    mask = (channels < WIDTH) & (there + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
+    mask = (channels < WIDTH) & (token_exists + 0 * channels > 0)  # the interpreter has no & of a vector and a scalar
     return tl.load(at + token * STRIDE + channels, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_number(at, token, there, STRIDE: tl.constexpr):
+def load_token_scalar(at, token, token_exists, STRIDE: tl.constexpr):
     """Returns a token's scalar in float32."""
-    return tl.load(at + token * STRIDE, mask=there > 0, other=0.0).to(tl.float32)
+    return tl.load(at + token * STRIDE, mask=token_exists > 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -46,36 +46,36 @@ def load_token(
 ):
     """Loads a token: its row of every field, 0 for absent fields, its role in its segment and its parent in a tree."""
     # The loop also issues the load after the last token, masked, so that it has no branch.
-    there = tl.cast(token < end, tl.int32)
-    role = there
-    if spec.SEGMENTS:
-        role = tl.load(roles + token, mask=there > 0, other=0)
-        there = role
-    q = load_row(query, token, channels, there, spec.K, spec.HQ * spec.K)
-    k = load_row(key, token, channels, there, spec.K, spec.HK * spec.K)
-    v = load_row(value, token, columns, there, spec.V, spec.HV * spec.V)
+    token_exists = tl.cast(token < end, tl.int32)
+    role = token_exists
+    if spec.HAS_SEGMENTS:
+        role = tl.load(roles + token, mask=token_exists > 0, other=0)
+        token_exists = role
+    q = load_token_channels(query, token, channels, token_exists, spec.K, spec.HQ * spec.K)
+    k = load_token_channels(key, token, channels, token_exists, spec.K, spec.HK * spec.K)
+    v = load_token_channels(value, token, columns, token_exists, spec.V, spec.HV * spec.V)
     # An absent field is a scalar that nothing reads: the loop must carry the same variables in every iteration.
     g = tl.cast(end * 0, tl.float32)
     w = g
     b = g
-    if spec.DECAY == 1:
-        g = load_number(decay, token, there, spec.DECAY_STRIDE)
-    if spec.DECAY > 1:
-        g = load_row(decay, token, channels, there, spec.K, spec.DECAY_STRIDE)
-    if spec.VALUE_DECAY:
-        w = load_row(value_decay, token, columns, there, spec.V, spec.H * spec.V)
-    if spec.BETA:
-        b = load_number(beta, token, there, spec.H)
-    if spec.DT:
-        b = load_number(dt, token, there, spec.H)
+    if spec.GATES_PER_HEAD == 1:
+        g = load_token_scalar(decay, token, token_exists, spec.GATE_TOKEN_STRIDE)
+    if spec.GATES_PER_HEAD > 1:
+        g = load_token_channels(decay, token, channels, token_exists, spec.K, spec.GATE_TOKEN_STRIDE)
+    if spec.HAS_VALUE_DECAY:
+        w = load_token_channels(value_decay, token, columns, token_exists, spec.V, spec.H * spec.V)
+    if spec.HAS_BETA:
+        b = load_token_scalar(beta, token, token_exists, spec.H)
+    if spec.HAS_DT:
+        b = load_token_scalar(dt, token, token_exists, spec.H)
     parent = role
-    if spec.TREE:
-        parent = tl.load(parents + token, mask=there > 0, other=0)
+    if spec.HAS_TREES:
+        parent = tl.load(parents + token, mask=token_exists > 0, other=0)
     return q, k, v, g, w, b, role, parent
 
 
 @triton.jit
-def state_after_parent(state, token, parent, first, initial, initial_mask, states, mask, spec: tl.constexpr):
+def state_after_parent(state, token, parent, first, initial_states, initial_mask, states, mask, spec: tl.constexpr):
     """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one from memory.
 
     Args:
@@ -83,7 +83,7 @@ def state_after_parent(state, token, parent, first, initial, initial_mask, state
         token: The token's index in the row.
         parent: That of its parent; -1 for the state of the sequence.
         first: First token of the sequence.
-        initial: Addresses of the sequence's state.
+        initial_states: Addresses of the sequence's state.
         initial_mask: Which of them to load.
         states: Addresses of the tile in the state after token 0 of the row.
         mask: Which of them to load.
@@ -91,8 +91,8 @@ def state_after_parent(state, token, parent, first, initial, initial_mask, state
     """
     if parent < 0:
         if token > first:
-            if spec.STATE:
-                state = tl.load(initial, mask=initial_mask, other=0.0).to(tl.float32)
+            if spec.HAS_INITIAL_STATE:
+                state = tl.load(initial_states, mask=initial_mask, other=0.0).to(tl.float32)
             else:
                 state = tl.zeros_like(state)
     else:
@@ -103,36 +103,39 @@ def state_after_parent(state, token, parent, first, initial, initial_mask, state
 
 
 @triton.jit
-def zero_states(states, bounds, sequence, mask, spec: tl.constexpr):
-    """Writes 0 to a sequence's share of the states after padding tokens, as `zero_outputs` does to the outputs."""
+def zero_states(states, cu_seqlens, sequence, mask, spec: tl.constexpr):
+    """Writes 0 to a sequence's share of the states after padding tokens, as `zero_padding_outputs` does to outputs."""
     zeros = tl.where(mask, 0.0, 0.0)
-    before, behind = tl.load(bounds).to(tl.int64), tl.load(bounds + spec.SEQUENCES).to(tl.int64)
-    for token in tl.range(tl.cast(sequence, tl.int64), before, spec.SEQUENCES):
+    sequences_start, sequences_end = (
+        tl.load(cu_seqlens).to(tl.int64),
+        tl.load(cu_seqlens + spec.NUM_SEQUENCES).to(tl.int64),
+    )
+    for token in tl.range(tl.cast(sequence, tl.int64), sequences_start, spec.NUM_SEQUENCES):
         tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
-    for token in tl.range(behind + sequence, behind * 0 + spec.T, spec.SEQUENCES):
+    for token in tl.range(sequences_end + sequence, sequences_end * 0 + spec.T, spec.NUM_SEQUENCES):
         tl.store(states + token * (spec.H * spec.K * spec.V), zeros, mask=mask)
 
 
 @triton.jit
 def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
     """Returns the state [K, V] after a token: restart, decay, write."""
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         # `where` instead of a product: inf or NaN of the previous segment must not reach this one.
         state = tl.where(role > 1, 0.0, state)
-    if spec.DECAY == 1:
+    if spec.GATES_PER_HEAD == 1:
         state *= tl.exp2(g * LOG2E)
-    if spec.DECAY > 1:
+    if spec.GATES_PER_HEAD > 1:
         state *= tl.exp2(g * LOG2E)[:, None]
-    if spec.VALUE_DECAY:
+    if spec.HAS_VALUE_DECAY:
         state *= tl.exp2(w * LOG2E)[None, :]
     u = v
-    if spec.DT:
+    if spec.HAS_DT:
         u = b * v
-    if spec.BETA:
+    if spec.HAS_BETA:
         # The sum crosses the program's warps through shared memory; a program of one warp needs none. For a single
         # token the products are matrix times vector: tensor cores would not help, since they are memory-bound.
         u = b * (v - tl.sum(state * k[:, None], axis=0))
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
         u = tl.where(role > 0, u, 0.0)
     return state + k[:, None] * u[None, :]
@@ -150,76 +153,91 @@ def fused_recurrent_kernel(
     skip,
     roles,
     parents,
-    bounds,
+    cu_seqlens,
     slots,
-    initial,
-    final,
+    initial_states,
+    final_states,
     output,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Processes all tokens of a sequence for one tile of one head's state.
 
-    In place, `final` has the initial states: a program reads its tile before it writes it, and no other program has it.
-    With trees `final` has the state after every token.
+    In place, `final_states` has the initial states: a program reads its tile before it writes it, and no other program
+    has it. With trees `final_states` has the state after every token.
     """
     BLOCK_K: tl.constexpr = spec.BLOCK_K
     BLOCK_V: tl.constexpr = spec.BLOCK_V
     program = tl.program_id(0)
-    tile = program % spec.TILES
-    head = program // spec.TILES % spec.H
-    sequence = program // (spec.TILES * spec.H) % spec.SEQUENCES
-    row = tl.cast(program // (spec.TILES * spec.H * spec.SEQUENCES), tl.int64)
+    tile = program % spec.NUM_VALUE_TILES
+    head = program // spec.NUM_VALUE_TILES % spec.H
+    sequence = program // (spec.NUM_VALUE_TILES * spec.H) % spec.NUM_SEQUENCES
+    row = tl.cast(program // (spec.NUM_VALUE_TILES * spec.H * spec.NUM_SEQUENCES), tl.int64)
     channels, columns = tl.arange(0, spec.BLOCK_K), tile * spec.BLOCK_V + tl.arange(0, spec.BLOCK_V)
     at = head * (spec.K * spec.V)
-    if spec.TRANSPOSED:
+    if spec.STATE_IS_TRANSPOSED:
         at += channels[:, None] + columns[None, :] * spec.K
     else:
         at += channels[:, None] * spec.V + columns[None, :]
-    inside = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
-    mask = inside
+    in_bounds = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
+    mask = in_bounds
     # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
-    if spec.PACKED:
-        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first, end = tokens_of(bounds, sequence)
-    STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.H * spec.K * spec.V
-    place = tl.cast(sequence, tl.int64)
-    if spec.SLOTS > 0:
-        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
-        place, used = slot_of(slots, sequence, first, end, spec.SLOTS)
-        mask = mask & (channels * 0 + used > 0)[:, None]  # the interpreter has no & of a tile and a scalar
-    if spec.TREE:
-        target = final + row * (spec.T * spec.H * spec.K * spec.V) + at
+    if spec.IS_PACKED:
+        cu_seqlens = at_batch(cu_seqlens, row, per.CU_SEQLENS, spec.NUM_SEQUENCES + 1)
+        first, end = load_token_range(cu_seqlens, sequence)
+    STATE_ELEMENTS_PER_ROW: tl.constexpr = (
+        (spec.NUM_SLOTS if spec.NUM_SLOTS > 0 else spec.NUM_SEQUENCES) * spec.H * spec.K * spec.V
+    )
+    state_index = tl.cast(sequence, tl.int64)
+    if spec.NUM_SLOTS > 0:
+        slots = at_batch(slots, row, per.SLOTS, spec.NUM_SEQUENCES)
+        state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.NUM_SLOTS)
+        mask = mask & (channels * 0 + uses_slot > 0)[:, None]  # the interpreter has no & of a tile and a scalar
+    if spec.HAS_TREES:
+        final_state_pointers = final_states + row * (spec.T * spec.H * spec.K * spec.V) + at
     else:
-        target = final + row * STATES + place * (spec.H * spec.K * spec.V) + at
-    source = target
+        final_state_pointers = (
+            final_states + row * STATE_ELEMENTS_PER_ROW + state_index * (spec.H * spec.K * spec.V) + at
+        )
+    initial_state_pointers = final_state_pointers
     # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
-        state = tl.load(target, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
-    elif spec.STATE:
-        source = at_batch(initial, row, per.INITIAL, STATES) + place * (spec.H * spec.K * spec.V) + at
-        state = tl.load(source, mask=mask, other=0.0, eviction_policy=spec.EVICTION).to(tl.float32)
+        state = tl.load(final_state_pointers, mask=mask, other=0.0, eviction_policy=spec.STATE_EVICTION_POLICY).to(
+            tl.float32
+        )
+    elif spec.HAS_INITIAL_STATE:
+        initial_state_pointers = (
+            at_batch(initial_states, row, per.INITIAL_STATES, STATE_ELEMENTS_PER_ROW)
+            + state_index * (spec.H * spec.K * spec.V)
+            + at
+        )
+        state = tl.load(initial_state_pointers, mask=mask, other=0.0, eviction_policy=spec.STATE_EVICTION_POLICY).to(
+            tl.float32
+        )
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
     key = at_batch(key, row, per.KEY, spec.T * spec.HK * spec.K) + head // (spec.H // spec.HK) * spec.K
     value = at_batch(value, row, per.VALUE, spec.T * spec.HV * spec.V) + head // (spec.H // spec.HV) * spec.V
     output += (row * spec.T * spec.H + head) * spec.V
-    if spec.DECAY > 0:
-        decay = at_batch(decay, row, per.DECAY, spec.DECAY_T * spec.H * spec.DECAY) + head * spec.DECAY
-    if spec.VALUE_DECAY:
+    if spec.GATES_PER_HEAD > 0:
+        decay = (
+            at_batch(decay, row, per.DECAY, spec.GATE_TOKENS * spec.H * spec.GATES_PER_HEAD)
+            + head * spec.GATES_PER_HEAD
+        )
+    if spec.HAS_VALUE_DECAY:
         value_decay = at_batch(value_decay, row, per.VALUE_DECAY, spec.T * spec.H * spec.V) + head * spec.V
-    if spec.BETA:
+    if spec.HAS_BETA:
         beta = at_batch(beta, row, per.BETA, spec.T * spec.H) + head
-    if spec.DT:
+    if spec.HAS_DT:
         dt = at_batch(dt, row, per.DT, spec.T * spec.H) + head
-    if spec.SKIP:
+    if spec.HAS_SKIP:
         skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         roles = at_batch(roles, row, per.ROLES, spec.T)
-    if spec.TREE:
+    if spec.HAS_TREES:
         parents = at_batch(parents, row, per.PARENTS, spec.T)
     q, k, v, g, w, b, role, parent = load_token(
         query, key, value, decay, value_decay, beta, dt, roles, parents, first, end, channels, columns, spec
@@ -229,24 +247,36 @@ def fused_recurrent_kernel(
         next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent = load_token(
             query, key, value, decay, value_decay, beta, dt, roles, parents, token + 1, end, channels, columns, spec
         )
-        if spec.TREE:
-            state = state_after_parent(state, token, parent, first, source, mask, target, inside, spec)
+        if spec.HAS_TREES:
+            state = state_after_parent(
+                state, token, parent, first, initial_state_pointers, mask, final_state_pointers, in_bounds, spec
+            )
         state = update_state(state, k, v, g, w, b, role, spec)
         # Read after the write: a token sees what it wrote.
-        read = spec.SCALE * tl.sum(state * q[:, None], axis=0)
-        if spec.SKIP:
-            read += skip_weight * v
-        if spec.SEGMENTS:
-            read = tl.where(role > 0, read, 0.0)
-        at_token = output + token * (spec.H * spec.V) + columns
-        tl.store(at_token, read.to(output.dtype.element_ty), mask=columns < spec.V)
-        if spec.TREE:
-            tl.store(target + token * (spec.H * spec.K * spec.V), state, mask=inside, eviction_policy=spec.EVICTION)
+        output_tile = spec.OUTPUT_SCALE * tl.sum(state * q[:, None], axis=0)
+        if spec.HAS_SKIP:
+            output_tile += skip_weight * v
+        if spec.HAS_SEGMENTS:
+            output_tile = tl.where(role > 0, output_tile, 0.0)
+        output_pointers = output + token * (spec.H * spec.V) + columns
+        tl.store(output_pointers, output_tile.to(output.dtype.element_ty), mask=columns < spec.V)
+        if spec.HAS_TREES:
+            tl.store(
+                final_state_pointers + token * (spec.H * spec.K * spec.V),
+                state,
+                mask=in_bounds,
+                eviction_policy=spec.STATE_EVICTION_POLICY,
+            )
         q, k, v, g, w, b, role, parent = next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent
-    if not spec.TREE:
+    if not spec.HAS_TREES:
         # In place, only this program read the tile, at the top.
-        tl.store(target, state.to(final.dtype.element_ty), mask=mask, eviction_policy=spec.EVICTION)
-    if spec.PACKED:
-        zero_outputs(output, bounds, sequence, columns, spec.SEQUENCES, spec.T, spec.H * spec.V, spec.V)
-        if spec.TREE:
-            zero_states(target, bounds, sequence, inside, spec)
+        tl.store(
+            final_state_pointers,
+            state.to(final_states.dtype.element_ty),
+            mask=mask,
+            eviction_policy=spec.STATE_EVICTION_POLICY,
+        )
+    if spec.IS_PACKED:
+        zero_padding_outputs(output, cu_seqlens, sequence, columns, spec.NUM_SEQUENCES, spec.T, spec.H * spec.V, spec.V)
+        if spec.HAS_TREES:
+            zero_states(final_state_pointers, cu_seqlens, sequence, in_bounds, spec)

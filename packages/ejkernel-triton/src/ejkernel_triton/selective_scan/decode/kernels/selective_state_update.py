@@ -14,7 +14,7 @@ a warp. Consecutive programs have the same channels of different sequences: they
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch, slot_of, tokens_of, zero_outputs
+from ejkernel_triton.blocks import LOG2E, at_batch, load_state_slot, load_token_range, zero_padding_outputs
 
 
 @triton.jit
@@ -66,11 +66,11 @@ def selective_state_update_kernel(
     end = first + spec.T
     if spec.PACKED:
         bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first, end = tokens_of(bounds, sequence)
+        first, end = load_token_range(bounds, sequence)
     state_index = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
         slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
-        state_index, uses_slot = slot_of(slots, sequence, first, end, spec.SLOTS)
+        state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.SLOTS)
         mask = (channels < tl.where(uses_slot > 0, spec.E, 0))[:, None] & (state_elements < spec.N)[None, :]
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
     final_address = final + row * STATES + state_index * (spec.E * spec.N) + at
@@ -105,4 +105,4 @@ def selective_state_update_kernel(
     # In place, only this program read the tile, at the top.
     tl.store(final_address, state.to(final.dtype.element_ty), mask=mask)
     if spec.PACKED:
-        zero_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)
+        zero_padding_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)
