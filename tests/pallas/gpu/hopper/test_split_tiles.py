@@ -55,7 +55,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     assert plan.split.tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
     for number in range(plan.items):
-        item = tile_scheduler.item(plan, jnp.int32(number))
+        item = tile_scheduler.work_tile(plan, jnp.int32(number))
         first, full_start, full_end, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
         assert first < last
         assert [n for n in range(first, last) if not full_start <= n < full_end] == (
@@ -87,7 +87,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     assert plan.split.tiles
     adding = collections.defaultdict(list)
     for number in range(plan.items):
-        item = tile_scheduler.item(plan, jnp.int32(number))
+        item = tile_scheduler.work_tile(plan, jnp.int32(number))
         first, _, _, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
         assert first < last
         for n in range(first, last):

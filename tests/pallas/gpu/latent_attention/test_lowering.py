@@ -74,7 +74,7 @@ def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
     assert spec.CHUNKS_PER_HALF % spec.PIECES_PER_HALF == 0
     assert all(
         chunk % (spec.CHUNKS_PER_HALF // spec.PIECES_PER_HALF) or chunk == 2 * spec.CHUNKS_PER_HALF
-        for chunk in latent_attention.CHUNKS_IN_REGISTERS
+        for chunk in latent_attention.REGISTER_CHUNK_INDICES
     )
 
 

@@ -171,8 +171,8 @@ def _simulated_prefill(flash, layout, *arrays):
         query = operands["q"][0, mine, head].astype(np.float32)
         places, scores, values = [], [], []
         for block in range(start, stop):
-            found = keys_of.find(operands, limits, block)
-            word = keys_of.word(found)
+            found = keys_of.find_pages(operands, limits, block)
+            word = keys_of.valid_key_word(found)
             key = block * 128 + np.arange(128)
             attends = (key >= int(limits.low)) & (key < int(limits.keys)) & np.ones_like(row, bool)
             if flash.right is not None:

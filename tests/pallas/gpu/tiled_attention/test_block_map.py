@@ -97,7 +97,7 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
         visits.shape[1], batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, persistent=True
     )
     assert plan.blocks == min(132, plan.items)
-    items = [tile_scheduler.item(plan, jnp.int32(number)) for number in range(plan.items)]
+    items = [tile_scheduler.work_tile(plan, jnp.int32(number)) for number in range(plan.items)]
     owned = [(int(item.batch), int(item.head), int(item.tile)) for item in items]
     assert sorted(owned) == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(visits.shape[1])]
     size = plan.bundle * plan.tiles

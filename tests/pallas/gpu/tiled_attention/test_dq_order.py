@@ -74,7 +74,7 @@ def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
     waiting, running = list(range(plan.items)), []
     while waiting or running:
         while waiting and len(running) < room:
-            item = tile_scheduler.item(plan, np.int32(waiting.pop(0)))
+            item = tile_scheduler.work_tile(plan, np.int32(waiting.pop(0)))
             place = int(item.batch), int(item.head), int(item.tile)
             first, _, _, last = visits[min(place[0], len(visits) - 1), place[2]]
             running.append((place, list(range(first, last))))
@@ -96,7 +96,7 @@ def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones
     plan = tile_scheduler.TileSchedule(
         heads, tiles, bundle, heads * tiles, heads * tiles, reverse=False, persistent=False, folded=True
     )
-    listed = [tile_scheduler.item(plan, np.int32(n)) for n in range(plan.items)]
+    listed = [tile_scheduler.work_tile(plan, np.int32(n)) for n in range(plan.items)]
     later, bundles = tiles // 2, heads // bundle
     steps = [(0, tile) for tile in range(tiles - later)]
     for n in range(1, bundles):
@@ -108,30 +108,33 @@ def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones
 
 
 @pytest.mark.parametrize(
-    ("mask", "folded", "by_head"),
+    ("mask", "folded", "loops_by_head"),
     [
         ({}, False, False),
         ({"causal": True}, True, False),
         ({"causal": True, "sliding_window": (1024, None)}, False, True),
     ],
 )
-def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, by_head):
+def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, loops_by_head):
     """A folded list of heads whose queries fit; with a window, not all heads of a group at a time."""
     q, k = (jax.ShapeDtypeStruct((16, 2048, heads, 256), jnp.bfloat16) for heads in (32, 8))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **mask))
     tile = BackwardTile(256, 256, 128, 64, 2)
     visits = query_block_ranges(spec, None, tile.queries, tile.keys)
     plan = backward._plan(visits, spec, tile)(spec.batch)
-    assert (plan.folded, backward._by_head(visits, spec, tile)) == (folded, by_head)
+    assert (plan.folded, backward._should_loop_by_head(visits, spec, tile)) == (folded, loops_by_head)
     if folded:
-        assert plan.bundle * spec.group_size * spec.queries * tile.row_bytes(spec) <= 1.5 * tile_scheduler.L2_BYTES
+        assert (
+            plan.bundle * spec.group_size * spec.queries * tile.device_bytes_per_query(spec)
+            <= 1.5 * tile_scheduler.L2_BYTES
+        )
 
 
-@pytest.mark.parametrize("by_head", [False, True])
-def test_blocks_visit_later_queries_first_in_runs(by_head):
+@pytest.mark.parametrize("loops_by_head", [False, True])
+def test_blocks_visit_later_queries_first_in_runs(loops_by_head):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=True))
-    call = Call(spec, None, None, by_head, None, None, None, None, None)
+    call = Call(spec, None, None, loops_by_head, None, None, None, None, None)
     visits = QueryRuns(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
 
     def note(masking, head, index, state):
@@ -142,7 +145,7 @@ def test_blocks_visit_later_queries_first_in_runs(by_head):
     _, seen = for_each_query_block(call, visits, note, start, True)
     runs = [(index, index not in (3, 4)) for index in (6, 5, 4, 3, 2, 1)]
     wanted = [(head, *visit) for head in (2, 3) for visit in runs]
-    if not by_head:
+    if not loops_by_head:
         wanted = [(head, *visit) for visit in runs for head in (2, 3)]
     assert seen.tolist() == [list(map(int, visit)) for visit in wanted]
 
@@ -158,7 +161,7 @@ def test_blocks_visit_later_queries_first_in_runs(by_head):
 )
 def test_strips_are_all_of_a_visits_part_of_dq(tile):
     seen = np.zeros((tile.queries, tile.size), int)
-    for member, maker, strip in np.ndindex(tile.members, 2, tile.strips):
+    for member, maker, strip in np.ndindex(tile.blocks_per_cluster, 2, tile.dq_strips):
         row, column = tile.dq_start(member, maker, strip)
         seen[row : row + 64, column : column + tile.dq_columns] += 1
     assert (seen == 1).all()

@@ -19,7 +19,7 @@ def make(prob, queries=70, keys=130):
 def test_products_of_numbers_decide_as_everywhere():
     record = make(0.3)
     spec = make_spec(record)
-    made = tile_dropout.numbers(record, spec, 64, 128)
+    made = tile_dropout.dropout_key_operands(record, spec, 64, 128)
     assert {name: (x.shape, x.dtype.name) for name, x in made.items()} == {
         "q_dropout_keys": ((2, 4, 128), "uint32"),
         "k_dropout_keys": ((1, 256), "uint32"),
@@ -35,7 +35,7 @@ def test_products_of_numbers_decide_as_everywhere():
 @pytest.mark.parametrize("prob", [0.0, 2.0**-40])
 def test_what_drops_nothing_needs_no_numbers(prob):
     record = make(prob)
-    assert tile_dropout.numbers(record, make_spec(record), 64, 128) == {}
+    assert tile_dropout.dropout_key_operands(record, make_spec(record), 64, 128) == {}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

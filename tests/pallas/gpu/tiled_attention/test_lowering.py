@@ -110,7 +110,7 @@ def test_tiles_beyond_shared_memory_are_refused():
         forward(record, params)
 
 
-@pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "128 keys"), ("stages", 9, "shared memory")])
+@pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "block_kv=128"), ("stages", 9, "shared memory")])
 def test_backward_tiles_that_are_none_are_refused(name, value, word):
     import dataclasses
 

@@ -16,7 +16,7 @@ GRADIENTS = frozenset({"query", "key", "value"})
 
 def reasons(record, device=H200, direction="forward", grad_fields=GRADIENTS):
     with target_device(device):
-        return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", direction, wanted))
+        return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", direction, grad_fields))
 
 
 def make(size=128, value_size=None, dtype=jnp.bfloat16, length=256, **fields):

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, scf, vector
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant, scalar, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
 
 
@@ -68,18 +68,18 @@ def widen_to_float32(tile: jax.Array) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def split_pairs(_: Any, narrow: Any) -> Any:
+    def split_pairs(_: Any, narrow_tile: Any) -> Any:
         f32 = ir.F32Type.get()
         new_registers: list[Any] = []
-        for register in narrow.registers.flat:
+        for register in narrow_tile.registers.flat:
             # bfloat16 is the upper half of a float32: the first element of a pair is shifted there; the second is
             # there, and the first is masked out.
             word = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
-            halves = (arith.shli(word, constant(16)), arith.andi(word, constant(-(2**16))))
+            halves = (arith.shli(word, int32_constant(16)), arith.andi(word, int32_constant(-(2**16))))
             new_registers.append(
                 vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves])
             )
-        return with_registers(narrow, new_registers)
+        return with_registers(narrow_tile, new_registers)
 
     return split_pairs(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -102,16 +102,16 @@ def load_first_rows(tile: Any, rows: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=plgpu.Layout.WGMMA),
     )
     def load(_: Any, ref: Any) -> Any:
-        element = ir.MemRefType(ref.type).element_type
-        zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
-        zeros = mgpu.FragmentedArray.splat(zero, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        conditional: Any = scf.IfOp(_has_rows(rows), [x.type for x in zeros.registers.flat], has_else=True)
-        with ir.InsertionPoint(conditional.then_block):
-            loaded = mgpu.FragmentedArray.load_untiled(ref, layout=mgpu.WGMMA_LAYOUT, swizzle=16, optimized=False)
-            scf.yield_(list(loaded.registers.flat))
-        with ir.InsertionPoint(conditional.else_block):
+        element_type = ir.MemRefType(ref.type).element_type
+        zero_constant = arith.constant(element_type, ir.FloatAttr.get(element_type, 0.0))
+        zeros = mgpu.FragmentedArray.splat(zero_constant, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        load_or_zero: Any = scf.IfOp(_has_rows(rows), [x.type for x in zeros.registers.flat], has_else=True)
+        with ir.InsertionPoint(load_or_zero.then_block):
+            loaded_tile = mgpu.FragmentedArray.load_untiled(ref, layout=mgpu.WGMMA_LAYOUT, swizzle=16, optimized=False)
+            scf.yield_(list(loaded_tile.registers.flat))
+        with ir.InsertionPoint(load_or_zero.else_block):
             scf.yield_(list(zeros.registers.flat))
-        return with_registers(zeros, list(conditional.results))
+        return with_registers(zeros, list(load_or_zero.results))
 
     return load(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -141,8 +141,8 @@ def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
         # Threads store independently, without a barrier inside, so warps may diverge.
-        conditional: Any = scf.IfOp(_has_rows(rows))
-        with ir.InsertionPoint(conditional.then_block):
+        load_or_zero: Any = scf.IfOp(_has_rows(rows))
+        with ir.InsertionPoint(load_or_zero.then_block):
             tile.store_untiled(ref, optimized=False)
             scf.yield_([])
 
@@ -158,29 +158,31 @@ def store_16_byte_rows(target: Any, tile: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
-        lane = arith.remui(mgpu.utils.thread_idx(), constant(32))
-        warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
-        quad_lane, index = arith.remui(lane, constant(4)), ir.IndexType.get()
-        row = arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(4)))
+        lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(32))
+        warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS))
+        lane_in_quad, index = arith.remui(lane, int32_constant(4)), ir.IndexType.get()
+        row = arith.addi(arith.muli(warp, int32_constant(WARP_ROWS)), arith.divui(lane, int32_constant(4)))
         vector_type = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
         words = [scalar(vector.bitcast(ir.VectorType.get((1,), i32()), x)) for x in tile.registers.flat]
         # Registers alternate between a thread's two rows, which are eight apart.
         for half in (0, 1):
-            row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, constant(8 * half)))
+            row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, int32_constant(8 * half)))
             for first in range(0, len(row_words), 4):
-                four_words = vector.from_elements(
-                    ir.VectorType.get((4,), i32()), _transpose_words(row_words[first : first + 4], quad_lane)
+                row_piece = vector.from_elements(
+                    ir.VectorType.get((4,), i32()), _transpose_words(row_words[first : first + 4], lane_in_quad)
                 )
-                column = arith.index_cast(index, arith.addi(arith.muli(quad_lane, constant(8)), constant(8 * first)))
-                vector.store(vector.bitcast(vector_type, four_words), ref, [at, column])
+                column = arith.index_cast(
+                    index, arith.addi(arith.muli(lane_in_quad, int32_constant(8)), int32_constant(8 * first))
+                )
+                vector.store(vector.bitcast(vector_type, row_piece), ref, [at, column])
 
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _transpose_words(words: list[Any], quad_lane: Any) -> list[Any]:
-    """Transposes words among four threads: word n becomes word `quad_lane` of thread n, by two exchanges."""
+def _transpose_words(words: list[Any], lane_in_quad: Any) -> list[Any]:
+    """Transposes words among four threads: word n becomes word `lane_in_quad` of thread n, by two exchanges."""
     for distance in (1, 2):
-        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad_lane, constant(distance)), constant(0))
+        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane_in_quad, int32_constant(distance)), int32_constant(0))
         for low in (0, 3 - distance):
             words[low], words[low + distance] = _exchange_words(words[low], words[low + distance], bit, distance)
     return words
@@ -194,5 +196,5 @@ def _exchange_words(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, 
 
 def _has_rows(rows: int) -> Any:
     """Returns whether this thread's warp has any of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
-    warp = arith.remui(mgpu.utils.warp_idx(sync=False), constant(WARPS))
-    return arith.cmpi(arith.CmpIPredicate.ult, warp, constant(cdiv(rows, WARP_ROWS)))
+    warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS))
+    return arith.cmpi(arith.CmpIPredicate.ult, warp, int32_constant(cdiv(rows, WARP_ROWS)))

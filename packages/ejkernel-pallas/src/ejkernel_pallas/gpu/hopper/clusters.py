@@ -7,7 +7,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir.dialects import arith, llvm
 
 from ejkernel_pallas.gpu.hopper.launch import TRANSFORMS
-from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
 
 CLUSTER_AXIS = "member"
 """The cluster axis: a block's index in its cluster."""
@@ -16,10 +16,10 @@ BARRIER_OFFSET_BYTES = 16
 
 There are two, for alternate steps. Mosaic's own barriers do not support copies between blocks.
 """
-# Each mbarrier counts two arrivals, one per member (see SEND). The fence makes the mbarriers visible to the other
-# member before it can arrive at one. Only member 0 increments the tile counter, and writes the index into both members'
-# shared memory.
-BEGIN_PTX = """{
+# Each mbarrier counts two arrivals, one per member (see SEND_SCORE_GRADIENTS_PTX). The fence makes the mbarriers
+# visible to the other member before it can arrive at one. Only member 0 increments the tile counter, and writes the
+# index into both members' shared memory.
+START_CLUSTER_TILE_PTX = """{
 .reg .pred leads; .reg .b32 rank, number, place;
 mbarrier.init.shared::cta.b64 [$1 + 16], 2;
 mbarrier.init.shared::cta.b64 [$1 + 24], 2;
@@ -35,7 +35,7 @@ mapa.shared::cluster.u32 place, $1, 1;
 # Release and acquire: earlier writes of either member to shared memory are visible to both after it.
 CLUSTER_BARRIER_PTX = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
 # The hardware may end a wait early, so the wait is a loop. The label is unique per inlined copy.
-WAIT_PTX = """{
+WAIT_MBARRIER_PTX = """{
 .reg .pred done;
 again_${:uid}:
 mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
@@ -43,7 +43,7 @@ mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
 }"""
 # The arrival at the other member's mbarrier announces the bytes of the copy, so that its phase ends when they have
 # arrived. The last instruction arrives at this member's own mbarrier, whose half of the gradients is already there.
-SEND_PTX = """{
+SEND_SCORE_GRADIENTS_PTX = """{
 .reg .b32 rank, target, full;
 mov.u32 rank, %cluster_ctarank;
 xor.b32 rank, rank, 1;
@@ -55,7 +55,7 @@ mbarrier.arrive.shared::cta.b64 _, [$2];
 }"""
 
 
-def begin(tile_counter: Any, words: Any) -> None:
+def start_cluster_tile(tile_counter: Any, words: Any) -> None:
     """Fetches the index of the cluster's tile, and stores it in both members' first word.
 
     Args:
@@ -67,13 +67,13 @@ def begin(tile_counter: Any, words: Any) -> None:
     def run(_: Any, tile_counter: Any, words: Any) -> None:
         # No thread of either block reads the index or uses an mbarrier before all have arrived here.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
-            _inline_ptx(BEGIN_PTX, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
+            _inline_ptx(START_CLUSTER_TILE_PTX, "l,r", [mgpu.utils.memref_ptr(tile_counter), _address(words)])
         _inline_ptx(CLUSTER_BARRIER_PTX, "", [])
 
     run(tile_counter, words)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def end() -> None:
+def wait_for_cluster() -> None:
     """Waits until the other member no longer accesses this block's shared memory."""
 
     @plgpu.inline_mgpu()
@@ -84,13 +84,13 @@ def end() -> None:
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def send(score_gradients: Any, target: Any, words: Any, count: Any) -> None:
+def send_score_gradients(score_gradients: Any, target: Any, words: Any, count: Any) -> None:
     """Sends a warpgroup's gradients of scores to the other member, and marks this member's as ready.
 
     Args:
         score_gradients: A step's gradients of scores in shared memory, which all threads have written and committed.
-        target: Their address in the other member.
-        words: As in `begin`.
+        target: The place in shared memory where the other member receives them.
+        words: As in `start_cluster_tile`.
         count: Index of the step.
     """
 
@@ -99,12 +99,12 @@ def send(score_gradients: Any, target: Any, words: Any, count: Any) -> None:
     )
     def run(_: Any, score_gradients: Any, target: Any, words: Any, count: Any) -> None:
         size = score_gradients.type.element_type.width // 8
-        for length in score_gradients.type.shape:
-            size *= length
+        for dimension in score_gradients.type.shape:
+            size *= dimension
         # A single thread issues a bulk copy. It reads through the async proxy, hence the commit before it.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            addresses = [_address(score_gradients), _address(target), _barrier(words, count.registers.item())]
-            _inline_ptx(SEND_PTX, "r,r,r,n", [*addresses, constant(size)])
+            local_addresses = [_address(score_gradients), _address(target), _barrier(words, count.registers.item())]
+            _inline_ptx(SEND_SCORE_GRADIENTS_PTX, "r,r,r,n", [*local_addresses, int32_constant(size)])
 
     run(score_gradients, target, words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -116,16 +116,16 @@ def wait_for_both(words: Any, count: Any) -> None:
     def run(_: Any, words: Any, count: Any) -> None:
         number = count.registers.item()
         # Each mbarrier is used in every second step, so its phase is the second bit of the step's index.
-        phase_parity = arith.andi(arith.shrui(number, constant(1)), constant(1))
-        _inline_ptx(WAIT_PTX, "r,r", [_barrier(words, number), phase_parity])
+        phase_parity = arith.andi(arith.shrui(number, int32_constant(1)), int32_constant(1))
+        _inline_ptx(WAIT_MBARRIER_PTX, "r,r", [_barrier(words, number), phase_parity])
 
     run(words, count)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _barrier(words: Any, count: Any) -> Any:
     # Two mbarriers of 8 bytes alternate: a member may send a step while the other still waits for the previous one.
-    offset = arith.muli(arith.andi(count, constant(1)), constant(8))
-    return arith.addi(arith.addi(_address(words), constant(BARRIER_OFFSET_BYTES)), offset)
+    offset = arith.muli(arith.andi(count, int32_constant(1)), int32_constant(8))
+    return arith.addi(arith.addi(_address(words), int32_constant(BARRIER_OFFSET_BYTES)), offset)
 
 
 def _address(memory: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ejkernel_pallas.gpu.hopper.registers import constant, number, with_registers
+from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, with_registers
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 
 LANES_PER_ROW = 4
@@ -39,11 +39,11 @@ def load_bias(bias: Any, matrix: Any, starts: list[Any]) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def load(_: Any, bias: Any, matrix: Any, *starts: Any) -> Any:
-        like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        like = mgpu.FragmentedArray.splat(float32_constant(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         i64 = ir.IntegerType.get_signless(64)
-        lane = arith.remui(mgpu.utils.thread_idx(), constant(LANES_PER_ROW))
-        row = arith.muli(matrix.registers.item(), constant(columns))
-        begin = arith.addi(row, arith.muli(lane, constant(2)))
+        lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW))
+        row = arith.muli(matrix.registers.item(), int32_constant(columns))
+        begin = arith.addi(row, arith.muli(lane, int32_constant(2)))
         base, pairs = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(bias)), list[Any]()
         for start in starts:
             first = arith.extui(i64, arith.addi(begin, start.registers.item()))

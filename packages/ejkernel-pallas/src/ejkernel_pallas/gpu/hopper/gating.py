@@ -25,7 +25,14 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.gated_grouped_matmul import GateFunction
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    i32,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+)
 
 TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
 """Twice the factor of the argument in the tanh formula of gelu: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
@@ -82,7 +89,7 @@ def _elementwise(tiles: tuple[jax.Array, ...], valid: jax.Array | None, combine:
         new_registers: list[Any] = []
         # Registers alternate between a thread's two rows.
         for index, registers in enumerate(zip(*(tile.registers.flat for tile in sums), strict=True)):
-            scalars = zip(*(pair(register) for register in registers), strict=True)
+            scalars = zip(*(unpack_pair(register) for register in registers), strict=True)
             values = [_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return with_registers(sums[0], new_registers)
@@ -118,7 +125,7 @@ def gated_pairs(pairs: jax.Array, function: GateFunction, dtype: Any, valid: jax
         for index, like_register in enumerate(like.registers.flat):
             block, row = divmod(index, 2)
             low, high = (
-                _masked(_combine(*pair(registers[2 * (2 * block + half) + row]), function), row_masks[row])
+                _masked(_combine(*unpack_pair(registers[2 * (2 * block + half) + row]), function), row_masks[row])
                 for half in range(2)
             )
             code = f"cvt.rn.{kind}.f32 $0, $2, $1;"  # the first source becomes the upper half
@@ -148,11 +155,11 @@ def quad_sources(lane: int) -> tuple[tuple[int, int], int]:
 
 def _quad_sources() -> tuple[list[Any], Any]:
     """Returns `quad_sources` of this thread's lane."""
-    lane, choices = arith.remui(mgpu.utils.thread_idx(), constant(LANES_PER_ROW)), map(quad_sources, range(4))
+    lane, choices = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW)), map(quad_sources, range(4))
     chosen: list[Any] = []
     for number_of_lane, ((first, second), selector) in enumerate(choices):
-        values = [constant(value) for value in (first, second, selector)]
-        is_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, constant(number_of_lane))
+        values = [int32_constant(value) for value in (first, second, selector)]
+        is_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, int32_constant(number_of_lane))
         chosen = [arith.select(is_lane, *both) for both in zip(values, chosen, strict=True)] if chosen else values
     return chosen[:2], chosen[2]
 
@@ -162,31 +169,33 @@ def _row_masks(masks: Any) -> list[Any]:
     if not masks:
         return [None, None]
     is_valid = [scalar(x) for x in masks[0].registers.flat]
-    return [arith.cmpf(arith.CmpFPredicate.ONE, x, number(0.0)) for x in is_valid]
+    return [arith.cmpf(arith.CmpFPredicate.ONE, x, float32_constant(0.0)) for x in is_valid]
 
 
 def _masked(x: Any, mask: Any) -> Any:
-    return x if mask is None else arith.select(mask, x, number(0.0))
+    return x if mask is None else arith.select(mask, x, float32_constant(0.0))
 
 
 def _combine(gate: Any, other: Any, function: GateFunction) -> Any:
     """Returns the activation of the gate times the factor."""
     if function.limit is not None:
         # These propagate NaN.
-        gate = arith.minimumf(gate, number(function.limit))
-        other = arith.maximumf(arith.minimumf(other, number(function.limit)), number(-function.limit))
+        gate = arith.minimumf(gate, float32_constant(function.limit))
+        other = arith.maximumf(
+            arith.minimumf(other, float32_constant(function.limit)), float32_constant(-function.limit)
+        )
     if function.beta:
-        other = arith.addf(other, number(function.beta))
+        other = arith.addf(other, float32_constant(function.beta))
     return arith.mulf(_activate(gate, function), other)
 
 
 def _activate(x: Any, function: GateFunction) -> Any:
     if function.activation == "relu2":
-        x = arith.maximumf(x, number(0.0))
+        x = arith.maximumf(x, float32_constant(0.0))
         return arith.mulf(x, x)
     if function.activation == "silu":
-        exponent = arith.mulf(x, number(-LOG2E * function.alpha))
+        exponent = arith.mulf(x, float32_constant(-LOG2E * function.alpha))
     else:
-        cubic_term = arith.addf(arith.mulf(arith.mulf(x, x), number(CUBIC_FACTOR)), number(1.0))
-        exponent = arith.mulf(arith.mulf(x, cubic_term), number(-TANH_FACTOR * LOG2E))
+        cubic_term = arith.addf(arith.mulf(arith.mulf(x, x), float32_constant(CUBIC_FACTOR)), float32_constant(1.0))
+        exponent = arith.mulf(arith.mulf(x, cubic_term), float32_constant(-TANH_FACTOR * LOG2E))
     return llvm.inline_asm(ir.F32Type.get(), [x, exponent], MULTIPLY_BY_SIGMOID_PTX, "=f,f,f")

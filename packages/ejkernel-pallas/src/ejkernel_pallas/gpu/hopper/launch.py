@@ -81,7 +81,7 @@ def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, jnp.dtype(dtype).itemsize))
 
 
-def whole(x: jax.Array, rows: int) -> jax.Array:
+def pad_rows(x: jax.Array, rows: int) -> jax.Array:
     """Pads rows with zeros as copies require: to a multiple of eight, and to at least the rows of one copy.
 
     Copies skip what is past an array's end, so no more padding is needed.

@@ -12,7 +12,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    i32,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+    with_row_values,
+)
 
 ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 """PTX: whether a factor is below one in any thread of the warp; a vote, so that the branch is uniform."""
@@ -42,35 +50,37 @@ def update_max_lazily(row_max: jax.Array, scores: jax.Array, factor: float, thre
         before = [scalar(register) for register in rows.registers.flat]
         # Registers alternate between a thread's two rows.
         block_maxima = [
-            arith.mulf(_max_of_registers(list(tile.registers.flat)[row::2]), number(factor)) for row in (0, 1)
+            arith.mulf(_max_of_registers(list(tile.registers.flat)[row::2]), float32_constant(factor)) for row in (0, 1)
         ]
         is_above = arith.maximumf(*[arith.subf(top, old) for top, old in zip(block_maxima, before, strict=True)])
-        some: Any = llvm.inline_asm(
-            i32(), [is_above, number(threshold)], ANY_ABOVE_PTX, "=r,f,f", has_side_effects=True
+        any_above: Any = llvm.inline_asm(
+            i32(), [is_above, float32_constant(threshold)], ANY_ABOVE_PTX, "=r,f,f", has_side_effects=True
         )
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
-        branch: Any = scf.IfOp(some, [ir.F32Type.get()] * 2, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scf.yield_([_move_if_above(top, old, threshold) for top, old in zip(block_maxima, before, strict=True)])
-        with ir.InsertionPoint(branch.else_block):
+        any_above = arith.cmpi(arith.CmpIPredicate.ne, any_above, int32_constant(0))
+        rescale_branch: Any = scf.IfOp(any_above, [ir.F32Type.get()] * 2, has_else=True)
+        with ir.InsertionPoint(rescale_branch.then_block):
+            scf.yield_(
+                [_raise_max_if_above(top, old, threshold) for top, old in zip(block_maxima, before, strict=True)]
+            )
+        with ir.InsertionPoint(rescale_branch.else_block):
             scf.yield_(before)
-        return of_rows(rows, list(branch.results))
+        return with_row_values(rows, list(rescale_branch.results))
 
     return update_registers(row_max, scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _max_of_registers(registers: list[Any]) -> Any:
-    values = [value for register in registers for value in pair(register)]
+    values = [value for register in registers for value in unpack_pair(register)]
     while len(values) > 1:
         values = [arith.maximumf(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
-def _move_if_above(top: Any, before: Any, threshold: float) -> Any:
+def _raise_max_if_above(top: Any, before: Any, threshold: float) -> Any:
     # The columns of a row are in four neighbouring threads.
     for distance in (1, 2):
         top = arith.maximumf(top, mgpu.utils.shfl_bfly(top, distance))
-    is_above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), number(threshold))
+    is_above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), float32_constant(threshold))
     return arith.select(is_above, top, before)
 
 
@@ -85,18 +95,18 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
         i32 = ir.IntegerType.get_signless(32)
         # A thread has two rows of an accumulator; it votes with the smaller factor.
         factors = [scalar(register) for register in rows.registers.flat]
-        some: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
+        any_above: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
+        any_above = arith.cmpi(arith.CmpIPredicate.ne, any_above, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
         register_types = [register.type for register in tile.registers.flat]
         # The branch is uniform in a warp, so the other side costs nothing; warps share no rows, so no barrier is
         # needed.
-        branch: Any = scf.IfOp(some, register_types, has_else=True)
-        with ir.InsertionPoint(branch.then_block):
+        rescale_branch: Any = scf.IfOp(any_above, register_types, has_else=True)
+        with ir.InsertionPoint(rescale_branch.then_block):
             # Registers alternate between a thread's two rows, and hold two neighbouring columns of one.
             pairs = [vector.broadcast(register_types[0], factor) for factor in factors]
             scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
-        with ir.InsertionPoint(branch.else_block):
+        with ir.InsertionPoint(rescale_branch.else_block):
             scf.yield_(list(tile.registers.flat))
-        return with_registers(tile, list(branch.results))
+        return with_registers(tile, list(rescale_branch.results))
 
     return scale_registers(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, with_registers
+from ejkernel_pallas.gpu.hopper.registers import float32_constant, i32, int32_constant, unpack_pair, with_registers
 
 EXP2_COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
 ROUNDING_CONSTANT = 1.5 * 2.0**23
@@ -44,17 +44,19 @@ def exp2_of_scores(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Ar
         for registers in zip(scores.registers.flat, shift.registers.flat, strict=True):
             # Of two neighbours one uses the FMA units and one the special-function unit, which work in parallel. The
             # split is by register, so no thread branches.
-            first, fma_inputs = zip(*map(pair, registers), strict=True)
+            first, fma_inputs = zip(*map(unpack_pair, registers), strict=True)
             # Below SMALLEST the addition to the exponent would overflow into the sign.
-            polynomial_values = exp2_polynomial(arith.maximumf(_exponent(factor, *first), number(MIN_EXPONENT)), 1.0)
-            values = [polynomial_values, instruction(_exponent(factor, *fma_inputs))]
+            polynomial_values = exp2_polynomial(
+                arith.maximumf(_exponent(factor, *first), float32_constant(MIN_EXPONENT)), 1.0
+            )
+            values = [polynomial_values, exp2_instruction(_exponent(factor, *fma_inputs))]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return with_registers(scores, new_registers)
 
     return run(scores, shift)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def instruction(exponent: Any) -> Any:
+def exp2_instruction(exponent: Any) -> Any:
     """Returns 2 ** exponent of one float32."""
     return llvm.inline_asm(ir.F32Type.get(), [exponent], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
@@ -62,16 +64,16 @@ def instruction(exponent: Any) -> Any:
 def exp2_polynomial(score: Any, factor: float) -> Any:
     """Returns 2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
     # Next to ROUNDS, a float32 has no bits for fractions: the sum's lowest bits are the rounded integer n.
-    rounded: Any = math.fma(score, number(factor), number(ROUNDING_CONSTANT))
+    rounded: Any = math.fma(score, float32_constant(factor), float32_constant(ROUNDING_CONSTANT))
     # The fraction f. The subtraction is exact, and the multiply-add rounds once.
-    rest = math.fma(score, number(factor), arith.subf(number(ROUNDING_CONSTANT), rounded))
-    value: Any = number(EXP2_COEFFICIENTS[-1])
+    fraction = math.fma(score, float32_constant(factor), arith.subf(float32_constant(ROUNDING_CONSTANT), rounded))
+    value: Any = float32_constant(EXP2_COEFFICIENTS[-1])
     for coefficient in EXP2_COEFFICIENTS[-2::-1]:
-        value = math.fma(value, rest, number(coefficient))
+        value = math.fma(value, fraction, float32_constant(coefficient))
     # The shift drops the bits of ROUNDS, so only n is added to the exponent, as an integer.
-    exponent = arith.shli(arith.bitcast(i32(), rounded), constant(MANTISSA_BITS))
+    exponent = arith.shli(arith.bitcast(i32(), rounded), int32_constant(MANTISSA_BITS))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
 
 
 def _exponent(factor: float, score: Any, shift: Any) -> Any:
-    return math.fma(score, number(factor), arith.negf(shift))
+    return math.fma(score, float32_constant(factor), arith.negf(shift))

@@ -12,17 +12,17 @@ def i32() -> Any:
     return ir.IntegerType.get_signless(32)
 
 
-def constant(value: int) -> Any:
+def int32_constant(value: int) -> Any:
     """Returns an int32 immediate constant."""
     return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
 
 
-def as_int32(word: int) -> int:
+def as_int32(unsigned: int) -> int:
     """Returns the int32 that has the bits of a word."""
-    return word - 2**32 if word >= 2**31 else word
+    return unsigned - 2**32 if unsigned >= 2**31 else unsigned
 
 
-def number(value: float) -> Any:
+def float32_constant(value: float) -> Any:
     """Returns a float32 constant."""
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
@@ -32,7 +32,7 @@ def scalar(register: Any) -> Any:
     return _extract_element(register, 0) if isinstance(register.type, ir.VectorType) else register
 
 
-def pair(register: Any) -> tuple[Any, Any]:
+def unpack_pair(register: Any) -> tuple[Any, Any]:
     """Returns the two neighbouring elements of a row in a register of a tile."""
     return _extract_element(register, 0), _extract_element(register, 1)
 
@@ -50,12 +50,14 @@ def fill_rows_like(tile: Any, value: Any) -> Any:
     return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
 
 
-def of_rows(rows: Any, values: list[Any]) -> Any:
+def with_row_values(rows: Any, values: list[Any]) -> Any:
     """Returns a vector like `rows`, with a value for each of a thread's two rows."""
-    types = [register.type for register in rows.registers.flat]
-    vectors = (isinstance(kind, ir.VectorType) for kind in types)
-    typed_values = zip(types, values, vectors, strict=True)
-    return with_registers(rows, [vector.broadcast(kind, x) if is_vector else x for kind, x, is_vector in typed_values])
+    register_types = [register.type for register in rows.registers.flat]
+    is_vector_register = (isinstance(register_type, ir.VectorType) for register_type in register_types)
+    typed_values = zip(register_types, values, is_vector_register, strict=True)
+    return with_registers(
+        rows, [vector.broadcast(register_type, x) if is_vector else x for register_type, x, is_vector in typed_values]
+    )
 
 
 def _extract_element(register: Any, index: int) -> Any:

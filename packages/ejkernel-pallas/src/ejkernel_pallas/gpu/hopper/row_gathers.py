@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, scalar
+from ejkernel_pallas.gpu.hopper.registers import float32_constant, i32, int32_constant, scalar
 from ejkernel_pallas.gpu.hopper.row_ranges import LINE, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
 from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, rows_from_thread_values
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
@@ -39,12 +39,12 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 }"""
 
 
-def find_row_offsets(index: Any, firsts: list[Any], size: int, rows: int) -> jax.Array:
-    """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `firsts`.
+def find_row_offsets(index: Any, first_rows: list[Any], size: int, rows: int) -> jax.Array:
+    """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `first_rows`.
 
     Args:
         index: Reference to int32 [M] in device memory: for every row of tiles the row of the matrix, or an invalid one.
-        firsts: First rows of tiles, int32; rows past M repeat the last one.
+        first_rows: First rows of tiles, int32; rows past M repeat the last one.
         size: Bytes per row of the matrix.
         rows: Rows of the matrix.
 
@@ -52,37 +52,39 @@ def find_row_offsets(index: Any, firsts: list[Any], size: int, rows: int) -> jax
         int32, one element per register: those of the first tile's rows first.
     """
     passes_per_tile, number = WGMMA_M // ROWS_PER_PASS, plgpu.Layout.WG_SPLAT(())
-    shape = (THREADS * passes_per_tile * len(firsts),)
+    shape = (THREADS * passes_per_tile * len(first_rows),)
     last = index.shape[0] - 1
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(()), *(number for _ in firsts)),
+        arg_types=(plgpu.RefType(()), *(number for _ in first_rows)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=1)),
     )
-    def compute_offsets(_: Any, index: Any, *firsts: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    def compute_offsets(_: Any, index: Any, *first_rows: Any) -> Any:
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
         row, line_part = (
-            arith.divui(thread, constant(THREADS_PER_LINE)),
-            arith.remui(thread, constant(THREADS_PER_LINE)),
+            arith.divui(thread, int32_constant(THREADS_PER_LINE)),
+            arith.remui(thread, int32_constant(THREADS_PER_LINE)),
         )
         vector_type, registers = (
             ir.VectorType.get((1,), i32()),
-            np.empty((passes_per_tile * len(firsts),), dtype=object),
+            np.empty((passes_per_tile * len(first_rows),), dtype=object),
         )
         for register_index in range(registers.size):
             tile, pass_index = divmod(register_index, passes_per_tile)
-            tile_row = arith.addi(firsts[tile].registers.item(), arith.addi(row, constant(pass_index * ROWS_PER_PASS)))
-            tile_row = arith.index_cast(ir.IndexType.get(), arith.minsi(tile_row, constant(last)))
+            tile_row = arith.addi(
+                first_rows[tile].registers.item(), arith.addi(row, int32_constant(pass_index * ROWS_PER_PASS))
+            )
+            tile_row = arith.index_cast(ir.IndexType.get(), arith.minsi(tile_row, int32_constant(last)))
             source_row: Any = memref.load(index, [tile_row])
             # An unsigned comparison: negative indices are also past the last row.
-            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, constant(rows))
-            source_row = arith.addi(arith.muli(source_row, constant(size // STORE_BYTES)), line_part)
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(rows))
+            source_row = arith.addi(arith.muli(source_row, int32_constant(size // STORE_BYTES)), line_part)
             registers[register_index] = vector.from_elements(
-                vector_type, [arith.select(is_valid, source_row, constant(NOT_COPIED))]
+                vector_type, [arith.select(is_valid, source_row, int32_constant(NOT_COPIED))]
             )
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout(shape, 1), _is_signed=True)
 
-    return compute_offsets(index, *firsts)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return compute_offsets(index, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def load_valid_rows(index: Any, first: Any, rows: int) -> jax.Array:
@@ -103,10 +105,10 @@ def load_valid_rows(index: Any, first: Any, rows: int) -> jax.Array:
     def load(_: Any, index: Any, first: Any) -> Any:
         thread_row, flags = arith.addi(first.registers.item(), first_thread_row()), list[Any]()
         for half in (0, WARP_ROWS // 2):
-            tile_row = arith.minsi(arith.addi(thread_row, constant(half)), constant(last))
+            tile_row = arith.minsi(arith.addi(thread_row, int32_constant(half)), int32_constant(last))
             source_row: Any = memref.load(index, [arith.index_cast(ir.IndexType.get(), tile_row)])
-            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, constant(rows))
-            flags.append(arith.select(is_valid, number(1.0), number(0.0)))
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(rows))
+            flags.append(arith.select(is_valid, float32_constant(1.0), float32_constant(0.0)))
         return rows_from_thread_values(flags)
 
     return load(index, first)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -133,21 +135,23 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
     def copy(_: Any, matrix: Any, row_offsets: Any, line_index: Any, target: Any) -> None:
         i64 = ir.IntegerType.get_signless(64)
         base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(matrix))
-        offset = arith.extui(i64, arith.muli(line_index.registers.item(), constant(LINE)))
+        offset = arith.extui(i64, arith.muli(line_index.registers.item(), int32_constant(LINE)))
         base = arith.addi(base, offset)
-        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
         row, line_part = (
-            arith.divui(thread, constant(THREADS_PER_LINE)),
-            arith.remui(thread, constant(THREADS_PER_LINE)),
+            arith.divui(thread, int32_constant(THREADS_PER_LINE)),
+            arith.remui(thread, int32_constant(THREADS_PER_LINE)),
         )
         # The swizzle: a row's 16-byte pieces are permuted by the row's index modulo eight.
-        line_part = arith.xori(line_part, arith.andi(row, constant(THREADS_PER_LINE - 1)))
-        offset_in_tile = arith.addi(arith.muli(row, constant(LINE)), arith.muli(line_part, constant(STORE_BYTES)))
-        begin = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), offset_in_tile)
+        line_part = arith.xori(line_part, arith.andi(row, int32_constant(THREADS_PER_LINE - 1)))
+        offset_in_tile = arith.addi(
+            arith.muli(row, int32_constant(LINE)), arith.muli(line_part, int32_constant(STORE_BYTES))
+        )
+        first_address = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), offset_in_tile)
         for pass_index, row_offset in enumerate(row_offsets.registers.flat):
             # Tiles of 64 rows are contiguous, and so are passes of 16 rows.
-            at = arith.addi(begin, constant(pass_index * ROWS_PER_PASS * LINE))
-            _inline_ptx(COPY_PTX, "r,l,r", [at, base, scalar(row_offset)])
+            target_address = arith.addi(first_address, int32_constant(pass_index * ROWS_PER_PASS * LINE))
+            _inline_ptx(COPY_PTX, "r,l,r", [target_address, base, scalar(row_offset)])
         _inline_ptx("cp.async.commit_group;", "", [])
 
     copy(matrix, row_offsets, line_index, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -10,7 +10,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
 LINE = 128
@@ -29,13 +29,13 @@ STORE_PTX = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
     """Writes zeros to a row of `size` bytes of a tile at an address: its lines are eight rows apart."""
     # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
-    atom, row_in_atom = arith.divui(row, constant(8)), arith.remui(row, constant(8))
-    address = arith.addi(base, arith.muli(atom, constant(8 * size)))
-    address = arith.addi(address, arith.muli(row_in_atom, constant(line)))
+    atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
+    address = arith.addi(base, arith.muli(atom, int32_constant(8 * size)))
+    address = arith.addi(address, arith.muli(row_in_atom, int32_constant(line)))
     for first in range(0, size, line):
         for part in range(0, line, STORE_BYTES):
-            offset = arith.addi(address, constant(8 * first + part))
-            llvm.inline_asm(None, [offset, constant(0)], STORE_PTX, "r,r", has_side_effects=True)
+            offset = arith.addi(address, int32_constant(8 * first + part))
+            llvm.inline_asm(None, [offset, int32_constant(0)], STORE_PTX, "r,r", has_side_effects=True)
 
 
 def zero_rows(tile: Any, first: Any, end: Any) -> None:
@@ -53,21 +53,21 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     def zero_outside_range(_: Any, tile: Any, first: Any, end: Any) -> None:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
         # Writes use the generic proxy: callers commit before a product reads them.
-        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
         # Eight threads write a line, and a warp four neighbouring lines: 512 bytes without bank conflicts. With a
         # thread per row there would be eight-way conflicts, which would keep the tensor cores from shared memory
         # meanwhile.
         row, line_part = (
-            arith.divui(thread, constant(THREADS_PER_LINE)),
-            arith.remui(thread, constant(THREADS_PER_LINE)),
+            arith.divui(thread, int32_constant(THREADS_PER_LINE)),
+            arith.remui(thread, int32_constant(THREADS_PER_LINE)),
         )
-        base = arith.addi(base, arith.muli(line_part, constant(STORE_BYTES)))
+        base = arith.addi(base, arith.muli(line_part, int32_constant(STORE_BYTES)))
         for pass_start in range(0, rows, ROWS_PER_PASS):
-            tile_row = arith.addi(row, constant(pass_start))
-            before = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first.registers.item())
-            after = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end.registers.item())
-            in_tile = arith.cmpi(arith.CmpIPredicate.ult, tile_row, constant(rows))
-            with mgpu.utils.when(arith.andi(in_tile, arith.ori(before, after))):
+            tile_row = arith.addi(row, int32_constant(pass_start))
+            is_before_first = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first.registers.item())
+            is_past_end = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end.registers.item())
+            in_tile = arith.cmpi(arith.CmpIPredicate.ult, tile_row, int32_constant(rows))
+            with mgpu.utils.when(arith.andi(in_tile, arith.ori(is_before_first, is_past_end))):
                 _zero_lines(base, tile_row, size * 2)
 
     zero_outside_range(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -75,13 +75,13 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
 
 def _zero_lines(base: Any, row: Any, size: int) -> None:
     """Zeros this thread's 16 bytes of each line of a row of `size` bytes."""
-    atom, row_in_atom = arith.divui(row, constant(8)), arith.remui(row, constant(8))
+    atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
     address = arith.addi(
-        base, arith.addi(arith.muli(atom, constant(8 * size)), arith.muli(row_in_atom, constant(LINE)))
+        base, arith.addi(arith.muli(atom, int32_constant(8 * size)), arith.muli(row_in_atom, int32_constant(LINE)))
     )
     for line in range(0, size, LINE):
-        offset = arith.addi(address, constant(8 * line))
-        llvm.inline_asm(None, [offset, constant(0)], STORE_PTX, "r,r", has_side_effects=True)
+        offset = arith.addi(address, int32_constant(8 * line))
+        llvm.inline_asm(None, [offset, int32_constant(0)], STORE_PTX, "r,r", has_side_effects=True)
 
 
 def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, first: Any = None) -> None:
@@ -105,7 +105,7 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
     )
     def store(_: Any, target: Any, tile: Any, *scalars: Any) -> None:
         index = ir.IndexType.get()
-        row, column, count, *begin = (arith.index_cast(index, x.registers.item()) for x in scalars)
+        row, column, count, *first_limits = (arith.index_cast(index, x.registers.item()) for x in scalars)
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
         def put(value: Any, position: Any) -> None:
@@ -115,7 +115,7 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
                 arith.cmpi(arith.CmpIPredicate.ult, position[0], count),
                 arith.cmpi(arith.CmpIPredicate.ult, target_column, width),
             )
-            for limit in begin:
+            for limit in first_limits:
                 is_stored = arith.andi(is_stored, arith.cmpi(arith.CmpIPredicate.sge, position[0], limit))
             with mgpu.utils.when(is_stored):
                 memref.store(value, target, [arith.addi(row, position[0]), target_column])

@@ -15,7 +15,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, of_rows, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    i32,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+    with_row_values,
+)
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
 
 LANES_PER_WARP = 32
@@ -46,7 +54,7 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
         first = arith.addi(row.registers.item(), first_thread_row())
         values: list[Any] = []
         for half in (0, WARP_ROWS // 2):
-            scale_row = arith.minsi(arith.addi(first, constant(half)), constant(rows - 1))
+            scale_row = arith.minsi(arith.addi(first, int32_constant(half)), int32_constant(rows - 1))
             index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block.registers.item())]
             values.append(memref.load(scales, index))
         return rows_from_thread_values(values)
@@ -70,14 +78,14 @@ def load_copied_scales(scales: Any, block: Any) -> jax.Array:
     )
     def load(_: Any, scales: Any, block: Any) -> Any:
         base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales))
-        base = arith.addi(base, arith.muli(block.registers.item(), constant(4)))
-        base = arith.addi(base, arith.muli(first_thread_row(), constant(line)))
+        base = arith.addi(base, arith.muli(block.registers.item(), int32_constant(4)))
+        base = arith.addi(base, arith.muli(first_thread_row(), int32_constant(line)))
         return rows_from_thread_values([_load_float(base, half * line) for half in (0, WARP_ROWS // 2)])
 
     return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_scalar(scales: Any) -> jax.Array:
+def load_scale_for_all_rows(scales: Any) -> jax.Array:
     """Returns the first element of a float32 vector in shared memory, for all rows of a warpgroup: float32 [64]."""
 
     @plgpu.inline_mgpu(
@@ -127,8 +135,8 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
                 else _load_pair(column_address, register_index // ROWS_PER_THREAD * COLUMN_STRIDE_BYTES)
             )
             for row, row_factor in enumerate(row_factors):
-                old_sums = pair(acc_registers[register_index + row]) if acc_registers else (None, None)
-                terms = zip(pair(product_registers[register_index + row]), factors, old_sums, strict=True)
+                old_sums = unpack_pair(acc_registers[register_index + row]) if acc_registers else (None, None)
+                terms = zip(unpack_pair(product_registers[register_index + row]), factors, old_sums, strict=True)
                 values = [_sum(x, (factor, row_factor), total) for x, factor, total in terms]
                 new_registers.append(vector.from_elements(product_registers[register_index + row].type, values))
         return with_registers(product, new_registers)
@@ -138,8 +146,8 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
 
 def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
     """Returns x times the factors that are not None, plus `total` if any: the last two in one instruction."""
-    *rest, last = [factor for factor in factors if factor is not None] or [None]
-    for factor in rest:
+    *first_factors, last = [factor for factor in factors if factor is not None] or [None]
+    for factor in first_factors:
         x = arith.mulf(x, factor)
     if total is None:
         return x if last is None else arith.mulf(x, last)
@@ -148,15 +156,20 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
 
 def first_thread_row() -> Any:
     """Returns the first of the thread's rows among the 64."""
-    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
-    warp, lane = arith.divui(thread, constant(LANES_PER_WARP)), arith.remui(thread, constant(LANES_PER_WARP))
-    return arith.addi(arith.muli(warp, constant(WARP_ROWS)), arith.divui(lane, constant(LANES_PER_ROW)))
+    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+    warp, lane = (
+        arith.divui(thread, int32_constant(LANES_PER_WARP)),
+        arith.remui(thread, int32_constant(LANES_PER_WARP)),
+    )
+    return arith.addi(arith.muli(warp, int32_constant(WARP_ROWS)), arith.divui(lane, int32_constant(LANES_PER_ROW)))
 
 
 def rows_from_thread_values(values: list[Any]) -> Any:
     """Returns an array [64] from a thread's values."""
-    like = mgpu.FragmentedArray.splat(number(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
-    return of_rows(like, values)
+    zero_rows = mgpu.FragmentedArray.splat(
+        float32_constant(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None
+    )
+    return with_row_values(zero_rows, values)
 
 
 def _load_float(base: Any, offset: int) -> Any:
@@ -167,9 +180,9 @@ def _load_float(base: Any, offset: int) -> Any:
 
 def _thread_columns(columns: Any) -> Any:
     """Returns the address of the thread's first pair of columns."""
-    lane = arith.remui(mgpu.utils.thread_idx(), constant(LANES_PER_ROW))
+    lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW))
     address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
-    return arith.addi(address, arith.muli(lane, constant(COLUMN_STRIDE_BYTES // LANES_PER_ROW)))
+    return arith.addi(address, arith.muli(lane, int32_constant(COLUMN_STRIDE_BYTES // LANES_PER_ROW)))
 
 
 def _load_pair(base: Any, offset: int) -> list[Any]:
@@ -179,7 +192,7 @@ def _load_pair(base: Any, offset: int) -> list[Any]:
     fit the registers.
     """
     f32 = ir.F32Type.get()
-    struct = llvm.StructType.get_literal([f32, f32])
+    pair_type = llvm.StructType.get_literal([f32, f32])
     code = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    loaded: Any = llvm.inline_asm(struct, [base], code, "=f,=f,r", has_side_effects=True)
-    return [llvm.extractvalue(f32, loaded, [n]) for n in range(2)]
+    loaded_pair: Any = llvm.inline_asm(pair_type, [base], code, "=f,=f,r", has_side_effects=True)
+    return [llvm.extractvalue(f32, loaded_pair, [n]) for n in range(2)]

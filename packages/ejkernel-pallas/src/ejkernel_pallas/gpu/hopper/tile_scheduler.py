@@ -28,7 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from ejkernel.ops.chips import GPUS
-from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
 from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, TailSplit
 
@@ -84,7 +84,7 @@ class TileSchedule:
     split: TailSplit = NO_SPLIT
 
     @property
-    def whole(self) -> int:
+    def num_whole_tiles(self) -> int:
         """Returns the number of items that are whole tiles."""
         return self.items - self.split.tiles * self.split.parts
 
@@ -158,7 +158,9 @@ def make_tile_counter() -> Any:
     return pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
-def run_whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]) -> None:
+def run_whole_or_split_tile(
+    plan: TileSchedule, work: WorkTile, whole: Callable[[], None], part: Callable[[], None]
+) -> None:
     """Calls `whole` if an item is a whole tile, and `part` otherwise."""
     if not plan.split.tiles:
         whole()
@@ -169,8 +171,8 @@ def run_whole_or_part(plan: TileSchedule, work: WorkTile, whole: Callable[[], No
 
 def locate_split_rows(plan: TileSchedule, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the position of the split tiles' rows: batch rows and heads [tiles, 1], and rows [tiles, size]."""
-    first = plan.whole + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
-    work = item(plan, first)
+    first = plan.num_whole_tiles + plan.split.parts * jnp.arange(plan.split.tiles, dtype=jnp.int32)[:, None]
+    work = work_tile(plan, first)
     return work.batch, work.tile * size + jnp.arange(size, dtype=jnp.int32), work.head
 
 
@@ -180,17 +182,17 @@ def fetch_next(plan: TileSchedule, tile_counter: Any, target: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def add_one(_: Any, tile_counter: Any, target: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        make_constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        int32_constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
             # Relaxed: blocks exchange only the index, and no other memory accesses depend on it.
             before = llvm.atomicrmw(
                 llvm.AtomicBinOp.add,
                 mgpu.utils.memref_ptr(tile_counter),
-                make_constant(1),
+                int32_constant(1),
                 llvm.AtomicOrdering.monotonic,
             )
             # The counter starts after the blocks' first tiles, whose indices are the blocks'.
-            memref.store(arith.addi(before, make_constant(plan.blocks)), target, [])
+            memref.store(arith.addi(before, int32_constant(plan.blocks)), target, [])
 
     add_one(tile_counter, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -229,7 +231,7 @@ def load_tile_index(source: Any) -> jax.Array:
 
 def _thread_index() -> Any:
     """Returns a thread's index in its warpgroup."""
-    return arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    return arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
 
 
 def _address(memory: Any) -> Any:
@@ -245,7 +247,7 @@ def block_range(plan: TileSchedule, table: Any, number: Any) -> tuple[Any, ...]:
     unspecified.
     """
     # A block without a tile reads some entry of the table, and does not use it.
-    work = item(plan, jnp.minimum(number, plan.items - 1))
+    work = work_tile(plan, jnp.minimum(number, plan.items - 1))
     table_index = work.row(table), *work.head_row(table, 4), work.tile
     bounds = tuple(table[*table_index, n] for n in range(4))
     return _split_range(plan, work, *bounds) if plan.split.tiles else bounds
@@ -263,12 +265,12 @@ def _split_range(
     return start, jnp.clip(full_start, start, stop), jnp.clip(full_end, start, stop), stop
 
 
-def item(plan: TileSchedule, number: Any) -> WorkTile:
+def work_tile(plan: TileSchedule, number: Any) -> WorkTile:
     """Returns the item with an index in the list."""
-    part = number - plan.whole
+    part = number - plan.num_whole_tiles
     if plan.split.tiles:
         # Items after the whole tiles are parts: `parts` of them are one tile of the list.
-        number = jnp.minimum(number, plan.whole) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
+        number = jnp.minimum(number, plan.num_whole_tiles) + lax.div(jnp.maximum(part, 0), I32(plan.split.parts))
     number = _unfold_index(plan, number) if plan.folded else number
     bundle, number = _divide(number, plan.bundle * plan.tiles)
     tile, number = _divide(number, plan.bundle)

@@ -23,7 +23,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
-from ejkernel_pallas.gpu.hopper.registers import constant, i32, number, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    i32,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+)
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 
 INSTRUCTION_BYTES = 32
@@ -39,7 +46,7 @@ ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
 """Bytes per element of an operand."""
 
 
-def issue(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
+def issue_scores(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
     """Issues a product; returns its accumulator registers, which must not be read before `wait`.
 
     Args:
@@ -53,11 +60,11 @@ def issue(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
     return _issue_products(None, [queries, keys, *(ref for pair in pairs for ref in pair)])
 
 
-def extend(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
-    """Issues products over further columns, which are added to those of `issue`.
+def add_to_scores(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+    """Issues products over further columns, which are added to those of `issue_scores`.
 
     Args:
-        scores: Accumulator registers of `issue`.
+        scores: Accumulator registers of `issue_scores`.
         pairs: References to queries and keys, as there.
 
     Returns:
@@ -84,19 +91,21 @@ def _issue_products(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
         sums, refs = operands[: len(accumulators)], operands[len(accumulators) :]
         # The low word of a descriptor is the address, in its units. The upper word is the same for all threads and
         # columns.
-        places = [_descriptor_address(ref) for ref in refs]
-        like = mgpu.FragmentedArray.splat(number(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        before = [score for tile in sums for register in tile.registers.flat for score in pair(register)]
-        return _inline_ptx(like, code, ["=f"] * count + tied_constraints + ["r"] * len(refs), [*before, *places])
+        descriptor_addresses = [_descriptor_address(ref) for ref in refs]
+        like = mgpu.FragmentedArray.splat(float32_constant(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
+        before = [score for tile in sums for register in tile.registers.flat for score in unpack_pair(register)]
+        return _inline_ptx(
+            like, code, ["=f"] * count + tied_constraints + ["r"] * len(refs), [*before, *descriptor_addresses]
+        )
 
     return run(*accumulators, *refs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def extend_from_registers(scores: jax.Array, queries: jax.Array, keys: Any) -> jax.Array:
+def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: Any) -> jax.Array:
     """Issues a product with queries in registers, which saves shared memory bandwidth, added to previous products.
 
     Args:
-        scores: Accumulator registers of `issue`.
+        scores: Accumulator registers of `issue_scores`.
         queries: 16-bit elements [64, 64] in an accumulator's layout; they must not change before `wait`.
         keys: Reference to [keys, 64] of the same dtype.
 
@@ -124,8 +133,10 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     """
     keys = values.shape[-2]
     # A descriptor's low word has the stride of chunks, its upper word the stride of eight keys.
-    chunk = (keys * LINE // DESCRIPTOR_UNIT_BYTES) << 16
-    offsets = [chunk + key * LINE // DESCRIPTOR_UNIT_BYTES for key in range(0, keys, INSTRUCTION_BYTES // 2)]
+    descriptor_stride = (keys * LINE // DESCRIPTOR_UNIT_BYTES) << 16
+    offsets = [
+        descriptor_stride + key * LINE // DESCRIPTOR_UNIT_BYTES for key in range(0, keys, INSTRUCTION_BYTES // 2)
+    ]
     return _issue_accumulation(acc, weights, values, offsets, transposed=True)
 
 
@@ -155,7 +166,7 @@ def _issue_accumulation(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, t
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, acc: Any, a: Any, b: Any) -> Any:
-        before = [value for register in acc.registers.flat for value in pair(register)]
+        before = [value for register in acc.registers.flat for value in unpack_pair(register)]
         word = ir.VectorType.get((1,), i32())
         a_operands = (
             [scalar(vector.bitcast(word, x)) for x in a.registers.flat] if in_registers else [_descriptor_address(a)]
@@ -192,7 +203,7 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, scores: Any) -> Any:
-        values = [score for register in scores.registers.flat for score in pair(register)]
+        values = [score for register in scores.registers.flat for score in unpack_pair(register)]
         # Every register is an input and an output of the wait.
         constraints = ["=f"] * len(values) + [str(n) for n in range(len(values))]
         return _inline_ptx(scores, f"wgmma.wait_group.sync.aligned {in_flight};", constraints, values)
@@ -202,7 +213,7 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
 
 def _descriptor_address(ref: Any) -> Any:
     """Returns the shared memory address in units of a descriptor."""
-    return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), constant(DESCRIPTOR_UNIT_BYTES))
+    return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), int32_constant(DESCRIPTOR_UNIT_BYTES))
 
 
 def _registers_per_thread(shape: tuple[int, int]) -> int:

@@ -43,6 +43,6 @@ def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[H
     """Returns candidates: rescaling, equal shares, padding rows; shared memory holds only one program."""
     default = heuristic(record, device, direction)
     heads = record.query.shape[-2]
-    even = dataclasses.replace(default, max_growth_percent=0)
+    equal_steps = dataclasses.replace(default, max_growth_percent=0)
     padded_candidates = (dataclasses.replace(default, store_padding=True),) if heads <= WGMMA_M - WARP_ROWS else ()
-    return default, dataclasses.replace(default, lazy_rescaling=False), even, *padded_candidates
+    return default, dataclasses.replace(default, lazy_rescaling=False), equal_steps, *padded_candidates

@@ -18,7 +18,7 @@ from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Shared
 from ejkernel_pallas.gpu.latent_attention.kernels.latent_attention import latent_kernel
 from ejkernel_pallas.gpu.latent_attention.kernels.schedule import plan_in_kernel
 from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
-from ejkernel_pallas.gpu.latent_attention.plan import FEW_ITEMS, LatentSchedule, make_plan
+from ejkernel_pallas.gpu.latent_attention.plan import MAX_COUNTED_ITEMS, LatentSchedule, make_plan
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
     CHUNK_COLUMNS,
@@ -92,7 +92,7 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
 def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, 512] and lse [T, H] of a record without new tokens."""
     spec = make_spec(record, params, rotary.start)
-    plan = (plan_in_kernel if spec.rows <= FEW_ITEMS else make_plan)(record, spec)
+    plan = (plan_in_kernel if spec.rows <= MAX_COUNTED_ITEMS else make_plan)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap

@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.requirements import hopper_requires
 HANDLES = frozenset({"new_keys", "new_values", "num_seqs", "sliding_window", "causal", "value_scale"})
 """Optional fields that the kernel honours."""
 
-MIN_PREFILL_ROWS = 16
+MIN_MEAN_PREFILL_ROWS = 16
 """The mean number of query rows per sequence from which on a call counts as prefill.
 
 In a mixed batch, 4 chunks of 512 tokens and 60 decoding sequences have a mean of 33, and take an H200 1.08 ms, where
@@ -26,7 +26,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority above Triton's for many query tokens per sequence; in decoding it is 7% slower than
     Triton's.
     """
-    return 20 if record.query.shape[0] >= MIN_PREFILL_ROWS * record.kv_lens.shape[0] else -1
+    return 20 if record.query.shape[0] >= MIN_MEAN_PREFILL_ROWS * record.kv_lens.shape[0] else -1
 
 
 def implementations() -> tuple[Implementation, ...]:

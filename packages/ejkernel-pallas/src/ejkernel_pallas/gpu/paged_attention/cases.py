@@ -16,16 +16,16 @@ from ejkernel.ops.model import Case
 
 # Small, since the reference gathers a row's keys for every head.
 DECODE_SIZES = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-MIXED = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
+MIXED_SIZES = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
 PREFILL_SIZES = PagedSizes(
     lens=(150, 1, 140, 300), q_lens=(40, 1, 130, 32), rows=210, h=4, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
 )
 """Has sequences with enough tokens for flash attention's kernel, one of two tiles, and one that decodes."""
 CACHE_WRITE_SIZES = PagedSizes(lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16)
-SMALL_SIZES = dataclasses.replace(PREFILL_SIZES, d=64, v=64, s=8, dtype=jnp.float16)
+PREFILL_HEAD_64_SIZES = dataclasses.replace(PREFILL_SIZES, d=64, v=64, s=8, dtype=jnp.float16)
 WINDOW_OPTIONS = {"sliding_window": 30}
 BAND_OPTIONS: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
-SCALES: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
+SCALE_OPTIONS: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
 
 
 def _no_options(key: jax.Array) -> dict[str, Any]:
@@ -39,18 +39,18 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("head size 128, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
     )
     unified_cases: tuple[Row[PagedSizes], ...] = (
-        ("head size 64, mixed", MIXED, lambda key: {"return_lse": True}, (), ()),
-        ("head size 64, window", MIXED, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
-        ("head size 64, not causal", MIXED, lambda key: BAND_OPTIONS, ("causal",), ()),
+        ("head size 64, mixed", MIXED_SIZES, lambda key: {"return_lse": True}, (), ()),
+        ("head size 64, window", MIXED_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+        ("head size 64, not causal", MIXED_SIZES, lambda key: BAND_OPTIONS, ("causal",), ()),
         ("prefill", PREFILL_SIZES, lambda key: {"return_lse": True}, (), ()),
         ("prefill, window", PREFILL_SIZES, lambda key: {"sliding_window": 100}, ("sliding_window",), ()),
-        ("prefill, head size 64, not causal", SMALL_SIZES, lambda key: BAND_OPTIONS, ("causal",), ()),
+        ("prefill, head size 64, not causal", PREFILL_HEAD_64_SIZES, lambda key: BAND_OPTIONS, ("causal",), ()),
     )
-    v2: tuple[Row[PagedSizes], ...] = (("head size 64, sequences", MIXED, _no_options, ("num_seqs",), ()),)
+    v2: tuple[Row[PagedSizes], ...] = (("head size 64, sequences", MIXED_SIZES, _no_options, ("num_seqs",), ()),)
     new = ("new_keys", "new_values", "num_seqs", "value_scale")
     v3: tuple[Row[PagedSizes], ...] = (
-        ("head size 128, written", CACHE_WRITE_SIZES, lambda key: SCALES, new, ()),
-        ("prefill, written", PREFILL_SIZES, lambda key: SCALES, new, ()),
+        ("head size 128, written", CACHE_WRITE_SIZES, lambda key: SCALE_OPTIONS, new, ()),
+        ("prefill, written", PREFILL_SIZES, lambda key: SCALE_OPTIONS, new, ()),
         (
             "head size 64, written",
             dataclasses.replace(CACHE_WRITE_SIZES, d=64),

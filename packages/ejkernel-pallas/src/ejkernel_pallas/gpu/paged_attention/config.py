@@ -37,5 +37,5 @@ def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPa
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:
     """Returns candidates: fewer stages, and rescaling always."""
-    rule = heuristic(record, device, direction)
-    return rule, dataclasses.replace(rule, stages=2), dataclasses.replace(rule, lazy_rescaling=False)
+    default = heuristic(record, device, direction)
+    return default, dataclasses.replace(default, stages=2), dataclasses.replace(default, lazy_rescaling=False)

@@ -30,12 +30,12 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, pad_rows
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call
-from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import numbers
+from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
     pad_segment_ids,
@@ -94,17 +94,17 @@ def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple
     if spec.segments:  # that of padding has to be finite
         delta = zero_padded_tokens(delta, record.q_segment_ids)
     delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
-    padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
+    row_padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
     # A row that attends to nothing has weights of exp2(-inf). Scores are masked before the exponential, so a shift of
     # NaN would give the keys of other segments a weight of NaN, too.
     shift = jnp.where((lse == -jnp.inf) | jnp.isnan(lse), jnp.inf, lse * LOG2E)
-    operands = {"q": whole(record.query, tile.queries), "do": whole(cotangent, tile.queries)}
-    operands |= {"k": whole(record.key, WGMMA_M), "v": whole(record.value, WGMMA_M)}
+    operands = {"q": pad_rows(record.query, tile.queries), "do": pad_rows(cotangent, tile.queries)}
+    operands |= {"k": pad_rows(record.key, WGMMA_M), "v": pad_rows(record.value, WGMMA_M)}
     # Infinity: weights of rows past the end are exp2(-inf) = 0.
-    operands["shift"] = jnp.pad(shift, padding, constant_values=jnp.inf)
+    operands["shift"] = jnp.pad(shift, row_padding, constant_values=jnp.inf)
     # Dropout's scale is applied to the gradients at the end.
-    operands["delta"] = jnp.pad(-_subtract_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, padding)
-    operands |= numbers(record, spec, tile.queries, tile.keys)
+    operands["delta"] = jnp.pad(-_subtract_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, row_padding)
+    operands |= dropout_key_operands(record, spec, tile.queries, tile.keys)
     if spec.segments:
         operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.queries, -1)
         operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.keys, -2)
@@ -125,26 +125,30 @@ def _gradients(
     """Returns gradients of queries, keys and values."""
     ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
     if spec.pattern:
-        lists, ranges = query_lists(padding_as_segments(record), tile.queries, tile.keys)
-        operands, first = operands | lists, lists["first"]
+        block_lists, block_ranges = query_lists(padding_as_segments(record), tile.queries, tile.keys)
+        operands, first = operands | block_lists, block_lists["first"]
     else:
-        ranges = query_block_ranges(spec, ids, tile.queries, tile.keys)
-        first = find_first_adders(ranges, tiles(spec.queries, tile.queries))
-        operands = operands | {"table": jnp.asarray(ranges), "first": jnp.asarray(first)}
-    plan, by_head = _plan(ranges, spec, tile), _by_head(ranges, spec, tile)
-    run = functools.partial(_run, spec, tile, plan, by_head)
+        block_ranges = query_block_ranges(spec, ids, tile.queries, tile.keys)
+        first = find_first_adders(block_ranges, tiles(spec.queries, tile.queries))
+        operands = operands | {"table": jnp.asarray(block_ranges), "first": jnp.asarray(first)}
+    plan, loops_by_head = _plan(block_ranges, spec, tile), _should_loop_by_head(block_ranges, spec, tile)
+    run = functools.partial(_run, spec, tile, plan, loops_by_head)
     dk, dv, dq = in_rows(run, operands, spec.batch)
     dq = dq[:, : spec.queries] * (spec.scale * spec.dropout_scale)
     # Query blocks that no key tile adds to were never written.
-    has_adder = first < ranges.shape[-2]
+    has_adder = first < block_ranges.shape[-2]
     if not (isinstance(has_adder, np.ndarray) and has_adder.all()):
-        some = jnp.repeat(jnp.asarray(has_adder), tile.queries, axis=-1)[..., : spec.queries]
-        some = some.swapaxes(1, 2)[..., None] if some.ndim == 3 else some[:, :, None, None]
-        dq = jnp.where(some, dq, 0)
+        has_adder_by_query = jnp.repeat(jnp.asarray(has_adder), tile.queries, axis=-1)[..., : spec.queries]
+        has_adder_by_query = (
+            has_adder_by_query.swapaxes(1, 2)[..., None]
+            if has_adder_by_query.ndim == 3
+            else has_adder_by_query[:, :, None, None]
+        )
+        dq = jnp.where(has_adder_by_query, dq, 0)
     return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
 
 
-def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
+def _plan(block_ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
     """Returns the tile schedule for a number of batch rows.
 
     There is a block on every multiprocessor, and they start evenly spaced over the steps of a head: as many heads are
@@ -152,24 +156,24 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
     are shorter, this needs a folded list. The queries of that many heads are then in use at the same time, and have to
     stay in L2.
     """
-    count = ranges.shape[-2]
+    count = block_ranges.shape[-2]
     lengths = np.full((1, count), max(count / DEFAULT_STEPS_DIVISOR, 8))
-    if isinstance(ranges, np.ndarray):
-        lengths = (ranges[..., 3] - ranges[..., 0]).reshape(-1, count)
+    if isinstance(block_ranges, np.ndarray):
+        lengths = (block_ranges[..., 3] - block_ranges[..., 0]).reshape(-1, count)
     mean_steps, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
-    heads_that_fit = tile_scheduler.L2_BYTES / (spec.group_size * spec.queries * tile.row_bytes(spec))
+    heads_that_fit = tile_scheduler.L2_BYTES / (spec.group_size * spec.queries * tile.device_bytes_per_query(spec))
     steps_decrease = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     folded = steps_decrease and heads_that_fit > 0.75
     heads_needed = (
         1
         if spec.pattern
-        else math.ceil(MIN_BLOCK_DISTANCE * tile_scheduler.multiprocessors() / (mean_steps * tile.members))
+        else math.ceil(MIN_BLOCK_DISTANCE * tile_scheduler.multiprocessors() / (mean_steps * tile.blocks_per_cluster))
     )
     heads_in_l2 = round(heads_that_fit) if folded else max(int(heads_that_fit), heads_needed)
 
     def make_schedule(batch: int) -> tile_scheduler.TileSchedule:
-        blocks = tile_scheduler.multiprocessors() // tile.members
-        all_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
+        blocks = tile_scheduler.multiprocessors() // tile.blocks_per_cluster
+        num_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
         schedule = tile_scheduler.make_plan(
             count,
             batch=batch,
@@ -178,55 +182,55 @@ def _plan(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], 
             head_bytes=tile_scheduler.L2_BYTES // heads_in_l2,
             group=1,
             persistent=False,
-            split=NO_SPLIT if spec.masked else split_tail_wave(all_tiles, blocks, queries, spec.group_size),
+            split=NO_SPLIT if spec.masked else split_tail_wave(num_tiles, blocks, queries, spec.group_size),
         )
         return dataclasses.replace(schedule, folded=folded)
 
     return make_schedule
 
 
-def _by_head(ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
+def _should_loop_by_head(block_ranges: Any, spec: HopperSpec, tile: BackwardTile) -> bool:
     """Returns whether a block loops over a head's query blocks before the next head's.
 
     With a window, the next thread block reaches a query block later by the steps that the window has moved, times the
     heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
     """
-    if spec.group_size > 1 and spec.pattern and ranges.shape[1] > 1:  # each head has its own lists
+    if spec.group_size > 1 and spec.pattern and block_ranges.shape[1] > 1:  # each head has its own lists
         return True
-    if spec.group_size == 1 or not isinstance(ranges, np.ndarray) or spec.pattern or ranges.shape[1] == 1:
+    if spec.group_size == 1 or not isinstance(block_ranges, np.ndarray) or spec.pattern or block_ranges.shape[1] == 1:
         return False
-    window_shift = (ranges[0, -1, 3] - ranges[0, 0, 3]) / (ranges.shape[1] - 1)
+    window_shift = (block_ranges[0, -1, 3] - block_ranges[0, 0, 3]) / (block_ranges.shape[1] - 1)
     blocks_between = (MIN_BLOCK_DISTANCE + window_shift * spec.group_size) * tile_scheduler.multiprocessors()
-    return blocks_between * tile.queries * tile.row_bytes(spec) > 2 * tile_scheduler.L2_BYTES
+    return blocks_between * tile.queries * tile.device_bytes_per_query(spec) > 2 * tile_scheduler.L2_BYTES
 
 
 def _run(
     spec: HopperSpec,
     tile: BackwardTile,
     make_plan: Callable[[int], tile_scheduler.TileSchedule],
-    by_head: bool,
+    loops_by_head: bool,
     operands: Operands,
     batch: int,
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of keys and of values, and unscaled gradients of queries."""
     plan = make_plan(batch)
-    num_semaphores = batch * spec.heads * operands["first"].shape[-1] * tile.pieces * tile.members
+    num_semaphores = batch * spec.heads * operands["first"].shape[-1] * tile.dq_pieces * tile.blocks_per_cluster
 
     def body(operand_refs: Operands, output_refs: Any, buffers: Any) -> None:
         # Semaphores are zero when a kernel starts.
-        blocks_added = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
-        member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.wide else 0
-        buffers = _name_row_data(buffers) if "rows" in buffers else buffers
+        dq_add_counts = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
+        member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.is_wide else 0
+        buffers = _add_row_data_views(buffers) if "rows" in buffers else buffers
         backward_kernel(
             Call(
                 spec,
                 tile,
                 plan,
-                by_head,
+                loops_by_head,
                 operand_refs,
                 output_refs,
                 tile_scheduler.make_tile_counter(),
-                blocks_added,
+                dq_add_counts,
                 buffers,
                 member,
             )
@@ -237,7 +241,7 @@ def _run(
     if plan.split.tiles:
         parts = (plan.split.tiles * plan.split.parts, tile.keys)
         outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.head_dim, spec.value_dim)]
-    cluster = {clusters.CLUSTER_AXIS: tile.members} if tile.wide else None
+    cluster = {clusters.CLUSTER_AXIS: tile.blocks_per_cluster} if tile.is_wide else None
     outputs_and_parts = launch(
         body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster
     )
@@ -250,26 +254,28 @@ def _sum_split_tiles(
     """Returns gradients, with those of the split tiles summed from their parts."""
     place = tile_scheduler.locate_split_rows(plan, parts[0].shape[1])
 
-    def put_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+    def store_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
         # A fixed order, unlike atomics: results are reproducible bit for bit.
         sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
         # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
-    return put_sums(dk, parts[0]), put_sums(dv, parts[1]), dq
+    return store_sums(dk, parts[0]), store_sums(dv, parts[1]), dq
 
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the kernel's names."""
     buffers: dict[str, Any] = {
         "k": matrix(
-            (tile.parts * tile.key_tiles_per_block + tile.shared_key_parts, WGMMA_M, tile.part),
+            (tile.key_parts * tile.key_tiles_per_block + tile.peer_key_parts, WGMMA_M, tile.key_part_columns),
             spec.dtype,
-            tile.line("k"),
+            tile.swizzle_bytes("k"),
         ),
         "v": matrix((tile.key_tiles_per_block, WGMMA_M, spec.value_dim), spec.dtype),
         # Two steps, with the size of a tile of scores each.
-        "ds": matrix((2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.line("ds")),
+        "ds": matrix(
+            (2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.swizzle_bytes("ds")
+        ),
         "dq": plgpu.SMEM(
             (WARPGROUPS, WGMMA_M, tile.dq_columns),
             jnp.float32,
@@ -279,17 +285,17 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[s
     }
     for name, stages in tile.stages.items():
         size = spec.head_dim if name == "q" else spec.value_dim
-        buffers[name] = matrix((stages, tile.queries, size), spec.dtype, tile.line(name))
+        buffers[name] = matrix((stages, tile.queries, size), spec.dtype, tile.swizzle_bytes(name))
         buffers[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.row_arrays(spec, name)), num_barriers=stages)
         buffers[f"{name}_free"] = _free_barriers(tile, stages)
-    copies = tile.key_tiles_per_block * (tile.parts + 1 + len(tile.row_arrays(spec, "k"))) + tile.shared_key_parts
+    copies = tile.key_tiles_per_block * (tile.key_parts + 1 + len(tile.row_arrays(spec, "k"))) + tile.peer_key_parts
     buffers["kv_full"] = plgpu.Barrier(num_arrivals=copies)
     buffers["dq_done"] = plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)
     buffers["dq_full"] = plgpu.Barrier(
-        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.pieces * tile.adder_warps
+        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.dq_pieces * tile.adder_warps
     )
-    buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.pieces)
-    return buffers | (_cluster_scratch(tile) if tile.wide else _single_scratch(spec, tile, operands))
+    buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.dq_pieces)
+    return buffers | (_cluster_scratch(tile) if tile.is_wide else _single_scratch(spec, tile, operands))
 
 
 def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
@@ -320,7 +326,7 @@ def _row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
     }
 
 
-def _name_row_data(buffers: dict[str, Any]) -> dict[str, Any]:
+def _add_row_data_views(buffers: dict[str, Any]) -> dict[str, Any]:
     """Returns named views of packed arrays. After the ids of queries is a row for `pairs`, or the tile's index."""
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]
@@ -329,7 +335,7 @@ def _name_row_data(buffers: dict[str, Any]) -> dict[str, Any]:
 
 def _free_barriers(tile: BackwardTile, count: int) -> Any:
     """Returns mbarriers at which all consumer warpgroups arrive, of both members of a cluster."""
-    if tile.wide:
+    if tile.is_wide:
         return plgpu.ClusterBarrier(
             collective_axes=(clusters.CLUSTER_AXIS,), num_arrivals=WARPGROUPS, num_barriers=count
         )

@@ -19,50 +19,54 @@ from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, Nump
 DEFAULT_SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
 
 
-def _blocks(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+def _random_blocks_mask(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     """Returns blocks of 64: full, partial and empty tiles, and none for the queries from 128 to 191."""
-    attends = np.random.RandomState(7).rand(cdiv(q_len, 64), cdiv(kv_len, 64)) < 0.5
-    attends[2] = False
-    return NumpyMask(np.kron(attends, np.ones((64, 64), bool))[:q_len, :kv_len])
+    attending_blocks = np.random.RandomState(7).rand(cdiv(q_len, 64), cdiv(kv_len, 64)) < 0.5
+    attending_blocks[2] = False
+    return NumpyMask(np.kron(attending_blocks, np.ones((64, 64), bool))[:q_len, :kv_len])
 
 
-def _pairs(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+def _random_pairs_mask(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     """Returns random pairs, so that no two tiles have the same mask."""
     return NumpyMask(np.random.RandomState(8).rand(q_len, kv_len) < 0.2)
 
 
-def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+def _different_mask_per_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     """Returns a different pattern for every other head, of which two share their keys."""
     return ChunkedCausalMask((q_len, kv_len), 96) if head % 2 else LocalMask((q_len, kv_len), (40, 9))
 
 
-def _segmented(key: jax.Array) -> dict[str, Any]:
+def _segment_inputs(key: jax.Array) -> dict[str, Any]:
     ids = jnp.array([[0] * 100 + [1] * 190 + [-1] * 30, [0] * 320], jnp.int32)
-    return {"mask_builder": _blocks, "mask_info": MaskInfo.from_segments(ids), "causal": True}
+    return {"mask_builder": _random_blocks_mask, "mask_info": MaskInfo.from_segments(ids), "causal": True}
 
 
 def _sinks(key: jax.Array) -> dict[str, Any]:
-    return {"mask_builder": _pairs, "causal": False, "softmax_aux": jax.random.normal(key, (4, 2))}
+    return {"mask_builder": _random_pairs_mask, "causal": False, "softmax_aux": jax.random.normal(key, (4, 2))}
 
 
-def _capped(key: jax.Array) -> dict[str, Any]:
-    return {"mask_builder": _blocks, "causal": True, "logits_soft_cap": 5.0}
+def _soft_cap_inputs(key: jax.Array) -> dict[str, Any]:
+    return {"mask_builder": _random_blocks_mask, "causal": True, "logits_soft_cap": 5.0}
 
 
-_CASES: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
-    ("blocks of 64", {}, lambda key: {"mask_builder": _blocks, "causal": False}),
-    ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segmented),
+_CASE_ROWS: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
+    ("blocks of 64", {}, lambda key: {"mask_builder": _random_blocks_mask, "causal": False}),
+    ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segment_inputs),
     ("pairs by chance, sinks, lse", {"d": 128, "v": 128}, lambda key: {**_sinks(key), "return_lse": True}),
-    ("patterns by head, size 64", {"d": 64}, lambda key: {"mask_builder": _by_head, "causal": False}),
-    ("patterns by head, 192 and 128", {"d": 192, "v": 128}, lambda key: {"mask_builder": _by_head, "causal": False}),
-    ("blocks of 64, causal, soft cap, 256", {"d": 256, "v": 256}, _capped),
-    ("pairs by chance, 256", {"d": 256, "v": 256}, lambda key: {"mask_builder": _pairs, "causal": False}),
+    ("patterns by head, size 64", {"d": 64}, lambda key: {"mask_builder": _different_mask_per_head, "causal": False}),
+    (
+        "patterns by head, 192 and 128",
+        {"d": 192, "v": 128},
+        lambda key: {"mask_builder": _different_mask_per_head, "causal": False},
+    ),
+    ("blocks of 64, causal, soft cap, 256", {"d": 256, "v": 256}, _soft_cap_inputs),
+    ("pairs by chance, 256", {"d": 256, "v": 256}, lambda key: {"mask_builder": _random_pairs_mask, "causal": False}),
 )
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"blocksparse_attention": tuple(_case(*row) for row in _CASES)}
+    return {"blocksparse_attention": tuple(_case(*row) for row in _CASE_ROWS)}
 
 
 def _case(name: str, sizes: dict[str, int], extra: Callable[[jax.Array], dict[str, Any]]) -> Case:

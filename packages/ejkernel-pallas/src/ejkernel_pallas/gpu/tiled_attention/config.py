@@ -14,9 +14,9 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 WARPGROUPS = 2
 """Consumer warpgroups of the backward kernel."""
-RESERVE = 4 * 1024
+FORWARD_RESERVED_SMEM_BYTES = 4 * 1024
 """Bytes of shared memory reserved for mbarriers and Mosaic in the forward kernel."""
-BARRIERS = 512
+BACKWARD_RESERVED_SMEM_BYTES = 512
 """Bytes of shared memory reserved for mbarriers and Mosaic in the backward kernel."""
 SMEM_ALIGNMENT_BYTES = 1024
 """Alignment in bytes of the arrays that Mosaic allocates in shared memory."""
@@ -82,8 +82,8 @@ def forward_smem_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the forward kernel in bytes."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
     matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
-    numbers = (tile.stages + 1) * tile.keys  # dropout's keys of queries and keys
-    return matrices * itemsize + (4 * tile.buffers * tile.queries + numbers) * 4
+    dropout_key_words = (tile.stages + 1) * tile.keys  # dropout's keys of queries and keys
+    return matrices * itemsize + (4 * tile.buffers * tile.queries + dropout_key_words) * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class BackwardTile:
     query_stages: int
 
     @property
-    def wide(self) -> bool:
+    def is_wide(self) -> bool:
         """Returns whether a warpgroup accumulates only one gradient of 64 keys, instead of both."""
         return self.size + self.value_size > 5 * SWIZZLE_COLUMNS
 
@@ -117,86 +117,86 @@ class BackwardTile:
         Then its part of dq is computed once those are converted to 16 bits, and shared memory has no room for a second
         tile of cotangents, nor for ids of keys and dropout's keys.
         """
-        return not self.wide and self.size + self.value_size > 4 * SWIZZLE_COLUMNS
+        return not self.is_wide and self.size + self.value_size > 4 * SWIZZLE_COLUMNS
 
     @property
-    def part(self) -> int:
+    def key_part_columns(self) -> int:
         """Returns the contiguous columns of keys in shared memory: those of a warpgroup's part of dq."""
         return self.size // 2 if self.register_bound else SWIZZLE_COLUMNS
 
     @property
     def swizzle(self) -> int:
         """Returns the swizzle in bytes of queries, keys and gradients of scores; a part is a multiple of it."""
-        return 128 if self.part % SWIZZLE_COLUMNS == 0 else 64
+        return 128 if self.key_part_columns % SWIZZLE_COLUMNS == 0 else 64
 
-    def line(self, name: str) -> int:
+    def swizzle_bytes(self, name: str) -> int:
         """Returns the swizzle in bytes of an array."""
         return self.swizzle if name in ("q", "k", "ds") else 128
 
     @property
-    def members(self) -> int:
+    def blocks_per_cluster(self) -> int:
         """Returns the number of blocks (a cluster) that share `keys`."""
-        return 2 if self.wide else 1
+        return 2 if self.is_wide else 1
 
     @property
     def key_tiles_per_block(self) -> int:
         """Returns tiles of 64 keys per block."""
-        return self.keys // (WGMMA_M * self.members)
+        return self.keys // (WGMMA_M * self.blocks_per_cluster)
 
     @property
-    def parts(self) -> int:
+    def key_parts(self) -> int:
         """Returns parts per row of keys."""
-        return self.size // self.part
+        return self.size // self.key_part_columns
 
     @property
-    def shared_key_parts(self) -> int:
+    def peer_key_parts(self) -> int:
         """Returns parts per row of the other member's keys that a block needs for its share of dq."""
-        return self.parts // 2 if self.wide else 0
+        return self.key_parts // 2 if self.is_wide else 0
 
     @property
     def stages(self) -> dict[str, int]:
         """Returns tiles of queries, and of their cotangents, in shared memory."""
-        return {"q": self.query_stages, "do": 1 if self.wide or self.register_bound else 2}
+        return {"q": self.query_stages, "do": 1 if self.is_wide or self.register_bound else 2}
 
     @property
-    def pieces(self) -> int:
+    def dq_pieces(self) -> int:
         """Returns the pieces of a step's part of dq that are added separately: one per warpgroup, or one for both."""
-        return WARPGROUPS if self.wide else 1
+        return WARPGROUPS if self.is_wide else 1
 
     @property
     def adder_warps(self) -> int:
         """Returns the warps that add to device memory, for alternate pieces: an addition may take longer than a
         step.
         """
-        return 3 if self.wide else 2
+        return 3 if self.is_wide else 2
 
     @property
     def warpgroups_per_piece(self) -> int:
         """Returns the warpgroups that compute a piece, 64 rows each."""
-        return WARPGROUPS // self.pieces
+        return WARPGROUPS // self.dq_pieces
 
     @property
-    def strips(self) -> int:
+    def dq_strips(self) -> int:
         """Returns the strips of a warpgroup's share that are handed to the adder warps one after the other.
 
         Device memory takes about 16 bytes of sums per cycle from a multiprocessor: a strip should have been added
         before the next one is ready.
         """
-        return 2 if self.wide else 1
+        return 2 if self.is_wide else 1
 
     @property
     def dq_columns(self) -> int:
         """Returns columns per strip."""
-        return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.strips * self.members)
+        return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.dq_strips * self.blocks_per_cluster)
 
     def dq_start(self, member: Any, piece_warpgroup: int, strip: int) -> tuple[int, Any]:
         """Returns the first row and column of a strip."""
-        if self.wide:
-            return 0, ((member * WARPGROUPS + piece_warpgroup) * self.strips + strip) * self.dq_columns
-        row, part = self.dq_half(piece_warpgroup)
+        if self.is_wide:
+            return 0, ((member * WARPGROUPS + piece_warpgroup) * self.dq_strips + strip) * self.dq_columns
+        row, part = self.dq_share_index(piece_warpgroup)
         return row * WGMMA_M, part * self.dq_columns
 
-    def dq_half(self, warpgroup: Any) -> tuple[Any, Any]:
+    def dq_share_index(self, warpgroup: Any) -> tuple[Any, Any]:
         """Returns which 64 queries, and which part of a row of keys, a warpgroup's share has, if two share them."""
         return (warpgroup, 0) if self.queries == WARPGROUPS * WGMMA_M else (0, warpgroup)
 
@@ -218,17 +218,17 @@ class BackwardTile:
         """Returns registers per thread of the producer warpgroup."""
         return REGISTERS[WARPGROUPS][1]
 
-    def row_bytes(self, spec: HopperSpec) -> int:
+    def device_bytes_per_query(self, spec: HopperSpec) -> int:
         """Returns bytes per query in device memory, with its cotangent and its float32 gradient."""
-        narrow, single = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
-        return self.size * (narrow + single) + self.value_size * narrow
+        operand_bytes, float32_bytes = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
+        return self.size * (operand_bytes + float32_bytes) + self.value_size * operand_bytes
 
     def row_arrays(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
         """Returns arrays with one element per row that are copied to shared memory with an array.
 
         Wide and register-bound tiles have no shared memory for ids of keys, and for dropout's keys.
         """
-        has_spare_memory = not self.wide and not self.register_bound
+        has_spare_memory = not self.is_wide and not self.register_bound
         if name == "q":
             return (
                 "shift",
@@ -253,14 +253,14 @@ def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     itemsize = jnp.dtype(spec.dtype).itemsize
     accumulated_bytes = (
         WGMMA_M
-        * (tile.key_tiles_per_block * (spec.head_dim + spec.value_dim) + tile.shared_key_parts * SWIZZLE_COLUMNS)
+        * (tile.key_tiles_per_block * (spec.head_dim + spec.value_dim) + tile.peer_key_parts * SWIZZLE_COLUMNS)
         * itemsize
     )
     stages = tile.stages
     streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
     ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * WGMMA_M * tile.dq_columns * 4
     row_arrays = [tile.query_stages * tile.queries] * len(tile.row_arrays(spec, "q"))
-    packs_row_data = tile.wide or tile.register_bound
+    packs_row_data = tile.is_wide or tile.register_bound
     row_array_words = (
         [2 * tile.query_stages * tile.queries, (tile.query_stages + 1) * tile.queries]
         if packs_row_data
@@ -351,11 +351,13 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
         ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
     warpgroups, keys, stages = _check_tile(params, "block_q", "block_kv", "stages")
-    fitting = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
-    fitting = [tile for tile in fitting if forward_smem_bytes(tile, spec) <= SHARED_MEMORY - RESERVE]
-    if not fitting:
+    fitting_tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
+    fitting_tiles = [
+        tile for tile in fitting_tiles if forward_smem_bytes(tile, spec) <= SHARED_MEMORY - FORWARD_RESERVED_SMEM_BYTES
+    ]
+    if not fitting_tiles:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
-    return fitting[0]
+    return fitting_tiles[0]
 
 
 def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
@@ -366,24 +368,25 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     """
     warpgroups, queries, stages = _check_tile(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)
-    wanted = BACKWARD_TILES[spec.head_dim][0][:2]
-    if (tile.keys, tile.queries) != wanted:
+    expected_block_sizes = BACKWARD_TILES[spec.head_dim][0][:2]
+    if (tile.keys, tile.queries) != expected_block_sizes:
         raise ValueError(
-            f"cfg: {given_values(params)}: heads of {spec.head_dim} want {wanted[0]} keys and {wanted[1]} queries"
+            f"cfg: {given_values(params)}: heads of {spec.head_dim} want block_kv="
+            f"{expected_block_sizes[0]} and block_q={expected_block_sizes[1]}"
         )
-    if backward_smem_bytes(tile, spec) > SHARED_MEMORY - BARRIERS:
+    if backward_smem_bytes(tile, spec) > SHARED_MEMORY - BACKWARD_RESERVED_SMEM_BYTES:
         raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
     return tile
 
 
 def _check_tile(
-    params: HopperForward | HopperBackward, accumulated: str, streamed: str, stages: str
+    params: HopperForward | HopperBackward, accumulated_field: str, streamed_field: str, stages: str
 ) -> tuple[int, int, int]:
     """Returns warpgroups, rows of a streamed block, and stages."""
-    values = {name: getattr(params, name) for name in (accumulated, streamed, stages)}
-    allowed = {accumulated: "64, 128 or 192", streamed: "64, 128 or 192", stages: "2 or more"}
+    values = {name: getattr(params, name) for name in (accumulated_field, streamed_field, stages)}
+    allowed_values = {accumulated_field: "64, 128 or 192", streamed_field: "64, 128 or 192", stages: "2 or more"}
     for name, value in values.items():
-        is_allowed = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
-        if not is_allowed:
-            raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed[name]}")
-    return values[accumulated] // WGMMA_M, values[streamed], values[stages]
+        is_allowed_value = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
+        if not is_allowed_value:
+            raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed_values[name]}")
+    return values[accumulated_field] // WGMMA_M, values[streamed_field], values[stages]

@@ -11,11 +11,11 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix, whole
+from ejkernel_pallas.gpu.hopper.launch import launch, matrix, pad_rows
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import numbers
+from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, Shared
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
@@ -72,7 +72,7 @@ def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], ba
     )
 
     results = run_plan(spec, tile, plan, operands, batch)
-    return _with_split(plan, *results) if plan.split.tiles else results
+    return _merge_split_tiles(plan, *results) if plan.split.tiles else results
 
 
 def run_plan(
@@ -88,7 +88,7 @@ def run_plan(
     """
 
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-        shared = Shared(**_with_outputs(spec, buffers))
+        shared = Shared(**_add_output_view(spec, buffers))
         forward_kernel(
             Call(spec, tile, plan, operand_refs, output_refs, shared, tile_scheduler.make_tile_counter(), pages)
         )
@@ -106,7 +106,7 @@ def run_plan(
     return launch(body, operands, outputs, _scratch(spec, tile, pages), plan.blocks, tile.warpgroups)
 
 
-def _with_split(
+def _merge_split_tiles(
     plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns outputs and lse, with the split tiles merged from their parts."""
@@ -140,9 +140,9 @@ def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> di
         operands |= key_lists(padding_as_segments(record), tile.queries, tile.keys)
     else:
         operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.queries, tile.keys))
-    operands |= numbers(record, spec, tile.queries, tile.keys)
-    keys = {"k": whole(record.key, tile.keys), "v": whole(record.value, tile.keys)}
-    return {"q": whole(record.query, WGMMA_M)} | keys | operands
+    operands |= dropout_key_operands(record, spec, tile.queries, tile.keys)
+    keys = {"k": pad_rows(record.key, tile.keys), "v": pad_rows(record.value, tile.keys)}
+    return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     return {"q": plgpu.RefUnion(queries, outputs)}
 
 
-def _with_outputs(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
+def _add_output_view(spec: HopperSpec, buffers: dict[str, Any]) -> dict[str, Any]:
     """Returns buffers with separate names for queries and outputs that share memory."""
     if spec.value_dim == spec.head_dim:
         return buffers

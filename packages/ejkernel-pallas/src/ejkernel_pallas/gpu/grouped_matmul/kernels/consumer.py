@@ -128,7 +128,7 @@ def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll
             pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, in_flight=0))
 
     if spec.members > 1:
-        clusters.end()  # copies and arrivals of the other member access this block's shared memory
+        clusters.wait_for_cluster()  # copies and arrivals of the other member access this block's shared memory
 
 
 def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:

@@ -100,7 +100,7 @@ def matrices_kernel(call: Call) -> None:
         for_each_tile(_fetch_tile)
 
     if spec.members > 1:
-        clusters.end()  # copies and arrivals of the other member access this block's shared memory
+        clusters.wait_for_cluster()  # copies and arrivals of the other member access this block's shared memory
 
 
 def _locate_tile(call: Call, number: Any) -> Tile:

@@ -24,7 +24,7 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.spec import SCALE_BLOCKS_PER_COPY, WARPGROUPS, Scaling
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied_scales, load_scalar, load_scales
+from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied_scales, load_scale_for_all_rows, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
@@ -107,14 +107,14 @@ def _scan_steps(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile
                 factors = [load_copied_scales(shared.row_scales.at[slot, number], block)]
             else:
                 factors = [row_factors[row]] if row_factors else []
-            step_product = wgmma.issue(
+            step_product = wgmma.issue_scores(
                 shared.a.at[slot * WARPGROUPS + number], _rhs_operand(call, part, slot, pl.ds(start, size))
             )
             columns = None
             if scaling.rhs_blocks > 1:
                 columns = shared.columns.at[scales, pl.ds(part.start + start, size)]
             if same:
-                factors, columns = [*factors, load_scalar(columns)], None
+                factors, columns = [*factors, load_scale_for_all_rows(columns)], None
             factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
             step_product = wgmma.wait(step_product, in_flight=0)
             if len(new_sums) == len(old_sums) - 1:

@@ -51,11 +51,11 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     WARPGROUPS,
 )
 
-ALL_GROUPS_EXIST = (1 << BLOCK_KV // SWIZZLE_ATOM_ROWS) - 1
+ALL_KEY_GROUPS_VALID = (1 << BLOCK_KV // SWIZZLE_ATOM_ROWS) - 1
 """The bits of a block whose keys all exist."""
 QueryChunks = dict[int, Any]
 """Chunks of the queries in registers, by index."""
-CHUNKS_IN_REGISTERS = (2 * CHUNKS_PER_HALF - 1, 2 * CHUNKS_PER_HALF)
+REGISTER_CHUNK_INDICES = (2 * CHUNKS_PER_HALF - 1, 2 * CHUNKS_PER_HALF)
 """Indices of these chunks, 16 registers each; more would spill. The last one of the right half never starts a
 product.
 """
@@ -134,9 +134,9 @@ def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) ->
     """Computes a warpgroup's half of the output for a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
-    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in CHUNKS_IN_REGISTERS}
-    lowest = arrays.fill_rows(WGMMA_M, call.spec.lowest)
-    state = ConsumerState(arrays.zero_tile((WGMMA_M, HALF_COLUMNS)), lowest, arrays.fill_rows(WGMMA_M, 0.0))
+    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in REGISTER_CHUNK_INDICES}
+    lowest_max = arrays.fill_rows(WGMMA_M, call.spec.lowest)
+    state = ConsumerState(arrays.zero_tile((WGMMA_M, HALF_COLUMNS)), lowest_max, arrays.fill_rows(WGMMA_M, 0.0))
     if number == 0:
         state = state._replace(scores=_issue_piece(call, item, (0, item.first, 0), queries))
     body = functools.partial(step, call, item, queries)
@@ -178,8 +178,8 @@ def _first_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: 
     plgpu.barrier_arrive(shared.exclusive_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
     # The maximum after block 1, which P1 is relative to.
-    after = arrays.load_rows(shared.row_max.at[1])
-    alpha = jnp.exp2(row_max - after)
+    new_row_max = arrays.load_rows(shared.row_max.at[1])
+    alpha = jnp.exp2(row_max - new_row_max)
     output = _rescale(call, output, alpha)
     # P1 is in the memory of block 1's rotary columns.
     output = wgmma.accumulate(output, shared.rotary.at[1], shared.left.at[1])
@@ -191,8 +191,8 @@ def _first_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: 
     output = wgmma.wait(output, in_flight=1)
     # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
     plgpu.barrier_arrive(shared.shared_free.at[1])
-    # The sum is rescaled too: sums of both warpgroups are relative to `after`, since they are added at the end.
-    return ConsumerState(output, after, row_sum * alpha, scores)
+    # The sum is rescaled too: sums of both warpgroups are relative to `new_row_max`, since they are added at the end.
+    return ConsumerState(output, new_row_max, row_sum * alpha, scores)
 
 
 def _second_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: ConsumerState) -> ConsumerState:
@@ -259,10 +259,10 @@ def _issue_piece(
     shared, (block, step, piece) = call.shared, position
     limits = _limits(call, item, block, step)
     # The half that is copied first is multiplied first.
-    second, piece_in_half = divmod(piece, PIECES_PER_HALF)
-    half = second if block == 0 else 1 - second
+    second_half, piece_in_half = divmod(piece, PIECES_PER_HALF)
+    half = second_half if block == 0 else 1 - second_half
     keys = (shared.left, shared.right)[half].at[block]
-    full = (shared.exclusive_full, shared.shared_full)[second].at[block * PIECES_PER_HALF + piece_in_half]
+    full = (shared.exclusive_full, shared.shared_full)[second_half].at[block * PIECES_PER_HALF + piece_in_half]
     pl.when(block_exists)(lambda: plgpu.barrier_wait(full))
     chunks_per_piece = CHUNKS_PER_HALF // PIECES_PER_HALF
     chunks = range(piece_in_half * chunks_per_piece, piece_in_half * chunks_per_piece + chunks_per_piece)
@@ -270,10 +270,12 @@ def _issue_piece(
     chunk_indices = {chunk: half * CHUNKS_PER_HALF + chunk for chunk in chunks}
     pairs = [(shared.query.at[n], keys.at[chunk]) for chunk, n in chunk_indices.items() if n not in queries]
     # One group of products, as `wait` counts them.
-    scores_in_flight: jax.Array = wgmma.issue(*pairs[0], *pairs[1:]) if scores is None else wgmma.extend(scores, *pairs)
+    scores_in_flight: jax.Array = (
+        wgmma.issue_scores(*pairs[0], *pairs[1:]) if scores is None else wgmma.add_to_scores(scores, *pairs)
+    )
     for chunk, n in chunk_indices.items():
         scores_in_flight = (
-            wgmma.extend_from_registers(scores_in_flight, queries[n], keys.at[chunk])
+            wgmma.add_to_scores_from_registers(scores_in_flight, queries[n], keys.at[chunk])
             if n in queries
             else scores_in_flight
         )
@@ -292,10 +294,10 @@ def _issue(
     rotary = shared.rotary.at[block]
     plgpu.barrier_wait(shared.rotary_full.at[block])
     pl.when(limits.partial)(lambda: _zero_masked_rows([rotary], limits))
-    scores_in_flight = wgmma.extend_from_registers(scores_in_flight, queries[2 * CHUNKS_PER_HALF], rotary)
+    scores_in_flight = wgmma.add_to_scores_from_registers(scores_in_flight, queries[2 * CHUNKS_PER_HALF], rotary)
     present, masked = shared.present[block], limits.partial
     if call.spec.columns:
-        masked = masked | (jnp.bitwise_and(present, ALL_GROUPS_EXIST) != ALL_GROUPS_EXIST)
+        masked = masked | (jnp.bitwise_and(present, ALL_KEY_GROUPS_VALID) != ALL_KEY_GROUPS_VALID)
     return ScoresInFlight(scores_in_flight, limits, masked, present)
 
 
@@ -313,13 +315,13 @@ def _wait_for_scores(call: Call, issued: ScoresInFlight, in_flight: int) -> Any:
 
 def _mask_scores(call: Call, issued: ScoresInFlight, scores: Any) -> Any:
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    attends = column < issued.limits.end
+    is_before_end = column < issued.limits.end
     if call.spec.has_key_starts:
-        attends = attends & (column >= issued.limits.first)
+        is_before_end = is_before_end & (column >= issued.limits.first)
     if call.spec.columns:
-        bits = jnp.right_shift(issued.present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
-        attends = attends & (jnp.bitwise_and(bits, 1) > 0)
-    return jnp.where(attends, scores, call.spec.masked)
+        group_bits = jnp.right_shift(issued.present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
+        is_before_end = is_before_end & (jnp.bitwise_and(group_bits, 1) > 0)
+    return jnp.where(is_before_end, scores, call.spec.masked)
 
 
 def _exponentiate(call: Call, scores: Any, row_max: Any) -> Any:

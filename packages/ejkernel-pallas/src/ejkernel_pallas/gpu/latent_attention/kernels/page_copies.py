@@ -28,15 +28,17 @@ def find_page_slots(call: ScheduledCall, item: Item, key: Any, size: int) -> tup
     if spec.columns == 0:
         # All bits set: keys past the sequence's end are masked by its length.
         return [(item.sequence, key)], I32(-1)
-    tables, pages, bits = call.operands["tables"], I32(spec.pages), I32(0)
+    tables, num_pages, valid_group_bits = call.operands["tables"], I32(spec.pages), I32(0)
     page_slots: PageSlots = []
     groups_per_copy = spec.slots_per_copy // SWIZZLE_ATOM_ROWS
     for first in range(0, size, spec.slots_per_copy):
         column = lax.div(key + first, I32(spec.page_size))
         # Past the table's end its last entry is read; `page_exists` is false for it.
         page = tables[item.sequence, jnp.minimum(column, spec.columns - 1)]
-        page_exists = (key + first < item.keys) & (page >= 0) & (page < pages)
-        page_slots.append((jnp.where(page_exists, page, pages), lax.rem(key + first, I32(spec.page_size))))
+        page_exists = (key + first < item.keys) & (page >= 0) & (page < num_pages)
+        page_slots.append((jnp.where(page_exists, page, num_pages), lax.rem(key + first, I32(spec.page_size))))
         # One bit per eight keys: missing keys are masked, as zeros would still count in the softmax.
-        bits = bits | jnp.where(page_exists, I32(((1 << groups_per_copy) - 1) << (first // SWIZZLE_ATOM_ROWS)), I32(0))
-    return page_slots, bits
+        valid_group_bits = valid_group_bits | jnp.where(
+            page_exists, I32(((1 << groups_per_copy) - 1) << (first // SWIZZLE_ATOM_ROWS)), I32(0)
+        )
+    return page_slots, valid_group_bits

@@ -21,9 +21,9 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.gpu.hopper import arrays
-from ejkernel_pallas.gpu.hopper.registers import constant, i32
+from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
 from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
-from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_extents
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_row_extents
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
 ITEM_COLUMNS = 5
@@ -38,7 +38,7 @@ def plan_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     size = max(THREADS, 1 << (spec.rows - 1).bit_length())
     # If sequences are rows, the kernel reads lengths, and XLA has nothing to compute.
     single = record.query_start is None and record.kv_starts is None
-    operands = (record.kv_lens.astype(I32),) if single else make_extents(record, spec)
+    operands = (record.kv_lens.astype(I32),) if single else make_row_extents(record, spec)
     memory = plgpu.SMEM((size,), I32)
     # Zeros precede the sums, so that reads before the first one need no bounds check.
     scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
@@ -54,8 +54,10 @@ def plan_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     return LatentSchedule(items, shares)
 
 
-def _plan_kernel(record: PagedAttention, spec: LatentSpec, size: int, input_refs: Any, other_refs: Any) -> None:
-    items, shares, *columns, sums = other_refs
+def _plan_kernel(
+    record: PagedAttention, spec: LatentSpec, size: int, input_refs: Any, output_and_scratch_refs: Any
+) -> None:
+    items, shares, *columns, sums = output_and_scratch_refs
     # One element per thread and register: rows are read from offsets that may be odd.
     layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
     row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
@@ -91,15 +93,15 @@ def _load_vector(ref: Any, size: int, layout: Any) -> Any:
     )
     def load(_: Any, ref: Any) -> Any:
         index, vector_type = ir.IndexType.get(), ir.VectorType.get((1,), i32())
-        thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
         registers = np.empty((size // THREADS,), dtype=object)
         for n in range(size // THREADS):
-            element_index = arith.minui(arith.addi(thread, constant(n * THREADS)), constant(count - 1))
+            element_index = arith.minui(arith.addi(thread, int32_constant(n * THREADS)), int32_constant(count - 1))
             registers[n] = vector.from_elements(
                 vector_type, [memref.load(ref, [arith.index_cast(index, element_index)])]
             )
-        strided = mgpu.WGStridedFragLayout((size,), 1)
-        return mgpu.FragmentedArray(_registers=registers, _layout=strided, _is_signed=True)
+        strided_layout = mgpu.WGStridedFragLayout((size,), 1)
+        return mgpu.FragmentedArray(_registers=registers, _layout=strided_layout, _is_signed=True)
 
     return load(ref)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -111,11 +113,11 @@ def _write(items: Any, columns: Any, row: Any) -> None:
 
 def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
     sums[:size] = jnp.zeros_like(steps)
-    distance = 1
-    while distance < size:
+    shift = 1
+    while shift < size:
         sums[size:] = steps
-        steps = steps + arrays.load_with_layout(sums.at[size - distance : 2 * size - distance], layout)
-        distance *= 2
+        steps = steps + arrays.load_with_layout(sums.at[size - shift : 2 * size - shift], layout)
+        shift *= 2
     return steps
 
 
@@ -124,11 +126,12 @@ def _first_step_of_program(spec: LatentSpec, steps: Any, ends: Any, program: Any
     total, max_steps = jnp.sum(steps), jnp.max(steps)
     steps_per_program = lax.div(total + (spec.programs - 1), I32(spec.programs))
     if spec.max_growth_percent:
-        whole = lax.div(steps_per_program + max_steps - 1, max_steps) * max_steps
-        all_equal = total == max_steps * spec.rows
+        whole_item_steps = lax.div(steps_per_program + max_steps - 1, max_steps) * max_steps
+        has_equal_steps = total == max_steps * spec.rows
         steps_per_program = jnp.where(
-            all_equal & ((whole - steps_per_program) * 100 <= steps_per_program * spec.max_growth_percent),
-            whole,
+            has_equal_steps
+            & ((whole_item_steps - steps_per_program) * 100 <= steps_per_program * spec.max_growth_percent),
+            whole_item_steps,
             steps_per_program,
         )
     begin = jnp.minimum(program * steps_per_program, total)

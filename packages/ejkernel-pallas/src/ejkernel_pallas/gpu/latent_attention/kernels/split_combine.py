@@ -94,8 +94,8 @@ def _combine(
     item, tile = lax.div(tile_number, I32(spec.tiles)), lax.rem(tile_number, I32(spec.tiles))
     start, steps = operands["items"][item, 2], operands["items"][item, 3]
     # All programs have equal shares, except the last ones: program 1 starts where the first share ends.
-    share = jnp.maximum(operands["shares"][1, 1], 1)
-    first, last = lax.div(start, share), lax.div(start + steps - 1, share)
+    steps_per_program = jnp.maximum(operands["shares"][1, 1], 1)
+    first, last = lax.div(start, steps_per_program), lax.div(start + steps - 1, steps_per_program)
     rows = pl.ds(tile_number * WGMMA_M, WGMMA_M)
 
     def merge_columns(stage: Any, carry: Any) -> Any:
@@ -122,10 +122,10 @@ def _combine(
             for partial_lse, column_range in partials:
                 # A partial result is normalised by its own denominator, so its weight is exp(lse). Their order is
                 # fixed: results are reproducible bit for bit.
-                weight = jnp.exp(partial_lse - new_max)
+                partial_weight = jnp.exp(partial_lse - new_max)
                 output, row_sum = (
-                    output + column_range * broadcast_to_columns(weight, column_range.shape),
-                    row_sum + weight,
+                    output + column_range * broadcast_to_columns(partial_weight, column_range.shape),
+                    row_sum + partial_weight,
                 )
             return output, new_max, row_sum
 

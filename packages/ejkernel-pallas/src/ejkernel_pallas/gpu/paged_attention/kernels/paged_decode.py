@@ -86,7 +86,7 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     plgpu.barrier_wait(shared.k_full.at[slot])
     # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
-    scores = wgmma.wait(wgmma.issue(shared.q, shared.k.at[slot]), in_flight=0)
+    scores = wgmma.wait(wgmma.issue_scores(shared.q, shared.k.at[slot]), in_flight=0)
     # Before the stage is freed: the producer then writes the bits of a later block.
     present = shared.present[slot]
     # The stage's keys are freed while its values are still needed: they have separate mbarriers.
@@ -97,14 +97,14 @@ def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state
     # A row without any key so far has weights of 1: its first key makes alpha exp2(LOWEST - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
-    output = _rescaled(call, state.output, alpha)
+    output = _rescale(call, state.output, alpha)
     first, end = item.low - key, item.keys - key
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when((end < KEYS_PER_STEP) | (first > 0))(lambda: _zero(shared.v.at[slot], first, end))
+    pl.when((end < KEYS_PER_STEP) | (first > 0))(lambda: _zero_rows(shared.v.at[slot], first, end))
     # Keeps the conversion before the product, during which the registers of its operand must not be written.
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
-    output = _product(output, weights, shared.v.at[slot])
+    output = _multiply_values(output, weights, shared.v.at[slot])
     plgpu.barrier_arrive(shared.v_free.at[slot])
     return State(output, row_max, row_sum)
 
@@ -122,33 +122,33 @@ def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) 
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     # Limits of the whole tile: the first key of its first token, and the last key of its last. Limits of single tokens
     # follow below.
-    attends = (column < item.keys - key) & (column >= item.low - key)
+    is_attended = (column < item.keys - key) & (column >= item.low - key)
     if spec.columns:
-        bits = jnp.right_shift(present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
-        attends = attends & (jnp.bitwise_and(bits, 1) > 0)
+        group_bits = jnp.right_shift(present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
+        is_attended = is_attended & (jnp.bitwise_and(group_bits, 1) > 0)
     if spec.tokens > 1 and (spec.left is not None or spec.right is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         # The distance of a key from its row's token.
         distance = column - lax.div(row, I32(spec.group)) + (key - position)
         if spec.right is not None:
-            attends = attends & (distance <= spec.right)
+            is_attended = is_attended & (distance <= spec.right)
         if spec.left is not None:
-            attends = attends & (distance >= -spec.left)
+            is_attended = is_attended & (distance >= -spec.left)
     # Selected, instead of adding -inf: products with invalid slots may be NaN, and keys are not zeroed.
-    return jnp.where(attends, scores * spec.exponent, MASKED_SCORE)
+    return jnp.where(is_attended, scores * spec.exponent, MASKED_SCORE)
 
 
-def _zero(tile: Any, first: Any, end: Any) -> None:
+def _zero_rows(tile: Any, first: Any, end: Any) -> None:
     """Writes zeros to the rows of a tile before `first` and from `end` on."""
     zero_rows(tile, first, end)
     plgpu.commit_smem()
 
 
-def _rescaled(call: Call, output: Any, alpha: Any) -> Any:
+def _rescale(call: Call, output: Any, alpha: Any) -> Any:
     return rescale_lazily(output, alpha) if call.spec.lazy else output * broadcast_to_columns(alpha, output.shape)
 
 
-def _product(output: Any, weights: Any, values: Any) -> Any:
+def _multiply_values(output: Any, weights: Any, values: Any) -> Any:
     """Returns the output plus weights times values."""
     ref = plgpu.WGMMAAccumulatorRef.init(output)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(ref)
@@ -156,17 +156,17 @@ def _product(output: Any, weights: Any, values: Any) -> Any:
 
 def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
     """Writes the rows of an item, or of a partial result."""
-    result, sums, parts, part_sums = call.outputs
+    output_ref, sums, parts, partial_lse = call.outputs
     _, head = program_of(call)
     number = item.row * call.spec.tiles + head
 
     @pl.when(item.whole)
-    def _whole() -> None:
-        store_tile(result.at[pl.ds(number * WGMMA_M, WGMMA_M), :], output.astype(call.spec.dtype))
+    def _write_whole() -> None:
+        store_tile(output_ref.at[pl.ds(number * WGMMA_M, WGMMA_M), :], output.astype(call.spec.dtype))
         sums[number] = lse
 
     @pl.when(~item.whole)
     def _part() -> None:
         # Divided by its own denominator, which its lse includes: the weight when partial results are merged.
         parts[item.slot] = output
-        part_sums[item.slot] = lse
+        partial_lse[item.slot] = lse

@@ -23,7 +23,7 @@ from jax.custom_batching import sequential_vmap
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.launch import whole
+from ejkernel_pallas.gpu.hopper.launch import pad_rows
 from ejkernel_pallas.gpu.hopper.registers import as_int32
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
@@ -73,7 +73,7 @@ class PagedKeys:
             *(operands["table"][0, number, column] for column in range(KEY_RANGE_FIELDS.start, KEY_RANGE_FIELDS.stop))
         )
 
-    def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
+    def find_pages(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
         """Returns the page of every copy of a block.
 
         A missing one gets the number of pages: copies from past an array's end write zeros.
@@ -84,34 +84,41 @@ class PagedKeys:
         pages: list[Any] = []
         for first in range(0, KEYS_PER_STEP, spec.slots_per_copy):
             column = lax.div(key + first, I32(spec.page_size))
-            # Past the table's end its last entry is read; `there` is false for it.
+            # Past the table's end its last entry is read; `is_valid_page` is false for it.
             page = operands["tables"][tile.sequence, jnp.minimum(column, spec.columns - 1)]
-            there = (key + first < tile.keys) & (page >= 0) & (page < spec.pages)
-            pages.append(jnp.where(there, page, spec.pages))
+            is_valid_page = (key + first < tile.keys) & (page >= 0) & (page < spec.pages)
+            pages.append(jnp.where(is_valid_page, page, spec.pages))
         return tuple(pages)
 
-    def word(self, pages: tuple[Any, ...]) -> Any:
+    def valid_key_word(self, pages: tuple[Any, ...]) -> Any:
         """Returns a bit per key of a block, set if it exists."""
         if self.spec.columns == 0:
             # All bits set: keys past the last one are masked by their number.
             return I32(-1)
-        word, bits = I32(0), THREAD_COLUMNS_PER_EIGHT * (self.spec.slots_per_copy // SWIZZLE_ATOM_ROWS)
+        valid_key_word, bits = I32(0), THREAD_COLUMNS_PER_EIGHT * (self.spec.slots_per_copy // SWIZZLE_ATOM_ROWS)
         for number, page in enumerate(pages):
-            ones = as_int32(((1 << bits) - 1) << (bits * number))
-            word = word | jnp.where(page < self.spec.pages, I32(ones), I32(0))
-        return word
+            copy_bits = as_int32(((1 << bits) - 1) << (bits * number))
+            valid_key_word = valid_key_word | jnp.where(page < self.spec.pages, I32(copy_bits), I32(0))
+        return valid_key_word
 
     def copy(
-        self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
+        self,
+        operands: dict[str, Any],
+        operand_name: str,
+        pages: tuple[Any, ...],
+        block: Any,
+        head: Any,
+        target: Any,
+        full: Any,
     ) -> None:
         """Copies a block page by page."""
-        rows, key_or_value = self.spec.slots_per_copy, ("k", "v").index(what)
+        rows, key_or_value = self.spec.slots_per_copy, ("k", "v").index(operand_name)
         for number, page in enumerate(pages):
             slot = block * KEYS_PER_STEP + number * rows
             if self.spec.columns:
                 slot = lax.rem(slot, I32(self.spec.page_size))
             index, column = cache_index(self.spec, page, head, key_or_value)
-            source = operands[what].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
+            source = operands[operand_name].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
             plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)
 
 
@@ -131,7 +138,7 @@ def prefill(
     plan, count = make_prefill(record, lengths), record.query.shape[0]
     tables = jnp.zeros((1, 1), I32) if record.block_tables is None else record.block_tables.astype(I32)
     run = sequential_vmap(functools.partial(_launch, _flash_spec(record, spec), spec))
-    output, lse = run(whole(record.query[None], WGMMA_M), *cache, tables, plan)
+    output, lse = run(pad_rows(record.query[None], WGMMA_M), *cache, tables, plan)
     return output[0, :count], lse[0, :, :count].T
 
 

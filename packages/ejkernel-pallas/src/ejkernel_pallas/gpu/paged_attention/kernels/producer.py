@@ -60,29 +60,29 @@ def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
     _copy(call, page_slots, 1, shared.v.at[slot], shared.v_full.at[slot])
 
 
-def _copy(call: Call, page_slots: PageSlots, component: int, target: Any, full: Any) -> None:
+def _copy(call: Call, page_slots: PageSlots, key_or_value: int, target: Any, full: Any) -> None:
     """Copies keys (0) or values (1) of a block, one copy per page or part of one; past an array's end copies write
     zeros.
     """
-    rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[component]]
+    rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[key_or_value]]
     _, head = program_of(call)
     for number, (page, slot) in enumerate(page_slots):
-        index, column = cache_index(call.spec, page, head, component)
+        index, column = cache_index(call.spec, page, head, key_or_value)
         columns = pl.ds(column, target.shape[1])
         plgpu.copy_gmem_to_smem(
             source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full
         )
 
 
-def cache_index(spec: PagedSpec, page: Any, head: Any, component: int) -> tuple[Any, Any]:
+def cache_index(spec: PagedSpec, page: Any, head: Any, key_or_value: int) -> tuple[Any, Any]:
     """Returns the indices of a head's keys (0) or values (1) of a page in the cache of three axes: first index, first
     column.
 
     The second axis is the page's slots.
     """
-    size = (spec.key_dim, spec.value_dim)[component]
+    size = (spec.key_dim, spec.value_dim)[key_or_value]
     if spec.layout == COMBINED:
-        return page, (head * 2 + component) * spec.lanes
+        return page, (head * 2 + key_or_value) * spec.lanes
     if spec.layout == "pshd":
         return page, head * size
     if spec.layout == "phsd":

@@ -26,14 +26,14 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
         programs: Programs that share the steps.
         gathered: Query rows per tile if they are gathered; 0 if they are in the record's order.
     """
-    owner, lens = tiles.sequence, record.kv_lens.astype(I32)
-    keys = jnp.minimum(lens[owner], paged_cache.capacity(record))
+    sequence_of_row, kv_lens = tiles.sequence, record.kv_lens.astype(I32)
+    keys = jnp.minimum(kv_lens[sequence_of_row], paged_cache.capacity(record))
     left, right = band(record)
     if right is not None:
         # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks keys
         # that single tokens do not attend to.
         keys = jnp.minimum(keys, tiles.position + tiles.rows + right)
-    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[owner]
+    low = jnp.zeros_like(keys) if record.kv_starts is None else record.kv_starts.astype(I32)[sequence_of_row]
     if left is not None:
         low = jnp.maximum(low, tiles.position - left)
     low = jnp.maximum(low, 0)
@@ -45,12 +45,12 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]
-    share = cdiv(total, programs)
-    begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * share, total)
+    steps_per_program = cdiv(total, programs)
+    begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * steps_per_program, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
     # Tokens of the batch before this tile's first.
-    row = paged_cache.query_ranges(record)[0][owner] + tiles.skipped
+    row = paged_cache.query_ranges(record)[0][sequence_of_row] + tiles.skipped
     if gathered:
-        row = jnp.arange(owner.shape[0], dtype=I32) * gathered
-    items = jnp.stack((owner, keys, ends - steps, steps, low, tiles.position, row), axis=1)
-    return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(owner) - 1), begin), axis=1))
+        row = jnp.arange(sequence_of_row.shape[0], dtype=I32) * gathered
+    items = jnp.stack((sequence_of_row, keys, ends - steps, steps, low, tiles.position, row), axis=1)
+    return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(sequence_of_row) - 1), begin), axis=1))

@@ -89,7 +89,7 @@ def _runs(record: PagedAttention, lengths: paged_cache.RowLimits) -> RowRuns:
         rows=jnp.concatenate((rows, jnp.stack((begin, count - end)))),
         keys=jnp.concatenate((jnp.where(rows > 0, record.kv_lens.astype(I32), 0), empty_run)),
         low=jnp.concatenate((low, empty_run)),
-        has_missing_pages=jnp.concatenate((_has_holes(record), empty_run > 0)),
+        has_missing_pages=jnp.concatenate((_has_missing_pages_before_end(record), empty_run > 0)),
     )
 
 
@@ -105,12 +105,12 @@ def _tiles(runs: RowRuns, max_tiles: int) -> RowTiles:
     count = jnp.where(runs.rows > 0, cdiv(before + runs.rows, ROWS_PER_TILE), 0)
     # Sums of comparisons: a sort, a running sum and a search are at least one launch each.
     keys, other = runs.keys[:, None], runs.keys[None]
-    earlier = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
-    begin = jnp.sum(jnp.where(earlier, count[None], 0), axis=1)
-    total = jnp.sum(jnp.broadcast_to(count[None], earlier.shape), axis=1)
+    is_ordered_before = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
+    begin = jnp.sum(jnp.where(is_ordered_before, count[None], 0), axis=1)
+    total = jnp.sum(jnp.broadcast_to(count[None], is_ordered_before.shape), axis=1)
     tile = jnp.arange(max_tiles, dtype=I32)
-    inside = (begin[None] <= tile[:, None]) & (tile[:, None] < (begin + count)[None])
-    run, count_live_tiles = jnp.sum(jnp.where(inside, number[None], 0), axis=1), tile < total[0]
+    contains_tile = (begin[None] <= tile[:, None]) & (tile[:, None] < (begin + count)[None])
+    run, count_live_tiles = jnp.sum(jnp.where(contains_tile, number[None], 0), axis=1), tile < total[0]
     row = (runs.starts - before)[run] + jnp.where(count_live_tiles, (begin + count)[run] - 1 - tile, 0) * ROWS_PER_TILE
     first = jnp.maximum(runs.starts[run] - row, 0)
     end = jnp.where(count_live_tiles, jnp.minimum((runs.starts + runs.rows)[run] - row, ROWS_PER_TILE), 0)
@@ -123,18 +123,18 @@ def _key_blocks(
     """Returns the first key of each tile, the end of its keys, and the four limits of its ranges of blocks."""
     left, right = band(record)
     # Positions of the first row of the run, and after the last one.
-    head, tail = position + tiles.first, position + tiles.end
+    first_position, last_position = position + tiles.first, position + tiles.end
     keys, start = jnp.minimum(runs.keys, paged_cache.capacity(record))[tiles.run], runs.low[tiles.run]
     if right is not None:
-        keys = jnp.minimum(keys, tail + right)
-    low = jnp.maximum(start if left is None else jnp.maximum(start, head - left), 0)
+        keys = jnp.minimum(keys, last_position + right)
+    low = jnp.maximum(start if left is None else jnp.maximum(start, first_position - left), 0)
     keys = jnp.where((tiles.end > tiles.first) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
-    first, stop = low // KEYS_PER_STEP, jnp.maximum(cdiv(keys, KEYS_PER_STEP), low // KEYS_PER_STEP + 1)
+    first, end_block = low // KEYS_PER_STEP, jnp.maximum(cdiv(keys, KEYS_PER_STEP), low // KEYS_PER_STEP + 1)
     # Full blocks: all rows attend to all keys from the last row's left limit to the first row's right limit.
-    begin = start if left is None else jnp.maximum(start, tail - 1 - left)
-    end = keys if right is None else jnp.minimum(keys, head + right + 1)
-    full_end = jnp.clip(end // KEYS_PER_STEP, first, stop)
+    begin = start if left is None else jnp.maximum(start, last_position - 1 - left)
+    end = keys if right is None else jnp.minimum(keys, first_position + right + 1)
+    full_end = jnp.clip(end // KEYS_PER_STEP, first, end_block)
     # At most up to the end of full blocks: the kernel masks blocks before `full_start` only at their lower end.
     full_start = jnp.clip(cdiv(begin, KEYS_PER_STEP), first, full_end)
     # An absent page masks its keys, which full blocks do not.
@@ -143,10 +143,10 @@ def _key_blocks(
         jnp.where(has_missing_pages, first, full_start),
         jnp.where(has_missing_pages, first, full_end),
     )
-    return low, keys, (first, full_start, full_end, stop)
+    return low, keys, (first, full_start, full_end, end_block)
 
 
-def _has_holes(record: PagedAttention) -> jax.Array:
+def _has_missing_pages_before_end(record: PagedAttention) -> jax.Array:
     """Returns whether pages of a sequence's keys are absent, bool [N]."""
     if record.block_tables is None:
         return jnp.zeros(record.kv_lens.shape, bool)

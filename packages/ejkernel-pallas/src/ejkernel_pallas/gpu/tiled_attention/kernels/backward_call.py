@@ -26,12 +26,12 @@ class Call:
         spec: Constants.
         tile: Tile sizes.
         plan: The assignment of key tiles to blocks.
-        by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
+        loops_by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
         operands: Arrays in device memory.
         outputs: Arrays in device memory: gradients of keys, of values and, in float32 and unscaled, of queries; if
             tiles are split, also the first two for their parts, in float32.
         tile_counter: Counter of the key tiles that blocks, or clusters, have taken.
-        blocks_added: Semaphores: how many key tiles have added their part of dq, for every query block.
+        dq_add_counts: Semaphores: how many key tiles have added their part of dq, for every query block.
         buffers: Shared memory and barriers.
         member: Rank of the block in its cluster, whose members share a key tile.
     """
@@ -39,11 +39,11 @@ class Call:
     spec: HopperSpec
     tile: BackwardTile
     plan: tile_scheduler.TileSchedule
-    by_head: bool
+    loops_by_head: bool
     operands: Buffers
     outputs: Any
     tile_counter: Any
-    blocks_added: Any
+    dq_add_counts: Any
     buffers: Buffers
     member: Any = 0
 
@@ -56,7 +56,7 @@ class Call:
         operand = self.operands[name]
         return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
 
-    def positions(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
+    def list_bounds(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
         """Returns positions in the list of a head: its start, the start and end of its full blocks, and its end."""
         return tuple(self.list_entry("table", item, head, n) for n in range(4))
 
@@ -77,13 +77,13 @@ class QueryRuns:
 
 
 def for_each_query_block(
-    call: Call, query_runs: QueryRuns, body: Callable[..., Any], state: Any, separates_masked: bool
+    call: Call, query_runs: QueryRuns, body: Callable[..., Any], state: Any, has_masked_loops: bool
 ) -> Any:
     """Loops over query blocks in reverse, in runs: partial, full, partial; each over all heads, or head by head.
 
     With a pattern, `body` gets indices in the list of the item's keys and a head.
     """
-    item, heads = query_runs.item, 1 if call.by_head else call.spec.group_size
+    item, heads = query_runs.item, 1 if call.loops_by_head else call.spec.group_size
 
     def run(head: Any, low: Any, high: Any, masked: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
@@ -93,16 +93,20 @@ def for_each_query_block(
         # waits to add to dq.
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
-    def runs(n: Any, state: Any) -> Any:
+    def loop_over_runs(n: Any, state: Any) -> Any:
         head = query_runs.first + n
-        start, full_start, full_end, stop = call.positions(item, head) if call.spec.pattern else query_runs.run
-        if not separates_masked:
+        start, full_start, full_end, stop = call.list_bounds(item, head) if call.spec.pattern else query_runs.run
+        if not has_masked_loops:
             return run(head, start, stop, False, state)
         # Separate loops for full and partial blocks, since masks take registers and instructions in every step.
         state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
         return run(head, start, full_start, True, state)
 
-    return lax.fori_loop(0, call.spec.group_size, runs, state) if call.by_head else runs(I32(0), state)
+    return (
+        lax.fori_loop(0, call.spec.group_size, loop_over_runs, state)
+        if call.loops_by_head
+        else loop_over_runs(I32(0), state)
+    )
 
 
 def wait_for_tiles(call: Call, count: Any, masked: bool) -> None:
@@ -119,16 +123,16 @@ def wait_for_tiles(call: Call, count: Any, masked: bool) -> None:
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
     if masked:
         ids = buffers["q_ids"].at[slots["q"]]
-        zero_padding(ids, *((buffers[name].at[slot], call.tile.line(name)) for name, slot in slots.items()))
+        zero_padding(ids, *((buffers[name].at[slot], call.tile.swizzle_bytes(name)) for name, slot in slots.items()))
 
 
 def adder_warp(call: Call, count: Any, piece: int) -> Any:
     """Returns which warp adds a piece of a step's part of dq."""
     # Round-robin: a warp that waits for earlier key tiles does not delay the other pieces.
-    return lax.rem(count * call.tile.pieces + piece, I32(call.tile.adder_warps))
+    return lax.rem(count * call.tile.dq_pieces + piece, I32(call.tile.adder_warps))
 
 
-def dq_barrier(call: Call, count: Any, piece: int) -> Any:
+def dq_full_barrier(call: Call, count: Any, piece: int) -> Any:
     """Returns the mbarrier at which the adder warp of a piece of a step's part of dq waits for it.
 
     Each warp has one per piece, since the warpgroups finish in any order.
@@ -136,7 +140,9 @@ def dq_barrier(call: Call, count: Any, piece: int) -> Any:
     return call.buffers["dq_full"].at[piece * call.tile.adder_warps + adder_warp(call, count, piece)]
 
 
-def write_part(call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any) -> None:
+def store_split_gradient(
+    call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any
+) -> None:
     """Stores the gradient of 64 keys or values from `row` on, for one part of a split tile."""
     _, _, _, keys, values = call.outputs
     parts = keys if name == "k" else values
@@ -152,8 +158,8 @@ def key_slice(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) 
 
 def query_dropout_keys(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
     """Returns dropout's keys of a step's queries in device memory, if they do not fit shared memory."""
-    numbers, queries = call.operands["q_dropout_keys"], call.tile.queries
-    return arrays.load_columns(numbers.at[item.row(numbers), head, pl.ds(index * queries, queries)])
+    dropout_keys, queries = call.operands["q_dropout_keys"], call.tile.queries
+    return arrays.load_columns(dropout_keys.at[item.row(dropout_keys), head, pl.ds(index * queries, queries)])
 
 
 def zero_padding(ids: Any, *parts: tuple[Any, int]) -> None:
@@ -180,9 +186,9 @@ def masked_scores(
         words: Bits of the pattern, from `pattern_words`.
         scores: Float32 [64, queries].
     """
-    limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
+    query_limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
     ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
-    return tile_masks.between(scores, *limits, ids, words)
+    return tile_masks.mask_outside_query_range(scores, *query_limits, ids, words)
 
 
 def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
     adder_warp,
-    dq_barrier,
+    dq_full_barrier,
 )
 
 
@@ -27,8 +27,10 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
     buffers, tile, keys, values = call.buffers, call.tile, call.operands["k"], call.operands["v"]
     for w in range(tile.key_tiles_per_block):
         rows = pl.ds(item.tile * tile.keys + (call.member * tile.key_tiles_per_block + w) * WGMMA_M, WGMMA_M)
-        for part in range(tile.parts):
-            source = keys.at[item.row(keys), rows, item.head, pl.ds(part * tile.part, tile.part)]
+        for part in range(tile.key_parts):
+            source = keys.at[
+                item.row(keys), rows, item.head, pl.ds(part * tile.key_part_columns, tile.key_part_columns)
+            ]
             plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.key_tiles_per_block + w], buffers["kv_full"])
         source = values.at[item.row(values), rows, item.head]
         plgpu.copy_gmem_to_smem(source, buffers["v"].at[w], buffers["kv_full"])
@@ -37,18 +39,20 @@ def fetch(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> Non
             plgpu.copy_gmem_to_smem(source.at[item.row(source), rows], buffers[extra].at[w], buffers["kv_full"])
     # A member of a cluster computes one half of dq's columns, for the keys of both: it needs those columns of the other
     # member's keys.
-    for part in range(tile.shared_key_parts):
+    for part in range(tile.peer_key_parts):
         rows = pl.ds(item.tile * tile.keys + (1 - call.member) * WGMMA_M, WGMMA_M)
-        columns = pl.ds((call.member * tile.shared_key_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
+        columns = pl.ds((call.member * tile.peer_key_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         source = keys.at[item.row(keys), rows, item.head, columns]
-        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.parts + part], buffers["kv_full"])
+        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.key_parts + part], buffers["kv_full"])
     for_each_block(functools.partial(_copy_block, call, item), I32(0), False)
 
 
 def _copy_block(call: Call, item: tile_scheduler.WorkTile, _: bool, head: Any, place: Any, count: Any) -> Any:
     index = call.query_block(item, head, place)
     # The two blocks of a cluster loop over the same query blocks: each copies one half for both, by multicast.
-    copy = functools.partial(plgpu.copy_gmem_to_smem, collective_axes=clusters.CLUSTER_AXIS if call.tile.wide else None)
+    copy = functools.partial(
+        plgpu.copy_gmem_to_smem, collective_axes=clusters.CLUSTER_AXIS if call.tile.is_wide else None
+    )
     for name, stages in call.tile.stages.items():
         slot = lax.rem(count, I32(stages))
         full, free = call.buffers[f"{name}_full"].at[slot], call.buffers[f"{name}_free"].at[slot]
@@ -71,10 +75,10 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
     tiles = first.shape[-1]
 
     def add(_: bool, head: Any, block_position: Any, count: Any) -> Any:
-        for piece in range(tile.pieces):
-            is_assigned = adder_warp(call, count, piece) == place
-            pl.when(is_assigned)(
-                functools.partial(add_piece, piece, head, block_position, dq_barrier(call, count, piece))
+        for piece in range(tile.dq_pieces):
+            is_for_this_warp = adder_warp(call, count, piece) == place
+            pl.when(is_for_this_warp)(
+                functools.partial(add_piece, piece, head, block_position, dq_full_barrier(call, count, piece))
             )
         return count + 1
 
@@ -93,11 +97,11 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
         else:
             before = item.tile - first[item.row(first), index]
         place = (item.batch * call.spec.heads + head) * tiles + index
-        nth_tile = call.blocks_added.at[(place * tile.members + call.member) * tile.pieces + piece]
+        add_count = call.dq_add_counts.at[(place * tile.blocks_per_cluster + call.member) * tile.dq_pieces + piece]
         # A counter that only increases: the tile with `before` predecessors waits for that value, adds, and increments
         # it.
-        plgpu.semaphore_wait(nth_tile, before, decrement=False, memory_scope="gpu")
-        for strip in range(tile.strips):
+        plgpu.semaphore_wait(add_count, before, decrement=False, memory_scope="gpu")
+        for strip in range(tile.dq_strips):
             plgpu.barrier_wait(full)
             # The first one stores, so that dq need not be zeroed.
             pl.when(before == 0)(functools.partial(copy, None, piece, strip, head, index))
@@ -107,6 +111,6 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
             plgpu.barrier_arrive(buffers["dq_free"].at[piece])
         plgpu.wait_smem_to_gmem(0)
         # The additions have reached device memory before the next key tile is signalled.
-        plgpu.semaphore_signal(nth_tile, 1, memory_scope="gpu")
+        plgpu.semaphore_signal(add_count, 1, memory_scope="gpu")
 
     for_each_block(add, I32(0), False)

@@ -14,7 +14,14 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, number, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    as_int32,
+    float32_constant,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+)
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 DROPPED_WEIGHT = {"bfloat16": 2.0**-40, "float16": 2.0**-24}
@@ -27,7 +34,7 @@ ZERO_IF_BELOW_PTX = "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p mul.f32 $0, $0, 0
 """PTX: multiplies a number by zero if one word is below another."""
 
 
-def numbers(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -> dict[str, jax.Array]:
+def dropout_key_operands(record: TiledAttention, spec: HopperSpec, queries: int, keys: int) -> dict[str, jax.Array]:
     """Returns uint32 keys of queries [B, H, T] and of keys [1, S], padded to whole tiles; none without dropout.
 
     Args:
@@ -68,7 +75,9 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
     def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
         new_registers: list[Any] = []
         for register, products in zip(tile.registers.flat, _key_products(rows, columns), strict=True):
-            operands = ([weight, n, _keep_threshold(spec)] for weight, n in zip(pair(register), products, strict=True))
+            operands = (
+                [weight, n, _keep_threshold(spec)] for weight, n in zip(unpack_pair(register), products, strict=True)
+            )
             values: list[Any] = [
                 llvm.inline_asm(each[0].type, each, ZERO_IF_BELOW_PTX, "=f,0,r,n") for each in operands
             ]
@@ -78,7 +87,7 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def select_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+def select_by_dropout(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
     """Returns tiles with one value where dropout keeps a weight, and another where it drops the weight.
 
     Comparisons are scalar: Mosaic's own, of pairs, have results in bytes, and twice as many instructions.
@@ -103,7 +112,7 @@ def select_kept(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices:
             # One comparison for all tiles: the gradient has the same mask as the weight.
             is_kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _keep_threshold(spec)) for product in products]
             for n, tile_registers in enumerate(new_registers):
-                both = zip(is_kept, *(pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
+                both = zip(is_kept, *(unpack_pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
                 values = [arith.select(condition, x, y) for condition, x, y in both]
                 tile_registers.append(vector.from_elements(registers[0].type, values))
         return tuple(with_registers(tiles[0], values) for values in new_registers)
@@ -117,13 +126,13 @@ def _key_products(rows: Any, columns: Any) -> Iterator[list[Any]]:
     """
     row_keys = [scalar(x) for x in rows.registers.flat]
     # Registers of a tile are row by row within a pair of columns, so a column's key is used for two of them.
-    for met in map(pair, columns.registers.flat):
+    for met in map(unpack_pair, columns.registers.flat):
         for row in row_keys:
             yield [arith.muli(row, column) for column in met]
 
 
 def _keep_threshold(spec: HopperSpec) -> Any:
-    return constant(as_int32(spec.threshold))
+    return int32_constant(as_int32(spec.threshold))
 
 
 def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:
@@ -142,9 +151,9 @@ def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any
     def select_registers(_: Any, signs: Any, tile: Any, columns: Any) -> Any:
         new_registers: list[Any] = []
         for place, registers in enumerate(zip(signs.registers.flat, tile.registers.flat, strict=True)):
-            operands = zip(*(pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
+            operands = zip(*(unpack_pair(x) for x in (*registers, columns.registers.flat[place // 2])), strict=True)
             negative = arith.CmpFPredicate.OLT
-            values = [arith.select(arith.cmpf(negative, sign, number(0.0)), y, x) for sign, x, y in operands]
+            values = [arith.select(arith.cmpf(negative, sign, float32_constant(0.0)), y, x) for sign, x, y in operands]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return with_registers(tile, new_registers)
 

@@ -45,14 +45,14 @@ from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
     QueryRuns,
-    dq_barrier,
+    dq_full_barrier,
     for_each_query_block,
     key_slice,
     masked_scores,
     pattern_words,
     query_dropout_keys,
+    store_split_gradient,
     wait_for_tiles,
-    write_part,
     zero_padding,
 )
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_copies import add_dq_pieces, fetch
@@ -62,8 +62,8 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward_wide import run_
 def backward_kernel(call: Call) -> None:
     """Runs one thread block of the kernel: gradients of keys and values, and unscaled gradients of queries."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
-    number = _number(call, warpgroup)
-    item = tile_scheduler.item(call.plan, number)
+    number = _load_tile_index(call, warpgroup)
+    item = tile_scheduler.work_tile(call.plan, number)
     runs = tile_scheduler.block_range(call.plan, call.operands["table"], number)
     query_runs = QueryRuns(item, item.head * call.spec.group_size, runs)
     for_each_block = functools.partial(for_each_query_block, call, query_runs)
@@ -72,7 +72,7 @@ def backward_kernel(call: Call) -> None:
     def _consume() -> None:
         # The producer warpgroup, which only copies, gives up registers for the consumers.
         plgpu.set_max_registers(tile.consumer_registers, action="increase")
-        (run_wide_consumer if tile.wide else run_consumer)(call, item, warpgroup, for_each_block)
+        (run_wide_consumer if tile.is_wide else run_consumer)(call, item, warpgroup, for_each_block)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _run_producer() -> None:
@@ -86,21 +86,21 @@ def backward_kernel(call: Call) -> None:
                 functools.partial(add_dq_pieces, call, item, for_each_block, warp - 1)
             )
 
-    if tile.wide:
-        clusters.end()
+    if tile.is_wide:
+        clusters.wait_for_cluster()
 
 
-def _number(call: Call, warpgroup: Any) -> Any:
+def _load_tile_index(call: Call, warpgroup: Any) -> Any:
     """Returns the index of the block's key tile: the number of blocks that started earlier, the only ones it may
     wait for.
     """
-    if call.tile.wide:
-        clusters.begin(call.tile_counter, call.buffers["pair"])
+    if call.tile.is_wide:
+        clusters.start_cluster_tile(call.tile_counter, call.buffers["pair"])
         return call.buffers["pair"][0]
     number, full = call.buffers["number"], call.buffers["number_full"]
 
     @pl.when(warpgroup == WARPGROUPS)
-    def _fetch_next() -> None:
+    def _request_next_tile() -> None:
         tile_scheduler.fetch_next(call.plan, call.tile_counter, number.at[0])
         plgpu.barrier_arrive(full)
 
@@ -118,8 +118,8 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_blo
     pl.when(w == WARPGROUPS - 1)(functools.partial(ping_pong_pass, WARPGROUPS))
     plgpu.barrier_wait(buffers["kv_full"])
     if spec.segments:
-        key_rows = [(buffers["k"].at[part * WARPGROUPS + w], tile.line("k")) for part in range(tile.parts)]
-        zero_padding(_key_ids(call, item, w), (buffers["v"].at[w], tile.line("v")), *key_rows)
+        key_rows = [(buffers["k"].at[part * WARPGROUPS + w], tile.swizzle_bytes("k")) for part in range(tile.key_parts)]
+        zero_padding(_key_ids(call, item, w), (buffers["v"].at[w], tile.swizzle_bytes("v")), *key_rows)
 
     def step(mask: bool, head: Any, place: Any, state: Any) -> Any:
         count, dk, dv, ds = state
@@ -133,7 +133,7 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_blo
         words = pattern_words(call, item, head, place, warpgroup_index) if mask else ()
         # Full blocks have a separate loop without comparisons.
         mask_scores = functools.partial(masked_scores, call, key, row_ids, slot, index, words) if mask else None
-        dropout_keys = functools.partial(_numbers, call, item, warpgroup_index, slot, head, index)
+        dropout_keys = functools.partial(_load_row_data, call, item, warpgroup_index, slot, head, index)
         ds = _previous_ds(call, warpgroup_index, count) if tile.register_bound else ds
         dk, *weights = _make_weights(call, warpgroup_index, slot, last, dk, ds, mask_scores, dropout_keys)
         if spec.has_dropout:
@@ -150,7 +150,7 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_blo
         else:
             _store_ds(call, warpgroup_index, count, ds)
         # Its commit covers ds as well: one fence for both.
-        _hand_over(call, warpgroup_index, count, dq)
+        _pass_dq_to_adder(call, warpgroup_index, count, dq)
         plgpu.barrier_arrive(buffers["ds_full"])
         return count + 1, dk, dv, ds
 
@@ -169,7 +169,9 @@ def _key_ids(call: Call, item: tile_scheduler.WorkTile, w: Any) -> Any:
     return key_slice(call, "k_ids", item, w) if call.tile.register_bound else call.buffers["k_ids"].at[w]
 
 
-def _numbers(call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any) -> tuple[Any, Any]:
+def _load_row_data(
+    call: Call, item: tile_scheduler.WorkTile, w: Any, slot: Any, head: Any, index: Any
+) -> tuple[Any, Any]:
     """Returns dropout's keys of a warpgroup's keys and of a step's queries."""
     if call.tile.register_bound:
         return arrays.load_rows(key_slice(call, "k_dropout_keys", item, w)), query_dropout_keys(call, item, head, index)
@@ -183,8 +185,8 @@ def _write_values(call: Call, item: tile_scheduler.WorkTile, w: Any, dv: Any) ->
     def store_dv() -> None:
         call.buffers["v"].at[w][...] = dv.astype(call.spec.dtype)
 
-    tile_scheduler.run_whole_or_part(
-        call.plan, item, store_dv, functools.partial(write_part, call, item, "v", w * WGMMA_M, dv)
+    tile_scheduler.run_whole_or_split_tile(
+        call.plan, item, store_dv, functools.partial(store_split_gradient, call, item, "v", w * WGMMA_M, dv)
     )
 
 
@@ -194,22 +196,24 @@ def _write_keys(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> N
     plgpu.barrier_arrive(call.buffers["dq_done"])
     plgpu.barrier_wait(call.buffers["dq_done"])
     whole = functools.partial(_write_tile, call, item, w, dk)
-    tile_scheduler.run_whole_or_part(
-        call.plan, item, whole, functools.partial(write_part, call, item, "k", w * WGMMA_M, dk)
+    tile_scheduler.run_whole_or_split_tile(
+        call.plan, item, whole, functools.partial(store_split_gradient, call, item, "k", w * WGMMA_M, dk)
     )
 
 
 def _write_tile(call: Call, item: tile_scheduler.WorkTile, w: Any, dk: Any) -> None:
     """Writes both gradients; dk goes through the memory of the keys."""
     tile, buffers = call.tile, call.buffers
-    for part in range(tile.parts):
-        columns = dk[:, part * tile.part : (part + 1) * tile.part]
+    for part in range(tile.key_parts):
+        columns = dk[:, part * tile.key_part_columns : (part + 1) * tile.key_part_columns]
         buffers["k"].at[part * WARPGROUPS + w][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
     # Bulk copies skip rows past the end, so a partial tile needs no mask.
     rows = pl.ds(item.tile * tile.keys + w * WGMMA_M, WGMMA_M)
-    for part in range(tile.parts):
-        target = call.outputs[0].at[item.batch, rows, item.head, pl.ds(part * tile.part, tile.part)]
+    for part in range(tile.key_parts):
+        target = call.outputs[0].at[
+            item.batch, rows, item.head, pl.ds(part * tile.key_part_columns, tile.key_part_columns)
+        ]
         plgpu.copy_smem_to_gmem(buffers["k"].at[part * WARPGROUPS + w], target)
     plgpu.copy_smem_to_gmem(buffers["v"].at[w], call.outputs[1].at[item.batch, rows, item.head])
     plgpu.wait_smem_to_gmem(0)
@@ -240,8 +244,8 @@ def _make_weights(
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         if tile.ping_pongs_scores:
             ping_pong_wait(WARPGROUPS)
-        for part in range(tile.parts):
-            queries = buffers["q"].at[slot, :, pl.ds(part * tile.part, tile.part)]
+        for part in range(tile.key_parts):
+            queries = buffers["q"].at[slot, :, pl.ds(part * tile.key_part_columns, tile.key_part_columns)]
             plgpu.wgmma(scores_ref, buffers["k"].at[part * WARPGROUPS + w], queries.transpose((1, 0)))
         # Issued after the scores, so that it runs during the exponentials.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
@@ -249,8 +253,8 @@ def _make_weights(
             ping_pong_pass(WARPGROUPS)
         # Waits only for the scores: dk's product stays in flight.
         scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-        capped = jnp.tanh(scores * spec.inner_scale) if has_soft_cap else None
-        scores = scores if capped is None else capped
+        capped_scores = jnp.tanh(scores * spec.inner_scale) if has_soft_cap else None
+        scores = scores if capped_scores is None else capped_scores
         scores = scores if mask_scores is None else mask_scores(scores)
         shift = broadcast_to_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
         # tanh and exp2 share the special-function unit, so half of the exponentials use the FMA units. Not with masks:
@@ -260,31 +264,33 @@ def _make_weights(
         else:
             weights = jnp.exp2(scores * spec.log2_scale - shift)
         zeros = (
-            _drop_weights(call, slot, dropout_keys, mask_scores is not None, *_weights_and_slopes(weights, capped))
+            _drop_weights(
+                call, slot, dropout_keys, mask_scores is not None, *_weights_and_slopes(weights, capped_scores)
+            )
             if spec.has_dropout
-            else _weights_and_slopes(weights, capped)
+            else _weights_and_slopes(weights, capped_scores)
         )
         for ref, value in zip(weight_refs, zeros, strict=True):
             # Converted to 16 bits at once: dk's product is still using its registers.
             ref[...] = value.astype(ref.dtype)
 
-    initial, zeros = plgpu.WGMMAAccumulatorRef.init, arrays.zero_tile(shape)
+    initial_refs, zeros = plgpu.WGMMAAccumulatorRef.init, arrays.zero_tile(shape)
     outputs = [zeros.astype(spec.dtype)] * (1 + has_soft_cap) + [zeros] * spec.has_dropout
-    dk, _, *weights = pl.run_state(products)((initial(dk), initial(zeros), *outputs))
+    dk, _, *weights = pl.run_state(products)((initial_refs(dk), initial_refs(zeros), *outputs))
     return dk, *weights
 
 
-def _weights_and_slopes(weights: Any, capped: Any) -> Iterator[Any]:
+def _weights_and_slopes(weights: Any, capped_scores: Any) -> Iterator[Any]:
     """Yields the weights and, with a soft cap, the weights times its slope, computed when the weights are 16-bit to
     save registers.
     """
     yield weights
-    if capped is not None:
-        yield weights * (1 - capped * capped)
+    if capped_scores is not None:
+        yield weights * (1 - capped_scores * capped_scores)
 
 
 def _drop_weights(
-    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *weights_and_factors: Any
+    call: Call, slot: Any, dropout_keys: Callable[[], tuple[Any, Any]], masked: bool, *weights_and_slope: Any
 ) -> list[Any]:
     """Returns the outputs of `_make_weights` with dropout: a step's weights, and those times the cap's slope if there
     is a cap.
@@ -297,7 +303,7 @@ def _drop_weights(
     delta / tiny is NaN, and the factor is at most p, which is 0 for a masked pair.
     """
     spec, buffers, (rows, columns) = call.spec, call.buffers, dropout_keys()
-    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *weights_and_factors
+    delta, *weights, factors = arrays.load_columns(buffers["delta"].at[slot]), *weights_and_slope
     shape, dropped_weight = factors.shape, dropout.DROPPED_WEIGHT[spec.dtype.name]
     if masked:
         dropped_gradients = factors * broadcast_to_rows(delta, shape) * (1 / dropped_weight)
@@ -305,13 +311,13 @@ def _drop_weights(
     else:
         dropped_gradients = factors * broadcast_to_rows(delta * (1 / dropped_weight), shape)
     initial_gradients = broadcast_to_rows(delta, shape), dropped_gradients
-    return dropout.select_kept(
+    return dropout.select_by_dropout(
         spec, rows, columns, *((x, 0.0) for x in weights), (factors, dropped_weight), initial_gradients
     )
 
 
 def _score_gradients(
-    call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped: Any = None
+    call: Call, w: Any, count: Any, dv: Any, ds: Any, weights: Any, capped_scores: Any = None
 ) -> tuple[Any, Any, Any]:
     """Returns dv with this step's term, the previous step's part of dq, and the gradients of this step's scores.
 
@@ -336,14 +342,14 @@ def _score_gradients(
             _issue_dq(call, w, count, dq_ref)
         ping_pong_pass(WARPGROUPS)
         # Products issued after that of the gradients of weights: dv's, and dq's with the keys of each warpgroup.
-        later = 1 + WARPGROUPS * len(dq_refs)
-        factors = arrays.widen_to_float32(weights if capped is None else capped)
-        ds_ref[...] = (factors * plgpu.wgmma_accumulator_load(dweights_ref, wait_n=later)).astype(spec.dtype)
+        num_dv_refs = 1 + WARPGROUPS * len(dq_refs)
+        factors = arrays.widen_to_float32(weights if capped_scores is None else capped_scores)
+        ds_ref[...] = (factors * plgpu.wgmma_accumulator_load(dweights_ref, wait_n=num_dv_refs)).astype(spec.dtype)
 
-    initial = plgpu.WGMMAAccumulatorRef.init
+    initial_refs = plgpu.WGMMAAccumulatorRef.init
     initial_ds = arrays.zero_tile(shape).astype(spec.dtype)
-    dq_accumulators = [] if tile.register_bound else [initial(_no_dq(tile))]
-    dv, _, *dq, ds = pl.run_state(products)((initial(dv), initial(ds), *dq_accumulators, initial_ds))
+    dq_accumulators = [] if tile.register_bound else [initial_refs(_zero_dq_tile(tile))]
+    dv, _, *dq, ds = pl.run_state(products)((initial_refs(dv), initial_refs(ds), *dq_accumulators, initial_ds))
     return dv, dq[0] if dq else None, _copy_to_new_registers(ds, one)
 
 
@@ -379,7 +385,7 @@ def _compute_dq_late(call: Call, w: Any, count: Any, ds: Any) -> Any:
     _store_ds(call, w, count, ds)
     plgpu.commit_smem()
     product = functools.partial(_issue_dq, call, w, count)
-    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_no_dq(call.tile)))
+    return pl.run_state(product)(plgpu.WGMMAAccumulatorRef.init(_zero_dq_tile(call.tile)))
 
 
 def _copy_to_new_registers(tile: Any, one: Any) -> Any:
@@ -401,13 +407,13 @@ def _finish_dk(call: Call, w: Any, count: Any, last: Any, dk: Any, ds: Any) -> A
             plgpu.barrier_wait(call.buffers["ds_full"])
         _issue_dq(call, w, count, dq_ref)
 
-    initial = plgpu.WGMMAAccumulatorRef.init
-    dk, dq = pl.run_state(products)((initial(dk), initial(_no_dq(call.tile))))
-    _hand_over(call, w, count, dq)
+    initial_refs = plgpu.WGMMAAccumulatorRef.init
+    dk, dq = pl.run_state(products)((initial_refs(dk), initial_refs(_zero_dq_tile(call.tile))))
+    _pass_dq_to_adder(call, w, count, dq)
     return dk
 
 
-def _no_dq(tile: BackwardTile) -> Any:
+def _zero_dq_tile(tile: BackwardTile) -> Any:
     return arrays.zero_tile((WGMMA_M, tile.dq_columns))
 
 
@@ -416,7 +422,7 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
     tile, buffers = call.tile, call.buffers
     if not tile.register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
-    half, part = tile.dq_half(w)
+    half, part = tile.dq_share_index(w)
     for other in range(WARPGROUPS):
         # ds is stored keys by queries, and dq = ds K needs queries by keys: the descriptor transposes, without moving
         # data.
@@ -424,14 +430,14 @@ def _issue_dq(call: Call, w: Any, count: Any, dq_ref: Any) -> None:
         plgpu.wgmma(dq_ref, left.transpose((1, 0)), buffers["k"].at[part * WARPGROUPS + other])
 
 
-def _hand_over(call: Call, w: Any, count: Any, dq: Any) -> None:
+def _pass_dq_to_adder(call: Call, w: Any, count: Any, dq: Any) -> None:
     """Passes the previous step's part of dq to the adder warps; its commit covers earlier stores to shared memory."""
     buffers = call.buffers
     # Step 0 has no previous step: what it stores is not handed over, so step 1 finds the buffer free too.
     pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[0]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
-    pl.when(count > 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count - 1, 0)))
+    pl.when(count > 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, count - 1, 0)))
 
 
 def _ds_index(tile: BackwardTile, count: Any, w: Any, half: Any) -> Any:

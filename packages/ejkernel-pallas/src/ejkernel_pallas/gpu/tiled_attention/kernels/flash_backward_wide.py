@@ -27,13 +27,13 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import dropout
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
-    dq_barrier,
+    dq_full_barrier,
     key_slice,
     masked_scores,
     pattern_words,
     query_dropout_keys,
+    store_split_gradient,
     wait_for_tiles,
-    write_part,
     zero_padding,
 )
 
@@ -50,13 +50,15 @@ def run_wide_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_eac
 def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     first, row_ids = _first_key(call, item, call.member), None
-    row_numbers = arrays.load_rows(key_slice(call, "k_dropout_keys", item, call.member)) if spec.has_dropout else None
+    row_dropout_keys = (
+        arrays.load_rows(key_slice(call, "k_dropout_keys", item, call.member)) if spec.has_dropout else None
+    )
     if spec.segments:
-        ids, others = (key_slice(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
+        ids, peer_ids = (key_slice(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
         row_ids = arrays.load_rows(ids)
-        line = tile.line("k")
-        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.parts)))
-        zero_padding(others, *((buffers["k"].at[tile.parts + part], line) for part in range(tile.shared_key_parts)))
+        line = tile.swizzle_bytes("k")
+        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.key_parts)))
+        zero_padding(peer_ids, *((buffers["k"].at[tile.key_parts + part], line) for part in range(tile.peer_key_parts)))
 
     def step(masking: bool, head: Any, place: Any, state: Any) -> Any:
         (count, dv, last_strip), index = state, call.query_block(item, head, place)
@@ -64,8 +66,8 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         wait_for_tiles(call, count, masking)
         words = pattern_words(call, item, head, place, call.member) if masking else ()
         mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
-        numbers = (row_numbers, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
-        weights, factors = _compute_weights(call, count, slot, last_strip, mask_scores, numbers)
+        row_data = (row_dropout_keys, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
+        weights, factors = _compute_weights(call, count, slot, last_strip, mask_scores, row_data)
         # Both members have computed their parts of dq from the previous contents.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
@@ -99,8 +101,8 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
     # This warpgroup does not read the keys any more; the other waits for that before it overwrites them with dk.
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
-    part = functools.partial(write_part, call, item, "v", call.member * WGMMA_M, dv)
-    tile_scheduler.run_whole_or_part(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+    part = functools.partial(store_split_gradient, call, item, "v", call.member * WGMMA_M, dv)
+    tile_scheduler.run_whole_or_split_tile(call.plan, item, functools.partial(_write_values, call, item, dv), part)
 
 
 def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
@@ -118,7 +120,7 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
 
 
 def _compute_weights(
-    call: Call, count: Any, slot: Any, last_strip: Any, mask_scores: Any, numbers: Any
+    call: Call, count: Any, slot: Any, last_strip: Any, mask_scores: Any, row_data: Any
 ) -> tuple[Any, Any]:
     """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
@@ -126,7 +128,7 @@ def _compute_weights(
     def product(scores_ref: Any) -> None:
         if not spec.segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
-        for part in range(call.tile.parts):
+        for part in range(call.tile.key_parts):
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
         # During the scores' product: by now the adder has taken the first strip.
@@ -143,8 +145,8 @@ def _compute_weights(
         scores * spec.log2_scale - broadcast_to_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
     )
     factors = weights if cap_slope is None else weights * cap_slope
-    if numbers is not None:
-        weights, factors = dropout.select_kept(spec, *numbers, (weights, 0.0), (factors, -factors))
+    if row_data is not None:
+        weights, factors = dropout.select_by_dropout(spec, *row_data, (weights, 0.0), (factors, -factors))
     return weights, factors
 
 
@@ -154,10 +156,10 @@ def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
     # Before the first step the product reads uninitialised memory, and is not handed over: this saves a branch around
     # the step.
     pl.when(count >= 0)(functools.partial(clusters.wait_for_both, buffers["pair"], count))
-    place, part = lax.rem(count + 2, I32(2)), call.member * tile.shared_key_parts + w
+    place, part = lax.rem(count + 2, I32(2)), call.member * tile.peer_key_parts + w
     # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other one
     # sent.
-    for source, keys in ((place, part), (place + 2, I32(tile.parts + w))):
+    for source, keys in ((place, part), (place + 2, I32(tile.key_parts + w))):
         keys = buffers["k"].at[_zero() + keys]
         plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
 
@@ -182,7 +184,7 @@ def _pass_dq_to_adders(call: Call, count: Any, w: int, strip: int, dq: Any) -> N
     pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
     buffers["dq"].at[w][...] = dq
     plgpu.commit_smem()
-    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_barrier(call, count, w)))
+    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, count, w)))
 
 
 def _pass_first_strip(call: Call, count: Any, w: int, dq: Any) -> Any:
@@ -204,7 +206,7 @@ def _compute_last_dq(call: Call, count: Any, w: int) -> None:
 def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
     if spec.segments:
-        zero_padding(key_slice(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.line("v")))
+        zero_padding(key_slice(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.swizzle_bytes("v")))
 
     def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
         count, dk, ds, last_strip = state
@@ -221,17 +223,17 @@ def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INIT_ACCUMULATOR(dk))
     plgpu.barrier_wait(buffers["dq_done"])
     dk = dk * (spec.scale * spec.dropout_scale)
-    part = functools.partial(write_part, call, item, "k", call.member * WGMMA_M, dk)
-    tile_scheduler.run_whole_or_part(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+    part = functools.partial(store_split_gradient, call, item, "k", call.member * WGMMA_M, dk)
+    tile_scheduler.run_whole_or_split_tile(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
 
 
 def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     """Writes dk through the memory of the keys."""
     places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), WGMMA_M)
-    for part in range(call.tile.parts):
+    for part in range(call.tile.key_parts):
         places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
     plgpu.commit_smem()
-    for part in range(call.tile.parts):
+    for part in range(call.tile.key_parts):
         columns = pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
     plgpu.wait_smem_to_gmem(0)
@@ -258,7 +260,7 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, last_strip: Any) 
         plgpu.wgmma(dweights_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
         _issue_dq(call, count - 1, 1, dq_ref)
         # Waits for all but dq's two products.
-        new = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=tile.members)
+        new = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=tile.blocks_per_cluster)
         plgpu.barrier_wait(buffers["weights_full"])
         # Not earlier: `weights_full` makes warpgroup 0's writes visible.
         factors = arrays.widen_to_float32(arrays.load_tile(buffers["ds"].at[place]))
@@ -273,15 +275,15 @@ def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, last_strip: Any) 
         buffers["ds"].at[place][...] = ds_ref[...]
         plgpu.commit_smem()
         # Committed, since a bulk copy reads shared memory through the async proxy.
-        clusters.send(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
+        clusters.send_score_gradients(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
         last_strip_ref[...] = _pass_first_strip(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 
-    initial = (
+    initial_refs = (
         INIT_ACCUMULATOR(dk),
         INIT_ACCUMULATOR(delta),
         INIT_ACCUMULATOR(_zero_dq()),
         arrays.zero_tile(shape).astype(spec.dtype),
         last_strip,
     )
-    dk, _, _, new, last_strip = pl.run_state(products)(initial)
+    dk, _, _, new, last_strip = pl.run_state(products)(initial_refs)
     return dk, new, last_strip

@@ -29,7 +29,7 @@ from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online_softmax, paged_producer, tile_masks
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, queries_of
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, query_tile_of
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED
 from ejkernel_pallas.gpu.tiled_attention.spec import (
@@ -98,10 +98,10 @@ def _query_tile(call: Call, carry: Any) -> Any:
     """
     nth_tile, step, number, (start, full_start, full_end, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    item, buffer = tile_scheduler.item(call.plan, number), call.buffer(nth_tile, warpgroup)
-    after = next_tile(call, nth_tile)
+    item, buffer = tile_scheduler.work_tile(call.plan, number), call.buffer(nth_tile, warpgroup)
+    next_item = next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    query_tile = queries_of(call, item, buffer, warpgroup)
+    query_tile = query_tile_of(call, item, buffer, warpgroup)
     state = _prologue(call, query_tile, start, step)
     if call.tile.buffers > 1:
         # Outputs are written through the buffer of their queries. The last tile's buffer is free once TMA has read it,
@@ -126,7 +126,7 @@ def _query_tile(call: Call, carry: Any) -> Any:
     )
     if call.tile.buffers == 1:
         release_queries(call, buffer)
-    return nth_tile + 1, step, *after
+    return nth_tile + 1, step, *next_item
 
 
 def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
@@ -142,11 +142,11 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State
     """Processes the first key block, before which there are no weights to multiply."""
     slot = call.slot(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
-    scores = wgmma.wait(wgmma.issue(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
+    scores = wgmma.wait(wgmma.issue_scores(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
     masking: MaskedSides = "both" if call.tile.needs_masks(call.spec) else None
-    present = _existing_key_bits(call, masking, slot)
+    valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    mask = _tile_mask(call, query_tile, start, masking).add_words(present)
+    mask = _tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
     scores = _masked(call, query_tile, mask, masking, scores)
     # LOWEST is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = arrays.fill_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.fill_rows(WGMMA_M, 0.0)
@@ -170,7 +170,7 @@ def _step(call: Call, query_tile: QueryTile, masking: MaskedSides, index: Any, s
         plgpu.barrier_wait(shared.k_full.at[slot])
         if call.spec.ping_pong:
             ping_pong_wait(warpgroups)
-        scores = wgmma.issue(shared.q.at[query_tile.buffer], shared.k.at[slot])
+        scores = wgmma.issue_scores(shared.q.at[query_tile.buffer], shared.k.at[slot])
         plgpu.barrier_wait(shared.v_full.at[last])
         plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
         # Both products are issued; the next warpgroup may issue its own, which are queued after them.
@@ -178,9 +178,9 @@ def _step(call: Call, query_tile: QueryTile, masking: MaskedSides, index: Any, s
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
         scores = wgmma.wait(scores, in_flight=1)
-        present = _existing_key_bits(call, masking, slot)
+        valid_key_words = _valid_key_bits(call, masking, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, query_tile, mask.add_words(present), masking, scores)
+        scores = _masked(call, query_tile, mask.add_words(valid_key_words), masking, scores)
         row_max, row_sum, weights, alpha = online_softmax.exponentiate(
             call.spec, scores, state.row_max, state.row_sum, masking is None
         )
@@ -226,16 +226,16 @@ class TileMask(NamedTuple):
         return self._replace(words=(*self.words, *words))
 
 
-def _tile_mask(call: Call, query_tile: QueryTile, place: Any, masking: MaskedSides) -> TileMask:
+def _tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masking: MaskedSides) -> TileMask:
     """Returns the mask of the key block at an index of the item's list, if it needs one."""
     if masking is None or not call.spec.pattern:
-        return TileMask(place)
-    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, place)]
+        return TileMask(list_index)
+    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, list_index)]
     row = query_tile.row - query_tile.item.tile * call.tile.queries
-    return TileMask(call.key_block(query_tile.item, place), tile_masks.load_words(words, row, call.tile.keys))
+    return TileMask(call.key_block(query_tile.item, list_index), tile_masks.load_words(words, row, call.tile.keys))
 
 
-def _existing_key_bits(call: Call, masking: MaskedSides, slot: Any) -> tuple[Any, ...]:
+def _valid_key_bits(call: Call, masking: MaskedSides, slot: Any) -> tuple[Any, ...]:
     """Returns the word with the existing keys of a block, if the block needs masks and keys are in pages.
 
     Read before the stage is freed: the producer then writes the word of a later block.
@@ -259,7 +259,7 @@ def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: MaskedSi
     if spec.segments:
         first, last, unsorted = _segment_range(call, query_tile, key)
     last = None if masking == "lower" else last
-    return tile_masks.within(scores, first, last, unsorted, mask.words)
+    return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.words)
 
 
 def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.UnsortedIds]:
@@ -288,7 +288,7 @@ def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) 
         return weights
     rows, columns = (
         arrays.load_rows(call.shared.q_dropout_keys.at[query_tile.buffer]),
-        arrays.load_columns(call.numbers(count)),
+        arrays.load_columns(call.key_block_dropout_keys(count)),
     )
     return zero_dropped(call.spec, rows, columns, weights)
 
@@ -325,13 +325,13 @@ def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
         if call.plan.split.tiles:  # only the first part of a split tile has the sink
             sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
         # The sink may exceed every score. It has no value, so the accumulator is only rescaled.
-        top = jnp.maximum(row_max, sink)
-        alpha = jnp.exp2(row_max - top)
-        row_sum, row_max = row_sum * alpha + jnp.exp2(sink - top), top
+        max_with_sink = jnp.maximum(row_max, sink)
+        alpha = jnp.exp2(row_max - max_with_sink)
+        row_sum, row_max = row_sum * alpha + jnp.exp2(sink - max_with_sink), max_with_sink
         acc = acc * broadcast_to_columns(alpha, acc.shape)
     # A row that attends to nothing gets output 0 and lse -inf.
-    some = row_sum > 0
-    inverse = spec.dropout_scale / jnp.where(some, row_sum, 1)
-    lse = jnp.where(some, row_max * LN2 + jnp.log(jnp.where(some, row_sum, 1)), -jnp.inf)
-    output = acc * broadcast_to_columns(inverse, acc.shape)
+    has_keys = row_sum > 0
+    output_scale = spec.dropout_scale / jnp.where(has_keys, row_sum, 1)
+    lse = jnp.where(has_keys, row_max * LN2 + jnp.log(jnp.where(has_keys, row_sum, 1)), -jnp.inf)
+    output = acc * broadcast_to_columns(output_scale, acc.shape)
     write_output(call, query_tile, output, lse)

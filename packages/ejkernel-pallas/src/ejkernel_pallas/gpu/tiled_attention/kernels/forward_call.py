@@ -36,7 +36,7 @@ class Shared:
         ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
         v_raw: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
-        present: [stages] int32, the existing keys of a block, from `KeyPages.word`; None without pages.
+        present: [stages] int32, the existing keys of a block, from `KeyPages.valid_key_word`; None without pages.
     """
 
     q: Any
@@ -104,11 +104,11 @@ class KeyPages(Protocol):
         """Returns a tile of queries."""
         ...
 
-    def find(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
+    def find_pages(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
         """Returns the page of every copy of a block of keys."""
         ...
 
-    def word(self, pages: tuple[Any, ...]) -> Any:
+    def valid_key_word(self, pages: tuple[Any, ...]) -> Any:
         """Returns a word with the existing keys of a block.
 
         A thread has two of every eight columns of a tile of scores: so two bits of the word stand for eight keys.
@@ -116,7 +116,14 @@ class KeyPages(Protocol):
         ...
 
     def copy(
-        self, operands: dict[str, Any], what: str, pages: tuple[Any, ...], block: Any, head: Any, target: Any, full: Any
+        self,
+        operands: dict[str, Any],
+        operand_name: str,
+        pages: tuple[Any, ...],
+        block: Any,
+        head: Any,
+        target: Any,
+        full: Any,
     ) -> None:
         """Copies a block's keys ("k") or values ("v") of a KV head from its pages; zeros for missing ones."""
         ...
@@ -150,16 +157,16 @@ class Call:
         """Returns the pipeline stage of a key block."""
         return lax.rem(count, I32(self.tile.stages))
 
-    def key_block(self, item: tile_scheduler.WorkTile, place: Any) -> Any:
+    def key_block(self, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns the key block of a step: the step itself, or with a pattern the entry of the item's list."""
-        return self.list_entry("blocks", item, place) if self.spec.pattern else place
+        return self.list_entry("blocks", item, list_index) if self.spec.pattern else list_index
 
-    def list_entry(self, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
+    def list_entry(self, name: str, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns an entry of a pattern's operand at an index of the item's list."""
         operand = self.operands[name]
-        return operand[item.row(operand), *item.head_row(operand, 4), item.tile, place]
+        return operand[item.row(operand), *item.head_row(operand, 4), item.tile, list_index]
 
-    def numbers(self, count: Any) -> Any:
+    def key_block_dropout_keys(self, count: Any) -> Any:
         """Returns dropout's keys of a key block."""
         return self.shared.k_dropout_keys.at[lax.rem(count, I32(self.tile.stages + 1))]
 
@@ -185,7 +192,7 @@ class QueryTile:
     paged: PagedTile | None = None
 
 
-def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
+def query_tile_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
     """Returns the warpgroup's queries of a work tile."""
     if call.pages is None:
         return QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
@@ -195,9 +202,9 @@ def queries_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup
 
 def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
     """Returns the index and the key blocks of the work tile after this one."""
-    place = lax.rem(nth_tile, I32(2))
-    plgpu.barrier_wait(call.shared.number_full.at[place])
+    list_index = lax.rem(nth_tile, I32(2))
+    plgpu.barrier_wait(call.shared.number_full.at[list_index])
     # Read before the arrival, after which the producer may overwrite it.
-    number = call.shared.number[place]
-    plgpu.barrier_arrive(call.shared.number_free.at[place])
+    number = call.shared.number[list_index]
+    plgpu.barrier_arrive(call.shared.number_free.at[list_index])
     return number, tile_scheduler.block_range(call.plan, call.operands["table"], number)

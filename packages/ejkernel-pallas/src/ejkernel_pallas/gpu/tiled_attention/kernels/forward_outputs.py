@@ -11,7 +11,7 @@ from jax import lax
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.row_ranges import store_row_values, store_rows
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, queries_of
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, query_tile_of
 
 
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
@@ -21,13 +21,13 @@ def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
         return
     results = call, query_tile, output, lse
     whole, part = (functools.partial(write, *results) for write in (_write_tile, _write_part))
-    tile_scheduler.run_whole_or_part(call.plan, query_tile.item, whole, part)
+    tile_scheduler.run_whole_or_split_tile(call.plan, query_tile.item, whole, part)
 
 
 def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes a tile of a sequence in pages."""
     # Reloaded: the rows' offsets would take registers in the main loop.
-    query_tile = queries_of(call, query_tile.item, query_tile.buffer, lax.axis_index("warpgroup"))
+    query_tile = query_tile_of(call, query_tile.item, query_tile.buffer, lax.axis_index("warpgroup"))
     assert query_tile.paged is not None
     whole = (query_tile.paged.first <= 0) & (query_tile.paged.end >= WGMMA_M)
     pl.when(whole)(lambda: _write_tile(call, query_tile, output, lse))

@@ -21,14 +21,14 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.padding import zero_padding_row
 def produce(call: Call, carry: Any) -> Any:
     """Copies the operands of one work tile, keys one block ahead of values."""
     nth_tile, step, number, (start, _, _, stop) = carry
-    item = tile_scheduler.item(call.plan, number)
+    item = tile_scheduler.work_tile(call.plan, number)
     # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next(call, nth_tile)
     fetch, key_block = functools.partial(_copy_block, call, item), functools.partial(call.key_block, item)
     fetch("k", key_block(start), step)
     for warpgroup in range(call.tile.warpgroups):
         _fetch_queries(call, item, nth_tile, warpgroup)
-    after = next_tile(call, nth_tile)
+    next_item = next_tile(call, nth_tile)
 
     def pair(index: Any, count: Any) -> Any:
         fetch("k", key_block(index + 1), count + 1)
@@ -37,23 +37,23 @@ def produce(call: Call, carry: Any) -> Any:
 
     count = lax.fori_loop(start, stop - 1, pair, step)
     _fetch_values(call, item, key_block(stop - 1), count)
-    return nth_tile + 1, count + 1, *after
+    return nth_tile + 1, count + 1, *next_item
 
 
 def _copy_block(
-    call: Call, item: tile_scheduler.WorkTile, what: str, index: Any, count: Any, there: Any = None
+    call: Call, item: tile_scheduler.WorkTile, operand_name: str, index: Any, count: Any, should_copy: Any = None
 ) -> None:
     """Copies a block of keys or of values once its stage is free; the first `stages` are free from the start."""
     shared, slot = call.shared, call.slot(count)
-    buffer, full, free = (getattr(shared, f"{what}{part}") for part in ("", "_full", "_free"))
+    buffer, full, free = (getattr(shared, f"{operand_name}{part}") for part in ("", "_full", "_free"))
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-    there = full.at[slot] if there is None else there
+    should_copy = full.at[slot] if should_copy is None else should_copy
     rows, head = pl.ds(index * call.tile.keys, call.tile.keys), lax.div(item.head, I32(call.spec.group_size))
-    source = call.operands[what]
-    plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], there)
-    if what == "k" and call.spec.has_dropout:
+    source = call.operands[operand_name]
+    plgpu.copy_gmem_to_smem(source.at[item.row(source), rows, head], buffer.at[slot], should_copy)
+    if operand_name == "k" and call.spec.has_dropout:
         numbers = call.operands["k_dropout_keys"]
-        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], call.numbers(count), there)
+        plgpu.copy_gmem_to_smem(numbers.at[item.row(numbers), rows], call.key_block_dropout_keys(count), should_copy)
 
 
 def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: Any) -> None:
@@ -67,7 +67,7 @@ def _fetch_values(call: Call, item: tile_scheduler.WorkTile, index: Any, count: 
     pl.when(~padded)(fetch)
 
     @pl.when(padded)
-    def _clean() -> None:
+    def _zero_padding_values() -> None:
         # Uses a separate mbarrier: consumers must not see the stage before its padding is overwritten.
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)

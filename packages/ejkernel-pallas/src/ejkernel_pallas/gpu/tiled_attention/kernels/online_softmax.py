@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
-from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, of_rows, pair, scalar
+from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, scalar, unpack_pair, with_row_values
 from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -81,7 +81,7 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
         # The four threads of a row are neighbours.
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
-        return of_rows(rows, sums)
+        return with_row_values(rows, sums)
 
     return add(row_sum)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -98,8 +98,8 @@ def _thread_row_sum(weights: jax.Array) -> jax.Array:
         sums = [arith.constant(f32, ir.FloatAttr.get(f32, 0.0))] * 2
         # Registers alternate between the two rows of a thread.
         for place, register in enumerate(tile.registers.flat):
-            for weight in pair(register):
+            for weight in unpack_pair(register):
                 sums[place % 2] = arith.addf(sums[place % 2], weight)
-        return of_rows(fill_rows_like(tile, sums[0]), sums)
+        return with_row_values(fill_rows_like(tile, sums[0]), sums)
 
     return add(weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -8,7 +8,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
 from ejkernel_pallas.gpu.hopper.launch import transforms
-from ejkernel_pallas.gpu.hopper.registers import constant
+from ejkernel_pallas.gpu.hopper.registers import int32_constant
 from ejkernel_pallas.gpu.hopper.row_ranges import LINE, write_zeros
 from ejkernel_pallas.gpu.hopper.sizes import THREADS
 
@@ -26,13 +26,13 @@ def zero_padding_rows(tile: Any, ids: Any, line: int = LINE) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms(line)), plgpu.RefType()))
     def zero_padding(_: Any, tile: Any, ids: Any) -> None:
         base = llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(tile))
-        first = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+        first = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
         # One thread per row: few rows are padding, and the other threads are done after one load.
         for start in range(0, rows, THREADS):
-            row = arith.addi(first, constant(start))
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows))):
+            row = arith.addi(first, int32_constant(start))
+            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, row, int32_constant(rows))):
                 number = memref.load(ids, [arith.index_cast(ir.IndexType.get(), row)])
-                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, constant(0))):
+                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.slt, number, int32_constant(0))):
                     write_zeros(base, row, size * 2, line)
 
     zero_padding(tile, ids)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -21,7 +21,7 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedTile, next_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next
 
-MAX_PREFETCHED = 4
+MAX_PREFETCHED_PAGES = 4
 """The largest number of copies per block whose pages are kept in registers: more would not fit with the next
 block's.
 """
@@ -31,30 +31,32 @@ def produce(call: Call, carry: Any) -> Any:
     """Copies the operands of one work tile, keys one block ahead of values."""
     assert call.pages is not None
     nth_tile, step, number, (start, _, _, stop) = carry
-    item = tile_scheduler.item(call.plan, number)
+    item = tile_scheduler.work_tile(call.plan, number)
     # Read once per tile: in the loop, its copies would wait for another load.
     tile = call.pages.tile(call.operands, item.tile)
-    find = functools.partial(call.pages.find, call.operands, tile)
+    find_pages = functools.partial(call.pages.find_pages, call.operands, tile)
     keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))
     # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next(call, nth_tile)
-    first, last = find(start), stop - 1
+    first, last = find_pages(start), stop - 1
     keys(first, start, step)
     for warpgroup in range(call.tile.warpgroups):
         _copy_queries(call, item, tile, nth_tile, warpgroup)
-    after = next_tile(call, nth_tile)
+    next_item = next_tile(call, nth_tile)
 
     def pair(index: Any, carry: Any) -> Any:
         count, *prefetched_addresses = carry
-        next_addresses = [find(jnp.minimum(index + 2, last))] if prefetched_addresses else []
-        keys(prefetched_addresses[1] if prefetched_addresses else find(index + 1), index + 1, count + 1)
-        values(prefetched_addresses[0] if prefetched_addresses else find(index), index, count)
+        next_addresses = [find_pages(jnp.minimum(index + 2, last))] if prefetched_addresses else []
+        keys(prefetched_addresses[1] if prefetched_addresses else find_pages(index + 1), index + 1, count + 1)
+        values(prefetched_addresses[0] if prefetched_addresses else find_pages(index), index, count)
         return count + 1, *prefetched_addresses[1:], *next_addresses
 
-    prefetched_addresses = [first, find(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED else []
+    prefetched_addresses = (
+        [first, find_pages(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED_PAGES else []
+    )
     count, *prefetched_addresses = lax.fori_loop(start, last, pair, (step, *prefetched_addresses))
-    values(prefetched_addresses[0] if prefetched_addresses else find(last), last, count)
-    return nth_tile + 1, count + 1, *after
+    values(prefetched_addresses[0] if prefetched_addresses else find_pages(last), last, count)
+    return nth_tile + 1, count + 1, *next_item
 
 
 def _copy_keys(
@@ -66,7 +68,7 @@ def _copy_keys(
     full = shared.k_full.at[slot]
     pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # After the wait: until then the previous block is masked with its word.
-    shared.present[slot] = call.pages.word(pages)
+    shared.present[slot] = call.pages.valid_key_word(pages)
     call.pages.copy(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
     plgpu.barrier_arrive(full)  # after the word
 
@@ -88,7 +90,7 @@ def _copy_values(
     pl.when(inside)(lambda: fetch(full))
 
     @pl.when(~inside)
-    def _clean() -> None:
+    def _zero_padding_values() -> None:
         fetch(shared.v_raw)
         plgpu.barrier_wait(shared.v_raw)
         zero_rows(shared.v.at[slot], first, end)

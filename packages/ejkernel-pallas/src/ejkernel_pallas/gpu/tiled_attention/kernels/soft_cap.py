@@ -22,13 +22,21 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_polynomial, instruction
-from ejkernel_pallas.gpu.hopper.registers import constant, fill_rows_like, i32, number, of_rows, pair, with_registers
+from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_instruction, exp2_polynomial
+from ejkernel_pallas.gpu.hopper.registers import (
+    fill_rows_like,
+    float32_constant,
+    i32,
+    int32_constant,
+    unpack_pair,
+    with_registers,
+    with_row_values,
+)
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-NEAR_ZERO_LIMIT = 0.4
-COEFFICIENTS = (0.99960171, -0.31317268)
-SOME = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+MAX_POLYNOMIAL_ARGUMENT = 0.4
+TANH_COEFFICIENTS = (0.99960171, -0.31317268)
+ANY_AT_LEAST_PTX = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
 """PTX: whether a number is at least another one, or NaN, in any thread of the warp."""
 
 
@@ -52,25 +60,27 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
         ),
     )
     def run(_: Any, tile: Any) -> Any:
-        kind = tile.registers.flat[0].type
-        inputs = [product for register in tile.registers.flat for product in pair(register)]
+        register_type = tile.registers.flat[0].type
+        inputs = [product for register in tile.registers.flat for product in unpack_pair(register)]
         # The vote makes the branch uniform in a warp.
-        branch: Any = scf.IfOp(_any_far_from_zero(spec, inputs), [number(0.0).type] * (len(inputs) + 2), has_else=True)
-        for block, weight in ((branch.then_block, _weight_of_any), (branch.else_block, _weight_near_zero)):
+        branch: Any = scf.IfOp(
+            _any_far_from_zero(spec, inputs), [float32_constant(0.0).type] * (len(inputs) + 2), has_else=True
+        )
+        for block, weight in ((branch.then_block, _weight_any_range), (branch.else_block, _weight_near_zero)):
             with ir.InsertionPoint(block):
-                scf.yield_(_with_sums(functools.partial(weight, spec), inputs))
+                scf.yield_(_weights_with_row_sums(functools.partial(weight, spec), inputs))
         *results, linear, second = branch.results
-        weights = [vector.from_elements(kind, results[n : n + 2]) for n in range(0, len(results), 2)]
-        return with_registers(tile, weights), of_rows(fill_rows_like(tile, linear), [linear, second])
+        weights = [vector.from_elements(register_type, results[n : n + 2]) for n in range(0, len(results), 2)]
+        return with_registers(tile, weights), with_row_values(fill_rows_like(tile, linear), [linear, second])
 
     return run(products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
+def _weights_with_row_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
     """Returns weights of a thread's products, then the sums of its two rows; pairs of products alternate between the
     rows.
     """
-    results, sums = [], [number(0.0)] * 2
+    results, sums = [], [float32_constant(0.0)] * 2
     for n, product in enumerate(products):
         results.append(weight(n, product))
         sums[n // 2 % 2] = arith.addf(sums[n // 2 % 2], results[-1])
@@ -79,9 +89,12 @@ def _with_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[A
 
 def _any_far_from_zero(spec: HopperSpec, products: list[Any]) -> Any:
     """Returns whether any product of the warp is not near zero."""
-    operands = [_largest([math.absf(product) for product in products]), number(NEAR_ZERO_LIMIT / spec.inner_scale)]
-    some: Any = llvm.inline_asm(i32(), operands, SOME, "=r,f,f", has_side_effects=True)
-    return arith.cmpi(arith.CmpIPredicate.ne, some, constant(0))
+    operands = [
+        _largest([math.absf(product) for product in products]),
+        float32_constant(MAX_POLYNOMIAL_ARGUMENT / spec.inner_scale),
+    ]
+    any_at_least: Any = llvm.inline_asm(i32(), operands, ANY_AT_LEAST_PTX, "=r,f,f", has_side_effects=True)
+    return arith.cmpi(arith.CmpIPredicate.ne, any_at_least, int32_constant(0))
 
 
 def _largest(numbers: list[Any]) -> Any:
@@ -95,17 +108,19 @@ def _largest(numbers: list[Any]) -> Any:
 def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
     """Returns the weight of a product that is near zero."""
     linear, cubic = (
-        number(coefficient * spec.inner_scale**degree * spec.log2_scale)
-        for coefficient, degree in zip(COEFFICIENTS, (1, 3), strict=True)
+        float32_constant(coefficient * spec.inner_scale**degree * spec.log2_scale)
+        for coefficient, degree in zip(TANH_COEFFICIENTS, (1, 3), strict=True)
     )
-    return instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
+    return exp2_instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
 
 
-def _weight_of_any(spec: HopperSpec, n: int, product: Any) -> Any:
+def _weight_any_range(spec: HopperSpec, n: int, product: Any) -> Any:
     """Returns the weight of any product, the thread's `n`th."""
-    scaled = arith.mulf(product, number(spec.inner_scale))
+    scaled = arith.mulf(product, float32_constant(spec.inner_scale))
     # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
     return (
-        instruction(arith.mulf(capped, number(spec.log2_scale))) if n % 2 else exp2_polynomial(capped, spec.log2_scale)
+        exp2_instruction(arith.mulf(capped, float32_constant(spec.log2_scale)))
+        if n % 2
+        else exp2_polynomial(capped, spec.log2_scale)
     )

@@ -13,7 +13,15 @@ from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import as_int32, constant, i32, of_rows, pair, scalar, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    as_int32,
+    i32,
+    int32_constant,
+    scalar,
+    unpack_pair,
+    with_registers,
+    with_row_values,
+)
 from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS, WORD_BITS, HopperSpec
 
@@ -24,12 +32,12 @@ class UnsortedIds(NamedTuple):
     """Segment ids that are not sorted, so that the keys of a query are not contiguous.
 
     Attributes:
-        flag: Whether they are unsorted, int32 [rows], the same for all rows.
+        needs_compare: Whether they are unsorted, int32 [rows], the same for all rows.
         row_ids: Reference to int32 [rows] in device memory.
         column_ids: Reference to int32 [columns].
     """
 
-    flag: Any
+    needs_compare: Any
     row_ids: Any
     column_ids: Any
 
@@ -80,7 +88,7 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         width: Columns.
     """
     spans = cdiv(width, SPAN_COLUMNS)
-    template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
+    row_template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
     first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (WGMMA_M,), ())
 
     def load(span: int) -> jax.Array:
@@ -88,22 +96,22 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
             arg_types=(plgpu.RefType(), ROW_LAYOUT, ROW_LAYOUT),
             return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=ROW_LAYOUT),
         )
-        def words_of(_: Any, source: Any, like: Any, start: Any) -> Any:
+        def load_word_registers(_: Any, source: Any, like: Any, start: Any) -> Any:
             # Each thread loads its own words: the four of a row have different columns.
             words_row = arith.addi(scalar(start.registers.flat[0]), _first_thread_row())
-            thread = arith.andi(mgpu.utils.thread_idx(), constant(3))
-            found: list[Any] = []
+            thread = arith.andi(mgpu.utils.thread_idx(), int32_constant(3))
+            loaded_words: list[Any] = []
             for half in (0, 1):
-                place = arith.muli(arith.addi(words_row, constant(8 * half)), constant(4 * spans))
-                found.append(_number(source, arith.addi(place, arith.addi(thread, constant(4 * span)))))
-            return of_rows(like, found)
+                place = arith.muli(arith.addi(words_row, int32_constant(8 * half)), int32_constant(4 * spans))
+                loaded_words.append(_number(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span)))))
+            return with_row_values(like, loaded_words)
 
-        return words_of(words, template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
+        return load_word_registers(words, row_template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
 
     return tuple(load(span) for span in range(spans))
 
 
-def within(
+def mask_outside_key_range(
     scores: jax.Array,
     low: jax.Array | None,
     high: jax.Array | None,
@@ -119,24 +127,24 @@ def within(
     """
     if low is None and high is None and unsorted is None and not pattern:
         return scores
-    here = [limit is not None for limit in (low, high)]
+    has_limit = [limit is not None for limit in (low, high)]
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
     refs = () if unsorted is None else (unsorted.row_ids, unsorted.column_ids)
-    flag = () if unsorted is None else (plgpu.layout_cast(unsorted.flag, ROW_LAYOUT),)
+    needs_compare = () if unsorted is None else (plgpu.layout_cast(unsorted.needs_compare, ROW_LAYOUT),)
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.Layout.WGMMA,
             *(plgpu.RefType() for _ in refs),
-            *(ROW_LAYOUT for _ in (*flag, *limits, *pattern)),
+            *(ROW_LAYOUT for _ in (*needs_compare, *limits, *pattern)),
         ),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *inputs: Any) -> Any:
-        ids, limit_vectors = inputs[: len(refs) + len(flag)], iter(inputs[len(refs) + len(flag) :])
+        ids, limit_vectors = inputs[: len(refs) + len(needs_compare)], iter(inputs[len(refs) + len(needs_compare) :])
         bounds = [
-            [scalar(register) for register in next(limit_vectors).registers.flat] if there else (None, None)
-            for there in here
+            [scalar(register) for register in next(limit_vectors).registers.flat] if is_given else (None, None)
+            for is_given in has_limit
         ]
         numbers = range(cdiv(scores.shape[1], SPAN_COLUMNS))
         # Ranges, ids and patterns are first converted to words, so that a single bit masks a score.
@@ -148,18 +156,19 @@ def within(
                 words[half][span] = arith.andi(words[half][span], scalar(register))
         return _mask_by_words(tile, words)
 
-    operands = *refs, *flag, *limits, *pattern
+    operands = *refs, *needs_compare, *limits, *pattern
     return select(scores, *operands)
 
 
-def between(
+def mask_outside_query_range(
     scores: jax.Array,
     low: jax.Array,
     high: jax.Array | None,
     ids: tuple[jax.Array, Any] | None = None,
     pattern: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Like `within`, without registers for words: columns are constants of the instructions that compare.
+    """Returns scores as `mask_outside_key_range` does, without registers for words: columns are constants of the
+    instructions that compare.
 
     For the backward kernel, whose registers are full: with words, the assembler serialises the products of head
     dimension 64. It also does with a branch on whether ids are compared; so they always are, with those of columns read
@@ -167,13 +176,13 @@ def between(
 
     Args:
         scores: Float32 [rows, columns].
-        low: As in `within`.
-        high: As in `within`.
+        low: As in `mask_outside_key_range`.
+        high: As in `mask_outside_key_range`.
         ids: Segment ids of rows, and a reference to those of columns.
         pattern: Words from `load_words`.
     """
     if pattern:
-        scores = within(scores, None, None, pattern=pattern)
+        scores = mask_outside_key_range(scores, None, None, pattern=pattern)
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
     comparisons = ["setp.le", "setp.ge"][: len(limits)]
     row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROW_LAYOUT),), () if ids is None else (ids[1],)
@@ -206,54 +215,59 @@ def _mask_columns(tile: Any, comparisons: list[str], rows: list[list[Any]], colu
     code = f"{{ .reg .pred p; {' '.join(comparisons)} selp.f32 $0, $1, 0fFF800000, p; }}"
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
-        eight, half = divmod(number, 2)
-        kept: list[Any] = []
-        for n, score in enumerate(pair(register)):
-            operands = [score, constant(eight * 8 + n), *(limit[half] for limit in limits)]
+        column_group, half = divmod(number, 2)
+        masked_registers: list[Any] = []
+        for n, score in enumerate(unpack_pair(register)):
+            operands = [score, int32_constant(column_group * 8 + n), *(limit[half] for limit in limits)]
             if column_ids is not None:
-                operands += [rows[-1][half], _number(column_ids, arith.addi(place, constant(eight * 8 + n)))]
+                operands += [
+                    rows[-1][half],
+                    _number(column_ids, arith.addi(place, int32_constant(column_group * 8 + n))),
+                ]
             constraints = "=f,f,n" + ",r" * (len(operands) - 2)
-            kept.append(llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False))
-        registers.append(vector.from_elements(register.type, kept))
+            masked_registers.append(
+                llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False)
+            )
+        registers.append(vector.from_elements(register.type, masked_registers))
     return with_registers(tile, registers)
 
 
 def _range_word(number: int, low: Any, high: Any) -> Any:
     """Returns the bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
-    before = constant(0) if low is None else _columns(number, arith.subi(low, constant(1)))
-    bits_to_last = constant(WORD_BITS) if high is None else _columns(number, high)
-    count = arith.maxsi(arith.subi(bits_to_last, before), constant(0))
+    before = int32_constant(0) if low is None else _columns(number, arith.subi(low, int32_constant(1)))
+    bits_to_last = int32_constant(WORD_BITS) if high is None else _columns(number, high)
+    count = arith.maxsi(arith.subi(bits_to_last, before), int32_constant(0))
     # `bmsk` makes a run of ones from a start and a length, and clamps both: no branch for empty or full words.
     return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
 
 
 def _columns(number: int, last: Any) -> Any:
     """Returns how many of a thread's columns in a word are at or before a column of the tile."""
-    last = arith.subi(last, arith.addi(_thread_column(), constant(number * SPAN_COLUMNS)))
-    last = arith.minsi(arith.maxsi(last, constant(-1)), constant(SPAN_COLUMNS - 1))
+    last = arith.subi(last, arith.addi(_thread_column(), int32_constant(number * SPAN_COLUMNS)))
+    last = arith.minsi(arith.maxsi(last, int32_constant(-1)), int32_constant(SPAN_COLUMNS - 1))
     # Two columns of every eight: whole eights count two each, and the last one those at or before the column.
-    pairs, rest = arith.shrsi(last, constant(3)), arith.andi(last, constant(7))
-    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, constant(1)), constant(2)))
+    pairs, rest = arith.shrsi(last, int32_constant(3)), arith.andi(last, int32_constant(7))
+    return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, int32_constant(1)), int32_constant(2)))
 
 
 def _thread_column() -> Any:
     """Returns the first of a thread's columns; its index among four threads selects two of every eight columns."""
-    return arith.muli(arith.andi(mgpu.utils.thread_idx(), constant(3)), constant(2))
+    return arith.muli(arith.andi(mgpu.utils.thread_idx(), int32_constant(3)), int32_constant(2))
 
 
 def _first_thread_row() -> Any:
     """Returns the first of a thread's two rows of 64; the other one is eight rows later."""
-    thread = arith.remui(mgpu.utils.thread_idx(), constant(THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
     return arith.addi(
-        arith.muli(arith.divui(thread, constant(32)), constant(16)),
-        arith.divui(arith.remui(thread, constant(32)), constant(4)),
+        arith.muli(arith.divui(thread, int32_constant(32)), int32_constant(16)),
+        arith.divui(arith.remui(thread, int32_constant(32)), int32_constant(4)),
     )
 
 
 def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
-    (rows, columns, flag), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
-    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(flag.registers.flat[0]), constant(0))
+    (rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
+    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(needs_compare.registers.flat[0]), int32_constant(0))
     # A uniform branch: ids are loaded only if segments are unsorted.
     branch: Any = scf.IfOp(is_set, [i32()] * len(all_registers), has_else=True)
     with ir.InsertionPoint(branch.then_block):
@@ -268,15 +282,17 @@ def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int)
 def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
     row = _first_thread_row()
-    ids = [_number(rows, arith.addi(row, constant(8 * half))) for half in (0, 1)]
-    words = [[constant(0)] * cdiv(width, SPAN_COLUMNS) for _ in ids]
+    ids = [_number(rows, arith.addi(row, int32_constant(8 * half))) for half in (0, 1)]
+    words = [[int32_constant(0)] * cdiv(width, SPAN_COLUMNS) for _ in ids]
     for place in range(width // 4):
-        eight, n = divmod(place, 2)
-        column = _number(columns, arith.addi(_thread_column(), constant(eight * 8 + n)))
+        column_group, n = divmod(place, 2)
+        column = _number(columns, arith.addi(_thread_column(), int32_constant(column_group * 8 + n)))
         word, bit = divmod(place, WORD_BITS)
         for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
-            words_row[word] = arith.ori(words_row[word], arith.select(same, constant(as_int32(1 << bit)), constant(0)))
+            words_row[word] = arith.ori(
+                words_row[word], arith.select(same, int32_constant(as_int32(1 << bit)), int32_constant(0))
+            )
     return [*words[0], *words[1]]
 
 
@@ -286,15 +302,17 @@ def _number(ids: Any, place: Any) -> Any:
 
 def _mask_by_words(tile: Any, words: list[list[Any]]) -> Any:
     """Returns a tile with -inf where the words have no bits. A thread has two rows and, of every eight columns, two."""
-    lowest = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
+    minus_infinity = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), -math.inf))
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
-        eight, half = divmod(number, 2)
-        kept: list[Any] = []
-        for n, score in enumerate(pair(register)):
-            word, bit = divmod(2 * eight + n, WORD_BITS)
+        column_group, half = divmod(number, 2)
+        masked_registers: list[Any] = []
+        for n, score in enumerate(unpack_pair(register)):
+            word, bit = divmod(2 * column_group + n, WORD_BITS)
             # The assembler turns tests of constant bits of one word into predicates, seven at a time.
-            found = arith.andi(words[half][word], constant(as_int32(1 << bit)))
-            kept.append(arith.select(arith.cmpi(arith.CmpIPredicate.ne, found, constant(0)), score, lowest))
-        registers.append(vector.from_elements(register.type, kept))
+            loaded_words = arith.andi(words[half][word], int32_constant(as_int32(1 << bit)))
+            masked_registers.append(
+                arith.select(arith.cmpi(arith.CmpIPredicate.ne, loaded_words, int32_constant(0)), score, minus_infinity)
+            )
+        registers.append(vector.from_elements(register.type, masked_registers))
     return with_registers(tile, registers)

@@ -26,13 +26,14 @@ Ids = tuple[jax.Array, jax.Array] | None
 
 
 def key_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
-    """Returns the range of key blocks of every query tile: int32 [B|1, query tiles, 4], in the form of `_table`.
+    """Returns the range of key blocks of every query tile: int32 [B|1, query tiles, 4], as `_block_range_table`
+    has them.
 
     A tile without work gets block 0, fully masked, so that the same code writes every output.
     """
-    some, every = _pairs(spec, ids, q_block, kv_block)
-    (first, last), full = _work_spans(some, every)
-    return _table(_numpy_or_jax_where(last == 0, 0, first), _numpy_or_jax_where(last == 0, 1, last), full)
+    some, every = _classify_tile_pairs(spec, ids, q_block, kv_block)
+    (first, last), full = _nonempty_block_range(some, every)
+    return _block_range_table(_numpy_or_jax_where(last == 0, 0, first), _numpy_or_jax_where(last == 0, 1, last), full)
 
 
 def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> Any:
@@ -41,8 +42,8 @@ def query_block_ranges(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) 
     A later key tile neither starts nor ends before an earlier one, so that the key tiles of a query block are
     contiguous. Bands and sorted ids have this property; for unsorted ids, ranges are widened.
     """
-    some, every = (pairs.swapaxes(1, 2) for pairs in _pairs(spec, ids, q_block, kv_block))
-    return _make_monotonic(*_work_spans(some, every), some.shape[-1])
+    some, every = (pairs.swapaxes(1, 2) for pairs in _classify_tile_pairs(spec, ids, q_block, kv_block))
+    return _make_monotonic(*_nonempty_block_range(some, every), some.shape[-1])
 
 
 def tiles(length: int, block: int) -> int:
@@ -64,9 +65,12 @@ def zero_padded_tokens(x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0)[:, :, None, None], x, 0)
 
 
-def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
+def _classify_tile_pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any, Any]:
     """Returns whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
-    (q_low, q_high), (k_low, k_high) = _indices(spec.queries, q_block), _indices(spec.keys, kv_block)
+    (q_low, q_high), (k_low, k_high) = (
+        _tile_extents_of_indices(spec.queries, q_block),
+        _tile_extents_of_indices(spec.keys, kv_block),
+    )
     some = np.ones((1, len(q_low), len(k_low)), bool)
     every = some & (k_low + kv_block <= spec.keys)
     if spec.left is not None:
@@ -80,17 +84,17 @@ def _pairs(spec: HopperSpec, ids: Ids, q_block: int, kv_block: int) -> tuple[Any
     q, k = find_tile_extents(ids[0], q_block), find_tile_extents(ids[1], kv_block)
     q, k = TileExtents(*(x[:, :, None] for x in q)), TileExtents(*(x[:, None] for x in k))
     same = jnp.maximum(q.low, k.low) <= jnp.minimum(q.high, k.high)
-    all_same = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & ~(q.padded | k.padded)
-    return some & same, every & all_same
+    is_one_segment = (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & ~(q.padded | k.padded)
+    return some & same, every & is_one_segment
 
 
-def _indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _tile_extents_of_indices(length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns first and last index of every tile."""
     low = np.arange(tiles(length, block)) * block
     return low, np.minimum(low + block, length) - 1
 
 
-def _work_spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def _nonempty_block_range(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Returns the span of tiles with work, as its first tile and the one after its last, and a run of full tiles in it.
 
     Each is int [B|1, tiles]. For an empty span, the first is the number of tiles and the last is 0. If full tiles have
@@ -109,26 +113,26 @@ def _work_spans(some: Any, every: Any) -> tuple[tuple[Any, Any], tuple[Any, Any]
     )
 
 
-def _table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
+def _block_range_table(first: Any, last: Any, full: tuple[Any, Any]) -> Any:
     """Returns int32 [B|1, tiles, 4]: first, full_start, full_end, last. Without full tiles, their run is empty and
     first.
     """
     full_start, full_end = (_numpy_or_jax_where(full[1] == 0, first, x) for x in full)
-    stack = jnp.stack if isinstance(first, jax.Array) else np.stack
-    return stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
+    numpy_or_jax_stack = jnp.stack if isinstance(first, jax.Array) else np.stack
+    return numpy_or_jax_stack([first, full_start, full_end, last], axis=-1).astype(np.int32)
 
 
-def _make_monotonic(span: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
+def _make_monotonic(block_range: tuple[Any, Any], full: tuple[Any, Any], count: int) -> Any:
     """Widens spans so that neither the first nor the last tile is before that of an earlier span.
 
     Tiles without work get the shortest such span.
     """
-    tile_index = np.arange(span[0].shape[-1])
-    later = tile_index >= tile_index[:, None]
-    first, last = _numpy_or_jax_where(span[1] == 0, count - 1, span[0])[:, None], span[1][:, None]
-    arrays = [_numpy_or_jax_where(later, first, count - 1), _numpy_or_jax_where(later.T, last, 0)]
+    tile_index = np.arange(block_range[0].shape[-1])
+    is_same_or_later = tile_index >= tile_index[:, None]
+    first, last = _numpy_or_jax_where(block_range[1] == 0, count - 1, block_range[0])[:, None], block_range[1][:, None]
+    arrays = [_numpy_or_jax_where(is_same_or_later, first, count - 1), _numpy_or_jax_where(is_same_or_later.T, last, 0)]
     first, last = reduce_last_axis(arrays, (MINIMUM, MAXIMUM))
-    return _table(first, _numpy_or_jax_where(last > first, last, first + 1), full)
+    return _block_range_table(first, _numpy_or_jax_where(last > first, last, first + 1), full)
 
 
 def _numpy_or_jax_where(condition: Any, x: Any, y: Any) -> Any:

@@ -26,19 +26,21 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
         the last.
     """
     queries, keys = ids
-    of_keys = find_tile_extents(keys, kv_block)
-    is_last = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
+    key_extents = find_tile_extents(keys, kv_block)
+    is_range_end = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
     ids_to_find = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
-    found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(keys, ids_to_find, is_last, of_keys.end.max(axis=1))
-    unsorted = of_keys.unsorted[:, :, None]
+    found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(
+        keys, ids_to_find, is_range_end, key_extents.end.max(axis=1)
+    )
+    unsorted = key_extents.unsorted[:, :, None]
     # Counts of keys before the range's first key and through its last one: the last index is its count minus one.
-    limit = jnp.where(unsorted, jnp.where(is_last, spec.keys, 0), found) - jnp.where(is_last, 1, 0)
+    limit = jnp.where(unsorted, jnp.where(is_range_end, spec.keys, 0), found) - jnp.where(is_range_end, 1, 0)
     row = jnp.arange(queries.shape[1], dtype=jnp.int32)
     if spec.left is not None:
-        limit = jnp.where(is_last, limit, jnp.maximum(limit, row - spec.left))
+        limit = jnp.where(is_range_end, limit, jnp.maximum(limit, row - spec.left))
     if spec.right is not None:
-        limit = jnp.where(is_last, jnp.minimum(limit, row + spec.right), limit)
-    return jnp.where(unsorted & is_last, limit + UNSORTED, limit)
+        limit = jnp.where(is_range_end, jnp.minimum(limit, row + spec.right), limit)
+    return jnp.where(unsorted & is_range_end, limit + UNSORTED, limit)
 
 
 def _count_smaller_ids(ids: jax.Array, ids_to_find: jax.Array, includes_equal: jax.Array, end: jax.Array) -> jax.Array:

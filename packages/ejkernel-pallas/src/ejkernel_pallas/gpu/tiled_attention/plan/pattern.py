@@ -24,7 +24,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
 from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS
 
-QUAD = 4
+THREADS_PER_ROW = 4
 """Threads that share a row."""
 
 
@@ -43,7 +43,10 @@ def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, 
     tile_map = _add_empty_blocks(block_map(record, q_block, kv_block))
     lists = block_lists(tile_map)
     return _as_int32(
-        table=_table(lists), blocks=lists.blocks, mask_ids=lists.mask_ids, mask_words=_pack_words(_tile_masks(tile_map))
+        table=_block_range_table(lists),
+        blocks=lists.blocks,
+        mask_ids=lists.mask_ids,
+        mask_words=_pack_words(_tile_masks(tile_map)),
     )
 
 
@@ -63,17 +66,17 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
     all queries attend to: if they were the first to add, all others would wait for the longest list.
     """
     tile_map = _add_empty_blocks(block_map(record, q_block, kv_block).by_keys())
-    lists = block_lists(_reversed(tile_map))
+    lists = block_lists(_reverse_blocks(tile_map))
     some, blocks = tile_map.some, tile_map.some.shape[-1] - 1 - lists.blocks
     xp = _array_module(some)
-    later = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
-    later = xp.broadcast_to(later, (*blocks.shape[:-1], some.shape[-1]))
-    table = _table(lists)
+    later_key_tiles = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
+    later_key_tiles = xp.broadcast_to(later_key_tiles, (*blocks.shape[:-1], some.shape[-1]))
+    table = _block_range_table(lists)
     arrays = _as_int32(
         table=table,
         blocks=blocks,
         mask_ids=lists.mask_ids,
-        ranks=xp.take_along_axis(later, blocks, axis=-1),
+        ranks=xp.take_along_axis(later_key_tiles, blocks, axis=-1),
         mask_words=_pack_words(_tile_masks(tile_map).swapaxes(1, 2)),
         first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
@@ -84,14 +87,14 @@ def _array_module(x: Any) -> Any:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _table(lists: BlockLists) -> Any:
+def _block_range_table(lists: BlockLists) -> Any:
     """Returns int32 [B|1, H|1, tiles, 4]: full blocks are the first of a list."""
     xp = _array_module(lists.count)
-    none = xp.zeros_like(lists.count)
-    return xp.stack([none, none, lists.full, lists.count], axis=-1)
+    zeros = xp.zeros_like(lists.count)
+    return xp.stack([zeros, zeros, lists.full, lists.count], axis=-1)
 
 
-def _reversed(tile_map: BlockMap) -> BlockMap:
+def _reverse_blocks(tile_map: BlockMap) -> BlockMap:
     """Reverses the map's last axis: loops traverse the lists from their end, so the first block comes first."""
     return dataclasses.replace(
         tile_map,
@@ -108,15 +111,15 @@ def _as_int32(**arrays: Any) -> dict[str, jax.Array]:
 
 def _add_empty_blocks(tile_map: BlockMap) -> BlockMap:
     """Returns the map with a block for every tile: the first one, fully masked, if there is no other."""
-    first = np.arange(tile_map.some.shape[-1]) == 0
-    is_added = ~tile_map.some.any(axis=-1, keepdims=True) & first
+    is_first_block = np.arange(tile_map.some.shape[-1]) == 0
+    is_added = ~tile_map.some.any(axis=-1, keepdims=True) & is_first_block
     xp = _array_module(is_added)
     return dataclasses.replace(
         tile_map,
         some=tile_map.some | is_added,
         every=tile_map.every & ~is_added,
         mask_ids=xp.where(is_added, EMPTY, tile_map.mask_ids),
-        reachable=tile_map.reachable | first,
+        reachable=tile_map.reachable | is_first_block,
     )
 
 
@@ -129,8 +132,10 @@ def _pack_words(masks: np.ndarray) -> np.ndarray:
     """Returns tile masks [n, rows, columns] as words."""
     count, rows, columns = masks.shape
     masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN_COLUMNS)))
-    bits = masks.reshape(count, rows, -1, SPAN_COLUMNS // 8, QUAD, 2).transpose(0, 1, 2, 4, 3, 5)
-    packed = np.packbits(
-        bits.reshape(count, rows, -1, QUAD, SPAN_COLUMNS // QUAD).astype(bool), axis=-1, bitorder="little"
+    mask_bits = masks.reshape(count, rows, -1, SPAN_COLUMNS // 8, THREADS_PER_ROW, 2).transpose(0, 1, 2, 4, 3, 5)
+    packed_bits = np.packbits(
+        mask_bits.reshape(count, rows, -1, THREADS_PER_ROW, SPAN_COLUMNS // THREADS_PER_ROW).astype(bool),
+        axis=-1,
+        bitorder="little",
     )
-    return np.ascontiguousarray(packed).view("<i4").reshape(1, count, -1)
+    return np.ascontiguousarray(packed_bits).view("<i4").reshape(1, count, -1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-MAX_BYTES = np.iinfo(np.int32).max
+MAX_INT32 = np.iinfo(np.int32).max
 Reduction = tuple[Callable[..., Any], Callable[..., Any]]
 MINIMUM: Reduction = (np.minimum.reduce, lax.min)
 MAXIMUM: Reduction = (np.maximum.reduce, lax.max)
@@ -44,12 +44,18 @@ class TileExtents(NamedTuple):
 
 def find_tile_extents(ids: jax.Array, block: int) -> TileExtents:
     """Returns the extent of every tile of ids [B, length], a whole number of tiles."""
-    before = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    used, index = ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32)
-    order_breaks = jnp.where(used, jnp.where(before < 0, 1, jnp.where(ids < before, 2, 0)), 0)
-    id_arrays = (jnp.where(used, ids, MAX_BYTES), ids, ids, order_breaks, jnp.where(used, index + 1, 0))
-    id_arrays = [jnp.broadcast_to(x, ids.shape).reshape(ids.shape[0], -1, block) for x in id_arrays]
-    low, high, min_id, order_breaks, end = reduce_last_axis(id_arrays, (MINIMUM, MAXIMUM, MINIMUM, SUM, MAXIMUM))
+    previous_ids = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_not_padding, index = ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32)
+    order_breaks = jnp.where(is_not_padding, jnp.where(previous_ids < 0, 1, jnp.where(ids < previous_ids, 2, 0)), 0)
+    reduced_arrays = (
+        jnp.where(is_not_padding, ids, MAX_INT32),
+        ids,
+        ids,
+        order_breaks,
+        jnp.where(is_not_padding, index + 1, 0),
+    )
+    reduced_arrays = [jnp.broadcast_to(x, ids.shape).reshape(ids.shape[0], -1, block) for x in reduced_arrays]
+    low, high, min_id, order_breaks, end = reduce_last_axis(reduced_arrays, (MINIMUM, MAXIMUM, MINIMUM, SUM, MAXIMUM))
     return TileExtents(low, high, min_id < 0, order_breaks, end)
 
 
@@ -57,11 +63,11 @@ def reduce_last_axis(arrays: list[Any], reductions: tuple[Reduction, ...]) -> li
     """Reduces arrays of one shape over their last axis, each in its own way; in JAX all at once."""
     if not any(isinstance(x, jax.Array) for x in arrays):
         return [numpy_reduce(x, axis=-1) for x, (numpy_reduce, _) in zip(arrays, reductions, strict=True)]
-    neutral_elements = {lax.min: MAX_BYTES, lax.max: -MAX_BYTES, lax.add: 0}
-    begin = tuple(np.int32(neutral_elements[way]) for _, way in reductions)
+    neutral_elements = {lax.min: MAX_INT32, lax.max: -MAX_INT32, lax.add: 0}
+    begin = tuple(np.int32(neutral_elements[operation]) for _, operation in reductions)
 
     def combine(left: Any, right: Any) -> Any:
-        return tuple(way(x, y) for (_, way), x, y in zip(reductions, left, right, strict=True))
+        return tuple(operation(x, y) for (_, operation), x, y in zip(reductions, left, right, strict=True))
 
     operands = tuple(jnp.asarray(x, jnp.int32) for x in arrays)
     return list(lax.reduce(operands, begin, combine, (operands[0].ndim - 1,)))
