@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import COEFFICIENTS, NEAR_ZERO_LIMIT
+from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import TANH_COEFFICIENTS, MAX_POLYNOMIAL_ARGUMENT
 
 INSTRUCTION = 2.0**-11
 """Largest relative error of the chip's approximate tanh, as its manual has it."""
@@ -12,7 +12,7 @@ INSTRUCTION = 2.0**-11
 @pytest.mark.parametrize("cap", [5.0, 30.0, 55.0])
 def test_the_polynomial_is_closer_than_the_instruction_may_be(cap: float):
     inner, exponent = 0.125 / cap, cap * np.log2(np.e)
-    first, third = (np.float32(c * inner**n * exponent) for c, n in zip(COEFFICIENTS, (1, 3), strict=True))
-    products = np.linspace(-NEAR_ZERO_LIMIT / inner, NEAR_ZERO_LIMIT / inner, 200_000, dtype=np.float32)
+    first, third = (np.float32(c * inner**n * exponent) for c, n in zip(TANH_COEFFICIENTS, (1, 3), strict=True))
+    products = np.linspace(-MAX_POLYNOMIAL_ARGUMENT / inner, MAX_POLYNOMIAL_ARGUMENT / inner, 200_000, dtype=np.float32)
     made = products * (third * (products * products) + first)
     np.testing.assert_allclose(made, exponent * np.tanh(np.float64(products) * inner), rtol=INSTRUCTION)
