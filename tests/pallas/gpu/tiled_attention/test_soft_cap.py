@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import TANH_COEFFICIENTS, MAX_POLYNOMIAL_ARGUMENT
+from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import MAX_POLYNOMIAL_ARGUMENT, TANH_COEFFICIENTS
 
 INSTRUCTION = 2.0**-11
 """Largest relative error of the chip's approximate tanh, as its manual has it."""
