@@ -13,9 +13,10 @@ from generated_pages import VERSION, finish, generated
 
 
 def on_config(config: Any) -> Any:
-    """Shows the version, and the repository if its address is known, in the header."""
+    """Shows the version, and the repository if its address is known, in the header; sets the address of the site."""
     config.site_name = f"ejkernel {VERSION}"
     config.repo_url = os.environ.get("EJKERNEL_REPOSITORY")
+    config.site_url = os.environ.get("EJKERNEL_SITE")
     return config
 
 

@@ -85,7 +85,7 @@ def step_bias(rngs: nnx.Rngs, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Mamba2(nnx.Module):
-    """State space duality (Dao & Gu 2024, arXiv:2405.21060): one decay a head, B and C shared by all heads."""
+    """State space duality (Dao & Gu 2024, arXiv:2405.21060): one decay per head, B and C shared by all heads."""
 
     def __init__(self, width: int, heads: int, size: int, rngs: nnx.Rngs) -> None:
         self.inner, self.size, mixed = heads * size, size, heads * size + 2 * size
@@ -141,7 +141,7 @@ class GatedLinearAttention(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): a write replaces what its key held; a gate a head."""
+    """The gated delta rule (Yang et al. 2024, arXiv:2412.06464): a write replaces its key's value; a gate per head."""
 
     def __init__(self, width: int, heads: int, size: int, rngs: nnx.Rngs) -> None:
         self.heads, inner = heads, heads * size
