@@ -84,6 +84,23 @@ LAYOUTS = {
     "unified": functools.partial(
         lowered, "unified_attention", paged_inputs.packed_inputs, _sized(**WIDE), causal=False, sliding_window=(9, 3)
     ),
+    "v2, slopes and chunks": functools.partial(
+        lowered,
+        "ragged_page_attention_v2",
+        paged_inputs.v2_inputs,
+        _sized(**SMALL_HEADS),
+        alibi_slopes=SINKS,
+        chunk_size=48,
+        logits_soft_cap=1.5,
+    ),
+    "v2, decoding with slopes and chunks": functools.partial(
+        lowered,
+        "ragged_page_attention_v2",
+        paged_inputs.v2_inputs,
+        _sized(**WIDE, q_lens=(1, 1, 1)),
+        alibi_slopes=np.zeros(32, np.float32),
+        chunk_size=48,
+    ),
     "written apart": functools.partial(
         lowered, "chunked_prefill_paged_decode", paged_inputs.chunked_inputs, _sized(**WIDE)
     ),

@@ -41,12 +41,15 @@ def records():
     return {
         "decoding": lowered("page_attention", *single),
         "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),
+        "slopes and chunks": lowered(
+            "unified_attention", paged_inputs.packed_inputs, sizes, alibi_slopes=jnp.array([0.5, -0.25]), chunk_size=48
+        ),
         "absent pages": lowered("unified_attention", paged_inputs.packed_inputs, sizes, block_tables=absent),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 
 
-@pytest.mark.parametrize("name", ["decoding", "several blocks", "absent pages", "written"])
+@pytest.mark.parametrize("name", ["decoding", "several blocks", "slopes and chunks", "absent pages", "written"])
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
     monkeypatch.setattr(load_keys, "_words", read_words)

@@ -13,9 +13,10 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.paged_attention import config, reasons
+from ejkernel_pallas.tpu.paged_attention import SMEM_WORDS, config, reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
@@ -45,6 +46,29 @@ def check(record, params):
 def test_values(name):
     op, which, params = CASES[name]
     check(case(op, which), params)
+
+
+SLOPES = np.array([0.5, -0.25, 0.125, 1.0], np.float32)
+TERMS = {
+    "slopes, soft cap, sinks": (TILES, {"alibi_slopes": SLOPES, "logits_soft_cap": 1.5, "softmax_aux": SLOPES}),
+    "chunks, window, slopes": (TILES, {"chunk_size": 40, "sliding_window": (30, 4), "alibi_slopes": SLOPES}),
+    "chunks, not causal": (TILES, {"chunk_size": 48, "causal": False, "sliding_window": (60, 30)}),
+    "decoding with slopes": (SINGLE, {"alibi_slopes": SLOPES}),
+    "decoding with chunks, not causal": (SINGLE, {"chunk_size": 48, "causal": False}),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_slopes_and_chunks(name):
+    """Several blocks of keys, tiles of queries that two chunks share, and heads that share a product."""
+    params, fields = TERMS[name]
+    q_lens = (20, 1, 33) if params is TILES else (1, 1, 1)
+    sizes = PagedSizes(lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    record = lowered(V2, paged_inputs.v2_inputs, sizes)
+    arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in fields.items()}
+    record = dataclasses.replace(record, **arrays)
+    assert not list(reasons(record))
+    check(record, params)
 
 
 @pytest.mark.parametrize(("op", "make", "params", "fields"), [
@@ -115,6 +139,15 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
     return dataclasses.replace(record, key_pages=pages, value_pages=pages, kv_layout=layout, **fields)
 
 
+def with_slopes(record):
+    """The slopes need one more word of scalar memory per sequence: the table alone would just fit."""
+    entries = SMEM_WORDS - record.kv_lens.size * len(FIELDS)
+    tables = jax.ShapeDtypeStruct((record.kv_lens.size, entries // record.kv_lens.size), jnp.int32)
+    record = dataclasses.replace(record, block_tables=tables)
+    assert not list(reasons(record))
+    return dataclasses.replace(record, alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
+
+
 def written(dtype, heads, size):
     """A call that writes new tokens to one cache of keys and values."""
     sizes = PagedSizes(lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
@@ -134,6 +167,7 @@ def written(dtype, heads, size):
     (lambda: paged(block_tables=None), "without pages"),
     (lambda: paged(block_tables=jax.ShapeDtypeStruct((4, 2**16), jnp.int32)), "scalar memory"),
     (lambda: paged(compute_dtype=jnp.float16), "compute_dtype"),
+    (lambda: with_slopes(paged()), "scalar memory"),
 ])  # fmt: skip
 def test_refusals_name_what_is_refused(record, word):
     (reason,) = reasons(record())

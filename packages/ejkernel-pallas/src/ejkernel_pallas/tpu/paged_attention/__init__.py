@@ -79,6 +79,8 @@ def reasons(record: PagedAttention) -> Generator[str]:
         yield "block_tables: the kernel does not read a cache without pages"
         return
     tiles, entries = _tiles(record), record.block_tables.size
+    if record.alibi_slopes is not None:
+        entries += record.kv_lens.size  # tokens before each sequence's queries
     if entries + tiles * len(FIELDS) > SMEM_WORDS:
         yield (
             f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
