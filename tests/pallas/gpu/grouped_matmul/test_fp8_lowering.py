@@ -31,21 +31,21 @@ def make(rows=520, depth=256, width=320, blocks=(2, 2), out=jnp.bfloat16, dtype=
 
 
 CANDIDATES = config.fp8_candidates(make(width=256), None, "forward")
-COLUMN_SPLIT_TILE, ROW_SPLIT_TILE = config.COLUMN_SPLIT_TILE, config.ROW_SPLIT_TILE
+FP8_COLUMN_SPLIT_TILE, FP8_ROW_SPLIT_TILE = config.FP8_COLUMN_SPLIT_TILE, config.FP8_ROW_SPLIT_TILE
 
 
 @pytest.mark.parametrize(
     ("params", "fields"),
     [
-        (ROW_SPLIT_TILE, {"blocks": (1, 2)}),
-        (dataclasses.replace(ROW_SPLIT_TILE, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
-        (ROW_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
-        (COLUMN_SPLIT_TILE, {}),
-        (COLUMN_SPLIT_TILE, {"blocks": (4, 4), "depth": 512}),
-        (dataclasses.replace(COLUMN_SPLIT_TILE, dynamic_schedule=False), {"blocks": (1, 1)}),
-        (dataclasses.replace(ROW_SPLIT_TILE, dynamic_schedule=True), {"blocks": (1, 1), "precision": DEFAULT}),
-        (COLUMN_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
-        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128, product_n=64), {}),
+        (FP8_ROW_SPLIT_TILE, {"blocks": (1, 2)}),
+        (dataclasses.replace(FP8_ROW_SPLIT_TILE, block_n=128, product_n=32), {"blocks": (1, 1), "out": jnp.float32}),
+        (FP8_ROW_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
+        (FP8_COLUMN_SPLIT_TILE, {}),
+        (FP8_COLUMN_SPLIT_TILE, {"blocks": (4, 4), "depth": 512}),
+        (dataclasses.replace(FP8_COLUMN_SPLIT_TILE, dynamic_schedule=False), {"blocks": (1, 1)}),
+        (dataclasses.replace(FP8_ROW_SPLIT_TILE, dynamic_schedule=True), {"blocks": (1, 1), "precision": DEFAULT}),
+        (FP8_COLUMN_SPLIT_TILE, {"blocks": (1, 1), "precision": DEFAULT}),
+        (dataclasses.replace(FP8_COLUMN_SPLIT_TILE, block_n=128, product_n=64), {}),
     ],
     ids=str,
 )
@@ -67,11 +67,11 @@ def test_columns_share_scales_in_blocks_of_a_product():
 @pytest.mark.parametrize(
     ("params", "split_by_columns", "sums_on_tensor_cores"),
     [
-        (COLUMN_SPLIT_TILE, True, False),
-        (ROW_SPLIT_TILE, False, True),
+        (FP8_COLUMN_SPLIT_TILE, True, False),
+        (FP8_ROW_SPLIT_TILE, False, True),
         # The public field alone sets the columns of a tile.
-        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128), False, True),
-        (dataclasses.replace(COLUMN_SPLIT_TILE, block_n=128, product_n=64), True, False),
+        (dataclasses.replace(FP8_COLUMN_SPLIT_TILE, block_n=128), False, True),
+        (dataclasses.replace(FP8_COLUMN_SPLIT_TILE, block_n=128, product_n=64), True, False),
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ def test_columns_are_divided_where_they_are_two_products(params, split_by_column
     assert (scaling.split_by_columns, scaling.sums_on_tensor_cores) == (split_by_columns, sums_on_tensor_cores)
 
 
-@pytest.mark.parametrize("params", [*CANDIDATES, *config.TENSOR_CORE_SUM_TILES], ids=str)
+@pytest.mark.parametrize("params", [*CANDIDATES, *config.FP8_TENSOR_CORE_SUM_TILES], ids=str)
 def test_candidates_are_ones_that_the_kernel_can_have(params):
     assert spec.fp8_shared_bytes(params) <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
     spec.make_fp8_spec(make(), params)
@@ -100,7 +100,7 @@ def test_candidates_are_ones_that_the_kernel_can_have(params):
 )
 def test_tiles_that_are_none_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
-        spec.make_fp8_spec(make(), dataclasses.replace(ROW_SPLIT_TILE, **{name: value}))
+        spec.make_fp8_spec(make(), dataclasses.replace(FP8_ROW_SPLIT_TILE, **{name: value}))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch
     ref = types.SimpleNamespace(at=Recorded())
     shared = types.SimpleNamespace(full=ref, b=ref)
     call = types.SimpleNamespace(spec=made, shared=shared, operands={"rhs": ref})
-    tile = types.SimpleNamespace(column=128, half=jnp.int32(half), matrix=3)
+    tile = types.SimpleNamespace(column=128, half_index=jnp.int32(half), matrix=3)
     panels.copy_gate_panels(call, tile, "inner", 1)
     begins = [int(source[2].start) for source, _ in copied]
     first = 128 + 64 * max(half, 0)
@@ -195,6 +195,6 @@ def test_panels_of_every_layout(fields, slices, monkeypatch):
 
     ref = types.SimpleNamespace(at=Recorded())
     call = types.SimpleNamespace(spec=made, shared=types.SimpleNamespace(full=ref, b=ref), operands={"rhs": ref})
-    panels.copy_gate_panels(call, types.SimpleNamespace(column=128, half=jnp.int32(-1), matrix=3), 32, 1)
+    panels.copy_gate_panels(call, types.SimpleNamespace(column=128, half_index=jnp.int32(-1), matrix=3), 32, 1)
     found = [tuple(slice(int(axis.start), int(axis.start) + axis.size) for axis in source[1:]) for source in copied]
     assert found == slices

@@ -25,7 +25,7 @@ def make_call(columns, *, matrices=5, contracted=640):
 def test_matrices_of_many_rows_come_first():
     sizes = np.array([3, 0, 7, 7, 1, 0, 9])
     end = np.cumsum(sizes)
-    table = plan.longest_first(*(jnp.asarray(x, jnp.int32) for x in (end - sizes, end)))
+    table = plan.order_groups_by_size(*(jnp.asarray(x, jnp.int32) for x in (end - sizes, end)))
     assert table[:, 2].tolist() == [6, 2, 3, 0, 4, 1, 5]
     np.testing.assert_array_equal(table[:, 1] - table[:, 0], sizes[table[:, 2]])
     np.testing.assert_array_equal(table[:, 1], end[table[:, 2]])

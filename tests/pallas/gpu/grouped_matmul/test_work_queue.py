@@ -79,9 +79,9 @@ def numbers(monkeypatch):
 
 def make_call(dynamic_schedule):
     shared = types.SimpleNamespace(
-        number=Places([None] * work_queue.SLOTS),
-        next_tile_full=Places(Barrier(1) for _ in range(work_queue.SLOTS)),
-        next_tile_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.SLOTS)),
+        number=Places([None] * work_queue.TILE_INDEX_SLOTS),
+        next_tile_full=Places(Barrier(1) for _ in range(work_queue.TILE_INDEX_SLOTS)),
+        next_tile_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.TILE_INDEX_SLOTS)),
     )
     spec = types.SimpleNamespace(dynamic_schedule=dynamic_schedule, steps=STEPS)
     return types.SimpleNamespace(spec=spec, shared=shared, blocks=BLOCKS, tile_counter="counter")

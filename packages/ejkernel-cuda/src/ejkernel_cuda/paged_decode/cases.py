@@ -28,24 +28,24 @@ from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAtten
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 from ejkernel.ops.model import Case
 
-DECODE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DECODE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 """Has sequences whose keys are split over several blocks, and sequences in one block."""
-SMALL_HEADS = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
-LARGE_HEADS = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
+SMALL_HEAD_SIZES = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
+LARGE_HEAD_SIZES = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
 """Has more query heads than fit in one block, and page sizes that do not divide tiles."""
-PACKED = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-UNEVEN_QUERIES = dataclasses.replace(PACKED, q_lens=(0, 3, 0, 1))
+PACKED_SIZES = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+UNEVEN_QUERY_SIZES = dataclasses.replace(PACKED_SIZES, q_lens=(0, 3, 0, 1))
 """Has as many query rows as sequences, but not one for each."""
-PADDED_HEAD_DIM = dataclasses.replace(PACKED, h=4, d=96, v=96)
+PADDED_HEAD_DIM_SIZES = dataclasses.replace(PACKED_SIZES, h=4, d=96, v=96)
 """Has a cache in the layout of version 3 whose head dimension is padded."""
-PREFILL = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-DENSE = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
-WINDOW = {"sliding_window": 30}
-WINDOW_ON_BOTH_SIDES: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
-SOFT_CAP: dict[str, Any] = {"logits_soft_cap": 1.5}
-WINDOW_AND_SOFT_CAP: dict[str, Any] = {"sliding_window": (300, None), "logits_soft_cap": 1.5}
-VALUE_AND_SOFTMAX_SCALES: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
-INT8_SCALES: dict[str, Any] = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
+ONE_QUERY_PREFILL_SIZES = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DENSE_CACHE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
+WINDOW_OPTIONS = {"sliding_window": 30}
+TWO_SIDED_WINDOW_OPTIONS: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
+SOFT_CAP_OPTIONS: dict[str, Any] = {"logits_soft_cap": 1.5}
+WINDOW_AND_SOFT_CAP_OPTIONS: dict[str, Any] = {"sliding_window": (300, None), "logits_soft_cap": 1.5}
+SCALE_OPTIONS: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
+INT8_SCALE_OPTIONS: dict[str, Any] = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
 
 
 def _no_options(key: jax.Array) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def _with_quantised_cache(inputs: Any, dtype: Any, names: tuple[str, ...] = ("ke
     """Returns an input maker that converts the caches to another float dtype."""
 
     def make(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-        unquantised = inputs(key, sizes)
-        return unquantised | {name: unquantised[name].astype(dtype) for name in names}
+        unquantised_inputs = inputs(key, sizes)
+        return unquantised_inputs | {name: unquantised_inputs[name].astype(dtype) for name in names}
 
     return make
 
@@ -70,75 +70,81 @@ def _with_quantised_cache(inputs: Any, dtype: Any, names: tuple[str, ...] = ("ke
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     page_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, bfloat16", DECODE, _no_options, (), ()),
-        ("decode, head sizes 64 and 48, float16", SMALL_HEADS, _no_options, (), ()),
-        ("decode, 20 heads of 160 and 256", LARGE_HEADS, _no_options, (), ("awkward",)),
-        ("decode, sinks, lse", DECODE, _sinks_with_lse, ("softmax_aux",), ()),
+        ("decode, bfloat16", DECODE_SIZES, _no_options, (), ()),
+        ("decode, head sizes 64 and 48, float16", SMALL_HEAD_SIZES, _no_options, (), ()),
+        ("decode, 20 heads of 160 and 256", LARGE_HEAD_SIZES, _no_options, (), ("awkward",)),
+        ("decode, sinks, lse", DECODE_SIZES, _sinks_with_lse, ("softmax_aux",), ()),
     )
     quantised_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8", DECODE, _no_options, (), ()),
-        ("decode, float8, window", DECODE, lambda key: WINDOW, ("sliding_window",), ()),
-        ("decode, float8, head sizes 64 and 48", SMALL_HEADS, _no_options, (), ()),
-        ("decode, float8, 20 heads of 160 and 256", LARGE_HEADS, _no_options, (), ("awkward",)),
+        ("decode, float8", DECODE_SIZES, _no_options, (), ()),
+        ("decode, float8, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+        ("decode, float8, head sizes 64 and 48", SMALL_HEAD_SIZES, _no_options, (), ()),
+        ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_SIZES, _no_options, (), ("awkward",)),
     )
-    float8_e5m2_rows: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE, _no_options, (), ()),)
+    float8_e5m2_rows: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
     unified_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, lse", PACKED, lambda key: {"return_lse": True}, (), ()),
-        ("decode, rows of few sequences", UNEVEN_QUERIES, lambda key: WINDOW, ("sliding_window",), ()),
-        ("decode, not causal", UNEVEN_QUERIES, lambda key: WINDOW_ON_BOTH_SIDES, ("causal",), ()),
-        ("decode, soft cap", PACKED, lambda key: SOFT_CAP, ("logits_soft_cap",), ()),
+        ("decode, lse", PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
+        ("decode, rows of few sequences", UNEVEN_QUERY_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+        ("decode, not causal", UNEVEN_QUERY_SIZES, lambda key: TWO_SIDED_WINDOW_OPTIONS, ("causal",), ()),
+        ("decode, soft cap", PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
     )
-    v2: tuple[Row[PagedSizes], ...] = (("decode, sequences", PACKED, _no_options, ("num_seqs",), ()),)
+    ragged_v2_rows: tuple[Row[PagedSizes], ...] = (("decode, sequences", PACKED_SIZES, _no_options, ("num_seqs",), ()),)
     written_fields = ("new_keys", "new_values", "value_scale", "num_seqs")
-    v3: tuple[Row[PagedSizes], ...] = (
-        ("decode, written", PACKED, lambda key: VALUE_AND_SOFTMAX_SCALES, written_fields, ()),
+    ragged_v3_rows: tuple[Row[PagedSizes], ...] = (
+        ("decode, written", PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
     )
     float8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8, written", PACKED, lambda key: VALUE_AND_SOFTMAX_SCALES, written_fields, ()),
+        ("decode, float8, written", PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
         (
             "decode, float8, written, padded",
-            PADDED_HEAD_DIM,
-            lambda key: VALUE_AND_SOFTMAX_SCALES,
+            PADDED_HEAD_DIM_SIZES,
+            lambda key: SCALE_OPTIONS,
             ("new_keys", "new_values"),
             (),
         ),
     )
     int8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, int8, written", PACKED, lambda key: INT8_SCALES, written_fields, ()),
+        ("decode, int8, written", PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, written_fields, ()),
     )
     dense_rows: tuple[Row[PagedSizes], ...] = (
         (
             "decode, float8",
-            DENSE,
-            lambda key: WINDOW_AND_SOFT_CAP,
+            DENSE_CACHE_SIZES,
+            lambda key: WINDOW_AND_SOFT_CAP_OPTIONS,
             ("kv_starts", "sliding_window", "logits_soft_cap"),
             (),
         ),
     )
     chunked_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, bfloat16", PACKED, _no_options, ("new_keys",), ()),
-        ("decode, written, rows of few sequences", UNEVEN_QUERIES, _no_options, ("new_keys", "new_values"), ()),
+        ("decode, bfloat16", PACKED_SIZES, _no_options, ("new_keys",), ()),
+        ("decode, written, rows of few sequences", UNEVEN_QUERY_SIZES, _no_options, ("new_keys", "new_values"), ()),
     )
-    prefill_rows: tuple[Row[PagedSizes], ...] = (("decode, float8", PREFILL, _no_options, (), ()),)
-    float8 = jnp.float8_e4m3fn
+    prefill_page_attention_rows: tuple[Row[PagedSizes], ...] = (
+        ("decode, float8", ONE_QUERY_PREFILL_SIZES, _no_options, (), ()),
+    )
+    float8_e4m3 = jnp.float8_e4m3fn
     return {
         "page_attention": (
             *table(PageAttentionArguments, page_inputs, page_rows),
-            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, float8), quantised_rows),
+            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, float8_e4m3), quantised_rows),
             *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), float8_e5m2_rows),
         ),
         "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified_rows),
-        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, v2),
+        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, ragged_v2_rows),
         "ragged_page_attention_v3": (
-            *table(RaggedPageAttentionv3Arguments, v3_inputs, v3),
+            *table(RaggedPageAttentionv3Arguments, v3_inputs, ragged_v3_rows),
             *table(RaggedPageAttentionv3Arguments, v3_eight_bits, float8_rows),
             *table(RaggedPageAttentionv3Arguments, v3_integers, int8_rows),
         ),
         "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, chunked_rows),
         "ragged_decode_attention": table(
-            RaggedDecodeAttentionArguments, _with_quantised_cache(dense_inputs, float8, ("key", "value")), dense_rows
+            RaggedDecodeAttentionArguments,
+            _with_quantised_cache(dense_inputs, float8_e4m3, ("key", "value")),
+            dense_rows,
         ),
         "prefill_page_attention": table(
-            PrefillPageAttentionArguments, _with_quantised_cache(prefill_inputs, float8), prefill_rows
+            PrefillPageAttentionArguments,
+            _with_quantised_cache(prefill_inputs, float8_e4m3),
+            prefill_page_attention_rows,
         ),
     }

@@ -122,9 +122,9 @@ PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
 """Maps fields of the public configuration to fields of these."""
 
 
-class TileSizes(NamedTuple):
-    """Columns per tile, stages, slots, band, blocks per cluster along rows and along columns, `overlap` and
-    `half_columns`.
+class TileOptions(NamedTuple):
+    """Columns per tile, pipeline stages, output buffers, tile rows per swizzle group, blocks per cluster along rows and
+    along columns, `overlap` and `half_columns`.
     """
 
     n: int
@@ -143,7 +143,7 @@ class TileSizes(NamedTuple):
         return dict(zip(names, self, strict=True))
 
 
-HALF_COLUMNS_TILE = TileSizes(256, 4, 2, 16, half_columns=True)
+HALF_COLUMNS_TILE = TileOptions(256, 4, 2, 16, half_columns=True)
 """The tile for groups of few rows: each warpgroup has half of a matrix's columns, so both have work in every tile.
 
 On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83,
@@ -151,12 +151,12 @@ On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128
 """
 
 ROW_TILES = (
-    TileSizes(256, 4, 2, 16),
-    TileSizes(256, 4, 2, 8),
-    TileSizes(256, 4, 2, 16, overlap=True),
-    TileSizes(256, 4, 2, 8, overlap=True),
+    TileOptions(256, 4, 2, 16),
+    TileOptions(256, 4, 2, 8),
+    TileOptions(256, 4, 2, 16, overlap=True),
+    TileOptions(256, 4, 2, 8, overlap=True),
     HALF_COLUMNS_TILE,
-    TileSizes(256, 4, 2, 4, 2, 1),
+    TileOptions(256, 4, 2, 4, 2, 1),
 )
 """The tile candidates of the kernels of rows. The first tile passed all conformance cases on a chip; the results of the
 other tiles were compared with it.
@@ -164,7 +164,7 @@ other tiles were compared with it.
 On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
 """
 
-NARROW_TILES = (TileSizes(128, 5, 4, 8), TileSizes(128, 5, 4, 8, overlap=True))
+NARROW_TILES = (TileOptions(128, 5, 4, 8), TileOptions(128, 5, 4, 8, overlap=True))
 """Tiles if the last tile of 256 columns would be half empty: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
 
 HALF_COLUMNS_MAX_ROWS = 32
@@ -173,10 +173,10 @@ the same time.
 """
 
 MATRIX_TILES = (
-    TileSizes(256, 4, 2, 8),
-    TileSizes(256, 4, 2, 16),
-    TileSizes(256, 4, 2, 8, 1, 2),
-    TileSizes(256, 4, 2, 8, 2, 1),
+    TileOptions(256, 4, 2, 8),
+    TileOptions(256, 4, 2, 16),
+    TileOptions(256, 4, 2, 8, 1, 2),
+    TileOptions(256, 4, 2, 8, 2, 1),
 )
 """Tiles of the kernel of matrix gradients. 571 TFLOP/s for the same shape with the first on an H200. Clusters gain
 nothing.
@@ -200,7 +200,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     return tuple(_backward_config(*pair) for pair in tile_pairs)
 
 
-def _backward_config(dlhs_tile: TileSizes, drhs_tile: TileSizes) -> HopperGroupedBackward:
+def _backward_config(dlhs_tile: TileOptions, drhs_tile: TileOptions) -> HopperGroupedBackward:
     rhs_fields = {f"rhs_{name}": value for name, value in drhs_tile.fields.items() if name not in ROWS_ONLY}
     return HopperGroupedBackward(**dlhs_tile.fields, **rhs_fields)
 
@@ -212,18 +212,18 @@ def _fp8_tile(
     return HopperFp8(**fields, split_by_columns=split_by_columns, dynamic_schedule=dynamic_schedule)
 
 
-COLUMN_SPLIT_TILE = _fp8_tile(256, 3, 4, split_by_columns=True, dynamic_schedule=True)
+FP8_COLUMN_SPLIT_TILE = _fp8_tile(256, 3, 4, split_by_columns=True, dynamic_schedule=True)
 """A tile whose warpgroups have half of the columns each, with a counter of tiles.
 
-On one H100, relative to bfloat16, and `ROW_SPLIT_TILE` in comparison: M65536 K2048 N1536 G128 1.61 and 1.45 with scales
-of 128 x 128, 1.23 and 1.12 with one per column and block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17; M32768
-K7168 N4096 G32 1.72 and 1.68, 1.22 and 1.16. With scales per row and column 1.73, 1.66 and 1.77; by rows 1.61, 1.58 and
-1.80.
+On one H100, relative to bfloat16, and `FP8_ROW_SPLIT_TILE` in comparison: M65536 K2048 N1536 G128 1.61 and 1.45 with
+scales of 128 x 128, 1.23 and 1.12 with one per column and block; M32768 K2048 N1408 G64 1.53 and 1.43, 1.28 and 1.17;
+M32768 K7168 N4096 G32 1.72 and 1.68, 1.22 and 1.16. With scales per row and column 1.73, 1.66 and 1.77; by rows 1.61,
+1.58 and 1.80.
 """
 
-ROW_SPLIT_TILE = _fp8_tile(256, 3, 4)
+FP8_ROW_SPLIT_TILE = _fp8_tile(256, 3, 4)
 
-TENSOR_CORE_SUM_TILES = (ROW_SPLIT_TILE, _fp8_tile(256, 4, 1), COLUMN_SPLIT_TILE)
+FP8_TENSOR_CORE_SUM_TILES = (FP8_ROW_SPLIT_TILE, _fp8_tile(256, 4, 1), FP8_COLUMN_SPLIT_TILE)
 """Candidates if tensor cores may accumulate over all contracted elements. The last one does not, and is 5% faster in
 the first of these shapes and 5% slower in the last.
 """
@@ -236,7 +236,7 @@ def fp8_heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Directio
 
 def fp8_candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperFp8, ...]:
     """Returns the configurations worth measuring, the best first."""
-    return TENSOR_CORE_SUM_TILES if sums_on_tensor_cores(record) else (COLUMN_SPLIT_TILE, ROW_SPLIT_TILE)
+    return FP8_TENSOR_CORE_SUM_TILES if sums_on_tensor_cores(record) else (FP8_COLUMN_SPLIT_TILE, FP8_ROW_SPLIT_TILE)
 
 
 def sums_on_tensor_cores(record: GroupedMatmul) -> bool:

@@ -16,14 +16,14 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
     HopperFp8,
     HopperGated,
     HopperGrouped,
-    TileSizes,
+    TileOptions,
     plain_product_record,
     sums_on_tensor_cores,
 )
 from ejkernel_pallas.gpu.hopper.row_gathers import MAX_BYTES
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
 
-STEP = 64
+STEP_ELEMENTS = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
 WARPGROUPS = 2
 """Consumer warpgroups."""
@@ -43,9 +43,9 @@ BLOCK_M = WARPGROUPS * WGMMA_M
 """Rows per tile: 64 for each consumer warpgroup."""
 
 
-FLOAT8 = "float8_e4m3fn"
+FLOAT8_DTYPE = "float8_e4m3fn"
 """The dtype of rows and matrices."""
-FP8_STEP = SWIZZLED_ROW_BYTES
+FP8_STEP_ELEMENTS = SWIZZLED_ROW_BYTES
 """Contracted elements per step: a swizzled row of 8 bits."""
 MAX_FP8_BLOCK_N = 256
 """The largest number of columns per tile: one copy loads their scales, and a warpgroup's registers hold their sums."""
@@ -270,7 +270,7 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
 def shared_bytes(params: HopperGrouped) -> int:
     """Returns shared memory of a kernel, without barriers."""
     # Operands have 16 bits; an output buffer has a swizzled row of 128 bytes for each of 64 rows, for any dtype.
-    stage = (BLOCK_M + params.block_n) * STEP * 2
+    stage = (BLOCK_M + params.block_n) * STEP_ELEMENTS * 2
     return params.stages * stage + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
 
 
@@ -319,7 +319,7 @@ def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
         transposed=True,
         dtype=jnp.dtype(record.lhs.dtype),
         out=jnp.dtype(record.out_dtype),
-        tile=HopperGrouped(**TileSizes(size, params.stages, params.output_buffers, params.group_m).fields),
+        tile=HopperGrouped(**TileOptions(size, params.stages, params.output_buffers, params.group_m).fields),
         scaling=Scaling(
             lhs_blocks=record.lhs_scale.shape[1],
             rhs_blocks=record.rhs_scale.shape[1],
@@ -350,7 +350,7 @@ def fp8_shared_bytes(params: HopperFp8) -> int:
     if params.split_by_columns:
         scales += params.stages * BLOCK_M * SCALE_BLOCKS_PER_COPY * 4
     return (
-        params.stages * (BLOCK_M + params.block_n) * FP8_STEP
+        params.stages * (BLOCK_M + params.block_n) * FP8_STEP_ELEMENTS
         + scales
         + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
     )
@@ -360,8 +360,8 @@ def fp8_reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     problems = []
-    if str(record.rhs.dtype) != FLOAT8:
-        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FLOAT8}")
+    if str(record.rhs.dtype) != FLOAT8_DTYPE:
+        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FLOAT8_DTYPE}")
     if record.lhs_scale is None or record.rhs_scale is None:
         return [*problems, "lhs_scale or rhs_scale is None; the kernel wants both"]
     if not record.transpose_rhs:
@@ -373,10 +373,10 @@ def fp8_reasons(record: GroupedMatmul) -> list[str]:
     if columns(record) % SWIZZLE_COLUMNS or not columns(record):
         problems.append(f"rhs has {columns(record)} columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
     for name, blocks in (("lhs_scale", record.lhs_scale.shape[1]), ("rhs_scale", record.rhs_scale.shape[1])):
-        if contracted % (blocks * FP8_STEP) or not contracted:
+        if contracted % (blocks * FP8_STEP_ELEMENTS) or not contracted:
             problems.append(
                 f"{name} has a scale per {contracted // blocks} contracted elements; the kernel wants a multiple "
-                f"of {FP8_STEP}"
+                f"of {FP8_STEP_ELEMENTS}"
             )
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
         problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
@@ -400,7 +400,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     product = plain_product_record(record)
     # Shared memory has the gate's and the factor's columns of a tile.
     matrix_columns = gate.products * params.block_n
-    tile = HopperGrouped(**TileSizes(matrix_columns, params.stages, params.output_buffers, params.group_m).fields)
+    tile = HopperGrouped(**TileOptions(matrix_columns, params.stages, params.output_buffers, params.group_m).fields)
     plain_spec = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         plain_spec,

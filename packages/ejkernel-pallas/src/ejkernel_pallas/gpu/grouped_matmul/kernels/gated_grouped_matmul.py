@@ -41,7 +41,7 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, gate, warpgroup = call.spec, call.spec.gate, lax.axis_index("warpgroup")
     assert gate is not None  # set for the gated product
-    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
         functools.partial(_multiply_part, call, gate, tile, steps_done),
         tile.end - tile.row <= WGMMA_M,
@@ -49,18 +49,21 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     branches = FirstMatch()
     if gate.single_warpgroup:
         # The first warpgroup computes all rows. The other one would compute the same, which costs power.
-        branches.when(fits_64_rows & (warpgroup > 0), functools.partial(_free_stages, call, steps_done))
+        branches.when(fits_64_rows & (warpgroup > 0), functools.partial(_skip_tile_stages, call, steps_done))
     if spec.splits:
         branches.when(
-            tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
+            tile.half_index >= 0,
+            functools.partial(
+                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+            ),
         )
     if spec.partial_tile_columns:
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + size > spec.columns,
+            tile.column + tile_columns > spec.columns,
             functools.partial(product, SubTile(warpgroup, 0, spec.partial_tile_columns)),
         )
-    branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
+    branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
 def _multiply_part(call: Call, gate: Gate, tile: Tile, steps_done: Any, part: SubTile) -> None:
@@ -83,7 +86,7 @@ def _first_sums(call: Call, gate: Gate, matrix: Any, column: Any, size: int) -> 
     return load_bias(call.operands["bias"], matrix, starts)
 
 
-def _free_stages(call: Call, steps_done: Any) -> None:
+def _skip_tile_stages(call: Call, steps_done: Any) -> None:
     """Frees the stages of a tile that another warpgroup multiplies."""
     shared, stages = call.shared, call.spec.tile.stages
 

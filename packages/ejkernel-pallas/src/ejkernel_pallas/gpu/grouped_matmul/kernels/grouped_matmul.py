@@ -31,23 +31,28 @@ def grouped_matmul_kernel(call: Call) -> None:
 def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, warpgroup = call.spec, lax.axis_index("warpgroup")
-    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = functools.partial(_multiply_part, call, tile, steps_done), tile.end - tile.row <= WGMMA_M
     branches = FirstMatch()
     if spec.tile.half_columns:
         # Both warpgroups compute the same 64 rows, and half of the columns each.
-        branches.when(fits_64_rows, functools.partial(product, SubTile(I32(0), warpgroup * half, half)))
+        branches.when(
+            fits_64_rows, functools.partial(product, SubTile(I32(0), warpgroup * half_tile_columns, half_tile_columns))
+        )
     if spec.splits:
         branches.when(
-            tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
+            tile.half_index >= 0,
+            functools.partial(
+                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+            ),
         )
     if spec.partial_tile_columns:
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + size > spec.columns,
+            tile.column + tile_columns > spec.columns,
             functools.partial(product, SubTile(warpgroup, 0, spec.partial_tile_columns)),
         )
-    branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
+    branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
 def _multiply_part(call: Call, tile: Tile, steps_done: Any, part: SubTile) -> None:

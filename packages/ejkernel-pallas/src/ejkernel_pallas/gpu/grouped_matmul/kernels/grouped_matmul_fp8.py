@@ -29,7 +29,7 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, scaling, warpgroup = call.spec, call.spec.scaling, lax.axis_index("warpgroup")
     assert scaling is not None  # set for 8-bit operands
-    size, half = spec.tile.block_n, spec.tile.block_n // 2
+    tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
         functools.partial(_multiply_part, call, scaling, tile, steps_done),
         tile.end - tile.row <= WGMMA_M,
@@ -37,7 +37,10 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
     branches = FirstMatch()
     if spec.splits:
         branches.when(
-            tile.half >= 0, functools.partial(product, SubTile(warpgroup, tile.half * half, half, split=True))
+            tile.half_index >= 0,
+            functools.partial(
+                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+            ),
         )
     if spec.partial_tile_columns:
         # For scaled products zero is an opaque offset (no row is negative): otherwise the compiler would hoist
@@ -45,14 +48,14 @@ def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
         start = 0 if scaling.sums_on_tensor_cores else jnp.minimum(tile.row, 0)
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + size > spec.columns,
+            tile.column + tile_columns > spec.columns,
             functools.partial(product, SubTile(warpgroup, start, spec.partial_tile_columns)),
         )
     if scaling.split_by_columns:
         branches.when(fits_64_rows, functools.partial(_multiply_columns, call, scaling, tile, steps_done, 1))
         branches.otherwise(functools.partial(_multiply_columns, call, scaling, tile, steps_done, WARPGROUPS))
     else:
-        branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, size)))
+        branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
 def _multiply_part(call: Call, scaling: Scaling, tile: Tile, steps_done: Any, part: SubTile) -> None:

@@ -12,8 +12,14 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul.kernels import consumer, matrix_gradients, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.plan import longest_first
-from ejkernel_pallas.gpu.grouped_matmul.spec import BLOCK_M, SCALE_BLOCKS_PER_COPY, STEP, WARPGROUPS, GroupedSpec
+from ejkernel_pallas.gpu.grouped_matmul.plan import order_groups_by_size
+from ejkernel_pallas.gpu.grouped_matmul.spec import (
+    BLOCK_M,
+    SCALE_BLOCKS_PER_COPY,
+    STEP_ELEMENTS,
+    WARPGROUPS,
+    GroupedSpec,
+)
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
@@ -60,7 +66,7 @@ def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record
         operands = {"left": left, "right": right, "bounds": bounds}
         return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
 
-    return run(left, right, longest_first(*group_rows(record)))
+    return run(left, right, order_groups_by_size(*group_rows(record)))
 
 
 def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
@@ -135,8 +141,8 @@ def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.
         out = (plgpu.TilingTransform((8, spec.part)), plgpu.SwizzleTransform(128))
     return {
-        "left": matrix((tile.stages, STEP, BLOCK_M), spec.dtype),
-        "right": matrix((tile.stages, STEP, tile.block_n), spec.dtype),
+        "left": matrix((tile.stages, STEP_ELEMENTS, BLOCK_M), spec.dtype),
+        "right": matrix((tile.stages, STEP_ELEMENTS, tile.block_n), spec.dtype),
         "out": plgpu.SMEM((WARPGROUPS * tile.output_buffers, WGMMA_M, spec.part), spec.out, transforms=out),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
         "free": _free_barrier(spec),

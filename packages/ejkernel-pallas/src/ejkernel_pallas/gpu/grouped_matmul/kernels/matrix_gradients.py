@@ -24,7 +24,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     PRODUCER_REGISTERS,
     REGISTERS,
-    STEP,
+    STEP_ELEMENTS,
     WARPGROUPS,
 )
 from ejkernel_pallas.gpu.hopper import clusters
@@ -122,7 +122,7 @@ def _locate_tile(call: Call, number: Any) -> Tile:
     first, end, matrix = (call.operands["bounds"][matrix, n] for n in range(3))
     # Copies use a view of the array in tiles of eight rows, and start at one of them.
     start = lax.div(first, I32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
-    steps = jnp.where(end > first, lax.div(end - start + (STEP - 1), I32(STEP)), 0)
+    steps = jnp.where(end > first, lax.div(end - start + (STEP_ELEMENTS - 1), I32(STEP_ELEMENTS)), 0)
     return Tile(matrix, row, column, first, end, start, steps)
 
 
@@ -145,8 +145,8 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
         # Steps are counted over all tiles: the ring of stages continues from tile to tile, and its first round finds
         # all stages free.
         pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-        start = tile.start + index * STEP
-        rows, full = pl.ds(start, STEP), shared.full.at[slot]
+        start = tile.start + index * STEP_ELEMENTS
+        rows, full = pl.ds(start, STEP_ELEMENTS), shared.full.at[slot]
 
         def copy_operands(barrier: Any) -> None:
             row_slice, column_slice = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, spec.tile.block_n)
@@ -159,7 +159,7 @@ def _fetch_tile(call: Call, carry: Any) -> Any:
 
         # This is the same in both members of a cluster, which have tiles of one matrix: multicast copies arrive at the
         # same mbarrier in both.
-        is_one_group = (start >= tile.first) & (start + STEP <= tile.end)
+        is_one_group = (start >= tile.first) & (start + STEP_ELEMENTS <= tile.end)
         # All rows belong to the group.
         pl.when(is_one_group)(lambda: copy_operands(full))
 

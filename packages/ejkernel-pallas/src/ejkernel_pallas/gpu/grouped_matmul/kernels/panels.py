@@ -26,7 +26,7 @@ def copy_gate_panels(call: Call, tile: Tile, k_start: Any, slot: Any) -> None:
     full, count = shared.full.at[slot], spec.panels
     begin = tile.column
     if spec.splits:
-        begin = begin + jnp.maximum(tile.half, 0) * (spec.tile.block_n // 2)
+        begin = begin + jnp.maximum(tile.half_index, 0) * (spec.tile.block_n // 2)
     for number in range(count):
         source, target = _panel(call, tile.matrix, begin, number, k_start), shared.b.at[slot, number]
 
@@ -35,8 +35,8 @@ def copy_gate_panels(call: Call, tile: Tile, k_start: Any, slot: Any) -> None:
 
         if spec.splits and number >= count // 2:
             # Half a tile has half of the panels, but the mbarrier counts all of them.
-            pl.when(tile.half < 0)(copy)
-            pl.when(tile.half >= 0)(lambda: plgpu.barrier_arrive(full))
+            pl.when(tile.half_index < 0)(copy)
+            pl.when(tile.half_index >= 0)(lambda: plgpu.barrier_arrive(full))
         else:
             copy()
 

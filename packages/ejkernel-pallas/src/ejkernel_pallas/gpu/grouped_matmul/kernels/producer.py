@@ -16,22 +16,22 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels, scaled_products, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, has_single_rows, load_tile
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, has_at_most_64_rows, load_tile
 from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
-class TilePart(NamedTuple):
+class CopiedTilePart(NamedTuple):
     """Selects the parts of a tile that its steps copy.
 
     Attributes:
-        half: Whether only half of the columns are copied.
-        single: Whether only the first 64 rows are copied.
+        half_columns: Whether only half of the columns are copied.
+        first_64_rows_only: Whether only the first 64 rows are copied.
     """
 
-    half: bool = False
-    single: bool = False
+    half_columns: bool = False
+    first_64_rows_only: bool = False
 
 
 def copy_tile_steps(call: Call, before: Any, count: Any, carry: Any) -> Any:
@@ -42,7 +42,7 @@ def copy_tile_steps(call: Call, before: Any, count: Any, carry: Any) -> Any:
     row_offsets = _gather_offsets(call, first_rows) if spec.gathers else None
     requested_tile = work_queue.request_next_tile(call, number)
 
-    def fetch(tile_part: TilePart) -> None:
+    def fetch(tile_part: CopiedTilePart) -> None:
         lax.fori_loop(
             0, spec.steps, functools.partial(_copy_step, call, tile, first_rows, row_offsets, tile_part), steps_done
         )
@@ -51,16 +51,22 @@ def copy_tile_steps(call: Call, before: Any, count: Any, carry: Any) -> Any:
     # every step.
     branches = FirstMatch()
     if spec.splits and not spec.gate:
-        branches.when(tile.half >= 0, functools.partial(fetch, TilePart(half=True)))
-    single = has_single_rows(call, tile)
-    if single is not None:
-        branches.when(single, functools.partial(fetch, TilePart(single=True)))
-    branches.otherwise(functools.partial(fetch, TilePart()))
+        branches.when(tile.half_index >= 0, functools.partial(fetch, CopiedTilePart(half_columns=True)))
+    first_64_rows_only = has_at_most_64_rows(call, tile)
+    if first_64_rows_only is not None:
+        branches.when(first_64_rows_only, functools.partial(fetch, CopiedTilePart(first_64_rows_only=True)))
+    branches.otherwise(functools.partial(fetch, CopiedTilePart()))
     return work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + spec.steps
 
 
 def _copy_step(
-    call: Call, tile: Tile, first_rows: list[Any], row_offsets: Any, tile_part: TilePart, index: Any, steps_done: Any
+    call: Call,
+    tile: Tile,
+    first_rows: list[Any],
+    row_offsets: Any,
+    tile_part: CopiedTilePart,
+    index: Any,
+    steps_done: Any,
 ) -> Any:
     """Copies a step once its stage is free."""
     spec, shared = call.spec, call.shared
@@ -101,12 +107,12 @@ def _gather_offsets(call: Call, first_rows: list[Any]) -> Any:
     )
 
 
-def _copy_rows(call: Call, first_rows: list[Any], tile_part: TilePart, k_slice: Any, slot: Any) -> None:
+def _copy_rows(call: Call, first_rows: list[Any], tile_part: CopiedTilePart, k_slice: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's contiguous rows."""
     shared, full = call.shared, call.shared.full.at[slot]
     axes = clusters.CLUSTER_AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
     for warpgroup, first in enumerate(first_rows):
-        if tile_part.single and warpgroup:
+        if tile_part.first_64_rows_only and warpgroup:
             plgpu.barrier_arrive(full)
             continue
         # Copied by rows, not by swizzle atoms of eight rows: a group may start at any row.
@@ -114,13 +120,13 @@ def _copy_rows(call: Call, first_rows: list[Any], tile_part: TilePart, k_slice: 
         plgpu.copy_gmem_to_smem(source, shared.a_rows_view.at[target], full, collective_axes=axes)
 
 
-def _copy_matrix(call: Call, tile: Tile, tile_part: TilePart, k_slice: Any, slot: Any) -> None:
+def _copy_matrix(call: Call, tile: Tile, tile_part: CopiedTilePart, k_slice: Any, slot: Any) -> None:
     """Copies a step of the matrix's columns."""
     spec, shared, size = call.spec, call.shared, call.spec.tile.block_n
     begin, target = tile.column, shared.b.at[slot]
-    if tile_part.half:
+    if tile_part.half_columns:
         size //= 2
-        begin, target = begin + tile.half * size, shared.b_half_tiles.at[2 * slot]
+        begin, target = begin + tile.half_index * size, shared.b_half_tiles.at[2 * slot]
     columns = pl.ds(begin, size)
     matrix_slices = (columns, k_slice) if spec.transposed else (k_slice, columns)
     source = call.operands["rhs"].at[tile.matrix, *matrix_slices]

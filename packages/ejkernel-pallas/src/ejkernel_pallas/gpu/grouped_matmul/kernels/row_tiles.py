@@ -23,7 +23,7 @@ class Tile:
         begin: First row of the group.
         end: The row after the group's last.
         column: First column.
-        half: Which half of the columns the block has; negative for all of them.
+        half_index: Which half of the columns the block has; negative for all of them.
     """
 
     matrix: Any
@@ -32,7 +32,7 @@ class Tile:
     begin: Any
     end: Any
     column: Any
-    half: Any = None
+    half_index: Any = None
 
     def first(self, warpgroup: Any) -> Any:
         """Returns the first row of a warpgroup's 64 rows, moved back to end with the group in the group's last tile."""
@@ -55,16 +55,18 @@ def split(call: Call, tiles: Any) -> Any:
     return jnp.where(2 * last_round_tiles <= call.blocks, last_round_tiles, 0)
 
 
-def has_single_rows(call: Call, tile: Tile) -> Any:
+def has_at_most_64_rows(call: Call, tile: Tile) -> Any:
     """Returns whether both warpgroups multiply only the first 64 rows of a tile; None if that is never the case."""
     spec = call.spec
     if not (spec.scaling and spec.scaling.split_by_columns):
         return None
     # In other tiles (partial ones along columns, and halves) each warpgroup has 64 rows.
-    few = tile.end - tile.row <= WGMMA_M
+    has_few_rows = tile.end - tile.row <= WGMMA_M
     if spec.splits:
-        few &= tile.half < 0
-    return few & (tile.column + spec.tile.block_n <= spec.columns) if spec.partial_tile_columns else few
+        has_few_rows &= tile.half_index < 0
+    return (
+        has_few_rows & (tile.column + spec.tile.block_n <= spec.columns) if spec.partial_tile_columns else has_few_rows
+    )
 
 
 class TileIndex(NamedTuple):
@@ -74,7 +76,7 @@ class TileIndex(NamedTuple):
 
     tile_row: Any
     column: Any
-    half: Any
+    half_index: Any
 
 
 def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
@@ -82,10 +84,10 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
     within a band.
     """
     spec = call.spec
-    half: Any = I32(-1)
+    half_index: Any = I32(-1)
     if spec.splits:
         whole = count * spec.column_tiles - split(call, count)
-        half = jnp.where(number < whole, -1, lax.rem(number - whole, I32(2)))
+        half_index = jnp.where(number < whole, -1, lax.rem(number - whole, I32(2)))
         number = jnp.where(number < whole, number, whole + lax.div(number - whole, I32(2)))
     tiles_per_group = spec.tile.group_m * spec.column_tiles
     # Blocks that run at the same time have the tiles of a band: few rows and few columns, which stay in L2.
@@ -96,7 +98,7 @@ def tile_index(call: Call, count: Any, number: Any) -> TileIndex:
         start + lax.rem(remainder, band_rows),
         lax.div(remainder, band_rows) * spec.tile.cluster_n + call.cluster_column,
     )
-    return TileIndex(tile_row, column * spec.tile.block_n, half)
+    return TileIndex(tile_row, column * spec.tile.block_n, half_index)
 
 
 def load_tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
@@ -109,4 +111,4 @@ def load_tile(call: Call, before: Any, count: Any, number: Any) -> Tile:
     )
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
     shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
-    return Tile(matrix, shared, row, begin, end, position.column, position.half)
+    return Tile(matrix, shared, row, begin, end, position.column, position.half_index)

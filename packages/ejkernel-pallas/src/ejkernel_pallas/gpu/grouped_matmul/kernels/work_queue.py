@@ -23,7 +23,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.sizes import I32
 
-SLOTS = 2
+TILE_INDEX_SLOTS = 2
 """Indices in shared memory: consumers may not have read the last one when the producer writes the next."""
 
 
@@ -45,7 +45,9 @@ def publish_next_tile(call: Call, requested_tile: Any, steps_done: Any) -> Any:
     if not call.spec.dynamic_schedule:
         return requested_tile
     shared, slot = call.shared, _slot(call, steps_done)
-    pl.when(steps_done >= SLOTS * call.spec.steps)(lambda: plgpu.barrier_wait(shared.next_tile_free.at[slot]))
+    pl.when(steps_done >= TILE_INDEX_SLOTS * call.spec.steps)(
+        lambda: plgpu.barrier_wait(shared.next_tile_free.at[slot])
+    )
     # The counter starts after the blocks' first tiles, whose indices are the blocks'.
     tile_scheduler.store_tile_index(shared.number.at[slot], requested_tile + call.blocks)
     plgpu.barrier_arrive(shared.next_tile_full.at[slot])
@@ -69,11 +71,11 @@ def next_tile(call: Call, number: Any, steps_done: Any) -> Any:
 def scratch() -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
     return {
-        "number": plgpu.SMEM((SLOTS,), jnp.int32),
-        "next_tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
-        "next_tile_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
+        "number": plgpu.SMEM((TILE_INDEX_SLOTS,), jnp.int32),
+        "next_tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=TILE_INDEX_SLOTS),
+        "next_tile_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=TILE_INDEX_SLOTS),
     }
 
 
 def _slot(call: Call, steps_done: Any) -> Any:
-    return lax.rem(lax.div(steps_done, I32(call.spec.steps)), I32(SLOTS))
+    return lax.rem(lax.div(steps_done, I32(call.spec.steps)), I32(TILE_INDEX_SLOTS))
