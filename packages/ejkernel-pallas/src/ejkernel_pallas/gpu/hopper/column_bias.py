@@ -1,7 +1,7 @@
-"""Accumulators that begin with a bias: the same value in all rows of a column.
+"""Loads a bias of an accumulator's columns: the same value in all rows of a column.
 
-A thread has the columns 2 (lane mod 4) and the next of every eight. It loads them as pairs, all at once, straight into
-the registers of the sums: the loads take no others, and the products wait for all of them together.
+A thread has the columns 2 (lane mod 4) and the next of every eight, and loads them as pairs: half as many registers as
+an accumulator has, since its two rows share them.
 """
 
 from typing import Any
@@ -57,8 +57,13 @@ def load_bias(bias: Any, matrix: Any, starts: list[Any]) -> jax.Array:
 
 
 def _load_pair(address: Any, column: int) -> list[Any]:
-    """Loads two neighbouring elements, `column` elements after an address."""
+    """Loads two neighbouring elements, `column` elements after an address.
+
+    Declared with side effects, so that LLVM does not move it to where the bias is added, after the products.
+    """
     f32 = ir.F32Type.get()
     code = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {column * ELEMENT_BYTES}];"
-    loaded: Any = llvm.inline_asm(llvm.StructType.get_literal([f32, f32]), [address], code, "=f,=f,l")
+    loaded: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([f32, f32]), [address], code, "=f,=f,l", has_side_effects=True
+    )
     return [llvm.extractvalue(f32, loaded, [n]) for n in range(2)]

@@ -9,7 +9,9 @@ One product of both halves reads rows from shared memory once. A thread has the 
 moves between threads, and a product of any number of column blocks uses the first panels of a stage.
 
 The columns may also be interleaved: a thread then has a column of the gate and its factor in neighbouring registers
-(module `gating`). Without a gate, each panel gives its own columns of the output. Accumulators begin with the bias.
+(module `gating`). Without a gate, each panel gives its own columns of the output. The bias is loaded when a tile begins
+and waits in registers for the sums: the copies of operands keep the memory so busy that a load takes as long as two or
+three steps.
 """
 
 import functools
@@ -72,17 +74,15 @@ def _multiply_part(call: Call, gate: Gate, tile: Tile, steps_done: Any, part: Su
     if gate.biased and gate.gathers:
         # The products of a row without a token are the bias, but its output is 0.
         valid = row_gathers.load_valid_rows(call.operands["indices"], row, call.operands["lhs"].shape[0])
-    sums = _first_sums(call, gate, tile.matrix, column, part.size)
-    outputs = _apply_gate(call, gate, _accumulate(call, sums, steps_done, part), valid)
+    bias = _load_bias(call, tile.matrix, column, part.size) if gate.biased else None
+    acc = _accumulate(call, steps_done, part)
+    outputs = _apply_gate(call, gate, acc if bias is None else acc + bias, valid)
     write_rows(call, outputs, row, column, tile.end)
 
 
-def _first_sums(call: Call, gate: Gate, matrix: Any, column: Any, size: int) -> jax.Array:
-    """Returns the sums of a part of a tile before the first product: zeros, or the bias of each panel's columns."""
-    count = call.spec.panels_of(size)
-    if not gate.biased:
-        return arrays.zero_tile((WGMMA_M, count * SWIZZLE_COLUMNS))
-    starts = [matrix_column(call, column, number) for number in range(count)]
+def _load_bias(call: Call, matrix: Any, column: Any, size: int) -> jax.Array:
+    """Returns the bias of the columns of each panel, in the layout of the sums."""
+    starts = [matrix_column(call, column, number) for number in range(call.spec.panels_of(size))]
     return load_bias(call.operands["bias"], matrix, starts)
 
 
@@ -98,8 +98,8 @@ def _skip_tile_stages(call: Call, steps_done: Any) -> None:
     lax.fori_loop(0, call.spec.steps, step, None)
 
 
-def _accumulate(call: Call, sums: jax.Array, steps_done: Any, part: SubTile) -> jax.Array:
-    """Returns a warpgroup's sums plus the products of all steps."""
+def _accumulate(call: Call, steps_done: Any, part: SubTile) -> jax.Array:
+    """Returns the sums of a warpgroup's products over all steps."""
     spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
     accumulate = wgmma.accumulate_transposed if spec.transposed else wgmma.accumulate
 
@@ -113,7 +113,8 @@ def _accumulate(call: Call, sums: jax.Array, steps_done: Any, part: SubTile) -> 
         pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
         return acc
 
-    acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, sums), in_flight=0)
+    zeros = arrays.zero_tile((WGMMA_M, spec.panels_of(part.size) * SWIZZLE_COLUMNS))
+    acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, zeros), in_flight=0)
     # Frees the stage of the last product, which no later step of this tile would free.
     plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + (spec.steps - 1), I32(stages))])
     return acc
