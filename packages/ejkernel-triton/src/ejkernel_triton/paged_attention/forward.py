@@ -12,7 +12,7 @@ from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.plan import SharedPrefix, make_work_spec, plan_work, prefix_config, split_prefix
+from ejkernel_triton.paged_attention.plan import SharedPrefix, make_paged_spec, plan_work, prefix_config, split_prefix
 from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_of
 from ejkernel_triton.sizes import padded_for_dot
 
@@ -33,7 +33,7 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     prefix = None
     if record.shared_prefix is not None:
         prefix, record = split_prefix(record)
-    spec = make_work_spec(record, config, rotary_of(record))
+    spec = make_paged_spec(record, config, rotary_of(record))
     work_plan = plan_work(record, spec, config)
     record, written_pages = write_cache(record, work_plan[0], config.block_q)
     output_and_lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, work_plan, config))
@@ -53,7 +53,7 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         config: Tile sizes, programs, warps and stages.
         rotary: Rotary columns of a latent record.
     """
-    spec = make_work_spec(record, config, rotary)
+    spec = make_paged_spec(record, config, rotary)
     return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan_work(record, spec, config), config))
 
 
@@ -61,7 +61,7 @@ def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of all query rows over the keys of the shared prefix."""
     record, config = prefix.record, prefix_config(prefix.record)
     rotary = rotary_of(record)
-    spec = make_work_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
+    spec = make_paged_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
     work_plan = plan_work(record, spec, config)
     return _zero_outside_sequences(record, *_attend(record, rotary, spec, work_plan, config, prefix.row_positions))
 

@@ -30,7 +30,7 @@ MAX_PLANNED_ENTRIES = 8192
 """The largest number of entries or sequences that one program can plan; XLA plans more."""
 
 
-def make_work_spec(
+def make_paged_spec(
     record: PagedAttention, config: PagedForward, rotary: Rotary | None, row_positions: bool = False
 ) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""

@@ -60,11 +60,14 @@ def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, p
     if spec.HAS_RANGES:
         ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
         # From the first pool that ends after the block's first token to the last that starts before its end.
-        pool, last = search_block_pools(ranges, start, block_end - 1, spec)
+        first_pool, pools_end = search_block_pools(ranges, start, block_end - 1, spec)
     else:
         # The count includes chunks that continue from the previous block or into the next block.
-        pool, last = start // spec.CHUNK_SIZE, tl.minimum((block_end + spec.CHUNK_SIZE - 1) // spec.CHUNK_SIZE, spec.M)
-    for m in tl.range(pool, last):
+        first_pool, pools_end = (
+            start // spec.CHUNK_SIZE,
+            tl.minimum((block_end + spec.CHUNK_SIZE - 1) // spec.CHUNK_SIZE, spec.M),
+        )
+    for m in tl.range(first_pool, pools_end):
         first_token, end = pool_range(ranges, m, tokens, m >= 0, spec)
         # Pools are clipped to the block, so that each token is read by one program per tile of channels.
         acc = sum_rows(values, tl.maximum(first_token, start), tl.minimum(end, block_end), channels, spec)

@@ -17,15 +17,15 @@ def count_entries_up_to(column, bound, spec: tl.constexpr):
         step = spec.FIRST_SEARCH_STEP >> level
         in_range = num_found + step <= spec.M
         # Ranges are pairs, so entries of a column are 2 apart. Nothing is loaded past the last pool.
-        last = tl.load(column + 2 * (num_found + step - 1), mask=in_range, other=0)
-        num_found = tl.where(in_range & (last <= bound), num_found + step, num_found)
+        last_entry_of_step = tl.load(column + 2 * (num_found + step - 1), mask=in_range, other=0)
+        num_found = tl.where(in_range & (last_entry_of_step <= bound), num_found + step, num_found)
     return num_found
 
 
 @triton.jit
-def search_block_pools(ranges, start, last, spec: tl.constexpr):
+def search_block_pools(ranges, start, last_token, spec: tl.constexpr):
     """Returns the number of pools that end at or before the token `start`, and of those that start at or before
-    `last`.
+    `last_token`.
     """
     SEARCH_WAYS: tl.constexpr = spec.SEARCH_WAYS
     SEARCH_STEPS: tl.constexpr = spec.SEARCH_STEPS
@@ -39,7 +39,7 @@ def search_block_pools(ranges, start, last, spec: tl.constexpr):
         end_tokens = tl.load(ranges + 2 * end_indices + 1, mask=end_indices < spec.M, other=0)
         start_tokens = tl.load(ranges + 2 * start_indices, mask=start_indices < spec.M, other=0)
         num_ended += stride * tl.sum(tl.where((end_indices < spec.M) & (end_tokens <= start), 1, 0), axis=0)
-        num_started += stride * tl.sum(tl.where((start_indices < spec.M) & (start_tokens <= last), 1, 0), axis=0)
+        num_started += stride * tl.sum(tl.where((start_indices < spec.M) & (start_tokens <= last_token), 1, 0), axis=0)
     return num_ended, num_started
 
 

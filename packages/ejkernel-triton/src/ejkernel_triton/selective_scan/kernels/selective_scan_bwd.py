@@ -93,10 +93,10 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
                 sums += tl.gather(sums, tl.broadcast_to((lane ^ ((2 * BN) << level))[None, None, :], sums.shape), 2)
         return sums
     else:
-        GROUPS: tl.constexpr = BN // LANES
-        # More sums than lanes: a lane ends with GROUPS sums of dB, and as many of dC.
-        first = sum_lanes(tl.reshape(b_terms, [GROUPS, LANES, LANES]), LANES, LANES)
-        return first, sum_lanes(tl.reshape(c_terms, [GROUPS, LANES, LANES]), LANES, LANES)
+        SUMS_PER_LANE: tl.constexpr = BN // LANES
+        # More sums than lanes: a lane ends with SUMS_PER_LANE sums of dB, and as many of dC.
+        first = sum_lanes(tl.reshape(b_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
+        return first, sum_lanes(tl.reshape(c_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
 
 
 @triton.jit
@@ -111,11 +111,11 @@ def store_sums(partial_sums, token, end, sums, spec: tl.constexpr):
     if 2 * BN <= LANES:
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
-        GROUPS: tl.constexpr = BN // LANES
+        SUMS_PER_LANE: tl.constexpr = BN // LANES
         first, second_array = sums
-        row = tl.arange(0, GROUPS)[:, None] * LANES + lane[None, :]
-        tl.store(at + row, tl.reshape(first, [GROUPS, LANES]), mask=mask[None, :])
-        tl.store(at + BN + row, tl.reshape(second_array, [GROUPS, LANES]), mask=mask[None, :])
+        row = tl.arange(0, SUMS_PER_LANE)[:, None] * LANES + lane[None, :]
+        tl.store(at + row, tl.reshape(first, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
+        tl.store(at + BN + row, tl.reshape(second_array, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
 
 
 @triton.jit

@@ -32,8 +32,8 @@ def flash_bwd_dbias_kernel(
     bias,
     mask,
     sinks,
-    dropout_rows,
-    dropout_columns,
+    dropout_row_keys,
+    dropout_column_keys,
     tile_masks,
     cotangent,
     shift,
@@ -72,13 +72,13 @@ def flash_bwd_dbias_kernel(
             bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
             k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
             bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
-            keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_columns)
+            keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
             masks = (mask_base, tile_masks)
             for i in range(Q_TILES // GRID_Q):
                 tile = q_tile + i
                 start = tile * Q_BLOCK
                 token_info = load_query_info(
-                    start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True
+                    start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, Q_BLOCK, True
                 )
                 rows = load_queries(start, token_info, bases, spec, Q_BLOCK, True)
                 if LIST_SHAPE is not None:

@@ -47,8 +47,8 @@ def flash_bwd_dkdv_kernel(
     bias,
     mask,
     sinks,
-    dropout_rows,
-    dropout_columns,
+    dropout_row_keys,
+    dropout_column_keys,
     tile_masks,
     cotangent,
     shift,
@@ -76,7 +76,7 @@ def flash_bwd_dkdv_kernel(
     kv_head = (program // TILES) % spec.HK
     batch = program // (TILES * spec.HK)
     start = tile * K_BLOCK
-    token_info = load_key_info(start, batch, k_ids, k_positions, dropout_columns, spec, per, K_BLOCK, True)
+    token_info = load_key_info(start, batch, k_ids, k_positions, dropout_column_keys, spec, per, K_BLOCK, True)
     _, valid, _, _, _ = token_info
     k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
     # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
@@ -95,7 +95,7 @@ def flash_bwd_dkdv_kernel(
         head = kv_head * spec.G + head_in_group
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
         bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
-        query_inputs = (q_ids, q_positions, dropout_rows, bias_base)
+        query_inputs = (q_ids, q_positions, dropout_row_keys, bias_base)
         masks = (mask_base, tile_masks)
         # Partial blocks come first: the compiler then keeps the values of all loops in registers.
         if LIST_SHAPE is not None:

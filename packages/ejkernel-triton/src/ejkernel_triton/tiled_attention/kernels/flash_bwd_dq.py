@@ -30,8 +30,8 @@ def flash_bwd_dq_kernel(
     bias,
     mask,
     sinks,
-    dropout_rows,
-    dropout_columns,
+    dropout_row_keys,
+    dropout_column_keys,
     tile_masks,
     cotangent,
     shift,
@@ -55,13 +55,13 @@ def flash_bwd_dq_kernel(
     head = (program // TILES) % spec.H
     batch = program // (TILES * spec.H)
     start = tile * Q_BLOCK
-    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, Q_BLOCK, True)
     bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
     # Queries, cotangents, lse and delta are loaded once and stay in registers.
     rows = load_queries(start, token_info, bases, spec, Q_BLOCK, True)
     k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
     bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
-    keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_columns)
+    keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
     masks = (mask_base, tile_masks)
     dq = tl.zeros([Q_BLOCK, BD], tl.float32)
     if LIST_SHAPE is not None:

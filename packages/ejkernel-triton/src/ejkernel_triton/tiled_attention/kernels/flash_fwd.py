@@ -52,8 +52,8 @@ def flash_fwd_kernel(
     bias,
     mask,
     sinks,
-    dropout_rows,
-    dropout_columns,
+    dropout_row_keys,
+    dropout_column_keys,
     tile_masks,
     output,
     lse,
@@ -83,7 +83,7 @@ def flash_fwd_kernel(
     start = tile * Q_BLOCK
     # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like the
     # others and not stored.
-    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_rows, spec, per, Q_BLOCK, True)
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, Q_BLOCK, True)
     index, _, _, _, _ = token_info
     queries = as_rows(token_info)
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
@@ -91,7 +91,7 @@ def flash_fwd_kernel(
     q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
     k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
     bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
-    keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_columns)
+    keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
     masks = (mask_base, tile_masks)
     # State of the online softmax: maxima in log2; sums and accumulator are not normalised before the epilogue.
     row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)

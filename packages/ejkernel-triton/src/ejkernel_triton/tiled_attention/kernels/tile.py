@@ -41,7 +41,7 @@ def load_query_info(
     position = index
     token_dropout_key = index
     if spec.DROPOUT:
-        row = tl.cast(batch // per.DROPOUT_ROWS, tl.int64) * spec.H + head
+        row = tl.cast(batch // per.DROPOUT_ROW_KEYS, tl.int64) * spec.H + head
         token_dropout_key = load_vector(token_dropout_keys + row * spec.T, index, valid, MASKED)
     if spec.Q_POSITIONS:
         position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
@@ -73,7 +73,7 @@ def load_key_info(
     token_dropout_key = index
     if spec.DROPOUT:
         token_dropout_key = load_vector(
-            token_dropout_keys + (batch // per.DROPOUT_COLUMNS) * spec.S, index, valid, MASKED
+            token_dropout_keys + (batch // per.DROPOUT_COLUMN_KEYS) * spec.S, index, valid, MASKED
         )
     if spec.K_POSITIONS:
         position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)

@@ -42,15 +42,28 @@ def load_token_scalar(at, token, token_exists, STRIDE: tl.constexpr):
 
 @triton.jit
 def load_token(
-    query, key, value, decay, value_decay, beta, dt, roles, parents, token, end, channels, columns, spec: tl.constexpr
+    query,
+    key,
+    value,
+    decay,
+    value_decay,
+    beta,
+    dt,
+    segment_roles,
+    parents,
+    token,
+    end,
+    channels,
+    columns,
+    spec: tl.constexpr,
 ):
     """Loads a token: its row of every field, 0 for absent fields, its role in its segment and its parent in a tree."""
     # The loop also issues the load after the last token, masked, so that it has no branch.
     token_exists = tl.cast(token < end, tl.int32)
-    role = token_exists
+    segment_role = token_exists
     if spec.HAS_SEGMENTS:
-        role = tl.load(roles + token, mask=token_exists > 0, other=0)
-        token_exists = role
+        segment_role = tl.load(segment_roles + token, mask=token_exists > 0, other=0)
+        token_exists = segment_role
     q = load_token_channels(query, token, channels, token_exists, spec.K, spec.HQ * spec.K)
     k = load_token_channels(key, token, channels, token_exists, spec.K, spec.HK * spec.K)
     v = load_token_channels(value, token, columns, token_exists, spec.V, spec.HV * spec.V)
@@ -68,10 +81,10 @@ def load_token(
         b = load_token_scalar(beta, token, token_exists, spec.H)
     if spec.HAS_DT:
         b = load_token_scalar(dt, token, token_exists, spec.H)
-    parent = role
+    parent = segment_role
     if spec.HAS_TREES:
         parent = tl.load(parents + token, mask=token_exists > 0, other=0)
-    return q, k, v, g, w, b, role, parent
+    return q, k, v, g, w, b, segment_role, parent
 
 
 @triton.jit
@@ -117,11 +130,11 @@ def zero_states(states, cu_seqlens, sequence, mask, spec: tl.constexpr):
 
 
 @triton.jit
-def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
+def update_state(state, k, v, g, w, b, segment_role, spec: tl.constexpr):
     """Returns the state [K, V] after a token: restart, decay, write."""
     if spec.HAS_SEGMENTS:
         # `where` instead of a product: inf or NaN of the previous segment must not reach this one.
-        state = tl.where(role > 1, 0.0, state)
+        state = tl.where(segment_role > 1, 0.0, state)
     if spec.GATES_PER_HEAD == 1:
         state *= tl.exp2(g * LOG2E)
     if spec.GATES_PER_HEAD > 1:
@@ -137,7 +150,7 @@ def update_state(state, k, v, g, w, b, role, spec: tl.constexpr):
         u = b * (v - tl.sum(state * k[:, None], axis=0))
     if spec.HAS_SEGMENTS:
         # Padding has k = 0, but inf of the state times 0 is NaN in the sum above: u must be 0 too.
-        u = tl.where(role > 0, u, 0.0)
+        u = tl.where(segment_role > 0, u, 0.0)
     return state + k[:, None] * u[None, :]
 
 
@@ -151,7 +164,7 @@ def fused_recurrent_kernel(
     beta,
     dt,
     skip,
-    roles,
+    segment_roles,
     parents,
     cu_seqlens,
     slots,
@@ -236,28 +249,41 @@ def fused_recurrent_kernel(
     if spec.HAS_SKIP:
         skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.HAS_SEGMENTS:
-        roles = at_batch(roles, row, per.ROLES, spec.T)
+        segment_roles = at_batch(segment_roles, row, per.SEGMENT_ROLES, spec.T)
     if spec.HAS_TREES:
         parents = at_batch(parents, row, per.PARENTS, spec.T)
-    q, k, v, g, w, b, role, parent = load_token(
-        query, key, value, decay, value_decay, beta, dt, roles, parents, first, end, channels, columns, spec
+    q, k, v, g, w, b, segment_role, parent = load_token(
+        query, key, value, decay, value_decay, beta, dt, segment_roles, parents, first, end, channels, columns, spec
     )
     for token in tl.range(first, end):
         # Issued before this token's arithmetic, which hides the latency.
-        next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent = load_token(
-            query, key, value, decay, value_decay, beta, dt, roles, parents, token + 1, end, channels, columns, spec
+        next_q, next_k, next_v, next_g, next_w, next_b, next_segment_role, next_parent = load_token(
+            query,
+            key,
+            value,
+            decay,
+            value_decay,
+            beta,
+            dt,
+            segment_roles,
+            parents,
+            token + 1,
+            end,
+            channels,
+            columns,
+            spec,
         )
         if spec.HAS_TREES:
             state = state_after_parent(
                 state, token, parent, first, initial_state_pointers, mask, final_state_pointers, in_bounds, spec
             )
-        state = update_state(state, k, v, g, w, b, role, spec)
+        state = update_state(state, k, v, g, w, b, segment_role, spec)
         # Read after the write: a token sees what it wrote.
         output_tile = spec.OUTPUT_SCALE * tl.sum(state * q[:, None], axis=0)
         if spec.HAS_SKIP:
             output_tile += skip_weight * v
         if spec.HAS_SEGMENTS:
-            output_tile = tl.where(role > 0, output_tile, 0.0)
+            output_tile = tl.where(segment_role > 0, output_tile, 0.0)
         output_pointers = output + token * (spec.H * spec.V) + columns
         tl.store(output_pointers, output_tile.to(output.dtype.element_ty), mask=columns < spec.V)
         if spec.HAS_TREES:
@@ -267,7 +293,16 @@ def fused_recurrent_kernel(
                 mask=in_bounds,
                 eviction_policy=spec.STATE_EVICTION_POLICY,
             )
-        q, k, v, g, w, b, role, parent = next_q, next_k, next_v, next_g, next_w, next_b, next_role, next_parent
+        q, k, v, g, w, b, segment_role, parent = (
+            next_q,
+            next_k,
+            next_v,
+            next_g,
+            next_w,
+            next_b,
+            next_segment_role,
+            next_parent,
+        )
     if not spec.HAS_TREES:
         # In place, only this program read the tile, at the top.
         tl.store(

@@ -101,10 +101,10 @@ def load_chunks_until_decayed(
     NUM_TILES].
     """
     base = chunks_until_decayed + ((row * NUM_SEGMENTS + segment) * spec.H + head) * NUM_TILES
-    most_chunks = tl.load(base)
+    max_over_tiles = tl.load(base)
     for tile in tl.static_range(1, NUM_TILES):
-        most_chunks = tl.maximum(most_chunks, tl.load(base + tile))
-    return most_chunks
+        max_over_tiles = tl.maximum(max_over_tiles, tl.load(base + tile))
+    return max_over_tiles
 
 
 @triton.jit
