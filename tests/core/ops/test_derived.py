@@ -9,9 +9,9 @@ import toy
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.modules import operations
-from ejkernel.ops import ArgumentRecord, Op
+from ejkernel.ops import ArgumentRecord, Case, Op
 from ejkernel.ops.argument_records import holds_arrays
-from ejkernel.ops.derived import axes_of, config_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of, config_of, normal_inputs
 
 
 def public(
@@ -60,6 +60,35 @@ def test_normal_inputs_are_for_floats_alone():
     assert normal_inputs(shapes, jax.random.key(0)).x.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="PublicArguments has integers; give the operation a make_inputs"):
         normal_inputs(PublicArguments(x=jax.ShapeDtypeStruct((2,), "int32")), jax.random.key(0))
+
+
+def biased(
+    x: Float[Array, "b t h"],
+    bias: Float[Array, "#b t"] | Integer[Array, "t"] | None = None,
+    ids: Integer[Array, "b t"] | None = None,
+    table: Float[Array, "n h"] | None = None,
+    *,
+    cfg: toy.ToyConfig | None = None,
+):
+    """Takes one array, and three optional ones."""
+
+
+class BiasedArguments(ArgumentRecord, of=biased):
+    """Its record."""
+
+
+def test_an_optional_floating_array_without_a_case_gets_one():
+    def make(key):
+        return BiasedArguments(x=jax.random.normal(key, (2, 3, 4)))
+
+    fields = ("bias", "ids", "table", "other")
+    cases = (Case(name="packed", make=make, exercises=frozenset({"ids"})), Case(name="plain", make=make))
+    (case,) = cases_of(biased, fields, cases)
+    record = case.make(jax.random.key(0))
+    assert (case.name, case.exercises, case.tags) == ("bias alone", {"bias"}, {"ci"})
+    assert (record.x.shape, record.bias.shape, record.ids, record.table) == ((2, 3, 4), (2, 3), None, None)
+    assert not cases_of(biased, fields, (*cases, case))
+    assert not cases_of(biased, fields, cases[:1])
 
 
 def test_a_declaration_says_what_does_not_follow():

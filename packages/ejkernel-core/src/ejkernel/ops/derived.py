@@ -2,9 +2,12 @@
 them.
 """
 
+import dataclasses
+import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,11 +44,68 @@ def axes_of(function: Callable[..., Any], other: Mapping[str, str]) -> dict[str,
     return letters | {name: axes for name, axes in other.items() if name not in letters}
 
 
-def _shapes(annotation: Any) -> Iterator[str]:
-    """Yields the shapes of an annotation of arrays, without the marks of axes that are broadcast."""
+def _arrays(annotation: Any) -> Iterator[type[AbstractArray]]:
+    """Yields the kinds of arrays of an annotation."""
     for option in typing.get_args(annotation) or (annotation,):
         if isinstance(option, type) and issubclass(option, AbstractArray):
-            yield option.dim_str.replace("#", "").strip()
+            yield option
+
+
+def _shapes(annotation: Any) -> Iterator[str]:
+    """Yields the shapes of an annotation of arrays, without the marks of axes that are broadcast."""
+    for option in _arrays(annotation):
+        yield option.dim_str.replace("#", "").strip()
+
+
+def cases_of(function: Callable[..., Any], fields: Iterable[str], cases: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns a case for every optional floating array of the family that no case is about.
+
+    Such a case is the first one that is about no optional field, with normal numbers in the shape that the annotation
+    states. There is none for an array that has an axis of its own.
+
+    Args:
+        function: The public function.
+        fields: The optional fields of the family's record; an argument of the same name is such an array.
+        cases: The cases that the operation declares.
+    """
+    exercised = frozenset().union(*(case.exercises for case in cases))
+    names = sorted(set(fields) & inspect.get_annotations(function).keys() - exercised)
+    plain = next((case for case in cases if "ci" in case.tags and not case.exercises), None)
+    if not names or plain is None:
+        return ()
+    required, optional = _shapes_of_arrays(function)
+    known = {axis for axes in required.values() for axis in axes}
+    derived = []
+    for name in names:
+        axes = optional.get(name)
+        if axes is not None and set(axes) <= known:
+            make = functools.partial(_with_array, plain.make, required, name, axes)
+            derived.append(dataclasses.replace(plain, name=f"{name} alone", make=make, exercises=frozenset({name})))
+    return tuple(derived)
+
+
+def _shapes_of_arrays(function: Callable[..., Any]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Returns the axes of the required arrays of a function, and those of the optional floating ones."""
+    required, optional = {}, {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        for array in _arrays(parameter.annotation):
+            axes = array.dim_str.replace("#", "").split()
+            if parameter.default is parameter.empty:
+                required.setdefault(name, axes)
+            elif "float32" in array.dtypes:
+                optional.setdefault(name, axes)
+    return required, optional
+
+
+def _with_array(make: Callable[[Any], Any], required: Any, name: str, axes: list[str], key: jax.Array) -> Any:
+    """Returns the record of a case with one more array of normal numbers, whose sizes follow from the others'."""
+    record = make(key)
+    sizes: dict[str, int] = {}
+    for argument, letters in required.items():
+        shape = getattr(getattr(record, argument), "shape", ())
+        sizes |= dict(zip(letters, shape, strict=True)) if len(shape) == len(letters) else {}
+    key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return dataclasses.replace(record, **{name: jax.random.normal(key, [sizes[axis] for axis in axes])})
 
 
 def normal_inputs(args: Any, key: jax.Array) -> Any:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
-from ejkernel.ops.derived import axes_of, config_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of, config_of, normal_inputs
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
 from ejkernel.ops.values import Conditions
 from ejkernel.renamed import current_names
+from ejkernel.types.arguments import optional_fields
 
 CALL_OPTIONS = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
@@ -71,7 +72,8 @@ class Op:
         family: The family that the operation lowers to.
         validate: Raises ValueError for a call that is wrong on every backend.
         lower: Argument record -> family record; plain differentiable jnp.
-        cases: Input makers.
+        cases: Input makers. An optional floating array that no case is about gets one, if its shape follows from the
+            required arrays.
         axes: Axis letters of the positional arguments that differ from those of the annotations, in the family's
             letters. `Op.axes` has them all, in public order.
         function: The public function, whose signature is the contract; that of `arguments` unless given.
@@ -127,6 +129,7 @@ class Op:
         if function is None:
             raise ValueError(f"function: got none, and {self.arguments.__name__} has its fields from no function")
         derived: dict[str, Any] = {"function": function, "axes": axes_of(function, self.axes)}
+        derived["cases"] = (*self.cases, *cases_of(function, optional_fields(self.family.record), self.cases))
         derived["name"] = self.name or function.__name__
         derived["config"] = config_of(function) if self.config is BaseOperationConfig else self.config
         derived["reference"] = self._lowered_reference if self.reference is _unstated else self.reference
