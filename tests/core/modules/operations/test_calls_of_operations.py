@@ -70,3 +70,11 @@ def test_a_docstring_without_a_place_for_the_options_is_refused(text):
         return
     with pytest.raises(ValueError, match="docstring"):
         complete_docstring(text)
+
+
+@pytest.mark.parametrize("own", ["", "Raises:\n    TypeError: Its own.\n\n"])
+def test_every_operation_documents_the_shared_errors_once(own):
+    text = complete_docstring(f"One.\n\nArgs:\n    x: An array.\n\nReturns:\n    It.\n\n{own}Example:\n    Code.")
+    assert text.count("\n\nRaises:\n    ValueError: ") == text.count("NoImplementationError") == 1
+    assert ("    TypeError: Its own." in text) == bool(own)
+    assert text.endswith("\n\nExample:\n    Code.")

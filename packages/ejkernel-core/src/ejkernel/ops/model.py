@@ -103,7 +103,7 @@ class Op:
 
     arguments: type
     family: Family
-    validate: Callable[[Any], None]
+    validate: Callable[[Any], object]
     lower: Callable[[Any], Any]
     cases: tuple[Case, ...]
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict)

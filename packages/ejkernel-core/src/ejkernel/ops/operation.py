@@ -16,10 +16,16 @@ OPTIONS = """
     mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
     in_specs: Partition specs of the positional arguments, in order. Trailing ones may be left out and then follow from
         the others, as does a None.
-    out_specs: Partition specs of the results, in order; those behind the first may be left out. Must follow from the
+    out_specs: Partition specs of the results, in order; those after the first may be left out. Must follow from the
         inputs'.
 """
 """The documentation of the call options in every operation's docstring."""
+ERRORS = """
+Raises:
+    ValueError: A shape, dtype or value is wrong; the message names the argument.
+    NoImplementationError: No backend serves the call; the message is the table of reasons.
+"""
+"""The errors of every operation; its docstring has those of its own."""
 
 
 def run_operation(op: Op, arguments: dict[str, Any]) -> Any:
@@ -40,13 +46,16 @@ def run_operation(op: Op, arguments: dict[str, Any]) -> Any:
 
 
 def document_options(function: Function) -> Function:
-    """Completes the docstring of an operation's public function with the call options, which all operations share."""
+    """Completes the docstring of an operation's public function with what all operations share: the call options and
+    the errors.
+    """
     function.__doc__ = complete_docstring(function.__doc__)
     return function
 
 
 def complete_docstring(docstring: str | None) -> str | None:
-    """Returns the docstring of a declaration with the call options after its own arguments.
+    """Returns the docstring of a declaration with the call options after its own arguments, and the errors of every
+    operation before its own.
 
     Raises:
         ValueError: The docstring has no section of arguments or no section of results, or it documents a call option
@@ -60,4 +69,10 @@ def complete_docstring(docstring: str | None) -> str | None:
     repeated = [name for name in CALL_OPTIONS if name in documented]
     if not separator or "\nArgs:\n" not in arguments or repeated:
         raise ValueError(f"docstring: got {'again ' + ', '.join(repeated) if repeated else 'none of'} Args and Returns")
+    declared_errors, example = "\nRaises:\n", "\n\nExample:\n"
+    if declared_errors in results:
+        results = results.replace(declared_errors, ERRORS, 1)
+    else:
+        results, head, code = results.partition(example)
+        results = f"{results.rstrip()}\n{ERRORS.rstrip()}{head}{code}"
     return arguments + OPTIONS.rstrip() + separator + results

@@ -102,10 +102,6 @@ def attention(
         most 1 before it. The output alone without `return_weights`. Rows with nothing to attend are 0, and so is
         their gradient.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

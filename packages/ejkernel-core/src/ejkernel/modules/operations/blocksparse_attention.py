@@ -147,9 +147,7 @@ def blocksparse_attention(
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
         NotImplementedError: `qkv_layouts` or `sequence_parallelism_mesh_axis_name` is given.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
 
     Example:
         ```python

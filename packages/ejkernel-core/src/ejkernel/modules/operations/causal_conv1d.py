@@ -94,10 +94,6 @@ def causal_conv1d(
         dtype: donate them, and the update is in place. States of W tokens where initial_state has such. With parents
         [B, T, I, W - 1] or [B, T, I, W], in x's dtype.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -1,6 +1,5 @@
 """Prefill and decoding mixed in one batch, over separate caches that the new tokens are first written into."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
-from ejkernel.ops.values import Condition
 
 
 @document_options
@@ -104,10 +102,6 @@ def chunked_prefill_paged_decode(
         With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp
@@ -146,11 +140,6 @@ def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:
     check_same_dtype({"key_cache": args.key_cache, "keys": args.keys, "values": args.values})
 
 
-def conditions(args: ChunkedPrefillPagedDecodeArguments) -> Iterable[Condition]:
-    """Yields the conditions that lengths, starts and tables fit each other."""
-    yield from batch_conditions(args)
-
-
 def lower(args: ChunkedPrefillPagedDecodeArguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
     return batch_record(args, new_keys=args.keys, new_values=args.values)
@@ -178,7 +167,7 @@ OP = Op(
     family=paged_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=conditions,
+    conditions=batch_conditions,
     conventions=conventions.of_pages,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
     tolerance=TOLERANCE,

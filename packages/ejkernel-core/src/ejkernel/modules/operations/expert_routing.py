@@ -78,10 +78,6 @@ def expert_routing(
         - sizes [E], how many rows each expert has;
         - weights [T, K] of the experts, float32 (float64 for float64), with `scores`.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax.numpy as jnp

@@ -126,9 +126,7 @@ def fused_cross_entropy(
         lm_head_weight and lm_head_bias. Arrays are float32 (float64 of float64).
 
     Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
         NotImplementedError: Differentiated with respect to weights or soft_targets.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
 
     Example:
         ```python

@@ -82,10 +82,6 @@ def fused_kl_divergence(
         `KLDivergenceOutput(loss, weight_sum, teacher_entropy)`, float32 (float64 of float64). Only the loss has a
         gradient: of student_logits.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax

@@ -6,14 +6,13 @@ import jax
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
-from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
 from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_parents, rank, settle_packing
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -82,10 +81,6 @@ def gated_delta_rule(
         [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], or [B, T, H, K, V] with
         `parents`, float32 (float64 for float64 inputs).
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp
@@ -127,18 +122,6 @@ class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
 gdr_attention = gated_delta_rule
 
 
-def validate(args: GatedDeltaRuleArguments) -> None:
-    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    sizes = delta_rule.check_delta(args)
-    delta_rule.check_packed(args, sizes)
-    check_parents(args, sizes)
-
-
-def lower(args: GatedDeltaRuleArguments) -> LinearRecurrence:
-    """Returns the family's record of a call."""
-    return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
-
-
 def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Routes a call with a state and no segments: if it has six specs, the sixth is the spec of the state instead of
     that of the segments.
@@ -162,8 +145,8 @@ class GatedDeltaRule(Kernel[GatedDeltaRuleConfig, Array]):
 OP = Op(
     arguments=GatedDeltaRuleArguments,
     family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
+    validate=delta_rule.validate,
+    lower=delta_rule.lower,
     conditions=of_trees(of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta_rule_cases(GatedDeltaRuleArguments),

@@ -104,10 +104,6 @@ def gated_grouped_matmul(
     Returns:
         [M, F] in lhs's dtype; 0 for unassigned rows, or what `left_over` says, and for those of no token.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax

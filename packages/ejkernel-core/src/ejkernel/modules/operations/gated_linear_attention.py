@@ -75,10 +75,6 @@ def gated_linear_attention(
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
         (float64 for float64 inputs). Empty sequences keep their initial state.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp
@@ -104,18 +100,14 @@ class GLAttentionArguments(ArgumentRecord, of=gated_linear_attention):
 gla_attention = gated_linear_attention
 
 
-def _recurrent(args: GLAttentionArguments) -> Any:
-    return as_recurrent(args)
-
-
 def validate(args: GLAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    plain_recurrence.validate(_recurrent(args))
+    plain_recurrence.validate(as_recurrent(args))
 
 
 def lower(args: GLAttentionArguments) -> LinearRecurrence:
     """Returns the family's record of a call."""
-    return plain_recurrence.lower(_recurrent(args))
+    return plain_recurrence.lower(as_recurrent(args))
 
 
 class GLAttention(Kernel[GLAttentionConfig, Array]):

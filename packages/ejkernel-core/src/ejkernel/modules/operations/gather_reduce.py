@@ -58,10 +58,6 @@ def gather_reduce(
     Returns:
         [T, D] in the rows' dtype; 0 for a token that names no row.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax.numpy as jnp

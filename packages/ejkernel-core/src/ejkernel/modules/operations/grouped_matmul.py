@@ -130,10 +130,6 @@ def grouped_matmul(
         [M, N]. Left-over rows are 0, or `existing_out`, or undefined, as `left_over` says. The gradient of
         left-over rows of lhs is 0.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax.numpy as jnp

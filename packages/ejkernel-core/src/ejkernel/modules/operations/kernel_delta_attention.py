@@ -7,13 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import linear_recurrence
-from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_parents, settle_packing
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, settle_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -82,10 +81,6 @@ def kernel_delta_attention(
     Returns:
         [B, T, H, V] in query's dtype; with `return_state` also the states [B, H, K, V], or [B, T, H, K, V] with
         `parents`, float32 (float64 for float64 inputs).
-
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
 
     Example:
         ```python
@@ -176,18 +171,6 @@ def _channels(gate: Any, A_log: Any, dt_bias: Any) -> bool:
     )
 
 
-def validate(args: KernelDeltaAttentionArguments) -> None:
-    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    sizes = delta_rule.check_delta(args)
-    delta_rule.check_packed(args, sizes)
-    check_parents(args, sizes)
-
-
-def lower(args: KernelDeltaAttentionArguments) -> LinearRecurrence:
-    """Returns the family's record of a call."""
-    return delta_rule.delta_record(args, args.softmax_scale, **delta_rule.packed_fields(args))
-
-
 def _configure(args: KernelDeltaAttentionArguments, cfg: Any) -> Any:
     return delta_rule.configure(OP, args, cfg)
 
@@ -199,8 +182,8 @@ class KernelDeltaAttention(Kernel[KernelDeltaAttentionConfig, Array]):
 OP = Op(
     arguments=KernelDeltaAttentionArguments,
     family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
+    validate=delta_rule.validate,
+    lower=delta_rule.lower,
     conditions=of_trees(of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta_attention_cases(KernelDeltaAttentionArguments),

@@ -81,10 +81,6 @@ def lightning_attention(
         [B, T, H, V] in query's dtype; with `return_state` also the states, [B, H, K, V] or [N, H, K, V], float32
         (float64 for float64 inputs). Empty sequences keep their initial state.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -60,10 +60,6 @@ def lstm(
         Output [B, T, R * H] of the last layer in x's dtype, 0 in padding; the states after the last token
         [L * R, B, H] and its cells [L * R, B, H], both in float32 (float64 for float64).
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -67,10 +67,6 @@ def mean_pooling(
         M is the most that there can be, `min(T, (T + N * (chunk_size - 1)) // chunk_size)`: those after the last
         are 0.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax.numpy as jnp

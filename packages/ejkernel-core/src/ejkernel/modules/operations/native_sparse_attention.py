@@ -115,10 +115,6 @@ def native_sparse_attention(
         [B, T, H, V] in query's dtype. Padding is 0, and so is its gradient. Differentiable in query, key, value and
         the gates.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

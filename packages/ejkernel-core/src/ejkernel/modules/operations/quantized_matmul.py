@@ -96,10 +96,6 @@ def quantized_matmul(
     Returns:
         [..., N] in x's dtype.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax.numpy as jnp

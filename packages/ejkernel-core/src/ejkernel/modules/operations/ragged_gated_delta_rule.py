@@ -75,10 +75,6 @@ def ragged_gated_delta_rule(
         recurrent_state's dtype. With `parents` not the slots but the states after every token, [T, H, K, V], float32
         (float64 for float64 inputs), zeros for tokens of no request.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -109,10 +109,8 @@ def ring_attention(
         where a row has nothing to attend and no sink. Differentiable.
 
     Raises:
-        ValueError: A shape, dtype or value is wrong, or `axis_name` is neither bound nor an axis of a mesh; the message
-            names the argument.
+        ValueError: `axis_name` is neither bound nor an axis of a mesh.
         NotImplementedError: `mask_builder` is given.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
 
     Example:
         ```python

@@ -64,10 +64,6 @@ def rwkv4(
     Returns:
         [B, T, C] in v's dtype; with `return_state` also the state, [B, 3, C] float32 (float64 for float64 values).
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

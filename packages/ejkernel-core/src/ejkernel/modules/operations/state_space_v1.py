@@ -100,10 +100,6 @@ def state_space_v1(
         Output [B, T, I] in the dtype of hidden_states, final state [B, I, E], or [N, I, E] of packed sequences, in
         float32 (float64 for float64), and conv_state.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -125,10 +125,6 @@ def state_space_v2(
         [N, H, P, E], float32 (float64 for float64 inputs), and conv_state. With `parents` the states are those after
         every token, [B, T, H, P, E].
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp

@@ -1,13 +1,11 @@
 """Prefill and decoding mixed in one batch, over separate key and value caches that are only read."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Integer
 
 from ejkernel.families import paged_attention
-from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import UnifiedAttentionConfig
@@ -25,7 +23,6 @@ from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
-from ejkernel.ops.values import Condition
 
 
 @document_options
@@ -100,10 +97,6 @@ def unified_attention(
         With `return_lse`, lse [T, H] after the output: float32 (float64 for float64), natural logarithm, -inf
         where a row has nothing to attend and no sink.
 
-    Raises:
-        ValueError: A shape, dtype or value is wrong; the message names the argument.
-        NoImplementationError: No backend serves the call; the message is the table of reasons.
-
     Example:
         ```python
         import jax, jax.numpy as jnp
@@ -132,21 +125,6 @@ class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
         )
 
 
-def validate(args: UnifiedAttentionArguments) -> None:
-    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    check_batch(args)
-
-
-def conditions(args: UnifiedAttentionArguments) -> Iterable[Condition]:
-    """Yields the conditions that lengths, starts and tables fit each other."""
-    yield from batch_conditions(args)
-
-
-def lower(args: UnifiedAttentionArguments) -> PagedAttention:
-    """Returns the paged-attention record of a call."""
-    return batch_record(args)
-
-
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
     """Returns what the public function returns."""
     return with_lse(args, output[0], output[1])
@@ -165,9 +143,9 @@ class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):
 OP = Op(
     arguments=UnifiedAttentionArguments,
     family=paged_attention.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=conditions,
+    validate=check_batch,
+    lower=batch_record,
+    conditions=batch_conditions,
     conventions=conventions.of_pages,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     tolerance=TOLERANCE,

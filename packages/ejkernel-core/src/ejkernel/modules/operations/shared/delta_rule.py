@@ -10,6 +10,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_packing,
+    check_parents,
     check_segments,
     check_tokens,
     l2_normalised,
@@ -38,26 +39,29 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
     return sizes
 
 
-def packed_fields(args: Any) -> dict[str, Any]:
+def validate(args: Any) -> None:
+    """Raises ValueError for arrays of either operation that are wrong on every backend."""
+    sizes = check_delta(args)
+    check_segments(args, sizes)
+    if args.cu_seqlens is not None:
+        check_packing(args.cu_seqlens, sizes)
+    rows = "B" if args.cu_seqlens is None else "N"
+    check_floating("initial_state", args.initial_state, f"{rows} H K V", sizes)
+    check_parents(args, sizes)
+
+
+def lower(args: Any) -> LinearRecurrence:
+    """Returns the family's record of a call of either operation."""
+    return delta_record(args, args.softmax_scale, **_packed_fields(args))
+
+
+def _packed_fields(args: Any) -> dict[str, Any]:
     """Returns the record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
     parents = {"parents": args.parents}
     if args.cu_seqlens is not None:
         return {"cu_seqlens": args.cu_seqlens, "sequence_state": args.initial_state, **parents}
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
     return {"segment_ids": ids, "initial_state": args.initial_state, **parents}
-
-
-def check_packed(args: Any, sizes: dict[str, int]) -> None:
-    """Checks seg_ids, cu_seqlens and initial_state.
-
-    Raises:
-        ValueError: One of them is wrong.
-    """
-    check_segments(args, sizes)
-    if args.cu_seqlens is not None:
-        check_packing(args.cu_seqlens, sizes)
-    rows = "B" if args.cu_seqlens is None else "N"
-    check_floating("initial_state", args.initial_state, f"{rows} H K V", sizes)
 
 
 def axes_of(args: Any) -> dict[str, str]:
