@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel.cli.ops import support_matrix
+from ejkernel.cli.ops import fields, support_matrix
+from ejkernel.cli.public_arguments import public_arguments
 from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import non_default_fields
@@ -34,11 +35,11 @@ def ejkernel_implementations():
 
 
 def section(page: str, op: str) -> dict[str, list[str]]:
-    """The rows of an operation's table by their first cell."""
+    """The rows of an operation's table by their first cell, or by the field of the record that it has in brackets."""
     text = re.search(rf"^## {op}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     assert text, op
     cells = [line[2:-2].split(" | ") for line in text[1].splitlines() if line.startswith("| ")]
-    return {row[0].split(" (`")[0].strip("`"): row[1:] for row in cells}
+    return {row[0].split("(`")[-1].strip("`)"): row[1:] for row in cells}
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +85,24 @@ def test_an_operation_lists_those_that_serve_one_of_its_cases(page, name):
 
 @pytest.mark.parametrize(
     ("name", "row"),
-    [("unified_attention", "| `value_scale` (`v_scale`) |"), ("flash_attention", "| `softmax_aux` |")],
+    [
+        ("unified_attention", "| `v_scale` (`value_scale`) |"),
+        ("flash_attention", "| `attention_mask`, `mask_info` (`mask`) |"),
+        ("flash_attention", "| `softmax_aux` |"),
+        ("state_space_v1", "| `dt` (`step`) |"),
+        ("rwkv7", "| `r` (`query`) |"),
+    ],
 )
 def test_a_row_names_the_public_argument_that_sets_a_field(page, name, row):
     assert row in re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", page, re.M | re.S)[1]
+
+
+@pytest.mark.parametrize("name", sorted(registry().ops))
+def test_every_row_of_a_field_names_a_public_argument(page, name):
+    op = registry().ops[name]
+    for field in fields(op, registry().implementations[name]):
+        assert public_arguments(op, field), field
+        assert set(public_arguments(op, field)) <= set(op.signature.parameters)
 
 
 @pytest.mark.parametrize("name", sorted(registry().ops))

@@ -9,6 +9,7 @@ import msgspec
 
 from ejkernel.cli.as_json import AS_JSON, print_json
 from ejkernel.cli.devices import find_devices
+from ejkernel.cli.public_arguments import public_arguments
 from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
 from ejkernel.ops.dispatch import can_compute
@@ -25,7 +26,8 @@ declaration is wrong. To see which implementation a particular call would run, a
 *Splits* are the [axis letters](axes.md) over which `mesh`, `in_specs` and `out_specs` can split a call. Differentiating
 an operation without a gradient is an error.
 
-The last rows of a table are the arguments, under the names that the operation's family has for them:
+The last rows of a table are the arguments. In brackets is the name that reasons of `ejkernel explain` have for what an
+argument sets, if it is another one:
 
 - *with gradient*: the implementation supports the argument, and its backward pass computes the gradient.
 - *no gradient*: it supports the argument in the forward pass only. If another implementation has the gradient, that one
@@ -140,10 +142,12 @@ def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[st
 
 
 def _label(op: Op, field: str) -> str:
-    """Returns a field of the record and, in brackets, the public argument that sets it if it has another name."""
-    argument = PUBLIC_ARGUMENTS.get(field, field)
-    named = field not in op.signature.parameters and argument in op.signature.parameters
-    return f"`{field}` (`{argument}`)" if named else f"`{field}`"
+    """Returns the public arguments that set a field of the record and, in brackets, the field if its name differs."""
+    arguments = public_arguments(op, field)
+    if not arguments or arguments == (field,):
+        return f"`{field}`"
+    names = ", ".join(f"`{argument}`" for argument in arguments)
+    return f"{names} (`{field}`)"
 
 
 def _notes(registered: Registry, name: str, serving: Iterable[Implementation]) -> list[str]:
@@ -214,24 +218,6 @@ def _capability(requires: Requires) -> str:
 def _backward(implementation: Implementation) -> str:
     return "own" if implementation.backward else "that of another implementation, if there is one"
 
-
-PUBLIC_ARGUMENTS = {
-    "kv_starts": "sequence_start",
-    "lm_head": "lm_head_weight",
-    "logits_soft_cap": "logit_softcap",
-    "mask": "attention_mask",
-    "new_keys": "keys",
-    "new_values": "values",
-    "read": "C",
-    "segment_ids": "seg_ids",
-    "skip": "D",
-    "step": "dt",
-    "student": "student_logits",
-    "value_scale": "v_scale",
-    "write": "B",
-    "x": "hidden_states",
-}
-"""The public arguments that set fields of a record with another name."""
 
 FACTS: dict[str, Callable[[Implementation], str]] = {
     "platform": lambda one: one.platform,
