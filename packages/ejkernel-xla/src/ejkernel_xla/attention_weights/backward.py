@@ -21,7 +21,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.attention_weights.config import WeightRows, plan_rows
-from ejkernel_xla.attention_weights.forward import ALL_KEYS, head_sinks, row_scores
+from ejkernel_xla.attention_weights.forward import ALL_KEYS, row_scores
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.kernels.scores import (
     accumulator,
@@ -29,6 +29,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     drop,
     dropout_rows,
     folds_scale,
+    head_sinks,
     load_heads,
     load_keys,
     load_pairs,

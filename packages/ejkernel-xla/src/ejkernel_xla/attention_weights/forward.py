@@ -25,6 +25,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     dot,
     drop,
     dropout_rows,
+    head_sinks,
     load_keys,
     load_query,
     mask,
@@ -96,11 +97,3 @@ def _log_sum(record: TiledAttention, plan: TilePlan, at: Cursor, scores: jax.Arr
     if sink is not None:
         row_sum = row_sum + jnp.exp(sink - row_max)
     return jnp.where(row_sum > 0, jnp.log(jnp.where(row_sum > 0, row_sum, 1)) + row_max, -jnp.inf)
-
-
-def head_sinks(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
-    """Returns sink logits of a tile's heads, [h, g, 1]."""
-    if record.softmax_aux is None:
-        return None
-    sinks = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
-    return sinks.astype(accumulator(record)).reshape(plan.heads, plan.group, 1)

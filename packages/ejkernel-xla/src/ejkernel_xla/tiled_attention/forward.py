@@ -35,6 +35,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     dot,
     drop,
     dropout_rows,
+    head_sinks,
     load_keys,
     load_query,
     mask,
@@ -147,9 +148,8 @@ def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -
 def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: Cursor) -> dict[str, Any]:
     """Returns the epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
-    if record.softmax_aux is not None:
-        sink = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
-        sink = sink.astype(row_max.dtype).reshape(plan.heads, plan.group, 1)
+    sink = head_sinks(record, plan, at)
+    if sink is not None:
         row_max = jnp.maximum(running.row_max, sink)
         row_sum = row_sum * jnp.exp(running.row_max - finite(row_max)) + jnp.exp(sink - finite(row_max))
     attends = row_sum > 0

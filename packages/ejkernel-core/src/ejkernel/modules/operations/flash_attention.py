@@ -12,7 +12,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.paged_keys import of_pages, paged_call
-from ejkernel.modules.operations.shared import conventions
+from ejkernel.modules.operations.shared import conventions, dense_arguments
 from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.recurrences import rank
@@ -28,7 +28,6 @@ from ejkernel.modules.operations.shared.shapes import (
     check_not_empty,
     check_same_dtype,
     check_shape,
-    got,
 )
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -199,66 +198,11 @@ def validate(args: FlashAttentionArguments) -> None:
         axes = "B H" if rank(args.alibi_slopes) == 2 else "H"
         check_shape("alibi_slopes", args.alibi_slopes, axes, sizes, broadcast="B")
         check_dtype("alibi_slopes", args.alibi_slopes, jnp.floating, "a floating dtype")
-    _check_relative_bias(args, sizes)
+    dense_arguments.check_relative_bias(args, sizes)
     check_sinks(args.softmax_aux, sizes["H"])
-    _check_cum_seqlens(args, sizes)
-    _check_mask_info(args.mask_info, sizes)
-    _check_dropout_seed(args)
-
-
-def _check_relative_bias(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
-    if args.relative_bias is None:
-        return
-    check_shape("relative_bias", args.relative_bias, "H R", sizes)
-    check_dtype("relative_bias", args.relative_bias, jnp.floating, "a floating dtype")
-    if not args.relative_bias.shape[1] % 2:
-        raise ValueError(f"relative_bias: got shape {args.relative_bias.shape}, wants [H, 2 R + 1]")
-    placed = [name for name in ("q_positions", "kv_positions") if getattr(args.mask_info, name, None) is not None]
-    if placed or args.cum_seqlens_k is not None:
-        other = f"mask_info.{placed[0]}" if placed else "cum_seqlens_k"
-        raise ValueError(f"relative_bias: got a value with {other}, wants one of the two: its distances count indices")
-
-
-def _check_cum_seqlens(args: FlashAttentionArguments, sizes: dict[str, int]) -> None:
-    if args.cum_seqlens_q is None and args.cum_seqlens_k is None:
-        return
-    if args.cum_seqlens_q is None:
-        raise ValueError("cum_seqlens_q: got None with cum_seqlens_k given, wants both or cum_seqlens_q alone")
-    if args.cum_seqlens_k is None and sizes["T"] != sizes["S"]:
-        raise ValueError(f"cum_seqlens_k: got None with {sizes['T']} queries and {sizes['S']} keys, wants [N + 1] ints")
-    known = {"B+1": sizes["B"] + 1}
-    for name in ("cum_seqlens_q", "cum_seqlens_k"):
-        array = getattr(args, name)
-        if array is not None:
-            check_shape(name, array, "N+1" if sizes["B"] == 1 else "B+1", known)
-            check_not_empty(name, array, "N+1", "N+1")
-            check_dtype(name, array, jnp.integer, "an integer dtype")
-
-
-def _check_mask_info(mask_info: Any, sizes: dict[str, int]) -> None:
-    if not isinstance(mask_info, MaskInfo | None):
-        raise ValueError(f"mask_info: got {got(mask_info)}, wants a MaskInfo")
-    wants = {
-        "explicit_mask": "B H T S",
-        "explicit_q_segment_ids": "B T",
-        "explicit_kv_segment_ids": "B S",
-        "q_positions": "B T",
-        "kv_positions": "B S",
-    }
-    for name, axes in wants.items():
-        array = getattr(mask_info, name, None)
-        if array is not None:
-            label = "attention_mask" if name == "explicit_mask" else name.removeprefix("explicit_")
-            check_shape(f"mask_info.{label}", array, axes, dict(sizes), broadcast=axes if "H" in axes else "B")
-
-
-def _check_dropout_seed(args: FlashAttentionArguments) -> None:
-    if args.dropout_seed is None:
-        return
-    wants = "an integer, in an array of shape () or not"
-    if jnp.ndim(args.dropout_seed) or not hasattr(args.dropout_seed, "dtype"):
-        raise ValueError(f"dropout_seed: got {got(args.dropout_seed)}, wants {wants}")
-    check_dtype("dropout_seed", args.dropout_seed, jnp.integer, wants)
+    dense_arguments.check_cum_seqlens(args, sizes)
+    dense_arguments.check_mask_info(args.mask_info, sizes)
+    dense_arguments.check_dropout_seed(args)
 
 
 def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:

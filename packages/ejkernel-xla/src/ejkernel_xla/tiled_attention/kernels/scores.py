@@ -257,3 +257,11 @@ def _positions(positions: jax.Array | None, axis: Axis, at: Cursor, rows: int, t
     if positions is None:
         return (axis.start(tile) + jnp.arange(axis.block, dtype=jnp.int32))[None]
     return take(positions, (at.batch, axis.start(tile)), (rows, axis.block))
+
+
+def head_sinks(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
+    """Returns sink logits of a tile's heads, [h, g, 1]."""
+    if record.softmax_aux is None:
+        return None
+    sinks = lax.dynamic_slice(record.softmax_aux, (at.head * plan.group,), (plan.heads * plan.group,))
+    return sinks.astype(accumulator(record)).reshape(plan.heads, plan.group, 1)
