@@ -11,24 +11,24 @@ from typing import Any
 
 RECORDS = re.compile(r"(lab|results)/(?!scripts)")
 """Pages that record measurements."""
-MEMBER = re.compile(r"#ejkernel\.[a-z_.]*[A-Z]\w*\.\w+|#ejkernel\.compat\.")
-"""Attributes and methods of a class, and helpers for callers of earlier libraries."""
+MEMBER = re.compile(r"#ejkernel\.[a-z_.]*[A-Z]\w*\.\w+|#ejkernel\.modules\.[A-Z]|#ejkernel\.compat\.")
+"""Members of a class, classes on an operation's page, and helpers for callers of earlier libraries."""
 
 
 def refine(index: Path) -> None:
-    """Rewrites `search.json`: leaves members of classes out, and makes one entry of each page of measurements."""
+    """Rewrites `search.json`: members of classes, and sections of measurements, become text of their page's entry."""
     content = json.loads(index.read_text(encoding="utf-8"))
     pages: dict[str, dict[str, Any]] = {}
     kept: list[dict[str, Any]] = []
     for item in content["items"]:
         page = item["location"].partition("#")[0]
-        if MEMBER.search(item["location"]):
-            continue
-        if not RECORDS.match(page):
-            kept.append(item)
-        elif page in pages:
+        is_record = RECORDS.match(page)
+        if page in pages and (is_record or MEMBER.search(item["location"])):
             pages[page]["text"] += f" {item['title']} {item['text']}"
-        else:
-            pages[page] = item | {"title": "Lab notebook" if page.startswith("lab/") else "Measurements"}
-    content["items"] = kept + list(pages.values())
+            continue
+        if is_record:
+            item["title"] = "Lab notebook" if page.startswith("lab/") else "Measurements"
+        pages.setdefault(page, item)
+        kept.append(item)
+    content["items"] = kept
     index.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

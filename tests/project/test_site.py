@@ -14,8 +14,10 @@ def test_the_search_index_leads_to_guides_and_not_to_members(tmp_path):
 
     items = [
         ("operations/paged_attention/", "Paged attention"),
+        ("api/types/", "Types"),
         ("api/types/#ejkernel.types.MaskInfo", "MaskInfo"),
         ("api/types/#ejkernel.types.MaskInfo.bias", "bias"),
+        ("api/ejgpu/", "ejgpu"),
         ("api/ejgpu/#ejkernel.compat.ejgpu.flash_attn_varlen", "flash_attn_varlen"),
         ("lab/paged_attention_gpu/", "Paged attention: what was tried"),
         ("lab/paged_attention_gpu/#record", "Record"),
@@ -28,14 +30,17 @@ def test_the_search_index_leads_to_guides_and_not_to_members(tmp_path):
     kept = {item["location"]: item for item in json.loads(index.read_text())["items"]}
     assert list(kept) == [
         "operations/paged_attention/",
+        "api/types/",
         "api/types/#ejkernel.types.MaskInfo",
-        "results/scripts/",
+        "api/ejgpu/",
         "lab/paged_attention_gpu/",
         "results/paged_attention_gpu/",
+        "results/scripts/",
     ]
     assert kept["lab/paged_attention_gpu/"]["title"] == "Lab notebook"
     assert kept["lab/paged_attention_gpu/"]["text"] == "words Record words"
     assert kept["operations/paged_attention/"]["title"] == "Paged attention"
+    assert kept["api/types/"]["text"] == "words bias words"  # members are still found, by their page
 
 
 def test_every_page_of_measurements_and_of_the_lab_is_in_the_navigation():
