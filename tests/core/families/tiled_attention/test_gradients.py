@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.tiled_attention.gradients import sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel.families.tiled_attention.gradients import added_up, sinks_gradient
+from ejkernel.types.pullback import Pullback
 
 SCORES, VALUES, SINKS, WEIGHTS = (
     np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -39,3 +41,20 @@ def test_sinks_have_the_gradient_of_the_formula(with_lse):
     gradient = sinks_gradient(pullback, jnp.sum(output * cotangent, axis=-1))
     np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
     assert float(jnp.abs(expected).min()) > 0.01
+
+
+class Unordered(frozenset):
+    """A set whose order is never that of names, as another process may have it."""
+
+    def __iter__(self):
+        return reversed(sorted(super().__iter__()))
+
+
+def test_programs_do_not_depend_on_the_order_of_a_set():
+    """Python orders sets of strings anew in every process: a program would miss the cache of compiled programs."""
+    x = jnp.ones((1, 2, 1, 4))
+    record = TiledAttention(query=x, key=x, value=x, softmax_scale=1.0, normalize_output=False)
+    names = Unordered({"query", "key", "value"})
+    pullback = Pullback(record=record, residuals=None, output=x, cotangent=x, grad_fields=names)
+    gradients = added_up(lambda part, config: {name: x for name in names}, pullback, None)
+    assert list(gradients) == ["key", "query", "value"]

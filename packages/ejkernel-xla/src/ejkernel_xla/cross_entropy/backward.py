@@ -24,7 +24,7 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
         fields.
     """
     record, (loss_cotangent, lse_cotangent, *_) = pullback.record, pullback.cotangent
-    saved = {name: getattr(pullback.residuals, name) for name in pullback.grad_fields}
+    saved = {name: getattr(pullback.residuals, name) for name in sorted(pullback.grad_fields)}
     if all(gradient is not None for gradient in saved.values()):
         return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
     factors = gradients.factors(

@@ -65,7 +65,8 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
 def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(tiled(pullback.record))
-    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in pullback.grad_fields - {"softmax_aux"}}
+    names = sorted(pullback.grad_fields - {"softmax_aux"})
+    zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in names}
     zeros = _compat.as_varying(zeros, pullback)
     # dk and dv go around with their keys, and arrive at home complete; dq and dbias stay.
     travelling_gradients = {name: zeros[name] for name in ("key", "value") if name in zeros}

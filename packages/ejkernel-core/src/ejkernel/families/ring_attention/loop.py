@@ -215,7 +215,7 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
             grad_fields=pullback.grad_fields,
         )
         gradients = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
-        return step.spread({name: gradients[name] for name in pullback.grad_fields}, load["key"].shape[1])
+        return step.spread({name: gradients[name] for name in sorted(pullback.grad_fields)}, load["key"].shape[1])
 
     def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
         grads = grads_of(step_at(record, ring, distance, load), load)

@@ -94,7 +94,7 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
     grads: Gradients = {}
 
     def collect(branch_grads: Mapping[str, jax.Array]) -> None:
-        for name in branch_grads.keys() & grad_fields:
+        for name in sorted(branch_grads.keys() & grad_fields):
             gradient = branch_grads[name].astype(wide)
             grads[name] = grads[name] + gradient if name in grads else gradient
 
@@ -114,7 +114,7 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
             collect(_dense(record, name, branch, gated_cotangent, grad_fields, dense))
         elif grad_fields & SHARED:
             collect(selected(record, branch, gated_cotangent, grad_fields & SHARED))
-    return {name: grads[name].astype(getattr(record, name).dtype) for name in grad_fields}
+    return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(grad_fields)}
 
 
 def _dense(

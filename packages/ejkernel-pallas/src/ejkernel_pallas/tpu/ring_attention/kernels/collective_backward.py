@@ -100,7 +100,7 @@ def _ring_gradients(
     """Returns the gradients of all fields except sinks, in the layout of the ring's computation, float32."""
     record, ring = plan.record, plan.ring
     # Gradients are float32 until the end: every device adds a part, and each rounding to 16 bits would add an error.
-    zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in grad_fields}
+    zeros = {name: jnp.zeros(getattr(record, name).shape, jnp.float32) for name in sorted(grad_fields)}
     zeros = _compat.as_varying(zeros, (record, query_rows))
     # Gradients of keys and values travel with their keys, and are complete when they are back at their own device;
     # those of queries stay.
