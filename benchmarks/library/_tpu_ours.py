@@ -20,6 +20,7 @@ from ejkernel.modules import (
     lightning_attention,
     mla_decode,
     multi_latent_ragged_page_attention,
+    native_sparse_attention,
     quantized_matmul,
     ragged_gated_delta_rule,
     ragged_page_attention_v2,
@@ -47,6 +48,37 @@ def attention(gradient: bool = False) -> Workload:
     if gradient:
         return Workload(function=both, args=args, flops=3.5 * FORWARD, bytes=12 * size)
     return Workload(function=forward, args=args, flops=FORWARD, bytes=4 * size)
+
+
+def selected_blocks(dense: bool = False, gradient: bool = False) -> Workload:
+    """The selected branch of native sparse attention as in its paper: 16 query heads of one KV head, 16 blocks of 64
+    keys per query, its own and random ones before; or dense causal attention of the same arrays.
+    """
+    tokens, heads, block, listed = 16384, 16, 64, 16
+
+    def forward(query: Any, key: Any, value: Any, indices: Any) -> Any:
+        if dense:
+            return flash_attention(query, key, value, causal=True, platform="pallas")
+        return native_sparse_attention(
+            query, key, value, block_indices=indices, block_counts=listed, block_size=block, platform="pallas"
+        )
+
+    def both(*args: Any) -> Any:
+        return jax.grad(lambda arrays: forward(*arrays, args[3]).astype(jnp.float32).sum())(args[:3])
+
+    own = np.arange(tokens)[:, None] // block
+    order = np.random.default_rng(0).random((tokens, tokens // block))
+    order = np.where(np.arange(tokens // block) < own, order, np.where(np.arange(tokens // block) == own, -1, 2))
+    indices = np.argsort(order, axis=1)[:, :listed]
+    indices = np.where(indices <= own, indices, -1).astype(np.int32)[None, :, None]
+    query, key = (jax.ShapeDtypeStruct((1, tokens, n, SIZE), jnp.bfloat16) for n in (heads, 1))
+    pairs = tokens**2 / 2 if dense else np.minimum((indices >= 0).sum() * block, tokens**2 / 2)
+    factor = 3.5 if gradient else 1
+    size = 2 * tokens * SIZE * (2 * heads + 2) * (2.5 if gradient else 1)
+    function = both if gradient else forward
+    return Workload(
+        function=function, args=(query, key, key, indices), flops=4 * factor * pairs * heads * SIZE, bytes=size
+    )
 
 
 def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workload:

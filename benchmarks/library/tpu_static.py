@@ -141,6 +141,17 @@ VECTORS = tuple(
     for what, build in (("causal convolution", "convolution"), ("selective scan", "scan"))
     for gradient in (False, True)
 )
+SELECTED = tuple(
+    case(
+        f"{what}, 16384 tokens, 16 heads a KV head{', and its gradients' * gradient}, ejkernel",
+        "selected_blocks",
+        OURS,
+        dense=dense,
+        gradient=gradient,
+    )
+    for what, dense in (("selected blocks", False), ("dense causal attention", True))
+    for gradient in ((False, True) if not dense else (False,))
+)
 QUICK = (
     case("flash attention, ejkernel", "attention", OURS),
     case("flash attention, JAX flash, blocks of 1024", "flash", block=1024),
@@ -170,6 +181,7 @@ ALL = (
     *RECURRENCES,
     *STEPS,
     *VECTORS,
+    *SELECTED,
 )
 
 

@@ -35,7 +35,6 @@ REASONS = {
         "it is one pass over the values and has no product: XLA fuses the sum and the division into this pass, and "
         "a kernel would read as many bytes"
     ),
-    "selected_attention": ("a kernel is not written"),
     "wkv": ("each token has a few elementwise operations per channel and no product; a kernel is not written"),
 }
 """Reasons by family. The support matrix shows them at the operations that no TPU kernel serves."""

@@ -91,3 +91,11 @@ def test_an_operand_of_unknown_value_is_named_by_its_number(machine):
 def test_both_cores_of_a_v5p_share_its_bandwidth():
     assert CHIPS["v5p"].core_bandwidth == CHIPS["v5p"].bandwidth / 2
     assert V5E.core_bandwidth == V5E.bandwidth
+
+
+def test_a_copy_to_scalar_memory_takes_the_words_of_its_block():
+    machine = Machine(V5E, {1: list(range(512))})
+    machine.start(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * POINTER)
+    assert [machine.load(7 * POINTER + n) for n in (0, 31)] == [256, 287]
+    assert machine.load(7 * POINTER + 32) == 0
+    assert sum(machine.unknown.values()) == 1

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import profiled_kernels
 import pytest
+from jax.experimental import pallas as pl  # noqa: TID251
+from jax.experimental.pallas import tpu as pltpu  # noqa: TID251
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -51,6 +53,25 @@ def test_calls_with_a_batching_rule_of_their_own_are_looked_into():
     program = jax.custom_batching.sequential_vmap(lambda *args: pages_of(*args))
     ((call),) = calls(program, LENGTHS, TABLE, MEMORY)
     np.testing.assert_array_equal(call.scalars[0], LENGTHS)
+
+
+def test_inputs_whose_blocks_are_in_scalar_memory_are_evaluated():
+    def program(lists, memory):
+        return pl.pallas_call(
+            lambda lists, memory, out: None,
+            grid=(2,),
+            in_specs=[
+                pl.BlockSpec((1, 128), lambda i: (0, i), memory_space=pltpu.SMEM),
+                pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((8, 128), lambda i: (0, 0)),
+            out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        )(lists + 1, memory)
+
+    lists, memory = np.arange(256, dtype=np.int32)[None], np.zeros((8, 128), np.float32)
+    ((call),) = calls(program, lists, memory)
+    np.testing.assert_array_equal(call.scalars[0], lists + 1)
+    assert call.scalars[1] is None
 
 
 def test_what_depends_on_an_unknown_value_is_not():

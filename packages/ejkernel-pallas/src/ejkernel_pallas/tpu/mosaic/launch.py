@@ -46,12 +46,14 @@ class Operand:
             copies what it needs.
         index: Maps the coordinates of a grid step, and `table` if there is one, to the block's index.
         table: int32 vector that `index` reads; prefetched to scalar memory.
+        memory_space: Where blocks are; None for VMEM.
     """
 
     array: Any
     block: tuple[int | None, ...] | None = None
     index: Callable[..., Index] = identity_index
     table: Any = None
+    memory_space: Any = None
 
     @property
     def bytes(self) -> int:
@@ -62,7 +64,7 @@ class Operand:
         """Returns the block's specification; `where` returns a grid step's coordinates."""
         if self.block is None:
             return pl.BlockSpec(memory_space=pl.ANY)
-        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)))
+        return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)), memory_space=self.memory_space)
 
 
 def resident(array: Any) -> Operand:

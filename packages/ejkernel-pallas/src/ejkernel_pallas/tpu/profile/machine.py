@@ -8,6 +8,7 @@ from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.report import FROM_ICI, TO_ICI
 
 GRANULE = 32  # bytes per granule, the unit in which copies are counted
+_HBM_ADDRESS_WORDS = 128  # 32-bit words per unit of an address in HBM
 POINTER = 1 << 40  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
 _OPERAND_ADDRESS_BASE = 1 << 20
 _LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, as is their bandwidth
@@ -110,7 +111,9 @@ class Machine:
             done = cycle + _LOCAL_LATENCY + size / _LOCAL_BANDWIDTH
         self._arrivals[semaphore].append(_Arrival(done, granules))
         if kind.endswith("_to_smem"):
-            self._write(target, self._operands.get(source // POINTER - _OPERAND_ADDRESS_BASE, ()))
+            words = self._operands.get(source // POINTER - _OPERAND_ADDRESS_BASE, ())
+            first = source % POINTER * _HBM_ADDRESS_WORDS
+            self._write(target, words[first : first + size // 4])
 
     def start_general(self, cycle: float, kind: str, granules: int, source: int, target: int, overrides: int) -> None:
         """Starts a copy between any two memories, possibly of two devices, with a semaphore at either end.

@@ -30,7 +30,8 @@ class PallasCall:
     Attributes:
         name: The name of its kernel.
         grid: The grid, innermost axis last; a bound that is not static is text.
-        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds; None if unknown.
+        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds, and after them of its other
+            inputs, of which only those whose blocks are in scalar memory are evaluated; None if unknown.
     """
 
     name: str
@@ -98,7 +99,14 @@ def _describe_pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
     count = mapping.num_dynamic_grid_bounds + mapping.num_index_operands
     name = params.get("name") or str(params.get("name_and_src_info", ""))
     grid = tuple(size if isinstance(size, int) else str(size) for size in mapping.grid)
-    return PallasCall(name.split(" ")[0], grid, tuple(_value(thunk) for thunk in inputs[:count]))
+    blocks = mapping.block_mappings[: len(inputs) - count]
+    known = [*inputs[:count], *(x if _is_scalar(b) else _unknown for x, b in zip(inputs[count:], blocks, strict=True))]
+    return PallasCall(name.split(" ")[0], grid, tuple(map(_value, known)))
+
+
+def _is_scalar(mapping: Any) -> bool:
+    """Returns whether the blocks of an input are copied to scalar memory."""
+    return "smem" in str(getattr(mapping.transformed_block_aval, "memory_space", ""))
 
 
 def _is_collective(params: Any) -> bool:

@@ -1,0 +1,121 @@
+"""Backward pass of native sparse attention on TPUs.
+
+With p = exp(s - lse), the selected branch's cotangent do and delta_i = <do_i, o_i>:
+
+    dv_j  = sum_i p_ij do_i
+    ds_ij = p_ij (<do_i, v_j> - delta_i)
+    dq_i  = scale sum_j ds_ij k_j
+    dk_j  = scale sum_i ds_ij q_i
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.arithmetic import LOG2E
+from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import branches as selected_branches
+from ejkernel.types.pullback import Pullback
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.selected_attention import plan
+from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
+from ejkernel_pallas.tpu.selected_attention.forward import (
+    DENSE,
+    item_scratch,
+    run,
+    tile_of_keys,
+    tile_of_queries,
+    tile_of_rows,
+)
+from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dkdv import selected_bwd_dkdv
+from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dq import selected_bwd_dq
+from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec, make_spec
+
+Gradients = dict[str, jax.Array]
+
+
+def backward(pullback: Pullback, config: TpuSelected) -> Gradients:
+    """Returns gradients of the requested fields of a record.
+
+    Args:
+        pullback: Record, residuals, output and its cotangent, and the requested names.
+        config: Tile sizes of the selected branch.
+
+    Returns:
+        Each requested gradient, in its field's shape and dtype.
+    """
+    return selected_branches.backward(pullback, functools.partial(_selected, config=config), DENSE)
+
+
+def _selected(
+    record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str], config: TpuSelected
+) -> Gradients:
+    """Returns the requested gradients of query, key and value in the selected branch."""
+    spec = make_spec(record, config)
+    delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    lse = jnp.where(branch.lse == -jnp.inf, 0.0, branch.lse * LOG2E)
+    rows = {
+        "cotangent": plan.query_rows(cotangent, spec, spec.value_width),
+        "lse": plan.row_statistics(lse, spec),
+        "delta": plan.row_statistics(delta, spec),
+    }
+    gradients: Gradients = {}
+    if "query" in grad_fields:
+        gradients["query"] = _query_gradient(record, rows, spec)
+    if grad_fields & {"key", "value"}:
+        gradients |= _key_gradients(record, rows, spec)
+    return gradients
+
+
+def _scratch(spec: SelectedSpec) -> dict[str, Any]:
+    """Returns scratch memory of both kernels."""
+    shape = (spec.block_q, spec.rows, LANES)
+    return {
+        "lse_rows": pltpu.VMEM(shape, jnp.float32),
+        "delta_rows": pltpu.VMEM(shape, jnp.float32),
+        "scores": item_scratch(spec, jnp.float32),
+        "dweights": item_scratch(spec, jnp.float32),
+        "dscores": item_scratch(spec, spec.dtype),
+    }
+
+
+def _query_gradient(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> jax.Array:
+    (batch, kv_heads, tokens), shape = rows["cotangent"].shape[:3], (spec.rows, spec.width)
+    dquery = jax.ShapeDtypeStruct((batch, kv_heads, tokens, *shape), jnp.float32)
+    results = run(
+        "bwd_dq",
+        selected_bwd_dq,
+        record,
+        spec,
+        inputs={name: (tile_of_queries if name == "cotangent" else tile_of_rows)(spec, x) for name, x in rows.items()},
+        outputs={"dquery": tile_of_queries(spec, dquery)},
+        scratch={"acc": pltpu.VMEM((spec.block_q + 1, *shape), jnp.float32), **_scratch(spec)},
+    )
+    return plan.from_query_rows(results["dquery"], spec, record.query.shape[3])
+
+
+def _key_gradients(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> Gradients:
+    lead = (*rows["cotangent"].shape[:2], spec.key_tiles * spec.tile_parts, spec.keys)
+    results = run(
+        "bwd_dkdv",
+        selected_bwd_dkdv,
+        record,
+        spec,
+        inputs={
+            name: (tile_of_queries if name == "cotangent" else tile_of_rows)(spec, x, True) for name, x in rows.items()
+        },
+        outputs={
+            "dkey": tile_of_keys(spec, jax.ShapeDtypeStruct((*lead, spec.width), jnp.float32), True),
+            "dvalue": tile_of_keys(spec, jax.ShapeDtypeStruct((*lead, spec.value_width), jnp.float32), True),
+        },
+        scratch={"weights": item_scratch(spec, spec.dtype), **_scratch(spec)},
+        by_key=True,
+    )
+    gradients = {"key": (results["dkey"], record.key), "value": (results["dvalue"], record.value)}
+    return {
+        name: selected_branches.zero_padding(plan.from_key_parts(x, like, record, spec), record.kv_segment_ids)
+        for name, (x, like) in gradients.items()
+    }

@@ -1,0 +1,157 @@
+"""Tile sizes of the selected branch: the heuristic, the candidates worth measuring, and the memory that tiles take."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
+from ejkernel.ops.params import Direction
+
+LANES = 128
+MIN_TILE_ROWS = 1024
+"""A tile of queries has a multiple of this many rows, so that the lse of a tile fills whole registers."""
+MAX_TILE_ROWS = 2**14
+MAX_BLOCK_Q = 2**10
+"""The largest number of queries of a tile, which an entry of the work list has bits for."""
+MAX_SUB_BLOCK = 128
+"""The largest number of keys of a product; longer blocks are split."""
+STAGES = 3
+"""Stages of the pipeline of products."""
+WORK_LIST_SMEM_BYTES = 400 * 2**10
+"""Bytes of SMEM of the work list of a tile of queries, of which there are two."""
+VMEM_BYTES = 44 * 2**20
+"""Bytes of VMEM of blocks and scratch memory: what every chip has without what the compiler needs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuSelected:
+    """The configuration of either pass.
+
+    Attributes:
+        block_q: Queries of a tile, whose softmax is in VMEM.
+        block_kv: Keys of a tile in VMEM, rounded to whole blocks.
+        readers: Queries that read a block in one product.
+    """
+
+    block_q: int
+    block_kv: int
+    readers: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_q", "block_kv", "readers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}, wants a positive number")
+        if self.block_q > MAX_BLOCK_Q:
+            raise ValueError(f"block_q: got {self.block_q}, wants at most {MAX_BLOCK_Q} queries")
+
+
+PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
+"""Fields of the public configuration and what they set here."""
+
+SMALLEST = TpuSelected(block_q=1, block_kv=1, readers=1)
+"""The configuration that takes the least memory."""
+
+
+def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> TpuSelected:
+    """Returns the configuration for a record: the largest tiles that fit."""
+    rows = token_rows(record)
+    product_rows = 256 if record.query.dtype.itemsize == 2 else 128
+    block_q = min(MAX_BLOCK_Q, MAX_TILE_ROWS // rows)
+    readers = max(1, product_rows // rows)
+    return fitted(record, TpuSelected(block_q=block_q, block_kv=4096, readers=readers))
+
+
+def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[TpuSelected, ...]:
+    """Returns configurations worth measuring."""
+    default = heuristic(record, device, direction)
+    others = (
+        dataclasses.replace(default, block_q=max(1, default.block_q // divisor), readers=readers)
+        for divisor in (1, 2)
+        for readers in (default.readers, max(1, default.readers // 2), 2 * default.readers)
+    )
+    return tuple(dict.fromkeys((default, *(fitted(record, one) for one in others))))
+
+
+def fitted(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
+    """Returns a configuration with whole tiles, no larger than the call and, if possible, than memory."""
+    multiple = max(8, MIN_TILE_ROWS // token_rows(record))
+    tokens = cdiv(record.query.shape[1], multiple) * multiple
+    block_q = min(tokens, MAX_BLOCK_Q, cdiv(config.block_q, multiple) * multiple)
+    block_kv = min(config.block_kv, cdiv(record.key.shape[1], LANES) * LANES)
+    config = dataclasses.replace(config, block_q=block_q, block_kv=block_kv)
+    while vmem_bytes(record, config) > VMEM_BYTES or work_list_bytes(record, config) > WORK_LIST_SMEM_BYTES:
+        smaller = cdiv(config.block_q // 2, multiple) * multiple
+        if smaller < config.block_q:
+            config = dataclasses.replace(config, block_q=smaller)
+        elif config.block_kv > LANES:
+            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
+        else:
+            break
+    return config
+
+
+def token_rows(record: SelectedAttention) -> int:
+    """Returns the rows of a token: the query heads of a KV head, padded to a power of two of at least 8."""
+    group = record.query.shape[2] // record.key.shape[2]
+    return max(8, 1 << (group - 1).bit_length())
+
+
+def sub_blocks(record: SelectedAttention) -> tuple[int, int]:
+    """Returns the parts that a block is split into, and the keys of a part."""
+    splits = cdiv(record.block_size, MAX_SUB_BLOCK)
+    return splits, cdiv(record.block_size, splits)
+
+
+def padded_lanes(size: int) -> int:
+    """Returns a size padded to whole lane groups."""
+    return cdiv(size, LANES) * LANES
+
+
+def key_tile(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
+    """Returns the keys of a padded part of a block, the parts of a tile, and the number of tiles."""
+    splits, size = sub_blocks(record)
+    keys, parts = cdiv(size, 16) * 16, splits * blocks(record)
+    per_tile = max(1, min(parts, config.block_kv // keys))
+    return keys, per_tile, cdiv(parts, per_tile)
+
+
+def max_items(record: SelectedAttention, config: TpuSelected) -> int:
+    """Returns the largest number of products of a tile of queries."""
+    splits, _ = sub_blocks(record)
+    entries = config.block_q * slots(record) * splits
+    # A block's last product may have fewer readers. Before and after the products of each tile of keys, the pipeline
+    # runs stages of empty ones.
+    _, _, tiles = key_tile(record, config)
+    empty = (STAGES - 1) * (tiles + 1)
+    return min(entries, blocks(record) * splits + entries // config.readers) + empty
+
+
+def header_words(tiles: int) -> int:
+    """Returns the words of a work list before its items: where the items of each tile of keys begin, and an end."""
+    return tiles + 1
+
+
+def work_list_words(record: SelectedAttention, config: TpuSelected) -> int:
+    """Returns the 32-bit words of the work list of a tile of queries."""
+    _, _, tiles = key_tile(record, config)
+    words = header_words(tiles) + max_items(record, config) * (config.readers + 1)
+    return cdiv(words, LANES) * LANES
+
+
+def work_list_bytes(record: SelectedAttention, config: TpuSelected) -> int:
+    """Returns the bytes of SMEM of the work list of a tile of queries."""
+    return 4 * work_list_words(record, config)
+
+
+def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
+    """Returns the bytes of VMEM of blocks and scratch memory of the largest kernel."""
+    rows, itemsize = token_rows(record), record.query.dtype.itemsize
+    row_bytes = 4 if rows < 16 else itemsize
+    width, value_width = (padded_lanes(x) for x in (record.query.shape[3], record.value.shape[3]))
+    keys, per_tile, _ = key_tile(record, config)
+    tile_rows = config.block_q * rows
+    stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)
+    states = stages + (tile_rows + rows) * 4 * (2 * LANES + max(width, value_width))
+    operands = 2 * tile_rows * row_bytes * (2 * width + value_width)
+    tiles = 2 * per_tile * keys * (itemsize + 4) * (width + value_width)
+    return states + operands + tiles

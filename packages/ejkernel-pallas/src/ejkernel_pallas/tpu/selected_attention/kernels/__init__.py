@@ -1,0 +1,1 @@
+"""The kernels of the selected branch of native sparse attention."""

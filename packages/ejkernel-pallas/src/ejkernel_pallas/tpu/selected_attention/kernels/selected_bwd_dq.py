@@ -1,0 +1,67 @@
+"""The backward kernel of queries: the same items as the forward kernel, with weights recomputed from lse.
+
+for every item:   p = exp2(q k^T - lse),  ds = p (do v^T - delta),  dq += ds k
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.vectors import product, widen
+from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
+    Item,
+    SelectedRefs,
+    Stage,
+    attended,
+    for_each_item,
+    gather,
+    scatter,
+    spread_statistics,
+)
+from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
+
+
+def selected_bwd_dq(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
+    """Processes one tile of queries and one tile of keys."""
+    key_tile = pl.program_id(3)
+
+    @pl.when(key_tile == 0)
+    def _() -> None:
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        spread_statistics(refs, spec)
+
+    def accumulate(item: Item) -> None:
+        dquery = product(refs.dscores[...], refs.key[item.part], (1, 0), spec.precision)
+        scatter(refs.acc, item.tokens, gather(refs.acc, item.tokens) + dquery)
+
+    for_each_item(refs, spec, key_tile, (*score_stages(refs, spec), accumulate))
+
+    @pl.when(key_tile == spec.key_tiles - 1)
+    def _() -> None:
+        refs.dquery[...] = (refs.acc[: spec.block_q] * spec.scale).astype(refs.dquery.dtype)
+
+
+def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[Stage, Stage]:
+    """Returns the first two stages of an item: its scores and the gradients of its weights, and then its weights and
+    the gradients of its scores, without the scale.
+    """
+    return functools.partial(_products, refs, spec), functools.partial(_score_gradients, refs, spec)
+
+
+def _products(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+    queries = item.queries(spec)
+    query, cotangent = (gather(x, queries).astype(spec.dtype) for x in (refs.query, refs.cotangent))
+    refs.scores[...] = product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
+    refs.dweights[...] = product(cotangent, refs.value[item.part], (1, 1), spec.precision)
+
+
+def _score_gradients(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+    queries, mask = item.queries(spec), attended(item, spec)
+    # A choice and no product: weights of masked keys, and of the query that the dummy stands for, may be infinite.
+    weights = jnp.exp2(refs.scores[...] - widen(gather(refs.lse_rows, queries), spec.keys))
+    weights = jnp.where(mask, weights, 0.0)
+    dscores = weights * (refs.dweights[...] - widen(gather(refs.delta_rows, queries), spec.keys))
+    refs.dscores[...] = jnp.where(mask, dscores, 0.0).astype(spec.dtype)
+    if refs.weights is not None:
+        refs.weights[...] = weights.astype(spec.dtype)

@@ -1,0 +1,163 @@
+"""The shared code of the kernels of the selected branch: their refs, items of work, and rows of the queries of an item.
+
+Rows of a token, its query heads, are whole registers in VMEM: [tokens, rows, 128]. The queries of an item are gathered
+by loads at traced indices, which cost no more than other loads.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ejkernel_pallas.tpu.mosaic.launch import Ref
+from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, column
+from ejkernel_pallas.tpu.selected_attention.config import header_words
+from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectedRefs:
+    """Refs of all kernels; a field that is None is not needed. Q queries of a tile, P parts of a tile of keys.
+
+    Attributes:
+        table: The last tile of keys of every tile of queries, for index maps.
+        work: int32 [1, words], the work list, in SMEM.
+        query: [Q, rows, D].
+        key: [P, keys, D].
+        value: [P, keys, Dv].
+        cotangent: [Q, rows, Dv].
+        lse: float32 [Q * rows / 128, 128], times log2 e in the backward pass.
+        delta: Likewise.
+        output: [Q, rows, Dv].
+        dquery: [Q, rows, D].
+        dkey: float32 [P, keys, D].
+        dvalue: float32 [P, keys, Dv].
+        row_max: Scratch [Q + 1, rows, 128], the maximum of each row in every lane.
+        row_sum: Scratch [Q + 1, rows, keys], sums of weights by lane.
+        acc: Scratch [Q + 1, rows, Dv or D], the output or the gradient of queries.
+        lse_rows: Scratch [Q, rows, 128], lse in every lane.
+        delta_rows: Likewise.
+        scores: Scratch [R * rows, keys], of the item between its first and its second stage.
+        dweights: Scratch, likewise, the gradients of weights.
+        weights: Scratch [R * rows, keys], of the item between its second and its third stage.
+        dscores: Scratch, likewise, the gradients of scores.
+        alpha: Scratch [R * rows, 128], likewise, the factors on acc.
+    """
+
+    table: Ref
+    work: Ref
+    query: Ref
+    key: Ref
+    value: Ref
+    cotangent: Ref = None
+    lse: Ref = None
+    delta: Ref = None
+    output: Ref = None
+    dquery: Ref = None
+    dkey: Ref = None
+    dvalue: Ref = None
+    row_max: Ref = None
+    row_sum: Ref = None
+    acc: Ref = None
+    lse_rows: Ref = None
+    delta_rows: Ref = None
+    scores: Ref = None
+    dweights: Ref = None
+    weights: Ref = None
+    dscores: Ref = None
+    alpha: Ref = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One product: queries of a tile that read the same part.
+
+    Attributes:
+        part: The part's index in the tile of keys.
+        tokens: The queries' indices in their tile; `spec.dummy` fills up.
+        limits: How many keys of the part each of them attends to.
+    """
+
+    part: Any
+    tokens: list[Any]
+    limits: list[Any]
+
+    def queries(self, spec: SelectedSpec) -> list[Any]:
+        """Returns the queries' indices, with one that exists for the dummy."""
+        return [jnp.minimum(token, spec.block_q - 1) for token in self.tokens]
+
+
+Stage = Callable[[Item], None]
+
+
+def for_each_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages: tuple[Stage, Stage, Stage]) -> None:
+    """Calls three stages with every item of a tile of queries and a tile of keys, as a pipeline:
+
+        iteration      n          n + 1      n + 2
+        item n         stage 0    stage 1    stage 2
+        item n + 1                stage 0    stage 1    stage 2
+
+    The stages of an iteration do not wait for each other: they pass arrays on in scratch memory, and a later stage
+    loads what an earlier one overwrites. Before the first and after the last item are empty ones.
+    """
+
+    def step(n: Any, carry: Any) -> Any:
+        for delay in reversed(range(len(stages))):
+            stages[delay](_load_item(refs, spec, key_tile, n - delay))
+        return carry
+
+    loop(refs.work[0, key_tile], refs.work[0, key_tile + 1], step, jnp.int32(0))
+
+
+def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) -> Item:
+    """Loads an item from the work list."""
+    at = header_words(spec.key_tiles) + n * (spec.readers + 1)
+    entries = [refs.work[0, at + 1 + reader] for reader in range(spec.readers)]
+    # An empty item may have a part of another tile of keys.
+    part = jnp.clip(refs.work[0, at] - key_tile * spec.tile_parts, 0, spec.tile_parts - 1)
+    tokens = [entry & ((1 << TOKEN_BITS) - 1) for entry in entries]
+    return Item(part, tokens, [lax.shift_right_logical(entry, jnp.int32(TOKEN_BITS)) for entry in entries])
+
+
+def gather(ref: Ref, tokens: list[Any]) -> jax.Array:
+    """Returns the rows of some tokens, [tokens * rows, n]."""
+    return jnp.concatenate([ref[token] for token in tokens], axis=0)
+
+
+def scatter(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
+    """Stores the rows of some tokens. No query is twice among the readers of a part."""
+    rows = x.shape[0] // len(tokens)
+    for n, token in enumerate(tokens):
+        ref[token] = x[n * rows : (n + 1) * rows]
+
+
+def attended(item: Item, spec: SelectedSpec) -> jax.Array:
+    """Returns which keys the rows of an item attend to, [readers * rows, keys]."""
+    key = lax.broadcasted_iota(jnp.int32, (spec.rows, spec.keys), 1)
+    return jnp.concatenate([key < limit for limit in item.limits], axis=0)
+
+
+def for_each_row_group(spec: SelectedSpec, work: Callable[[Any, Any], None]) -> None:
+    """Calls `work(n, tokens)` with the tokens, as a slice, of every 128 rows of a tile of queries."""
+    tokens = LANES // spec.rows
+
+    def step(n: Any, carry: Any) -> Any:
+        work(n, pl.ds(n * tokens, tokens))
+        return carry
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(spec.block_q // tokens), step, jnp.int32(0))
+
+
+def spread_statistics(refs: SelectedRefs, spec: SelectedSpec) -> None:
+    """Copies lse and delta of a tile of queries from lanes to all lanes of rows."""
+
+    def spread(n: Any, tokens: Any) -> None:
+        for source, target in ((refs.lse, refs.lse_rows), (refs.delta, refs.delta_rows)):
+            target[tokens] = column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows, LANES)
+
+    for_each_row_group(spec, spread)
