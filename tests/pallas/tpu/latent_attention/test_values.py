@@ -45,6 +45,12 @@ def test_prefill_and_decode_with_a_cache_of_8_bits(op, name):
     check(case(op, name), TILES)
 
 
+@pytest.mark.parametrize(("q_lens", "params"), [((20, 9), TILES), ((1, 1), SINGLE)], ids=["tiles", "decoding"])
+def test_slopes_and_chunks(q_lens, params):
+    record = lowered(PAGED, paged_latent.inputs, dataclasses.replace(DECODING, q_lens=q_lens, rows=sum(q_lens)))
+    check(dataclasses.replace(record, alibi_slopes=jnp.array([0.5, -0.25, 0.125, 1.0]), chunk_size=48), params)
+
+
 def test_decoding_over_pages_whose_other_rows_are_nan():
     """Words have two tokens each: the first of a word is the last of a sequence, and so is the second."""
     record = lowered(PAGED, paged_latent.inputs, DECODING)
