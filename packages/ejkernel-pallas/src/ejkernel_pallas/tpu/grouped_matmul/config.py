@@ -149,7 +149,11 @@ def _tile_rows(record: GroupedMatmul) -> int:
 
 def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
     """Yields each of the tiles that fit memory once."""
-    depth, width, seen = _pad_to_lanes(record.lhs.shape[1]), _pad_to_lanes(columns(record)), set[tuple[int, int, int]]()
+    depth, width, listed_tiles = (
+        _pad_to_lanes(record.lhs.shape[1]),
+        _pad_to_lanes(columns(record)),
+        set[tuple[int, int, int]](),
+    )
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
     if direction == "forward" and _tile_rows(record) == ROW_TILES[0]:
         sizes.append((depth, 2048))  # reads rows half as often: with few rows, reading matrices is the bottleneck
@@ -157,10 +161,10 @@ def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) ->
         for k, n in sizes:
             tiles = (min(max(LANES, height), _pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
             unrolled_columns = tiles[2] if direction == "backward" else min(tiles[2], MAX_UNROLLED_COLUMNS)
-            small = _vmem_bytes(record, direction, *tiles) <= limits.memory
-            small = small and tiles[0] * tiles[1] * unrolled_columns <= limits.max_block_k
-            if tiles not in seen and (small or not seen):
-                seen.add(tiles)
+            fits_vmem = _vmem_bytes(record, direction, *tiles) <= limits.memory
+            fits_vmem = fits_vmem and tiles[0] * tiles[1] * unrolled_columns <= limits.max_block_k
+            if tiles not in listed_tiles and (fits_vmem or not listed_tiles):
+                listed_tiles.add(tiles)
                 yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
 
 
@@ -179,15 +183,15 @@ def _estimate_seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> floa
     """Returns the larger of the time of products, including padding of tiles, and that of copies."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
-    across, steps = cdiv(width, n), cdiv(depth, k)
+    column_tiles, steps = cdiv(width, n), cdiv(depth, k)
     items = cdiv(rows, m) + groups / 2
     matrices = record.rhs.shape[0] if steps == 1 else items
-    copied = across * items * m * depth * record.lhs.dtype.itemsize
-    copied += matrices * depth * width * record.rhs.dtype.itemsize
-    copied += rows * width * jnp.dtype(record.out_dtype).itemsize
+    lhs_copy_bytes = column_tiles * items * m * depth * record.lhs.dtype.itemsize
+    lhs_copy_bytes += matrices * depth * width * record.rhs.dtype.itemsize
+    lhs_copy_bytes += rows * width * jnp.dtype(record.out_dtype).itemsize
     # Starting and ending a tile costs as much as 40 of its contracted elements, and more if it has several steps.
-    products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * across * n
-    return max(products / tpu.flops, copied / tpu.bandwidth)
+    products = 2 * (rows + groups * min(m, 256) / 2) * steps * (k + 40) * column_tiles * n
+    return max(products / tpu.flops, lhs_copy_bytes / tpu.bandwidth)
 
 
 def _pad_to_lanes(size: int) -> int:

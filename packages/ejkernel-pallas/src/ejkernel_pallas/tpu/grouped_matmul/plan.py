@@ -102,10 +102,10 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     work = (matrix > 0) & (matrix <= first.shape[0])
     # An item without work refers to the blocks of the nearest one that has work.
     index = jnp.arange(first.shape[0], dtype=jnp.int32)
-    least = jnp.min(jnp.where(nonempty, index, first.shape[0] - 1))
+    first_nonempty = jnp.min(jnp.where(nonempty, index, first.shape[0] - 1))
     most = jnp.max(jnp.where(nonempty, index, 0))
     is_leading = matrix == 0
-    matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, least, most))
+    matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, first_nonempty, most))
     source = jnp.where(work, tile, jnp.where(is_leading, before, jnp.maximum(after - 1, 0)))
     flags = work * WORK + is_leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
     return _pack_items(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)

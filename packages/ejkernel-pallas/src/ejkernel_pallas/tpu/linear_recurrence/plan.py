@@ -115,8 +115,8 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     counts = cdiv(lengths, chunk)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     # A sequence with tokens has one chunk, and one more for each `chunk` tokens after its first.
-    begun = min(lengths.shape[0], tokens)
-    chunks = begun + (tokens - begun) // chunk
+    max_started_sequences = min(lengths.shape[0], tokens)
+    chunks = max_started_sequences + (tokens - max_started_sequences) // chunk
     number = jnp.arange(chunks, dtype=jnp.int32)
     owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
     # Unused chunks are assigned to the last sequence with tokens, and have none.
@@ -125,8 +125,12 @@ def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
     offset = (number - begin[owner])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
     source = jnp.where(offset < lengths[owner][:, None], bounds[:-1][owner][:, None] + offset, tokens).reshape(-1)
     token = jnp.arange(tokens, dtype=jnp.int32)
-    mine = jnp.clip(jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1)
-    target = jnp.where(token < bounds[-1], begin[mine] * chunk + token - bounds[:-1][mine], chunks * chunk)
+    sequence_of_token = jnp.clip(
+        jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1
+    )
+    target = jnp.where(
+        token < bounds[-1], begin[sequence_of_token] * chunk + token - bounds[:-1][sequence_of_token], chunks * chunk
+    )
     return Places(source, target, owner, jnp.maximum(ends[-1], 1))
 
 
@@ -154,8 +158,8 @@ def _slot_table(places: Places, slots_record: InSlots) -> jax.Array:
     slot = slots_record.indices.astype(jnp.int32)[owner]
     keeps = (slot >= 0) & (slot < slots_record.slots.shape[0])
     chunk = jnp.arange(owner.shape[0], dtype=jnp.int32)
-    named = jnp.maximum(lax.cummax(jnp.where(keeps, chunk, -1)), jnp.argmax(keeps))
-    slot = jnp.clip(slot[named], 0, slots_record.slots.shape[0] - 1)
+    nearest_kept_chunk = jnp.maximum(lax.cummax(jnp.where(keeps, chunk, -1)), jnp.argmax(keeps))
+    slot = jnp.clip(slot[nearest_kept_chunk], 0, slots_record.slots.shape[0] - 1)
     return 8 * slot + 4 * keeps.astype(jnp.int32) + _chunk_table(places) % 4
 
 

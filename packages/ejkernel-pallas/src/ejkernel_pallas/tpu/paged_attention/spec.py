@@ -276,5 +276,5 @@ def _operand(record: PagedAttention) -> Any:
 
 def _precision(record: PagedAttention) -> lax.Precision | None:
     """Returns the nearest precision that Mosaic has: products in one bfloat16 pass or in six."""
-    asked = product_precision(_weights(record))
-    return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked
+    requested_precision = product_precision(_weights(record))
+    return lax.Precision.HIGHEST if requested_precision == lax.Precision.HIGH else requested_precision

@@ -249,10 +249,10 @@ class BlockTime:
 
 def time_block(block: Block, bundles: Sequence[Bundle], latencies: Latencies, ratios: Ratios) -> BlockTime:
     """Issues the bundles of a block on units that are idle at its start, and returns their times."""
-    mine = bundles[block.start : block.end]
-    scoreboard = Scoreboard(latencies, ratios, mine)
+    block_bundles = bundles[block.start : block.end]
+    scoreboard = Scoreboard(latencies, ratios, block_bundles)
     cycle, issued = -1, list[int]()
-    for bundle in mine:
+    for bundle in block_bundles:
         cycle = scoreboard.issue(cycle + 1, bundle)
         issued.append(cycle)
     return BlockTime(cycle + 1, tuple(issued))

@@ -69,27 +69,27 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     Raises:
         ValueError: A block size is not valid for a kernel.
     """
-    form = record.format
-    most = LANES * form.group_size * form.bits // WORD
+    quantized_format = record.format
+    most = LANES * quantized_format.group_size * quantized_format.bits // WORD
     for name, step in (("block_m", ROWS), ("block_r", LANES), ("block_w", LANES)):
         if getattr(config, name) % step or getattr(config, name) <= 0:
             raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")
     if config.block_w > most and record.scales.shape[1] > LANES:
         config = dataclasses.replace(config, block_w=most)
-    asked = product_precision(record.x.dtype, record.precision)
-    exact = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
+    requested_precision = product_precision(record.x.dtype, record.precision)
+    exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
     return QuantizedSpec(
         rows=cdiv(record.x.shape[0], ROWS) * ROWS,
         packed_rows=record.packed.shape[0],
         words=record.packed.shape[1],
         groups=record.scales.shape[1],
-        format=form,
+        format=quantized_format,
         blocks=config,
         operand=record.x.dtype,
         output=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
-        precision=lax.Precision.HIGHEST if wide and exact else asked if wide else None,
+        precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
         piece=2 * LANES if is_wide(current_device().kind) else LANES,
     )
 

@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.interpret import interpreting
 
 GROUP = 1024
 """Channels of a register of float32: one token's, eight rows of 128."""
-MOST = 4
+MAX_CHANNEL_GROUPS = 4
 """Most groups of a grid step: 16 MiB of VMEM for the arrays of its tokens."""
 
 
@@ -28,8 +28,12 @@ class TpuScan:
     unroll: int
 
     def __post_init__(self) -> None:
-        if self.block_channels < GROUP or self.block_channels % GROUP or self.block_channels > MOST * GROUP:
-            wants = f"a multiple of {GROUP} up to {MOST * GROUP}, whose tokens fit VMEM"
+        if (
+            self.block_channels < GROUP
+            or self.block_channels % GROUP
+            or self.block_channels > MAX_CHANNEL_GROUPS * GROUP
+        ):
+            wants = f"a multiple of {GROUP} up to {MAX_CHANNEL_GROUPS * GROUP}, whose tokens fit VMEM"
             raise ValueError(f"block_channels: got {self.block_channels}, wants {wants}")
         if self.unroll not in UNROLLED:
             raise ValueError(f"unroll: got {self.unroll}, wants one of {', '.join(map(str, UNROLLED))}")

@@ -171,5 +171,5 @@ def _fitting(length: int, block: int) -> int:
 
 def _precision(record: TiledAttention) -> lax.Precision | None:
     """Returns the nearest precision that Mosaic has: one bfloat16 pass or six; three passes become six."""
-    asked = product_precision(record.query.dtype, record.precision)
-    return lax.Precision.HIGHEST if asked == lax.Precision.HIGH else asked
+    requested_precision = product_precision(record.query.dtype, record.precision)
+    return lax.Precision.HIGHEST if requested_precision == lax.Precision.HIGH else requested_precision

@@ -72,7 +72,7 @@ def _begin(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> No
 
 def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
     """Zeros the gradients of first tokens, which are computed outside of the kernel."""
-    first, nothing = spec.width - 1, jnp.zeros_like(refs.sums[:, :1])
+    first, zero_sums = spec.width - 1, jnp.zeros_like(refs.sums[:, :1])
     if spec.packed:
 
         def zero(sequence: jax.Array, carry: jax.Array) -> jax.Array:
@@ -81,7 +81,7 @@ def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) 
 
                 @pl.when((row >= 0) & (row < spec.block_t))
                 def _(row: jax.Array = row) -> None:
-                    refs.sums[:, pl.ds(row, 1)] = nothing
+                    refs.sums[:, pl.ds(row, 1)] = zero_sums
 
             return carry
 
@@ -91,7 +91,7 @@ def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) 
         @pl.when(block == 0)
         def _() -> None:
             for token in range(first):
-                refs.sums[:, token : token + 1] = nothing
+                refs.sums[:, token : token + 1] = zero_sums
 
 
 def _store(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> None:

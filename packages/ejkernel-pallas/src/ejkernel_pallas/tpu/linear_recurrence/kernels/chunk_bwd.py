@@ -78,15 +78,15 @@ def _run_gradients(
 
     def run(number: jax.Array, carry: Gradients) -> Gradients:
         state_gradients, totals = carry
-        mine, is_first = runs[number], number == 0
+        segment_run, is_first = runs[number], number == 0
 
         def chunk(states: Heads, heads: AllTokens) -> tuple[Heads, Heads]:
             states = tuple(jnp.where(is_first, x, 0.0) for x in states)
-            return advance(states, tuple(mine.select(x) for x in heads), spec.numbers)
+            return advance(states, tuple(segment_run.select(x) for x in heads), spec.numbers)
 
         _, pull = jax.vjp(chunk, before, heads)
-        read = tuple(jnp.where(mine.column, x, 0.0) for x in cotangents)
-        left = tuple(jnp.where(mine.is_last, x, 0.0) for x in after)
+        read = tuple(jnp.where(segment_run.column, x, 0.0) for x in cotangents)
+        left = tuple(jnp.where(segment_run.is_last, x, 0.0) for x in after)
         # Each token is in one run, so the sums over all runs have one nonzero term.
         return jax.tree.map(jnp.add, (state_gradients, totals), pull((read, left)))
 

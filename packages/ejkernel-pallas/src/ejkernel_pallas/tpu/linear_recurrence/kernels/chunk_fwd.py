@@ -40,10 +40,10 @@ def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed
 
         def run(number: jax.Array, carry: tuple[Heads, Heads]) -> tuple[Heads, Heads]:
             totals, states = carry
-            mine = runs[number]
+            segment_run = runs[number]
             before = tuple(jnp.where(number == 0, state, 0.0) for state in states)
-            reads, after = advance(before, tuple(mine.select(x) for x in heads), spec.numbers)
-            return tuple(jnp.where(mine.column, x, y) for x, y in zip(reads, totals, strict=True)), after
+            reads, after = advance(before, tuple(segment_run.select(x) for x in heads), spec.numbers)
+            return tuple(jnp.where(segment_run.column, x, y) for x, y in zip(reads, totals, strict=True)), after
 
         zeros = jnp.zeros((spec.chunk, spec.values), jnp.float32)
         reads, states = fold_segment_runs(step, run, ((zeros,) * spec.heads, states))

@@ -43,13 +43,13 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
     """
     size = matrices[0].shape[0]
     row, column = indices(size)
-    first, corner = row == column, separated(row, column, 0)
-    found = [jnp.where(first, 1.0, jnp.where(corner, -matrix, 0.0)) for matrix in matrices]
+    first, below_diagonal_mask = row == column, separated(row, column, 0)
+    found = [jnp.where(first, 1.0, jnp.where(below_diagonal_mask, -matrix, 0.0)) for matrix in matrices]
     for level in range(1, size.bit_length() - 1):
-        length, corner = 2**level, separated(row, column, level)
-        corners = [jnp.where(corner, matrix, 0.0) for matrix in matrices]
+        length, below_diagonal_mask = 2**level, separated(row, column, level)
+        below_diagonal_blocks = [jnp.where(below_diagonal_mask, matrix, 0.0) for matrix in matrices]
         # All heads' first products, then all second ones: each depends on its own head's first.
-        half = [dot(_seconds(x, length), b, (1, 0), exact) for x, b in zip(found, corners, strict=True)]
+        half = [dot(_seconds(x, length), b, (1, 0), exact) for x, b in zip(found, below_diagonal_blocks, strict=True)]
         half = [dot(x, inverse, (1, 0), exact) for x, inverse in zip(half, found, strict=True)]
         found = [_minus_seconds(x, y, length) for x, y in zip(found, half, strict=True)]
     return tuple(found)
@@ -68,6 +68,6 @@ def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
         return x - y
     parts: list[jax.Array] = []
     for number, at in enumerate(range(0, x.shape[0], 2 * length)):
-        second = x[at + length : at + 2 * length] - y[number * length : (number + 1) * length]
-        parts += [x[at : at + length], second]
+        second_half = x[at + length : at + 2 * length] - y[number * length : (number + 1) * length]
+        parts += [x[at : at + length], second_half]
     return jnp.concatenate(parts, axis=0)

@@ -38,7 +38,7 @@ latency.
 """
 
 
-def by_size(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
+def run_for_row_count(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
     """Calls `act` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
     tile's.
     """
@@ -157,20 +157,25 @@ def _attend_small(
     heads = spec.kv_heads // head_groups(spec)
 
     def head_group(k: Any) -> None:
-        def loaded(at: KeyChunk, values: bool) -> list[jax.Array]:
+        def load_tiles(at: KeyChunk, values: bool) -> list[jax.Array]:
             return load(refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _nothing)())
 
         def head_chunks(at: KeyChunk, mask: Mask | None, columns: jax.Array | None) -> list[HeadChunk]:
-            keys, values = (functools.cache(partial(loaded, at, is_values)) for is_values in (False, True))
+            keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
             return [
                 HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary, columns)
                 for n in range(heads)
             ]
 
-        triples = zip(chunks, chunk_masks, chunk_columns, strict=True)
+        chunks_with_masks = zip(chunks, chunk_masks, chunk_columns, strict=True)
         lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
-        update_softmax(refs, [chunk for triple in triples for chunk in head_chunks(*triple)], lookahead, spec)
+        update_softmax(
+            refs,
+            [chunk for chunk_arguments in chunks_with_masks for chunk in head_chunks(*chunk_arguments)],
+            lookahead,
+            spec,
+        )
         for start_copies in copy_starts:
             start_copies()
 
@@ -181,11 +186,11 @@ def _nothing() -> None:
     pass
 
 
-def _one(loaded: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
+def _one(load_tiles: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
     """Returns a loader of head n. Several heads share words, so the first call loads all of them and later calls
     reuse them.
     """
-    return lambda: loaded()[n]
+    return lambda: load_tiles()[n]
 
 
 def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:

@@ -79,10 +79,10 @@ class Cursor(NamedTuple):
     def after(self, items: Any, end: Any) -> "Cursor":
         """Returns the block that follows, of this item or of the next; its item is `end` after the last block."""
         item = Item(items, jnp.minimum(self.index, end - 1))
-        more = self.number + 1 < item.end_block
-        index = jnp.where(more, self.index, self.index + 1)
-        following = Item(items, jnp.minimum(index, end - 1))
-        return Cursor(index, jnp.where(more, self.number + 1, following.first_block))
+        has_next_block = self.number + 1 < item.end_block
+        index = jnp.where(has_next_block, self.index, self.index + 1)
+        next_item = Item(items, jnp.minimum(index, end - 1))
+        return Cursor(index, jnp.where(has_next_block, self.number + 1, next_item.first_block))
 
 
 def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.loops import each, loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies
-from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend, by_size
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend, run_for_row_count
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import Block, Cursor, Item
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import Rows, init_softmax, write_results
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
@@ -89,7 +89,7 @@ def _item(
     if writes is not None:
         pl.when(writes)(lambda: copies.start_writes(refs, Item(refs.items, index + PREFETCH), spec))
     small = item.tokens * spec.group_size <= spec.small_rows
-    by_size(small, spec, lambda count: each(spec.kv_heads, lambda head: init_softmax(refs, head, count)))
+    run_for_row_count(small, spec, lambda count: each(spec.kv_heads, lambda head: init_softmax(refs, head, count)))
     copies.queries(refs, item, buffer_slot, spec, wait=True)
 
     # This item's output buffer is free once the results of the item two before have been copied out of it.
@@ -110,7 +110,7 @@ def _item(
 
     state = loop(jnp.int32(0), count, block, state)
 
-    by_size(small, spec, lambda count: _finish(refs, item, buffer_slot, count, spec))
+    run_for_row_count(small, spec, lambda count: _finish(refs, item, buffer_slot, count, spec))
     copies.results(refs, item, buffer_slot, spec, wait=False)
     return state
 

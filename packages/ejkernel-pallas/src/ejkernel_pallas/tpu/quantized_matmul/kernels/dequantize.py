@@ -25,9 +25,9 @@ class Factors(NamedTuple):
     zeros: jax.Array | None
 
 
-def code_table(form: Format) -> jax.Array | None:
+def code_table(quantized_format: Format) -> jax.Array | None:
     """Returns the table of values for codes that are indices in one, float32 [1, 128]."""
-    return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if form.mode == "nf4" else None
+    return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if quantized_format.mode == "nf4" else None
 
 
 def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
@@ -43,14 +43,14 @@ def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
     return jnp.where((bits & sign) != 0, -value, value)
 
 
-def scale_values(stored: jax.Array, form: Format) -> jax.Array:
+def scale_values(stored: jax.Array, quantized_format: Format) -> jax.Array:
     """Returns scales, or zeros, as float32."""
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return stored.astype(jnp.float32)
     bits = stored.astype(jnp.int32)
-    if form.integers or form.mode == "fp8":
+    if quantized_format.integers or quantized_format.mode == "fp8":
         return small_float(bits, 5, 10)
-    if form.exponents:
+    if quantized_format.exponents:
         # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, since TPUs flush
         # subnormals to zero.
         return lax.bitcast_convert_type(jnp.where(bits == 255, 0x7FC00000, bits << 23), jnp.float32)

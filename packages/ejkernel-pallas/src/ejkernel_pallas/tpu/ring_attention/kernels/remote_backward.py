@@ -117,21 +117,21 @@ class TableSlice(NamedTuple):
 
 
 def _sweeps(
-    plan: RingPlan, shard: TiledAttention, query_rows: QueryRows, config: TpuBackward, hops: range
+    plan: RingPlan, shard: TiledAttention, query_rows: QueryRows, config: TpuBackward, ring_steps: range
 ) -> tuple[Sweep, Sweep]:
     key_blocks, query_blocks = backward_blocks(config)
     spec = plan.spec(shard, query_blocks)
     zeros = {
         name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
     }
-    pair_table = remote_call.tables(plan, spec, shard, hops, pairs_by_query)
+    pair_table = remote_call.tables(plan, spec, shard, ring_steps, pairs_by_query)
     results = {"dquery": rows(zeros["q"], spec.block_q)}
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
     queries = Sweep(spec, inputs_of(shard, query_rows, spec), results, pair_table, 0, scratch_memory, queries_kernel)
     spec = plan.spec(shard, key_blocks, by_key=True)
     results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
     after = pair_table.size
-    pair_table = remote_call.tables(plan, spec, shard, hops, pairs_by_key)
+    pair_table = remote_call.tables(plan, spec, shard, ring_steps, pairs_by_key)
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
     return queries, Sweep(
         spec, inputs_of(shard, query_rows, spec), results, pair_table, after, scratch_memory, keys_kernel
@@ -143,18 +143,18 @@ def _one_direction(
     shard: TiledAttention,
     query_rows: QueryRows,
     config: TpuBackward,
-    hops: range,
+    ring_steps: range,
     query: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of queries, keys and values from the loads of one direction, those of keys back at their own
     device.
     """
-    queries, keys = _sweeps(plan, shard, query_rows, config, hops)
+    queries, keys = _sweeps(plan, shard, query_rows, config, ring_steps)
     if query is not None:
         queries = queries._replace(results={"dquery": rows(query, queries.spec.block_q)})
     inputs, results = queries.inputs, queries.results | keys.results
-    route = remote_call.route_of(plan.ring, hops, inputs, cargo=("dkey", "dvalue"))
-    slots = remote_call.slots_of(route.load, inputs) | remote_call.slots_of(route.cargo, results)
+    route = remote_call.route_of(plan.ring, ring_steps, inputs, carried_gradients=("dkey", "dvalue"))
+    slots = remote_call.slots_of(route.load, inputs) | remote_call.slots_of(route.carried_gradients, results)
     scratch_memory = {sweep.prefix + name: x for sweep in (queries, keys) for name, x in sweep.scratch.items()}
     results = launch(
         KernelCall(
@@ -163,22 +163,22 @@ def _one_direction(
             refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch_memory)),
             tables={
                 "table": jnp.concatenate([queries.pair_table.reshape(-1), keys.pair_table.reshape(-1)]),
-                "neighbours": remote_call.neighbours(plan.ring, hops),
+                "neighbours": remote_call.neighbours(plan.ring, ring_steps),
             },
             inputs=remote_call.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
             outputs=remote_call.in_hbm(queries.results) | slots,
             scratch=scratch_memory | route.scratch(),
             aliases={"dquery_before": "dquery"},
             pipelines=True,
-            options=remote_call.remote_options(plan.ring, hops),
+            options=remote_call.remote_options(plan.ring, ring_steps),
         )
     )
     # The slot where the last hop left its gradients.
-    last = (len(hops) - 1) % 2
+    last = (len(ring_steps) - 1) % 2
     pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
-    cargo = (unrows(results[name][last], like.shape) for name, like in pairs)
+    carried_gradients = (unrows(results[name][last], like.shape) for name, like in pairs)
     # One more shift brings the gradients to the device whose keys they belong to.
-    return unrows(results["dquery"], shard.query.shape), *plan.ring.shift(tuple(cargo), -hops[-1])
+    return unrows(results["dquery"], shard.query.shape), *plan.ring.shift(tuple(carried_gradients), -ring_steps[-1])
 
 
 def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: Sweep, keys: Sweep) -> None:
@@ -188,7 +188,7 @@ def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: Swee
     def collect(number: Any, load: Arrays) -> None:
         _run_sweep(keys, keys.table_slice(refs.table, number), refs, load)
 
-    route.for_each_load(refs.load, refs.cargo, work, collect)
+    route.for_each_load(refs.load, refs.carried_gradients, work, collect)
 
 
 def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:

@@ -21,13 +21,15 @@ MAX_PAIRS = 2**16
 """The largest number of tile pairs of all loads; scalar memory has room for their table."""
 
 Operands = dict[str, Operand]
-TRAVELLING = ("key", "value", "k_ids", "k_positions")
+ROTATING_FIELDS = ("key", "value", "k_ids", "k_positions")
 
 
-def route_of(ring: Ring, hops: range, inputs: dict[str, Operand], cargo: tuple[str, ...] = ()) -> RingDirection:
+def route_of(
+    ring: Ring, ring_steps: range, inputs: dict[str, Operand], carried_gradients: tuple[str, ...] = ()
+) -> RingDirection:
     """Returns how the keys among a kernel's inputs travel, and which gradients travel with them."""
-    load = Channel(ring.axis_name, tuple(name for name in TRAVELLING if name in inputs), "load")
-    return RingDirection(len(hops), load, Channel(ring.axis_name, cargo, "cargo"))
+    load = Channel(ring.axis_name, tuple(name for name in ROTATING_FIELDS if name in inputs), "load")
+    return RingDirection(len(ring_steps), load, Channel(ring.axis_name, carried_gradients, "cargo"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,14 +39,14 @@ class RemoteRefs:
     Attributes:
         table: Tile pairs of all loads, in scalar memory.
         load: The keys that travel.
-        cargo: The gradients that travel after the keys; None if there are none.
+        carried_gradients: The gradients that travel after the keys; None if there are none.
         arrays: Inputs and results in HBM, by name.
         scratch: Scratch memory of the tile kernels, by name.
     """
 
     table: Ref
     load: ChannelRefs
-    cargo: ChannelRefs | None
+    carried_gradients: ChannelRefs | None
     arrays: dict[str, Ref]
     scratch: dict[str, Any]
 
@@ -52,9 +54,9 @@ class RemoteRefs:
     def of(cls, route: RingDirection, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
         """Returns the refs among `named`; `scratch` has the names of the tile kernels' scratch memory."""
         load = route.load.bind(named, neighbours)
-        cargo = route.cargo.bind(named, neighbours) if route.cargo.names else None
+        carried_gradients = route.carried_gradients.bind(named, neighbours) if route.carried_gradients.names else None
         scratch_memory = {name: named.pop(name) for name in scratch}
-        return cls(table=table, load=load, cargo=cargo, arrays=named, scratch=scratch_memory)
+        return cls(table=table, load=load, carried_gradients=carried_gradients, arrays=named, scratch=scratch_memory)
 
 
 def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
@@ -63,17 +65,17 @@ def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
 
-def neighbours(ring: Ring, hops: range) -> jax.Array:
+def neighbours(ring: Ring, ring_steps: range) -> jax.Array:
     """Returns the devices that loads come from and go to, int32 [2]."""
-    return (lax.axis_index(ring.axis_name) + jnp.asarray([-hops.step, hops.step], jnp.int32)) % ring.size
+    return (lax.axis_index(ring.axis_name) + jnp.asarray([-ring_steps.step, ring_steps.step], jnp.int32)) % ring.size
 
 
-def remote_options(ring: Ring, hops: range) -> dict[str, Any]:
+def remote_options(ring: Ring, ring_steps: range) -> dict[str, Any]:
     """Returns the compiler parameters of a kernel that sends to other devices.
 
     Devices synchronise at a barrier semaphore, identified by a number, which differs between mesh axes and directions.
     """
-    number = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (hops.step < 0)
+    number = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (ring_steps.step < 0)
     return {"has_side_effects": True, "collective_id": number}
 
 
@@ -112,14 +114,16 @@ def run_pipeline(
     )(*(arrays[name] for name in names))
 
 
-def tables(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, hops: range, list_pairs: PairLister) -> jax.Array:
+def tables(
+    plan: RingPlan, spec: TiledSpec, shard: TiledAttention, ring_steps: range, list_pairs: PairLister
+) -> jax.Array:
     """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
 
     For the segments and positions of other devices, it gathers the smallest and the largest value in every tile of
     keys.
     """
     ring = plan.ring
-    sources = (lax.axis_index(ring.axis_name) - jnp.asarray(hops)) % ring.size
+    sources = (lax.axis_index(ring.axis_name) - jnp.asarray(ring_steps)) % ring.size
     extremes = {
         name: _extremes(x, spec.block_kv)
         for name in ("kv_segment_ids", "kv_positions")

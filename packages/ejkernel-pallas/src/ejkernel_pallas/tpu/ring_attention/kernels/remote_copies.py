@@ -133,27 +133,29 @@ class RingDirection:
     Attributes:
         count: How many loads a device processes, its own included.
         load: The channel of the keys.
-        cargo: The channel of the gradients that travel after them; it has no names if there are none.
+        carried_gradients: The channel of the gradients that travel after them; it has no names if there are none.
     """
 
     count: int
     load: Channel
-    cargo: Channel
+    carried_gradients: Channel
 
     def scratch(self) -> dict[str, Any]:
         """Returns the semaphores of both channels."""
-        return self.load.scratch() | (self.cargo.scratch() if self.cargo.names else {})
+        return self.load.scratch() | (self.carried_gradients.scratch() if self.carried_gradients.names else {})
 
-    def for_each_load(self, load: ChannelRefs, cargo: ChannelRefs | None, work: Work, collect: Work) -> None:
+    def for_each_load(
+        self, load: ChannelRefs, carried_gradients: ChannelRefs | None, work: Work, collect: Work
+    ) -> None:
         """Processes one load after another.
 
         Args:
             load: The keys.
-            cargo: The gradients that travel after them; None if there are none.
+            carried_gradients: The gradients that travel after them; None if there are none.
             work: (number of the load, its arrays by name, without the cargo's) -> None.
             collect: The same with the cargo's arrays, to add to.
         """
-        self._enter_barrier([load] if cargo is None else [load, cargo])
+        self._enter_barrier([load] if carried_gradients is None else [load, carried_gradients])
 
         def step(number: Any, carry: None) -> None:
             slot = lax.rem(number, 2)
@@ -165,11 +167,11 @@ class RingDirection:
             here = load.at(slot)
             # The load is being sent to the next device meanwhile: both only read it.
             work(number, here)
-            if cargo is not None:
-                _when(later, functools.partial(_receive, cargo, slot))
-                _when(later & has_more, functools.partial(signal_free_slot, cargo))
-                collect(number, {**here, **cargo.at(slot)})
-                _send(cargo, slot, has_more, later)
+            if carried_gradients is not None:
+                _when(later, functools.partial(_receive, carried_gradients, slot))
+                _when(later & has_more, functools.partial(signal_free_slot, carried_gradients))
+                collect(number, {**here, **carried_gradients.at(slot)})
+                _send(carried_gradients, slot, has_more, later)
             # Hazard: the previous device writes this slot next, so the send from it must have finished.
             _when(has_more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 

@@ -51,14 +51,14 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
     return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
 
 
-def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, hops: range) -> State:
+def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, ring_steps: range) -> State:
     """Returns the state updated with the loads of one direction, the first of which is `shard`'s."""
     pair_table, inputs, results = (
-        remote_call.tables(plan, spec, shard, hops, pairs_by_query),
+        remote_call.tables(plan, spec, shard, ring_steps, pairs_by_query),
         operands(shard, spec),
         states(state, spec),
     )
-    route = remote_call.route_of(plan.ring, hops, inputs)
+    route = remote_call.route_of(plan.ring, ring_steps, inputs)
     scratch = flash_forward.scratch(spec, shard.value.dtype)
     work = _AttendToShard(spec=spec, inputs=inputs, results=results, pair_table=pair_table.shape)
     results = launch(
@@ -66,13 +66,13 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
             name="ejkernel_ring_forward_remote",
             kernel=functools.partial(_kernel, route=route, work=work),
             refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch)),
-            tables={"table": pair_table.reshape(-1), "neighbours": remote_call.neighbours(plan.ring, hops)},
+            tables={"table": pair_table.reshape(-1), "neighbours": remote_call.neighbours(plan.ring, ring_steps)},
             inputs=remote_call.in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
             outputs=remote_call.in_hbm(results) | remote_call.slots_of(route.load, inputs),
             scratch=scratch | route.scratch(),
             aliases={f"{name}_before": name for name in results},
             pipelines=True,
-            options=remote_call.remote_options(plan.ring, hops),
+            options=remote_call.remote_options(plan.ring, ring_steps),
         )
     )
     return unrows(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)

@@ -159,10 +159,12 @@ def _reverse(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None
         refs.results[at], refs.step_gradients[at] = input_gradients, step_gradients
         return tuple(after)
 
-    places = [number_at(spec, group, number) for number in numbers]
-    start = tuple((refs.state[place], refs.rate_gradients[place]) for place in places)
-    for place, (state, rate_gradient) in zip(places, over_tokens(spec, one, start, backwards=True), strict=True):
-        refs.state[place], refs.rate_gradients[place] = state, rate_gradient
+    token_rows = [number_at(spec, group, number) for number in numbers]
+    start = tuple((refs.state[token_row], refs.rate_gradients[token_row]) for token_row in token_rows)
+    for token_row, (state, rate_gradient) in zip(
+        token_rows, over_tokens(spec, one, start, backwards=True), strict=True
+    ):
+        refs.state[token_row], refs.rate_gradients[token_row] = state, rate_gradient
 
 
 def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
