@@ -22,6 +22,31 @@ NO_LIMIT = 2**30
 _INT32 = np.iinfo(np.int32)
 
 
+def is_int(value: Any) -> bool:
+    """Returns whether a value is one integer of Python or NumPy, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def as_offset(value: Any) -> int:
+    """Returns an offset of indices, all of which are smaller than `NO_LIMIT`.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    check_int("offset", value)
+    return max(min(int(value), NO_LIMIT), -NO_LIMIT)
+
+
+def check_int(name: str, value: Any, least: int | None = None) -> None:
+    """Checks that a value is an integer, and at least `least`.
+
+    Raises:
+        ValueError: It is not; the message names the argument.
+    """
+    if not is_int(value) or (least is not None and value < least):
+        raise ValueError(f"{name}: got {value!r}, wants an int" + ("" if least is None else f" of at least {least}"))
+
+
 def as_array(value: Any) -> Any:
     """Returns a value as an array: NumPy's where it is all on the host, since JAX would wrap 64-bit integers around."""
     on_device = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.integers import NO_LIMIT, bounded
+from ejkernel.types.integers import NO_LIMIT, as_offset, bounded, check_int, is_int
 
 Shape = tuple[int, int]
 
@@ -57,7 +57,7 @@ class Mask(abc.ABC):
 
     def __post_init__(self) -> None:
         shape: Any = self.shape
-        if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(_is_int(n) and n >= 1 for n in shape)):
+        if not (isinstance(shape, tuple | list) and len(shape) == 2 and all(is_int(n) and n >= 1 for n in shape)):
             raise ValueError(f"shape: got {shape!r}, wants (queries, keys), two ints of at least 1")
         object.__setattr__(self, "shape", (int(shape[0]), int(shape[1])))
 
@@ -154,7 +154,7 @@ class CausalMask(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "offset", _as_offset(self.offset))
+        object.__setattr__(self, "offset", as_offset(self.offset))
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -176,13 +176,13 @@ class LocalMask(_Band):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "offset", _as_offset(self.offset))
+        object.__setattr__(self, "offset", as_offset(self.offset))
         window: Any = self.window_size
         if not isinstance(window, tuple | list) or len(window) != 2:
             raise ValueError(f"window_size: got {window!r}, wants (left, right)")
         for side in window:
             if side is not None:
-                _check_int("window_size", side, least=0)
+                check_int("window_size", side, least=0)
         object.__setattr__(self, "window_size", tuple(map(bounded, window)))
 
     @property
@@ -204,7 +204,7 @@ class ChunkedCausalMask(Mask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_int("chunk_size", self.chunk_size, least=1)
+        check_int("chunk_size", self.chunk_size, least=1)
         object.__setattr__(self, "chunk_size", min(self.chunk_size, NO_LIMIT))
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
@@ -392,18 +392,3 @@ def _combine(kind: type[_Combination], one: Any, other: Any) -> Mask:
 def _check_shapes(one: Mask, other: Mask) -> None:
     if one.shape != other.shape:
         raise ValueError(f"masks: got shapes {one.shape} and {other.shape}, wants one shape")
-
-
-def _check_int(name: str, value: Any, least: int | None = None) -> None:
-    if not _is_int(value) or (least is not None and value < least):
-        raise ValueError(f"{name}: got {value!r}, wants an int" + ("" if least is None else f" of at least {least}"))
-
-
-def _as_offset(value: Any) -> int:
-    """Returns an offset of indices, all of which are smaller than `NO_LIMIT`."""
-    _check_int("offset", value)
-    return max(min(int(value), NO_LIMIT), -NO_LIMIT)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.ops.callers import passed_tracer
-from ejkernel.types.integers import bounded
+from ejkernel.types.integers import bounded, is_int
 
 
 def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broadcast: str = "") -> None:
@@ -146,7 +146,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
     Raises:
         ValueError: The value is not an integer, or is smaller than `least`.
     """
-    if not _is_int(value) or value < least:
+    if not is_int(value) or value < least:
         raise ValueError(f"{name}: got {got(value)}, wants an int of at least {least}, fixed when the call is traced")
     return int(value)
 
@@ -177,7 +177,7 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
         return None
     pair = window if isinstance(window, tuple) else (window, window)
     least = 0 if isinstance(window, tuple) else 1
-    if len(pair) != 2 or not all(side is None or (_is_int(side) and side >= least) for side in pair):
+    if len(pair) != 2 or not all(side is None or (is_int(side) and side >= least) for side in pair):
         raise ValueError(
             f"{name}: got {got(window)}, wants an int >= 1, or a tuple (left, right) of ints >= 0 or None; "
             "(0, 0) is the diagonal"
@@ -227,7 +227,7 @@ def as_float_dtype(name: str, value: Any) -> np.dtype:
 
 def as_seed(value: Any) -> Any:
     """Returns a seed with every Python int as uint32: its low 32 bits. Arrays stay as they are."""
-    return np.uint32(int(value) % 2**32) if _is_int(value) else value
+    return np.uint32(int(value) % 2**32) if is_int(value) else value
 
 
 def as_drawn_seed(name: str, value: Any, drops: bool) -> Any:
@@ -253,7 +253,3 @@ def got(value: Any) -> str:
         kind = "a traced array" if passed_tracer(value) else "an array"
         return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
     return f"{type(value).__name__} {value!r}"
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
