@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
-from suite.mutants import EQUIVALENT, FIRST, ROOT, SURVIVES, read_faults, read_outcomes
+from suite.mutants import EQUIVALENT, FIRST, ROOT, SURVIVES, failed_test, read_faults, read_outcomes
 
 from ejkernel.ops.plugins import registry
 
@@ -65,3 +65,11 @@ def _is_there(file: str, test: str) -> bool:
     path, function = ROOT / file, test.partition("[")[0]
     sources = SUITE.glob("test_*.py") if path.is_relative_to(ROOT / "tests" / "conformance") else [path]
     return path.is_file() and any(f"def {function}(" in one.read_text(encoding="utf-8") for one in sources)
+
+
+def test_failed_tests_are_read_from_lines_of_the_summary():
+    read = failed_test
+    assert read("FAILED tests/a.py::test_b[packed-W - 1] - ValueError: x[0] - 1") == "tests/a.py::test_b[packed-W - 1]"
+    assert read("FAILED tests/a.py::test_b[packed-W - 1]") == "tests/a.py::test_b[packed-W - 1]"
+    assert read("FAILED tests/a.py::test_b - assert x[0]") == "tests/a.py::test_b"
+    assert read("ERROR tests/a.py") == "tests/a.py"

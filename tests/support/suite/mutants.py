@@ -151,11 +151,21 @@ class Workshop:
         if done.returncode == pytest.ExitCode.USAGE_ERROR:
             raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}")
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return lines[0].partition(" ")[2].partition(" - ")[0] if lines else f"exit status {done.returncode}"
+        return failed_test(lines[0]) if lines else f"exit status {done.returncode}"
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, *arguments)
         return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, check=False)
+
+
+def failed_test(line: str) -> str:
+    """The id of a test in a line of pytest's summary; its parameters may hold ` - `, which begins the message."""
+    test = line.partition(" ")[2]
+    function, bracket, rest = test.partition("[")
+    if not bracket or " - " in function:
+        return test.partition(" - ")[0]
+    parameters, end, _ = rest.partition("] - ")
+    return f"{function}[{parameters}]" if end else test
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
