@@ -82,7 +82,7 @@ def test_large_tiles_on_and_off_the_diagonal():
 
     with (
         interpreted(),
-        mock.patch.object(score_chunk, "UNROLLED", 128 * 128),
+        mock.patch.object(score_chunk, "MAX_UNROLLED_PAIRS", 128 * 128),
         mock.patch.object(config, "LARGE_TILE", 256),
     ):
         got, found_lse, found = both(made, cotangent)

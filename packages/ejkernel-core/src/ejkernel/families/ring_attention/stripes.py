@@ -19,20 +19,24 @@ def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Exchanges the part of the calling device along `axis` for its two halves of the striped layout, the early half
     first.
     """
-    even, odd = jnp.split(x, 2, axis)
+    even_half, odd_half = jnp.split(x, 2, axis)
     send_pairs = _sends(lax.axis_size(axis_name))
-    even, odd = lax.ppermute(even, axis_name, send_pairs[0]), lax.ppermute(odd, axis_name, send_pairs[1])
-    return _ordered(even, odd, axis, axis_name)
+    even_half, odd_half = (
+        lax.ppermute(even_half, axis_name, send_pairs[0]),
+        lax.ppermute(odd_half, axis_name, send_pairs[1]),
+    )
+    return _ordered(even_half, odd_half, axis, axis_name)
 
 
 def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the inverse of `stripe`."""
-    early, late = jnp.split(x, 2, axis)
+    early_half, late_half = jnp.split(x, 2, axis)
     return_pairs = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
     swapped = _is_odd(axis_name)
-    even, odd = jnp.where(swapped, late, early), jnp.where(swapped, early, late)
+    even_half, odd_half = jnp.where(swapped, late_half, early_half), jnp.where(swapped, early_half, late_half)
     return jnp.concatenate(
-        [lax.ppermute(even, axis_name, return_pairs[0]), lax.ppermute(odd, axis_name, return_pairs[1])], axis=axis
+        [lax.ppermute(even_half, axis_name, return_pairs[0]), lax.ppermute(odd_half, axis_name, return_pairs[1])],
+        axis=axis,
     )
 
 
@@ -50,10 +54,12 @@ def _sends(size: int) -> tuple[Pairs, Pairs]:
     return [(i, owner(2 * i)) for i in range(size)], [(i, owner(2 * i + 1)) for i in range(size)]
 
 
-def _ordered(even: jax.Array, odd: jax.Array, axis: int, axis_name: str) -> jax.Array:
+def _ordered(even_half: jax.Array, odd_half: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the two received halves in order. Half i comes first on device i: the even half if i is even."""
     swapped = _is_odd(axis_name)
-    return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=axis)
+    return jnp.concatenate(
+        [jnp.where(swapped, odd_half, even_half), jnp.where(swapped, even_half, odd_half)], axis=axis
+    )
 
 
 def _is_odd(axis_name: str) -> jax.Array:

@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
 
 CHUNK = 256
 """Columns per product, and contracted elements per product if sums are in registers."""
-UNROLLED = 2**30
+MAX_UNROLLED_MULTIPLICATIONS = 2**30
 """Multiplications of the largest tile whose products are unrolled: libtpu takes seconds for more."""
 
 
@@ -146,7 +146,9 @@ class GroupedSpec:
         if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
             return True
         is_doubled = self.gate is not None and self.gate.doubles
-        return math.prod(self.blocks) * (1 + is_doubled) <= (2 * UNROLLED if self.accumulates else UNROLLED)
+        return math.prod(self.blocks) * (1 + is_doubled) <= (
+            2 * MAX_UNROLLED_MULTIPLICATIONS if self.accumulates else MAX_UNROLLED_MULTIPLICATIONS
+        )
 
     @property
     def sums_in_memory(self) -> bool:

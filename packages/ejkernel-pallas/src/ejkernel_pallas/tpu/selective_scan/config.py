@@ -35,11 +35,11 @@ class TpuScan:
         ):
             wants = f"a multiple of {GROUP} up to {MAX_CHANNEL_GROUPS * GROUP}, whose tokens fit VMEM"
             raise ValueError(f"block_channels: got {self.block_channels}, wants {wants}")
-        if self.unroll not in UNROLLED:
-            raise ValueError(f"unroll: got {self.unroll}, wants one of {', '.join(map(str, UNROLLED))}")
+        if self.unroll not in UNROLL_FACTORS:
+            raise ValueError(f"unroll: got {self.unroll}, wants one of {', '.join(map(str, UNROLL_FACTORS))}")
 
 
-UNROLLED = (1, 2, 4, 8)
+UNROLL_FACTORS = (1, 2, 4, 8)
 
 PUBLIC_FIELDS = {"block_d": "block_channels"}
 """Fields of the public configuration and what they set here."""

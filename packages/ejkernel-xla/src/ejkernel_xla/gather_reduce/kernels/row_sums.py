@@ -9,7 +9,7 @@ from jax import lax
 
 from ejkernel.families.gather_reduce import named, take_rows
 
-UNROLLED = 16
+MAX_UNROLLED_TERMS = 16
 """Terms up to which a sum is one expression, which XLA fuses with its gathers; more are a loop."""
 
 
@@ -29,7 +29,7 @@ def sum_of_terms(term: Callable[[Any], jax.Array], count: int, empty: jax.Array)
     """Returns the sum of `count` terms in order; `empty` of none."""
     if not count:
         return empty
-    if count > UNROLLED:
+    if count > MAX_UNROLLED_TERMS:
         return lax.fori_loop(1, count, lambda n, acc: acc + term(n), term(jnp.int32(0)))
     total = term(0)
     for n in range(1, count):

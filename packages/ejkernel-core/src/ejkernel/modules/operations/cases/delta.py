@@ -89,7 +89,7 @@ _SMALL_MODEL: Row = (
     (),
     ("bench_cpu",),
 )
-_KERNEL: tuple[Row, ...] = (
+_KERNEL_DELTA_ROWS: tuple[Row, ...] = (
     ("no decay", RecurrenceSizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
     ("keys as they are", RecurrenceSizes(), _weak, ("beta",), ()),
     _CHANNELS,
@@ -99,7 +99,7 @@ _KERNEL: tuple[Row, ...] = (
     _MODEL,
     _SMALL_MODEL,
 )
-_GATED: tuple[Row, ...] = (
+_GATED_DELTA_ROWS: tuple[Row, ...] = (
     (
         "one token with a state",
         RecurrenceSizes(t=1, g=2),
@@ -125,16 +125,16 @@ _GATED: tuple[Row, ...] = (
 
 def kernel_delta_attention_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `kernel_delta_attention`."""
-    return make_cases(arguments, _KERNEL)
+    return make_cases(arguments, _KERNEL_DELTA_ROWS)
 
 
 def gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `gated_delta_rule`."""
-    return make_cases(arguments, _GATED)
+    return make_cases(arguments, _GATED_DELTA_ROWS)
 
 
 # name, tokens, KV heads, lengths, slots, decay of heads or channels, dtype
-_RAGGED: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None, Any], ...] = (
+_RAGGED_DELTA_ROWS: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...], str | None, Any], ...] = (
     ("prefill and empty", 11, 2, BOUNDS, (5, 0, 2, 1), "decay", jnp.float32),
     ("decode, no decay", 5, 4, (0, 1, 2, 2, 3), (4, 0, 0, 1), None, jnp.float32),
     ("mixed, decay of channels", 13, 1, (0, 1, 2, 2, 11, 12), (3, 1, 3, 0, -1), "gk", jnp.float32),
@@ -148,7 +148,7 @@ _PACKED_PARENTS = (-1, 0, 0, 1, 3, -1, -1, 1, 0)
 def ragged_gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_gated_delta_rule`."""
     steps = (("model", 64, 16, 128, jnp.bfloat16, "bench"), ("small model", 8, 4, 64, jnp.float32, "bench_cpu"))
-    return (*(_ragged(arguments, *row) for row in _RAGGED), *(_step(arguments, *step) for step in steps))
+    return (*(_ragged(arguments, *row) for row in _RAGGED_DELTA_ROWS), *(_step(arguments, *step) for step in steps))
 
 
 def _step(arguments: type, name: str, requests: int, heads: int, dim: int, dtype: Any, tag: str) -> Case:

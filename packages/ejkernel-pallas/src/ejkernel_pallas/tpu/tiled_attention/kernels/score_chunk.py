@@ -30,7 +30,7 @@ Distinct = tuple[bool, bool]
 """Two flags: whether each batch row, and whether each head, has a separate list of tile pairs."""
 DIAGONAL = 256
 """The largest number of queries, and keys, of a chunk on the causal diagonal: small chunks have few masked pairs."""
-UNROLLED = 2**20
+MAX_UNROLLED_PAIRS = 2**20
 """The largest number of scores of a tile whose chunks are unrolled; larger tiles use a loop, for a short compile
 time.
 """
@@ -110,7 +110,7 @@ def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], Non
 
 def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
     """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile limits compile time."""
-    if spec.block_q * spec.block_kv <= UNROLLED:
+    if spec.block_q * spec.block_kv <= MAX_UNROLLED_PAIRS:
         for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
             work(at)
         return
