@@ -97,6 +97,7 @@ def test_numbers(name):
         check(made, jax.jit(passes, static_argnums=1)(made, tiles))
 
 
+@pytest.mark.slow
 def test_no_races():
     """The simulator takes long for each row of a query: few of them."""
     made = record((1, 10, 2, 1, 8, 8), 4, 2)
