@@ -19,12 +19,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.planning import token_shards
 from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitions
 from ejkernel.promotion import promoting
 from ejkernel.types.arguments import array_fields
+
+SUMMED_AT_ONCE = 128
+"""Tokens that one `lax.cumsum` adds up."""
 
 Results = tuple[jax.Array, jax.Array]
 Run = Callable[[Any], Results]
@@ -269,3 +273,21 @@ def _differentiated(rule: SplitRecurrence, marked: Any, borders: Borders) -> lis
 
 def _is_marked(value: Any) -> bool:
     return hasattr(value, "perturbed")
+
+
+def cumulative_sums(x: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """Returns the cumulative sums along the tokens of [B, T, ...], in pieces.
+
+    On a GPU `lax.cumsum` adds up a window for each token, so its work grows with the square of the axis: a forward pass
+    of `gated_linear_attention` over 65,536 tokens a device took 2.5 s on an H200.
+    """
+    tokens = x.shape[1]
+    if tokens <= SUMMED_AT_ONCE:
+        return lax.cumsum(x, axis=1, reverse=reverse)
+    x = jnp.pad(x, ((0, 0), (0, -tokens % SUMMED_AT_ONCE), *((0, 0) for _ in x.shape[2:])))
+    pieces = x.reshape(x.shape[0], -1, SUMMED_AT_ONCE, *x.shape[2:])
+    # The sums of other pieces are shifted, not differences: those of infinite gates would be NaN.
+    others = jnp.sum(pieces, axis=2)
+    others = jnp.roll(others, -1 if reverse else 1, axis=1).at[:, -1 if reverse else 0].set(0)
+    sums = lax.cumsum(pieces, axis=2, reverse=reverse) + cumulative_sums(others, reverse=reverse)[:, :, None]
+    return sums.reshape(x.shape)[:, :tokens]

@@ -25,7 +25,7 @@ from ejkernel.families.linear_recurrence.record import (
     states,
     with_plain_states,
 )
-from ejkernel.families.split_recurrence import Borders, Results, Run, SplitRecurrence, Summary
+from ejkernel.families.split_recurrence import Borders, Results, Run, SplitRecurrence, Summary, cumulative_sums
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.token_shards import TokenShards, packed_borders
 
@@ -178,7 +178,7 @@ def _written(record: LinearRecurrence) -> jax.Array:
 
 def _up_to(gates: Gates) -> Gates:
     """Returns the sum of the gates of all tokens up to each, its own included."""
-    return None if gates is None else jnp.cumsum(gates, axis=1)
+    return None if gates is None else cumulative_sums(gates)
 
 
 def _after(gates: Gates) -> Gates:
@@ -186,7 +186,7 @@ def _after(gates: Gates) -> Gates:
     if gates is None:
         return None
     later = jnp.pad(gates[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
-    return lax.cumsum(later, axis=1, reverse=True)
+    return cumulative_sums(later, reverse=True)
 
 
 def _weighted(x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0) -> jax.Array:

@@ -6,12 +6,11 @@ weighted by `exp(A * steps after)`, which XLA computes without an array of token
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.families import split_recurrence
 from ejkernel.families.selective_scan.record import SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.scan_sequences import with_plain_states
-from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary
+from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary, cumulative_sums
 from ejkernel.planning import slots
 from ejkernel.planning.token_shards import TokenShards, packed_borders
 
@@ -47,7 +46,7 @@ def borders(record: SelectiveScan, shards: TokenShards) -> Borders:
 def summary(run: Run, record: SelectiveScan, borders: Borders) -> Summary:
     """Returns the summary of a shard."""
     steps = _steps(record, borders.running)
-    later = lax.cumsum(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), axis=1, reverse=True)
+    later = cumulative_sums(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), reverse=True)
     values, numbers = (_chosen(x, borders.running, record) for x in (record.x, record.write))
     added = _weighted_sum(record, later, steps * values, numbers)
     packed = borders.packed
@@ -60,7 +59,7 @@ def summary(run: Run, record: SelectiveScan, borders: Borders) -> Summary:
 
 def gradient(record: SelectiveScan, borders: Borders, saved: None, d_read: jax.Array) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
-    so_far = jnp.cumsum(_steps(record, borders.leading), axis=1)
+    so_far = cumulative_sums(_steps(record, borders.leading))
     values, numbers = (_chosen(x, borders.leading, record) for x in (d_read, record.read))
     return _weighted_sum(record, so_far, values, numbers)
 

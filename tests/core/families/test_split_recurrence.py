@@ -1,0 +1,30 @@
+"""Cumulative sums of the gates of many tokens."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.families.split_recurrence import SUMMED_AT_ONCE, cumulative_sums
+
+
+@pytest.mark.parametrize("tokens", [1, SUMMED_AT_ONCE, SUMMED_AT_ONCE + 1, 3 * SUMMED_AT_ONCE])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_they_are_the_sums_of_all_tokens_so_far(tokens, reverse):
+    x = -np.random.default_rng(0).exponential(size=(2, tokens, 3))
+    x[0, tokens // 2] = -np.inf
+    in_order = slice(None, None, -1 if reverse else 1)
+
+    sums = cumulative_sums(jnp.asarray(x, jnp.float32), reverse=reverse)
+
+    np.testing.assert_allclose(sums, np.cumsum(x[:, in_order], axis=1)[:, in_order], rtol=1e-5)
+
+
+def test_no_window_of_a_gpu_program_has_as_many_elements_as_tokens():
+    lowered = jax.jit(cumulative_sums).trace(jnp.zeros((1, 1 << 16, 4))).lower(lowering_platforms=("cuda",)).as_text()
+
+    windows = re.findall(r"window_dimensions = array<i64: ([\d, ]+)>", lowered)
+    assert windows
+    assert max(np.prod([int(n) for n in window.split(",")]) for window in windows) <= SUMMED_AT_ONCE
