@@ -16,10 +16,10 @@ from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.latent_attention import forward as latent_forward
 from ejkernel_pallas.tpu.latent_attention.plan import as_pages
+from ejkernel_pallas.tpu.mosaic.paged_layout import make_cache
 from ejkernel_pallas.tpu.paged_attention import reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import make_cache
 
 PAGED = "multi_latent_ragged_page_attention"
 TILES, SINGLE = TpuPaged(block_q=8, block_kv=128), TpuPaged(block_q=1, block_kv=128)

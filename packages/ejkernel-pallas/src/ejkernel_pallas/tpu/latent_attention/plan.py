@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, latent_pages
 from ejkernel.families.tiled_attention import TiledAttention
+from ejkernel_pallas.tpu.mosaic.paged_layout import along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import along_lanes
 
 SLOTS = (512, 256, 128)
 """Slots per page; a row of the cache must be whole pages, and larger pages take fewer copies."""

@@ -13,9 +13,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel_pallas.tpu.mosaic.paged_layout import token_rows
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import token_rows
 from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
 from ejkernel_pallas.tpu.requirements import tpu_requires
 

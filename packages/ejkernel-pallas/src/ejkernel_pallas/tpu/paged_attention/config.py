@@ -8,8 +8,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
+from ejkernel_pallas.tpu.mosaic.paged_layout import TILE, along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import TILE, along_lanes
 from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
 
 

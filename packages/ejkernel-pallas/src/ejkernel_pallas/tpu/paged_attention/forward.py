@@ -12,11 +12,11 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
+from ejkernel_pallas.tpu.mosaic.paged_layout import stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import stored
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import BUFFERS, staged
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import kernel

@@ -15,8 +15,8 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.mosaic.paged_layout import Cache, make_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import Cache, make_cache
 
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 """The largest numbers of query rows per product: where pairs are masked or tokens few, and elsewhere."""

@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
+from ejkernel_pallas.tpu.mosaic.paged_layout import TILE
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import TILE
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 SLICE = 128

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, as_computed
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel_pallas.tpu.mosaic.paged_layout import stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.cache import stored
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
