@@ -37,8 +37,10 @@ TERMS = {
     "evidence": "evidence|confirmed",
 }
 """The project's own terms: the anchor in the glossary, and how a page may write the term."""
-CODE_WORD = re.compile(r"(?<![`\[])`([^`\n]{1,40}|[^`\s]+)`(?![`{])")
-"""Code of a table that stays on one line: words, and code of at most 40 characters."""
+CODE = re.compile(r"(?P<link>\[?)(?P<ticks>`+)(?P<text>[^\n]+?)(?P=ticks)(?!`)(?P<marked>\{?)")
+"""Code within a line: every span is matched, so that the end of one is never taken for the beginning of another."""
+LONGEST_WORD = 40
+"""Characters of code in tables that stays on one line even where it has spaces."""
 KEPT = re.compile(r"(`[^`]*`|\[[^\]]*\]\([^)]*\)|<[^>]*>|https?://\S+)")
 """Code, links and tags within a line."""
 LAB = """!!! note "Lab notebook"
@@ -170,8 +172,16 @@ def _unbroken_code(markdown: str) -> str:
     lines, in_code = [], False
     for line in markdown.split("\n"):
         in_code ^= line.lstrip().startswith("```")
-        lines.append(CODE_WORD.sub(r"`\1`{ .word }", line) if line.startswith("|") and not in_code else line)
+        lines.append(CODE.sub(_with_class, line) if line.startswith("|") and not in_code else line)
     return "\n".join(lines)
+
+
+def _with_class(code: re.Match[str]) -> str:
+    """Returns code with the class `word`; links, longer code and code that has a class already stay as they are."""
+    is_short = len(code["text"]) <= LONGEST_WORD or not re.search(r"\s", code["text"])
+    if code["link"] or code["marked"] or code["ticks"] != "`" or not is_short:
+        return code[0]
+    return f"{code[0]}{{ .word }}"
 
 
 def _both_themes(figure: re.Match[str]) -> str:

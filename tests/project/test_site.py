@@ -56,6 +56,8 @@ def test_short_code_in_tables_stays_on_one_line():
     table = "| `--dry-run` | `a` |\n\n`--dry-run`\n\n```text\n| `x` |\n```"
     expected = "| `--dry-run`{ .word } | `a`{ .word } |\n\n`--dry-run`\n\n```text\n| `x` |\n```"
     assert finish(table, "page.md") == expected
+    linked = "| [`bias=`](page.md) of `f` | `code that is far too long to stay on one line` and `x` |"
+    assert finish(linked, "page.md") == linked.replace("`f`", "`f`{ .word }").replace("`x`", "`x`{ .word }")
 
 
 def test_the_readme_has_one_install_section_before_code_and_no_long_lines():
