@@ -152,6 +152,9 @@ def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     tile_rows = config.block_q * rows
     stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)
     states = stages + (tile_rows + rows) * 4 * (2 * LANES + max(width, value_width))
-    operands = 2 * tile_rows * row_bytes * (2 * width + value_width)
+    forward = row_bytes * (width + value_width)
+    # Gradients of queries are float32; a row's lse and delta are a number each.
+    query_gradient = row_bytes * (width + value_width) + 4 * width + 2 * 4
+    operands = 2 * tile_rows * max(forward, query_gradient)
     tiles = 2 * per_tile * keys * (itemsize + 4) * (width + value_width)
     return states + operands + tiles
