@@ -104,6 +104,17 @@ def test_a_chain_is_the_plain_step():
     np.testing.assert_array_equal(states[:, -1], last)
 
 
+def test_padding_of_a_convolution_brings_no_gradient_of_an_unused_state():
+    x, weight = normal(1, 4, 5), normal(5, 4)
+    before = normal(2, 5, 3).at[0].set(jnp.nan)  # the first request is empty, the last token is padding
+    packed = {"cu_seqlens": jnp.array([0, 0, 3]), "parents": jnp.array([[-1, 0, 0, -1]])}
+
+    def total(weight):
+        return jnp.sum(causal_conv1d(x, weight, initial_state=before, **packed, return_state=True)[0])
+
+    assert jnp.all(jnp.isfinite(jax.grad(total)(weight)))
+
+
 def packed_calls():
     """Packed trees of three requests, one of them empty and one without a slot, and the same tokens as rows."""
     starts, indices = jnp.array([0, 4, 4, 6]), jnp.array([2, 0, -1])

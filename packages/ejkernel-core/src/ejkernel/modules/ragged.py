@@ -264,7 +264,7 @@ def accept_states(
         slots: [slots, ...] floating; donate them under `jax.jit`, and the update is in place.
         states: [T, ...] floating, the state after every token.
         accepted: [N] int, the newest accepted token of each request, by its index among those of the request; -1 leaves
-            its slot as it is.
+            its slot as it is, and so does an index past the request's tokens.
         query_start_loc: [N + 1] int cumulative lengths; may be traced.
         state_indices: [N] int, different for requests with accepted tokens; an index outside of the slots, such as -1,
             stores nothing.
@@ -299,8 +299,10 @@ def accept_states(
         check_dtype(name, array, jnp.integer, "an integer dtype")
     if states.shape[1:] != slots.shape[1:]:
         raise ValueError(f"states: got shape {states.shape}, wants [T, ...] of the slots {slots.shape}")
-    token = jnp.clip(query_start_loc[:-1] + accepted, 0, states.shape[0] - 1)
-    stored = (accepted >= 0) & (accepted < jnp.diff(query_start_loc)) & (state_indices >= 0)
+    slots = jnp.asarray(slots)
+    accepted, starts, state_indices = (jnp.asarray(x, jnp.int32) for x in (accepted, query_start_loc, state_indices))
+    token = jnp.clip(starts[:-1] + accepted, 0, states.shape[0] - 1)
+    stored = (accepted >= 0) & (accepted < jnp.diff(starts)) & (state_indices >= 0)
     target = jnp.where(stored, state_indices, slots.shape[0])  # after the last slot: dropped
     return slots.at[target].set(states[token].astype(slots.dtype), mode="drop")
 

@@ -54,11 +54,12 @@ def tree_windows(args: Any) -> TreeWindows:
     """Returns the windows of a call with `parents`."""
     trees, state = token_trees(args.parents, args.cu_seqlens), _stored(args)
     real = trees.requests >= 0
-    # Padding may hold NaN, which neither outputs nor gradients may get.
+    # Padding may hold NaN, and so may the slot that is read for it; neither outputs nor gradients may get that.
     x = jnp.where(real[:, None], args.x.reshape(-1, args.x.shape[2]), 0)
     if state is None:
         state = jnp.zeros((trees.starts.shape[0], x.shape[1], args.weight.shape[1] - 1), x.dtype)
-    return TreeWindows(x, windows(x, state, trees), real)
+    before = jnp.where(real[:, None, None], windows(x, state, trees), 0)
+    return TreeWindows(x, before, real)
 
 
 def after_trees(args: Any) -> jax.Array:
