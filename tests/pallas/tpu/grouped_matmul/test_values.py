@@ -31,7 +31,7 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name, monkeypatch):
     if name.startswith("loops"):
-        monkeypatch.setattr(spec, "UNROLLED", 0)
+        monkeypatch.setattr(spec, "MAX_UNROLLED_MULTIPLICATIONS", 0)
     compare(*CASES[name])
 
 
