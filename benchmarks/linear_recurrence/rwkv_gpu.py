@@ -1,4 +1,4 @@
-"""RWKV's recurrences on a GPU, beside gated linear attention on the same arrays.
+"""RWKV's recurrences on a GPU, compared with gated linear attention on the same arrays.
 
     python benchmarks/linear_recurrence/rwkv_gpu.py          # B4 S8192 H16, heads of 64
     python benchmarks/linear_recurrence/rwkv_gpu.py --check  # a short row on any device, no times

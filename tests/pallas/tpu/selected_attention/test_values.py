@@ -21,7 +21,7 @@ from ejkernel_pallas.tpu.selected_attention.forward import forward
 FIELDS = frozenset({"query", "key", "value"})
 
 
-def record(shape, block_size, listed, dtype="float32", bounds=(), **fields):
+def make_record(shape, block_size, listed, dtype="float32", bounds=(), **fields):
     """A record of (B, T, H, Hk, D, Dv) whose queries list random blocks of their own sequence, and -1."""
     batch, tokens, heads, kv_heads, size, value_size = shape
     random = np.random.default_rng(3)
@@ -54,32 +54,35 @@ def record(shape, block_size, listed, dtype="float32", bounds=(), **fields):
 
 
 CASES = {
-    "groups": (record((2, 90, 8, 2, 24, 40), 16, 3), TpuSelected(block_q=128, block_kv=128, readers=3)),
+    "groups": (make_record((2, 90, 8, 2, 24, 40), 16, 3), TpuSelected(block_q=128, block_kv=128, readers=3)),
     "packed": (
-        record((1, 150, 4, 1, 24, 24), 20, 2, bounds=(0, 1, 62, 141)),
+        make_record((1, 150, 4, 1, 24, 24), 20, 2, bounds=(0, 1, 62, 141)),
         TpuSelected(block_q=128, block_kv=48, readers=4),
     ),
-    "long blocks": (record((1, 300, 2, 1, 16, 16), 150, 2), TpuSelected(block_q=128, block_kv=128, readers=8)),
-    "bfloat16": (record((1, 140, 16, 1, 24, 24), 16, 4, "bfloat16"), TpuSelected(block_q=64, block_kv=64, readers=4)),
+    "long blocks": (make_record((1, 300, 2, 1, 16, 16), 150, 2), TpuSelected(block_q=128, block_kv=128, readers=8)),
+    "bfloat16": (
+        make_record((1, 140, 16, 1, 24, 24), 16, 4, "bfloat16"),
+        TpuSelected(block_q=64, block_kv=64, readers=4),
+    ),
 }
 
 
-def passes(made, tiles):
-    output, residuals = forward(made, tiles)
+def passes(record, tiles):
+    output, residuals = forward(record, tiles)
     cotangent = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
-    pullback = Pullback(record=made, residuals=residuals, output=output, cotangent=cotangent, grad_fields=FIELDS)
+    pullback = Pullback(record=record, residuals=residuals, output=output, cotangent=cotangent, grad_fields=FIELDS)
     return output, residuals.selected.lse, cotangent, backward(pullback, tiles)
 
 
-def check(made, got):
+def check(record, got):
     output, lse, cotangent, gradients = got
-    wide = dataclasses.replace(made, **{name: getattr(made, name).astype(jnp.float32) for name in FIELDS})
+    wide = dataclasses.replace(record, **{name: getattr(record, name).astype(jnp.float32) for name in FIELDS})
     exact, residuals = reference(wide)
     _, pull = jax.vjp(
         lambda x: reference(dataclasses.replace(wide, **x))[0], {name: getattr(wide, name) for name in FIELDS}
     )
     (of_fields,) = pull(cotangent.astype(jnp.float32))
-    tolerance = 1e-6 if made.query.dtype == jnp.float32 else 1e-2
+    tolerance = 1e-6 if record.query.dtype == jnp.float32 else 1e-2
     np.testing.assert_allclose(lse, residuals.selected.lse, atol=10 * tolerance)
     for name, (mine, theirs) in {
         "output": (output, exact),
@@ -92,26 +95,26 @@ def check(made, got):
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name):
-    made, tiles = CASES[name]
+    record, tiles = CASES[name]
     with interpreted():
-        check(made, jax.jit(passes, static_argnums=1)(made, tiles))
+        check(record, jax.jit(passes, static_argnums=1)(record, tiles))
 
 
 @pytest.mark.slow
 def test_no_races():
     """The simulator takes long for each row of a query: few of them."""
-    made = record((1, 10, 2, 1, 8, 8), 4, 2)
+    record = make_record((1, 10, 2, 1, 8, 8), 4, 2)
     tiles = TpuSelected(block_q=128, block_kv=16, readers=4)
     with simulated():
-        check(made, jax.jit(passes, static_argnums=1)(made, tiles))
+        check(record, jax.jit(passes, static_argnums=1)(record, tiles))
     assert not found()
 
 
 def test_lists_change_without_a_compilation():
-    made, tiles = CASES["bfloat16"]
-    other = dataclasses.replace(made, block_indices=jnp.where(jnp.arange(4) == 1, -1, made.block_indices))
+    record, tiles = CASES["bfloat16"]
+    other = dataclasses.replace(record, block_indices=jnp.where(jnp.arange(4) == 1, -1, record.block_indices))
     with interpreted():
-        compiled = jax.jit(lambda x: passes(x, tiles)).lower(made).compile()
+        compiled = jax.jit(lambda x: passes(x, tiles)).lower(record).compile()
         check(other, compiled(other))
 
 
@@ -132,11 +135,11 @@ def long_record(tokens, listed, group=16):
 def test_memory_is_computed_and_refused_by_name():
     """Tiles shrink until they fit; what fits no tile is refused before a compilation."""
     with target_device("v7x"):
-        for made in (long_record(16384, 16), long_record(2**20, 16), long_record(16384, 200, 64)):
-            tiles = config.heuristic(made, None, "forward")
-            assert config.vmem_bytes(made, tiles) <= config.VMEM_BYTES
-            assert config.work_list_bytes(made, tiles) <= config.WORK_LIST_SMEM_BYTES
-            assert not list(_reasons(made))
+        for record in (long_record(16384, 16), long_record(2**20, 16), long_record(16384, 200, 64)):
+            tiles = config.heuristic(record, None, "forward")
+            assert config.vmem_bytes(record, tiles) <= config.VMEM_BYTES
+            assert config.work_list_bytes(record, tiles) <= config.WORK_LIST_SMEM_BYTES
+            assert not list(_reasons(record))
         (reason,) = _reasons(long_record(2**20, 4000))
     assert "SMEM" in reason
     (reason,) = _reasons(long_record(1024, 4, group=65))

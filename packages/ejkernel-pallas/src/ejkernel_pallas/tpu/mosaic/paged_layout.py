@@ -33,7 +33,7 @@ class Cache:
         latent: Whether a token has a single row, whose first elements are also its value. A word then contains several
             tokens.
         transposed: Whether a page is stored as [D, S], with tokens along lanes; see `along_lanes`.
-        rotary: Elements per key in a second cache, stored as [Dr, S], beside latent rows; 0 without one.
+        rotary: Elements per key in a second cache, stored as [Dr, S], next to latent rows; 0 without one.
     """
 
     layout: str
