@@ -6,6 +6,10 @@
 The sheet has 60 identifiers (20 of core, 20 of Triton and CUDA, 20 of Pallas), 40 comments or docstrings with ten lines
 around them, and 40 sentences of the documentation. The names and the prose of a tree are plain if a reader explains at
 least 57, 38 and 39 of them rightly. What was missed is mended, and a new draw goes to another reader.
+
+The identifiers are functions, classes, arguments, the fields of classes, the constants of modules, and tests. The
+variables of a function and the arguments of a lambda are not drawn: they are only ever read with their function around
+them. Until 27 November 2026 variables were drawn and tests were not, so counts from before do not compare.
 """
 
 import argparse
@@ -27,8 +31,12 @@ PACKAGES = {
     "Triton and CUDA": ("packages/ejkernel-triton/src", "packages/ejkernel-cuda/src"),
     "Pallas": ("packages/ejkernel-pallas/src",),
 }
+TESTS = {
+    "core": ("tests/core", "tests/xla"),
+    "Triton and CUDA": ("tests/triton", "tests/cuda"),
+    "Pallas": ("tests/pallas",),
+}
 NAMES, COMMENTS, SENTENCES, AROUND = 20, 40, 40, 5
-KINDS: dict[type, str] = {ast.FunctionDef: "function", ast.ClassDef: "class", ast.arg: "argument"}
 SHORTEST = 4
 """Letters of the shortest identifier that is drawn: `q` and `lse` mean nothing outside of their formula."""
 
@@ -61,7 +69,8 @@ def draw(numbers: random.Random) -> Iterator[tuple[str, list[Item]]]:
     """Yields the title and the items of each section."""
     files = {part: [file for folder in folders for file in sources(folder)] for part, folders in PACKAGES.items()}
     for part, paths in files.items():
-        yield f"Identifiers of {part}: what does each hold or do?", numbers.sample(identifiers(paths), NAMES)
+        tests = [file for folder in TESTS[part] for file in sources(folder)]
+        yield f"Identifiers of {part}: what does each hold or do?", numbers.sample(identifiers(paths, tests), NAMES)
     every = [item for paths in files.values() for path in paths for item in comments(path)]
     yield "Comments and docstrings: what does the marked one say?", numbers.sample(every, COMMENTS)
     yield "Sentences of the documentation: what does each say?", numbers.sample(list(sentences()), SENTENCES)
@@ -72,28 +81,61 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def identifiers(paths: list[Path]) -> list[Item]:
-    """Returns the names that are defined in some files: functions, classes, arguments, fields and variables."""
-    found: dict[str, Item] = {}
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            name = defined(node)
-            if name and len(name.strip("_")) >= SHORTEST and not keyword.iskeyword(name):
-                kind = KINDS.get(type(node), "variable")
+def identifiers(paths: list[Path], tests: list[Path]) -> list[Item]:
+    """Returns the names that the files of packages define, and the names of the tests in other files."""
+    items: dict[str, Item] = {}
+    for path in paths + tests:
+        for name, kind, line in definitions(ast.parse(path.read_text())):
+            is_drawn = path in paths or (kind == "function" and name.startswith("test_"))
+            if is_drawn and len(name.strip("_")) >= SHORTEST and not keyword.iskeyword(name):
                 folder = "/".join(path.with_suffix("").parts[-2:])
-                found.setdefault(name, Item(f"`{name}` ({kind} in {folder})", where(path, getattr(node, "lineno", 1))))
-    return [found[name] for name in sorted(found)]
+                items.setdefault(name, Item(f"`{name}` ({kind} in {folder})", where(path, line)))
+    return [items[name] for name in sorted(items)]
 
 
-def defined(node: ast.AST) -> str | None:
-    """Returns the name that a node defines, if it defines one."""
-    match node:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-            return None if name.startswith("__") else name
-        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-            return name
-        case _:
-            return None
+def definitions(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """Yields the name, the kind and the line of each function, class, argument, class field and module constant."""
+    for statement in statements(tree.body):
+        for name in assigned(statement):
+            yield name, "constant of the module", statement.lineno
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name):
+                if not name.startswith("__"):
+                    yield name, "function", node.lineno
+                for argument in arguments(node.args):
+                    yield argument.arg, "argument", argument.lineno
+            case ast.ClassDef(name=name):
+                yield name, "class", node.lineno
+                for statement in node.body:
+                    for field in assigned(statement):
+                        yield field, f"field of class {name}", statement.lineno
+            case _:
+                pass
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements of a module, those in its branches too."""
+    for statement in body:
+        yield statement
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            for branch in ("body", "orelse", "handlers", "finalbody"):
+                yield from statements(getattr(statement, branch, []))
+
+
+def assigned(statement: ast.stmt) -> Iterator[str]:
+    """Yields the names that a statement assigns, without those of Python's own protocols."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    for target in targets:
+        for node in ast.walk(target) if isinstance(target, ast.AST) else ():
+            if isinstance(node, ast.Name) and not node.id.startswith("__"):
+                yield node.id
+
+
+def arguments(signature: ast.arguments) -> list[ast.arg]:
+    """Returns the arguments of a function."""
+    star = [argument for argument in (signature.vararg, signature.kwarg) if argument]
+    return signature.posonlyargs + signature.args + signature.kwonlyargs + star
 
 
 def comments(path: Path) -> Iterator[Item]:
