@@ -4,6 +4,8 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shared.gpu_peers import keep_triton_cache
+
 Side = Callable[[], Any]
 
 
@@ -25,6 +27,7 @@ def peers(kind: str, record: Any) -> Iterator[tuple[str, tuple[Side, Side], int]
     """Name, both passes and the most bytes that the second had beside its arguments, of each that can do a kind."""
     if not importlib.util.find_spec("torch"):
         return
+    keep_triton_cache()
     for name, package, call_of in (("FLA", "fla", _fla_call), ("FlashQLA", "flash_qla", _flash_qla_call)):
         if not importlib.util.find_spec(package):
             continue

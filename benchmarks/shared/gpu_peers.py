@@ -108,10 +108,15 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
         return score if cell.cap is None else cell.cap * torch.tanh(score / cell.cap)
 
     mask = create_block_mask(seen, None, None, cell.length, cell.length, device="cuda")
-    if not os.environ.get("TRITON_CACHE_DIR", "unset"):  # jax-triton's doing, which leaves PyTorch no folder
-        del os.environ["TRITON_CACHE_DIR"]
+    keep_triton_cache()
     torch._dynamo.reset()  # which gives up on a function that was compiled for eight shapes
     compiled = torch.compile(flex_attention)
     score_mod = None if cell.cap is None else capped
     call = functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)
     return _torch_passes(call, arrays)
+
+
+def keep_triton_cache() -> None:
+    """Lets PyTorch's Triton kernels have a cache folder, which jax-triton turns off for the whole process."""
+    if not os.environ.get("TRITON_CACHE_DIR", "unset"):
+        del os.environ["TRITON_CACHE_DIR"]
