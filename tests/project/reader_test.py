@@ -97,7 +97,7 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
     """Yields the name, the kind and the line of each function, class, argument, class field and module constant."""
     for statement in statements(tree.body):
         for name in assigned(statement):
-            yield name, "constant of the module", statement.lineno
+            yield name, "module constant", statement.lineno
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name):
@@ -109,7 +109,7 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
                 yield name, "class", node.lineno
                 for statement in node.body:
                     for field in assigned(statement):
-                        yield field, f"field of class {name}", statement.lineno
+                        yield field, "class field", statement.lineno
             case _:
                 pass
 

@@ -71,7 +71,7 @@ def test_a_kernel_that_does_not_run_is_reported_and_the_others_are_timed(run, in
 
 
 def test_what_is_too_large_to_check_says_so(run, monkeypatch):
-    monkeypatch.setattr("ejkernel.cli.check.LIMIT_BYTES", 0)
+    monkeypatch.setattr("ejkernel.cli.check.REFERENCE_LIMIT_BYTES", 0)
     found = verdicts(run("bench", *SMALL, "--json"))
     assert all(text.startswith("skipped: the reference needs") for text in found.values())
 
@@ -86,7 +86,7 @@ def test_cases_are_drawn_one_panel_a_pass(run, tmp_path):
 
 def test_without_shapes_the_benchmark_cases_run(run, monkeypatch):
     asked: list[str] = []
-    monkeypatch.setattr("ejkernel.cli.bench._time", lambda call, settings, out: asked.append(call.label) or [])
+    monkeypatch.setattr("ejkernel.cli.bench._time_programs", lambda call, settings, out: asked.append(call.label) or [])
     run("bench", "flash_attention", status=1)
     assert asked == ["small model"]
 

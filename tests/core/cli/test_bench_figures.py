@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.cli import plot
-from ejkernel.cli.counts import count
+from ejkernel.cli.counts import count_work
 from ejkernel.ops import registry
 
 QUICK = ("--repeat", "2")
@@ -51,11 +51,11 @@ def lowered(name, **given):
 def test_pairs_that_a_window_hides_are_not_counted():
     x = jnp.ones((1, 4, 2, 8), jnp.float32)
     family, record, out = lowered("flash_attention", query=x, key=x, value=x, causal=True, sliding_window=(1, 0))
-    forward = count(family, record, "forward", out)
+    forward = count_work(family, record, "forward", out)
     assert forward.flops == 2 * (8 + 8) * (1 + 2 + 2 + 2) * 2
     assert forward.size == 4 * x.nbytes
     assert "7 pairs" in forward.text
-    both = count(family, record, "forward + backward", out)
+    both = count_work(family, record, "forward + backward", out)
     assert both.flops == 3.5 * forward.flops
     assert "2.5 forward passes" in both.text
 
@@ -63,7 +63,7 @@ def test_pairs_that_a_window_hides_are_not_counted():
 def test_rows_outside_the_groups_are_not_counted():
     arrays = {"lhs": jnp.ones((16, 8)), "rhs": jnp.ones((2, 8, 4)), "group_sizes": jnp.array([3, 4], jnp.int32)}
     family, record, out = lowered("grouped_matmul", **arrays)
-    assert count(family, record, "forward", out).flops == 2 * 7 * 8 * 4
+    assert count_work(family, record, "forward", out).flops == 2 * 7 * 8 * 4
 
 
 def test_what_nobody_counted_has_no_rate(run):

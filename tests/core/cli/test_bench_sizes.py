@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from ejkernel.cli import bench
-from ejkernel.cli.calls import CallSpec
-from ejkernel.cli.progress import duration, progress_bar
+from ejkernel.cli.calls import CallOptions
+from ejkernel.cli.progress import format_duration, progress_bar
 from ejkernel.ops.plugins import registry
 
 MOST_BYTES = 64 << 20
@@ -30,8 +30,8 @@ def test_every_operation_has_cases_to_time_on_accelerators_and_smaller_ones_on_c
     assert sizes["bench_cpu"] < MOST_BYTES
 
 
-def spec(name: str) -> CallSpec:
-    return CallSpec(
+def spec(name: str) -> CallOptions:
+    return CallOptions(
         op=registry().ops[name],
         shapes=(),
         kv_shape=None,
@@ -82,4 +82,4 @@ def test_the_bar_is_shown_on_terminals_only(monkeypatch, terminal):
     ("seconds", "text"), [(0.01, "1 s"), (42.4, "42 s"), (89, "89 s"), (180, "3 min"), (9000, "2.5 h")]
 )
 def test_durations_are_said_roughly(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

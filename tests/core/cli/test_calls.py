@@ -7,16 +7,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli.calls import CallSpec, Shape, array_dtypes, literal, parse_shape, plain_options, required_arrays
+from ejkernel.cli.calls import (
+    CallOptions,
+    ShapeOption,
+    array_dtypes,
+    literal_arguments,
+    parse_literal,
+    parse_shape,
+    required_arrays,
+)
 from ejkernel.ops import registry
 from ejkernel.types.arguments import array_fields
 
 FLASH = registry().op("flash_attention")
 
 
-def spec(op=FLASH, shapes=(), options=(), cases=(), **changes) -> CallSpec:
+def spec(op=FLASH, shapes=(), options=(), cases=(), **changes) -> CallOptions:
     base = {"kv_shape": None, "value_dim": None, "dtype": "float32", "platform": None, **changes}
-    return CallSpec(op=op, shapes=tuple(map(parse_shape, shapes)), options=tuple(options), cases=tuple(cases), **base)
+    return CallOptions(
+        op=op, shapes=tuple(map(parse_shape, shapes)), options=tuple(options), cases=tuple(cases), **base
+    )
 
 
 def assert_same_call(got, wanted) -> None:
@@ -27,11 +37,11 @@ def assert_same_call(got, wanted) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("1,128,8,64", Shape(None, (1, 128, 8, 64), None)),
-        ("query=1,2", Shape("query", (1, 2), None)),
-        ("query = 1, 2:bfloat16", Shape("query", (1, 2), "bfloat16")),
-        ("count=:int32", Shape("count", (), "int32")),
-        ("7:int32", Shape(None, (7,), "int32")),
+        ("1,128,8,64", ShapeOption(None, (1, 128, 8, 64), None)),
+        ("query=1,2", ShapeOption("query", (1, 2), None)),
+        ("query = 1, 2:bfloat16", ShapeOption("query", (1, 2), "bfloat16")),
+        ("count=:int32", ShapeOption("count", (), "int32")),
+        ("7:int32", ShapeOption(None, (7,), "int32")),
     ],
 )
 def test_shapes_are_read(text, wanted):
@@ -59,30 +69,30 @@ def test_what_is_no_shape_is_refused(text):
     ],
 )
 def test_values_are_python_or_plain_words(text, value):
-    assert literal(text) == value
+    assert parse_literal(text) == value
 
 
 def test_the_signature_says_what_is_an_array_and_what_an_option():
     assert required_arrays(FLASH) == ["query", "key", "value"]
     assert {"bias", "softmax_aux", "cum_seqlens_q"} <= set(array_dtypes(FLASH))
     assert "int32" in array_dtypes(FLASH)["cum_seqlens_q"]
-    assert {"causal", "sliding_window", "precision", "dropout_seed"} <= set(plain_options(FLASH))
-    assert not {"query", "mask_info", "platform", "cfg", "mesh"} & set(plain_options(FLASH))
+    assert {"causal", "sliding_window", "precision", "dropout_seed"} <= set(literal_arguments(FLASH))
+    assert not {"query", "mask_info", "platform", "cfg", "mesh"} & set(literal_arguments(FLASH))
 
 
 def test_one_bare_shape_is_query_key_and_value():
-    args = spec(shapes=["1,128,8,64"]).one().abstract
+    args = spec(shapes=["1,128,8,64"]).one().abstract_args
     assert args.query.shape == args.key.shape == args.value.shape == (1, 128, 8, 64)
 
 
 def test_several_bare_shapes_are_the_required_arrays_in_order():
-    args = spec(shapes=["1,16,4,8", "1,32,2,8", "1,32,2,24"]).one().abstract
+    args = spec(shapes=["1,16,4,8", "1,32,2,8", "1,32,2,24"]).one().abstract_args
     assert [args.query.shape, args.key.shape, args.value.shape] == [(1, 16, 4, 8), (1, 32, 2, 8), (1, 32, 2, 24)]
 
 
 def test_shortcuts_for_keys_and_values():
     kv_shape = parse_shape("1,32,2,8")
-    args = spec(shapes=["1,16,4,8"], kv_shape=kv_shape, value_dim=24, dtype="bfloat16").one().abstract
+    args = spec(shapes=["1,16,4,8"], kv_shape=kv_shape, value_dim=24, dtype="bfloat16").one().abstract_args
     assert args.key.shape == (1, 32, 2, 8)
     assert args.value.shape == (1, 32, 2, 24)
     assert args.query.dtype == args.value.dtype == jnp.bfloat16
@@ -90,12 +100,14 @@ def test_shortcuts_for_keys_and_values():
 
 def test_arrays_have_the_dtype_that_is_given_or_else_fits_the_argument():
     shapes = ["1,16,4,8:float16", "bias=1,4,16,16", "cum_seqlens_q=3"]
-    args = spec(shapes=shapes, dtype="bfloat16").one().abstract
+    args = spec(shapes=shapes, dtype="bfloat16").one().abstract_args
     assert [args.query.dtype, args.bias.dtype, args.cum_seqlens_q.dtype] == [jnp.float16, jnp.bfloat16, jnp.int32]
 
 
 def test_options_become_canonical_arguments():
-    args = spec(shapes=["1,16,4,8"], options=["causal=true", "sliding_window = 3", "dropout_seed=7"]).one().abstract
+    args = (
+        spec(shapes=["1,16,4,8"], options=["causal=true", "sliding_window = 3", "dropout_seed=7"]).one().abstract_args
+    )
     assert args.causal is True
     assert args.sliding_window == (3, 3)
     assert args.dropout_seed is not None
@@ -103,8 +115,8 @@ def test_options_become_canonical_arguments():
 
 def test_a_call_can_make_the_inputs_it_describes():
     call = spec(shapes=["1,16,4,8", "cum_seqlens_q=3"], dtype="bfloat16").one()
-    made = call.make(jax.random.key(0))
-    assert_same_call(made, call.abstract)
+    made = call.make_args(jax.random.key(0))
+    assert_same_call(made, call.abstract_args)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
 
 
@@ -113,9 +125,9 @@ def test_every_operation_can_be_called_from_the_command_line(name):
     """The first case of every operation, typed with --shape and -o, is the same call."""
     op = registry().op(name)
     wanted = jax.eval_shape(op.cases[0].make, jax.random.key(0))
-    arrays, plain = array_fields(wanted), plain_options(op)
+    arrays, plain = array_fields(wanted), literal_arguments(op)
     shapes = [f"{n}={','.join(map(str, x.shape))}:{x.dtype.name}" for n, x in arrays.items() if n in array_dtypes(op)]
     given = {f.name: getattr(wanted, f.name) for f in dataclasses.fields(wanted) if f.metadata.get("static")}
     options = [f"{n}={v}" for n, v in given.items() if n in plain and isinstance(v, bool | int | float | str | tuple)]
-    args = spec(op, shapes, options).one().abstract
+    args = spec(op, shapes, options).one().abstract_args
     assert_same_call(args, wanted)

@@ -2,18 +2,18 @@
 
 import pytest
 
-from ejkernel.cli.check import LIMIT_BYTES, within_limit
+from ejkernel.cli.check import REFERENCE_LIMIT_BYTES, check_reference_fits
 
 
 @pytest.mark.parametrize(
     ("needed", "passed", "text"),
     [
         (0, True, "is the reference"),
-        (LIMIT_BYTES, True, "is the reference"),
-        (LIMIT_BYTES + 1, None, "skipped: the reference needs 2.0 GiB of memory"),
+        (REFERENCE_LIMIT_BYTES, True, "is the reference"),
+        (REFERENCE_LIMIT_BYTES + 1, None, "skipped: the reference needs 2.0 GiB of memory"),
         (None, None, "skipped: the reference needs an unknown amount of memory"),
     ],
 )
 def test_a_reference_of_unknown_size_is_left_out_as_a_large_one_is(needed, passed, text):
-    outcome = within_limit(needed)
+    outcome = check_reference_fits(needed)
     assert (outcome.passed, outcome.text) == (passed, text)

@@ -36,7 +36,7 @@ def test_the_summary_is_the_first_line_of_the_commands_own_help(command):
 
 def test_the_summary_of_profile_is_its_own():
     profile = main.get_command(click.Context(main), "profile")
-    assert profile.get_short_help_str(limit=1000) == groups.OFFERED["profile"].summary
+    assert profile.get_short_help_str(limit=1000) == groups.PACKAGE_COMMANDS["profile"].summary
 
 
 def test_a_command_of_a_package_that_is_missing_names_the_package(run, monkeypatch):

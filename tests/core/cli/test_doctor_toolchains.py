@@ -40,14 +40,14 @@ def found(monkeypatch):
     }
     monkeypatch.setattr(evidence, "shipped", lambda folder, name: files[name])
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: {"jax": "0.13.1", "triton": "4.0"})
-    resolved = toolchains.Resolved(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
+    resolved = toolchains.ResolvedVersions(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
     monkeypatch.setattr(toolchains, "resolved", lambda: resolved)
     return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), Implementation)), "two": kernels})
 
 
 @pytest.mark.parametrize("devices", [[H200], [DeviceInfo(platform="cpu")]], ids=["on a GPU", "without a GPU"])
 def test_kernels_by_toolchain(found, devices):
-    installed, old, new = toolchains.standings(found, devices)
+    installed, old, new = toolchains.confirmed_kernels_by_toolchain(found, devices)
     assert (installed.what, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
     assert installed.others == {
         "module jax_triton is not installed": {"triton": 2},
@@ -62,12 +62,14 @@ def test_kernels_by_toolchain(found, devices):
 def test_versions_that_are_refused(found, monkeypatch):
     versions = {"jax": "0.14.0", "jax_triton": "0.4.1", "triton": "3.9.0"}
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: versions)
-    installed = toolchains.standings(found, [H200])[0]
+    installed = toolchains.confirmed_kernels_by_toolchain(found, [H200])[0]
     assert installed.others["jax 0.14.0 is refused, needs <0.13"] == {"triton": 2}
 
 
 def test_lines(found):
-    text = "\n".join(toolchains.lines(toolchains.standings(found, [H200]), "2026-11-26"))
+    text = "\n".join(
+        toolchains.confirmed_kernels_lines(toolchains.confirmed_kernels_by_toolchain(found, [H200]), "2026-11-26")
+    )
     assert (
         "  Python 3.12, sm_90: jax 0.12.0.1, jax_triton 0.4.1, triton 3.9.0\n    confirmed, with operations: triton (1)"
         in text
@@ -76,7 +78,7 @@ def test_lines(found):
 
 
 def test_the_command_prints_what_pip_installs():
-    runner, versions = CliRunner(), toolchains.resolved()
+    runner, versions = CliRunner(), toolchains.resolved_versions()
     printed = runner.invoke(main, ["doctor"]).output
     for python, modules in versions.pythons.items():
         assert f"Python {python}, sm_90: jax {modules['jax']}" in printed

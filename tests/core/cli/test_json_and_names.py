@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from ejkernel.cli import main
-from ejkernel.cli.tables import print_plain, print_table
+from ejkernel.cli.tables import print_table, print_unmarked_text
 from ejkernel.ops.plugins import registry
 
 SMALL = ("flash_attention", "--shape", "1,64,2,16")
@@ -88,7 +88,7 @@ def test_nothing_is_broken_in_a_pipe(run, monkeypatch):
 def test_a_table_that_does_not_fit_becomes_a_list():
     out = Console(width=40, file=StringIO(), highlight=False)
     rows = [(LONG, "one", "a sentence of several words"), ("", "two", "another")]
-    print_table(out, "", "operation", "implementation", "remarks", rows=rows, fold=["remarks"])
+    print_table(out, "", "operation", "implementation", "remarks", rows=rows, folded_columns=["remarks"])
     lines = out.file.getvalue().splitlines()
     assert lines[0] == LONG
     assert lines[1].strip().startswith("implementation one; remarks a sentence")
@@ -97,7 +97,7 @@ def test_a_table_that_does_not_fit_becomes_a_list():
 
 def test_plain_lines_are_left_whole():
     out = Console(width=20, file=StringIO(), highlight=False)
-    print_plain(out, f"stored in /a/path/of/{LONG}/and/more [not markup]")
+    print_unmarked_text(out, f"stored in /a/path/of/{LONG}/and/more [not markup]")
     assert out.file.getvalue() == f"stored in /a/path/of/{LONG}/and/more [not markup]\n"
 
 

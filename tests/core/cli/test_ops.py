@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ejkernel.cli.ops import fields, support_matrix
+from ejkernel.cli.ops import distinguishing_fields, support_matrix
 from ejkernel.cli.public_arguments import public_arguments
 from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.plugins import registry
@@ -100,7 +100,7 @@ def test_a_row_names_the_public_argument_that_sets_a_field(page, name, row):
 @pytest.mark.parametrize("name", sorted(registry().ops))
 def test_every_row_of_a_field_names_a_public_argument(page, name):
     op = registry().ops[name]
-    for field in fields(op, registry().implementations[name]):
+    for field in distinguishing_fields(op, registry().implementations[name]):
         assert public_arguments(op, field), field
         assert set(public_arguments(op, field)) <= set(op.signature.parameters)
 

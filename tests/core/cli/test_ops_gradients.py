@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from ejkernel.cli.ops import operations
+from ejkernel.cli.ops import support_matrix_data
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import optional_fields
 
 
 @pytest.fixture(scope="module")
 def every():
-    return operations(registry())
+    return support_matrix_data(registry())
 
 
 def test_required_arguments_are_supported_by_every_implementation(every):

@@ -18,15 +18,15 @@ def libtpu(monkeypatch):
     module, seen = ModuleType("libtpu"), []
     module.__spec__ = importlib.util.spec_from_loader("libtpu", loader=None)
     monkeypatch.setitem(sys.modules, "libtpu", module)
-    monkeypatch.setenv(devices.LIBRARY, "/somewhere/libtpu.so")
+    monkeypatch.setenv(devices.LIBTPU_PATH_VARIABLE, "/somewhere/libtpu.so")
     real = jax.devices
 
     def looking(*args):
         try:
             importlib.import_module("libtpu")
-            seen.append(os.environ.get(devices.LIBRARY, "imported"))
+            seen.append(os.environ.get(devices.LIBTPU_PATH_VARIABLE, "imported"))
         except ImportError:
-            seen.append(os.environ.get(devices.LIBRARY, "hidden"))
+            seen.append(os.environ.get(devices.LIBTPU_PATH_VARIABLE, "hidden"))
         return real(*args)
 
     monkeypatch.setattr(jax, "devices", looking)
@@ -50,7 +50,7 @@ def test_jax_does_not_see_libtpu_on_its_first_look_for_devices(run, libtpu, monk
     run(*command)
     assert seen[0] == "hidden"
     assert sys.modules["libtpu"] is module
-    assert os.environ[devices.LIBRARY] == "/somewhere/libtpu.so"
+    assert os.environ[devices.LIBTPU_PATH_VARIABLE] == "/somewhere/libtpu.so"
     assert importlib.util.find_spec("libtpu") is not None
 
 
@@ -63,10 +63,10 @@ def test_a_machine_with_a_tpu_sees_it(libtpu, monkeypatch):
 def test_libtpu_that_was_not_imported_stays_so(monkeypatch):
     monkeypatch.setattr(devices, "_may_have_tpu", lambda: False)
     monkeypatch.delitem(sys.modules, "libtpu", raising=False)
-    monkeypatch.delenv(devices.LIBRARY, raising=False)
+    monkeypatch.delenv(devices.LIBTPU_PATH_VARIABLE, raising=False)
     assert devices.find_devices() == jax.devices()
     assert "libtpu" not in sys.modules
-    assert devices.LIBRARY not in os.environ
+    assert devices.LIBTPU_PATH_VARIABLE not in os.environ
 
 
 def test_a_platform_that_the_user_names_is_not_hidden(monkeypatch):

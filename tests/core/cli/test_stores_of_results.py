@@ -3,7 +3,7 @@
 import pytest
 
 from ejkernel.cli import tune
-from ejkernel.cli.ops import splits
+from ejkernel.cli.ops import splittable_axes
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import Entry
 from ejkernel.ops.plugins import registry
@@ -35,5 +35,5 @@ def test_an_imported_entry_of_the_same_time_replaces_none(run, store, tmp_path):
 
 def test_axes_that_no_device_may_split_are_not_listed():
     ops = registry().ops
-    assert splits(ops["flash_attention"]) == ["b", "t", "h", "g"]
-    assert "k" not in splits(ops["grouped_matmul"])
+    assert splittable_axes(ops["flash_attention"]) == ["b", "t", "h", "g"]
+    assert "k" not in splittable_axes(ops["grouped_matmul"])

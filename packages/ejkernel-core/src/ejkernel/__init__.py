@@ -38,7 +38,7 @@ __all__ = [
 paths.install()
 
 # Nothing here imports JAX before it is used: `ejkernel --help` imports this module.
-_HOMES = {
+_MODULE_OF_NAME = {
     "Backend": "platforms",
     "EjkernelRuntimeError": "errors",
     "Platform": "platforms",
@@ -49,8 +49,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("ejkernel.compat.version").reported()
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"ejkernel.{_HOMES[name]}"), name)
+    if name in _MODULE_OF_NAME:
+        return getattr(importlib.import_module(f"ejkernel.{_MODULE_OF_NAME[name]}"), name)
     if name in __all__ or f"ejkernel.{name}" in paths.OLD_PATHS:
         return importlib.import_module(f"ejkernel.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-_describing = threading.RLock()
+_described_tpu_lock = threading.RLock()
 
 
 def coordination_client() -> Any | None:
@@ -76,14 +76,14 @@ def as_varying(tree: Any, like: Any) -> Any:
     if not axes:
         return tree
 
-    def cast(x: Any) -> Any:
+    def cast_to_varying(x: Any) -> Any:
         missing = tuple(sorted(axes - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast_to_varying, tree)
 
 
-def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
+def call_without_varying_axes(call: Callable[[Any], Any], argument: Any) -> Any:
     """Returns what a function makes of a tree of arrays, told nothing of the mesh axes that they vary over; its results
     do.
 
@@ -102,7 +102,7 @@ def untracked(call: Callable[[Any], Any], argument: Any) -> Any:
     return as_varying(results, argument)
 
 
-def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+def shape_varying_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
     """Returns a shape of something that varies over the mesh axes that an array varies over, for kernels to promise."""
     if not varying_axes(like):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -113,7 +113,7 @@ def shape_like(shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeS
 
 
 @contextlib.contextmanager
-def described_tpu() -> Generator[None]:
+def trace_without_tpu() -> Generator[None]:
     """Lets JAX trace pipelines of TPU kernels on a machine without a TPU, such as one that exports programs.
 
     The pipelines depend on the chip: chips before v4 lay arrays out in another way.
@@ -124,7 +124,7 @@ def described_tpu() -> Generator[None]:
     if info.is_tpu_device():
         yield
         return
-    with _describing:
+    with _described_tpu_lock:
         kind, kinds = info.get_device_kind(), dict(info.registry)
         info.registry.setdefault(kind, lambda: info.get_tpu_info_for_chip(info.ChipVersion.TPU_V5E, 1))
         try:

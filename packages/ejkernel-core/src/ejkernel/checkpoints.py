@@ -22,7 +22,7 @@ from ejkernel.promotion import promoting
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Column n of the eight columns of a word is in nibble `AWQ_ORDER[n]` of the word."""
 
-Arguments = dict[str, Any]
+MatmulArguments = dict[str, Any]
 
 
 @promoting
@@ -34,7 +34,7 @@ def from_gptq(
     *,
     bits: int = 4,
     checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq",
-) -> Arguments:
+) -> MatmulArguments:
     """Returns arguments for a layer of GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
     Args:
@@ -52,18 +52,18 @@ def from_gptq(
         raise ValueError(f"bits: got {bits!r}, wants 2, 3, 4 or 8")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, wants 'gptq' or 'gptq_v2'")
-    words = jnp.swapaxes(_words("qweight", qweight), -1, -2)
-    columns, group = _group_of("scales", scales.shape[-2], words.shape[-1] * WORD // bits)
-    _check_order(g_idx, columns, group)
-    zeros = unpack(_words("qzeros", qzeros), bits, scales.shape[-1])
+    words = jnp.swapaxes(_as_uint32_words("qweight", qweight), -1, -2)
+    columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD // bits)
+    _check_groups_in_order(g_idx, columns, group)
+    zeros = unpack(_as_uint32_words("qzeros", qzeros), bits, scales.shape[-1])
     if checkpoint_format == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": jnp.swapaxes(zeros, -1, -2).astype(scales.dtype)}
-    return _arguments(words, stored, mode="affine", bits=bits, group_size=group)
+    return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
 
 @promoting
-def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Arguments:
+def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> MatmulArguments:
     """Returns arguments for a layer of AWQ's GEMM version, 4 bits (Lin et al. 2023, arXiv:2306.00978).
 
     Args:
@@ -74,15 +74,15 @@ def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Argume
     Raises:
         ValueError: Shapes do not fit together.
     """
-    _, group = _group_of("scales", scales.shape[-2], qweight.shape[-2])
+    _, group = _columns_and_group_size("scales", scales.shape[-2], qweight.shape[-2])
     codes = jnp.swapaxes(_awq_codes("qweight", qweight), -1, -2)
     zeros = jnp.swapaxes(_awq_codes("qzeros", qzeros), -1, -2).astype(scales.dtype)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": zeros}
-    return _arguments(pack(codes, 4), stored, mode="affine", bits=4, group_size=group)
+    return _matmul_arguments(pack(codes, 4), stored, mode="affine", bits=4, group_size=group)
 
 
 @promoting
-def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) -> Arguments:
+def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) -> MatmulArguments:
     """Returns arguments for a layer in a format of compressed-tensors, which the names of its tensors tell.
 
     Args:
@@ -96,7 +96,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
     Raises:
         ValueError: Tensors are missing or do not fit together.
     """
-    scale = _tensor(tensors, "weight_scale")
+    scale = _required_tensor(tensors, "weight_scale")
     weight = tensors.get("weight_packed", tensors.get("weight"))
     if weight is None:
         raise ValueError(f"tensors: got {sorted(tensors)}, wants weight_packed or weight")
@@ -106,27 +106,27 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         return from_mxfp4(weight, scale)
     if weight.dtype == jnp.float8_e4m3fn:
         return _from_fp8(weight, scale)
-    _check_order(tensors.get("weight_g_idx"), None, None)
+    _check_groups_in_order(tensors.get("weight_g_idx"), None, None)
     if weight.dtype == jnp.int8:
         codes = lax.bitcast_convert_type(weight, jnp.uint8) ^ 128
         words, bits = pack(codes, 8), 8
     elif bits in (2, 4, 8):
-        words = _words("weight_packed", weight)
+        words = _as_uint32_words("weight_packed", weight)
     else:
         raise ValueError(f"bits: got {bits!r}, wants 2, 4 or 8, of which a word holds a whole number")
     rows, columns = words.shape[-2], words.shape[-1] * WORD // bits
     scale = jnp.broadcast_to(scale, (*words.shape[:-1], scale.shape[-1] if scale.ndim else 1))
-    _, group = _group_of("weight_scale", scale.shape[-1], columns)
+    _, group = _columns_and_group_size("weight_scale", scale.shape[-1], columns)
     zero = tensors.get("weight_zero_point")
     if zero is None:
-        return _arguments(words, {"scales": scale}, mode="symmetric", bits=bits, group_size=group)
+        return _matmul_arguments(words, {"scales": scale}, mode="symmetric", bits=bits, group_size=group)
     zeros = _unsigned_zeros(zero, bits, rows)
     stored = {"scales": scale, "zeros": jnp.broadcast_to(zeros, scale.shape).astype(scale.dtype)}
-    return _arguments(words, stored, mode="affine", bits=bits, group_size=group)
+    return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
 
 @promoting
-def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> Arguments:
+def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> MatmulArguments:
     """Returns arguments for weights in mxfp4, as GPT-OSS and OCP's specification have them.
 
     Args:
@@ -138,13 +138,13 @@ def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> Arguments:
     """
     if blocks.ndim == scales.ndim + 1:
         blocks = blocks.reshape(*scales.shape[:-1], -1)
-    words = _words_of_bytes("blocks", blocks)
-    _, group = _group_of("scales", scales.shape[-1], words.shape[-1] * 8)
-    return _arguments(words, {"scales": scales}, mode="mxfp4", bits=4, group_size=group)
+    words = _words_from_bytes("blocks", blocks)
+    _, group = _columns_and_group_size("scales", scales.shape[-1], words.shape[-1] * 8)
+    return _matmul_arguments(words, {"scales": scales}, mode="mxfp4", bits=4, group_size=group)
 
 
 @promoting
-def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.Array | None = None) -> Arguments:
+def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.Array | None = None) -> MatmulArguments:
     """Returns arguments for weights in nvfp4, as ModelOpt stores them; compressed-tensors stores 1 / weight_scale_2.
 
     Args:
@@ -155,20 +155,20 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
     Raises:
         ValueError: Shapes do not fit together.
     """
-    words = _words_of_bytes("weight", weight)
-    _, group = _group_of("weight_scale", weight_scale.shape[-1], words.shape[-1] * 8)
+    words = _words_from_bytes("weight", weight)
+    _, group = _columns_and_group_size("weight_scale", weight_scale.shape[-1], words.shape[-1] * 8)
     stored = {"scales": weight_scale}
     if weight_scale_2 is not None:
         # One element, or one for each expert.
         shape = words.shape[:-2] if weight_scale_2.size > 1 else ()
         stored["tensor_scale"] = jnp.broadcast_to(weight_scale_2.astype(jnp.float32).reshape(shape), words.shape[:-2])
-    return _arguments(words, stored, mode="nvfp4", bits=4, group_size=group)
+    return _matmul_arguments(words, stored, mode="nvfp4", bits=4, group_size=group)
 
 
 @promoting
 def from_fp8_blocks(
     weight: jax.Array, weight_scale_inv: jax.Array, *, block: tuple[int, int] = (128, 128)
-) -> Arguments:
+) -> MatmulArguments:
     """Returns arguments for weights of float8_e4m3fn with a scale for each block, as DeepSeek V3 and Qwen3 store them.
 
     Experts keep their dtype: `grouped_matmul` takes matrices of 8 bits and scales of blocks as they are.
@@ -194,7 +194,7 @@ def from_fp8_blocks(
     return _from_fp8(weight, jnp.repeat(weight_scale_inv, block[0], axis=-2)[..., :rows, :])
 
 
-def _from_fp8(weight: jax.Array, scale: jax.Array) -> Arguments:
+def _from_fp8(weight: jax.Array, scale: jax.Array) -> MatmulArguments:
     """Returns arguments for [..., N, K] of float8_e4m3fn with scales that broadcast to [..., N, K / group]."""
     scale = scale.reshape(1, 1) if scale.size == 1 else scale
     if scale.shape[-2] not in (1, weight.shape[-2]):
@@ -202,33 +202,40 @@ def _from_fp8(weight: jax.Array, scale: jax.Array) -> Arguments:
     scale = jnp.broadcast_to(scale, (*weight.shape[:-1], scale.shape[-1]))
     if weight.ndim == 3:
         return {"rhs": weight, "rhs_scale": jnp.swapaxes(scale, 1, 2)[:, :, None], "transpose_rhs": True}
-    _, group = _group_of("weight_scale", scale.shape[-1], weight.shape[-1])
-    words = _words_of_bytes("weight", lax.bitcast_convert_type(weight, jnp.uint8))
-    return _arguments(words, {"scales": scale}, mode="fp8", bits=8, group_size=group)
+    _, group = _columns_and_group_size("weight_scale", scale.shape[-1], weight.shape[-1])
+    words = _words_from_bytes("weight", lax.bitcast_convert_type(weight, jnp.uint8))
+    return _matmul_arguments(words, {"scales": scale}, mode="fp8", bits=8, group_size=group)
 
 
-def _arguments(words: jax.Array, stored: dict[str, jax.Array], **form: Any) -> Arguments:
+def _matmul_arguments(
+    words: jax.Array, scales_and_zeros: dict[str, jax.Array], **weight_format: Any
+) -> MatmulArguments:
     """Returns arguments of `quantized_matmul` for [N, words], of `grouped_matmul` for [E, N, words]."""
     if words.ndim == 2:
-        return {"w": words, **stored, **form, "transpose": True}
+        return {"w": words, **scales_and_zeros, **weight_format, "transpose": True}
     if words.ndim != 3:
         raise ValueError(f"weights: got {words.ndim} dimensions, wants 2, or 3 of experts")
     named = {
-        "rhs_scale": stored["scales"],
-        "rhs_zeros": stored.get("zeros"),
-        "rhs_tensor_scale": stored.get("tensor_scale"),
+        "rhs_scale": scales_and_zeros["scales"],
+        "rhs_zeros": scales_and_zeros.get("zeros"),
+        "rhs_tensor_scale": scales_and_zeros.get("tensor_scale"),
     }
-    return {"rhs": words, **named, **{f"rhs_{name}": value for name, value in form.items()}, "transpose_rhs": True}
+    return {
+        "rhs": words,
+        **named,
+        **{f"rhs_{name}": value for name, value in weight_format.items()},
+        "transpose_rhs": True,
+    }
 
 
-def _words(name: str, packed: jax.Array) -> jax.Array:
+def _as_uint32_words(name: str, packed: jax.Array) -> jax.Array:
     """Returns words as uint32."""
     if packed.dtype not in (jnp.int32, jnp.uint32):
         raise ValueError(f"{name}: got dtype {packed.dtype}, wants int32")
     return lax.bitcast_convert_type(packed, jnp.uint32)
 
 
-def _words_of_bytes(name: str, packed: jax.Array) -> jax.Array:
+def _words_from_bytes(name: str, packed: jax.Array) -> jax.Array:
     """Returns words uint32 of bytes, the first byte lowest."""
     if packed.dtype != jnp.uint8 or packed.shape[-1] % 4:
         raise ValueError(f"{name}: got {packed.dtype}{list(packed.shape)}, wants uint8 rows in multiples of 4 bytes")
@@ -237,19 +244,19 @@ def _words_of_bytes(name: str, packed: jax.Array) -> jax.Array:
 
 def _awq_codes(name: str, packed: jax.Array) -> jax.Array:
     """Returns codes of 4 bits, in the order of columns."""
-    words = _words(name, packed)
+    words = _as_uint32_words(name, packed)
     nibbles = unpack(words, 4, words.shape[-1] * 8).reshape(*words.shape, 8)
     return nibbles[..., jnp.array(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
 
-def _group_of(name: str, groups: int, columns: int) -> tuple[int, int]:
+def _columns_and_group_size(name: str, groups: int, columns: int) -> tuple[int, int]:
     """Returns the columns of a row and the columns of a group; -1 if a group is the whole row."""
     if not groups or columns % groups:
         raise ValueError(f"{name}: got {groups} groups, wants a divisor of the {columns} input features")
     return columns, -1 if groups == 1 else columns // groups
 
 
-def _check_order(g_idx: Any, columns: int | None, group: int | None) -> None:
+def _check_groups_in_order(g_idx: Any, columns: int | None, group: int | None) -> None:
     """Refuses groups that are not in order, where the indices can be read."""
     if g_idx is None or _compat.is_tracer(g_idx):
         return
@@ -264,12 +271,12 @@ def _check_order(g_idx: Any, columns: int | None, group: int | None) -> None:
 def _unsigned_zeros(zero: jax.Array, bits: int, rows: int) -> jax.Array:
     """Returns zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
     if zero.dtype == jnp.int32 and zero.shape[-2] != rows:
-        columns_first = unpack(jnp.swapaxes(_words("weight_zero_point", zero), -1, -2), bits, rows)
+        columns_first = unpack(jnp.swapaxes(_as_uint32_words("weight_zero_point", zero), -1, -2), bits, rows)
         return jnp.swapaxes(columns_first, -1, -2)
     return zero.astype(jnp.int32) + 2 ** (bits - 1)
 
 
-def _tensor(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:
+def _required_tensor(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:
     if name not in tensors:
         raise ValueError(f"tensors: got {sorted(tensors)}, wants {name}")
     return tensors[name]

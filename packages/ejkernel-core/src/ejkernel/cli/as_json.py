@@ -9,7 +9,7 @@ import msgspec
 from ejkernel.ops.dispatch import Choice, Decision, Verdict
 from ejkernel.ops.plugins import Plugin
 
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 """Gives a command the flag `as_json`."""
 
 
@@ -18,17 +18,17 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2))
 
 
-def plain_decision(decision: Decision) -> dict[str, Any]:
+def decision_to_dict(decision: Decision) -> dict[str, Any]:
     """Converts both directions of a decision to plain data."""
     differentiated = decision.differentiated
     return {
-        "forward": plain_choice(decision.forward),
-        "backward": plain_choice(decision.backward),
-        "differentiated": None if differentiated is None else plain_choice(differentiated),
+        "forward": choice_to_dict(decision.forward),
+        "backward": choice_to_dict(decision.backward),
+        "differentiated": None if differentiated is None else choice_to_dict(differentiated),
     }
 
 
-def plain_choice(choice: Choice) -> dict[str, Any]:
+def choice_to_dict(choice: Choice) -> dict[str, Any]:
     """Converts one direction of a decision to plain data."""
     chosen = choice.implementation
     return {
@@ -37,8 +37,8 @@ def plain_choice(choice: Choice) -> dict[str, Any]:
         "device": dataclasses.asdict(choice.device),
         "platform": choice.platform,
         "implementation": None if chosen is None else chosen.name,
-        "verdicts": [_verdict(verdict) for verdict in choice.verdicts],
-        "failed_plugins": [plain_plugin(failed) for failed in choice.failed_plugins],
+        "verdicts": [_verdict_to_dict(verdict) for verdict in choice.verdicts],
+        "failed_plugins": [plugin_to_dict(failed) for failed in choice.failed_plugins],
         "notes": list(choice.notes),
         "config": None if choice.config is None else msgspec.to_builtins(choice.config),
         "tier": choice.tier,
@@ -46,7 +46,7 @@ def plain_choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def plain_plugin(plugin: Plugin) -> dict[str, Any]:
+def plugin_to_dict(plugin: Plugin) -> dict[str, Any]:
     """Converts a plugin to plain data."""
     return {
         "name": plugin.name,
@@ -56,7 +56,7 @@ def plain_plugin(plugin: Plugin) -> dict[str, Any]:
     }
 
 
-def _verdict(verdict: Verdict) -> dict[str, Any]:
+def _verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
     implementation = verdict.implementation
     return {
         "implementation": implementation.name,

@@ -16,7 +16,7 @@ Function = Callable[[Any], Any]
 def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
     """Yields names, and functions of the lowered record that return the family's output and compute the same call."""
     used = set(non_default_fields(record))
-    for family, name, fields, function in _LIBRARY:
+    for family, name, fields, function in _JAX_FUNCTIONS:
         if family == op.family.name and used <= fields:
             yield name, function
     yield "reference", lambda record: op.family.reference(record)[0]
@@ -69,7 +69,7 @@ def _convolution(record: Any) -> tuple[jax.Array, jax.Array]:
     return output, padded[:, :, tokens:]
 
 
-_LIBRARY: tuple[tuple[str, str, set[str], Function], ...] = (
+_JAX_FUNCTIONS: tuple[tuple[str, str, set[str], Function], ...] = (
     ("tiled_attention", "jax.nn", {"bias", "causal", "sliding_window"}, _dot_product_attention),
     ("grouped_matmul", "lax", {"transpose_rhs", "precision"}, _ragged_dot),
     ("causal_convolution", "lax", set(), _convolution),

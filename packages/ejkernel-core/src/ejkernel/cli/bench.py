@@ -16,18 +16,25 @@ import jax
 from rich.console import Console
 
 from ejkernel._version import __version__
-from ejkernel.cli.as_json import AS_JSON, print_json
-from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call
-from ejkernel.cli.check import Check, check, within_limit
-from ejkernel.cli.counts import Count, count
-from ejkernel.cli.measuring import samples, temporary_bytes
+from ejkernel.cli.as_json import JSON_OPTION, print_json
+from ejkernel.cli.calls import Call, CallOptions, add_call_options, one_line_errors
+from ejkernel.cli.check import Comparison, check_reference_fits, compare_with_reference
+from ejkernel.cli.counts import WorkCount, count_work
+from ejkernel.cli.measuring import interleaved_samples, temporary_bytes
 from ejkernel.cli.programs import BASELINE, PASSES, REFERENCE, Program, programs
-from ejkernel.cli.progress import duration, progress_bar
-from ejkernel.cli.tables import console, megabytes, milliseconds, print_choice, print_plain, print_table
+from ejkernel.cli.progress import format_duration, progress_bar
+from ejkernel.cli.tables import (
+    format_megabytes,
+    format_milliseconds,
+    open_console,
+    print_choice,
+    print_table,
+    print_unmarked_text,
+)
 from ejkernel.ops.call import default_chain, make_plan
 from ejkernel.ops.config.tuner import spread
 
-BACKWARD_COST = 2.5  # forward passes that a backward pass costs, for the estimate
+BACKWARD_TO_FORWARD_TIME = 2.5  # forward passes that a backward pass costs, for the estimate
 SWEEP_HELP = "Time several sizes of an axis, by its letter in `ejkernel ops`: t,s=1024,2048,4096 sets both t and s."
 
 
@@ -56,12 +63,12 @@ class Timing:
     seconds: float | None
     spread: float = 0.0
     temporary: int | None
-    count: Count
-    check: Check
+    count: WorkCount
+    check: Comparison
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class TimingOptions:
     """Holds the options about timing.
 
     Attributes:
@@ -80,7 +87,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PreparedProgram:
     """Holds a program that was compiled and checked.
 
     Attributes:
@@ -106,7 +113,7 @@ def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 @click.command()
-@takes_call
+@add_call_options
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=10, show_default=True, help="Number of timed runs of each program."
 )
@@ -117,9 +124,9 @@ def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     help="Also time the reference and, if there is one, the function of jax.nn or jax.lax that computes the same.",
 )
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the times into this PNG file.")
-@AS_JSON
+@JSON_OPTION
 @click.pass_context
-def bench(ctx: click.Context, spec: CallSpec, **options: Any) -> None:
+def bench(ctx: click.Context, spec: CallOptions, **options: Any) -> None:
     """Time every implementation that supports a call.
 
     Times the forward pass, and the forward and backward passes together, on random data. First compares each result
@@ -133,22 +140,22 @@ def bench(ctx: click.Context, spec: CallSpec, **options: Any) -> None:
     ejkernel bench flash_attention --shape 1,2048,8,64 -o causal=true --plot times.png
     ejkernel bench flash_attention --shape 1,2048,8,64 --sweep t,s=512,1024,2048 --plot sweep.png
     """
-    settings = Settings(**options)
+    settings = TimingOptions(**options)
     if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
-    out, timings = console(stderr=settings.as_json), list[Timing]()
-    for call, at in _calls(spec, settings):
-        rows = [dataclasses.replace(timing, at=at) for timing in _time(call, settings, out)]
+    out, timings = open_console(stderr=settings.as_json), list[Timing]()
+    for call, at in _calls_of_sweep(spec, settings):
+        rows = [dataclasses.replace(timing, at=at) for timing in _time_programs(call, settings, out)]
         if not settings.as_json:
-            _print(out, call, rows)
+            _print_timings(out, call, rows)
         timings += rows
-    _report(spec, settings, timings)
+    _print_json_and_plot(spec, settings, timings)
     # A baseline that is wrong says nothing about a kernel.
     if not timings or any(t.check.passed is False and t.config != BASELINE for t in timings):
         ctx.exit(1)
 
 
-def _calls(spec: CallSpec, settings: Settings) -> Iterator[tuple[Call, int | None]]:
+def _calls_of_sweep(spec: CallOptions, settings: TimingOptions) -> Iterator[tuple[Call, int | None]]:
     """Yields the calls, each with the size that `--sweep` sets."""
     if settings.sweep is None:
         yield from ((call, None) for call in spec.calls(default=_tag(spec)))
@@ -157,32 +164,38 @@ def _calls(spec: CallSpec, settings: Settings) -> Iterator[tuple[Call, int | Non
         raise click.UsageError("--sweep needs the call's shapes: --shape")
     letters, sizes = settings.sweep
     for size in sizes:
-        yield spec.resized(letters, size), size
+        yield spec.call_with_size(letters, size), size
 
 
-def _tag(spec: CallSpec) -> str:
+def _tag(spec: CallOptions) -> str:
     """Returns the tag of the cases to run without --shape and --case, which are smaller on a CPU."""
     small = jax.devices()[0].platform == "cpu" and any("bench_cpu" in case.tags for case in spec.op.cases)
     return "bench_cpu" if small else "bench"
 
 
-def _report(spec: CallSpec, settings: Settings, timings: list[Timing]) -> None:
+def _print_json_and_plot(spec: CallOptions, settings: TimingOptions, timings: list[Timing]) -> None:
     title = f"{spec.op.name} on {jax.devices()[0].device_kind}; {versions()}"
     if settings.as_json:
-        print_json({"operation": spec.op.name, **about(), "timings": [_plain(timing) for timing in timings]})
+        print_json(
+            {
+                "operation": spec.op.name,
+                **device_and_versions(),
+                "timings": [_timing_to_dict(timing) for timing in timings],
+            }
+        )
     if settings.plot is None or not any(timing.seconds for timing in timings):
         return
-    from ejkernel.cli.plot import draw, draw_sweep
+    from ejkernel.cli.plot import draw_bars, draw_sweep
 
     if settings.sweep is None:
-        draw(timings, settings.plot, title)
+        draw_bars(timings, settings.plot, title)
     else:
         draw_sweep(timings, settings.plot, title, ", ".join(settings.sweep[0]))
     if not settings.as_json:
         click.echo(f"plot written to {settings.plot}")
 
 
-def about() -> dict[str, str]:
+def device_and_versions() -> dict[str, str]:
     """Returns the device and the versions that times belong to."""
     environment = {"device": jax.devices()[0].device_kind, "ejkernel": __version__}
     return {**environment, **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}}
@@ -190,11 +203,11 @@ def about() -> dict[str, str]:
 
 def versions() -> str:
     """Returns the versions that times belong to, as a phrase."""
-    return ", ".join(f"{name} {version}" for name, version in about().items() if name != "device")
+    return ", ".join(f"{name} {version}" for name, version in device_and_versions().items() if name != "device")
 
 
-def _time(call: Call, settings: Settings, out: Console) -> list[Timing]:
-    args = call.make(jax.random.key(0))
+def _time_programs(call: Call, settings: TimingOptions, out: Console) -> list[Timing]:
+    args = call.make_args(jax.random.key(0))
     with one_line_errors():
         plan = make_plan(call.op, args, call.platform, None, default_chain())
         call.op.validate(args)
@@ -205,38 +218,38 @@ def _time(call: Call, settings: Settings, out: Console) -> list[Timing]:
         return []
     all_programs = programs(plan, record, choice, settings.baselines)
     _say(settings, f"{call.op.name}, {call.label}: {len(all_programs)} programs, each timed {settings.repeat} times")
-    prepared = list[Prepared]()
+    prepared = list[PreparedProgram]()
     with progress_bar(len(all_programs) + settings.repeat) as step:
         for number, program in enumerate(all_programs):
-            prepared.append(_prepare(call, args, record, program))
+            prepared.append(_prepare_program(call, args, record, program))
             if number == 0:
-                _say(settings, _estimate(prepared[0], all_programs, settings.repeat))
+                _say(settings, _estimate_duration(prepared[0], all_programs, settings.repeat))
             step("compile and check")
         runs = [one.run for one in prepared if one.run is not None]
-        times = iter(samples(runs, settings.repeat, warm=True, after_round=functools.partial(step, "time")))
-    return [one.timing if one.run is None else _timed(one.timing, next(times)) for one in prepared]
+        times = iter(interleaved_samples(runs, settings.repeat, warm=True, after_round=functools.partial(step, "time")))
+    return [one.timing if one.run is None else _with_times(one.timing, next(times)) for one in prepared]
 
 
-def _say(settings: Settings, text: str) -> None:
+def _say(settings: TimingOptions, text: str) -> None:
     """Prints a line about what the command is going to do, unless a program reads JSON."""
     if not settings.as_json or sys.stderr.isatty():
-        print_plain(console(stderr=True), text, "dim")
+        print_unmarked_text(open_console(stderr=True), text, "dim")
 
 
-def _estimate(first: Prepared, every: list[Program], repeat: int) -> str:
+def _estimate_duration(first_program: PreparedProgram, call_programs: list[Program], repeat: int) -> str:
     """Says how long a call will take, judged by its first program, which is one forward pass."""
-    passes = sum(1 + BACKWARD_COST * program.has_backward for program in every)
+    passes = sum(1 + BACKWARD_TO_FORWARD_TIME * program.has_backward for program in call_programs)
     # The check of a program also compiles and runs the reference. The estimate counts the reference as one more run of
     # the program.
-    seconds = passes * (2 * first.compile_seconds + (repeat + 2) * first.run_seconds)
-    return f"this takes about {duration(seconds)}; --repeat, --no-baselines or smaller shapes make it shorter"
+    seconds = passes * (2 * first_program.compile_seconds + (repeat + 2) * first_program.run_seconds)
+    return f"this takes about {format_duration(seconds)}; --repeat, --no-baselines or smaller shapes make it shorter"
 
 
-def _timed(timing: Timing, times: list[float]) -> Timing:
+def _with_times(timing: Timing, times: list[float]) -> Timing:
     return dataclasses.replace(timing, seconds=statistics.median(times), spread=spread(times))
 
 
-def _prepare(call: Call, args: Any, record: Any, program: Program) -> Prepared:
+def _prepare_program(call: Call, args: Any, record: Any, program: Program) -> PreparedProgram:
     """Compiles, runs and checks a program."""
     output = jax.eval_shape(lambda record: call.op.family.reference(record)[0], record)
     timing = Timing(
@@ -246,62 +259,72 @@ def _prepare(call: Call, args: Any, record: Any, program: Program) -> Prepared:
         config=program.config,
         seconds=None,
         temporary=None,
-        count=count(call.op.family, record, program.passes, output),
-        check=Check(None, ""),
+        count=count_work(call.op.family, record, program.passes, output),
+        check=Comparison(None, ""),
     )
     try:
         started = time.perf_counter()
         compiled = jax.jit(program.function).lower(record).compile()
         compile_seconds, temporary = time.perf_counter() - started, temporary_bytes(compiled)
         is_reference = program.implementation == REFERENCE
-        verdict = within_limit(temporary)
+        verdict = check_reference_fits(temporary)
         if is_reference and verdict.passed is None:
-            return Prepared(timing=dataclasses.replace(timing, check=verdict), run=None)
+            return PreparedProgram(timing=dataclasses.replace(timing, check=verdict), run=None)
         started = time.perf_counter()
         result = jax.block_until_ready(compiled(record))
         run_seconds = time.perf_counter() - started
-        verdict = verdict if is_reference else check(call.op, args, record, program.passes, result)
+        verdict = verdict if is_reference else compare_with_reference(call.op, args, record, program.passes, result)
     except jax.errors.JaxRuntimeError as error:  # for example, the device has too little memory
-        failure = Check(False, f"does not run: {str(error).splitlines()[0]}")
-        return Prepared(timing=dataclasses.replace(timing, check=failure), run=None)
+        failure = Comparison(False, f"does not run: {str(error).splitlines()[0]}")
+        return PreparedProgram(timing=dataclasses.replace(timing, check=failure), run=None)
     timing = dataclasses.replace(timing, temporary=temporary, check=verdict)
     run = functools.partial(compiled, record)
-    return Prepared(timing=timing, run=run, compile_seconds=compile_seconds, run_seconds=run_seconds)
+    return PreparedProgram(timing=timing, run=run, compile_seconds=compile_seconds, run_seconds=run_seconds)
 
 
-def _print(out: Console, call: Call, timings: list[Timing]) -> None:
+def _print_timings(out: Console, call: Call, timings: list[Timing]) -> None:
     fastest = {p: min((t.seconds for t in timings if t.passes == p and t.seconds), default=0.0) for p in PASSES}
     sorted_timings = sorted(timings, key=lambda t: (t.passes, t.seconds or float("inf")))
     if not sorted_timings:
         return
-    print_plain(out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions()}", "bold")
+    print_unmarked_text(out, f"{call.op.name}: {call.label}, on {jax.devices()[0].device_kind}; {versions()}", "bold")
     numbers = ("ms", "spread", "relative", "TFLOP/s", "GB/s", "temporary MB")
     sentences = ("configuration", "against the reference")
-    rows = [_row(timing, fastest[timing.passes]) for timing in sorted_timings]
-    print_table(out, "", "pass", "implementation", *numbers, *sentences, rows=rows, right=numbers, fold=sentences)
+    rows = [_timing_row(timing, fastest[timing.passes]) for timing in sorted_timings]
+    print_table(
+        out,
+        "",
+        "pass",
+        "implementation",
+        *numbers,
+        *sentences,
+        rows=rows,
+        right_aligned_columns=numbers,
+        folded_columns=sentences,
+    )
     for text in dict.fromkeys(f"{timing.passes}: {timing.count.text}" for timing in sorted_timings):
-        print_plain(out, text, "dim")
+        print_unmarked_text(out, text, "dim")
     out.print()
 
 
-def _row(timing: Timing, fastest: float) -> tuple[Any, ...]:
+def _timing_row(timing: Timing, fastest: float) -> tuple[Any, ...]:
     verdict = (timing.check.text, {True: "green", False: "bold red", None: "dim"}[timing.check.passed])
     if not timing.seconds:
         return (timing.passes, timing.implementation, *"------", timing.config, verdict)
     return (
         timing.passes,
         timing.implementation,
-        milliseconds(timing.seconds),
-        milliseconds(timing.spread),
+        format_milliseconds(timing.seconds),
+        format_milliseconds(timing.spread),
         f"{timing.seconds / fastest:.2f}",
         *("-" if rate is None else f"{rate:.3g}" for rate in timing.count.rates(timing.seconds)),
-        megabytes(timing.temporary),
+        format_megabytes(timing.temporary),
         timing.config,
         verdict,
     )
 
 
-def _plain(timing: Timing) -> dict[str, Any]:
+def _timing_to_dict(timing: Timing) -> dict[str, Any]:
     """Converts a timing to plain data."""
     flops, size = timing.count.rates(timing.seconds) if timing.seconds else (None, None)
     return {**dataclasses.asdict(timing), "tflop_per_s": flops, "gb_per_s": size}

@@ -10,8 +10,8 @@ from typing import Any
 import click
 import msgspec
 
-from ejkernel.cli.as_json import AS_JSON, print_json
-from ejkernel.cli.tables import console, milliseconds, print_table
+from ejkernel.cli.as_json import JSON_OPTION, print_json
+from ejkernel.cli.tables import format_milliseconds, open_console, print_table
 from ejkernel.cli.times import parse_time, read_time
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import DAMAGED, Entry, OtherFormatError, Table, decode, encode, leaves
@@ -19,22 +19,22 @@ from ejkernel.ops.json_text import malformed
 from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
 
-STORE = click.option(
+STORE_OPTION = click.option(
     "--store",
     type=click.Path(path_type=Path),
     help="Path of the store: a .json file, or a directory that holds configs.json. The default is the user's store.",
 )
-FILE = click.Path(dir_okay=False, path_type=Path)
-HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "time (UTC)", "source")
+FILE_TYPE = click.Path(dir_okay=False, path_type=Path)
+TABLE_HEADINGS = ("operation", "implementation", "call", "configuration", "ms", "spread", "time (UTC)", "source")
 BEFORE_HELP = (
     "Only entries older than this: an ISO 8601 date or time in UTC, such as 2026-11-20, or an age, such as 7d or 12h."
 )
-KEY_PARTS = 7  # of `str(ConfigKey)`; a store may hold entries of other versions
+NUM_KEY_PARTS = 7  # of `str(ConfigKey)`; a store may hold entries of other versions
 UNKNOWN_TIME = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Filter:
+class EntryFilter:
     """Selects the stored entries that fit every option which the user gave.
 
     Attributes:
@@ -54,9 +54,9 @@ class Filter:
     @property
     def is_empty(self) -> bool:
         """Says whether the user gave no option."""
-        return self == Filter()
+        return self == EntryFilter()
 
-    def fits(self, key: str, entry: Entry) -> bool:
+    def selects(self, key: str, entry: Entry) -> bool:
         """Says whether the filter selects an entry; keys of other versions have no parts to compare."""
         parts = _key_parts(key)
         options = {"op": self.op, "implementation": self.implementation, "device": self.device}
@@ -65,7 +65,7 @@ class Filter:
         old = self.before is None or (time is not None and time < self.before)
         return same and old and (entry.predicted or not self.predicted)
 
-    def check_names(self, entries: Mapping[str, Entry]) -> None:
+    def check_known_names(self, entries: Mapping[str, Entry]) -> None:
         """Refuses an operation or an implementation that neither the store nor an installed backend has.
 
         Raises:
@@ -93,8 +93,8 @@ def _key_parts(key: str) -> dict[str, str]:
     return {name: part.split("@")[0] for name, part in zip(names, key.split(" | "), strict=False)}
 
 
-def filters(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of a `Filter`, which it gets as keyword arguments."""
+def add_filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of an `EntryFilter`, which it gets as keyword arguments."""
     for decorate in (
         click.option("--predicted", is_flag=True, help="Only predictions, not measurements."),
         click.option("--before", type=parse_time, metavar="TIME", help=BEFORE_HELP),
@@ -112,33 +112,39 @@ def cache() -> None:
 
 
 @cache.command()
-@STORE
+@STORE_OPTION
 def path(store: Path | None) -> None:
     """Print the path of the store."""
     click.echo(PersistentCache(path=store).path)
 
 
 @cache.command(name="list")
-@STORE
-@AS_JSON
+@STORE_OPTION
+@JSON_OPTION
 def list_entries(store: Path | None, as_json: bool) -> None:
     """List the stored configurations, measurements first."""
     opened = PersistentCache(path=store)
     entries = _all(opened)
-    ordered = _ordered(entries)
+    ordered = _sort_entries(entries)
     if as_json:
         print_json({"path": str(opened.path), "entries": [_plain(key, entry) for key, entry in ordered]})
     elif not entries:
         click.echo(f"no entries in {opened.path}")
     else:
-        rows = [_row(key, entry) for key, entry in ordered]
-        print_table(console(), f"{_entries(len(rows))} in {opened.path}", *HEADINGS, rows=rows, right=["ms", "spread"])
+        rows = [_entry_row(key, entry) for key, entry in ordered]
+        print_table(
+            open_console(),
+            f"{_entry_count_text(len(rows))} in {opened.path}",
+            *TABLE_HEADINGS,
+            rows=rows,
+            right_aligned_columns=["ms", "spread"],
+        )
 
 
 @cache.command()
-@click.argument("file", type=FILE)
-@STORE
-@filters
+@click.argument("file", type=FILE_TYPE)
+@STORE_OPTION
+@add_filter_options
 def export(file: Path, store: Path | None, **options: Any) -> None:
     """Write stored configurations to FILE.
 
@@ -146,19 +152,19 @@ def export(file: Path, store: Path | None, **options: Any) -> None:
 
     Entries that FILE already has are kept.
     """
-    opened, chosen = PersistentCache(path=store), Filter(**options)
+    opened, chosen = PersistentCache(path=store), EntryFilter(**options)
     entries = _all(opened)
-    chosen.check_names(entries)
-    selected = {key: entry for key, entry in entries.items() if chosen.fits(key, entry)}
+    chosen.check_known_names(entries)
+    selected = {key: entry for key, entry in entries.items() if chosen.selects(key, entry)}
     if not selected:
         raise click.ClickException(f"{opened.path} has no such entries")
     merge_into(file, selected)
-    click.echo(f"exported {_entries(len(selected))} to {file}")
+    click.echo(f"exported {_entry_count_text(len(selected))} to {file}")
 
 
 @cache.command(name="import")
-@click.argument("files", type=FILE, nargs=-1, required=True)
-@STORE
+@click.argument("files", type=FILE_TYPE, nargs=-1, required=True)
+@STORE_OPTION
 def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
     """Add the configurations of FILES to the store.
 
@@ -166,30 +172,30 @@ def import_entries(files: tuple[Path, ...], store: Path | None) -> None:
     """
     opened = PersistentCache(path=store)
     stored = _all(opened)
-    merged = newest(stored, *map(read_table, files))
+    merged = merge_tables(stored, *map(read_table, files))
     changed = {key: entry for key, entry in merged.items() if stored.get(key) != entry}
-    _update(opened, changed)
+    _update_store(opened, changed)
     unwritten = changed.keys() - _all(opened).keys()
     if unwritten:
         raise click.ClickException(f"{opened.path} cannot be written")
-    click.echo(f"imported {_entries(len(changed))} into {opened.path}")
+    click.echo(f"imported {_entry_count_text(len(changed))} into {opened.path}")
 
 
 @cache.command()
-@click.argument("target", type=FILE)
-@click.argument("files", type=FILE, nargs=-1, required=True)
+@click.argument("target", type=FILE_TYPE)
+@click.argument("files", type=FILE_TYPE, nargs=-1, required=True)
 def merge(target: Path, files: tuple[Path, ...]) -> None:
     """Add the configurations of FILES to the file TARGET.
 
     If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
     """
-    count = merge_into(target, newest(*map(read_table, files)))
-    click.echo(f"{_entries(count)} in {target}")
+    count = merge_into(target, merge_tables(*map(read_table, files)))
+    click.echo(f"{_entry_count_text(count)} in {target}")
 
 
 @cache.command()
-@STORE
-@filters
+@STORE_OPTION
+@add_filter_options
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def remove(store: Path | None, yes: bool, **options: Any) -> None:
     """Remove some stored configurations.
@@ -197,30 +203,30 @@ def remove(store: Path | None, yes: bool, **options: Any) -> None:
     Lists the entries that fit all the options, and asks before it removes them. `ejkernel cache clear` removes every
     entry.
     """
-    opened, chosen = PersistentCache(path=store), Filter(**options)
+    opened, chosen = PersistentCache(path=store), EntryFilter(**options)
     if chosen.is_empty:
         raise click.UsageError("give at least one of --op, --implementation, --device, --before and --predicted")
     entries = _all(opened)
-    chosen.check_names(entries)
-    selected = {key: entry for key, entry in entries.items() if chosen.fits(key, entry)}
+    chosen.check_known_names(entries)
+    selected = {key: entry for key, entry in entries.items() if chosen.selects(key, entry)}
     if not selected:
         click.echo(f"no such entries in {opened.path}")
         return
-    rows = [_row(*item) for item in _ordered(selected)]
-    title = f"{len(selected)} of {_entries(len(entries))} of {opened.path} will be removed:"
-    print_table(console(), title, *HEADINGS, rows=rows, right=["ms", "spread"])
+    rows = [_entry_row(*item) for item in _sort_entries(selected)]
+    title = f"{len(selected)} of {_entry_count_text(len(entries))} of {opened.path} will be removed:"
+    print_table(open_console(), title, *TABLE_HEADINGS, rows=rows, right_aligned_columns=["ms", "spread"])
     if not yes:
-        click.confirm(f"Remove {_entries(len(selected))} from {opened.path}?", abort=True)
+        click.confirm(f"Remove {_entry_count_text(len(selected))} from {opened.path}?", abort=True)
     for one in (opened, opened.predicted):
         if one.entries().keys() & selected.keys():
             one.remove(selected)
     if _all(opened).keys() & selected.keys():
         raise click.ClickException(f"{opened.path} cannot be written")
-    click.echo(f"removed {_entries(len(selected))} from {opened.path}")
+    click.echo(f"removed {_entry_count_text(len(selected))} from {opened.path}")
 
 
 @cache.command()
-@STORE
+@STORE_OPTION
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 def clear(store: Path | None, yes: bool) -> None:
     """Remove all stored configurations."""
@@ -230,31 +236,31 @@ def clear(store: Path | None, yes: bool) -> None:
         click.echo(f"no entries in {opened.path}")
         return
     if not yes:
-        click.confirm(f"Remove {_entries(count)} from {opened.path}?", abort=True)
+        click.confirm(f"Remove {_entry_count_text(count)} from {opened.path}?", abort=True)
     try:
         opened.clear()
         opened.predicted.clear()
     except OSError as error:
         raise click.ClickException(f"{opened.path} cannot be removed: {error}") from error
-    click.echo(f"removed {_entries(count)} from {opened.path}")
+    click.echo(f"removed {_entry_count_text(count)} from {opened.path}")
 
 
-def newest(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
+def merge_tables(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
     """Merges tables: for each key it keeps measurements over predictions, then the later entry, then the first."""
     merged: dict[str, Entry] = {}
     for table in tables:
         for key, entry in table.items():
             known = merged.get(key)
-            if known is None or _rank(entry) > _rank(known):
+            if known is None or _entry_rank(entry) > _entry_rank(known):
                 merged[key] = entry
     return merged
 
 
-def _rank(entry: Entry) -> tuple[bool, datetime.datetime]:
+def _entry_rank(entry: Entry) -> tuple[bool, datetime.datetime]:
     return not entry.predicted, read_time(entry.measured_at) or UNKNOWN_TIME
 
 
-def _ordered(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+def _sort_entries(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
     """Sorts measurements before predictions, and then by key."""
     return sorted(entries.items(), key=lambda item: (item[1].predicted, item[0]))
 
@@ -281,7 +287,7 @@ def read_table(path: Path) -> Mapping[str, Entry]:
 def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
     """Adds entries to a table and replaces the file at once, without a lock file, which version control would see."""
     known = read_table(path) if path.exists() else {}
-    merged = newest(entries, known)
+    merged = merge_tables(entries, known)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -292,16 +298,16 @@ def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
     return len(merged)
 
 
-def _entries(count: int) -> str:
+def _entry_count_text(count: int) -> str:
     return "1 entry" if count == 1 else f"{count} entries"
 
 
 def _all(store: PersistentCache) -> dict[str, Entry]:
     """Returns measured and predicted entries."""
-    return newest(store.entries(), store.predicted.entries())
+    return merge_tables(store.entries(), store.predicted.entries())
 
 
-def _update(store: PersistentCache, entries: Mapping[str, Entry]) -> None:
+def _update_store(store: PersistentCache, entries: Mapping[str, Entry]) -> None:
     for one, predicted in ((store, False), (store.predicted, True)):
         chosen = {key: entry for key, entry in entries.items() if entry.predicted == predicted}
         if chosen:
@@ -312,18 +318,18 @@ def _plain(key: str, entry: Entry) -> dict[str, Any]:
     """Converts an entry to plain data."""
     parts = key.split(" | ")
     names = ("operation", "implementation", "direction", "device", "schema", "call", "core")
-    about: dict[str, Any] = dict(zip(names, parts, strict=True)) if len(parts) == KEY_PARTS else {}
+    about: dict[str, Any] = dict(zip(names, parts, strict=True)) if len(parts) == NUM_KEY_PARTS else {}
     return {"key": key, **about, **msgspec.structs.asdict(entry)}
 
 
-def _row(key: str, entry: Entry) -> tuple[str, ...]:
+def _entry_row(key: str, entry: Entry) -> tuple[str, ...]:
     parts = key.split(" | ")
     config = "\n".join(f"{name}={value}" for name, value in leaves(entry.config) if value is not None)
     about = ("", "", key)
-    if len(parts) == KEY_PARTS:
+    if len(parts) == NUM_KEY_PARTS:
         op, implementation, direction, device, _, call, _ = parts
         fields = [field for field in call.split() if not field.endswith("=None")]
         about = (f"{op}\n{direction}", f"{implementation}\non {device}", "\n".join(fields))
-    times = milliseconds(entry.seconds), milliseconds(entry.spread) if entry.samples else "-"
+    times = format_milliseconds(entry.seconds), format_milliseconds(entry.spread) if entry.samples else "-"
     how = "predicted" if entry.predicted else "measured"
     return (*about, config, *times, entry.measured_at[:16].replace("T", " "), how)

@@ -27,8 +27,8 @@ from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import non_default_fields, optional_fields
 
-WORDS = {"true": True, "false": False, "none": None}
-BARE = 3  # arrays that a single shape without a name describes: query, key and value
+LITERAL_WORDS = {"true": True, "false": False, "none": None}
+MAX_UNNAMED_SHAPE_ARRAYS = 3  # arrays that a single shape without a name describes: query, key and value
 SHAPE_HELP = (
     "Shape of an array argument, with a dtype if you like: query=1,128,8,64:bfloat16. A single shape without a name is "
     "that of the first three required arrays, such as query, key and value. Several shapes without names are those of "
@@ -43,7 +43,7 @@ OPTION_HELP = "Any other argument of the operation, such as -o causal=true or -o
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ShapeOption:
     """Holds one `--shape`: the name of the argument or None, its sizes, and its dtype or None."""
 
     name: str | None
@@ -51,14 +51,14 @@ class Shape:
     dtype: str | None
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> ShapeOption:
     """Reads `[NAME=]SIZES[:DTYPE]`, for example `query=1,128,8,64:bfloat16`; a scalar is `NAME=` without sizes."""
-    name, named, rest = text.rpartition("=")
-    sizes, _, dtype = rest.partition(":")
+    name, named, sizes_and_dtype = text.rpartition("=")
+    sizes, _, dtype = sizes_and_dtype.partition(":")
     parts = [] if name and not sizes.strip() else [size.strip() for size in sizes.split(",")]
     if not all(part.isdecimal() for part in parts) or (named and not name):
         raise click.BadParameter(f"got {text!r}, wants sizes with commas between them, such as 1,128,8,64")
-    return Shape(name.strip() or None, tuple(map(int, parts)), dtype_name(dtype) if dtype else None)
+    return ShapeOption(name.strip() or None, tuple(map(int, parts)), dtype_name(dtype) if dtype else None)
 
 
 def find_operation(text: str) -> Op:
@@ -97,23 +97,23 @@ class Call:
     Attributes:
         op: The operation.
         label: What to call it in a table.
-        abstract: Its argument record, with `jax.ShapeDtypeStruct` leaves.
+        abstract_args: Its argument record, with `jax.ShapeDtypeStruct` leaves.
         platform: The toolchain asked for, or None.
-        make: PRNG key -> argument record with random data.
+        make_args: PRNG key -> argument record with random data.
         mesh: With in_specs: it runs under `shard_map`.
         in_specs: Partition specs of its first arguments.
     """
 
     op: Op
     label: str
-    abstract: Any
+    abstract_args: Any
     platform: str | None
-    make: Callable[[Any], Any]
+    make_args: Callable[[Any], Any]
     mesh: Any = None
     in_specs: Any = None
 
 
-def written_calls(path: Path, op: Op | None) -> list[Call]:
+def calls_from_file(path: Path, op: Op | None) -> list[Call]:
     """Reads the calls of a file; only those of one operation if it is named.
 
     Raises:
@@ -126,10 +126,10 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
     return [
         Call(
             op=call.op,
-            label=_label({name: getattr(call.args, name) for name in _set_fields(call.args)}),
-            abstract=call.args,
+            label=_call_label({name: getattr(call.args, name) for name in _names_of_set_arguments(call.args)}),
+            abstract_args=call.args,
             platform=call.platform,
-            make=functools.partial(call.op.make_inputs, call.args),
+            make_args=functools.partial(call.op.make_inputs, call.args),
             mesh=call.mesh,
             in_specs=call.in_specs,
         )
@@ -138,7 +138,7 @@ def written_calls(path: Path, op: Op | None) -> list[Call]:
     ]
 
 
-def _set_fields(args: Any) -> list[str]:
+def _names_of_set_arguments(args: Any) -> list[str]:
     """Returns the names of the required arguments and of the arguments that differ from their default, in order."""
     field_names = {
         *non_default_fields(args),
@@ -148,12 +148,12 @@ def _set_fields(args: Any) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CallSpec:
+class CallOptions:
     """Holds the options that describe a call, as the user typed them."""
 
     op: Op
-    shapes: tuple[Shape, ...]
-    kv_shape: Shape | None
+    shapes: tuple[ShapeOption, ...]
+    kv_shape: ShapeOption | None
     value_dim: int | None
     dtype: str
     platform: str | None
@@ -173,12 +173,12 @@ class CallSpec:
         if self.cases and shaped:
             raise click.UsageError("--case has its own shapes and options; use either --case or the others")
         if shaped:
-            return [self._from_shapes()]
+            return [self._call_from_shapes()]
         names = self.cases or tuple(c.name for c in self.op.cases if default is not None and default in c.tags)
         if not names:
             required = ", ".join(required_arrays(self.op))
             raise click.UsageError(f"--shape or --case is needed: {self.op.name} takes {required}")
-        return [self._from_case(name) for name in names]
+        return [self._call_from_case(name) for name in names]
 
     def one(self) -> Call:
         """Returns the call; more than one is an error."""
@@ -187,7 +187,7 @@ class CallSpec:
             raise click.UsageError("--case can be used only once here")
         return calls[0]
 
-    def resized(self, letters: tuple[str, ...], size: int) -> Call:
+    def call_with_size(self, letters: tuple[str, ...], size: int) -> Call:
         """Returns the call that the shapes describe, with another size for some axes.
 
         Args:
@@ -197,26 +197,28 @@ class CallSpec:
         Raises:
             click.UsageError: No given array has such an axis, or it is no valid call.
         """
-        arrays = self._arrays()
-        changed = {name: _resized(x, self.op.axes.get(name, "").split(), letters, size) for name, x in arrays.items()}
+        arrays = self._abstract_arrays()
+        changed = {
+            name: _shape_with_size(x, self.op.axes.get(name, "").split(), letters, size) for name, x in arrays.items()
+        }
         missing = [letter for letter in letters if all(letter not in self.op.axes.get(n, "").split() for n in arrays)]
         if missing:
             known = ", ".join(f"{name}[{self.op.axes[name]}]" for name in arrays if name in self.op.axes)
             raise click.UsageError(f"--sweep: no given array has an axis {', '.join(missing)}; there are {known}")
-        return self._called(changed | self._literals())
+        return self._make_call(changed | self._literal_values())
 
-    def _from_case(self, name: str) -> Call:
+    def _call_from_case(self, name: str) -> Call:
         known = {case.name: case for case in self.op.cases}
         if name not in known:
-            raise click.UsageError(_no_such(self.op, name, known, "case"))
+            raise click.UsageError(_no_such_message(self.op, name, known, "case"))
         make = known[name].make
         abstract = jax.eval_shape(make, jax.random.key(0))
-        return Call(op=self.op, label=name, abstract=abstract, platform=self.platform, make=make)
+        return Call(op=self.op, label=name, abstract_args=abstract, platform=self.platform, make_args=make)
 
-    def _from_shapes(self) -> Call:
-        return self._called(self._arrays() | self._literals())
+    def _call_from_shapes(self) -> Call:
+        return self._make_call(self._abstract_arrays() | self._literal_values())
 
-    def _called(self, values: dict[str, Any]) -> Call:
+    def _make_call(self, values: dict[str, Any]) -> Call:
         missing = [name for name in required_arrays(self.op) if name not in values]
         if missing:
             raise click.UsageError(f"{self.op.name} needs the shape of {', '.join(missing)}: --shape {missing[0]}=...")
@@ -224,10 +226,12 @@ class CallSpec:
             abstract = self.op.arguments(**values)
             self.op.validate(abstract)
         make = functools.partial(self.op.make_inputs, abstract)
-        return Call(op=self.op, label=_label(values), abstract=abstract, platform=self.platform, make=make)
+        return Call(
+            op=self.op, label=_call_label(values), abstract_args=abstract, platform=self.platform, make_args=make
+        )
 
-    def _arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shapes = _by_name(self.op, self.shapes)
+    def _abstract_arrays(self) -> dict[str, jax.ShapeDtypeStruct]:
+        shapes = _shapes_by_argument(self.op, self.shapes)
         if self.kv_shape is not None:
             shapes |= {name: self.kv_shape for name in ("key", "value")}
         if self.value_dim is not None and "value" in shapes:
@@ -238,17 +242,17 @@ class CallSpec:
         dtypes = array_dtypes(self.op)
         for name in shapes:
             if name not in dtypes:
-                raise click.UsageError(_no_such(self.op, name, dtypes, "array argument"))
+                raise click.UsageError(_no_such_message(self.op, name, dtypes, "array argument"))
         return {
-            name: jax.ShapeDtypeStruct(shape.sizes, shape.dtype or self._dtype(dtypes[name]))
+            name: jax.ShapeDtypeStruct(shape.sizes, shape.dtype or self._default_dtype(dtypes[name]))
             for name, shape in shapes.items()
         }
 
-    def _dtype(self, accepted: frozenset[str]) -> str:
-        return next((name for name in (self.dtype, "int32", "bool") if name in accepted), self.dtype)
+    def _default_dtype(self, accepted_dtypes: frozenset[str]) -> str:
+        return next((name for name in (self.dtype, "int32", "bool") if name in accepted_dtypes), self.dtype)
 
-    def _literals(self) -> dict[str, Any]:
-        known, arrays = plain_options(self.op), array_dtypes(self.op)
+    def _literal_values(self) -> dict[str, Any]:
+        known, arrays = literal_arguments(self.op), array_dtypes(self.op)
         values: dict[str, Any] = {}
         for text in self.options:
             name, separator, value = text.partition("=")
@@ -261,13 +265,13 @@ class CallSpec:
                 how = "use --platform" if name == "platform" else "it cannot be set on the command line"
                 raise click.UsageError(f"-o: {name} is not an argument of the operation; {how}")
             if name not in known:
-                raise click.UsageError(f"-o: {_no_such(self.op, name, known, 'option')}")
-            values[name] = literal(value.strip())
+                raise click.UsageError(f"-o: {_no_such_message(self.op, name, known, 'option')}")
+            values[name] = parse_literal(value.strip())
         return values
 
 
-def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callable[..., Any]:
-    """Gives a command OP and the options that describe a call of it; it gets them as one `CallSpec`.
+def add_call_options(command: Callable[..., Any], *, required: bool = True) -> Callable[..., Any]:
+    """Gives a command OP and the options that describe a call of it; it gets them as one `CallOptions`.
 
     Args:
         command: What it decorates.
@@ -275,21 +279,21 @@ def takes_call(command: Callable[..., Any], *, required: bool = True) -> Callabl
     """
 
     @functools.wraps(command)
-    def collected(**options: Any) -> Any:
-        _check_devices()
-        call_options = {field.name: options.pop(field.name) for field in dataclasses.fields(CallSpec)}
-        return command(None if call_options["op"] is None else CallSpec(**call_options), **options)
+    def command_with_call_options(**options: Any) -> Any:
+        _check_has_devices()
+        call_options = {field.name: options.pop(field.name) for field in dataclasses.fields(CallOptions)}
+        return command(None if call_options["op"] is None else CallOptions(**call_options), **options)
 
     metavar = "OP" if required else "[OP]"
     operation = click.argument(
         "op", required=required, metavar=metavar, type=find_operation, shell_complete=complete_operation
     )
-    for decorate in (*reversed(_PARAMETERS), operation):
-        collected = decorate(collected)
-    return collected
+    for decorate in (*reversed(_CALL_OPTION_DECORATORS), operation):
+        command_with_call_options = decorate(command_with_call_options)
+    return command_with_call_options
 
 
-_PARAMETERS = (
+_CALL_OPTION_DECORATORS = (
     click.option("--shape", "shapes", type=parse_shape, metavar="[NAME=]SIZES[:DTYPE]", multiple=True, help=SHAPE_HELP),
     click.option("--kv-shape", type=parse_shape, metavar="SIZES", help=KV_SHAPE_HELP),
     click.option("--value-dim", type=click.IntRange(min=1), help=VALUE_DIM_HELP),
@@ -309,16 +313,18 @@ def required_arrays(op: Op) -> list[str]:
 def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
     """Returns the array arguments of an operation, with the names of the dtypes that they may have."""
     dtypes_by_name: dict[str, frozenset[str]] = {}
-    for name, parameter in _parameters(op).items():
-        dtypes = [d for array in _members(parameter) if _is_array(array) for d in array.dtypes]
+    for name, parameter in _signature_parameters(op).items():
+        dtypes = [d for array in _union_members(parameter) if _is_array(array) for d in array.dtypes]
         if dtypes:
             dtypes_by_name[name] = frozenset(dtypes)
     return dtypes_by_name
 
 
-def plain_options(op: Op) -> list[str]:
+def literal_arguments(op: Op) -> list[str]:
     """Returns the arguments of an operation that can be a literal: those that need not be an array."""
-    values = {name: [m for m in _members(p) if m is not type(None)] for name, p in _parameters(op).items()}
+    values = {
+        name: [m for m in _union_members(p) if m is not type(None)] for name, p in _signature_parameters(op).items()
+    }
     plain = (bool, int, float, str, Any)
     return [
         name
@@ -327,10 +333,10 @@ def plain_options(op: Op) -> list[str]:
     ]
 
 
-def literal(text: str) -> Any:
+def parse_literal(text: str) -> Any:
     """Reads a value: a Python literal, true, false or none; any other text is the value itself."""
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
+    if text.lower() in LITERAL_WORDS:
+        return LITERAL_WORDS[text.lower()]
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -346,11 +352,11 @@ def one_line_errors() -> Generator[None]:
         raise click.UsageError(str(error)) from error
 
 
-def _parameters(op: Op) -> dict[str, inspect.Parameter]:
+def _signature_parameters(op: Op) -> dict[str, inspect.Parameter]:
     return {name: p for name, p in op.signature.parameters.items() if name not in CALL_OPTIONS}
 
 
-def _members(parameter: inspect.Parameter) -> tuple[Any, ...]:
+def _union_members(parameter: inspect.Parameter) -> tuple[Any, ...]:
     annotation = parameter.annotation
     return (annotation,) if _is_array(annotation) else typing.get_args(annotation) or (annotation,)
 
@@ -359,32 +365,34 @@ def _is_array(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, AbstractArray)
 
 
-def _resized(x: jax.ShapeDtypeStruct, axes: list[str], letters: tuple[str, ...], size: int) -> jax.ShapeDtypeStruct:
+def _shape_with_size(
+    x: jax.ShapeDtypeStruct, axes: list[str], letters: tuple[str, ...], size: int
+) -> jax.ShapeDtypeStruct:
     sizes = [size if axis in letters else old for axis, old in zip(axes, x.shape, strict=False)]
     return jax.ShapeDtypeStruct((*sizes, *x.shape[len(sizes) :]), x.dtype)
 
 
-def _by_name(op: Op, shapes: tuple[Shape, ...]) -> dict[str, Shape]:
+def _shapes_by_argument(op: Op, shapes: tuple[ShapeOption, ...]) -> dict[str, ShapeOption]:
     named = {shape.name: shape for shape in shapes if shape.name is not None}
     bare = [shape for shape in shapes if shape.name is None]
     names = [name for name in required_arrays(op) if name not in named]
     if len(bare) > len(names):
         raise click.UsageError(f"--shape: got {len(bare)} without a name, {op.name} takes {', '.join(names) or 'none'}")
     if len(bare) == 1:
-        bare = bare * min(BARE, len(names))
+        bare = bare * min(MAX_UNNAMED_SHAPE_ARRAYS, len(names))
     return named | dict(zip(names, bare, strict=False))
 
 
-def _no_such(op: Op, name: str, known: Any, kind: str) -> str:
+def _no_such_message(op: Op, name: str, known: Any, kind: str) -> str:
     return f"{op.name} has no {kind} {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
 
 
-def _label(values: dict[str, Any]) -> str:
+def _call_label(values: dict[str, Any]) -> str:
     shapes = [f"{n} {x.dtype.name}[{','.join(map(str, x.shape))}]" for n, x in values.items() if hasattr(x, "shape")]
     return ", ".join(shapes + [f"{name}={value}" for name, value in values.items() if not hasattr(value, "shape")])
 
 
-def _check_devices() -> None:
+def _check_has_devices() -> None:
     try:
         find_devices()
     except RuntimeError as error:

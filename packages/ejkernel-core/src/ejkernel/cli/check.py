@@ -12,18 +12,18 @@ from ejkernel.cli.measuring import temporary_bytes
 from ejkernel.ops.model import Op
 
 # References are plain jnp and may hold all scores at once; a larger one would take longer than the benchmark.
-LIMIT_BYTES = 2 << 30
+REFERENCE_LIMIT_BYTES = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Check:
+class Comparison:
     """Holds the outcome of a comparison: whether it passed (None without one), and a few words about it."""
 
     passed: bool | None
     text: str
 
 
-def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
+def compare_with_reference(op: Op, args: Any, record: Any, passes: str, result: Any) -> Comparison:
     """Compares an output, or an output and its gradients, with the operation's reference.
 
     Args:
@@ -35,18 +35,21 @@ def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
     """
     dtype = jnp.dtype(op.family.dtype(record)).name
     if dtype not in op.tolerance:
-        return Check(None, f"skipped: no tolerance for {dtype}")
+        return Comparison(None, f"skipped: no tolerance for {dtype}")
     rtol, atol = op.tolerance[dtype].rtol, op.tolerance[dtype].atol
     if passes == "forward":
-        want = _reference(op.reference, args)
+        want = _run_reference(op.reference, args)
         got = op.finish(args, result)
     else:
         names = tuple(sorted(result[1]))
-        want = _reference(functools.partial(_gradients, op, names), record)
+        want = _run_reference(functools.partial(_reference_gradients, op, names), record)
         got = [result[1][name] for name in names]
-    if isinstance(want, Check):
+    if isinstance(want, Comparison):
         return want
-    pairs = [(_wide(g), _wide(w)) for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
+    pairs = [
+        (_to_accumulator_dtype(g), _to_accumulator_dtype(w))
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
     # A gradient is a sum of many products, so its small entries carry the rounding of the large ones.
     largest = max((float(jnp.max(jnp.abs(w), initial=0.0)) for _, w in pairs), default=0.0)
     scale = 1.0 if passes == "forward" else max(1.0, largest)
@@ -54,39 +57,39 @@ def check(op: Op, args: Any, record: Any, passes: str, result: Any) -> Check:
     passed = all(
         bool(jnp.all(jnp.abs(g - w) <= atol * scale + rtol * jnp.maximum(jnp.abs(w), scale))) for g, w in pairs
     )
-    return Check(passed, f"{'agrees' if passed else 'DIFFERS'}, largest error {error:.1e}")
+    return Comparison(passed, f"{'agrees' if passed else 'DIFFERS'}, largest error {error:.1e}")
 
 
-def within_limit(needed: int | None) -> Check:
+def check_reference_fits(needed: int | None) -> Comparison:
     """Says whether the reference fits in memory; if so, its own comparison passes."""
-    if needed is not None and needed <= LIMIT_BYTES:
-        return Check(True, "is the reference")
+    if needed is not None and needed <= REFERENCE_LIMIT_BYTES:
+        return Comparison(True, "is the reference")
     size = "an unknown amount" if needed is None else f"{needed / 2**30:.1f} GiB"
-    return Check(None, f"skipped: the reference needs {size} of memory")
+    return Comparison(None, f"skipped: the reference needs {size} of memory")
 
 
-def _reference(function: Callable[[Any], Any], argument: Any) -> Any:
+def _run_reference(function: Callable[[Any], Any], argument: Any) -> Any:
     """Runs the reference; returns a skipped check if it is too large."""
     try:
         compiled = jax.jit(function).lower(argument).compile()
-        allowed = within_limit(temporary_bytes(compiled))
+        allowed = check_reference_fits(temporary_bytes(compiled))
         return allowed if allowed.passed is None else compiled(argument)
     except jax.errors.JaxRuntimeError as error:
-        return Check(None, f"skipped: the reference does not run here: {str(error).splitlines()[0]}")
+        return Comparison(None, f"skipped: the reference does not run here: {str(error).splitlines()[0]}")
 
 
-def _gradients(op: Op, names: tuple[str, ...], record: Any) -> list[Any]:
-    def total(some: dict[str, Any]) -> Any:
+def _reference_gradients(op: Op, names: tuple[str, ...], record: Any) -> list[Any]:
+    def sum_of_output(some: dict[str, Any]) -> Any:
         output = op.family.reference(dataclasses.replace(record, **some))[0]
-        return sum(jnp.sum(leaf.astype(_accumulator(leaf))) for leaf in jax.tree.leaves(output))
+        return sum(jnp.sum(leaf.astype(_accumulator_dtype(leaf))) for leaf in jax.tree.leaves(output))
 
-    gradients = jax.grad(total)({name: getattr(record, name) for name in names})
+    gradients = jax.grad(sum_of_output)({name: getattr(record, name) for name in names})
     return [gradients[name] for name in names]
 
 
-def _accumulator(x: Any) -> Any:
+def _accumulator_dtype(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _wide(x: Any) -> Any:
-    return x.astype(_accumulator(x))
+def _to_accumulator_dtype(x: Any) -> Any:
+    return x.astype(_accumulator_dtype(x))

@@ -15,7 +15,7 @@ ARRAY_MASK_FIELDS = ("mask", "bias", "q_segment_ids", "kv_segment_ids", "q_posit
 
 
 @dataclasses.dataclass(frozen=True)
-class Count:
+class WorkCount:
     """Holds the work of one pass of a call.
 
     Attributes:
@@ -34,7 +34,7 @@ class Count:
         return flops, None if self.size is None else self.size / seconds / 1e9
 
 
-def count(family: Family, record: Any, passes: str, output: Any) -> Count:
+def count_work(family: Family, record: Any, passes: str, output: Any) -> WorkCount:
     """Counts the work of a call.
 
     Args:
@@ -44,26 +44,26 @@ def count(family: Family, record: Any, passes: str, output: Any) -> Count:
         output: The shapes of the family's output.
     """
     both = passes != "forward"
-    count_flops = _FLOPS.get(family.name)
+    count_flops = _FLOPS_BY_FAMILY.get(family.name)
     flops, text = (
         count_flops(record) if count_flops is not None else (None, "not counted for this family of operations")
     )
-    factor, words = _BACKWARD.get(family.name, (2.0, "2")) if both else (0.0, "")
+    factor, words = _BACKWARD_FLOPS_FACTORS.get(family.name, (2.0, "2")) if both else (0.0, "")
     if flops is not None and both:
         flops, text = flops * (1 + factor), f"{text}; the backward pass counts as {words} forward passes"
     if family.name == "paged_attention":  # most of the cache may belong to other sequences
-        return Count(flops, None, f"FLOP: {text}; bytes are not counted")
-    read, written = _size(record), _size(output)
+        return WorkCount(flops, None, f"FLOP: {text}; bytes are not counted")
+    read, written = _num_bytes(record), _num_bytes(output)
     if both:  # reads inputs, output and cotangent again, writes a gradient for each input
         read, written = 2 * read + 2 * written, written + read
-    return Count(flops, float(read + written), f"FLOP: {text}; bytes: each input and output once per pass")
+    return WorkCount(flops, float(read + written), f"FLOP: {text}; bytes: each input and output once per pass")
 
 
-def _size(tree: Any) -> int:
+def _num_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _attention(record: Any) -> tuple[float | None, str]:
+def _attention_flops(record: Any) -> tuple[float | None, str]:
     if getattr(record, "pattern", None) is not None:
         return None, "not counted for block patterns"
     (batch, queries, heads, dim), keys, values = record.query.shape, record.key.shape[1], record.value.shape[-1]
@@ -85,14 +85,14 @@ def _attention(record: Any) -> tuple[float | None, str]:
     return 2.0 * (dim + values) * pairs * batch * heads, text
 
 
-def _grouped(record: Any) -> tuple[float, str]:
+def _grouped_matmul_flops(record: Any) -> tuple[float, str]:
     m, k = record.lhs.shape
     rows = min(m, int(np.sum(record.group_sizes)))
     n = record.rhs.shape[1 if record.transpose_rhs else 2]
     return 2.0 * rows * k * n, f"2 * M * K * N, with M = {rows} rows that belong to a group"
 
 
-def _recurrence(record: Any) -> tuple[float, str]:
+def _recurrence_flops(record: Any) -> tuple[float, str]:
     tokens = math.prod(record.query.shape[:-2])
     heads, state = record.query.shape[-2], record.key.shape[-1] * record.value.shape[-1]
     steps = 4.0 if record.beta is None else 6.0
@@ -100,15 +100,15 @@ def _recurrence(record: Any) -> tuple[float, str]:
     return steps * tokens * heads * state, text
 
 
-def _convolution(record: Any) -> tuple[float, str]:
+def _convolution_flops(record: Any) -> tuple[float, str]:
     return 2.0 * math.prod(record.x.shape) * record.weight.shape[-1], "2 * width per element"
 
 
-_FLOPS: dict[str, Callable[[Any], tuple[float | None, str]]] = {
-    "tiled_attention": _attention,
-    "ring_attention": _attention,
-    "grouped_matmul": _grouped,
-    "linear_recurrence": _recurrence,
-    "causal_convolution": _convolution,
+_FLOPS_BY_FAMILY: dict[str, Callable[[Any], tuple[float | None, str]]] = {
+    "tiled_attention": _attention_flops,
+    "ring_attention": _attention_flops,
+    "grouped_matmul": _grouped_matmul_flops,
+    "linear_recurrence": _recurrence_flops,
+    "causal_convolution": _convolution_flops,
 }
-_BACKWARD = {"tiled_attention": (2.5, "2.5"), "ring_attention": (2.5, "2.5")}
+_BACKWARD_FLOPS_FACTORS = {"tiled_attention": (2.5, "2.5"), "ring_attention": (2.5, "2.5")}

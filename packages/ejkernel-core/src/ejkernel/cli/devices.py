@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-LIBRARY = "TPU_LIBRARY_PATH"  # importing libtpu sets it, and JAX reads it
+LIBTPU_PATH_VARIABLE = "TPU_LIBRARY_PATH"  # importing libtpu sets it, and JAX reads it
 DEVICE_NODES = ("accel*", "vfio/[0-9]*")  # in /dev, of a machine with TPUs
 
 
@@ -37,7 +37,7 @@ def _may_have_tpu() -> bool:
 def _without_libtpu() -> Generator[None]:
     """Makes `import libtpu` fail inside the block, and restores what was imported."""
     missing = object()
-    module, path = sys.modules.get("libtpu", missing), os.environ.pop(LIBRARY, None)
+    module, path = sys.modules.get("libtpu", missing), os.environ.pop(LIBTPU_PATH_VARIABLE, None)
     sys.modules["libtpu"] = None  # pyright: ignore[reportArgumentType]
     try:
         yield
@@ -46,4 +46,4 @@ def _without_libtpu() -> Generator[None]:
         if module is not missing:
             sys.modules["libtpu"] = module  # pyright: ignore[reportArgumentType]
         if path is not None:
-            os.environ[LIBRARY] = path
+            os.environ[LIBTPU_PATH_VARIABLE] = path

@@ -4,10 +4,10 @@ import contextlib
 
 import click
 
-from ejkernel.cli.as_json import AS_JSON, plain_decision, print_json
-from ejkernel.cli.calls import CallSpec, one_line_errors, takes_call
-from ejkernel.cli.tables import console, print_decision
-from ejkernel.cli.targets import find_kind
+from ejkernel.cli.as_json import JSON_OPTION, decision_to_dict, print_json
+from ejkernel.cli.calls import CallOptions, add_call_options, one_line_errors
+from ejkernel.cli.tables import open_console, print_decision
+from ejkernel.cli.targets import find_device_to_explain
 from ejkernel.ops.call import decide
 from ejkernel.ops.device import target_device
 
@@ -18,11 +18,11 @@ TARGET_HELP = (
 
 
 @click.command()
-@takes_call
+@add_call_options
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
-@AS_JSON
+@JSON_OPTION
 @click.pass_context
-def explain(ctx: click.Context, spec: CallSpec, target: str | None, as_json: bool) -> None:
+def explain(ctx: click.Context, spec: CallOptions, target: str | None, as_json: bool) -> None:
     """Show which implementation a call would run, and why.
 
     Prints whether each implementation supports the call, with the reasons if it does not, and where the configuration
@@ -33,12 +33,12 @@ def explain(ctx: click.Context, spec: CallSpec, target: str | None, as_json: boo
     ejkernel explain flash_attention --shape 1,128,8,64 --kv-shape 1,256,2,64 --dtype bfloat16 --target h200
     """
     call = spec.one()
-    device = contextlib.nullcontext() if target is None else target_device(find_kind(target))
+    device = contextlib.nullcontext() if target is None else target_device(find_device_to_explain(target))
     with one_line_errors(), device:
-        decision = decide(call.op, call.abstract, platform=call.platform)
+        decision = decide(call.op, call.abstract_args, platform=call.platform)
     if as_json:
-        print_json(plain_decision(decision))
+        print_json(decision_to_dict(decision))
     else:
-        print_decision(console(), decision)
+        print_decision(open_console(), decision)
     if decision.forward.implementation is None:
         ctx.exit(1)

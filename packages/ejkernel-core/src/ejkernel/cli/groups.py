@@ -9,10 +9,10 @@ import click
 
 from ejkernel.suggestion import did_you_mean
 
-GROUP = "ejkernel.commands"
+COMMANDS_ENTRY_POINT_GROUP = "ejkernel.commands"
 
 
-class Lazy(NamedTuple):
+class LazyCommand(NamedTuple):
     """Describes a command that is imported when it runs or prints its own help.
 
     Attributes:
@@ -26,7 +26,7 @@ class Lazy(NamedTuple):
     summary: str
 
 
-class Offered(NamedTuple):
+class PackageCommand(NamedTuple):
     """Describes a command of another package of this project, which an error can then name.
 
     Attributes:
@@ -38,8 +38,8 @@ class Offered(NamedTuple):
     summary: str
 
 
-OFFERED = {
-    "profile": Offered("ejkernel-pallas[aot]", "Predict how fast a call's TPU kernels are, without a TPU."),
+PACKAGE_COMMANDS = {
+    "profile": PackageCommand("ejkernel-pallas[aot]", "Predict how fast a call's TPU kernels are, without a TPU."),
 }
 
 
@@ -51,9 +51,9 @@ class CommandGroup(click.Group):
     a command of the core.
     """
 
-    def __init__(self, *args: Any, lazy: Iterable[Lazy] = (), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lazy_commands: Iterable[LazyCommand] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lazy = {one.name: one for one in lazy}
+        self.lazy = {one.name: one for one in lazy_commands}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Lists the names of all commands, without importing any."""
@@ -66,7 +66,7 @@ class CommandGroup(click.Group):
             return getattr(importlib.import_module(module), attribute)
         known = super().get_command(ctx, cmd_name)
         entry_point = None if known is not None else _entry_points().get(cmd_name)
-        return known if entry_point is None else _load(entry_point)
+        return known if entry_point is None else _load_command(entry_point)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -74,11 +74,11 @@ class CommandGroup(click.Group):
         """Returns the command that the user typed; the error for an unknown one names a package or a similar one."""
         name, names = args[0], self.list_commands(ctx)
         if name not in names and not name.startswith("-") and not ctx.resilient_parsing:
-            optional_command = OFFERED.get(name)
+            optional_command = PACKAGE_COMMANDS.get(name)
             if optional_command is not None:
                 package = optional_command.package
                 ctx.fail(f"the command {name!r} needs a package that is not installed: pip install '{package}'")
-            ctx.fail(f"there is no command {name!r}{did_you_mean(name, {*names, *OFFERED})}")
+            ctx.fail(f"there is no command {name!r}{did_you_mean(name, {*names, *PACKAGE_COMMANDS})}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,34 +93,34 @@ class CommandGroup(click.Group):
         command = super().get_command(ctx, name)
         if command is not None:
             return command.get_short_help_str(limit=1000)
-        source = _source(_entry_points()[name])
-        optional_command = OFFERED.get(name)
+        source = _entry_point_source(_entry_points()[name])
+        optional_command = PACKAGE_COMMANDS.get(name)
         if optional_command is not None and optional_command.package.partition("[")[0] == source:
             return optional_command.summary
         return f"A command of {source}; see `{ctx.command_path} {name} --help`."
 
 
 def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    entry_points = importlib.metadata.entry_points(group=GROUP)
+    entry_points = importlib.metadata.entry_points(group=COMMANDS_ENTRY_POINT_GROUP)
     return {entry_point.name: entry_point for entry_point in sorted(entry_points, key=lambda e: (e.name, e.value))}
 
 
-def _source(entry_point: importlib.metadata.EntryPoint) -> str:
+def _entry_point_source(entry_point: importlib.metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else entry_point.value
 
 
-def _load(entry_point: importlib.metadata.EntryPoint) -> click.Command:
+def _load_command(entry_point: importlib.metadata.EntryPoint) -> click.Command:
     try:
         command = entry_point.load()
     except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
-        return _broken(entry_point, f"{type(error).__name__}: {error}")
+        return _broken_command(entry_point, f"{type(error).__name__}: {error}")
     if not isinstance(command, click.Command):
-        return _broken(entry_point, f"its entry point is of type {type(command).__name__}, not a click.Command")
+        return _broken_command(entry_point, f"its entry point is of type {type(command).__name__}, not a click.Command")
     return command
 
 
-def _broken(entry_point: importlib.metadata.EntryPoint, reason: str) -> click.Command:
-    message = f"the command {entry_point.name!r} of {_source(entry_point)} does not load: {reason}"
+def _broken_command(entry_point: importlib.metadata.EntryPoint, reason: str) -> click.Command:
+    message = f"the command {entry_point.name!r} of {_entry_point_source(entry_point)} does not load: {reason}"
 
     def fail() -> None:
         raise click.ClickException(message)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 
-def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[float]:
+def interleaved_medians(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool = False) -> list[float]:
     """Returns the median seconds of each call; the calls are timed interleaved.
 
     Args:
@@ -16,17 +16,20 @@ def interleaved(calls: Sequence[Callable[[], Any]], repeats: int, *, warm: bool 
         repeats: Timed runs of each.
         warm: Whether they have run before; otherwise they do once, untimed.
     """
-    return [statistics.median(times) for times in samples(calls, repeats, warm=warm)]
+    return [statistics.median(times) for times in interleaved_samples(calls, repeats, warm=warm)]
 
 
-def samples(
+def interleaved_samples(
     calls: Sequence[Callable[[], Any]],
     repeats: int,
     *,
     warm: bool = False,
     after_round: Callable[[], None] | None = None,
 ) -> list[list[float]]:
-    """Returns the seconds of every run of each call. Arguments as `interleaved`, and what to call after each round."""
+    """Returns the seconds of every run of each call.
+
+    Arguments are as in `interleaved_medians`, and what to call after each round.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for call in () if warm else calls:
         jax.block_until_ready(call())

@@ -7,7 +7,7 @@ import click
 import jax
 import msgspec
 
-from ejkernel.cli.as_json import AS_JSON, print_json
+from ejkernel.cli.as_json import JSON_OPTION, print_json
 from ejkernel.cli.devices import find_devices
 from ejkernel.cli.public_arguments import public_arguments
 from ejkernel.families.contract import Family
@@ -41,7 +41,7 @@ elsewhere. Where it is missing, the kernel comes after all that are confirmed.
 
 
 @click.command()
-@AS_JSON
+@JSON_OPTION
 def ops(as_json: bool) -> None:
     """List every operation and what its implementations support.
 
@@ -49,36 +49,36 @@ def ops(as_json: bool) -> None:
     """
     find_devices()
     if as_json:
-        print_json(operations(registry()))
+        print_json(support_matrix_data(registry()))
     else:
         click.echo(support_matrix(registry()))
 
 
-def operations(registered: Registry) -> list[dict[str, Any]]:
+def support_matrix_data(registered: Registry) -> list[dict[str, Any]]:
     """Returns the support matrix as plain data."""
     return [
-        _described(registered.ops[name], serving, _notes(registered, name, serving))
+        _operation_to_dict(registered.ops[name], serving, _implementation_notes(registered, name, serving))
         for name in sorted(registered.ops)
-        for serving in [_serving(registered, name)]
+        for serving in [_serving_implementations(registered, name)]
     ]
 
 
-def _described(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> dict[str, Any]:
-    names = fields(op, implementations)
+def _operation_to_dict(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> dict[str, Any]:
+    names = distinguishing_fields(op, implementations)
     return {
         "operation": op.name,
         "family": op.family.name,
         "arguments": dict(op.axes),
-        "splits": splits(op),
+        "splits": splittable_axes(op),
         "notes": notes,
         "implementations": [
             {
                 "name": one.name,
-                **{label: describe(one) for label, describe in FACTS.items()},
+                **{label: describe(one) for label, describe in IMPLEMENTATION_FACTS.items()},
                 "evidence": [msgspec.to_builtins(summary) for summary in evidence.summaries(one, op.name)],
                 "priority": one.usual_rank,
                 "backward": one.backward is not None,
-                "fields": {name: _field(op.family, one, name) for name in names},
+                "fields": {name: _field_support(op.family, one, name) for name in names},
             }
             for one in implementations
         ],
@@ -91,19 +91,23 @@ def support_matrix(registered: Registry) -> str:
     Args:
         registered: What the plugins declared.
     """
-    every = [(registered.ops[name], _serving(registered, name)) for name in sorted(registered.ops)]
-    sections = (line for op, serving in every for line in _section(op, serving, _notes(registered, op.name, serving)))
+    every = [(registered.ops[name], _serving_implementations(registered, name)) for name in sorted(registered.ops)]
+    sections = (
+        line
+        for op, serving in every
+        for line in _operation_section(op, serving, _implementation_notes(registered, op.name, serving))
+    )
     return "\n".join([INTRODUCTION, *_overview(every), *sections])
 
 
-def _serving(registered: Registry, name: str) -> tuple[Implementation, ...]:
+def _serving_implementations(registered: Registry, name: str) -> tuple[Implementation, ...]:
     """Returns the implementations that serve at least one case of an operation on the devices they are for."""
     op = registered.ops[name]
-    records = [_record(op, case) for case in op.cases]
+    records = [_case_record(op, case) for case in op.cases]
 
     def serves(one: Implementation) -> bool:
         return any(can_compute(op.family, one, record, "forward") for record in records) or any(
-            can_compute(op.family, one, _record(op, case), "forward") for case in one.cases_of(op)
+            can_compute(op.family, one, _case_record(op, case), "forward") for case in one.cases_of(op)
         )
 
     return tuple(filter(serves, registered.implementations.get(name, ())))
@@ -115,33 +119,33 @@ def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterato
             f"[{op.name}](#{op.name})",
             ", ".join(one.name for one in implementations) or "none installed",
             "yes" if any(one.backward for one in implementations) else "no",
-            " ".join(splits(op)) or "none",
+            " ".join(splittable_axes(op)) or "none",
         )
         for op, implementations in every
     ]
-    yield from _table(("operation", "implementations", "gradient", "splits"), rows)
+    yield from _markdown_table(("operation", "implementations", "gradient", "splits"), rows)
 
 
-def _section(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> Iterator[str]:
+def _operation_section(op: Op, implementations: tuple[Implementation, ...], notes: list[str]) -> Iterator[str]:
     """Yields the heading of an operation, its arguments, and a table with a column per implementation."""
     yield f"## {op.name}\n"
     arguments = ", ".join(f"`{name}[{letters}]`" for name, letters in op.axes.items())
-    yield f"Arguments: {arguments}. Splits: {' '.join(splits(op)) or 'none'}. Family: {op.family.name}.\n"
+    yield f"Arguments: {arguments}. Splits: {' '.join(splittable_axes(op)) or 'none'}. Family: {op.family.name}.\n"
     if not implementations:
         yield "No installed backend has an implementation.\n"
         return
     yield from (f"Note: {note}.\n" for note in notes)
-    rows = [(label, *map(describe, implementations)) for label, describe in FACTS.items()]
+    rows = [(label, *map(describe, implementations)) for label, describe in IMPLEMENTATION_FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
     rows.append(("evidence", *(evidence.in_words(one, op.name) for one in implementations)))
     rows += [
-        (_label(op, name), *(_field(op.family, one, name) for one in implementations))
-        for name in fields(op, implementations)
+        (_field_label(op, name), *(_field_support(op.family, one, name) for one in implementations))
+        for name in distinguishing_fields(op, implementations)
     ]
-    yield from _table(("", *(one.name for one in implementations)), rows)
+    yield from _markdown_table(("", *(one.name for one in implementations)), rows)
 
 
-def _label(op: Op, field: str) -> str:
+def _field_label(op: Op, field: str) -> str:
     """Returns the public arguments that set a field of the record and, in brackets, the field if its name differs."""
     arguments = public_arguments(op, field)
     if not arguments or arguments == (field,):
@@ -150,7 +154,7 @@ def _label(op: Op, field: str) -> str:
     return f"{names} (`{field}`)"
 
 
-def _notes(registered: Registry, name: str, serving: Iterable[Implementation]) -> list[str]:
+def _implementation_notes(registered: Registry, name: str, serving: Iterable[Implementation]) -> list[str]:
     """Returns sentences about implementations that have another name here than their plugin gave them, and about kinds
     of devices without a kernel.
     """
@@ -162,27 +166,27 @@ def _notes(registered: Registry, name: str, serving: Iterable[Implementation]) -
     ]
 
 
-def splits(op: Op) -> list[str]:
+def splittable_axes(op: Op) -> list[str]:
     """Returns the axis letters of an operation's arguments that may be split over devices, in order."""
     letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
-    shardable = op.family.splittable_of(_record(op, op.cases[0]))
+    shardable = op.family.splittable_of(_case_record(op, op.cases[0]))
     return [letter for letter in letters if letter in shardable]
 
 
-def _record(op: Op, case: Case) -> Any:
+def _case_record(op: Op, case: Case) -> Any:
     """Returns the shapes of a case's family record; nothing is computed."""
     return jax.eval_shape(lambda key: op.lower(case.make(key)), jax.random.key(0))
 
 
-def fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
+def distinguishing_fields(op: Op, implementations: Iterable[Implementation]) -> list[str]:
     """Returns the fields that distinguish implementations: optional ones, and those with a gradient."""
-    used = {name for case in op.cases for name in non_default_fields(_record(op, case))}
+    used = {name for case in op.cases for name in non_default_fields(_case_record(op, case))}
     served = used & {name for one in implementations for name in one.requires.handles}
     optional = [name for name in optional_fields(op.family.record) if name in served]
     return [*(name for name in op.family.differentiable if name not in optional_fields(op.family.record)), *optional]
 
 
-def _field(family: Family, implementation: Implementation, name: str) -> str:
+def _field_support(family: Family, implementation: Implementation, name: str) -> str:
     """Says if an implementation supports a field, and its gradient; all support required fields."""
     if name in optional_fields(family.record) and name not in implementation.requires.handles:
         return "no"
@@ -192,15 +196,15 @@ def _field(family: Family, implementation: Implementation, name: str) -> str:
     return "with gradient" if has_gradient else "no gradient"
 
 
-def _requires(describe: Callable[[Requires], str]) -> Callable[[Implementation], str]:
+def _requirements_describer(describe: Callable[[Requires], str]) -> Callable[[Implementation], str]:
     """Describes the requirements of the forward pass, and of the backward pass if they differ."""
 
-    def described(implementation: Implementation) -> str:
+    def describe_both_passes(implementation: Implementation) -> str:
         of_forward, of_backward = (describe(implementation.requires_for(each)) for each in ("forward", "backward"))
         differs = implementation.backward is not None and of_backward != of_forward
         return f"{of_forward or 'any'}; backward {of_backward or 'any'}" if differs else of_forward
 
-    return described
+    return describe_both_passes
 
 
 def _head_dims(requires: Requires) -> str:
@@ -211,28 +215,28 @@ def _head_dims(requires: Requires) -> str:
     return ", ".join(map(str, sorted(sizes))) if isinstance(sizes, frozenset | set | tuple | list) else str(sizes or "")
 
 
-def _capability(requires: Requires) -> str:
+def _min_compute_capability(requires: Requires) -> str:
     return "" if requires.min_compute_capability is None else str(requires.min_compute_capability)
 
 
-def _backward(implementation: Implementation) -> str:
+def _backward_support(implementation: Implementation) -> str:
     return "own" if implementation.backward else "that of another implementation, if there is one"
 
 
-FACTS: dict[str, Callable[[Implementation], str]] = {
+IMPLEMENTATION_FACTS: dict[str, Callable[[Implementation], str]] = {
     "platform": lambda one: one.platform,
     "priority": lambda one: "by call" if one.usual_rank is None else str(one.usual_rank),
-    "devices": _requires(lambda requires: ", ".join(sorted(requires.devices))),
-    "modules": _requires(lambda requires: ", ".join(requires.modules)),
-    "compute capability": _requires(_capability),
-    "dtypes": _requires(lambda requires: ", ".join(sorted(requires.dtypes))),
-    "head sizes": _requires(_head_dims),
-    "backward": _backward,
+    "devices": _requirements_describer(lambda requires: ", ".join(sorted(requires.devices))),
+    "modules": _requirements_describer(lambda requires: ", ".join(requires.modules)),
+    "compute capability": _requirements_describer(_min_compute_capability),
+    "dtypes": _requirements_describer(lambda requires: ", ".join(sorted(requires.dtypes))),
+    "head sizes": _requirements_describer(_head_dims),
+    "backward": _backward_support,
 }
 """The rows about an implementation as a whole. A row that is empty for all implementations is left out."""
 
 
-def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+def _markdown_table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     for row in rows:

@@ -7,11 +7,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-COLOR = "#3b6ea5"
-LINE = 100  # characters of a title's line
+BAR_COLOR = "#3b6ea5"
+TITLE_LINE_LENGTH = 100  # characters of a title's line
 
 
-def draw(timings: Sequence[Any], path: Path, title: str) -> None:
+def draw_bars(timings: Sequence[Any], path: Path, title: str) -> None:
     """Draws a bar for every timing that ran, and a panel for every call and pass.
 
     The axis labels the bars, so that no legend covers them.
@@ -21,7 +21,9 @@ def draw(timings: Sequence[Any], path: Path, title: str) -> None:
         path: PNG file to write.
         title: The operation, the device and the versions.
     """
-    panels = _panels([timing for timing in timings if timing.seconds], lambda timing: (timing.call, timing.passes))
+    panels = _timings_by_panel(
+        [timing for timing in timings if timing.seconds], lambda timing: (timing.call, timing.passes)
+    )
     heights = [1.0 + 0.5 * len(bars) for bars in panels.values()]
     # pyplot would keep figures alive and look for a display.
     figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
@@ -31,10 +33,10 @@ def draw(timings: Sequence[Any], path: Path, title: str) -> None:
         bars = sorted(bars, key=lambda timing: timing.seconds, reverse=True)
         names, times = [bar.implementation for bar in bars], [bar.seconds * 1e3 for bar in bars]
         errors = [bar.spread * 5e2 for bar in bars]
-        bar_container = axis.barh(names, times, xerr=errors, color=COLOR, ecolor="#555555")
-        axis.bar_label(bar_container, labels=[_label(bar) for bar in bars], padding=6)
+        bar_container = axis.barh(names, times, xerr=errors, color=BAR_COLOR, ecolor="#555555")
+        axis.bar_label(bar_container, labels=[_bar_label(bar) for bar in bars], padding=6)
         axis.margins(x=0.35)
-        axis.set_title("\n".join(textwrap.wrap(f"{passes}: {call}", LINE)), loc="left", fontsize=9)
+        axis.set_title("\n".join(textwrap.wrap(f"{passes}: {call}", TITLE_LINE_LENGTH)), loc="left", fontsize=9)
         axis.set_xlabel("median milliseconds; the line is the interquartile range")
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, format="png")
@@ -49,13 +51,13 @@ def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -
         title: The operation, the device and the versions.
         axis_name: The letters that were swept over.
     """
-    panels = _panels([timing for timing in timings if timing.seconds], lambda timing: timing.passes)
+    panels = _timings_by_panel([timing for timing in timings if timing.seconds], lambda timing: timing.passes)
     rates = all(timing.count.flops is not None for timings in panels.values() for timing in timings)
     figure = Figure(figsize=(9, 3.2 * len(panels) + 0.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     handles: dict[str, Any] = {}
     for axis, (passes, points) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
-        for name, line in _panels(points, _first).items():
+        for name, line in _timings_by_panel(points, _forward_implementation).items():
             sizes = [point.at for point in line]
             values = [point.count.rates(point.seconds)[0] if rates else point.seconds * 1e3 for point in line]
             # One colour for an implementation in all panels.
@@ -73,19 +75,19 @@ def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -
     figure.savefig(path, dpi=150, format="png")
 
 
-def _first(timing: Any) -> str:
+def _forward_implementation(timing: Any) -> str:
     """Returns the implementation of the forward pass."""
     return timing.implementation.partition(" + ")[0]
 
 
-def _panels(timings: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
+def _timings_by_panel(timings: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
     panels: dict[Any, list[Any]] = {}
     for timing in timings:
         panels.setdefault(key(timing), []).append(timing)
     return panels
 
 
-def _label(bar: Any) -> str:
+def _bar_label(bar: Any) -> str:
     flops = bar.count.rates(bar.seconds)[0]
     rate = "" if flops is None else f", {flops:.3g} TFLOP/s"
     return f"{bar.seconds * 1e3:.3g} ms{rate}"

@@ -75,14 +75,14 @@ def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Pr
     for verdict in choice.verdicts:
         if verdict.status == "refused":
             continue
-        piece, forward = _kernel(plan, record, _pinned(choice, verdict))
+        piece, forward = _configured_kernel(plan, record, _choice_of_verdict(choice, verdict))
         name, config = verdict.implementation.name, given_values(piece)
-        output_only = functools.partial(_output, forward)
+        output_only = functools.partial(_run_output_only, forward)
         yield Program(implementation=name, passes=PASSES[0], config=config, function=output_only)
         follower = _backward_verdict(backward, verdict)
         if not grad_fields or follower is None:
             continue
-        back_piece, pull = _kernel(plan, record, _pinned(backward, follower))
+        back_piece, pull = _configured_kernel(plan, record, _choice_of_verdict(backward, follower))
         both = functools.partial(_output_and_gradients, forward, pull, grad_fields)
         names = " + ".join(dict.fromkeys((name, follower.implementation.name)))
         config = config if follower.implementation.paired else f"{config}; {given_values(back_piece)}"
@@ -101,7 +101,7 @@ def _backward_verdict(backward: Choice, verdict: Verdict) -> Verdict | None:
     return next(iter((*same, *others)), None)
 
 
-def _output(forward: Any, record: Any) -> Any:
+def _run_output_only(forward: Any, record: Any) -> Any:
     """Returns the output alone, so that XLA does not compute what only the backward pass needs."""
     return forward(record)[0]
 
@@ -116,11 +116,11 @@ def _output_and_gradients(
     return results.output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
 
 
-def _pinned(choice: Choice, verdict: Verdict) -> Choice:
+def _choice_of_verdict(choice: Choice, verdict: Verdict) -> Choice:
     return dataclasses.replace(choice, verdicts=(dataclasses.replace(verdict, status="chosen"),))
 
 
-def _kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
+def _configured_kernel(plan: CallPlan, record: Any, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
     """Returns the configuration that the chain chooses, and the implementation's function with it."""
     assert choice.implementation is not None  # callers have checked
     direction: Direction = choice.direction

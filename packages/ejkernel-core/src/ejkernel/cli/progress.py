@@ -17,14 +17,14 @@ def progress_bar(total: int) -> Generator[Callable[[str], None]]:
     with tqdm.tqdm(total=total, unit="step", leave=False, disable=not sys.stderr.isatty()) as bar:
         bar.set_description_str("compile")
 
-        def step(following: str) -> None:
+        def finish_step(next_step: str) -> None:
             bar.update()
-            bar.set_description_str(following)
+            bar.set_description_str(next_step)
 
-        yield step
+        yield finish_step
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats a rough duration: `"5 s"`, `"3 min"`, `"2.5 h"`."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"

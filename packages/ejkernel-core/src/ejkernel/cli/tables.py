@@ -16,19 +16,19 @@ from ejkernel.ops.dispatch import Choice, Decision
 from ejkernel.ops.params import given_values
 from ejkernel.suggestion import did_you_mean
 
-UNLIMITED = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken
+UNLIMITED_WIDTH = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken
 GAP = 3  # columns between the cells of a table
-COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
+STATUS_COLORS = {"chosen": "bold green", "usable": "green", "refused": "red"}
 
 
-def console(stderr: bool = False) -> Console:
+def open_console(stderr: bool = False) -> Console:
     """Opens a console for one command, because tests and pipes replace the standard streams.
 
     Args:
         stderr: Whether on the standard error, because the standard output is for JSON.
     """
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else int(os.environ.get("COLUMNS", UNLIMITED))
+    width = None if stream.isatty() else int(os.environ.get("COLUMNS", UNLIMITED_WIDTH))
     return Console(width=width, highlight=False, stderr=stderr)
 
 
@@ -37,8 +37,8 @@ def print_table(
     title: str,
     *columns: str,
     rows: Iterable[Iterable[Any]] = (),
-    right: Iterable[str] = (),
-    fold: Iterable[str] = (),
+    right_aligned_columns: Iterable[str] = (),
+    folded_columns: Iterable[str] = (),
 ) -> None:
     """Prints a table of plain values; the text of its cells is printed as it is.
 
@@ -50,15 +50,15 @@ def print_table(
         title: Line above the table; empty for none.
         *columns: Headings.
         rows: Cells; a `(text, style)` pair is coloured.
-        right: Headings of columns that hold numbers.
-        fold: Headings of columns that hold sentences.
+        right_aligned_columns: Headings of columns that hold numbers.
+        folded_columns: Headings of columns that hold sentences.
     """
-    cells = [[_cell(value) for value in row] for row in rows]
-    sentences, numbers = set(fold), set(right)
+    cells = [[_cell_text(value) for value in row] for row in rows]
+    sentences, numbers = set(folded_columns), set(right_aligned_columns)
     if title:
-        print_plain(out, title, "bold")
-    if _least_width(columns, cells, sentences) > out.width:
-        _print_list(out, columns, cells)
+        print_unmarked_text(out, title, "bold")
+    if _min_table_width(columns, cells, sentences) > out.width:
+        _print_as_paragraphs(out, columns, cells)
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for column in columns:
@@ -70,7 +70,7 @@ def print_table(
     out.print()
 
 
-def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: Container[str]) -> int:
+def _min_table_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: Container[str]) -> int:
     """Computes the least width of a table: its longest cells, and the longest words of its sentences."""
     widths = [GAP * (len(columns) - 1)]
     for number, column in enumerate(columns):
@@ -80,7 +80,7 @@ def _least_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: C
     return sum(widths)
 
 
-def _print_list(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+def _print_as_paragraphs(out: Console, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
     """Prints rows as paragraphs: the first cell, if it has changed, and the others with their headings."""
     wrapper = textwrap.TextWrapper(width=max(out.width, 20), initial_indent="  ", subsequent_indent="    ")
     wrapper.break_long_words = wrapper.break_on_hyphens = False
@@ -98,7 +98,7 @@ def print_decision(out: Console, decision: Decision) -> None:
     """Prints both directions of a decision."""
     print_choice(out, decision.forward)
     if decision.differentiated is not None:
-        print_plain(out, "If the call is differentiated, another implementation runs its forward pass:")
+        print_unmarked_text(out, "If the call is differentiated, another implementation runs its forward pass:")
         print_choice(out, decision.differentiated)
     print_choice(out, decision.backward)
 
@@ -107,44 +107,46 @@ def print_choice(out: Console, choice: Choice) -> None:
     """Prints the verdicts of one direction, and where its configuration came from."""
     rows = [
         (v.implementation.name, v.implementation.platform, "by call" if v.priority is None else v.priority,
-         (v.status, COLORS[v.status]), v.remarks)
+         (v.status, STATUS_COLORS[v.status]), v.remarks)
         for v in choice.verdicts
     ]  # fmt: skip
     title = f"{choice.op}, {choice.direction}, on {choice.device}"
     headings = ("implementation", "platform", "priority", "verdict", "remarks")
-    print_table(out, title, *headings, rows=rows, right=["priority"], fold=["remarks"])
+    print_table(out, title, *headings, rows=rows, right_aligned_columns=["priority"], folded_columns=["remarks"])
     if choice.platform not in ("auto", *(v.implementation.platform for v in choice.verdicts)):
         question = did_you_mean(choice.platform, {v.implementation.platform for v in choice.verdicts})
-        print_plain(out, f"No installed backend has an implementation for platform {choice.platform!r}{question}")
+        print_unmarked_text(
+            out, f"No installed backend has an implementation for platform {choice.platform!r}{question}"
+        )
     for note in choice.notes:
-        print_plain(out, f"Note: {note}.")
+        print_unmarked_text(out, f"Note: {note}.")
     for plugin in choice.failed_plugins:
-        print_plain(out, f"Plugin {plugin.name} ({plugin.distribution}) did not load: {plugin.error}", "red")
+        print_unmarked_text(out, f"Plugin {plugin.name} ({plugin.distribution}) did not load: {plugin.error}", "red")
     if choice.implementation is None:
-        print_plain(out, f"No implementation supports the {choice.direction} pass.\n", "red")
+        print_unmarked_text(out, f"No implementation supports the {choice.direction} pass.\n", "red")
         return
-    print_plain(out, f"Configuration from {choice.tier}: {given_values(choice.config)}")
+    print_unmarked_text(out, f"Configuration from {choice.tier}: {given_values(choice.config)}")
     for step in choice.trail:
-        print_plain(out, f"  {step}", "dim")
+        print_unmarked_text(out, f"  {step}", "dim")
     out.print()
 
 
-def print_plain(out: Console, text: str, style: str = "") -> None:
+def print_unmarked_text(out: Console, text: str, style: str = "") -> None:
     """Prints text that may hold square brackets, which rich would read as markup; its lines are left whole."""
     out.print(Text(text), style=style or None, soft_wrap=True)
 
 
-def milliseconds(seconds: float) -> str:
+def format_milliseconds(seconds: float) -> str:
     """Formats seconds as milliseconds, with at least three significant digits."""
     value = seconds * 1e3
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def megabytes(size: int | None) -> str:
+def format_megabytes(size: int | None) -> str:
     """Formats bytes as megabytes."""
     return "unknown" if size is None else f"{size / 1e6:.1f}"
 
 
-def _cell(value: Any) -> Text:
+def _cell_text(value: Any) -> Text:
     text, style = value if isinstance(value, tuple) else (value, None)
     return Text(str(text), style=style or "")

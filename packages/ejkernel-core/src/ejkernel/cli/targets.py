@@ -15,14 +15,14 @@ def find_target(name: str) -> Target:
     Raises:
         click.UsageError: No entry point offers it. The message says which targets exist and which do not load.
     """
-    targets, problems = _targets()
+    targets, problems = _load_targets()
     if name in targets:
         return targets[name]
     known = f"there are {', '.join(targets)}" if targets else "no installed package offers any; ejkernel-pallas does"
     raise click.UsageError("; ".join([f"--target: got {name!r}, {known}", *problems]))
 
 
-def find_kind(name: str) -> DeviceInfo:
+def find_device_to_explain(name: str) -> DeviceInfo:
     """Looks up a device that a call can be explained for.
 
     Args:
@@ -31,7 +31,7 @@ def find_kind(name: str) -> DeviceInfo:
     Raises:
         click.UsageError: There is no such device. The message lists the known ones.
     """
-    targets, problems = _targets()
+    targets, problems = _load_targets()
     if name in targets:
         return targets[name].device
     try:
@@ -42,7 +42,7 @@ def find_kind(name: str) -> DeviceInfo:
         raise click.UsageError("; ".join([message, *problems])) from None
 
 
-def _targets() -> tuple[dict[str, Target], list[str]]:
+def _load_targets() -> tuple[dict[str, Target], list[str]]:
     """Loads the targets of installed distributions; a sentence for each distribution that fails."""
     targets: dict[str, Target] = {}
     problems: list[str] = []

@@ -6,7 +6,7 @@ import re
 import click
 
 AGO = re.compile(r"(\d{1,5})([hdw])", re.ASCII)
-UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+AGE_UNITS = {"h": "hours", "d": "days", "w": "weeks"}
 
 
 def parse_time(text: str) -> datetime.datetime:
@@ -20,7 +20,7 @@ def parse_time(text: str) -> datetime.datetime:
     """
     ago = AGO.fullmatch(text.strip())
     if ago is not None:
-        return datetime.datetime.now(datetime.UTC) - datetime.timedelta(**{UNITS[ago[2]]: int(ago[1])})
+        return datetime.datetime.now(datetime.UTC) - datetime.timedelta(**{AGE_UNITS[ago[2]]: int(ago[1])})
     time = read_time(text.strip())
     if time is None:
         raise click.BadParameter(

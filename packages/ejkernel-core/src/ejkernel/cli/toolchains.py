@@ -14,14 +14,14 @@ from ejkernel.ops.plugins import Registry
 from ejkernel.ops.toolchain import split_requirement
 
 
-class Resolved(msgspec.Struct, frozen=True):
+class ResolvedVersions(msgspec.Struct, frozen=True):
     """The versions that installers chose from the package index on a certain day, by version of Python."""
 
     date: str
     pythons: Mapping[str, Mapping[str, str]]
 
 
-class Standing(msgspec.Struct, frozen=True):
+class ConfirmedKernels(msgspec.Struct, frozen=True):
     """The state of the GPU kernels with one toolchain on one chip.
 
     Attributes:
@@ -40,41 +40,41 @@ class Standing(msgspec.Struct, frozen=True):
     others: dict[str, dict[str, int]]
 
 
-def resolved() -> Resolved:
+def resolved_versions() -> ResolvedVersions:
     """Returns what `pip install "ejkernel[gpu]"` installs, as `tests/project/gpu_versions.py` wrote it down."""
     file = importlib.resources.files("ejkernel.cli").joinpath("gpu_versions.json")
-    return msgspec.json.decode(file.read_bytes(), type=Resolved)
+    return msgspec.json.decode(file.read_bytes(), type=ResolvedVersions)
 
 
-def standings(installed: Registry, devices: Iterable[DeviceInfo]) -> list[Standing]:
+def confirmed_kernels_by_toolchain(installed: Registry, devices: Iterable[DeviceInfo]) -> list[ConfirmedKernels]:
     """Returns how kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
 
     Args:
         installed: What the plugins declared.
         devices: The devices that are here; without a GPU, the chips are those that some evidence is about.
     """
-    kernels = list(_kernels(installed))
+    kernels = list(_kernels_needing_evidence(installed))
     gpus = {evidence.chip_of(device): device for device in devices if device.platform == "gpu"}
     if not gpus:
         chips = {file.chip for one, _ in kernels for file in evidence.shipped(str(one.evidence), one.name)}
-        gpus = {chip: _device(chip) for chip in sorted(chips) or ["sm_90"]}
+        gpus = {chip: _device_of_chip(chip) for chip in sorted(chips) or ["sm_90"]}
     modules = sorted({needed for one, _ in kernels for needed in one.requires.modules})
     toolchains = {"installed": evidence.installed_versions(modules)}
-    toolchains |= {f"Python {python}": dict(versions) for python, versions in resolved().pythons.items()}
+    toolchains |= {f"Python {python}": dict(versions) for python, versions in resolved_versions().pythons.items()}
     return [
-        _standing(what, chip, device, versions, kernels)
+        _confirmed_kernels(what, chip, device, versions, kernels)
         for chip, device in gpus.items()
         for what, versions in toolchains.items()
     ]
 
 
-def _device(chip: str) -> DeviceInfo:
+def _device_of_chip(chip: str) -> DeviceInfo:
     """Returns a device of a chip; any kind of it."""
     capability = int(chip[3:]) / 10 if chip.startswith("sm_") else None
     return DeviceInfo(platform="gpu", vendor="nvidia" if capability else "", compute_capability=capability)
 
 
-def _kernels(installed: Registry) -> Iterator[tuple[Implementation, str]]:
+def _kernels_needing_evidence(installed: Registry) -> Iterator[tuple[Implementation, str]]:
     """Yields the implementations for GPUs that need evidence, with each operation that evidence or none is about."""
     for op, implementations in installed.implementations.items():
         for one in implementations:
@@ -82,26 +82,28 @@ def _kernels(installed: Registry) -> Iterator[tuple[Implementation, str]]:
                 yield one, op
 
 
-def _standing(
+def _confirmed_kernels(
     what: str,
     chip: str,
     device: DeviceInfo,
     versions: Mapping[str, str],
     kernels: Iterable[tuple[Implementation, str]],
-) -> Standing:
+) -> ConfirmedKernels:
     confirmed = collections.Counter[str]()
     others: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one, op in kernels:
-        reason = _refusal(one, versions) or evidence.unconfirmed_with(one, op, device, versions)
+        reason = _refusal_reason(one, versions) or evidence.unconfirmed_with(one, op, device, versions)
         if reason:
-            others[_without_counts(reason)][one.name] += 1
+            others[_reason_without_counts(reason)][one.name] += 1
         else:
             confirmed[one.name] += 1
     words = ", ".join(f"{name} {versions[name]}" for name in evidence.SHOWN if name in versions)
-    return Standing(what, chip, words, dict(confirmed), {reason: dict(names) for reason, names in others.items()})
+    return ConfirmedKernels(
+        what, chip, words, dict(confirmed), {reason: dict(names) for reason, names in others.items()}
+    )
 
 
-def _refusal(one: Implementation, versions: Mapping[str, str]) -> str:
+def _refusal_reason(one: Implementation, versions: Mapping[str, str]) -> str:
     """Returns why an implementation is refused with these versions; empty if it is not."""
     from packaging.specifiers import SpecifierSet
 
@@ -115,7 +117,7 @@ def _refusal(one: Implementation, versions: Mapping[str, str]) -> str:
     return ""
 
 
-def _without_counts(reason: str) -> str:
+def _reason_without_counts(reason: str) -> str:
     """Returns a reason that is the same for all operations that fail or lack tests: which and how many `ejkernel ops`
     says.
     """
@@ -130,12 +132,12 @@ def _without_counts(reason: str) -> str:
     return reason
 
 
-def plain(rows: Iterable[Standing]) -> list[dict[str, Any]]:
+def confirmed_kernels_to_dicts(rows: Iterable[ConfirmedKernels]) -> list[dict[str, Any]]:
     """Returns standings as plain data."""
     return [msgspec.to_builtins(one) for one in rows]
 
 
-def lines(rows: Iterable[Standing], date: str) -> Iterator[str]:
+def confirmed_kernels_lines(rows: Iterable[ConfirmedKernels], date: str) -> Iterator[str]:
     """Yields standings as lines of text."""
     yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
     for one in rows:

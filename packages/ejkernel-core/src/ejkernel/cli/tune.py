@@ -14,10 +14,10 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 
-from ejkernel.cli.as_json import AS_JSON, print_json
-from ejkernel.cli.cache import STORE, merge_into
-from ejkernel.cli.calls import Call, CallSpec, one_line_errors, takes_call, written_calls
-from ejkernel.cli.tables import console, milliseconds, print_choice, print_plain, print_table
+from ejkernel.cli.as_json import JSON_OPTION, print_json
+from ejkernel.cli.cache import STORE_OPTION, merge_into
+from ejkernel.cli.calls import Call, CallOptions, add_call_options, calls_from_file, one_line_errors
+from ejkernel.cli.tables import format_milliseconds, open_console, print_choice, print_table, print_unmarked_text
 from ejkernel.cli.targets import find_target
 from ejkernel.errors import TunerError
 from ejkernel.ops.call import decide, make_plan
@@ -49,7 +49,7 @@ DIRECTIONS: dict[str, tuple[Direction, ...]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class TuningOptions:
     """Holds the options that do not describe the call.
 
     Attributes:
@@ -68,7 +68,7 @@ class Settings:
 
 
 @click.command()
-@functools.partial(takes_call, required=False)
+@functools.partial(add_call_options, required=False)
 @click.option("--calls", "file", type=click.Path(exists=True, dir_okay=False, path_type=Path), help=CALLS_HELP)
 @click.option(
     "--direction", type=click.Choice(list(DIRECTIONS)), default="both", show_default=True, help="Passes to tune."
@@ -77,15 +77,15 @@ class Settings:
     "--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Number of samples of each candidate."
 )
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
-@STORE
+@STORE_OPTION
 @click.option(
     "--export",
     type=click.Path(file_okay=False, path_type=Path),
     help=EXPORT_HELP,
 )
-@AS_JSON
+@JSON_OPTION
 @click.pass_context
-def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Path | None, **options: Any) -> None:
+def tune(ctx: click.Context, spec: CallOptions | None, file: Path | None, store: Path | None, **options: Any) -> None:
     """Measure the configurations of a call and store the fastest.
 
     Times the candidate configurations of the implementation that the call would use, in turn. --platform selects
@@ -96,28 +96,28 @@ def tune(ctx: click.Context, spec: CallSpec | None, file: Path | None, store: Pa
     ejkernel tune flash_attention --shape 1,2048,8,64 -o causal=true
     ejkernel tune --calls calls.json
     """
-    settings = Settings(**options)
+    settings = TuningOptions(**options)
     if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
-    calls, out, measured_store = _calls(spec, file), console(stderr=settings.as_json), PersistentCache(path=store)
+    calls, out, measured_store = _calls(spec, file), open_console(stderr=settings.as_json), PersistentCache(path=store)
     store_of_results = measured_store.predicted if settings.target else measured_store
     results: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
     for number, call in enumerate(calls, 1):
         if file is not None and not settings.as_json:
-            print_plain(out, f"{number} of {len(calls)}: {call.op.name}, {call.label}", "bold")
+            print_unmarked_text(out, f"{number} of {len(calls)}: {call.op.name}, {call.label}", "bold")
         try:
-            results += _tuned(call, settings, measured_store, store_of_results, out)
+            results += _tune_call(call, settings, measured_store, store_of_results, out)
         except click.ClickException as error:
             if file is None:
                 raise
             failed.append({"call": f"{call.op.name}, {call.label}", "error": error.format_message()})
-    _report(results, failed, store_of_results, settings)
+    _print_results(results, failed, store_of_results, settings)
     if failed:
         ctx.exit(1)
 
 
-def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
+def _calls(spec: CallOptions | None, file: Path | None) -> list[Call]:
     """Returns the calls of the file, or the one that the command line describes."""
     if file is None:
         if spec is None:
@@ -125,33 +125,39 @@ def _calls(spec: CallSpec | None, file: Path | None) -> list[Call]:
         return [spec.one()]
     if spec is not None and (spec.shapes or spec.cases or spec.options or spec.kv_shape or spec.value_dim):
         raise click.UsageError("--calls has its own shapes and options; use either --calls or the others")
-    calls = written_calls(file, None if spec is None else spec.op)
+    calls = calls_from_file(file, None if spec is None else spec.op)
     if not calls:
         raise click.UsageError(f"--calls: {file} has no calls" + ("" if spec is None else f" of {spec.op.name}"))
     return calls
 
 
-def _tuned(
-    call: Call, settings: Settings, measured_store: PersistentCache, store_of_results: PersistentCache, out: Console
+def _tune_call(
+    call: Call,
+    settings: TuningOptions,
+    measured_store: PersistentCache,
+    store_of_results: PersistentCache,
+    out: Console,
 ) -> list[dict[str, Any]]:
     """Tunes one call, stores and exports the results, and returns them as plain data."""
     with one_line_errors():
         if settings.target is None:
-            results, plan = _measured(call, settings, measured_store, out)
+            results, plan = _tune_by_measuring(call, settings, measured_store, out)
         else:
-            results, plan = _predicted(call, settings.direction, find_target(settings.target), measured_store, out)
+            results, plan = _tune_by_predicting(
+                call, settings.direction, find_target(settings.target), measured_store, out
+            )
     if not settings.as_json:
         for result in results:
             _print_result(out, call, result, "predicted for" if settings.target else "on")
-    entries = _stored(store_of_results, results)
-    paths = [] if settings.export is None else _export(settings.export, call, results, entries)
+    entries = _table_to_ship(store_of_results, results)
+    paths = [] if settings.export is None else _export_table(settings.export, call, results, entries)
     exported = list(map(str, paths))
     how = "predicted" if settings.target else "measured"
     return [{"call": call.label, "how": how, **_plain(plan, result), "exported": exported} for result in results]
 
 
-def _report(
-    results: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: Settings
+def _print_results(
+    results: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: TuningOptions
 ) -> None:
     if settings.as_json:
         print_json({"store": str(store.path), "results": results, "failed": failed})
@@ -187,33 +193,37 @@ def _plain(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
     }
 
 
-Tuned = tuple[list[TuningResult], CallPlan]
+ResultsAndPlan = tuple[list[TuningResult], CallPlan]
 
 
-def _measured(call: Call, settings: Settings, measured_store: PersistentCache, out: Console) -> Tuned:
+def _tune_by_measuring(
+    call: Call, settings: TuningOptions, measured_store: PersistentCache, out: Console
+) -> ResultsAndPlan:
     """Measures on this machine's device."""
     show_progress = sys.stderr.isatty()
     chain = ConfigSelectorChain(
         tuner=Tuner(timing_iterations=settings.repeat, show_progress=show_progress), persistent=measured_store
     )
-    plan = make_plan(call.op, call.abstract, call.platform, None, chain)
+    plan = make_plan(call.op, call.abstract_args, call.platform, None, chain)
     directions = DIRECTIONS[settings.direction]
     with _one_line_tuner_errors():
-        args = call.make(jax.random.key(0))
+        args = call.make_args(jax.random.key(0))
         results = tune_call(plan, args, directions, mesh=call.mesh, in_specs=call.in_specs)
     _check_served(plan, call, settings.direction, results, out)
     return results, plan
 
 
-def _predicted(call: Call, direction: str, target: Target, measured_store: PersistentCache, out: Console) -> Tuned:
+def _tune_by_predicting(
+    call: Call, direction: str, target: Target, measured_store: PersistentCache, out: Console
+) -> ResultsAndPlan:
     """Predicts for a device that need not be in this machine."""
     if call.mesh is not None:
         raise click.ClickException("a call with a mesh cannot be predicted for a --target")
     with _one_line_tuner_errors():
         chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=measured_store)
         with target_device(target.device):
-            plan = make_plan(call.op, call.abstract, call.platform, None, chain)
-        results = tune_described(plan, call.make, DIRECTIONS[direction])
+            plan = make_plan(call.op, call.abstract_args, call.platform, None, chain)
+        results = tune_described(plan, call.make_args, DIRECTIONS[direction])
     with target_device(target.device):
         _check_served(plan, call, direction, results, out)
     return results, plan
@@ -233,7 +243,7 @@ def _check_served(plan: CallPlan, call: Call, direction: str, results: list[Tuni
     missing = [one for one in DIRECTIONS[direction] if one not in tuned and "both" not in tuned]
     # An operation without a gradient has one pass to tune, and then `both` means that pass.
     if "forward" in missing or (missing and direction == "backward"):
-        decision = decide(call.op, call.abstract, platform=call.platform, chain=plan.chain)
+        decision = decide(call.op, call.abstract_args, platform=call.platform, chain=plan.chain)
         print_choice(out, decision.forward if missing[0] == "forward" else decision.backward)
         raise click.ClickException(f"no implementation supports the {missing[0]} pass, so there is nothing to tune")
 
@@ -246,15 +256,22 @@ def _print_result(out: Console, call: Call, result: TuningResult, preposition: s
         if measured.seconds is None:
             rows.append(("-", given_values(measured.part), ("failed", "red"), "", "", measured.error))
             continue
-        spread = milliseconds(measured.spread) if measured.samples else "-"
-        times = milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
-        rows.append(((rank, style), (given_values(measured.part), style), *times, _note(result, measured)))
+        spread = format_milliseconds(measured.spread) if measured.samples else "-"
+        times = format_milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
+        rows.append(((rank, style), (given_values(measured.part), style), *times, _candidate_note(result, measured)))
     title = f"{call.op.name}, {key.direction}, {result.implementation} {preposition} {key.device}"
     headings = ("rank", "configuration", "ms", "spread", "relative", "note")
-    print_table(out, title, *headings, rows=rows, right=["rank", "ms", "spread", "relative"], fold=["note"])
+    print_table(
+        out,
+        title,
+        *headings,
+        rows=rows,
+        right_aligned_columns=["rank", "ms", "spread", "relative"],
+        folded_columns=["note"],
+    )
 
 
-def _note(result: TuningResult, measured: Measurement) -> str:
+def _candidate_note(result: TuningResult, measured: Measurement) -> str:
     """Marks the candidate that the heuristic chooses, and says why it is stored if it is not the fastest."""
     if measured.part != result.rule:
         return ""
@@ -262,24 +279,25 @@ def _note(result: TuningResult, measured: Measurement) -> str:
     return "heuristic, stored: the fastest is not faster by more than the spread" if keeps_config else "heuristic"
 
 
-def _stored(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
+def _table_to_ship(store: PersistentCache, results: list[TuningResult]) -> dict[str, Entry]:
     """Returns the stored entries as a table that ships: by the key they ship under, without defaults."""
     stored = store.entries()
     not_stored = [result for result in results if str(result.key) not in stored]
     if not_stored:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
     return {
-        r.key.shipped(r.kind): msgspec.structs.replace(stored[str(r.key)], config=_set(r.winner.part)) for r in results
+        r.key.shipped(r.kind): msgspec.structs.replace(stored[str(r.key)], config=_non_default_fields(r.winner.part))
+        for r in results
     }
 
 
-def _set(part: Any) -> dict[str, Any]:
+def _non_default_fields(part: Any) -> dict[str, Any]:
     """Returns the fields of a configuration that differ from their defaults."""
     values = msgspec.to_builtins(part)
     return {f.name: values[f.name] for f in dataclasses.fields(part) if getattr(part, f.name) != f.default}
 
 
-def _export(directory: Path, call: Call, results: list[TuningResult], entries: dict[str, Entry]) -> list[Path]:
+def _export_table(directory: Path, call: Call, results: list[TuningResult], entries: dict[str, Entry]) -> list[Path]:
     paths = list(dict.fromkeys(directory / table_name(result.key.device, call.op.name) for result in results))
     for path in paths:
         merge_into(path, entries)

@@ -124,7 +124,7 @@ class CallPlan:
         # kernel is called untracked.
         with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
             function = choice.implementation.function(choice.direction)
-            return _compat.untracked(lambda argument: function(argument, choice.config), argument)
+            return _compat.call_without_varying_axes(lambda argument: function(argument, choice.config), argument)
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice, and returns gradients by field name."""

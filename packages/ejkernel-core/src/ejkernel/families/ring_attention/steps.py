@@ -179,7 +179,7 @@ def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
         distances = ring.distances if kind_of(record, ring) == "banded" else ring.distances[:1]
         return by_device, *(step_at(record, ring, distance, load).record for distance in distances)
 
-    return jax.eval_shape(lambda record: _compat.untracked(make, record), record)
+    return jax.eval_shape(lambda record: _compat.call_without_varying_axes(make, record), record)
 
 
 def _zigzag(record: RingAttention, before: jax.Array, load: Load) -> ZigzagStep:

@@ -139,7 +139,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
             out_specs=[call.spec(*item) for item in call.outputs.items()],
             scratch_shapes=list(call.scratch.values()),
         ),
-        out_shape=[_compat.shape_like(x.array.shape, x.array.dtype, given[-1]) for x in call.outputs.values()],
+        out_shape=[_compat.shape_varying_like(x.array.shape, x.array.dtype, given[-1]) for x in call.outputs.values()],
         input_output_aliases={
             n: outputs.index(call.aliases[name]) for n, name in enumerate(inputs, len(tables)) if name in call.aliases
         },
@@ -152,7 +152,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
         interpret=interpreting(),
         name=call.name,
     )
-    with _compat.described_tpu() if call.pipelines else contextlib.nullcontext():
+    with _compat.trace_without_tpu() if call.pipelines else contextlib.nullcontext():
         return dict(zip(outputs, run(*given), strict=True))
 
 

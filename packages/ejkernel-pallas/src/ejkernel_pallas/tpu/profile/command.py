@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 import jax
 
-from ejkernel.cli.calls import CallSpec, one_line_errors, takes_call
-from ejkernel.cli.tables import console
+from ejkernel.cli.calls import CallOptions, add_call_options, one_line_errors
+from ejkernel.cli.tables import open_console
 from ejkernel_pallas.tpu.profile.cases import Case
 from ejkernel_pallas.tpu.profile.chips import CHIPS
 from ejkernel_pallas.tpu.profile.jobs import profile_many
@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.profile.text import print_report
 
 
 @click.command()
-@takes_call
+@add_call_options
 @click.option(
     "--target", "targets", type=click.Choice(list(CHIPS)), multiple=True, default=("v5e",), show_default=True,
     help="TPU to compile for. Repeatable.",
@@ -31,7 +31,7 @@ from ejkernel_pallas.tpu.profile.text import print_report
 @click.pass_context
 def profile(
     ctx: click.Context,
-    spec: CallSpec,
+    spec: CallOptions,
     targets: tuple[str, ...],
     gradient: bool,
     flops: float | None,
@@ -51,11 +51,11 @@ def profile(
         raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
     call = spec.one()
     with one_line_errors():
-        record = call.make(jax.random.key(0))
+        record = call.make_args(jax.random.key(0))
         case = make_profile_case(f"{call.op.name}: {call.label}", call.op.name, record, call.platform, gradient, flops)
     reports = [_profile(case, target, keep) for target in targets]
     for report in reports:
-        print_report(console(), report)
+        print_report(open_console(), report)
     drawn = [report for report in reports if report.kernels]
     if plot is not None and drawn:
         from ejkernel_pallas.tpu.profile.plot import draw

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ejkernel.cli.tables import print_plain, print_table
+from ejkernel.cli.tables import print_table, print_unmarked_text
 from ejkernel_pallas.tpu.profile.report import KernelReport, Loop, Report
 
 MIB = 1 << 20
@@ -16,13 +16,15 @@ def print_report(out: Console, report: Report) -> None:
     """Prints a whole report."""
     title = f"{report.label}, on {report.target}"
     if report.error is not None:
-        print_plain(out, f"{title}: {report.error}\n", "red")
+        print_unmarked_text(out, f"{title}: {report.error}\n", "red")
         return
     if not report.kernels:
-        print_plain(out, f"{title}: no Pallas kernel; XLA computes it all, and is not modelled\n", "red")
+        print_unmarked_text(out, f"{title}: no Pallas kernel; XLA computes it all, and is not modelled\n", "red")
         return
-    print_plain(out, f"{title}: {headline(report)}", "bold")
-    print_plain(out, f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s\n", "dim")
+    print_unmarked_text(out, f"{title}: {headline(report)}", "bold")
+    print_unmarked_text(
+        out, f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s\n", "dim"
+    )
     for kernel in report.kernels:
         _print_kernel(out, kernel)
 
@@ -95,7 +97,7 @@ def _print_kernel(out: Console, kernel: KernelReport) -> None:
     ]
     whole = [percent(kernel.slots[slot]) for slot in slots]
     rows.append(("whole run", kernel.simulation.bundles, "", *whole, kernel.spills, kernel.fills))
-    print_table(out, "slots in use; a loop's over one trip", *headings, rows=rows, right=headings[1:])
+    print_table(out, "slots in use; a loop's over one trip", *headings, rows=rows, right_aligned_columns=headings[1:])
 
 
 def _place(loop: Loop) -> str:
