@@ -57,6 +57,7 @@ Quantized = tuple[jax.Array, ...]
 """Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
 
 
+@also_called(runtime_config="scale_dtype")
 @promoting
 def quantize(
     w: jax.Array,
@@ -85,7 +86,7 @@ def quantize(
         scale_dtype: Of affine, symmetric and fp8 scales, and of zeros: float16, bfloat16 or float32; None for float16,
             of fp8 float32. float16 holds steps from 2 ** -24 to 65504; weights that need others are refused where their
             values can be read. Under a trace they cannot: scales that overflow are infinite there, so choose float32
-            for weights of unknown size.
+            for weights of unknown size. A `QuantRuntimeConfig` gives its `affine_metadata_dtype` to affine codes.
 
     Returns:
         Words uint32 and scales; with `mode="affine"` also zeros, with nvfp4 and nvfp8 also the tensor scale, float32
@@ -96,9 +97,9 @@ def quantize(
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
-    dtype = _scale_dtype(scale_dtype, form)
     if getattr(w, "ndim", 0) < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"w: got {getattr(w, 'dtype', type(w))}{list(getattr(w, 'shape', ()))}, wants floating [N, K]")
+    dtype = _scale_dtype(scale_dtype, form, w.dtype)
     with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
         w = jnp.asarray(w)
     rows = jnp.swapaxes(w, -1, -2) if axis == "row" else w
@@ -120,8 +121,10 @@ def _quantized(rows: jax.Array, form: Format, dtype: Any) -> Quantized:
     return pack(encoded.codes, form.bits), encoded.scales, *(array for array in optional if array is not None)
 
 
-def _scale_dtype(scale_dtype: Any, form: Format) -> Any:
-    """Returns the dtype of affine scales that is asked for."""
+def _scale_dtype(scale_dtype: Any, form: Format, weights_dtype: Any) -> Any:
+    """Returns the dtype of scales that `scale_dtype` asks for, by itself or as a `QuantRuntimeConfig`."""
+    if hasattr(scale_dtype, "affine_metadata_dtype"):
+        scale_dtype = scale_dtype.scale_dtype(weights_dtype, form.mode, form.scale_dtypes)
     name = jnp.dtype(form.scale_dtype if scale_dtype is None else scale_dtype).name
     if name not in form.scale_dtypes:
         raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
@@ -154,7 +157,7 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.isfinite(values).all(), largest
 
 
-@also_called(w_q="packed")
+@also_called(w_q="packed", runtime_config="dtype")
 @promoting
 def dequantize(
     packed: jax.Array,
@@ -179,7 +182,7 @@ def dequantize(
         bits: Of a code.
         mode: The format.
         axis: "row" or "col".
-        dtype: Of the result.
+        dtype: Of the result; None for float32. A `QuantRuntimeConfig` gives its `output_dtype`.
         tensor_scale: float32 [...] of nvfp4 and nvfp8; None for 1.
 
     Raises:
@@ -190,13 +193,15 @@ def dequantize(
     form = whole_rows(form, packed.shape[-1] * WORD // form.bits)
     zeros, tensor_scale = split_third(zeros, tensor_scale, form)
     check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
-    rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale).astype(dtype)
+    rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale)
+    rows = rows.astype(getattr(dtype, "output_dtype", jnp.float32 if dtype is None else dtype))
     return jnp.swapaxes(rows, -1, -2) if axis == "row" else rows
 
 
 _decode = jax.jit(decode, static_argnums=3)
 
 
+@also_called(runtime_config="scale_dtype")
 def prepack_quantized_weights(
     w: jax.Array,
     group_size: int | None = None,
@@ -204,6 +209,7 @@ def prepack_quantized_weights(
     mode: Mode = "affine",
     transpose: bool = True,
     axis: str | None = None,
+    scale_dtype: Any = None,
 ) -> Quantized:
     """Calls `quantize` with the axis as a truth value: `transpose=True` is "row", False is "col". If `axis` is given,
     it is used instead.
@@ -211,7 +217,7 @@ def prepack_quantized_weights(
     `transpose` says whether [N, K] weights are turned to [K, N] before they are packed. With `transpose=False` weights
     that are [K, N] already become what `quantized_matmul` takes.
     """
-    return quantize(w, group_size, bits, mode, ("row" if transpose else "col") if axis is None else axis)
+    return quantize(w, group_size, bits, mode, ("row" if transpose else "col") if axis is None else axis, scale_dtype)
 
 
 def as_words(packed: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ _BASE = "ejkernel.compat.base"
 _DELTA_RULE = "ejkernel.compat.delta_rule"
 _ENGINE = "ejkernel.compat.engine"
 _QUANTIZED = "ejkernel.compat.quantized_array"
+_RUNTIME = "ejkernel.compat.quantization_runtime"
 
 OLD_PATHS = {
     "ejkernel.benchmarks": "ejkernel.compat.benchmarks",
@@ -47,6 +48,7 @@ OLD_PATHS = {
     "ejkernel.ops.utils.fingerprint": _ENGINE,
     "ejkernel.ops.utils.serialize": _ENGINE,
     "ejkernel.quantization.quantized_array": _QUANTIZED,
+    "ejkernel.quantization.runtime": _RUNTIME,
     "ejkernel.utils": "ejkernel.compat.utils",
     "ejkernel.xla_utils": "ejkernel.compat.xla_utils",
     "ejkernel.xla_utils.shardings": "ejkernel.compat.xla_utils.sharding",
@@ -92,7 +94,8 @@ OLD_NAMES: dict[str, dict[str, str]] = {
             "quantize_array",
         ),
         _QUANTIZED,
-    ),
+    )
+    | {"QuantRuntimeConfig": _RUNTIME},
 }
 """Module -> old name -> module that has it."""
 

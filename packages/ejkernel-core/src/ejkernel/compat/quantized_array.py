@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ejkernel.compat.quantization_runtime import QuantRuntimeConfig
 from ejkernel.modules.operations.quantized_matmul import quantized_matmul
 from ejkernel.planning.quantized_formats import Mode, make_format
-from ejkernel.quantization import dequantize, prepack_quantized_weights, quantize
+from ejkernel.quantization import dequantize, quantize
 
 __all__ = [
     "QuantizationAxis",
@@ -37,6 +38,7 @@ class QuantizedArray:
         group_size: Neighbours that share a scale.
         bits: Of a code.
         axis: `"row"` or `"col"`, as of `quantize`.
+        runtime_config: Says the dtype of the dequantised weights; None for float32.
 
     Example:
         ```python
@@ -57,6 +59,7 @@ class QuantizedArray:
     group_size: int = dataclasses.field(metadata={"static": True})
     bits: int = dataclasses.field(metadata={"static": True})
     axis: QuantizationAxis = dataclasses.field(default="row", metadata={"static": True})
+    runtime_config: QuantRuntimeConfig | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def from_quantized(
@@ -69,18 +72,21 @@ class QuantizedArray:
         bits: int | None = None,
         mode: Mode = "affine",
         axis: QuantizationAxis = "row",
+        runtime_config: QuantRuntimeConfig | None = None,
     ) -> "QuantizedArray":
         """Holds what `quantize` returned; the arguments are those that it was given."""
         form = make_format(mode, bits, group_size)
-        return cls(data, scales, zeros, mode, form.group_size, form.bits, axis)
+        return cls(data, scales, zeros, mode, form.group_size, form.bits, axis, runtime_config)
 
     def as_tuple(self) -> tuple[jax.Array, ...]:
         """Returns words and scales and, where there are any, zeros."""
         return (self.data, self.scales) if self.zeros is None else (self.data, self.scales, self.zeros)
 
-    def dequantize(self) -> jax.Array:
-        """Returns the weights, as `ejkernel.quantization.dequantize`."""
-        return dequantize(*self.as_tuple(), group_size=self.group_size, bits=self.bits, mode=self.mode, axis=self.axis)
+    def dequantize(self, *, runtime_config: QuantRuntimeConfig | None = None) -> jax.Array:
+        """Returns the weights, as `ejkernel.quantization.dequantize`; `runtime_config` replaces the stored one."""
+        config = self.runtime_config if runtime_config is None else runtime_config
+        arrays = self.data, self.scales, self.zeros
+        return dequantize(*arrays, self.group_size, self.bits, self.mode, self.axis, config)
 
     def matmul(self, x: Float[Array, "m k"], **options: Any) -> Float[Array, "m n"]:
         """Calls `quantized_matmul` with x and these weights; the options are those of `quantized_matmul`."""
@@ -95,8 +101,23 @@ class QuantizedArray:
 
     @property
     def storage_bits(self) -> int:
-        """Bits of all its arrays."""
+        """Returns bits of all its arrays."""
         return 8 * self.storage_bytes
+
+    @property
+    def data_storage_bits(self) -> int:
+        """Returns bits of the packed codes."""
+        return 8 * self.data.nbytes
+
+    @property
+    def scales_storage_bits(self) -> int:
+        """Returns bits of the scales."""
+        return 8 * self.scales.nbytes
+
+    @property
+    def zeros_storage_bits(self) -> int:
+        """Returns bits of the zeros; 0 without zeros."""
+        return 0 if self.zeros is None else 8 * self.zeros.nbytes
 
     @property
     def storage_bytes(self) -> int:
@@ -104,9 +125,34 @@ class QuantizedArray:
         return sum(x.nbytes for x in self.as_tuple())
 
     @property
+    def storage_kib(self) -> float:
+        """Returns `storage_bytes` in KiB."""
+        return self.storage_bytes / 2**10
+
+    @property
+    def storage_mib(self) -> float:
+        """Returns `storage_bytes` in MiB."""
+        return self.storage_bytes / 2**20
+
+    @property
+    def payload_bits_per_value(self) -> float:
+        """Returns bits of packed codes per weight."""
+        return self.data_storage_bits / self.logical_num_values
+
+    @property
+    def metadata_bits_per_value(self) -> float:
+        """Returns bits of scales and zeros per weight."""
+        return (self.scales_storage_bits + self.zeros_storage_bits) / self.logical_num_values
+
+    @property
     def actual_bits_per_value(self) -> float:
-        """Bits of storage per weight, scales and zeros included."""
+        """Returns bits of storage per weight, scales and zeros included."""
         return self.storage_bits / self.logical_num_values
+
+    @property
+    def effective_bits_per_value(self) -> float:
+        """Returns `actual_bits_per_value`."""
+        return self.actual_bits_per_value
 
 
 def quantize_array(
@@ -115,11 +161,13 @@ def quantize_array(
     bits: int | None = None,
     mode: Mode = "affine",
     axis: QuantizationAxis | None = None,
+    runtime_config: QuantRuntimeConfig | None = None,
 ) -> QuantizedArray:
     """Calls `quantize` and returns its arrays as one object; `axis` is `"row"` if it is None."""
     side: QuantizationAxis = axis or "row"
-    arrays = quantize(w, group_size, bits, mode, side)
-    return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)
+    form: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": mode, "axis": side}
+    arrays = quantize(w, **form, scale_dtype=runtime_config)
+    return QuantizedArray.from_quantized(*arrays, **form, runtime_config=runtime_config)
 
 
 def prepack_quantized_array(
@@ -129,11 +177,11 @@ def prepack_quantized_array(
     mode: Mode = "affine",
     transpose: bool = True,
     axis: QuantizationAxis | None = None,
+    runtime_config: QuantRuntimeConfig | None = None,
 ) -> QuantizedArray:
     """Calls `prepack_quantized_weights` and returns its arrays as one object."""
     side: QuantizationAxis = axis or ("row" if transpose else "col")
-    arrays = prepack_quantized_weights(w, group_size, bits, mode, transpose, axis)
-    return QuantizedArray.from_quantized(*arrays, group_size=group_size, bits=bits, mode=mode, axis=side)
+    return quantize_array(w, group_size, bits, mode, side, runtime_config)
 
 
 def dense_quantized_matmul(

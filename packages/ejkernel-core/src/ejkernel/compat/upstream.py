@@ -35,8 +35,9 @@ pip uninstall --yes ejkernel
 pip install --find-links wheels "ejkernel>=0.2"
 ```
 
-pip then prints that EasyDeL asks for another version, and goes on. The second check is met by an environment variable,
-which decides what `ejkernel.__version__` says, and nothing else:
+pip then prints that EasyDeL asks for another version, and goes on. EasyDeL's models also import PyTorch and Pillow,
+which it does not install, whichever ejkernel is there: `pip install torch pillow`. The second check is met by an
+environment variable, which decides what `ejkernel.__version__` says, and nothing else:
 
 ```bash
 export EJKERNEL_UPSTREAM_VERSION=0.0.78
