@@ -46,9 +46,11 @@ export EASYDEL_AUTO=0 # otherwise EasyDeL sets flags of XLA that JAX 0.10 no lon
 
 Small Llama, Qwen3-Next and DeepSeek-V3 models generate the same tokens with both libraries (EasyDeL 0.3.0, ejkernel
 0.0.78, JAX 0.10.2, CPU), and so does EasyDeL's server for Llama with `ragged_page_attention_v2`,
-`ragged_page_attention_v3` and `unified_attention`, for Qwen3-Next with `ragged_page_attention_v3`, and for DeepSeek-V3
-with both versions of `multi_latent_ragged_page_attention`. Logits of padding differ, as the table of other meanings
-says of rows with nothing to attend. Caches of TurboQuant are not here yet.
+`ragged_page_attention_v3` and `unified_attention`, for DeepSeek-V3 with both versions of
+`multi_latent_ragged_page_attention`, and for Qwen3-Next with `ragged_page_attention_v3`, one request at a time. If two
+Qwen3-Next requests share a batch, the tokens of EasyDeL's server change from run to run with either library. Logits of
+padding differ, as the table of other meanings says of rows with nothing to attend. Caches of TurboQuant are not here
+yet.
 """
 
 NAMES = """## Names and signatures
