@@ -27,11 +27,15 @@ MOST_MAPS = 4096
 """A sixteenth of what Linux gives a process; a test that compiles takes about 60, and a worker about 3 GB by then."""
 
 
-def pytest_collection_finish() -> None:
+def pytest_configure() -> None:
     """Look for garbage rarely: nearly all of the millions of objects that tracing makes go without being looked for."""
-    gc.collect()
-    gc.freeze()  # the tests themselves stay
     gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_collection_finish() -> None:
+    """Leave the tests themselves, which stay, out of later searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:
