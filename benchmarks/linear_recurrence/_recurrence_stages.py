@@ -115,7 +115,7 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
     chosen = delta_config.heuristic(record, current_device(), "both")
 
     def call(r: Any, arrays: Any) -> Any:
-        return delta_forward.with_arrays(plan.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
+        return delta_forward.replace_arrays(plan.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
 
     def inside(r: Any) -> Any:
         made, full = delta_forward.wy_form(r, chosen, chosen.chunk, keep=True)

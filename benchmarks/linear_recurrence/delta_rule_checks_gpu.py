@@ -31,7 +31,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.launch import collected, interpreting
+from ejkernel_triton.launch import collect_launches, interpreting
 from ejkernel_triton.linear_recurrence import plan
 from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
 from ejkernel_triton.linear_recurrence.delta import backward as delta_backward
@@ -117,7 +117,7 @@ LARGE = (
 )
 
 
-def variants(case: Case, chosen: delta_config.DeltaPasses, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(case: Case, chosen: delta_config.DeltaRuleConfig, every: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name, and what it changes of the configuration; without `every`, nothing.
 
     Each compiles all stages, which is what the time goes to.
@@ -131,7 +131,7 @@ def variants(case: Case, chosen: delta_config.DeltaPasses, every: bool) -> Itera
         yield "wy_block_k=16", {"wy_block_k": 16}
 
 
-def steps(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[str, Callable[[], Any]]:
+def steps(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dict[str, Callable[[], Any]]:
     """Each stage as a function of nothing, whose inputs are those that the stages before it made once."""
     beta: Any = record.beta
     raw = plan.make_call(record, chosen, chosen.chunk)
@@ -142,7 +142,7 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[st
 
     inside = jax.jit(corrected)
     made, arrays = inside()
-    call = delta_forward.with_arrays(raw, arrays)
+    call = delta_forward.replace_arrays(raw, arrays)
     segments = jax.jit(lambda: delta_forward.segment_states(record, call, made, keep=True))
     starts = segments()
     states = jax.jit(lambda: delta_forward.chunk_states(record, call, made, starts))
@@ -186,10 +186,10 @@ def wrong_code(run: Any) -> int:
     """Instructions of a jitted stage that `ahead.miscompiled_shifts` finds, compiled for the device in use."""
     if interpreting() or current_device().vendor != "nvidia":
         return 0
-    with collected() as calls:
+    with collect_launches() as calls:
         jax.eval_shape(run.__wrapped__)  # what was jitted may be traced already, and collects nothing
     target = gpu_of(current_device()).target
-    return sum(len(ahead.miscompiled_shifts(ahead.compile_for(call, target).assembly)) for call in calls)
+    return sum(len(ahead.miscompiled_shifts(ahead.compile_for_chip(call, target).assembly)) for call in calls)
 
 
 def formula(
@@ -207,7 +207,7 @@ def formula(
         return tuple(map(np.asarray, want)), jax.tree.map(np.asarray, pull(given)[0])
 
 
-def errors(record: LinearRecurrence, chosen: delta_config.DeltaPasses) -> dict[str, float]:
+def errors(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dict[str, float]:
     """Relative errors of output, final state and gradients against the formula in float64."""
     names = [name for name in FIELDS if getattr(record, name) is not None]
     shapes = jax.eval_shape(lambda record: delta_forward.forward(record, chosen)[0], record)

@@ -30,7 +30,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.launch import collected, interpreting
+from ejkernel_triton.launch import collect_launches, interpreting
 
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
@@ -118,9 +118,9 @@ def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[in
     names = [name for name in FIELDS if getattr(record, name) is not None]
     states = jax.ShapeDtypeStruct(record.initial_state.shape, jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]
     shapes = (jax.ShapeDtypeStruct(record.value.shape, record.query.dtype), states)
-    with collected() as calls:
+    with collect_launches() as calls:
         jax.eval_shape(lambda r, c: both_passes(implementation, config, r, names, c), record, shapes)
-    made = [ahead.compile_for(call, gpu_of(current_device()).target) for call in calls]
+    made = [ahead.compile_for_chip(call, gpu_of(current_device()).target) for call in calls]
     return max(x.spilled for x in made), sum(len(ahead.miscompiled_shifts(x.assembly)) for x in made)
 
 

@@ -80,9 +80,9 @@ def distances(loop: list[Instruction], kind: str) -> list[int]:
 
 def row(tiles: config.ScanForward, scan: SelectiveScan) -> list[str]:
     """A configuration's line."""
-    with target_device(H200), launch.collected() as calls:
+    with target_device(H200), launch.collect_launches() as calls:
         jax.eval_shape(lambda scan: forward(scan, tiles)[0], scan)
-    took = ahead.compile_for(calls[-1], "sm_90")
+    took = ahead.compile_for_chip(calls[-1], "sm_90")
     loop = main_loop(ahead.machine_code(took.binary))
     elements = tiles.block_t * scan.decay.shape[1] * tiles.block_e / (32 * tiles.num_warps)
     exponentials = sum(operation.startswith("MUFU.EX2") for operation, _ in loop)

@@ -176,14 +176,14 @@ def triton_kernels(run: Any, args: Any, chip: str) -> list[str]:
     """PTX of what a program launches, without debug information and names."""
     from ejkernel_triton import ahead, launch
 
-    with launch.collected() as calls:
+    with launch.collect_launches() as calls:
         jax.eval_shape(run, args)
     made: dict[Any, str] = {}
     for call in calls:
         arrays = tuple(x.dtype.name for x in (*call.inputs, *call.outputs))
         key = (str(call.kernel), arrays, str(sorted(map(str, call.constants.items()))), call.num_warps, call.num_stages)
         if key not in made:
-            built = ahead.compile_for(call, f"sm_{round((CHIPS[chip].compute_capability or 0) * 10)}")
+            built = ahead.compile_for_chip(call, f"sm_{round((CHIPS[chip].compute_capability or 0) * 10)}")
             text = built.assembly.split(".section\t.debug")[0].replace(built.kernel, "kernel")
             made[key] = re.sub(r"\n\s*\n+", "\n", DEBUG.sub("", text))
     return list(made.values())

@@ -6,13 +6,13 @@ import triton  # noqa: TID251
 import triton.language as tl  # noqa: TID251
 
 from ejkernel_triton import launch
-from ejkernel_triton.blocks import grouped_tile
+from ejkernel_triton.blocks import swizzled_tile_index
 
 
 @triton.jit
 def tiles_kernel(anything, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, per):
     program = tl.program_id(0)
-    tile_row, tile_column = grouped_tile(program, ROWS, COLUMNS, GROUP)
+    tile_row, tile_column = swizzled_tile_index(program, ROWS, COLUMNS, GROUP)
     tl.store(row + program, tile_row)
     tl.store(column + program, tile_column)
 

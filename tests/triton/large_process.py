@@ -62,7 +62,7 @@ def run_last_program(call, values):
 
 
 def launches_of(function, *shapes):
-    with launch.collected() as launches:
+    with launch.collect_launches() as launches:
         jax.eval_shape(lambda *arrays: function(*arrays), *shapes)
     return launches
 

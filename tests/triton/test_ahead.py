@@ -70,7 +70,7 @@ def launches(chip, head_size, features, dtype=jnp.bfloat16):
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, record)
     return calls
 
@@ -100,17 +100,17 @@ def test_every_feature_at_once_compiles_and_fits(chip):
 
 def test_hopper_multiplies_on_its_own_matrix_unit():
     for call in launches("sm_90", 128, FEATURES["causal"]):
-        assert "wgmma" in ahead.compile_for(call, "sm_90").assembly
+        assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly
 
 
 def test_compiling_works_where_jax_triton_took_the_cache_away(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     call = launches("sm_90", 64, FEATURES["causal"])[0]
-    assert ahead.compile_for(call, "sm_90").spilled == 0
+    assert ahead.compile_for_chip(call, "sm_90").spilled == 0
     assert os.environ["TRITON_CACHE_DIR"] == ""
 
 
 def test_an_unknown_chip_is_named():
     call = launches("sm_90", 64, FEATURES["causal"])[0]
     with pytest.raises(ValueError, match="chip: got 'sm_1', wants one of sm_80"):
-        ahead.compile_for(call, "sm_1")
+        ahead.compile_for_chip(call, "sm_1")

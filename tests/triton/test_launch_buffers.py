@@ -48,7 +48,7 @@ def run_like_jaxlib(kernel, operands, results, aliases, parameters):
 def test_each_parameter_gets_its_own_buffer(library, aliased, monkeypatch):
     monkeypatch.setattr(_compat, "triton_call", lambda: library)
     named = "out_shape" if library is call_like_0_3 else "out_type"
-    monkeypatch.setattr(_compat, "output_keyword", lambda: named)
+    monkeypatch.setattr(_compat, "output_shape_keyword", lambda: named)
     inputs, fresh = [Buffer(name) for name in "abc"], [ARRAY((n,), jnp.float32) for n in (1, 2)]
     aliases = {2: 0, 1: 1} if aliased == 2 else {1: 0}
     kernel = types.SimpleNamespace(arg_names=["a", "b", "c", *(f"written_{n}" for n in range(aliased)), "x", "y"])

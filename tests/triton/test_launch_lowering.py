@@ -60,7 +60,9 @@ def test_parameters_are_in_the_order_of_operands_and_then_results(name):
     assert aliased
     for equation in aliased:
         outputs, aliases = equation.params["out_shapes"], equation.params["input_output_aliases"]
-        if _compat.output_keyword() == "out_shape":  # jax-triton 0.3 itself lists all operands and then all results
+        if (
+            _compat.output_shape_keyword() == "out_shape"
+        ):  # jax-triton 0.3 itself lists all operands and then all results
             continue
         # jaxlib hands out buffers in the order of the call: results of aliases come last, where no parameter is left.
         assert sorted(aliases.values()) == list(range(len(outputs) - len(aliases), len(outputs)))

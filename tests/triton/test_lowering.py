@@ -65,7 +65,7 @@ def test_a_decode_step_updates_a_donated_state_in_place():
     program = lowered.as_text()
     assert "%arg0: tensor<4x8x128x128xf32> {tf.aliasing_output = 1" in program
     # jax-triton 0.3 has the state as an input, 0.4 as the output's own parameter; its result is the last there.
-    result, operand = (0, 12) if _compat.output_keyword() == "out_shape" else (1, 13)
+    result, operand = (0, 12) if _compat.output_shape_keyword() == "out_shape" else (1, 13)
     assert f"output_operand_alias<output_tuple_indices = [{result}], operand_index = {operand}" in program
     # The barriers keep XLA from fusing the kernel with slices, and move nothing.
     barrier = "optimization_barrier"
@@ -89,7 +89,7 @@ def test_a_decode_step_updates_donated_slots_in_place(dtype):
     program = lowered.as_text()
     name = "f32" if dtype == jnp.float32 else "bf16"
     assert f"%arg0: tensor<100x8x128x128x{name}> {{tf.aliasing_output = 1" in program
-    result, operand = (0, 12) if _compat.output_keyword() == "out_shape" else (1, 13)
+    result, operand = (0, 12) if _compat.output_shape_keyword() == "out_shape" else (1, 13)
     assert f"output_operand_alias<output_tuple_indices = [{result}], operand_index = {operand}" in program
     # Axes of size 1 come and go around the kernel; nothing else touches the slots, and there are no gathered states.
     shaped = re.findall(rf"= stablehlo\.(\w+).*tensor<(?:\d+x)*8x128x128x{name}>", program)

@@ -51,7 +51,7 @@ PAGED = {
 def test_paged_attention_takes_what_its_bound_says(name, target):
     record, device, chip = PAGED[name], DEVICES[target], chips.gpu_named(target)
     chosen = paged_config.heuristic(record, device, "forward")
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, chosen), record)
     attending = [call for call in calls if call.kernel.__name__ == "paged_attention_kernel"]
     # The keys of a prefix are another call, with tile sizes of its own.

@@ -30,7 +30,7 @@ def on_chips(cases, chips=tuple(CHIPS)):
 def assert_fits(calls, chip):
     """Checks that every launch compiles for the chip without miscompiled shifts and fits its shared memory."""
     for call in calls:
-        took = ahead.compile_for(call, chip)
+        took = ahead.compile_for_chip(call, chip)
         assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
         assert not ahead.miscompiled_shifts(took.assembly), took.kernel
 
@@ -38,7 +38,7 @@ def assert_fits(calls, chip):
 def assert_fits_and_spills_nothing(calls, chip):
     """The same, and all values stay in registers."""
     for call in calls:
-        took = ahead.compile_for(call, chip)
+        took = ahead.compile_for_chip(call, chip)
         assert took.binary[:4] == b"\x7fELF"
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)

@@ -46,7 +46,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, width, packed, dtype):
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, record)
     assert [call.kernel.__name__ for call in calls] == ["causal_conv_fwd_kernel", "causal_conv_bwd_kernel"]
     assert_fits_and_spills_nothing(calls, chip)

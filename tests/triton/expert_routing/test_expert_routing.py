@@ -29,7 +29,7 @@ def record_of(experts):
 def test_kernels_fit_the_chip_and_spill_nothing(chip, experts):
     device, record = CHIPS[chip], record_of(experts)
     tiles = config.heuristic(record, device, "forward")
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, tiles)[0], record)
     assert [call.kernel.__name__ for call in calls] == ["topk_kernel", "expert_offsets_kernel", "sorted_rows_kernel"]
     assert_fits_and_spills_nothing(calls, chip)

@@ -41,7 +41,7 @@ def test_the_kernel_fits_the_chip_and_spills_nothing(chip, rows, dtype, terms):
         left_over="zero",
         **terms,
     )
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         tiles = config.heuristic(record, device, "forward")
         jax.eval_shape(lambda record: forward(record, tiles)[0], record)
     assert_fits_and_spills_nothing(calls, chip)

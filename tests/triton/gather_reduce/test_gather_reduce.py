@@ -54,13 +54,13 @@ def passes(device):
 )
 def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
     device = CHIPS[chip]
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(passes(device), record_of(kind, dtype))
     first = "scatter_copies_kernel" if kind == "dispatch" else "gather_sum_kernel"
     assert [call.kernel.__name__ for call in calls] == [first, "gather_bwd_kernel"]
     assert_fits_and_spills_nothing(calls, chip)
     if chip.startswith("sm_"):
-        assert all("global.v4" in ahead.compile_for(call, chip).assembly for call in calls)
+        assert all("global.v4" in ahead.compile_for_chip(call, chip).assembly for call in calls)
 
 
 @pytest.mark.parametrize("chip", ["sm_90", "gfx942"])
@@ -68,7 +68,7 @@ def test_copies_fit_the_chip_and_spill_nothing(chip):
     device, record = CHIPS[chip], record_of("dispatch")
     copies = [tiles for tiles in config.candidates(record, device, "forward") if tiles.scatter]
     for tiles in copies:
-        with target_device(device), launch.collected() as calls:
+        with target_device(device), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], record)
         assert_fits_and_spills_nothing(calls, chip)
     assert copies

@@ -74,7 +74,7 @@ def launches(record, device):
         return output, backward(saved, config.heuristic(record, device, "backward"))
 
     cotangent = SHAPE((record.lhs.shape[0], record.rhs.shape[2]), record.out_dtype)
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, record, cotangent)
     return calls
 
@@ -109,7 +109,7 @@ BYTES = {
 @pytest.mark.parametrize(("name", "chip"), on_chips(BYTES, ["sm_90", "sm_100", "sm_120"]))
 def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
     record, device = BYTES[name], CHIPS[chip]
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, config.heuristic(record, device, "forward"))[0], record)
     assert_fits_and_spills_nothing(calls[:1], chip)
 

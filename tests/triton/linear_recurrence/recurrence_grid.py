@@ -52,6 +52,6 @@ def delta_launches(record, device, chosen=None):
         )
         return delta_backward.backward(saved, chosen)
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: run(record), record)
     return calls

@@ -52,7 +52,7 @@ def record_of(*fields, tokens=8, size=128, packed=False, state=jnp.float32, slot
 def launched(record, device):
     """The launches of a step."""
     tile = decode_config.heuristic(record, device, "forward")
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: decode_forward.forward(record, tile), record)
     return calls
 
@@ -79,7 +79,7 @@ def test_the_kernel_fits_the_chip_and_spills_nothing(chip, fields, options):
     (call,) = calls = launched(record_of(*fields, **options), CHIPS[chip])
     assert_fits_and_spills_nothing(calls, chip)
     if chip.startswith("sm_") and fields:
-        assembly = ahead.compile_for(call, chip).assembly
+        assembly = ahead.compile_for_chip(call, chip).assembly
         assert "ld.global.v4" in assembly
         assert "st.global.v4" in assembly
 

@@ -92,7 +92,7 @@ def launches_of(record, device):
             results = forward(record, chosen)
         return gradients_of(record, results, backward, chosen, wanted)
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: run(record), record)
     return calls
 
@@ -179,7 +179,7 @@ def delta_launches(record, chip, chosen):
         results = delta_forward.forward(record, chosen)
         return gradients_of(record, results, delta_backward.backward, chosen, wanted)
 
-    with target_device(CHIPS[chip]), launch.collected() as calls:
+    with target_device(CHIPS[chip]), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: run(record), record)
     return calls
 
@@ -200,11 +200,11 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
     query, beta, decay = shape((1, 11, 4, 8)), shape((1, 11, 4)), shape((1, 11, 4, 8))
     record = LinearRecurrence(query=query, key=query, value=query, softmax_scale=0.3, decay=decay, beta=beta)
     chosen = delta_config.heuristic(record, H200, "forward")
-    with target_device(H200), launch.collected() as calls:
+    with target_device(H200), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: delta_forward.forward(record, chosen), record)
     for call in calls:
         assert call.constants["spec"].CHUNK_SIZE == 2 * recurrence_config.MIN_TILE
-        assert not ahead.miscompiled_shifts(ahead.compile_for(call, "sm_90").assembly)
+        assert not ahead.miscompiled_shifts(ahead.compile_for_chip(call, "sm_90").assembly)
 
 
 def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
@@ -234,7 +234,7 @@ def test_no_branch_depends_on_the_gates(name):
     """One branch on a chunk's largest gate made KDA three times slower with the gates that it begins with."""
     record = delta_record("channels")
     calls = delta_launches(record, "sm_90", delta_config.heuristic(record, H200, "both"))
-    assembly = ahead.compile_for(next(c for c in calls if c.kernel.__name__ == name), "sm_90").assembly
+    assembly = ahead.compile_for_chip(next(c for c in calls if c.kernel.__name__ == name), "sm_90").assembly
     lines = assembly.splitlines()
     labels = {line.split(":")[0]: n for n, line in enumerate(lines) if re.match(r"\$L__BB\d+_\d+:", line)}
     branches = {n: re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\d+_\d+)", line) for n, line in enumerate(lines)}
@@ -263,7 +263,7 @@ def test_float32_fits_the_chip():
 def test_hopper_multiplies_on_its_own_matrix_unit():
     for call in launches(H200, "channels"):
         if call.kernel.__name__ != "chunk_local_cumsum_kernel":
-            assert "wgmma" in ahead.compile_for(call, "sm_90").assembly, call.kernel.__name__
+            assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly, call.kernel.__name__
 
 
 def test_few_rows_and_heads_are_scanned_in_segments():

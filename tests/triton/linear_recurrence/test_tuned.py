@@ -99,10 +99,10 @@ def test_the_kernels_fit_the_chip_and_spill_nothing():
         results = kernels.function("forward")(record, part)
         return gradients_of(record, results, kernels.function("backward"), part, wanted)
 
-    with target_device(H200), launch.collected() as calls:
+    with target_device(H200), launch.collect_launches() as calls:
         jax.eval_shape(both, record)
     version = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
     for call in calls:
-        took = ahead.compile_for(call, "sm_90")
+        took = ahead.compile_for_chip(call, "sm_90")
         assert took.spilled <= SPILLED.get(version, 0), (took.kernel, took.registers, took.spilled)
         assert not ahead.miscompiled_shifts(took.assembly), took.kernel

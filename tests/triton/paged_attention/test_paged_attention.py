@@ -134,7 +134,7 @@ def latent_launches(device, heads):
         kv_heads=None,
         latent=(512, 512),
     )
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, paged_config.heuristic(record, device, "forward")), record)
     return calls
 
@@ -154,7 +154,7 @@ def launches(device, rows, dtype=jnp.bfloat16):
         kv_layout="pshd",
         kv_heads=None,
     )
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, paged_config.heuristic(record, device, "forward")), record)
     return calls
 

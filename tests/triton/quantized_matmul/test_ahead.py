@@ -33,7 +33,7 @@ def test_decoding_fits_the_chip_and_spills_nothing(chip, transpose, mode):
         transpose=transpose,
     )
     tiles = config.heuristic(record, device, "forward")
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(lambda record: forward(record, tiles), record)
     assert len(calls) == 1
     assert_fits_and_spills_nothing(calls, chip)

@@ -73,13 +73,13 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, config.heuristic(record, device, "backward"))
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, record)
     # Chunks that lie in one block each need no second kernel.
     combined = [] if kind == "chunks" else ["split_combine_kernel"]
     assert [call.kernel.__name__ for call in calls] == ["pool_fwd_kernel", *combined, "pool_bwd_kernel"]
     for call in calls:
-        took = ahead.compile_for(call, chip)
+        took = ahead.compile_for_chip(call, chip)
         assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
         assert took.shared <= chips.GPUS[chip].shared_memory
         if chip.startswith("sm_") and took.kernel != "split_combine_kernel":
@@ -97,7 +97,7 @@ def test_kernels_are_taken_before_xla():
 def test_candidates_that_load_ahead_spill_nothing():
     device, record = GPUS["sm_90"], record_of("documents")
     for tiles in (x for x in config.candidates(record, device, "forward") if x.prefetch):
-        with target_device(device), launch.collected() as calls:
+        with target_device(device), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles), record)
-        took = ahead.compile_for(calls[0], "sm_90")
+        took = ahead.compile_for_chip(calls[0], "sm_90")
         assert took.spilled == 0, (tiles, took.registers)

@@ -139,7 +139,7 @@ def launches(chip, size, value_size, dtype):
         part = config.heuristic(given, device, "backward")
         return selected_gradients(listed, made, made.output, shared, part)
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, given, branch)
     return calls
 
@@ -155,4 +155,4 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, size, value_size, dt
 
 def test_hopper_multiplies_on_its_own_matrix_unit_where_queries_are_many():
     (call,) = (x for x in launches("sm_90", 128, 128, jnp.bfloat16) if x.kernel.__name__ == "selected_bwd_dkdv_kernel")
-    assert "wgmma" in ahead.compile_for(call, "sm_90").assembly
+    assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly

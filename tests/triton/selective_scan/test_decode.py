@@ -37,7 +37,7 @@ def record_of(tokens=1, packed=True, slots=100, state=jnp.float32, size=16):
 
 def launched(record, device):
     """The launches of a step."""
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(
             lambda record: decode_forward.forward(record, decode_config.heuristic(record, device, "forward")), record
         )

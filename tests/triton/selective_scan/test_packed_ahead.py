@@ -33,7 +33,7 @@ def launches(chip, tokens=4096, channels=2048, sequences=16):
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=GRADIENTS)
         return backward(saved, config.heuristic(record, CHIPS[chip], "backward"))
 
-    with target_device(CHIPS[chip]), launch.collected() as calls:
+    with target_device(CHIPS[chip]), launch.collect_launches() as calls:
         jax.eval_shape(run, record)
     return calls
 

@@ -45,7 +45,7 @@ def launches(device, rows=8, size=16, dtype=jnp.bfloat16, tiles=None):
         saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=wanted)
         return backward(saved, tiles or config.heuristic(record, device, "backward"))
 
-    with target_device(device), launch.collected() as calls:
+    with target_device(device), launch.collect_launches() as calls:
         jax.eval_shape(run, record)
     return calls
 
@@ -62,7 +62,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, size, dtype):
 
 def test_a_thread_holds_all_numbers_of_its_channels():
     """No program of 16 numbers needs shared memory, which is where layouts that do not fit would be exchanged."""
-    assert [ahead.compile_for(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
+    assert [ahead.compile_for_chip(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
 
 
 def test_few_channels_are_scanned_in_segments():
@@ -85,10 +85,10 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
     tried = ahead_candidates(16)
     assert len(tried) == 5
     for tiles in tried:
-        with target_device(CHIPS["sm_90"]), launch.collected() as calls:
+        with target_device(CHIPS["sm_90"]), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], scan_record())
         assert_fits_and_spills_nothing(calls, "sm_90")
-        assert ahead.compile_for(calls[0], "sm_90").shared == 0
+        assert ahead.compile_for_chip(calls[0], "sm_90").shared == 0
     found = config.candidates(scan_record(), CHIPS["sm_90"], "backward")
     for tiles in (x for x in found if x.prefetch_states or x.prefetch_recomputed_b):
         assert_fits_and_spills_nothing(launches(CHIPS["sm_90"], tiles=tiles), "sm_90")
@@ -98,7 +98,7 @@ def test_partial_blocks_and_few_numbers_spill_nothing_on_hopper():
     """Masked loads take registers, of which columns loaded ahead leave few."""
     for tokens, size in ((4095, 16), (4092, 13), (4096, 3)):
         record = scan_record(size=size, tokens=tokens)
-        with target_device(CHIPS["sm_90"]), launch.collected() as calls:
+        with target_device(CHIPS["sm_90"]), launch.collect_launches() as calls:
             tiles = config.heuristic(record, CHIPS["sm_90"], "forward")
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], record)
         assert_fits_and_spills_nothing(calls, "sm_90")

@@ -92,7 +92,7 @@ def launches(pullback, parts):
         return launch.launch(kernel, arrays, outputs, **options)
 
     with (
-        launch.collected() as calls,
+        launch.collect_launches() as calls,
         mock.patch.object(forward, "launch", record_inputs),
         mock.patch.object(backward, "launch", record_inputs),
     ):
@@ -144,7 +144,7 @@ def build(folder, name, chip, record, parts):
     bundle, described = Bundle(), []
     with target_device(DEVICES[chip]):
         for call, inputs in launches(pullback, parts):
-            took = ahead.compile_for(call, chip)
+            took = ahead.compile_for_chip(call, chip)
             described.append(
                 {
                     "kernel": took.kernel,

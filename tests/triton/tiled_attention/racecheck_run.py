@@ -73,10 +73,10 @@ def widened(x, dtype):
 def error(got, want, dtype):
     """Largest difference, relative to the largest number; places that are infinite have to be the same."""
     got, want = widened(got, dtype), widened(want, dtype)
-    finite = np.isfinite(want)
-    if not np.array_equal(np.isneginf(got), np.isneginf(want)) or not np.isfinite(got[finite]).all():
+    minus_inf_to_zero = np.isfinite(want)
+    if not np.array_equal(np.isneginf(got), np.isneginf(want)) or not np.isfinite(got[minus_inf_to_zero]).all():
         return np.inf
-    return np.abs(got[finite] - want[finite]).max() / np.abs(want[finite]).max()
+    return np.abs(got[minus_inf_to_zero] - want[minus_inf_to_zero]).max() / np.abs(want[minus_inf_to_zero]).max()
 
 
 def described(file):

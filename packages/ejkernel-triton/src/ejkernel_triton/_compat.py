@@ -42,7 +42,7 @@ def _patch_dead_code_rule() -> None:
 
 
 @functools.cache
-def output_keyword() -> str:
+def output_shape_keyword() -> str:
     """Returns the name of the outputs' shapes in `jax_triton.triton_call`: `out_shape` in 0.3, `out_type` in 0.4."""
     parameters = inspect.signature(triton_call()).parameters
     return "out_type" if "out_type" in parameters else "out_shape"
@@ -74,8 +74,8 @@ def call_kernel(
     Raises:
         ValueError: All inputs are aliased, so there is no other array for their parameters.
     """
-    if not aliases or output_keyword() == "out_shape":
-        options[output_keyword()] = list(outputs)
+    if not aliases or output_shape_keyword() == "out_shape":
+        options[output_shape_keyword()] = list(outputs)
         return tuple(triton_call()(*arrays, kernel=kernel, input_output_aliases=dict(aliases), **options))
     unaliased_inputs = [x for n, x in enumerate(arrays) if n not in aliases]
     if not unaliased_inputs:
@@ -129,7 +129,7 @@ def compile_shared_memory_bytes(backend: Any, source: Any, options: Any) -> int:
 
 
 @contextlib.contextmanager
-def cache_folder() -> Generator[None]:
+def temporary_cache_folder() -> Generator[None]:
     """Provides a cache folder for Triton, since jax-triton turned Triton's cache off for the whole process."""
     if os.environ.get("TRITON_CACHE_DIR") != "":
         yield
@@ -144,7 +144,7 @@ def cache_folder() -> Generator[None]:
 
 def is_interpreted(kernel: Any) -> bool:
     """Returns whether `triton.jit` made a function for the interpreter, as it does with TRITON_INTERPRET=1."""
-    return isinstance(kernel, _interpreter().InterpretedFunction)
+    return isinstance(kernel, _interpreter_module().InterpretedFunction)
 
 
 def patch_interpreter() -> None:
@@ -157,50 +157,50 @@ def patch_interpreter() -> None:
     It computes on the bits of bfloat16 as if they were integers, so a kernel that does not convert to float32 raises an
     error here instead of returning wrong results.
     """
-    interpreter = _interpreter()
+    interpreter = _interpreter_module()
     _patched_modules.clear()
 
     patch_tensor = interpreter._patch_lang_tensor
     if getattr(patch_tensor, "has_index", False):
         return
 
-    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patch_tensor_and_add_index(tensor: Any, patch_scope: Any) -> None:
+        patch_tensor(tensor, patch_scope)
+        patch_scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_tensor_with_index.has_index = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = patch_tensor_with_index
-    interpreter.InterpretedFunction.__call__ = _call_interpreted
+    patch_tensor_and_add_index.has_index = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch_tensor_and_add_index
+    interpreter.InterpretedFunction.__call__ = _call_interpreted_function
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     builder = type(interpreter.interpreter_builder)
     builder.unary_op, builder.binary_op = _reject_bfloat16(builder.unary_op), _reject_bfloat16(builder.binary_op)
 
 
-def _reject_bfloat16(compute: Any) -> Any:
+def _reject_bfloat16(operation: Any) -> Any:
     """Returns an operation of the interpreter that raises an error for bfloat16."""
 
-    @functools.wraps(compute)
-    def compute_unless_bfloat16(builder: Any, operand: Any, *rest: Any) -> Any:
+    @functools.wraps(operation)
+    def apply_unless_bfloat16(builder: Any, operand: Any, *other_operands: Any) -> Any:
         if operand.dtype.scalar.is_bf16():
             raise TypeError(
                 f"{rest[-1].__name__} of bfloat16: got a 16-bit tile, wants float32 in Triton's interpreter"
             )
-        return compute(builder, operand, *rest)
+        return operation(builder, operand, *other_operands)
 
-    return compute_unless_bfloat16
+    return apply_unless_bfloat16
 
 
 _patched_modules: set[str] = set()
 
 
-def _call_interpreted(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_interpreted_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls an interpreted function from another."""
     module = function.fn.__module__
     if module not in _patched_modules:
-        _interpreter()._patch_lang(function.fn)
+        _interpreter_module()._patch_lang(function.fn)
         _patched_modules.add(module)
     return function.rewrite()(*args, **kwargs)
 
 
-def _interpreter() -> Any:
+def _interpreter_module() -> Any:
     return importlib.import_module("triton.runtime.interpreter")

@@ -1,8 +1,8 @@
 """Compiles kernels for a named chip, on a machine that need not have it.
 
-with launch.collected() as launches:
+with launch.collect_launches() as launches:
     jax.eval_shape(function, *shapes)
-resources = [compile_for(call, "sm_90") for call in launches]
+resources = [compile_for_chip(call, "sm_90") for call in launches]
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ POINTER_TYPES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Resources:
+class KernelResources:
     """The resources that a compiled kernel uses on a chip.
 
     Attributes:
@@ -56,7 +56,7 @@ def shared_memory(call: Launch, chip: str) -> int:
     """Returns the bytes of shared memory of a program, without compiling to machine code: in half the time.
 
     Args:
-        call: From `launch.collected`.
+        call: From `launch.collect_launches`.
         chip: A name in `ejkernel.ops.chips.GPUS`.
 
     Raises:
@@ -65,18 +65,18 @@ def shared_memory(call: Launch, chip: str) -> int:
     from triton.compiler import ASTSource, make_backend
 
     target, options = _compile_target(chip), _compile_options(call)
-    with _compat.cache_folder():
+    with _compat.temporary_cache_folder():
         backend: Any = make_backend(target)
         return _compat.compile_shared_memory_bytes(
             backend, _make_source(call, ASTSource), backend.parse_options(options)
         )
 
 
-def compile_for(call: Launch, chip: str) -> Resources:
+def compile_for_chip(call: Launch, chip: str) -> KernelResources:
     """Compiles the kernel of a launch to machine code.
 
     Args:
-        call: From `launch.collected`.
+        call: From `launch.collect_launches`.
         chip: A name in `ejkernel.ops.chips.GPUS`.
 
     Raises:
@@ -85,12 +85,12 @@ def compile_for(call: Launch, chip: str) -> Resources:
     from triton.compiler import ASTSource, compile
 
     nvidia = gpu_named(chip).vendor == "nvidia"
-    with _compat.cache_folder():
+    with _compat.temporary_cache_folder():
         compiled: Any = compile(_make_source(call, ASTSource), _compile_target(chip), _compile_options(call))
     registers, spilled = (
         _register_usage(compiled.asm["cubin"]) if nvidia else _amd_register_usage(compiled.asm["amdgcn"])
     )
-    return Resources(
+    return KernelResources(
         kernel=compiled.name,
         registers=registers,
         spilled=spilled,
@@ -111,7 +111,7 @@ def miscompiled_shifts(ptx: str) -> list[str]:
         1 | x >> 4}, pair
 
     Args:
-        ptx: The assembly that `compile_for` returns.
+        ptx: The assembly that `compile_for_chip` returns.
 
     Returns:
         The `or.b64` of each such pair; none if the code is correct.

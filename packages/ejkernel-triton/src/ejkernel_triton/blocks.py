@@ -2,10 +2,10 @@
 the sequences and states of decode steps.
 
 `spec` is the constants of a kernel, a frozen dataclass of which these helpers read `PRECISION` and `WIDEN` (see `dot`),
-and `PIECE` (see `dot_rows`).
+and `COLUMNS_PER_SLICE` (see `dot_transposed`).
 
-A `RowTile` is an operand of `dot_rows`, a tuple (tile, base, start, valid, STRIDE): the rows from `start` on of the
-array at `base`, whose rows are STRIDE apart. It has both the loaded tile and the address to load it from piece by
+A `RowTile` is an operand of `dot_transposed`, a tuple (tile, base, start, valid, STRIDE): the rows from `start` on of
+the array at `base`, whose rows are STRIDE apart. It has both the loaded tile and the address to load it from piece by
 piece; the compiler drops the one that is not used. It is a plain tuple because Triton unpacks those at compile time.
 """
 
@@ -20,14 +20,16 @@ LN2 = tl.constexpr(LN2_VALUE)
 
 
 @triton.jit
-def grouped_tile(program, NUM_TILE_ROWS, NUM_TILE_COLUMNS: tl.constexpr, GROUP_TILE_ROWS: tl.constexpr):
-    """Returns (row, column) of a program in a grid of tiles that is traversed in groups of GROUP_TILE_ROWS rows.
+def swizzled_tile_index(program, NUM_TILE_ROWS, NUM_TILE_COLUMNS: tl.constexpr, TILE_ROWS_PER_GROUP: tl.constexpr):
+    """Returns (row, column) of a program in a grid of tiles that is traversed in groups of TILE_ROWS_PER_GROUP rows.
 
     A group's tiles are ordered column by column, so that programs that run together share the columns' operand in L2.
     """
-    tiles_per_group = GROUP_TILE_ROWS * NUM_TILE_COLUMNS
-    first_tile_row = (program // tiles_per_group) * GROUP_TILE_ROWS
-    group_tile_rows = tl.minimum(NUM_TILE_ROWS - first_tile_row, GROUP_TILE_ROWS)  # the last group may have fewer rows
+    tiles_per_group = TILE_ROWS_PER_GROUP * NUM_TILE_COLUMNS
+    first_tile_row = (program // tiles_per_group) * TILE_ROWS_PER_GROUP
+    group_tile_rows = tl.minimum(
+        NUM_TILE_ROWS - first_tile_row, TILE_ROWS_PER_GROUP
+    )  # the last group may have fewer rows
     within_group = program % tiles_per_group
     return first_tile_row + within_group % group_tile_rows, within_group // group_tile_rows
 
@@ -93,7 +95,7 @@ def load_vector(base, index, valid, MASKED: tl.constexpr):
 
 
 @triton.jit
-def within(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+def bounds_mask(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
     """Returns which indices of a tile are below LENGTH: a constant if tiles end with it."""
     if LENGTH % BLOCK == 0:
         return tl.full([BLOCK], True, tl.int1)
@@ -122,41 +124,45 @@ def add_dot(acc, a, b, spec: tl.constexpr):
 
 
 @triton.jit
-def load_piece(row_tile, column, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """Loads [ROWS, PIECE] of a RowTile from `column` on; 0 from column WIDTH on and in rows that are not valid."""
+def load_column_slice(row_tile, column, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """Loads [ROWS, COLUMNS_PER_SLICE] of a RowTile from `column` on; 0 from column WIDTH on and in rows that are not
+    valid.
+    """
     tile, base, start, valid, STRIDE = row_tile
     rows = tl.arange(0, tile.shape[0])
-    columns = column + tl.arange(0, spec.PIECE)
+    columns = column + tl.arange(0, spec.COLUMNS_PER_SLICE)
     at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
     return tl.load(at, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def add_dot_rows(acc, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
-    """Returns acc + a b^T of two RowTiles, in float32; PIECE columns at a time if whole rows would spill."""
+def add_dot_transposed(acc, a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
+    """Returns acc + a b^T of two RowTiles, in float32; COLUMNS_PER_SLICE columns at a time if whole rows would
+    spill.
+    """
     a_tile, _, _, _, _ = a
     b_tile, _, _, _, _ = b
     # Each product reloads its pieces from the caches, which needs few registers. A backward pass with whole rows of 256
     # float32 spills and takes 282 ms on an H200, with pieces 31.6 (docs/lab/triton_flash_attention.md).
-    if spec.PIECE is None:
+    if spec.COLUMNS_PER_SLICE is None:
         return add_dot(acc, a_tile, tl.trans(b_tile), spec)
     else:
-        for column in tl.range(0, WIDTH, spec.PIECE):
-            a_piece, b_piece = load_piece(a, column, WIDTH, spec), load_piece(b, column, WIDTH, spec)
+        for column in tl.range(0, WIDTH, spec.COLUMNS_PER_SLICE):
+            a_piece, b_piece = load_column_slice(a, column, WIDTH, spec), load_column_slice(b, column, WIDTH, spec)
             acc = add_dot(acc, a_piece, tl.trans(b_piece), spec)
         return acc
 
 
 @triton.jit
-def dot_rows(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
+def dot_transposed(a, b, WIDTH: tl.constexpr, spec: tl.constexpr):
     """Returns a b^T of two RowTiles, in float32."""
     a_tile, _, _, _, _ = a
     b_tile, _, _, _, _ = b
-    return add_dot_rows(tl.zeros([a_tile.shape[0], b_tile.shape[0]], tl.float32), a, b, WIDTH, spec)
+    return add_dot_transposed(tl.zeros([a_tile.shape[0], b_tile.shape[0]], tl.float32), a, b, WIDTH, spec)
 
 
 @triton.jit
-def finite(x):
+def minus_inf_to_zero(x):
     """Replaces -inf by 0, so that rows without any key yet get weights exp2(-inf - 0) = 0 instead of NaN."""
     return tl.where(x == float("-inf"), 0.0, x)
 
@@ -183,12 +189,12 @@ def tanh(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS_PER_ENTRY: tl.constexpr):
     """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
     large.
     """
     # The product has 64 bits because `batch` has: callers cast it.
-    return array + (batch // PER) * ELEMENTS
+    return array + (batch // PER) * ELEMENTS_PER_ENTRY
 
 
 @triton.jit
@@ -198,17 +204,17 @@ def load_token_range(cu_seqlens, sequence):
     """
     # Evicted last from the L1 cache, through which states stream: later programs of a multiprocessor read them too, and
     # with slots the load of the state depends on them.
-    first = tl.load(cu_seqlens + sequence, eviction_policy="evict_last").to(tl.int64)
+    first_token = tl.load(cu_seqlens + sequence, eviction_policy="evict_last").to(tl.int64)
     end = tl.load(cu_seqlens + sequence + 1, eviction_policy="evict_last").to(tl.int64)
-    return first, end
+    return first_token, end
 
 
 @triton.jit
-def load_state_slot(slots, sequence, first, end, SLOTS: tl.constexpr):
+def load_state_slot(slots, sequence, first_token, end, NUM_SLOTS: tl.constexpr):
     """Returns (slot of a sequence with the tokens first to end, 1 if its state is loaded and stored there, else 0)."""
     slot = tl.load(slots + sequence, eviction_policy="evict_last").to(tl.int64)
     # A sequence without tokens does not touch its slot, which may belong to another sequence too.
-    return slot, tl.cast((slot >= 0) & (slot < SLOTS) & (end > first), tl.int32)
+    return slot, tl.cast((slot >= 0) & (slot < NUM_SLOTS) & (end > first_token), tl.int32)
 
 
 @triton.jit
@@ -217,7 +223,7 @@ def zero_padding_outputs(
     cu_seqlens,
     sequence,
     columns,
-    SEQUENCES: tl.constexpr,
+    NUM_SEQUENCES: tl.constexpr,
     T: tl.constexpr,
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -228,8 +234,8 @@ def zero_padding_outputs(
     first sequence and after the last; rows of the output are STRIDE apart.
     """
     zeros = tl.zeros_like(columns).to(output.dtype.element_ty)
-    sequences_start, sequences_end = tl.load(cu_seqlens).to(tl.int64), tl.load(cu_seqlens + SEQUENCES).to(tl.int64)
-    for token in tl.range(tl.cast(sequence, tl.int64), sequences_start, SEQUENCES):
+    sequences_start, sequences_end = tl.load(cu_seqlens).to(tl.int64), tl.load(cu_seqlens + NUM_SEQUENCES).to(tl.int64)
+    for token in tl.range(tl.cast(sequence, tl.int64), sequences_start, NUM_SEQUENCES):
         tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)
-    for token in tl.range(sequences_end + sequence, sequences_end * 0 + T, SEQUENCES):
+    for token in tl.range(sequences_end + sequence, sequences_end * 0 + T, NUM_SEQUENCES):
         tl.store(output + token * STRIDE + columns, zeros, mask=columns < WIDTH)

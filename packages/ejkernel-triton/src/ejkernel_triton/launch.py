@@ -2,7 +2,7 @@
 
 - on a device, through jax-triton;
 - with `TRITON_INTERPRET=1` in the environment, by Triton's interpreter in a callback, on any device and under `jit`;
-- inside `collected`, not at all: launches are listed, to be compiled for a named target.
+- inside `collect_launches`, not at all: launches are listed, to be compiled for a named target.
 
 Elements of outputs that a kernel does not write are undefined on a device and NaN in the interpreter.
 """
@@ -57,7 +57,7 @@ _collected_launches: contextvars.ContextVar[list[Launch] | None] = contextvars.C
 
 
 @contextlib.contextmanager
-def collected() -> Generator[list[Launch]]:
+def collect_launches() -> Generator[list[Launch]]:
     """Lists the launches of functions that are traced inside the block, instead of running them: their outputs are 0.
 
     JAX caches traces by function, so pass one that is used nowhere else, such as a `lambda`.
@@ -139,16 +139,16 @@ def launch(
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
 
     def fold_vmapped_axis(
-        size: int, batched: list[bool], *arrays_of_batches: jax.Array
+        size: int, batched: list[bool], *vmapped_arrays: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         # An array that is written needs its own copy for every element of the vmapped axis.
         written = [n in aliases and not b for n, b in enumerate(batched)]
-        arrays_of_batches = tuple(
-            jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(arrays_of_batches, written, strict=True)
+        vmapped_arrays = tuple(
+            jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(vmapped_arrays, written, strict=True)
         )
         # Elements of the vmapped axis become batch rows: a single launch with a grid that much larger.
         folded_inputs = [
-            _fold_into_batch(x, size, b or w) for x, b, w in zip(arrays_of_batches, batched, written, strict=True)
+            _fold_into_batch(x, size, b or w) for x, b, w in zip(vmapped_arrays, batched, written, strict=True)
         ]
         launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
         folded_outputs = [

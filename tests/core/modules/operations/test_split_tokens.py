@@ -280,11 +280,11 @@ def exchanged(program):
 def test_devices_exchange_summaries_alone(name):
     """A call of twice the tokens exchanges the same arrays in both passes: none has an axis of tokens."""
     run, inputs, placed = call(name)
-    compile_for = transformed.quickly(graded(run, inputs, **placed)).lower
+    compile_for_chip = transformed.quickly(graded(run, inputs, **placed)).lower
     programs = []
     for times in (2, 4):  # shards of one convolution hold fewer tokens than it has weights
         long = [jnp.tile(x, (1, times, *(1,) * (x.ndim - 2))) if T in x.shape[1:2] else x for x in inputs]
-        programs.append(exchanged(compile_for(*long).compile().as_text()))
+        programs.append(exchanged(compile_for_chip(*long).compile().as_text()))
     assert programs[0] == programs[1]
     assert "all-gather" in programs[0]
     assert not {"all-to-all", "collective-permute"} & set(programs[0])

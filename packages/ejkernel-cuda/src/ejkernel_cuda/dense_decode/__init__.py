@@ -8,7 +8,7 @@ from ejkernel_cuda.dense_decode import config
 from ejkernel_cuda.requirements import decode_requires
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys, values = record.query, record.key_pages, record.value_pages
     if record.block_tables is not None or record.query_start is not None or record.kv_layout != "pshd":
@@ -27,7 +27,7 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.dense_decode.forward:forward",
         requires=decode_requires(
-            handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_reasons
+            handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_refusal_reasons
         ),
         config=ConfigSpace(
             heuristic=config.heuristic,

@@ -23,7 +23,7 @@ MAX_CACHE_BYTES = 2**36
 """The largest size of a cache array in bytes: offsets count pieces in 32 bits."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys = record.query, record.key_pages
     values = keys if record.value_pages is None else record.value_pages
@@ -48,7 +48,7 @@ IMPLEMENTATIONS = (
         name="cuda_paged",
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=decode_requires(handles=HANDLES, extra=_reasons),
+        requires=decode_requires(handles=HANDLES, extra=_refusal_reasons),
         config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedDecodeGrid),
         priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",

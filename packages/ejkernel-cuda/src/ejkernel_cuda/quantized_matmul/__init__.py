@@ -24,7 +24,7 @@ matrices have not been timed, and leave multiprocessors without a block.
 """
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     quantized_format, (rows, k) = record.format, record.x.shape
     capability = current_device().compute_capability
@@ -40,10 +40,10 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"w has {record.packed.size} words, more than {MAX_ELEMENTS}"
     if k % 8:
         yield f"rows of {k} elements of x are not multiples of 16 bytes"
-    yield from _layout_reasons(record)
+    yield from _layout_refusal_reasons(record)
 
 
-def _layout_reasons(record: Any) -> Iterable[str]:
+def _layout_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the kernel for the record's layout cannot serve it."""
     group, (rows, groups) = record.format.group_size, record.scales.shape
     if group < MIN_GROUP_SIZE:
@@ -77,7 +77,7 @@ IMPLEMENTATIONS = (
             min_compute_capability=9.0,
             dtypes=frozenset({"bfloat16"}),
             handles=frozenset({"zeros", "transpose", "precision"}),
-            extra=_reasons,
+            extra=_refusal_reasons,
         ),
         config=ConfigSpace(
             heuristic=config.heuristic,

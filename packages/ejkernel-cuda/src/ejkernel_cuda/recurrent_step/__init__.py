@@ -33,7 +33,7 @@ VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 """Value channels per warp and per block."""
 
 
-def _reasons(record: LinearRecurrence) -> Iterable[str]:
+def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, sequences = record.query.shape[1], 1
     if record.cu_seqlens is not None:
@@ -49,10 +49,10 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
         yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
-    yield from _state_reasons(record)
+    yield from _state_refusal_reasons(record)
 
 
-def _state_reasons(record: LinearRecurrence) -> Iterable[str]:
+def _state_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve the record's states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
     has_channel_gates = by_channel(record)
@@ -90,7 +90,7 @@ IMPLEMENTATIONS = (
             min_compute_capability=8.0,
             dtypes=frozenset({"float16", "bfloat16"}),
             handles=HANDLES | {"transposed_states", "precision"},
-            extra=_reasons,
+            extra=_refusal_reasons,
         ),
         priority=_priority,
         cases="ejkernel_cuda.recurrent_step.cases:cases",

@@ -21,15 +21,15 @@ segments.
 DTYPES = ("float16", "bfloat16", "float32")
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.step.dtype) not in DTYPES:
         yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
 
 
-def _gradient_reasons(record: Any) -> Iterable[str]:
+def _gradient_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the additional reasons why the backward kernel cannot serve a record."""
-    yield from _reasons(record)
+    yield from _refusal_reasons(record)
     channels = record.x.shape[2]
     if channels % config.CHANNEL_ALIGNMENT:
         yield f"x has {channels} channels; the kernel wants a multiple of {config.CHANNEL_ALIGNMENT}"
@@ -71,8 +71,8 @@ IMPLEMENTATIONS = (
         forward="ejkernel_cuda.selective_scan.forward:forward",
         backward="ejkernel_cuda.selective_scan.backward:backward",
         gradients=frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"}),
-        requires=_make_requires(8.0, _reasons),
-        backward_requires=_make_requires(9.0, _gradient_reasons),
+        requires=_make_requires(8.0, _refusal_reasons),
+        backward_requires=_make_requires(9.0, _gradient_refusal_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

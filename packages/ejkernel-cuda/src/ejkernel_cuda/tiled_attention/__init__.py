@@ -21,7 +21,7 @@ def requests_deterministic_ops() -> bool:
     return any(flag.partition("=")[0] in names and flag.partition("=")[2] in ("", "true", "1") for flag in xla_flags)
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     (_, t, _, d), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
@@ -36,10 +36,10 @@ def _reasons(record: Any) -> Iterable[str]:
     if t == s == 1:
         yield "one query and one key"
     if record.bias is not None:
-        yield from _bias_reasons(record)
+        yield from _bias_refusal_reasons(record)
 
 
-def _bias_reasons(record: Any) -> Iterable[str]:
+def _bias_refusal_reasons(record: Any) -> Iterable[str]:
     pairs = (record.query.shape[1], record.key.shape[1])
     if record.bias.shape[2:] != pairs:
         yield f"bias: shape {record.bias.shape}, wants all {pairs[0]} queries and {pairs[1]} keys"
@@ -53,7 +53,7 @@ _REQUIRES = Requires(
     dtypes=frozenset({"float16", "bfloat16"}),
     head_dims=range(8, 257, 8),
     handles=frozenset({"causal", "sliding_window", "bias"}),
-    extra=_reasons,
+    extra=_refusal_reasons,
 )
 
 

@@ -11,7 +11,7 @@ MAX_EXPERTS = 1024
 """The largest number of experts: the logits of a token must fit in the registers of one program."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     experts = record.logits.shape[1]
     if experts > MAX_EXPERTS:
@@ -24,7 +24,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "expert_routing",
             forward="expert_routing.forward:forward",
-            requires=triton_requires(handles=(), extra=_reasons),
+            requires=triton_requires(handles=(), extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.RoutingTiles,
                 public_fields=config.PUBLIC_FIELDS,

@@ -9,14 +9,14 @@ from ejkernel_triton.grouped_matmul import MAX_MATRIX_ELEMENTS
 from ejkernel_triton.grouped_matmul.config import GroupedBackward
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-OPTIONAL_FIELDS = (
+HANDLED_FIELDS = (
     *("indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated", "alpha", "beta", "limit"),
     "precision",
 )
 """Optional fields that the kernels honour."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
         rows, columns = record.rhs.shape[1:3]
@@ -31,7 +31,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="gated_grouped_matmul.forward:forward",
             backward="gated_grouped_matmul.backward:backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
-            requires=triton_requires(handles=OPTIONAL_FIELDS, extra=_reasons),
+            requires=triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.GatedTiles,
                 backward=GroupedBackward,

@@ -14,7 +14,7 @@ from ejkernel_triton.grouped_matmul import config
 from ejkernel_triton.grouped_matmul.spec import FLOAT8
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
+HANDLED_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -24,7 +24,7 @@ MAX_MATRIX_ELEMENTS = 2**31 - 1
 """The largest number of elements of a matrix: offsets in it have 32 bits."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
         yield f"rhs: got {record.rhs.dtype}, the kernel reads {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
@@ -49,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
-                triton_requires(handles=OPTIONAL_FIELDS, extra=_reasons), dtypes=requirements.DTYPES | {FLOAT8}
+                triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons), dtypes=requirements.DTYPES | {FLOAT8}
             ),
             config=ConfigSpace(
                 forward=config.GroupedForward,

@@ -5,12 +5,12 @@ import dataclasses
 MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports, in tokens or channels."""
 
-WARPS = 4
+DEFAULT_WARPS = 4
 """Warps per program of the kernels that pass states, and of those that compute scores and the WY form."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkPasses:
+class ChunkedConfig:
     """Configuration of both passes, which share the chunks whose states are stored.
 
     Attributes:

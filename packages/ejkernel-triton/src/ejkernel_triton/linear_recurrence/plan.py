@@ -16,7 +16,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_triton.sizes import (
     padded,
@@ -66,7 +66,7 @@ class RecurrenceCall:
         query: [B, T, HQ, K].
         key: [B, T, HK, K].
         value: [B, T, HV, V].
-        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATES_PER_HEAD] float32, from `gate_cumsum_of`; [B|1, H] where gates
+        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, from `gate_cumsum_of`; [B|1, H] where gates
             are constant; sums of chunks where queries and keys are decayed already; None without gates.
         decay: [B|1, T|1, H, K], log gates per key channel; None with other gates.
         scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], from `forward.intra_chunk_scores`; None without gates per
@@ -77,7 +77,7 @@ class RecurrenceCall:
     """
 
     spec: RecurrenceSpec
-    config: ChunkPasses
+    config: ChunkedConfig
     query: jax.Array
     key: jax.Array
     value: jax.Array
@@ -154,7 +154,7 @@ def _chunk_tables_of_many_sequences(padded_cu_seqlens: jax.Array, spec: Recurren
 
 def make_call(
     record: LinearRecurrence,
-    config: ChunkPasses,
+    config: ChunkedConfig,
     chunk: int,
     gates: jax.Array | None = None,
     scores: jax.Array | None = None,
@@ -182,7 +182,7 @@ def make_call(
         key=record.key,
         value=record.value,
         gates=gates,
-        decay=record.decay if spec.GATES_PER_HEAD > 1 else None,
+        decay=record.decay if spec.GATE_CHANNELS > 1 else None,
         scores=scores,
         dt=record.dt,
         skip=record.skip,
@@ -230,12 +230,12 @@ def gate_cumsum_of(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables: 
     """Returns the sums of log2 gates from each chunk's first token on.
 
     Args:
-        decay: [B|1, T|1, H, GATES_PER_HEAD], or None.
+        decay: [B|1, T|1, H, GATE_CHANNELS], or None.
         spec: Constants.
         chunk_tables: The index of packed sequences' chunks.
 
     Returns:
-        [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATES_PER_HEAD] float32; rows after a chunk's last token repeat its sum.
+        [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32; rows after a chunk's last token repeat its sum.
         [B|1, H], the log gates themselves, if they are constant. None without gates.
     """
     from ejkernel_triton.linear_recurrence.kernels.chunk_local_cumsum import chunk_local_cumsum_kernel
@@ -244,12 +244,12 @@ def gate_cumsum_of(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables: 
         return None
     if spec.HAS_CONSTANT_GATES:
         return decay[:, 0, :, 0]
-    rows, columns = decay.shape[0], spec.H * spec.GATES_PER_HEAD
+    rows, columns = decay.shape[0], spec.H * spec.GATE_CHANNELS
     block = min(GATES_PER_PROGRAM, padded(columns, MIN_TILE))
     (gate_cumsum,) = launch(
         chunk_local_cumsum_kernel,
         (decay, *chunk_tables.chunk_kernel_inputs),
-        [Shape((rows, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.GATES_PER_HEAD), jnp.float32)],
+        [Shape((rows, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.GATE_CHANNELS), jnp.float32)],
         batch=rows,
         grid=rows * spec.NUM_CHUNKS * cdiv(columns, block),
         num_warps=4,
@@ -273,12 +273,12 @@ def state_stages(call: RecurrenceCall, max_stages: int, *, block_k: int, block_v
     fitting_stages = (
         n
         for n in range(max_stages, 1, -1)
-        if _state_passing_bytes(call, chip, n, (block_k, block_v), reads_v_new) <= _shared_memory_budget(chip)
+        if _state_passing_bytes(call, chip, n, (block_k, block_v), reads_v_new) <= _usable_shared_memory_bytes(chip)
     )
     return next(fitting_stages, 1)
 
 
-def _shared_memory_budget(chip: Gpu) -> int:
+def _usable_shared_memory_bytes(chip: Gpu) -> int:
     return chip.shared_memory - (KIBI if chip.vendor == "nvidia" else 0)
 
 

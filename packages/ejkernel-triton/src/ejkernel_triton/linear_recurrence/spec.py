@@ -36,7 +36,7 @@ class RecurrenceSpec:
         HV: Heads of the values.
         K: Key channels.
         V: Value channels.
-        GATES_PER_HEAD: Gates per head and token: 0 without gates, 1 or K.
+        GATE_CHANNELS: Gates per head and token: 0 without gates, 1 or K.
         HAS_CONSTANT_GATES: Whether a head's gate is the same for all tokens: kernels multiply it instead of loading
             sums.
         QK_ARE_DECAYED: Whether queries and keys already have their decay by gates per key channel; the gates are then
@@ -66,7 +66,7 @@ class RecurrenceSpec:
     HV: int
     K: int
     V: int
-    GATES_PER_HEAD: int
+    GATE_CHANNELS: int
     HAS_CONSTANT_GATES: bool
     QK_ARE_DECAYED: bool
     HAS_DELTA_RULE: bool
@@ -112,8 +112,8 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         HV=record.value.shape[2],
         K=record.query.shape[3],
         V=record.value.shape[3],
-        GATES_PER_HEAD=0 if record.decay is None else record.decay.shape[3],
-        HAS_CONSTANT_GATES=_is_constant(record),
+        GATE_CHANNELS=0 if record.decay is None else record.decay.shape[3],
+        HAS_CONSTANT_GATES=_has_constant_gates(record),
         QK_ARE_DECAYED=False,
         HAS_DELTA_RULE=record.beta is not None,
         HAS_DT=record.dt is not None,
@@ -131,7 +131,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
     )
 
 
-def _is_constant(record: LinearRecurrence) -> bool:
+def _has_constant_gates(record: LinearRecurrence) -> bool:
     """Returns whether a head's gate is the same for all tokens, as in lightning attention; the delta rule's kernels
     use sums.
     """
@@ -143,7 +143,7 @@ def state_dtype(record: LinearRecurrence) -> Any:
     return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
 
 
-def canonical(record: LinearRecurrence) -> LinearRecurrence:
+def with_compute_dtype(record: LinearRecurrence) -> LinearRecurrence:
     """Returns the record in the kernels' dtype: float32 if intermediate products of 16-bit inputs must not be
     rounded.
     """

@@ -37,7 +37,7 @@ FLOAT8_E4M3 = "float8_e4m3fn"
 """The dtype of caches that Triton reads on NVIDIA's GPUs only from compute capability 8.9 on."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     cache_dtype, head_dim = str(record.key_pages.dtype), record.query.shape[-1]
     if cache_dtype not in CACHE_DTYPES:
@@ -66,7 +66,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "paged_attention",
             forward="paged_attention.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.PagedForward,
                 public_fields=config.PUBLIC_FIELDS,

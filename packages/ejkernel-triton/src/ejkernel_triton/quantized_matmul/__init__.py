@@ -15,7 +15,7 @@ MAX_MATRIX_WORDS = 2**31 - 1
 """The largest number of words of a matrix: offsets in it have 32 bits."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.format.bits not in (4, 8):
         yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
@@ -37,7 +37,9 @@ def implementations() -> tuple[Implementation, ...]:
             backward="quantized_matmul.backward:backward",
             gradients=frozenset({"x"}),
             priority=_priority,
-            requires=triton_requires(handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_reasons),
+            requires=triton_requires(
+                handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_refusal_reasons
+            ),
             config=ConfigSpace(
                 forward=config.QuantizedTiles,
                 backward=config.QuantizedTiles,

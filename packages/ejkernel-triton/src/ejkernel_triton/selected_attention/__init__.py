@@ -31,7 +31,7 @@ HEADS = 64
 """The largest number of query heads per KV head: the heads of one query are the rows of a tile of scores."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not slots(record):
         yield "no block is selected"
@@ -49,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="selected_attention.forward:forward",
             backward="selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.SelectedForward,
                 backward=config.SelectedBackward,

@@ -5,7 +5,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan import config, decode
 
-GRADIENTS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
+DIFFERENTIABLE_FIELDS = frozenset({"x", "step", "decay", "write", "read", "skip", "initial_state"})
 MAX_STATE_DIM = 32
 """The largest state dimension that fits registers."""
 
@@ -17,11 +17,11 @@ def implementations() -> tuple[Implementation, ...]:
             "selective_scan",
             forward="selective_scan.forward:forward",
             backward="selective_scan.backward:backward",
-            gradients=GRADIENTS,
+            gradients=DIFFERENTIABLE_FIELDS,
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
-                extra=decode.scan_reasons,
+                extra=decode.scan_refusal_reasons,
             ),
             config=ConfigSpace(
                 forward=config.ScanForward,

@@ -14,7 +14,7 @@ HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotang
 """Optional fields that the kernels honour."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
-        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

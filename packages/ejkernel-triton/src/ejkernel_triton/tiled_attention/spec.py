@@ -55,7 +55,7 @@ class Spec:
         KEPT: Factor on the weights that are not dropped.
         NORMALIZE: Whether outputs are normalised.
         SINKS: Whether there are sinks.
-        PIECE: Columns per product, for rows too long for registers; None for all.
+        COLUMNS_PER_SLICE: Columns per product, for rows too long for registers; None for all.
         PRECISION: How Triton multiplies float32 tiles.
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -89,7 +89,7 @@ class Spec:
     KEPT: float
     NORMALIZE: bool
     SINKS: bool
-    PIECE: int | None
+    COLUMNS_PER_SLICE: int | None
     PRECISION: str
     WIDEN: bool
 
@@ -166,7 +166,7 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, slice_rows
         KEPT=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         SINKS=record.softmax_aux is not None,
-        PIECE=64 if slice_rows else None,
+        COLUMNS_PER_SLICE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )

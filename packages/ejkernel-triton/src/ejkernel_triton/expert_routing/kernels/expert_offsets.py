@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def expert_offsets_kernel(counts, earlier_block_counts, group_sizes, spec: tl.co
     E: tl.constexpr = spec.PADDED_E
     tile = tl.program_id(0) % (E // BLOCK_E)
     batch = tl.cast(tl.program_id(0) // (E // BLOCK_E), tl.int64)
-    counts = at_batch(counts, batch, per.COUNTS, spec.NUM_BLOCKS * E)
+    counts = batch_row_address(counts, batch, per.COUNTS, spec.NUM_BLOCKS * E)
     earlier_block_counts += batch * spec.NUM_BLOCKS * E
     expert = tile * BLOCK_E + tl.arange(0, BLOCK_E)
     expert_total = tl.full([BLOCK_E], 0, tl.int32)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
@@ -23,12 +23,12 @@ def sorted_rows_kernel(
     TOP_K: tl.constexpr = spec.K
     block = tl.program_id(0) % spec.NUM_BLOCKS
     batch = tl.cast(tl.program_id(0) // spec.NUM_BLOCKS, tl.int64)
-    experts = at_batch(experts, batch, per.EXPERTS, spec.T * spec.K)
-    indices_within_expert = at_batch(indices_within_expert, batch, per.INDICES_WITHIN_EXPERT, spec.T * spec.K)
+    experts = batch_row_address(experts, batch, per.EXPERTS, spec.T * spec.K)
+    indices_within_expert = batch_row_address(indices_within_expert, batch, per.INDICES_WITHIN_EXPERT, spec.T * spec.K)
     earlier_block_counts = (
-        at_batch(earlier_block_counts, batch, per.EARLIER_BLOCK_COUNTS, spec.NUM_BLOCKS * E) + block * E
+        batch_row_address(earlier_block_counts, batch, per.EARLIER_BLOCK_COUNTS, spec.NUM_BLOCKS * E) + block * E
     )
-    group_sizes = at_batch(group_sizes, batch, per.GROUP_SIZES, spec.E)
+    group_sizes = batch_row_address(group_sizes, batch, per.GROUP_SIZES, spec.E)
     sorted_positions += batch * spec.T * spec.K
     sorted_pairs += batch * spec.T * spec.K
     token = block * T + tl.arange(0, T)

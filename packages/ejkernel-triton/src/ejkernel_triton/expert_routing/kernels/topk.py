@@ -13,7 +13,7 @@ counts  block 0     [   3   0   2   1 ]        sums before    [ 0 0 0 0 ]
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def topk_kernel(logits, experts, indices_within_expert, counts, spec: tl.constex
     TOP_K: tl.constexpr = spec.K
     block = tl.program_id(0) % spec.NUM_BLOCKS
     batch = tl.cast(tl.program_id(0) // spec.NUM_BLOCKS, tl.int64)
-    logits = at_batch(logits, batch, per.LOGITS, spec.T * spec.E)
+    logits = batch_row_address(logits, batch, per.LOGITS, spec.T * spec.E)
     token = block * T + tl.arange(0, T)
     expert = tl.arange(0, E)
     is_real_logit = (token < spec.T)[:, None] & (expert < spec.E)[None, :]

@@ -11,7 +11,7 @@ has. Persistent programs, groups of tile rows and the tile list are those of `gr
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile, tanh
+from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index, tanh
 from ejkernel_triton.grouped_matmul.kernels.tile import END, ENTRY_FIELDS, MATRIX_FIELD, ROW, tile_indices
 
 
@@ -131,14 +131,14 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tiles, output, spec
     program = tl.program_id(0)
     batch = tl.cast(program // spec.NUM_PROGRAMS, tl.int64)
     program = program % spec.NUM_PROGRAMS
-    tokens = at_batch(tokens, batch, per.TOKENS, spec.NUM_TOKENS * spec.CONTRACTED)
+    tokens = batch_row_address(tokens, batch, per.TOKENS, spec.NUM_TOKENS * spec.CONTRACTED)
     MATRIX_COLUMNS: tl.constexpr = spec.COLUMNS if spec.LAYOUT == "no gate" else 2 * spec.COLUMNS
-    rhs = at_batch(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * MATRIX_COLUMNS)
+    rhs = batch_row_address(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * MATRIX_COLUMNS)
     if spec.HAS_BIAS:
-        bias = at_batch(bias, batch, per.BIAS, spec.NUM_MATRICES * MATRIX_COLUMNS)
+        bias = batch_row_address(bias, batch, per.BIAS, spec.NUM_MATRICES * MATRIX_COLUMNS)
     if spec.GATHERS_ROWS:
-        row_tokens = at_batch(row_tokens, batch, per.ROW_TOKENS, spec.ROWS)
-    tiles = at_batch(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
+        row_tokens = batch_row_address(row_tokens, batch, per.ROW_TOKENS, spec.ROWS)
+    tiles = batch_row_address(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
     counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
     num_leading, num_assigned, num_entries = (
@@ -157,7 +157,7 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tiles, output, spec
         row, end = tl.load(entry_address + ROW), tl.load(entry_address + END)
         store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
     for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS):
-        entry, column = grouped_tile(tile, num_assigned, columns, spec.GROUP_M)
+        entry, column = swizzled_tile_index(tile, num_assigned, columns, spec.GROUP_M)
         entry_address = tiles + (num_leading + entry) * ENTRY_FIELDS
         matrix, row, end = (
             tl.load(entry_address + MATRIX_FIELD),

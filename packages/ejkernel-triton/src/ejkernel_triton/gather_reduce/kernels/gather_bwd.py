@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 
@@ -36,14 +36,14 @@ def gather_bwd_kernel(
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D
     row, tile, row_ids, channels = program_tile(spec)
-    cotangent = at_batch(cotangent, row, per.COTANGENT, spec.T * spec.D)
-    inverse = at_batch(inverse, row, per.INVERSE, spec.R * spec.M)
+    cotangent = batch_row_address(cotangent, row, per.COTANGENT, spec.T * spec.D)
+    inverse = batch_row_address(inverse, row, per.INVERSE, spec.R * spec.M)
     if spec.HAS_WEIGHTS:
-        weights = at_batch(weights, row, per.WEIGHTS, spec.T * spec.K)
+        weights = batch_row_address(weights, row, per.WEIGHTS, spec.T * spec.K)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     values = acc
     if spec.WEIGHT_GRADIENT:
-        rows = at_batch(rows, row, per.ROWS, spec.R * spec.D)
+        rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
         values = load_rows(rows, row_ids, row_ids < spec.R, channels, spec)
         weight_gradient_terms += (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * spec.K)
     if spec.UNROLL_TERMS:

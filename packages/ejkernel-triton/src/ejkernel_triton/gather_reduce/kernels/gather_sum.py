@@ -14,7 +14,7 @@ Sums are computed in registers in a fixed order: without atomics, results are re
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 
@@ -37,10 +37,10 @@ def gather_sum_kernel(rows, indices, weights, output, spec: tl.constexpr, per: t
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D
     row, _, token, channels = program_tile(spec)
-    rows = at_batch(rows, row, per.ROWS, spec.R * spec.D)
-    indices = at_batch(indices, row, per.INDICES, spec.T * spec.K)
+    rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
+    indices = batch_row_address(indices, row, per.INDICES, spec.T * spec.K)
     if spec.HAS_WEIGHTS:
-        weights = at_batch(weights, row, per.WEIGHTS, spec.T * spec.K)
+        weights = batch_row_address(weights, row, per.WEIGHTS, spec.T * spec.K)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     if spec.UNROLL_TERMS:
         for n in tl.static_range(K):

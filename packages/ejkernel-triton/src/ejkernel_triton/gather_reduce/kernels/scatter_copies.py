@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
@@ -13,9 +13,9 @@ def scatter_copies_kernel(rows, indices, inverse, output, spec: tl.constexpr, pe
     block = tl.program_id(0) // spec.NUM_CHANNEL_TILES % (spec.NUM_BLOCKS + spec.NUM_EMPTY_BLOCKS)
     batch = tl.cast(tl.program_id(0) // (spec.NUM_CHANNEL_TILES * (spec.NUM_BLOCKS + spec.NUM_EMPTY_BLOCKS)), tl.int64)
     channels = tile * spec.BLOCK_D + tl.arange(0, spec.BLOCK_D)
-    rows = at_batch(rows, batch, per.ROWS, spec.R * spec.D)
-    indices = at_batch(indices, batch, per.INDICES, spec.T)
-    inverse = at_batch(inverse, batch, per.INVERSE, spec.R * spec.M)
+    rows = batch_row_address(rows, batch, per.ROWS, spec.R * spec.D)
+    indices = batch_row_address(indices, batch, per.INDICES, spec.T)
+    inverse = batch_row_address(inverse, batch, per.INVERSE, spec.R * spec.M)
     output += batch * spec.T * spec.D
     if block < spec.NUM_BLOCKS:
         copy_rows(rows, inverse, output, block, channels, spec)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import group_bounds
 from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
 
@@ -15,8 +15,8 @@ def grouped_dbias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.NUM_MATRICES * num_column_tiles), tl.int64)
     matrix = program // num_column_tiles % spec.NUM_MATRICES
-    cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.ROWS * spec.OUTPUT_COLUMNS)
-    bounds = at_batch(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
+    cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.ROWS * spec.OUTPUT_COLUMNS)
+    bounds = batch_row_address(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_COLUMNS
     first, end = group_bounds(bounds, matrix)
     q, q_mask = tile_indices((program % num_column_tiles) * spec.BLOCK_Q, spec.BLOCK_Q, spec.OUTPUT_COLUMNS)

@@ -21,7 +21,7 @@ Source: Gale et al. 2022, arXiv:2211.15841 (block-sparse products of a dropless 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
+from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index
 from ejkernel_triton.grouped_matmul.kernels.tile import (
     END,
     ENTRY_FIELDS,
@@ -179,17 +179,17 @@ def grouped_gemm_kernel(
     program = tl.program_id(0)
     batch = tl.cast(program // spec.NUM_PROGRAMS, tl.int64)
     program = program % spec.NUM_PROGRAMS
-    lhs = at_batch(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED)
-    rhs = at_batch(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * spec.COLUMNS)
+    lhs = batch_row_address(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED)
+    rhs = batch_row_address(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * spec.COLUMNS)
     if spec.SCALE_MODE != "no":
-        scale = at_batch(scale, batch, per.SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
+        scale = batch_row_address(scale, batch, per.SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
     if spec.LHS_SCALE_MODE != "no":
-        lhs_scale = at_batch(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_SCALES_PER_ROW)
+        lhs_scale = batch_row_address(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_SCALES_PER_ROW)
     if spec.HAS_BIAS:
-        bias = at_batch(bias, batch, per.BIAS, spec.NUM_MATRICES * spec.COLUMNS)
+        bias = batch_row_address(bias, batch, per.BIAS, spec.NUM_MATRICES * spec.COLUMNS)
     if spec.HAS_EXISTING_OUT:
-        existing_out = at_batch(existing_out, batch, per.EXISTING_OUT, spec.ROWS * spec.COLUMNS)
-    tiles = at_batch(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
+        existing_out = batch_row_address(existing_out, batch, per.EXISTING_OUT, spec.ROWS * spec.COLUMNS)
+    tiles = batch_row_address(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
     output += batch * spec.ROWS * spec.COLUMNS
     # The counts were computed on the device, so that one grid serves groups of any size.
     counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
@@ -204,7 +204,7 @@ def grouped_gemm_kernel(
     # Flattened loops overlap a tile's first copies with the previous epilogue. On an H200 they are faster for the
     # gradient of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
     for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS, flatten=spec.FLATTEN_LOOPS):
-        entry, column = grouped_tile(tile, num_assigned, columns, spec.GROUP_M)
+        entry, column = swizzled_tile_index(tile, num_assigned, columns, spec.GROUP_M)
         entry_address = tiles + (num_leading + entry) * ENTRY_FIELDS
         matrix, row, end = (
             tl.load(entry_address + MATRIX_FIELD),

@@ -11,7 +11,7 @@ multiprocessor as soon as one ends.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, at_batch, grouped_tile
+from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index
 from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
 
 
@@ -33,12 +33,12 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     program = program % (spec.NUM_MATRICES * num_row_tiles * num_column_tiles)
     matrix = program // (num_row_tiles * num_column_tiles)
     # Tiles of a matrix are in groups of GROUP_M rows, so that programs that run together share rows in L2.
-    tile_p, tile_q = grouped_tile(
+    tile_p, tile_q = swizzled_tile_index(
         program % (num_row_tiles * num_column_tiles), num_row_tiles, num_column_tiles, spec.GROUP_M
     )
-    left = at_batch(left, batch, per.LEFT, spec.ROWS * spec.OUTPUT_ROWS)
-    right = at_batch(right, batch, per.RIGHT, spec.ROWS * spec.OUTPUT_COLUMNS)
-    bounds = at_batch(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
+    left = batch_row_address(left, batch, per.LEFT, spec.ROWS * spec.OUTPUT_ROWS)
+    right = batch_row_address(right, batch, per.RIGHT, spec.ROWS * spec.OUTPUT_COLUMNS)
+    bounds = batch_row_address(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
     output += tl.cast(matrix, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
     first, end = group_bounds(bounds, matrix)

@@ -10,7 +10,7 @@ HANDLES = recurrent_states.HANDLES | {
 }
 """Optional fields that the kernels honour, with those of states, which XLA moves before and after the kernels."""
 
-GRADIENTS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
+DIFFERENTIABLE_FIELDS = frozenset({"query", "key", "value", "decay", "dt", "skip", "initial_state", "sequence_state"})
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -20,11 +20,11 @@ def implementations() -> tuple[Implementation, ...]:
             "linear_recurrence",
             forward="linear_recurrence.chunked.forward:forward",
             backward="linear_recurrence.chunked.backward:backward",
-            gradients=GRADIENTS,
+            gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES),
             config=ConfigSpace(
-                forward=chunked_config.RecurrencePasses,
+                forward=chunked_config.RecurrenceConfig,
                 public_fields=chunked_config.PUBLIC_FIELDS,
                 heuristic=chunked_config.heuristic,
                 candidates=chunked_config.candidates,

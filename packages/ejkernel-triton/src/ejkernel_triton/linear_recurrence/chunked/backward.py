@@ -16,10 +16,10 @@ from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gr
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intra_chunk_scores, zero_padding
-from ejkernel_triton.linear_recurrence.config import ChunkPasses
+from ejkernel_triton.linear_recurrence.config import ChunkedConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
-from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, state_dtype, with_compute_dtype
 
 Gradients = dict[str, jax.Array]
 FIELDS_OF_VALUE_KERNEL = frozenset({"value", "dt", "skip"})
@@ -30,7 +30,7 @@ MAX_HEADS_SUMMED_PER_PROGRAM = 8
 
 
 @with_plain_state_gradients
-def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
+def backward(pullback: Pullback, config: ChunkedConfig) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 
     Args:
@@ -41,7 +41,11 @@ def backward(pullback: Pullback, config: ChunkPasses) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    record, grad_fields, residuals = canonical(pullback.record), pullback.grad_fields, pullback.private_residuals
+    record, grad_fields, residuals = (
+        with_compute_dtype(pullback.record),
+        pullback.grad_fields,
+        pullback.private_residuals,
+    )
     call = make_call(record, config, config.backward_chunk, residuals.gates, residuals.scores)
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
@@ -170,7 +174,7 @@ def key_gradients(
         dgates_dtype: Dtype of the gradients of gates; None if they are not requested.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, GATES_PER_HEAD] of the log gates, which is
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, and [B, T, H, GATE_CHANNELS] of the log gates, which is
         undefined unless it is requested.
     """
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import chunk_bwd_dqkg_kernel
@@ -182,7 +186,7 @@ def key_gradients(
     # up.
     heads = [spec.H if n == spec.H else head_groups for n in (spec.HQ, spec.HK)]
     exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
-    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATES_PER_HEAD > 1 else (batch, num_tiles, spec.T, spec.H)
+    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_tiles, spec.T, spec.H)
     dquery, dkey, dgates = launch(
         chunk_bwd_dqkg_kernel,
         (
@@ -220,7 +224,7 @@ def key_gradients(
             "LOAD_AS_TWO_COLUMNS": _loads_as_two_columns(spec),
         },
     )
-    if dgates_dtype is not None and spec.GATES_PER_HEAD == 1:
+    if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
         dgates = _sum_over_tiles(dgates)[..., None]
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates
 

@@ -11,14 +11,14 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
 from ejkernel_triton.sizes import (
     padded,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecurrencePasses(ChunkPasses):
+class RecurrenceConfig(ChunkedConfig):
     """Configuration of both passes without the delta rule."""
 
 
@@ -33,20 +33,20 @@ PUBLIC_FIELDS = {
 """Maps fields of the public configurations to fields of this one."""
 
 
-def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrencePasses:
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> RecurrenceConfig:
     """Returns the default chunks and tiles for a record on a device, not measured."""
-    default = RecurrencePasses(**config_fields(make_chunk_passes(record, device, 64)))
+    default = RecurrenceConfig(**config_as_dict(make_chunked_config(record, device, 64)))
     # The chunks of a scan are sequential: with few scans, processing the chunks in parallel is faster.
     if not interpreting() and 4 * _num_scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
         return default
     return _fused_scan_config(record, device, default)
 
 
-def config_fields(config: ChunkPasses) -> dict[str, Any]:
+def config_as_dict(config: ChunkedConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
-def _num_scan_programs(record: LinearRecurrence, config: ChunkPasses) -> int:
+def _num_scan_programs(record: LinearRecurrence, config: ChunkedConfig) -> int:
     """Returns the number of programs that compute states and outputs in one scan, for the default value tiles."""
     tiles = cdiv(record.value.shape[3], config.state_block_v)
     return record.query.shape[0] * num_sequences(record) * head_count(record) * tiles * config.segments
@@ -56,7 +56,7 @@ def num_sequences(record: LinearRecurrence) -> int:
     return 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrencePasses) -> RecurrencePasses:
+def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrenceConfig) -> RecurrenceConfig:
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
     if by_channel(record):
         return default
@@ -88,7 +88,7 @@ def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
     return chip.architecture == "hopper" and not is_not_bfloat16 and padded(record.query.shape[3], MIN_TILE) <= 128
 
 
-def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrencePasses, ...]:
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrenceConfig, ...]:
     """Returns configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
     if interpreting():
@@ -142,7 +142,7 @@ def tuned_table_key(record: LinearRecurrence) -> str | None:
     return " ".join(key_words if record.precision is None else [*key_words, str(record.precision)])
 
 
-def make_chunk_passes(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkPasses:
+def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkedConfig:
     """Returns the configuration for chunks of a length.
 
     Args:
@@ -168,7 +168,7 @@ def make_chunk_passes(record: LinearRecurrence, device: DeviceInfo, chunk: int) 
     # Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
     # and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
     # 64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
-    return ChunkPasses(
+    return ChunkedConfig(
         chunk=chunk,
         backward_chunk=backward_chunk,
         segments=_segments_per_row(

@@ -12,11 +12,11 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.chunked.config import RecurrencePasses
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS
+from ejkernel_triton.linear_recurrence.chunked.config import RecurrenceConfig
+from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE
 from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
-from ejkernel_triton.linear_recurrence.spec import canonical, state_dtype
+from ejkernel_triton.linear_recurrence.spec import state_dtype, with_compute_dtype
 from ejkernel_triton.sizes import (
     padded,
 )
@@ -31,7 +31,7 @@ class ChunkedResiduals(NamedTuple):
     None.
 
     Attributes:
-        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATES_PER_HEAD] float32, cumulative gates.
+        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, cumulative gates.
         scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], scores of pairs of tokens with gates per key channel.
         states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
         segment_states: [B, NUM_SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
@@ -45,7 +45,7 @@ class ChunkedResiduals(NamedTuple):
 
 @with_plain_states
 def forward(
-    record: LinearRecurrence, config: RecurrencePasses
+    record: LinearRecurrence, config: RecurrenceConfig
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], ChunkedResiduals]:
     """Returns output and final states of a record.
 
@@ -57,7 +57,7 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
         residuals.
     """
-    dtype, record = record.query.dtype, canonical(record)
+    dtype, record = record.query.dtype, with_compute_dtype(record)
     call = make_call(record, config, config.chunk)
     states, initial_states_of_scans = None, segment_initial_states(record, call)
     has_same_chunks = config.backward_chunk == config.chunk
@@ -167,7 +167,7 @@ def fused_chunk_scan(
         * (spec.NUM_SEQUENCES + (spec.CHUNKS_PER_SEGMENT == 0))
         * spec.H
         * cdiv(spec.V, config.fused_block_v),
-        num_warps=WARPS,
+        num_warps=DEFAULT_WARPS,
         num_stages=config.fused_stages,
         constants={
             "spec": spec,
@@ -191,7 +191,7 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
     from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_fwd_intra import chunk_fwd_intra_kernel
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
-    if spec.GATES_PER_HEAD < 2:
+    if spec.GATE_CHANNELS < 2:
         return None
     (scores,) = launch(
         chunk_fwd_intra_kernel,
@@ -199,7 +199,7 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
         [Shape((batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE), call.query.dtype)],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H,
-        num_warps=WARPS,
+        num_warps=DEFAULT_WARPS,
         num_stages=1,
         constants={"spec": spec, "BLOCK_K": config.score_block_k},
     )
@@ -212,7 +212,7 @@ def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     # With gates per key channel, another kernel has computed the scores of the whole chunk.
-    block_t = spec.CHUNK_SIZE if spec.GATES_PER_HEAD > 1 else min(spec.CHUNK_SIZE, config.output_block_t)
+    block_t = spec.CHUNK_SIZE if spec.GATE_CHANNELS > 1 else min(spec.CHUNK_SIZE, config.output_block_t)
     (output,) = launch(
         chunk_fwd_o_kernel,
         (

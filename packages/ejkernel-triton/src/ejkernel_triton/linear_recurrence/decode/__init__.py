@@ -20,7 +20,7 @@ another.
 """
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     tokens, sequences = record.query.shape[1], 1
     if record.parents is not None:  # no other kernel has trees, of any size
@@ -44,7 +44,7 @@ def implementations() -> tuple[Implementation, ...]:
             "linear_recurrence",
             name="triton_decode",
             forward="linear_recurrence.decode.forward:forward",
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.DecodeTile,
                 public_fields=config.PUBLIC_FIELDS,

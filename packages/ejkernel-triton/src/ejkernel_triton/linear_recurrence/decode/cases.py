@@ -10,25 +10,25 @@ from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionAr
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 
-STATE = {"return_state": True}
-_VALUE_GATES: Row = (
+RETURN_STATE = {"return_state": True}
+_VALUE_GATES_CASE: Row = (
     "a step with gates of keys and values",
     RecurrenceSizes(t=3, g=2, v=12),
-    gates("g_gamma", "gk", "gv", "initial_state", **STATE),
+    gates("g_gamma", "gk", "gv", "initial_state", **RETURN_STATE),
     ("decay", "value_decay", "initial_state"),
     ("awkward",),
 )
-_CHANNELS: Row = (
+_CHANNEL_GATES_CASE: Row = (
     "a step of eight tokens with a gate of channels",
     RecurrenceSizes(t=8, g=1, k=6, v=20, dtype=jnp.bfloat16),
     lambda key, sizes: {
-        **gates("gate of channels", **STATE)(key, sizes),
+        **gates("gate of channels", **RETURN_STATE)(key, sizes),
         "initial_state": normal(key, sizes.shape("initial_state"), jnp.bfloat16),
     },
     ("decay", "initial_state"),
     ("awkward",),
 )
-_SEGMENTS: Row = (
+_SEGMENTS_CASE: Row = (
     "a step with segments and padding",
     RecurrenceSizes(t=8),
     delta.segments,
@@ -49,8 +49,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
         (),
     )
     return {
-        "recurrent_attention": make_cases(RecurrentAttentionArguments, (_VALUE_GATES,)),
-        "gated_linear_attention": make_cases(GLAttentionArguments, (_CHANNELS,)),
-        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, (_SEGMENTS,)),
+        "recurrent_attention": make_cases(RecurrentAttentionArguments, (_VALUE_GATES_CASE,)),
+        "gated_linear_attention": make_cases(GLAttentionArguments, (_CHANNEL_GATES_CASE,)),
+        "gated_delta_rule": make_cases(GatedDeltaRuleArguments, (_SEGMENTS_CASE,)),
         "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, (skipped,)),
     }

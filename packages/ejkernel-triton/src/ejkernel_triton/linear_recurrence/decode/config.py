@@ -21,7 +21,7 @@ TRANSPOSED_BLOCK_V = 16
 STATE_ELEMENTS_PER_THREAD = 64
 """State elements per thread; as many registers again hold intermediate products of its sums."""
 
-MIN_TOKENS_FOR_MORE_ELEMENTS = 4
+MIN_TOKENS_FOR_DOUBLE_ELEMENTS = 4
 """Tokens per sequence from which on a thread has twice as many: the sums of 32 value channels then stay in one warp."""
 
 
@@ -32,12 +32,12 @@ class DecodeTile:
     Attributes:
         block_v: Value channels per program, which has all of their key channels; a power of two.
         num_warps: Warps per program.
-        streams: Whether the state is evicted first from the L2 cache, since it is read once and written once.
+        streams_state: Whether the state is evicted first from the L2 cache, since it is read once and written once.
     """
 
     block_v: int
     num_warps: int
-    streams: bool
+    streams_state: bool
 
     def __post_init__(self) -> None:
         if self.block_v < 1 or self.block_v & (self.block_v - 1):
@@ -56,7 +56,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     if (
         device.vendor == "nvidia"
         and not record.transposed_states
-        and tokens >= MIN_TOKENS_FOR_MORE_ELEMENTS * sequences
+        and tokens >= MIN_TOKENS_FOR_DOUBLE_ELEMENTS * sequences
     ):
         max_block_v, elements_per_thread = MAX_BLOCK_V // 2, 2 * STATE_ELEMENTS_PER_THREAD
     block, multiprocessors = min(max_block_v, padded(columns)), gpu_of(device).multiprocessors
@@ -76,7 +76,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64, 128)})
     tiles = [_make_tile(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
     tiles += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in tiles if x.num_warps < 8]
-    tiles += [dataclasses.replace(x, streams=True) for x in tiles if x.block_v >= MAX_BLOCK_V]
+    tiles += [dataclasses.replace(x, streams_state=True) for x in tiles if x.block_v >= MAX_BLOCK_V]
     return tuple(dict.fromkeys((first, *tiles)))
 
 
@@ -94,4 +94,4 @@ def _make_tile(
     """
     warp_size = 64 if device.vendor == "amd" else 32
     warps = padded(record.query.shape[3]) * block_v // (elements_per_thread * warp_size)
-    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams=False)
+    return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams_state=False)

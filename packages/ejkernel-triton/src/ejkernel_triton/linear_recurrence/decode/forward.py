@@ -27,7 +27,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
     from ejkernel_triton.linear_recurrence.decode.kernels.fused_recurrent import fused_recurrent_kernel
 
     spec, rows = make_spec(record, config), record.query.shape[0]
-    inputs, state = _inputs(record), (spec.V, spec.K) if spec.STATE_IS_TRANSPOSED else (spec.K, spec.V)
+    inputs, state = _kernel_inputs(record), (spec.V, spec.K) if spec.STATE_IS_TRANSPOSED else (spec.K, spec.V)
     final_shape = (rows, spec.NUM_SEQUENCES, spec.H, *state) if spec.IS_PACKED else (rows, spec.H, *state)
     final_shape = (rows, spec.T, spec.H, *state) if spec.HAS_TREES else final_shape
     final_states, output = launch(
@@ -47,7 +47,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
     return (output, final_states[0] if spec.IS_PACKED and not spec.HAS_TREES else final_states), ()
 
 
-def _inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
+def _kernel_inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
     """Returns the kernel's inputs: the tokens' fields, their roles (0 is padding, 2 begins a segment) and parents (by
     index in the row), and the states.
     """

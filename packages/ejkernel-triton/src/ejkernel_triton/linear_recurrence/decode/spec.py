@@ -25,8 +25,8 @@ class DecodeSpec:
         BLOCK_K: K, padded to a power of two.
         BLOCK_V: Value channels per program.
         NUM_VALUE_TILES: Programs per head's state.
-        GATES_PER_HEAD: Gates per head and token: 0 without gates, 1 or K.
-        GATE_TOKENS: T, or 1 where all tokens have the same gates.
+        GATE_CHANNELS: Gates per head and token: 0 without gates, 1 or K.
+        NUM_GATE_TOKENS: T, or 1 where all tokens have the same gates.
         GATE_TOKEN_STRIDE: Elements between the gates of consecutive tokens.
         HAS_VALUE_DECAY: Whether there are gates of value channels.
         HAS_BETA: Whether there is beta.
@@ -54,8 +54,8 @@ class DecodeSpec:
     BLOCK_K: int
     BLOCK_V: int
     NUM_VALUE_TILES: int
-    GATES_PER_HEAD: int
-    GATE_TOKENS: int
+    GATE_CHANNELS: int
+    NUM_GATE_TOKENS: int
     GATE_TOKEN_STRIDE: int
     HAS_VALUE_DECAY: bool
     HAS_BETA: bool
@@ -91,8 +91,8 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         BLOCK_K=1 << (keys - 1).bit_length(),
         BLOCK_V=config.block_v,
         NUM_VALUE_TILES=cdiv(columns, config.block_v),
-        GATES_PER_HEAD=gates,
-        GATE_TOKENS=gate_tokens,
+        GATE_CHANNELS=gates,
+        NUM_GATE_TOKENS=gate_tokens,
         GATE_TOKEN_STRIDE=heads * gates if gate_tokens > 1 else 0,
         HAS_VALUE_DECAY=record.value_decay is not None,
         HAS_BETA=record.beta is not None,
@@ -102,7 +102,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         IS_PACKED=packed,
         HAS_INITIAL_STATE=(record.sequence_state if packed else record.initial_state) is not None,
         OUTPUT_SCALE=record.softmax_scale,
-        STATE_EVICTION_POLICY="evict_first" if config.streams else "",
+        STATE_EVICTION_POLICY="evict_first" if config.streams_state else "",
         NUM_SLOTS=0 if (slots := in_slots(record)) is None else slots.slots.shape[0],
         STATE_IS_TRANSPOSED=record.transposed_states,
         IN_PLACE=_in_place(record),

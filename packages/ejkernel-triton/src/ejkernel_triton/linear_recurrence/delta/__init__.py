@@ -12,10 +12,10 @@ from ejkernel_triton.requirements import triton_implementation, triton_requires
 HANDLES = (chunked.HANDLES - {"dt", "skip", "precision", "transposed_states"}) | {"beta"}
 """Optional fields that the delta rule's kernels honour."""
 
-GRADIENTS = (chunked.GRADIENTS - {"dt", "skip"}) | {"beta"}
+DIFFERENTIABLE_FIELDS = (chunked.DIFFERENTIABLE_FIELDS - {"dt", "skip"}) | {"beta"}
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
@@ -29,11 +29,11 @@ def implementations() -> tuple[Implementation, ...]:
             name="triton_delta",
             forward="linear_recurrence.delta.forward:forward",
             backward="linear_recurrence.delta.backward:backward",
-            gradients=GRADIENTS,
+            gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace(
-                forward=config.DeltaPasses,
+                forward=config.DeltaRuleConfig,
                 public_fields=PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,

@@ -21,14 +21,14 @@ from ejkernel_triton.linear_recurrence.chunked.backward import (
     zero_padding_gradients,
 )
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
-from ejkernel_triton.linear_recurrence.delta.config import DeltaPasses
+from ejkernel_triton.linear_recurrence.delta.config import DeltaRuleConfig
 from ejkernel_triton.linear_recurrence.delta.forward import (
     DeltaResiduals,
     chunk_states,
     delta_config,
+    replace_arrays,
     segment_states,
     tokens_per_chunk,
-    with_arrays,
     wy_form,
 )
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
@@ -45,17 +45,17 @@ class StateGradients(NamedTuple):
 
     Attributes:
         dstates: [B, H, NUM_CHUNKS, K, V], gradients of the states after the chunks.
-        first: [B, NUM_SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
+        initial_dstates: [B, NUM_SEQUENCES, H, K, V] float32, gradients of the states before the first chunks.
         dv_new: [B, T, H, V], gradients of the tokens' writes.
     """
 
     dstates: jax.Array
-    first: jax.Array
+    initial_dstates: jax.Array
     dv_new: jax.Array
 
 
 @with_plain_state_gradients
-def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
+def backward(pullback: Pullback, config: DeltaRuleConfig) -> Gradients:
     """Returns the gradients of the requested fields of a record with beta.
 
     Args:
@@ -73,14 +73,14 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
         residuals = residuals._replace(wy=wy)
     else:
         call = make_call(record, config, tokens_per_chunk(record, config.backward_chunk), compute_gate_cumsum=False)
-        call = with_arrays(call, residuals.arrays)
+        call = replace_arrays(call, residuals.arrays)
     if residuals.segments is None:
         residuals = residuals._replace(segments=segment_states(record, call, residuals.wy, keep_transitions=True))
     if residuals.states is None:
         states, _, value = chunk_states(record, call, residuals.wy, residuals.segments)
         residuals = residuals._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
-    gradients = _gradients(
+    gradients = _gradients_of_all_fields(
         record, call, residuals, cotangent, pullback.cotangent[1], gate_gradient_dtype(record, grad_fields)
     )
     if record.cu_seqlens is not None:
@@ -88,7 +88,7 @@ def backward(pullback: Pullback, config: DeltaPasses) -> Gradients:
     return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(grad_fields)}
 
 
-def _gradients(
+def _gradients_of_all_fields(
     record: LinearRecurrence,
     call: RecurrenceCall,
     residuals: DeltaResiduals,
@@ -115,7 +115,9 @@ def _gradients(
         (cast(jax.Array, residuals.states), state_gradients.dstates),
         dgates_dtype=dgates_dtype,
     )
-    initial_gradients = state_gradients.first[0] if record.cu_seqlens is not None else state_gradients.first[:, 0]
+    initial_gradients = (
+        state_gradients.initial_dstates[0] if record.cu_seqlens is not None else state_gradients.initial_dstates[:, 0]
+    )
     return {
         "query": dquery,
         "key": dkey,
@@ -143,10 +145,10 @@ def _state_gradients(
 
     final_gradients = final_cotangent[None] if record.cu_seqlens is not None else final_cotangent[:, None]
     if segments.end_states is not None:
-        sub_segment_plan = plan_sub_segments(call.spec, reverse=True, zero_start=False)
+        sub_segment_plan = plan_sub_segments(call.spec, reverse=True, row_starts_from_zeros=False)
         spec = dataclasses.replace(
             call.spec,
-            NUM_SEQUENCES=sub_segment_plan.num_scanned,
+            NUM_SEQUENCES=sub_segment_plan.num_scanned_sub_segments,
             CHUNKS_PER_SEGMENT=sub_segment_plan.chunks_per_sub_segment,
         )
         chunks_until_decayed = find_chunks_until_decayed(call, w, sub_segment_plan)
@@ -201,7 +203,7 @@ def pass_state_gradients(
     """
     spec, batch = call.spec, call.query.shape[0]
     dstates_shape, dv_new_shape = (batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
-    return _chunk_bwd_dhu(
+    return _launch_chunk_bwd_dhu(
         call, (w, cotangent, intra_chunk_dv, final_gradients, None), Shape(dstates_shape, dtype), dv_new_shape
     )
 
@@ -229,10 +231,10 @@ def end_gradients(
     call = dataclasses.replace(call, config=_end_gradient_config(delta_config(call)))
     empty_shape = (call.query.shape[0],)
     arrays = (w, cotangent, intra_chunk_dv, None, chunks_until_decayed)
-    return _chunk_bwd_dhu(call, arrays, Shape(empty_shape, jnp.float32), empty_shape).first
+    return _launch_chunk_bwd_dhu(call, arrays, Shape(empty_shape, jnp.float32), empty_shape).initial_dstates
 
 
-def _chunk_bwd_dhu(
+def _launch_chunk_bwd_dhu(
     call: RecurrenceCall, arrays: tuple[Any, ...], dstates_shape: Shape, dv_new_shape: tuple[int, ...]
 ) -> StateGradients:
     """Launches `chunk_bwd_dhu_kernel`.
@@ -283,7 +285,7 @@ def _chunk_bwd_dhu(
     return StateGradients(*outputs)
 
 
-def _end_gradient_config(config: DeltaPasses) -> DeltaPasses:
+def _end_gradient_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
     """Returns a configuration for two programs per multiprocessor, as in `stages.end_states`."""
     return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
 
@@ -356,7 +358,7 @@ def key_gradients(
         dgates_dtype: Dtype of the gradient of the gates; None if it is not requested.
 
     Returns:
-        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, GATES_PER_HEAD] of the log gates, and [B, T, H].
+        [B, T, HQ, K] and [B, T, HK, K] in the query's dtype, [B, T, H, GATE_CHANNELS] of the log gates, and [B, T, H].
     """
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dqkwg import chunk_bwd_dqkwg_kernel
 
@@ -364,7 +366,7 @@ def key_gradients(
     num_tiles = cdiv(spec.K, config.gradient_block_k)
     partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
     row_gradient_dtypes = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
-    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATES_PER_HEAD > 1 else partial_sum_shape
+    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
     dquery, dkey, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
         (
@@ -397,6 +399,6 @@ def key_gradients(
             "COMPUTE_GATE_GRADIENTS": dgates_dtype is not None,
         },
     )
-    if dgates_dtype is not None and spec.GATES_PER_HEAD == 1:
+    if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
         dgates = dgates.sum(1)[..., None]
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates, dbeta.sum(1)

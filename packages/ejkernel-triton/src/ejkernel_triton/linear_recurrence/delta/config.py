@@ -10,19 +10,19 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.chunked.config import (
-    config_fields,
+    config_as_dict,
     fits_fused_scan,
-    make_chunk_passes,
+    make_chunked_config,
     num_sequences,
 )
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, ChunkedConfig
 from ejkernel_triton.sizes import (
     padded,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaPasses(ChunkPasses):
+class DeltaRuleConfig(ChunkedConfig):
     """Configuration of both passes of the delta rule.
 
     Attributes:
@@ -43,9 +43,9 @@ class DeltaPasses(ChunkPasses):
     dh_stages: int
 
 
-def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses:
+def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkedConfig:
     """Returns chunks and tiles of the forward pass for a record with beta on a device."""
-    config, multiprocessors = make_chunk_passes(record, device, 64), gpu_of(device).multiprocessors
+    config, multiprocessors = make_chunked_config(record, device, 64), gpu_of(device).multiprocessors
     value_dim, block_v = record.value.shape[3], config.state_block_v
     num_scans, segments = record.query.shape[0] * num_sequences(record) * head_count(record), config.segments
     if not interpreting():
@@ -68,7 +68,7 @@ def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkPasses
     )
 
 
-def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaPasses:
+def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> DeltaRuleConfig:
     """Returns the default chunks and tiles of both passes for a record with beta on a device, not measured."""
     config, chip = _forward_config(record, device), gpu_of(device)
     has_small_shared_memory, is_hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
@@ -78,7 +78,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     block_v = min(config.state_block_v, 64 if is_hopper else 32)
     # As many as spill nothing, but on Hopper.
     max_wy_block_k = {"hopper": 64, "ampere": 16, "ada": 16}.get(chip.architecture, 32)
-    fields: dict[str, Any] = config_fields(config) | {
+    fields: dict[str, Any] = config_as_dict(config) | {
         "backward_chunk": config.chunk,
         "state_block_v": block_v,
         "state_stages": 1
@@ -93,7 +93,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "fused_block_v": block_v,
         "wy_block_k": min(config.score_block_k, max_wy_block_k) if by_channel(record) else config.score_block_k,
         "wy_block_v": config.output_block_v,
-        "wy_warps": WARPS,
+        "wy_warps": DEFAULT_WARPS,
     }
     if is_hopper and record.query.dtype.itemsize == 2 and not interpreting():
         # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64.
@@ -106,7 +106,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
             "wy_block_v": min(padded_value_dim, max_wy_block),
         }
         fields["output_block_v"] = min(padded_value_dim, 128 if by_channel(record) else 64)
-    return DeltaPasses(**fields, dh_block_v=block_v, dh_warps=4, dh_stages=1 if has_small_shared_memory else 2)
+    return DeltaRuleConfig(**fields, dh_block_v=block_v, dh_warps=4, dh_stages=1 if has_small_shared_memory else 2)
 
 
 def _uses_fused_scan(record: LinearRecurrence, device: DeviceInfo, block_v: int) -> bool:
@@ -117,7 +117,7 @@ def _uses_fused_scan(record: LinearRecurrence, device: DeviceInfo, block_v: int)
     return is_faster and block_v == 64 and fits_fused_scan(record, device)
 
 
-def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaPasses, ...]:
+def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaRuleConfig, ...]:
     """Returns configurations of both passes worth measuring for a record with beta on a device."""
     default = heuristic(record, device, direction)
     if interpreting():

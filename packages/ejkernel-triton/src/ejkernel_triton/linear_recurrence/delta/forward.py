@@ -18,7 +18,7 @@ from ejkernel_triton.linear_recurrence.chunked.forward import (
     zero_padding,
 )
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
-from ejkernel_triton.linear_recurrence.delta.config import DeltaPasses
+from ejkernel_triton.linear_recurrence.delta.config import DeltaRuleConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import (
     delta_initial_states,
@@ -83,7 +83,7 @@ class DeltaResiduals(NamedTuple):
 
 @with_plain_states
 def forward(
-    record: LinearRecurrence, config: DeltaPasses
+    record: LinearRecurrence, config: DeltaRuleConfig
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], DeltaResiduals]:
     """Returns output and final states of a record with beta, and the private residuals for its gradients.
 
@@ -118,7 +118,7 @@ def forward(
     return (output if run_fused_scan else zero_padding(output, call.chunk_tables), final_states[0]), (), private
 
 
-def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
+def replace_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) -> RecurrenceCall:
     """Returns a call with the arrays of another one; if they include decayed queries and keys, its spec says so."""
     if "query" in arrays:
         spec = dataclasses.replace(call.spec, QK_ARE_DECAYED=True, HQ=call.spec.H, HK=call.spec.H)
@@ -127,13 +127,13 @@ def with_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None]) ->
 
 
 def wy_arrays(call: RecurrenceCall) -> dict[str, jax.Array | None]:
-    """Returns the arrays of a call that the WY form's kernels computed, for `with_arrays`."""
+    """Returns the arrays of a call that the WY form's kernels computed, for `replace_arrays`."""
     names = ("gates", "query", "key", "scores") if call.spec.QK_ARE_DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
 
 
 def wy_form(
-    record: LinearRecurrence, config: DeltaPasses, chunk: int, *, store_inverse: bool
+    record: LinearRecurrence, config: DeltaRuleConfig, chunk: int, *, store_inverse: bool
 ) -> tuple[WYForm, RecurrenceCall]:
     """Computes the WY form, and the call for state passing and outputs.
 
@@ -178,7 +178,7 @@ def segment_states(
     if record.cu_seqlens is not None or call.spec.NUM_SEQUENCES < 2:
         return SegmentStates(initial)
     sub_segment_plan = plan_sub_segments(
-        call.spec, reverse=False, zero_start=initial is None, scan_last_segment=keep_transitions
+        call.spec, reverse=False, row_starts_from_zeros=initial is None, scan_last_segment=keep_transitions
     )
     chunks_until_decayed = find_chunks_until_decayed(call, wy.w, sub_segment_plan)
     segment_end_states, passes_state = end_states(
@@ -292,10 +292,10 @@ def wy_channel_gates(
         constants={**constants, "BLOCK_K": config.wy_block_k},
     )
     arrays = {"query": query, "key": key, "gates": totals, "scores": scores}
-    return WYForm(u, w, inverse), with_arrays(call, arrays)
+    return WYForm(u, w, inverse), replace_arrays(call, arrays)
 
 
-def delta_config(call: RecurrenceCall) -> DeltaPasses:
+def delta_config(call: RecurrenceCall) -> DeltaRuleConfig:
     """Returns the configuration of a call of the delta rule."""
-    assert isinstance(call.config, DeltaPasses)  # the configuration type of the implementation
+    assert isinstance(call.config, DeltaRuleConfig)  # the configuration type of the implementation
     return call.config

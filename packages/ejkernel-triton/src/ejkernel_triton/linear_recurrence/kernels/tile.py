@@ -47,12 +47,12 @@ def sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.co
 
 
 @triton.jit
-def sequence_of_scan(sequences_by_length, row, scan, spec: tl.constexpr, per: tl.constexpr):
+def sequence_of_scan(sequences_by_length, row, scan_index, spec: tl.constexpr, per: tl.constexpr):
     """Returns the sequence or segment of the n-th scan of a row."""
     if spec.CHUNKS_PER_SEGMENT == 0:
-        return tl.load(sequences_by_length + (row // per.SEQUENCES_BY_LENGTH) * spec.NUM_SEQUENCES + scan)
+        return tl.load(sequences_by_length + (row // per.SEQUENCES_BY_LENGTH) * spec.NUM_SEQUENCES + scan_index)
     else:
-        return scan
+        return scan_index
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def masked_load(at, rows, columns, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.con
 
 @triton.jit
 def chunk_address(base, row, start, head, T: tl.constexpr, NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns the address of a head's first token of a chunk in [rows, T, NUM_HEADS, GATES_PER_HEAD]."""
+    """Returns the address of a head's first token of a chunk in [rows, T, NUM_HEADS, GATE_CHANNELS]."""
     # The tile's address has 64 bits, offsets within it 32: 64-bit offsets of elements take registers.
     return base + ((tl.cast(row, tl.int64) * T + start) * NUM_HEADS + head) * WIDTH
 
@@ -169,14 +169,14 @@ def store_state(base, tile, key_start, value_start, spec: tl.constexpr):
 
 @triton.jit
 def gates_address(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr):
-    """Returns the address of a chunk's cumulative gates in [rows, H, NUM_CHUNKS * CHUNK_SIZE, GATES_PER_HEAD]; unused
+    """Returns the address of a chunk's cumulative gates in [rows, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS]; unused
     without gates.
     """
-    if spec.GATES_PER_HEAD > 0 and not spec.HAS_CONSTANT_GATES:
+    if spec.GATE_CHANNELS > 0 and not spec.HAS_CONSTANT_GATES:
         first = (tl.cast(row // per.GATES, tl.int64) * spec.H + head) * (
             spec.NUM_CHUNKS * spec.CHUNK_SIZE
         ) + chunk * spec.CHUNK_SIZE
-        return gates + first * spec.GATES_PER_HEAD
+        return gates + first * spec.GATE_CHANNELS
     else:
         return gates
 

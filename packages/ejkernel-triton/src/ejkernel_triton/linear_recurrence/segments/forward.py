@@ -10,7 +10,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.linear_recurrence.config import MIN_TILE, WARPS, ChunkPasses
+from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
@@ -81,7 +81,7 @@ def launch_chunk_fwd_h(
     outputs: list[Shape],
     constants: dict[str, Any],
     *,
-    num_warps: int = WARPS,
+    num_warps: int = DEFAULT_WARPS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Launches `chunk_fwd_h_kernel` with the arrays of `pass_states`, and `chunks_until_decayed` of
     `find_chunks_until_decayed`.
@@ -123,7 +123,7 @@ def launch_chunk_fwd_h(
             "COMPUTE_TRANSITIONS": False,
             "FIRST_SEGMENT": 0,
             "STARTS_FROM_ZERO": False,
-            "NUM_END_STATES": 0,
+            "NUM_SCANS_WITH_FINAL_STATE": 0,
             "SUB_SEGMENTS_PER_SEGMENT": 0,
             "UNTIL_DECAYED_TILES": 0,
             **constants,
@@ -150,7 +150,7 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     from ejkernel_triton.linear_recurrence.segments.kernels.chunks_until_decayed import chunks_until_decayed_kernel
 
     spec, config, batch = call.spec, call.config, w.shape[0]
-    if spec.GATES_PER_HEAD == 0 or w.dtype == jnp.float16:
+    if spec.GATE_CHANNELS == 0 or w.dtype == jnp.float16:
         return None
     block_v = min(UNTIL_DECAYED_BLOCK_V, config.state_block_v)
     num_tiles, block_k, max_stages = (
@@ -164,15 +164,15 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
         [Shape((batch, spec.NUM_SEQUENCES, spec.H, num_tiles), jnp.int32)],
         batch=batch,
         grid=batch * spec.NUM_SEQUENCES * spec.H * num_tiles,
-        num_warps=WARPS,
+        num_warps=DEFAULT_WARPS,
         num_stages=state_stages(call, max_stages, block_k=block_k, block_v=block_v, reads_v_new=False),
         constants={
             "spec": spec,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
             "REVERSE": sub_segment_plan.reverse,
-            "FIRST_SEGMENT": sub_segment_plan.first_scanned,
-            "NUM_SCANNED_SEGMENTS": sub_segment_plan.num_scanned,
+            "FIRST_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
+            "NUM_SCANNED_SEGMENTS": sub_segment_plan.num_scanned_sub_segments,
             "MAX_CHUNKS": MAX_CHUNKS_UNTIL_DECAYED,
             "CHUNKS_PER_CHECK": CHUNKS_PER_CHECK,
         },
@@ -207,7 +207,7 @@ def end_states(
     batch = keys_or_queries.shape[0]
     spec = dataclasses.replace(
         call.spec,
-        NUM_SEQUENCES=sub_segment_plan.num_scanned,
+        NUM_SEQUENCES=sub_segment_plan.num_scanned_sub_segments,
         CHUNKS_PER_SEGMENT=sub_segment_plan.chunks_per_sub_segment,
     )
     num_columns = spec.V if w is None else spec.V + spec.K
@@ -220,9 +220,9 @@ def end_states(
         "REVERSE": sub_segment_plan.reverse,
         "STORE_CHUNK_STATES": False,
         "COMPUTE_TRANSITIONS": w is not None,
-        "FIRST_SEGMENT": sub_segment_plan.first_scanned,
-        "STARTS_FROM_ZERO": sub_segment_plan.zero_start,
-        "NUM_END_STATES": sub_segment_plan.num_end_states,
+        "FIRST_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
+        "STARTS_FROM_ZERO": sub_segment_plan.row_starts_from_zeros,
+        "NUM_SCANS_WITH_FINAL_STATE": sub_segment_plan.num_scans_with_final_state,
         "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
         "UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
     }
@@ -232,7 +232,7 @@ def end_states(
     return launch_chunk_fwd_h(call, arrays, outputs, constants, num_warps=num_warps)[1:]
 
 
-def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
+def _end_state_config(call: RecurrenceCall) -> tuple[ChunkedConfig, int]:
     """Returns the configuration and warps of a call whose scans store final states only."""
     spec = call.spec
     # More programs per multiprocessor, so that one computes while the other waits for its state.
@@ -243,7 +243,7 @@ def _end_state_config(call: RecurrenceCall) -> tuple[ChunkPasses, int]:
         # without decay are the last to finish, so no second program hides their latency: a third stage gives 0.455
         # instead of 0.466.
         return dataclasses.replace(config, state_block_k=128, state_block_v=128, state_stages=3), 8
-    return config, WARPS
+    return config, DEFAULT_WARPS
 
 
 def decayed_initial_states(
@@ -269,7 +269,7 @@ def decayed_initial_states(
     from ejkernel_triton.linear_recurrence.segments.kernels.decayed_initial_states import decayed_initial_states_kernel
 
     spec, batch = call.spec, keys_or_queries.shape[0]
-    sub_segment_plan = plan_sub_segments(spec, reverse=reverse, zero_start=initial_states is None)
+    sub_segment_plan = plan_sub_segments(spec, reverse=reverse, row_starts_from_zeros=initial_states is None)
     # Float32 ends: rounding errors would reach every later segment.
     sub_segment_end_states, _ = end_states(call, keys_or_queries, values_or_cotangent, sub_segment_plan)
     block_k, block_v = (min(32, padded(n, MIN_TILE)) for n in (spec.K, spec.V))
@@ -330,10 +330,10 @@ def delta_initial_states(
         constants={
             "spec": spec,
             "NUM_SEGMENTS": spec.NUM_SEQUENCES,
-            "NUM_END_STATES": end_states.shape[1],
+            "NUM_SCANS_WITH_FINAL_STATE": end_states.shape[1],
             "NUM_TRANSITIONS": transitions.shape[1],
-            "END_COLUMNS": end_states.shape[4],
-            "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned,
+            "END_STATE_COLUMNS": end_states.shape[4],
+            "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
             "BLOCK_K": padded(spec.K, MIN_TILE),
             "BLOCK_J": min(padded(spec.K, MIN_TILE), 32),
             "BLOCK_V": block_v,

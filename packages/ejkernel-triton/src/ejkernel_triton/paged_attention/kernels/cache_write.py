@@ -8,7 +8,7 @@ A program writes one tile of query rows, for one head of the cache and one compo
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
@@ -41,11 +41,15 @@ def cache_write_kernel(
     head = program // spec.KV_COMPONENTS % spec.CACHE_HEADS
     entry = program // (spec.KV_COMPONENTS * spec.CACHE_HEADS) % spec.NUM_ENTRIES
     batch = tl.cast(program // (spec.KV_COMPONENTS * spec.CACHE_HEADS * spec.NUM_ENTRIES), tl.int64)
-    keys = at_batch(keys, batch, per.KEYS, spec.NUM_TOKENS * spec.HK * spec.D)
+    keys = batch_row_address(keys, batch, per.KEYS, spec.NUM_TOKENS * spec.HK * spec.D)
     if spec.KV_COMPONENTS == 2:
-        values = at_batch(values, batch, per.VALUES, spec.NUM_TOKENS * spec.HK * spec.D)
-    block_tables = at_batch(block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE)
-    entry_address = at_batch(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS) + entry * ENTRY_FIELDS
+        values = batch_row_address(values, batch, per.VALUES, spec.NUM_TOKENS * spec.HK * spec.D)
+    block_tables = batch_row_address(
+        block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
+    )
+    entry_address = (
+        batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS) + entry * ENTRY_FIELDS
+    )
     sequence, first_row, num_rows = (
         tl.load(entry_address + ENTRY_SEQUENCE),
         tl.load(entry_address + ENTRY_FIRST_ROW),

@@ -20,7 +20,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Kwon et al. 2023, arXiv:230
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, at_batch, dot, finite
+from ejkernel_triton.blocks import add_dot, batch_row_address, dot, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
@@ -110,9 +110,9 @@ def attend_tile(
                 attends & (k[None, :] >= chunk_start[:, None]) & (k[None, :] < (chunk_start + spec.CHUNK_SIZE)[:, None])
             )
     scores = tl.where(attends, scores, float("-inf"))
-    # Online softmax. `finite` is for rows without any key so far: -inf - -inf would be NaN.
+    # Online softmax. `minus_inf_to_zero` is for rows without any key so far: -inf - -inf would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = finite(new_max)
+    shift = minus_inf_to_zero(new_max)
     p = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(p, 1)
@@ -257,20 +257,22 @@ def paged_attention_kernel(
     head_tile = program % spec.HEAD_TILES_PER_KV_HEAD
     batch = tl.cast(program // (spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
     program = program // spec.HEAD_TILES_PER_KV_HEAD % spec.NUM_PROGRAMS
-    query = at_batch(query, batch, per.QUERY, spec.NUM_QUERY_ROWS * spec.H * spec.D)
-    keys = at_batch(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
-    values = at_batch(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
+    query = batch_row_address(query, batch, per.QUERY, spec.NUM_QUERY_ROWS * spec.H * spec.D)
+    keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
+    values = batch_row_address(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
     if spec.PAGES_PER_SEQUENCE > 0:
-        block_tables = at_batch(block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE)
+        block_tables = batch_row_address(
+            block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
+        )
     work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
     if spec.HAS_ALIBI:
-        alibi_slopes = at_batch(alibi_slopes, batch, per.ALIBI_SLOPES, spec.H)
+        alibi_slopes = batch_row_address(alibi_slopes, batch, per.ALIBI_SLOPES, spec.H)
     if spec.QQ_BIAS_SIZE > 0:
-        qq_bias = at_batch(qq_bias, batch, per.QQ_BIAS, spec.QQ_BIAS_SIZE)
+        qq_bias = batch_row_address(qq_bias, batch, per.QQ_BIAS, spec.QQ_BIAS_SIZE)
     if spec.QQ_BIAS_PACKED:
-        qq_bias_tables = at_batch(qq_bias_tables, batch, per.QQ_BIAS_TABLES, spec.NUM_SEQUENCES * 2)
+        qq_bias_tables = batch_row_address(qq_bias_tables, batch, per.QQ_BIAS_TABLES, spec.NUM_SEQUENCES * 2)
     if spec.LOAD_ROW_POSITIONS:
-        positions = at_batch(positions, batch, per.POSITIONS, spec.NUM_QUERY_ROWS * 2)
+        positions = batch_row_address(positions, batch, per.POSITIONS, spec.NUM_QUERY_ROWS * 2)
     output, lse = output + batch * spec.NUM_QUERY_ROWS * spec.H * spec.DV, lse + batch * spec.NUM_QUERY_ROWS * spec.H
     slot_row_offset = batch * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * 2 * spec.M
     PARTIAL_ACC_WIDTH: tl.constexpr = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)

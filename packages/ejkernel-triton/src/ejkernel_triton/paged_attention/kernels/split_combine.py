@@ -12,7 +12,7 @@ programs return.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch, finite
+from ejkernel_triton.blocks import batch_row_address, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
@@ -56,9 +56,9 @@ def split_combine_kernel(
     work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
     PARTIAL_ACC_WIDTH: tl.constexpr = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
     SLOT_ROWS: tl.constexpr = spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * 2 * spec.M
-    partial_accs = at_batch(partial_accs, batch, per.PARTIAL_ACCS, SLOT_ROWS * PARTIAL_ACC_WIDTH)
-    partial_row_maxima = at_batch(partial_row_maxima, batch, per.PARTIAL_ROW_MAXIMA, SLOT_ROWS)
-    partial_row_sums = at_batch(partial_row_sums, batch, per.PARTIAL_ROW_SUMS, SLOT_ROWS)
+    partial_accs = batch_row_address(partial_accs, batch, per.PARTIAL_ACCS, SLOT_ROWS * PARTIAL_ACC_WIDTH)
+    partial_row_maxima = batch_row_address(partial_row_maxima, batch, per.PARTIAL_ROW_MAXIMA, SLOT_ROWS)
+    partial_row_sums = batch_row_address(partial_row_sums, batch, per.PARTIAL_ROW_SUMS, SLOT_ROWS)
     output, lse = output + batch * spec.NUM_QUERY_ROWS * spec.H * spec.DV, lse + batch * spec.NUM_QUERY_ROWS * spec.H
     tiles_per_share, total_tiles = (
         tl.load(program_shares + spec.NUM_PROGRAMS * 2),
@@ -106,7 +106,7 @@ def split_combine_kernel(
                 partial_accs + slot_row[:, None] * PARTIAL_ACC_WIDTH + dv[None, :], mask=valid[:, None], other=0.0
             )
             new_max = tl.maximum(row_max, tl.max(slot_row_maxima, 0))
-            shift = finite(new_max)
+            shift = minus_inf_to_zero(new_max)
             # Each slot is relative to its own maximum: rescale to the common one.
             weights = tl.exp2(slot_row_maxima - shift)
             alpha = tl.exp2(row_max - shift)

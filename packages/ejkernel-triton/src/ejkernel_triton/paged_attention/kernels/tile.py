@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, at_batch, finite, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, LOG2E, batch_row_address, minus_inf_to_zero, round_bfloat16, tanh
 
 # Fields of a work entry.
 ENTRY_SEQUENCE = tl.constexpr(0)
@@ -212,12 +212,12 @@ def store_output_rows(
     `rotary_acc` holds the value columns after those of `acc`, if any.
     """
     mask = m < num_rows * spec.G
-    shared_max = finite(row_max)
+    shared_max = minus_inf_to_zero(row_max)
     output_scale = tl.full(m.shape, 1.0, tl.float32)
     if spec.HAS_SINKS:
         # The sink may exceed every score, so it joins the maximum as well as the denominator. It has no value.
         sink = tl.load(sinks + head * spec.G + m % spec.G) * LOG2E
-        shared_max = finite(tl.maximum(row_max, sink))
+        shared_max = minus_inf_to_zero(tl.maximum(row_max, sink))
         output_scale = tl.exp2(row_max - shared_max)
         row_sum = row_sum * output_scale + tl.exp2(sink - shared_max)
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
@@ -260,8 +260,8 @@ def store_partial_acc(partial_accs, slot, acc, rotary_acc, spec: tl.constexpr):
 @triton.jit
 def offset_tables_to_batch(work_list, program_shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
     """Returns the work list, the programs' shares and the sinks of a batch row."""
-    work_list = at_batch(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS)
-    program_shares = at_batch(program_shares, batch, per.PROGRAM_SHARES, (spec.NUM_PROGRAMS + 1) * 2)
+    work_list = batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS)
+    program_shares = batch_row_address(program_shares, batch, per.PROGRAM_SHARES, (spec.NUM_PROGRAMS + 1) * 2)
     if spec.HAS_SINKS:
-        sinks = at_batch(sinks, batch, per.SINKS, spec.H)
+        sinks = batch_row_address(sinks, batch, per.SINKS, spec.H)
     return work_list, program_shares, sinks

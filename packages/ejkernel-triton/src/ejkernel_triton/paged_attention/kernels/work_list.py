@@ -14,7 +14,7 @@ loads and the stores, since threads read what others wrote.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_CONTEXT_LEN,
     ENTRY_FIELDS,
@@ -71,7 +71,7 @@ def work_list_kernel(
 ):
     """Computes the entries and the shares of one batch row."""
     batch = tl.cast(tl.program_id(0), tl.int64)
-    kv_lens = at_batch(kv_lens, batch, per.KV_LENS, spec.NUM_SEQUENCES)
+    kv_lens = batch_row_address(kv_lens, batch, per.KV_LENS, spec.NUM_SEQUENCES)
     work_list = work_list + batch * spec.NUM_ENTRIES * ENTRY_FIELDS
     program_shares = program_shares + batch * (spec.NUM_PROGRAMS + 1) * 2
     n = tl.arange(0, PADDED_NUM_SEQUENCES)
@@ -80,11 +80,11 @@ def work_list_kernel(
     entry_in_bounds = w < spec.NUM_ENTRIES
     entry_address = work_list + w * ENTRY_FIELDS
     if spec.HAS_QUERY_START:
-        query_start = at_batch(query_start, batch, per.QUERY_START, spec.NUM_SEQUENCES + 1)
+        query_start = batch_row_address(query_start, batch, per.QUERY_START, spec.NUM_SEQUENCES + 1)
         valid = n < spec.NUM_SEQUENCES
         if spec.HAS_NUM_SEQS:
             # Sequences past the live ones have no rows: their lengths are ignored.
-            valid = valid & (n < tl.load(at_batch(num_seqs, batch, per.NUM_SEQS, 1)))
+            valid = valid & (n < tl.load(batch_row_address(num_seqs, batch, per.NUM_SEQS, 1)))
         first_row = tl.load(query_start + n, mask=valid, other=0)
         rows_per_sequence = tl.maximum(tl.load(query_start + n + 1, mask=valid, other=0) - first_row, 0)
         tiles_per_sequence = (rows_per_sequence + spec.BLOCK_Q - 1) // spec.BLOCK_Q
@@ -121,7 +121,7 @@ def work_list_kernel(
     position = kv_len - num_sequence_rows + earlier_rows
     key_start = tl.zeros_like(w)
     if spec.HAS_KV_STARTS:
-        kv_starts = at_batch(kv_starts, batch, per.KV_STARTS, spec.NUM_SEQUENCES)
+        kv_starts = batch_row_address(kv_starts, batch, per.KV_STARTS, spec.NUM_SEQUENCES)
         key_start = tl.load(kv_starts + sequence, mask=entry_in_bounds, other=0)
     key_start, key_end = key_range(key_start, position, rows, kv_len, spec)
     num_spanned_tiles = (key_end + spec.BLOCK_KV - 1) // spec.BLOCK_KV - key_start // spec.BLOCK_KV

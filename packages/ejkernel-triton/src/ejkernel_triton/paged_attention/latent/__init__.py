@@ -15,7 +15,7 @@ HANDLES = frozenset(
 """Optional fields that the records of `mla_decode` can have."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record of `mla_decode` that `Requires` cannot express."""
     if record.key.shape[-1] > 640 or (record.value.shape[-1] > 512 and record.value.shape[-1] < record.key.shape[-1]):
         yield f"key: got rows of {record.key.shape[-1]}, the kernel has at most 512 latent columns and 128 rotary ones"
@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
             only=frozenset({"mla_decode"}),
             name="triton_latent",
             forward="paged_attention.latent.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace(
                 forward=PagedForward,
                 public_fields=PUBLIC_FIELDS,

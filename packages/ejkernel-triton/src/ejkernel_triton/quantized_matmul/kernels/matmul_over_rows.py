@@ -18,7 +18,7 @@ order, so results are reproducible bit for bit.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, at_batch
+from ejkernel_triton.blocks import add_dot, batch_row_address
 from ejkernel_triton.quantized_matmul.kernels.dequantize import (
     dequantize,
     load_scales,
@@ -38,11 +38,11 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, nf4_table, split_outputs, 
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
     batch, split_index, column, row = program_position(tl.program_id(0), COLUMN_TILES, spec)
-    x = at_batch(x, batch, per.X, spec.M * spec.R)
-    packed = at_batch(packed, batch, per.PACKED, spec.R * spec.W)
-    scales = at_batch(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
+    x = batch_row_address(x, batch, per.X, spec.M * spec.R)
+    packed = batch_row_address(packed, batch, per.PACKED, spec.R * spec.W)
+    scales = batch_row_address(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
     if spec.INTEGER_CODES and not spec.SHARED_ZERO:
-        zeros = at_batch(zeros, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
+        zeros = batch_row_address(zeros, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
     split_outputs += (batch * spec.NUM_SPLITS + split_index) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
     words = column * N + tl.arange(0, N)

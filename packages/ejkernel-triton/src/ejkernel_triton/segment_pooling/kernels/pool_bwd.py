@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.segment_pooling.kernels.tile import count_entries_up_to, load_num_tokens, pool_range
 
 
@@ -20,7 +20,7 @@ def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, pe
     token = block * spec.BLOCK_T + tl.arange(0, spec.BLOCK_T)
     tokens = load_num_tokens(lengths, row, spec, per)
     if spec.HAS_RANGES:
-        ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
         pool = count_entries_up_to(ranges + 1, token, spec)  # number of pools that end at or before a token
     else:
         pool = token // spec.CHUNK_SIZE
@@ -28,7 +28,7 @@ def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, pe
     in_pool = (pool < spec.M) & (first_token <= token) & (token < end)
     length = tl.cast(tl.maximum(end - first_token, 1), tl.float32)
     # 64 bits for a pool's address: tokens of one tile may read pools far from each other.
-    source = at_batch(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
+    source = batch_row_address(cotangent, row, per.COTANGENT, spec.M * spec.C) + tl.cast(pool, tl.int64) * spec.C
     target = gradient + (row * spec.T + token) * spec.C
     for step in tl.static_range(TILES_PER_PROGRAM):
         channels = (channel_program * TILES_PER_PROGRAM + step) * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)

@@ -17,7 +17,7 @@ Pools are disjoint and in order, so two searches give the pools of a block, and 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, load_rows, pool_range, search_block_pools
 
 
@@ -52,13 +52,13 @@ def pool_fwd_kernel(values, lengths, ranges, output, sums, spec: tl.constexpr, p
     block = program // spec.NUM_CHANNEL_TILES % spec.NUM_BLOCKS
     row = tl.cast(program // (spec.NUM_CHANNEL_TILES * spec.NUM_BLOCKS), tl.int64)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
-    values = at_batch(values, row, per.VALUES, spec.T * spec.C)
+    values = batch_row_address(values, row, per.VALUES, spec.T * spec.C)
     output += row * (spec.M * spec.C)
     sums += (row * spec.NUM_BLOCKS + block) * (2 * spec.C)
     start, block_end = block * spec.TOKENS_PER_BLOCK, (block + 1) * spec.TOKENS_PER_BLOCK
     tokens = load_num_tokens(lengths, row, spec, per)
     if spec.HAS_RANGES:
-        ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
         # From the first pool that ends after the block's first token to the last that starts before its end.
         first_pool, pools_end = search_block_pools(ranges, start, block_end - 1, spec)
     else:

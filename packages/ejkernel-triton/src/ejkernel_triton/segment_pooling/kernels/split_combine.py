@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, pool_range
 
 
@@ -19,12 +19,12 @@ def split_combine_kernel(sums, lengths, ranges, first_pass_output, output, spec:
     row = tl.cast(program // (spec.COMBINE_CHANNEL_TILES * spec.M), tl.int64)
     channels = tile * spec.COMBINE_BLOCK_C + tl.arange(0, spec.COMBINE_BLOCK_C)
     if spec.HAS_RANGES:
-        ranges = at_batch(ranges, row, per.RANGES, 2 * spec.M)
+        ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
     first_token, end = pool_range(ranges, pool, load_num_tokens(lengths, row, spec, per), pool >= 0, spec)
     # Most programs have a pool that crosses no block, and write nothing.
     first_block, last_block = first_token // spec.TOKENS_PER_BLOCK, (end - 1) // spec.TOKENS_PER_BLOCK
     crosses_blocks = (end > first_token) & (last_block > first_block)
-    sums = at_batch(sums, row, per.SUMS, spec.NUM_BLOCKS * 2 * spec.C)
+    sums = batch_row_address(sums, row, per.SUMS, spec.NUM_BLOCKS * 2 * spec.C)
     SUMS_PER_LOAD: tl.constexpr = spec.SUMS_PER_LOAD
     COMBINE_BLOCK_C: tl.constexpr = spec.COMBINE_BLOCK_C
     blocks = tl.arange(0, SUMS_PER_LOAD)

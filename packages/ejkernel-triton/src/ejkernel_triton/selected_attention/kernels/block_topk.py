@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import dot
-from ejkernel_triton.selected_attention.kernels.tile import at_batch
+from ejkernel_triton.selected_attention.kernels.tile import batch_row_address
 
 
 @triton.jit
@@ -42,13 +42,13 @@ def block_topk_kernel(
     """
     program = tl.program_id(0) % NUM_PROGRAMS
     batch = tl.program_id(0) // NUM_PROGRAMS
-    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-    keys = at_batch(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
-    shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
-    current_blocks = at_batch(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
+    query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    keys = batch_row_address(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
+    shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+    current_blocks = batch_row_address(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
     if spec.SEGMENTS:
-        q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
-        block_ids = at_batch(block_ids, batch, per.BLOCK_IDS, spec.M)
+        q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
+        block_ids = batch_row_address(block_ids, batch, per.BLOCK_IDS, spec.M)
     indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.LISTED_BLOCKS)
     scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES * BM)
     TILES: tl.constexpr = (spec.T + QUERIES - 1) // QUERIES

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
-from ejkernel_triton.selected_attention.kernels.tile import at_batch, block_start, load_keys
+from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, block_start, load_keys
 
 # Fields of a split of a list.
 BLOCK_FIELD = tl.constexpr(0)
@@ -78,7 +78,7 @@ def selected_bwd_dkdv_kernel(
     head = (program // (TILES * NUM_SPLITS)) % spec.HK
     batch = program // (TILES * NUM_SPLITS * spec.HK)
     splits = (
-        at_batch(splits, batch, per.SPLITS, spec.HK * NUM_SPLITS * FIELDS_PER_SPLIT)
+        batch_row_address(splits, batch, per.SPLITS, spec.HK * NUM_SPLITS * FIELDS_PER_SPLIT)
         + (head * NUM_SPLITS + split) * FIELDS_PER_SPLIT
     )
     block = tl.load(splits + BLOCK_FIELD)
@@ -88,26 +88,26 @@ def selected_bwd_dkdv_kernel(
             tl.load(splits + END_ENTRY_FIELD),
             tl.load(splits + SUM_SLOT_FIELD),
         )
-        query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-        key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
-        value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
-        cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
-        shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
-        delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
-        query_lists = at_batch(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.LISTED_BLOCKS)
+        query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+        key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+        value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+        cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
+        shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+        delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
+        query_lists = batch_row_address(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.LISTED_BLOCKS)
         query_lists += tl.cast(head, tl.int64) * (spec.T * spec.LISTED_BLOCKS)
         if spec.HAS_BLOCK_STARTS:
-            block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+            block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
         if spec.HAS_POSITIONS:
-            q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+            q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
         start = block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         valid = (index < spec.BLOCK_SIZE) & (start + index < spec.S)
         if spec.SEGMENTS:
-            q_ids = at_batch(q_ids, batch, per.Q_IDS, spec.T)
-            k_id = tl.load(at_batch(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
+            q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
+            k_id = tl.load(batch_row_address(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
         # K and V of the block stay in registers; queries are streamed.
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
@@ -147,7 +147,7 @@ def selected_bwd_dkdv_kernel(
         if slot < 0:
             dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
             dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
-            block_end = tl.load(at_batch(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
+            block_end = tl.load(batch_row_address(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
             _store_key_rows(dkey, start, index, block_end, dk, spec.D, BD, spec)
             _store_key_rows(dvalue, start, index, block_end, dv, spec.DV, BV, spec)
         else:

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.selected_attention.kernels.tile import (
-    at_batch,
     attending_keys,
+    batch_row_address,
     block_list_end,
     block_start,
     load_heads,
@@ -40,23 +40,23 @@ def selected_bwd_dq_kernel(
     token = program % spec.T
     head = (program // spec.T) % spec.HK
     batch = program // (spec.T * spec.HK)
-    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-    key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
-    value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
-    cotangent = at_batch(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
-    shift = at_batch(shift, batch, per.SHIFT, spec.T * spec.H)
-    delta = at_batch(delta, batch, per.DELTA, spec.T * spec.H)
-    block_list = at_batch(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
+    query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+    value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+    cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
+    shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+    delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
+    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
     block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
     if spec.HAS_BLOCK_STARTS:
-        block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+        block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
     if spec.HAS_POSITIONS:
-        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+        q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
     count = block_list_end(block_list, spec)
     q_id = 0
     if spec.SEGMENTS:
-        k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
-        q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
+        q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
         count = tl.where(q_id >= 0, count, 0)
     q_position = query_position(q_positions, token, spec)

@@ -17,10 +17,10 @@ Source: native sparse attention, Yuan et al. 2025, arXiv:2502.11089, section 3.4
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, add_dot, dot, finite
+from ejkernel_triton.blocks import LN2, add_dot, dot, minus_inf_to_zero
 from ejkernel_triton.selected_attention.kernels.tile import (
-    at_batch,
     attending_keys,
+    batch_row_address,
     block_list_end,
     block_start,
     load_heads,
@@ -51,21 +51,21 @@ def selected_fwd_kernel(
     token = program % spec.T
     head = (program // spec.T) % spec.HK
     batch = program // (spec.T * spec.HK)
-    query = at_batch(query, batch, per.QUERY, spec.T * spec.H * spec.D)
-    key = at_batch(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
-    value = at_batch(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
-    block_list = at_batch(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
+    query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
+    key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
+    value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
+    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
     block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
     if spec.HAS_BLOCK_STARTS:
-        block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+        block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
     if spec.HAS_POSITIONS:
-        q_positions = at_batch(q_positions, batch, per.Q_POSITIONS, spec.T)
+        q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
     # Slots after the last listed block cost nothing; an empty slot before it is a tile without keys.
     count = block_list_end(block_list, spec)
     q_id = 0
     if spec.SEGMENTS:
-        k_ids = at_batch(k_ids, batch, per.K_IDS, spec.S)
-        q_id = tl.load(at_batch(q_ids, batch, per.Q_IDS, spec.T) + token)
+        k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
+        q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
     q_position = query_position(q_positions, token, spec)
     BG: tl.constexpr = spec.BG
@@ -90,7 +90,7 @@ def selected_fwd_kernel(
         row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
     # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
-    lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + finite(row_max)) * LN2, float("-inf"))
+    lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + minus_inf_to_zero(row_max)) * LN2, float("-inf"))
     g = tl.arange(0, BG)
     # lse is [B, H, T], as the family's residuals are: a stride of T between the heads of a query.
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
@@ -108,7 +108,7 @@ def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
     # All rows of the tile are heads of one query, so they have the same mask.
     scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = finite(new_max)  # a tile may have no key that attends
+    shift = minus_inf_to_zero(new_max)  # a tile may have no key that attends
     weights = tl.exp2(scores - shift[:, None])
     alpha = tl.exp2(row_max - shift)
     row_sum = row_sum * alpha + tl.sum(weights, 1)

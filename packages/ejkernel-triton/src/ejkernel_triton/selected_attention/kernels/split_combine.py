@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.selected_attention.kernels.selected_bwd_dkdv import _store_key_rows
-from ejkernel_triton.selected_attention.kernels.tile import at_batch, block_start
+from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, block_start
 
 
 @triton.jit
@@ -33,14 +33,14 @@ def split_combine_kernel(
     block = (program // TILES) % spec.M
     head = (program // (TILES * spec.M)) % spec.HK
     batch = program // (TILES * spec.M * spec.HK)
-    sum_slots = at_batch(sum_slots, batch, per.SUM_SLOTS, spec.HK * spec.M * 2) + (head * spec.M + block) * 2
+    sum_slots = batch_row_address(sum_slots, batch, per.SUM_SLOTS, spec.HK * spec.M * 2) + (head * spec.M + block) * 2
     first, count = tl.load(sum_slots), tl.load(sum_slots + 1)
     # Blocks with one split are complete in `dkey` and `dvalue` already.
     if count > 0:
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
         if spec.HAS_BLOCK_STARTS:
-            block_starts = at_batch(block_starts, batch, per.BLOCK_STARTS, spec.M)
+            block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
         start = block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         k_at = tl.arange(0, BLOCK_KV)[:, None] * BD + tl.arange(0, BD)[None, :]
@@ -53,7 +53,7 @@ def split_combine_kernel(
             q_row = (row + slot) * TILES + tile
             dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)
             dv += tl.load(value_sums + q_row * (BLOCK_KV * BV) + v_at)
-        end = tl.load(at_batch(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
+        end = tl.load(batch_row_address(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
         dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
         dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV
         _store_key_rows(dkey, start, index, end, dk, spec.D, BD, spec)

@@ -1,6 +1,6 @@
 """Device helpers of selected attention: the heads of one query, the keys of a listed block, and the mask between them.
 
-`at_batch` returns the address of a batch row; `per` has the number of batch rows that share an entry.
+`batch_row_address` returns the address of a batch row; `per` has the number of batch rows that share an entry.
 """
 
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def at_batch(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
     """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
     large.
     """

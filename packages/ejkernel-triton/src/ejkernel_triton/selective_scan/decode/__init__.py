@@ -22,7 +22,7 @@ MAX_STATE_DIM = 256
 """The largest state dimension of the decode step."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
     tokens = record.x.shape[1]
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
@@ -32,10 +32,10 @@ def _reasons(record: Any) -> Iterable[str]:
     if record.cu_seqlens is not None and tokens - sequences > MAX_EXTRA_TOKENS:
         longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
         yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
-    yield from scan_reasons(record)
+    yield from scan_refusal_reasons(record)
 
 
-def scan_reasons(record: Any) -> Iterable[str]:
+def scan_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why neither the scan nor its decode step can serve a record that `Requires` cannot express."""
     if str(record.step.dtype) not in DTYPES:
         yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
@@ -51,7 +51,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
-                extra=_reasons,
+                extra=_refusal_reasons,
             ),
             config=ConfigSpace(
                 forward=config.StepTile,

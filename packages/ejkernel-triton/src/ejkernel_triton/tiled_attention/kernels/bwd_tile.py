@@ -10,7 +10,7 @@ gradient ds = p dp, times the slope of the cap
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot_rows, dot_rows, load_tile
+from ejkernel_triton.blocks import add_dot_transposed, dot_transposed, load_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
     apply_dropout,
     as_columns,
@@ -86,13 +86,13 @@ def score_gradient(weights, cap_slope, a, b, queries, keys, delta, argmax, spec:
     """
     if spec.DROPOUT:
         # Dropout does not apply to delta, so the accumulator cannot start with it.
-        dweights = apply_dropout(dot_rows(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        dweights = apply_dropout(dot_transposed(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # the accumulator starts with -delta, which then takes no other registers
-        dweights = add_dot_rows(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
+        dweights = add_dot_transposed(tl.broadcast_to(-delta, weights.shape), a, b, spec.DV, spec)
     else:
-        dweights = dot_rows(a, b, spec.DV, spec)
+        dweights = dot_transposed(a, b, spec.DV, spec)
     # Elements that may be NaN in memory were read as 0.
     gradient = weights * dweights
     if spec.NORMALIZE:
@@ -136,7 +136,7 @@ def tile_gradient(
     v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
     k_rows = (k, k_base, start, valid, spec.HK * spec.D)
     v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
-    products = dot_rows(q, k_rows, spec.D, spec)
+    products = dot_transposed(q, k_rows, spec.D, spec)
     weights, cap_slope = softmax_weights(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
     gradient = score_gradient(
         weights, cap_slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED

@@ -16,7 +16,7 @@ that scores are recomputed twice.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import add_dot, dot_rows, load_tile, store_tile
+from ejkernel_triton.blocks import add_dot, dot_transposed, load_tile, store_tile
 from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, score_gradient, softmax_weights
 from ejkernel_triton.tiled_attention.kernels.tile import (
     apply_dropout,
@@ -175,7 +175,7 @@ def _query_block_step(
     q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, Q_BLOCK, MASKED)
     # Scores are recomputed. Transposed, P^T and ds^T are left operands with their layout in registers; a right operand
     # would go through shared memory.
-    products = dot_rows(k, q, spec.D, spec)
+    products = dot_transposed(k, q, spec.D, spec)
     weights, cap_slope = softmax_weights(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do

@@ -16,7 +16,7 @@ Sources: Milakov & Gimelshein 2018 (online softmax); Dao 2023, arXiv:2307.08691 
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_rows, finite, load_tile, store_tile
+from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_transposed, load_tile, minus_inf_to_zero, store_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
     LOWEST_LOG2_SCORE,
     apply_dropout,
@@ -182,10 +182,11 @@ def _key_block_step(
     columns = as_columns(token_info)
     # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
-    # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.PIECE`), since whole rows do not fit registers.
+    # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.COLUMNS_PER_SLICE`), since whole rows do not
+    # fit registers.
     if BD > 128:
         k_rows = (k, k_base, start, valid, spec.HK * spec.D)
-        products = dot_rows(q_rows, k_rows, spec.D, spec)
+        products = dot_transposed(q_rows, k_rows, spec.D, spec)
     else:
         products = dot(q, tl.trans(k), spec)
     scores, _ = modify_scores(products, queries, columns, bias, spec)
@@ -206,7 +207,7 @@ def _key_block_step(
         row_argmax = tl.where(tile_max > row_max, tile_argmax, tl.where(tile_max < row_max, row_argmax, first_argmax))
     shift = new_max
     if MASKED or spec.BIAS is not None:  # a row may have no key so far: -inf - -inf would be NaN
-        shift = finite(new_max)
+        shift = minus_inf_to_zero(new_max)
     weights = tl.exp2(to_log2_scores(scores, spec) - shift[:, None])
     # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.
     alpha = tl.exp2(row_max - shift)
@@ -238,13 +239,13 @@ def _store_output(
     output, lse, max_out, argmax_out = outputs
     valid = start + tl.arange(0, Q_BLOCK) < spec.T
     # Without a sink, a row that attends to nothing has base 0 and denominator 0: output 0, lse -inf.
-    base = finite(row_max)
+    base = minus_inf_to_zero(row_max)
     factor = tl.full([Q_BLOCK], 1.0, tl.float32)
     if spec.SINKS:
         # The sink may exceed every score, so it joins the maximum as well. It has no value: the accumulator is only
         # rescaled.
         sink = tl.load(sink_at) * LOG2E
-        base = finite(tl.maximum(row_max, sink))
+        base = minus_inf_to_zero(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
     positive_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
@@ -257,7 +258,7 @@ def _store_output(
         # Not normalised: the output is relative to the maximum, which is returned too. Its gradient goes to the key at
         # argmax.
         acc = acc * spec.KEPT
-        tl.store(max_out + rows, _log2_to_log(finite(row_max), row_max, spec), mask=valid)
+        tl.store(max_out + rows, _log2_to_log(minus_inf_to_zero(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV

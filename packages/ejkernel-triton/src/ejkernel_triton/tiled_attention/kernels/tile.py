@@ -14,7 +14,7 @@ with masks.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import load_vector, round_bfloat16, tanh, within
+from ejkernel_triton.blocks import bounds_mask, load_vector, round_bfloat16, tanh
 from ejkernel_triton.tiled_attention import spec as tiled_spec
 
 LOWEST_LOG2_SCORE = tl.constexpr(tiled_spec.LOWEST_LOG2_SCORE)
@@ -35,7 +35,7 @@ def load_query_info(
 ):
     """Describes the queries `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
-    valid = within(index, spec.T, BLOCK)
+    valid = bounds_mask(index, spec.T, BLOCK)
     # Placeholders: the index is the position unless the call has positions; absent ids and dropout keys are not read.
     id = index
     position = index
@@ -67,7 +67,7 @@ def load_key_info(
 ):
     """Describes the keys `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
-    valid = within(index, spec.S, BLOCK)
+    valid = bounds_mask(index, spec.S, BLOCK)
     id = index
     position = index
     token_dropout_key = index

@@ -28,12 +28,12 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     store_token_rows,
 )
 
-NO_GRADIENT_BELOW = tl.constexpr(-57.5)
+MIN_LOG2_GATE_WITH_GRADIENT = tl.constexpr(-57.5)
 """log2 gates below this have no gradient: `chunk_local_cumsum_kernel` raises them all to -58, a constant."""
 
 
 @triton.jit
-def reload_tiles(chunk_tiles, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def reload_chunk_tiles(chunk_tiles, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Loads queries, keys and cumulative gates of a chunk once more, inside the loop that uses them.
 
     The opaque offset keeps the compiler from hoisting the loads out of the loop, where their tiles would spill.
@@ -74,7 +74,7 @@ def channel_gradients(
         column: First key channel.
         chunk_tiles: Pointers to the chunk's queries and keys, its first token and its sequence's end.
     """
-    # The caller loaded the tiles for the first branch; the second one loads them again (see `reload_tiles`).
+    # The caller loaded the tiles for the first branch; the second one loads them again (see `reload_chunk_tiles`).
     relative_gates, factors_fit = gates_relative_to_middle(gates, base, column, COLUMNS, spec)
     q, k = query.to(tl.float32), key.to(tl.float32)
     if factors_fit:
@@ -91,7 +91,7 @@ def channel_gradients(
         LEVELS: tl.constexpr = spec.LOG2_CHUNK
         for level in tl.range(0, LEVELS, num_stages=1):
             # Reloaded from L2 at each level: three float32 tiles that live through the loop spill registers.
-            q, k, gate_cumsum = reload_tiles(chunk_tiles, base, column, level, COLUMNS, spec)
+            q, k, gate_cumsum = reload_chunk_tiles(chunk_tiles, base, column, level, COLUMNS, spec)
             weights = midpoint_decay(gate_cumsum, base, column, level, COLUMNS, spec)
             dscores = tl.where(half_block_pair_mask(level, spec), dscores_acc, 0.0).to(query.dtype)
             dq += weights * dot(dscores, (k * weights).to(key.dtype), spec)
@@ -209,7 +209,7 @@ def chunk_bwd_dqkg_kernel(
                 dt_values = load_token_scalars(dt, row // per.DT, first_token, sequence_end, head, spec)
             # dt belongs to the written token, which is the column.
             dscores_acc *= dt_values[None, :]
-        if spec.GATES_PER_HEAD > 1:
+        if spec.GATE_CHANNELS > 1:
             # With gates per key channel both gradients stay in registers, since each level adds to both.
             dk, state_product = state_gradient_products(
                 value_operands, k_start, COMPUTE_GATE_GRADIENTS, VALUE_HEADS, BLOCK_K, BLOCK_V, spec
@@ -250,11 +250,11 @@ def chunk_bwd_dqkg_kernel(
                 previous_gate_cumsum = tl.load(
                     gates_base + ((rows - 1)[:, None] * spec.K + columns[None, :]), mask=valid, other=0.0
                 )
-                dgate = tl.where(gate_cumsum - previous_gate_cumsum < NO_GRADIENT_BELOW, 0.0, dgate)
+                dgate = tl.where(gate_cumsum - previous_gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
                 at = chunk_address(dgates, row, first_token, head, spec.T, spec.H, spec.K)
                 store_token_rows(at, dgate, first_token, sequence_end, k_start, spec.H, spec.K, spec)
         else:
-            if spec.GATES_PER_HEAD == 1:
+            if spec.GATE_CHANNELS == 1:
                 gate_cumsum = (
                     load_vector_as_two_columns(gates_base + rows, rows >= 0, False)
                     if LOAD_AS_TWO_COLUMNS
@@ -282,7 +282,7 @@ def chunk_bwd_dqkg_kernel(
             )
             if spec.HAS_DT:
                 dk *= dt_values[:, None]
-            if spec.GATES_PER_HEAD == 1:
+            if spec.GATE_CHANNELS == 1:
                 gate_sum = load_head_gate_sum(gates_base, constant_log2_gate, sequence_end - first_token, spec)
                 dk *= decay_to_chunk_end(gate_sum, gate_cumsum, spec)[:, None]
                 state_product *= tl.exp2(gate_sum)
@@ -296,12 +296,12 @@ def chunk_bwd_dqkg_kernel(
                 # tokens.
                 dgate = tl.sum(dgate, 0) + gate_sum_gradient - (tl.cumsum(dgate, 0) - dgate)
                 if spec.HAS_CONSTANT_GATES:
-                    dgate = tl.where(constant_log2_gate < NO_GRADIENT_BELOW, 0.0, dgate)
-                elif spec.GATES_PER_HEAD == 1:
+                    dgate = tl.where(constant_log2_gate < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
+                elif spec.GATE_CHANNELS == 1:
                     previous_gate_cumsum = tl.load(gates_base + rows - 1, mask=rows > 0, other=0.0)
-                    dgate = tl.where(gate_cumsum - previous_gate_cumsum < NO_GRADIENT_BELOW, 0.0, dgate)
+                    dgate = tl.where(gate_cumsum - previous_gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
                 store_token_scalars(dgates, dgate, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)
-        if spec.GATES_PER_HEAD > 1:
+        if spec.GATE_CHANNELS > 1:
             if spec.HQ == spec.H:
                 at = chunk_address(dquery, row, first_token, head, spec.T, Q_HEADS, spec.K)
                 store_token_rows(at, dq, first_token, sequence_end, k_start, Q_HEADS, spec.K, spec)

@@ -44,11 +44,19 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 @triton.jit
 def store_token_scalars(
-    base, scalars, row, first_token, sequence_end, part_index, NUM_PARTS: tl.constexpr, head, spec: tl.constexpr
+    base,
+    scalars,
+    row,
+    first_token,
+    sequence_end,
+    partial_sum_index,
+    NUM_PARTIAL_SUMS: tl.constexpr,
+    head,
+    spec: tl.constexpr,
 ):
-    """Stores [CHUNK_SIZE] elements of a head to [rows, NUM_PARTS, T, H]."""
+    """Stores [CHUNK_SIZE] elements of a head to [rows, NUM_PARTIAL_SUMS, T, H]."""
     rows = tl.arange(0, spec.CHUNK_SIZE)
-    at = base + ((tl.cast(row, tl.int64) * NUM_PARTS + part_index) * spec.T + first_token) * spec.H + head
+    at = base + ((tl.cast(row, tl.int64) * NUM_PARTIAL_SUMS + partial_sum_index) * spec.T + first_token) * spec.H + head
     tl.store(at + rows * spec.H, scalars.to(base.dtype.element_ty), mask=first_token + rows < sequence_end)
 
 
@@ -104,7 +112,7 @@ def chunk_bwd_dv_kernel(
         for k_start in tl.range(0, spec.K, BLOCK_K):
             k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
             s = load_state(states_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
-            if spec.GATES_PER_HEAD > 1:
+            if spec.GATE_CHANNELS > 1:
                 gate_cumsum = load_channel_gate_cumsum(gates_base, k_start, BLOCK_K, spec)
                 # Decay from a token to the chunk's end, at most 1.
                 decay_until = tl.exp2(load_channel_gate_sum(gates_base, k_start, BLOCK_K, spec)[None, :] - gate_cumsum)
@@ -114,10 +122,10 @@ def chunk_bwd_dv_kernel(
                 # By (key, query), so that it is a left operand below without a transposition in registers.
                 transposed_scores = add_dot(transposed_scores, k, tl.trans(q), spec)
                 dv = add_dot(dv, k.to(s.dtype), s, spec)
-        if spec.GATES_PER_HEAD > 1:
+        if spec.GATE_CHANNELS > 1:
             # Scores from the forward pass are by (query, key), and 0 above the diagonal.
             transposed_scores = tl.trans(tl.load(score_pointers(scores, row, head, chunk, spec))).to(tl.float32)
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             constant_log2_gate = load_constant_gate(gates, row, head, spec, per)
             gate_cumsum = load_head_gate_cumsum(gates_base, constant_log2_gate, 0, CHUNK, spec)
             dv *= decay_to_chunk_end(
@@ -128,7 +136,7 @@ def chunk_bwd_dv_kernel(
                 rows[None, :] >= rows[:, None], gate_cumsum[None, :] - gate_cumsum[:, None], float("-inf")
             )
             transposed_scores *= tl.exp2(log2_decay)
-        if spec.GATES_PER_HEAD == 0:
+        if spec.GATE_CHANNELS == 0:
             transposed_scores = tl.where(rows[None, :] >= rows[:, None], transposed_scores, 0.0)
         do_base = chunk_address(cotangent, row // per.COTANGENT, first_token, head, spec.T, spec.H, spec.V)
         do = load_token_rows(do_base, first_token, sequence_end, v_start, spec.H, spec.V, BLOCK_V, spec)

@@ -88,7 +88,7 @@ def chunk_fwd_o_kernel(
         s = load_state(states_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
         if spec.QK_ARE_DECAYED:
             acc = add_dot(acc, q.to(s.dtype), s, spec)
-        elif spec.GATES_PER_HEAD > 1:
+        elif spec.GATE_CHANNELS > 1:
             acc = add_dot(
                 acc,
                 (q.to(tl.float32) * tl.exp2(load_channel_gate_cumsum(gates_base, k_start, BLOCK_K, spec))).to(s.dtype),
@@ -100,17 +100,17 @@ def chunk_fwd_o_kernel(
             scores_tile = add_dot(scores_tile, q, tl.trans(k), spec)
             acc = add_dot(acc, q.to(s.dtype), s, spec)
     gate_cumsum = 0.0
-    if spec.GATES_PER_HEAD > 1:
+    if spec.GATE_CHANNELS > 1:
         # Scores are 0 above the diagonal.
         scores_tile = tl.load(score_pointers(scores, row, head, chunk, spec))
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         # A gate per head is a factor of rows: once on the accumulator, instead of on every tile of q.
         constant_log2_gate = load_constant_gate(gates, row, head, spec, per)
         gate_cumsum = load_head_gate_cumsum(gates_base, constant_log2_gate, block * BLOCK_T, BLOCK_T, spec)
         acc *= tl.exp2(gate_cumsum)[:, None]
         # Also masks: the weights are 0 above the diagonal.
         scores_tile *= pairwise_decay(gate_cumsum)
-    if spec.GATES_PER_HEAD == 0:
+    if spec.GATE_CHANNELS == 0:
         scores_tile = tl.where(rows[:, None] >= rows[None, :], scores_tile, 0.0)
     if spec.HAS_DT:
         scores_tile = (
@@ -144,7 +144,7 @@ def chunk_fwd_o_kernel(
                     BLOCK_T,
                 )
                 scores_tile = add_dot(scores_tile, q, tl.trans(k), spec)
-            if spec.GATES_PER_HEAD == 1:
+            if spec.GATE_CHANNELS == 1:
                 # No mask before exp2: sums of earlier tokens are larger, so every exponent is at most 0.
                 earlier_gate_cumsum = load_head_gate_cumsum(
                     gates_base, constant_log2_gate, earlier_block * BLOCK_T, BLOCK_T, spec

@@ -95,13 +95,13 @@ def fused_chunk_scan_kernel(
     # hundredth of the call.
     PACKED: tl.constexpr = spec.CHUNKS_PER_SEGMENT == 0
     row = program // (spec.NUM_SEQUENCES + PACKED)
-    scan = program % (spec.NUM_SEQUENCES + PACKED) - PACKED
-    sequence = sequence_of_scan(sequences_by_length, row, tl.maximum(scan, 0), spec, per)
+    scan_index = program % (spec.NUM_SEQUENCES + PACKED) - PACKED
+    sequence = sequence_of_scan(sequences_by_length, row, tl.maximum(scan_index, 0), spec, per)
     first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
         padded_cu_seqlens, chunk_offsets, row, sequence, spec, per
     )
     if PACKED:
-        end_chunk = tl.where(scan < 0, first_chunk, end_chunk)
+        end_chunk = tl.where(scan_index < 0, first_chunk, end_chunk)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     if HAS_INITIAL_STATES:
         state_row = tl.cast(row // per.INITIAL_STATES, tl.int64) * spec.NUM_SEQUENCES + sequence
@@ -137,7 +137,7 @@ def fused_chunk_scan_kernel(
             # The chunk's writes, U - W S: rounded once, so that state, outputs and gradients use the same values.
             v = (-add_dot(-v.to(tl.float32), w_tile, state, spec)).to(v.dtype)
         read, writes = v, v
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             gates_base = gates_address(gates, row, head, chunk, spec, per)
             gate_cumsum = load_head_gate_cumsum(gates_base, constant_log2_gate, 0, CHUNK, spec)
             gate_sum = load_head_gate_sum(gates_base, constant_log2_gate, sequence_end - chunk_first_token, spec)
@@ -145,23 +145,23 @@ def fused_chunk_scan_kernel(
             weights = decay_to_chunk_end(gate_sum, gate_cumsum, spec)
         if spec.HAS_DT:
             dt_values = load_token_scalars(dt, row // per.DT, chunk_first_token, sequence_end, head, spec)
-            weights = weights * dt_values if spec.GATES_PER_HEAD == 1 else dt_values
+            weights = weights * dt_values if spec.GATE_CHANNELS == 1 else dt_values
             read = (v.to(tl.float32) * dt_values[:, None]).to(v.dtype)
-        if spec.GATES_PER_HEAD == 1 or spec.HAS_DT:
+        if spec.GATE_CHANNELS == 1 or spec.HAS_DT:
             writes = (v.to(tl.float32) * weights[:, None]).to(v.dtype)
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             output_tile *= tl.exp2(gate_cumsum)[:, None]
             acc *= tl.exp2(gate_sum)
         if spec.QK_ARE_DECAYED:
             acc *= tl.exp2(log2_chunk_decay)[:, None]
         # Tokens past the end have keys and values of 0, so they add nothing; their outputs are not stored.
         acc = add_dot(acc, tl.trans(k), writes, spec)
-        if spec.GATES_PER_HEAD > 1:
+        if spec.GATE_CHANNELS > 1:
             # The scores are stored masked and in the operands' dtype, so no thread has to convert them.
             output_tile = add_dot(output_tile, tl.load(score_pointers(scores, row, head, chunk, spec)), read, spec)
         else:
             pairs = dot(q, tl.trans(k), spec)
-            if spec.GATES_PER_HEAD == 1:
+            if spec.GATE_CHANNELS == 1:
                 # Also masks: the weights are 0 above the diagonal. Gates are reloaded; `step >> 30` is a 0 that the
                 # compiler cannot fold. Kept through the products above they would spill.
                 pairs *= pairwise_decay(
@@ -178,7 +178,7 @@ def fused_chunk_scan_kernel(
         store_token_rows(target, output_tile, chunk_first_token, sequence_end, v_start, spec.H, spec.V, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
     if PACKED:
-        if scan < 0:
+        if scan_index < 0:
             store_padding_zeros(output, padded_cu_seqlens, row, head, v_start, BLOCK_V, spec, per)
         else:
             store_state(final_states + state_offset, acc, 0, v_start, spec)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def zero_padding_kernel(
-    array_before,
+    aliased_array,
     padded_cu_seqlens,
     array,
     per: tl.constexpr,
@@ -20,10 +20,10 @@ def zero_padding_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """Writes zeros to [rows, T, GATES_PER_HEAD] before the first sequence's first token and after the last sequence's
+    """Writes zeros to [rows, T, GATE_CHANNELS] before the first sequence's first token and after the last sequence's
     last one.
 
-    `array_before` aliases `array`.
+    `aliased_array` aliases `array`.
     """
     program = tl.program_id(0)
     NUM_BLOCKS: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T

@@ -24,7 +24,7 @@ zero.
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch, load_state_slot, load_token_range, zero_padding_outputs
+from ejkernel_triton.blocks import LOG2E, batch_row_address, load_state_slot, load_token_range, zero_padding_outputs
 
 
 @triton.jit
@@ -71,9 +71,9 @@ def load_token(
     g = tl.cast(end * 0, tl.float32)
     w = g
     b = g
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         g = load_token_scalar(decay, token, token_exists, spec.GATE_TOKEN_STRIDE)
-    if spec.GATES_PER_HEAD > 1:
+    if spec.GATE_CHANNELS > 1:
         g = load_token_channels(decay, token, channels, token_exists, spec.K, spec.GATE_TOKEN_STRIDE)
     if spec.HAS_VALUE_DECAY:
         w = load_token_channels(value_decay, token, columns, token_exists, spec.V, spec.H * spec.V)
@@ -88,24 +88,26 @@ def load_token(
 
 
 @triton.jit
-def state_after_parent(state, token, parent, first, initial_states, initial_mask, states, mask, spec: tl.constexpr):
+def state_after_parent(
+    state, token, parent, first_token, initial_states, initial_state_mask, states, mask, spec: tl.constexpr
+):
     """Returns the state [K, V] that a token of a tree continues: `state`, after the token before, or one from memory.
 
     Args:
         state: The state after the token before, or before the first.
         token: The token's index in the row.
         parent: That of its parent; -1 for the state of the sequence.
-        first: First token of the sequence.
+        first_token: First token of the sequence.
         initial_states: Addresses of the sequence's state.
-        initial_mask: Which of them to load.
+        initial_state_mask: Which of them to load.
         states: Addresses of the tile in the state after token 0 of the row.
         mask: Which of them to load.
         spec: The constants.
     """
     if parent < 0:
-        if token > first:
+        if token > first_token:
             if spec.HAS_INITIAL_STATE:
-                state = tl.load(initial_states, mask=initial_mask, other=0.0).to(tl.float32)
+                state = tl.load(initial_states, mask=initial_state_mask, other=0.0).to(tl.float32)
             else:
                 state = tl.zeros_like(state)
     else:
@@ -135,9 +137,9 @@ def update_state(state, k, v, g, w, b, segment_role, spec: tl.constexpr):
     if spec.HAS_SEGMENTS:
         # `where` instead of a product: inf or NaN of the previous segment must not reach this one.
         state = tl.where(segment_role > 1, 0.0, state)
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         state *= tl.exp2(g * LOG2E)
-    if spec.GATES_PER_HEAD > 1:
+    if spec.GATE_CHANNELS > 1:
         state *= tl.exp2(g * LOG2E)[:, None]
     if spec.HAS_VALUE_DECAY:
         state *= tl.exp2(w * LOG2E)[None, :]
@@ -195,18 +197,18 @@ def fused_recurrent_kernel(
     in_bounds = (channels < spec.K)[:, None] & (columns < spec.V)[None, :]
     mask = in_bounds
     # 64 bits: a token's index times its stride may need more than 31.
-    first = tl.cast(tile * 0, tl.int64)
-    end = first + spec.T
+    first_token = tl.cast(tile * 0, tl.int64)
+    end = first_token + spec.T
     if spec.IS_PACKED:
-        cu_seqlens = at_batch(cu_seqlens, row, per.CU_SEQLENS, spec.NUM_SEQUENCES + 1)
-        first, end = load_token_range(cu_seqlens, sequence)
+        cu_seqlens = batch_row_address(cu_seqlens, row, per.CU_SEQLENS, spec.NUM_SEQUENCES + 1)
+        first_token, end = load_token_range(cu_seqlens, sequence)
     STATE_ELEMENTS_PER_ROW: tl.constexpr = (
         (spec.NUM_SLOTS if spec.NUM_SLOTS > 0 else spec.NUM_SEQUENCES) * spec.H * spec.K * spec.V
     )
     state_index = tl.cast(sequence, tl.int64)
     if spec.NUM_SLOTS > 0:
-        slots = at_batch(slots, row, per.SLOTS, spec.NUM_SEQUENCES)
-        state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.NUM_SLOTS)
+        slots = batch_row_address(slots, row, per.SLOTS, spec.NUM_SEQUENCES)
+        state_index, uses_slot = load_state_slot(slots, sequence, first_token, end, spec.NUM_SLOTS)
         mask = mask & (channels * 0 + uses_slot > 0)[:, None]  # the interpreter has no & of a tile and a scalar
     if spec.HAS_TREES:
         final_state_pointers = final_states + row * (spec.T * spec.H * spec.K * spec.V) + at
@@ -222,7 +224,7 @@ def fused_recurrent_kernel(
         )
     elif spec.HAS_INITIAL_STATE:
         initial_state_pointers = (
-            at_batch(initial_states, row, per.INITIAL_STATES, STATE_ELEMENTS_PER_ROW)
+            batch_row_address(initial_states, row, per.INITIAL_STATES, STATE_ELEMENTS_PER_ROW)
             + state_index * (spec.H * spec.K * spec.V)
             + at
         )
@@ -231,31 +233,44 @@ def fused_recurrent_kernel(
         )
     else:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    query = at_batch(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
-    key = at_batch(key, row, per.KEY, spec.T * spec.HK * spec.K) + head // (spec.H // spec.HK) * spec.K
-    value = at_batch(value, row, per.VALUE, spec.T * spec.HV * spec.V) + head // (spec.H // spec.HV) * spec.V
+    query = batch_row_address(query, row, per.QUERY, spec.T * spec.HQ * spec.K) + head // (spec.H // spec.HQ) * spec.K
+    key = batch_row_address(key, row, per.KEY, spec.T * spec.HK * spec.K) + head // (spec.H // spec.HK) * spec.K
+    value = batch_row_address(value, row, per.VALUE, spec.T * spec.HV * spec.V) + head // (spec.H // spec.HV) * spec.V
     output += (row * spec.T * spec.H + head) * spec.V
-    if spec.GATES_PER_HEAD > 0:
+    if spec.GATE_CHANNELS > 0:
         decay = (
-            at_batch(decay, row, per.DECAY, spec.GATE_TOKENS * spec.H * spec.GATES_PER_HEAD)
-            + head * spec.GATES_PER_HEAD
+            batch_row_address(decay, row, per.DECAY, spec.NUM_GATE_TOKENS * spec.H * spec.GATE_CHANNELS)
+            + head * spec.GATE_CHANNELS
         )
     if spec.HAS_VALUE_DECAY:
-        value_decay = at_batch(value_decay, row, per.VALUE_DECAY, spec.T * spec.H * spec.V) + head * spec.V
+        value_decay = batch_row_address(value_decay, row, per.VALUE_DECAY, spec.T * spec.H * spec.V) + head * spec.V
     if spec.HAS_BETA:
-        beta = at_batch(beta, row, per.BETA, spec.T * spec.H) + head
+        beta = batch_row_address(beta, row, per.BETA, spec.T * spec.H) + head
     if spec.HAS_DT:
-        dt = at_batch(dt, row, per.DT, spec.T * spec.H) + head
+        dt = batch_row_address(dt, row, per.DT, spec.T * spec.H) + head
     if spec.HAS_SKIP:
-        skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
+        skip_weight = tl.load(batch_row_address(skip, row, per.SKIP, spec.H) + head).to(tl.float32)
     if spec.HAS_SEGMENTS:
-        segment_roles = at_batch(segment_roles, row, per.SEGMENT_ROLES, spec.T)
+        segment_roles = batch_row_address(segment_roles, row, per.SEGMENT_ROLES, spec.T)
     if spec.HAS_TREES:
-        parents = at_batch(parents, row, per.PARENTS, spec.T)
+        parents = batch_row_address(parents, row, per.PARENTS, spec.T)
     q, k, v, g, w, b, segment_role, parent = load_token(
-        query, key, value, decay, value_decay, beta, dt, segment_roles, parents, first, end, channels, columns, spec
+        query,
+        key,
+        value,
+        decay,
+        value_decay,
+        beta,
+        dt,
+        segment_roles,
+        parents,
+        first_token,
+        end,
+        channels,
+        columns,
+        spec,
     )
-    for token in tl.range(first, end):
+    for token in tl.range(first_token, end):
         # Issued before this token's arithmetic, which hides the latency.
         next_q, next_k, next_v, next_g, next_w, next_b, next_segment_role, next_parent = load_token(
             query,
@@ -275,7 +290,7 @@ def fused_recurrent_kernel(
         )
         if spec.HAS_TREES:
             state = state_after_parent(
-                state, token, parent, first, initial_state_pointers, mask, final_state_pointers, in_bounds, spec
+                state, token, parent, first_token, initial_state_pointers, mask, final_state_pointers, in_bounds, spec
             )
         state = update_state(state, k, v, g, w, b, segment_role, spec)
         # Read after the write: a token sees what it wrote.

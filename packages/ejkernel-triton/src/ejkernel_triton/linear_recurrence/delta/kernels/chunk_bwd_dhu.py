@@ -127,7 +127,7 @@ def chunk_bwd_dhu_kernel(
         ).to(tl.float32)
         # With a gate per head, the products' rows are scaled instead of queries and keys, which stay in shared memory.
         decay_since = spec.OUTPUT_SCALE
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             gate_cumsum = tl.load(gates_base + rows)
             gate_sum = tl.load(gates_base + (CHUNK - 1))
             # dx reads the gradient after the chunk, so products with `acc` come before its decay.

@@ -5,15 +5,15 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import (
-    NO_GRADIENT_BELOW,
+    MIN_LOG2_GATE_WITH_GRADIENT,
     state_gradient_products,
 )
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import store_token_scalars
 from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
-    FROM_MIDDLE,
-    SINCE_START,
-    TO_LEVEL_MIDPOINT,
-    UNTIL_END,
+    FROM_MIDDLE_MATRIX,
+    SINCE_START_MATRIX,
+    TO_LEVEL_MIDPOINT_MATRIX,
+    UNTIL_END_MATRIX,
     level_pair_mask,
     load_log_gates,
     multiply_by_decay,
@@ -77,7 +77,9 @@ def delta_channel_gradients(
     FIRST_LEVEL: tl.constexpr = spec.LOG2_SUB_CHUNK
     NUM_LEVELS: tl.constexpr = spec.LOG2_CHUNK
     for level in tl.range(FIRST_LEVEL, NUM_LEVELS, num_stages=1, disable_licm=True):
-        decay = tl.exp2(sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT + level, gates_high, gates_low, spec))
+        decay = tl.exp2(
+            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX + level, gates_high, gates_low, spec)
+        )
         decayed_keys = multiply_by_decay(key, decay)
         masked_dqk_scores = tl.where(level_pair_mask(level, spec), dqk_scores, 0.0).to(key.dtype)
         dq += decay * dot(masked_dqk_scores, decayed_keys, spec)
@@ -89,7 +91,7 @@ def delta_channel_gradients(
         )
         dk += decay * key_gradient_acc
     if spec.SUB_CHUNK_SIZE > 1:
-        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE, gates_high, gates_low, spec)
+        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX, gates_high, gates_low, spec)
         decay_since, decay_until = tl.exp2(relative_gates), tl.exp2(-relative_gates)
         decayed_keys = multiply_by_decay(key, decay_until)
         # Other pairs are 0, and the factors are finite.
@@ -193,7 +195,7 @@ def chunk_bwd_dqkwg_kernel(
     dscores *= spec.OUTPUT_SCALE
     dquery_address = chunk_address(dquery, row, first_token, head, spec.T, spec.H, spec.K)
     dkey_address = chunk_address(dkey, row, first_token, head, spec.T, spec.H, spec.K)
-    if spec.GATES_PER_HEAD > 1:
+    if spec.GATE_CHANNELS > 1:
         # Gates per key channel: each level adds to all gradients. Pairs are kept at 16 bits, in half of the registers.
         dqk_scores = dscores.to(q.dtype)
         dscores, dr = cotangent_products(
@@ -210,10 +212,10 @@ def chunk_bwd_dqkwg_kernel(
             dstates_base, first_token, sequence_end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec
         )
         gates_high, gates_low = split_gates(gate_cumsum, k.dtype)
-        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START, gates_high, gates_low, spec))
+        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
         dq *= decay_since
         dr *= -decay_since
-        dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END, gates_high, gates_low, spec))
+        dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
         state_product = state_product * tl.exp2(tl.sum(gate_cumsum, 0)) + tl.sum(dk * k.to(tl.float32), 0)
         dq, dr, dk = delta_channel_gradients(
             dq, dr, dk, dqk_scores, dkk_scores, q, k, betas, gates_high, gates_low, gate_sum_matrix_address, spec
@@ -232,11 +234,11 @@ def chunk_bwd_dqkwg_kernel(
             dgate += (dr - dk) * k.to(tl.float32)
             # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
             dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
-            dgate = tl.where(gate_cumsum < NO_GRADIENT_BELOW, 0.0, dgate)
+            dgate = tl.where(gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
             output_base = chunk_address(dgates, row, first_token, head, spec.T, spec.H, spec.K)
             store_token_rows(output_base, dgate, first_token, sequence_end, k_start, spec.H, spec.K, spec)
     else:
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             gates_base = gates_address(gates, row, head, chunk, spec, per)
             gate_cumsum = tl.load(gates_base + rows)
             dq *= tl.exp2(gate_cumsum)[:, None]
@@ -251,7 +253,7 @@ def chunk_bwd_dqkwg_kernel(
         dscores, dr = cotangent_products(
             dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
         )
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             dr *= tl.exp2(gate_cumsum)[:, None]
             dscores *= pairwise_decay(gate_cumsum)
         dscores = tl.where(strictly_earlier, dscores, 0.0)
@@ -265,7 +267,7 @@ def chunk_bwd_dqkwg_kernel(
         dk, state_product = state_gradient_products(
             value_operands, k_start, COMPUTE_GATE_GRADIENTS, spec.H, BLOCK_K, BLOCK_V, spec
         )
-        if spec.GATES_PER_HEAD == 1:
+        if spec.GATE_CHANNELS == 1:
             gate_sum = tl.load(gates_base + (CHUNK - 1))
             dk *= tl.exp2(gate_sum - gate_cumsum)[:, None]
             state_product *= tl.exp2(gate_sum)
@@ -282,5 +284,5 @@ def chunk_bwd_dqkwg_kernel(
             # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
             dgate = tl.sum(dgate, 0) + gate_sum_gradient - (tl.cumsum(dgate, 0) - dgate)
             previous_gate_cumsum = tl.load(gates_base + rows - 1, mask=rows > 0, other=0.0)
-            dgate = tl.where(gate_cumsum - previous_gate_cumsum < NO_GRADIENT_BELOW, 0.0, dgate)
+            dgate = tl.where(gate_cumsum - previous_gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
             store_token_scalars(dgates, dgate, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)

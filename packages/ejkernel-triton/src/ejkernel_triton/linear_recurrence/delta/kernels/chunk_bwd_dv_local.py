@@ -24,7 +24,7 @@ def chunk_bwd_dv_local_kernel(
     cotangent,
     chunk_starts,
     sequence_ends,
-    intra_chunk,
+    intra_chunk_dv,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -44,7 +44,7 @@ def chunk_bwd_dv_local_kernel(
     )
     key_base = chunk_address(key, row // per.KEY, first_token, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
     gates_base = gates_address(gates, row, head, chunk, spec, per)
-    if spec.GATES_PER_HEAD > 1:
+    if spec.GATE_CHANNELS > 1:
         # From `chunk_fwd_intra_kernel`, or the forward pass: decayed, 0 above the diagonal, and not scaled.
         pairs = tl.load(score_pointers(scores, row, head, chunk, spec)).to(tl.float32)
     else:
@@ -53,14 +53,14 @@ def chunk_bwd_dv_local_kernel(
             q = load_token_rows(query_base, first_token, sequence_end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
             k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
             pairs = add_dot(pairs, q, tl.trans(k), spec)
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         pairs *= pairwise_decay(tl.load(gates_base + rows))
-    if spec.GATES_PER_HEAD == 0:
+    if spec.GATE_CHANNELS == 0:
         pairs = tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
     # A^T is the left operand for all tiles of values.
     pairs *= spec.OUTPUT_SCALE
     do_base = chunk_address(cotangent, row // per.COTANGENT, first_token, head, spec.T, spec.H, spec.V)
-    output_base = chunk_address(intra_chunk, row, first_token, head, spec.T, spec.H, spec.V)
+    output_base = chunk_address(intra_chunk_dv, row, first_token, head, spec.T, spec.H, spec.V)
     for v_start in tl.range(0, spec.V, BLOCK_V):
         do = load_token_rows(do_base, first_token, sequence_end, v_start, spec.H, spec.V, BLOCK_V, spec)
         store_token_rows(

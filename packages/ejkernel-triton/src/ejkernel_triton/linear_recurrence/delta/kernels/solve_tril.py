@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import dot
 
-DIAGONAL_BLOCK = tl.constexpr(16)
+DIAGONAL_BLOCK_SIZE = tl.constexpr(16)
 """Rows of a diagonal block: the smallest side of an MMA."""
 
 
@@ -20,7 +20,7 @@ def batched_inverses(blocks, spec: tl.constexpr):
         | A^-1  0    |^-1     |  A      0 |
         | L     D^-1 |     =  | -D L A  D |
     """
-    row, column = tl.arange(0, DIAGONAL_BLOCK)[:, None], tl.arange(0, DIAGONAL_BLOCK)[None, :]
+    row, column = tl.arange(0, DIAGONAL_BLOCK_SIZE)[:, None], tl.arange(0, DIAGONAL_BLOCK_SIZE)[None, :]
     # Blocks of one row are the identity, so the first step needs no products.
     pair = (row >> 1) == (column >> 1)
     inverse = (row == column).to(tl.float32)[None, :, :] - tl.where(pair[None, :, :], blocks, 0.0)
@@ -37,18 +37,21 @@ def diagonal_inverses(strictly_lower, spec: tl.constexpr):
     elsewhere.
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
-    BLOCKS: tl.constexpr = CHUNK // DIAGONAL_BLOCK
+    BLOCKS: tl.constexpr = CHUNK // DIAGONAL_BLOCK_SIZE
     rows = tl.arange(0, CHUNK)
-    in_diagonal_block = (rows // DIAGONAL_BLOCK)[:, None] == (rows // DIAGONAL_BLOCK)[None, :]
+    in_diagonal_block = (rows // DIAGONAL_BLOCK_SIZE)[:, None] == (rows // DIAGONAL_BLOCK_SIZE)[None, :]
     # Extracts the diagonal blocks as [BLOCKS, 16, 16]: each sum over block columns has only one nonzero term.
     blocks = tl.sum(
-        tl.reshape(tl.where(in_diagonal_block, strictly_lower, 0.0), [BLOCKS, DIAGONAL_BLOCK, BLOCKS, DIAGONAL_BLOCK]),
+        tl.reshape(
+            tl.where(in_diagonal_block, strictly_lower, 0.0), [BLOCKS, DIAGONAL_BLOCK_SIZE, BLOCKS, DIAGONAL_BLOCK_SIZE]
+        ),
         2,
     )
     inverse = batched_inverses(blocks, spec)
     # Converts back to [CHUNK_SIZE, CHUNK_SIZE], the shape of the other products.
     block_diagonal = tl.reshape(
-        tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL_BLOCK, BLOCKS, DIAGONAL_BLOCK]), [CHUNK, CHUNK]
+        tl.broadcast_to(inverse[:, :, None, :], [BLOCKS, DIAGONAL_BLOCK_SIZE, BLOCKS, DIAGONAL_BLOCK_SIZE]),
+        [CHUNK, CHUNK],
     )
     return tl.where(in_diagonal_block, block_diagonal, 0.0)
 
@@ -62,15 +65,17 @@ def solve_tril(strictly_lower, spec: tl.constexpr):
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     inverse = diagonal_inverses(strictly_lower, spec)
-    if CHUNK > DIAGONAL_BLOCK:
+    if CHUNK > DIAGONAL_BLOCK_SIZE:
         rows = tl.arange(0, CHUNK)
         # Factors are applied from the right, so each is one product with the current result. X ** (C / 16) is 0, so the
         # result is exact: the series ends.
-        below = tl.where((rows // DIAGONAL_BLOCK)[:, None] > (rows // DIAGONAL_BLOCK)[None, :], strictly_lower, 0.0)
+        below = tl.where(
+            (rows // DIAGONAL_BLOCK_SIZE)[:, None] > (rows // DIAGONAL_BLOCK_SIZE)[None, :], strictly_lower, 0.0
+        )
         power = dot(inverse, below, spec)
-        if CHUNK > 2 * DIAGONAL_BLOCK:
+        if CHUNK > 2 * DIAGONAL_BLOCK_SIZE:
             square = dot(power, power, spec)
-            if CHUNK > 4 * DIAGONAL_BLOCK:
+            if CHUNK > 4 * DIAGONAL_BLOCK_SIZE:
                 inverse += dot(dot(square, square, spec), inverse, spec)
             inverse += dot(square, inverse, spec)
         inverse -= dot(power, inverse, spec)

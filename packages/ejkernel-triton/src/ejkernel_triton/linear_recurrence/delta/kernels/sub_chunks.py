@@ -10,8 +10,8 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import diagonal_mask, masked_load, to_clamped_log2_gates
 
-SINCE_START, UNTIL_END, FROM_MIDDLE, TO_LEVEL_MIDPOINT = (tl.constexpr(n) for n in range(4))
-"""Indices of the matrices of `plan.gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT."""
+SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, TO_LEVEL_MIDPOINT_MATRIX = (tl.constexpr(n) for n in range(4))
+"""Indices of the matrices of `plan.gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT_MATRIX."""
 
 
 @triton.jit
@@ -58,7 +58,8 @@ def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec
 
     Args:
         gate_sum_matrix_address: Address of the matrices.
-        matrix_index: Index of a matrix: SINCE_START, UNTIL_END, FROM_MIDDLE, or TO_LEVEL_MIDPOINT plus a level.
+        matrix_index: Index of a matrix: SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, or
+            TO_LEVEL_MIDPOINT_MATRIX plus a level.
         gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
         gates_low: [CHUNK_SIZE, COLUMNS], likewise.
         spec: Constants.
@@ -131,7 +132,9 @@ def sub_chunk_scores(
     NUM_LEVELS: tl.constexpr = spec.LOG2_CHUNK
     # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
     for level in tl.range(FIRST_LEVEL, NUM_LEVELS, num_stages=1, disable_licm=True):
-        decay = tl.exp2(sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT + level, gates_high, gates_low, spec))
+        decay = tl.exp2(
+            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX + level, gates_high, gates_low, spec)
+        )
         decayed_keys = multiply_by_decay(key, decay)
         # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape.
         qk_scores += tl.where(
@@ -143,7 +146,7 @@ def sub_chunk_scores(
         products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
         qk_scores += tl.where(diagonal_mask(spec), products[:, None], 0.0)
     else:
-        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE, gates_high, gates_low, spec)
+        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX, gates_high, gates_low, spec)
         decayed_keys = multiply_by_decay(key, tl.exp2(-relative_gates))
         decay_since = tl.exp2(relative_gates)
         # Masked after the product: other pairs may be inf or NaN.

@@ -20,8 +20,8 @@ import triton.language as tl
 from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.delta.kernels.solve_tril import solve_tril
 from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
-    SINCE_START,
-    UNTIL_END,
+    SINCE_START_MATRIX,
+    UNTIL_END_MATRIX,
     load_log_gates,
     multiply_by_decay,
     split_gates,
@@ -145,7 +145,7 @@ def wy_channel_gates_kernel(
         columns = k_start + tl.arange(0, BLOCK_K)
         tl.store(gate_sum_address + columns, tl.sum(gates, 0), mask=columns < spec.K)
         gates_high, gates_low = split_gates(gates, k.dtype)
-        decay_until = tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END, gates_high, gates_low, spec))
+        decay_until = tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
         store_token_rows(
             decayed_key_address,
             multiply_by_decay(k, decay_until),
@@ -156,7 +156,7 @@ def wy_channel_gates_kernel(
             spec.K,
             spec,
         )
-        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START, gates_high, gates_low, spec))
+        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
         store_token_rows(
             decayed_query_address,
             multiply_by_decay(q, decay_since),

@@ -70,7 +70,7 @@ def wy_fast_kernel(
         k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         pairs = add_dot(pairs, k, tl.trans(k), spec)
     gate_cumsum = 0.0
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         gate_cumsum = tl.load(gates_base + rows)
         pairs *= pairwise_decay(gate_cumsum)
     # Strictly lower: a token reads the state before it writes.
@@ -97,7 +97,7 @@ def wy_fast_kernel(
         )
     inverse_times_beta_decay = inverse_times_beta
     # W reads the state at the chunk's first token: exp2(G_j) of the key's token, again on columns.
-    if spec.GATES_PER_HEAD == 1:
+    if spec.GATE_CHANNELS == 1:
         inverse_times_beta_decay = inverse_times_beta * tl.exp2(gate_cumsum)[None, :]
     for k_start in tl.range(0, spec.K, BLOCK_K):
         k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)

@@ -51,14 +51,14 @@ def decay_state_and_keys(acc, keys_or_queries, gates, gate_sum, dt_values, REVER
         gate_sum: The last cumulative gate, a scalar or [BLOCK_K].
         dt_values: [CHUNK_SIZE] dt.
     """
-    if spec.GATES_PER_HEAD > 0:
+    if spec.GATE_CHANNELS > 0:
         if REVERSE:
             # Decay from the chunk's first token to each query.
             token_decay = tl.exp2(gates)
         else:
             # Decay from each token to the chunk's end. Sums decrease from token to token, so no exponent is positive.
-            token_decay = decay_to_chunk_end(gate_sum if spec.GATES_PER_HEAD == 1 else gate_sum[:, None], gates, spec)
-        if spec.GATES_PER_HEAD == 1:
+            token_decay = decay_to_chunk_end(gate_sum if spec.GATE_CHANNELS == 1 else gate_sum[:, None], gates, spec)
+        if spec.GATE_CHANNELS == 1:
             if spec.HAS_DT and not REVERSE:
                 token_decay = token_decay * dt_values
             token_decay = token_decay[None, :]
@@ -103,7 +103,7 @@ def chunk_fwd_h_kernel(
     COMPUTE_TRANSITIONS: tl.constexpr,
     FIRST_SEGMENT: tl.constexpr,
     STARTS_FROM_ZERO: tl.constexpr,
-    NUM_END_STATES: tl.constexpr,
+    NUM_SCANS_WITH_FINAL_STATE: tl.constexpr,
     SUB_SEGMENTS_PER_SEGMENT: tl.constexpr,
     UNTIL_DECAYED_TILES: tl.constexpr,
 ):
@@ -135,7 +135,7 @@ def chunk_fwd_h_kernel(
         # The transition of the first segment of a row that starts with zeros is not needed, nor are the final states of
         # the last segments: these programs have no chunks.
         has_no_work = (sequence == 0) & (v_start >= spec.V) & STARTS_FROM_ZERO
-        has_no_work |= (sequence >= NUM_END_STATES) & (v_start + BLOCK_V <= spec.V)
+        has_no_work |= (sequence >= NUM_SCANS_WITH_FINAL_STATE) & (v_start + BLOCK_V <= spec.V)
         if UNTIL_DECAYED_TILES > 0:
             # If the state before the segment decays to nothing inside it, nothing passes through, and only the chunks
             # after that determine its final state.
@@ -162,7 +162,7 @@ def chunk_fwd_h_kernel(
     key_head = head // (spec.H // KEY_HEADS)
     value_head = head // (spec.H // VALUE_HEADS)
     constant_log2_gate = load_constant_gate(gates, row, head, spec, per)
-    if SUB_SEGMENTS_PER_SEGMENT > 0 and spec.GATES_PER_HEAD > 0 and not HAS_W:
+    if SUB_SEGMENTS_PER_SEGMENT > 0 and spec.GATE_CHANNELS > 0 and not HAS_W:
         # Sub-segments of a segment, whose final states are combined with the decay of those after them: one that decays
         # to nothing before the segment's end, in reverse before its start, is skipped.
         first_segment_chunk = (
@@ -240,10 +240,10 @@ def chunk_fwd_h_kernel(
             dt_values = load_token_scalars(dt, row // per.DT, first_token, sequence_end, head, spec)
         gate_sum = 0.0
         gate_cumsum = 0.0
-        if spec.GATES_PER_HEAD > 0 and not spec.QK_ARE_DECAYED:
+        if spec.GATE_CHANNELS > 0 and not spec.QK_ARE_DECAYED:
             gates_base = gates_address(gates, row, head, chunk, spec, per)
             rows = tl.arange(0, C)
-            if spec.GATES_PER_HEAD == 1:
+            if spec.GATE_CHANNELS == 1:
                 gate_cumsum = load_head_gate_cumsum(gates_base, constant_log2_gate, 0, C, spec)
                 gate_sum = load_head_gate_sum(gates_base, constant_log2_gate, sequence_end - first_token, spec)
             else:
@@ -256,7 +256,7 @@ def chunk_fwd_h_kernel(
         # The decay multiplies `acc` before the product adds to it: this chunk's writes have their decay already.
         if spec.QK_ARE_DECAYED:
             acc *= tl.exp2(log2_chunk_decay)[:, None]
-        elif HAS_W and spec.GATES_PER_HEAD == 1:
+        elif HAS_W and spec.GATE_CHANNELS == 1:
             # Applied to the writes instead of the keys: they are in registers, and have half as many elements.
             acc *= tl.exp2(gate_sum)
             value_tile = (value_tile.to(tl.float32) * tl.exp2(gate_sum - gate_cumsum)[:, None]).to(value_tile.dtype)

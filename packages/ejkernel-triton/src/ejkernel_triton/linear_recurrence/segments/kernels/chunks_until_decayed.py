@@ -30,7 +30,7 @@ MIN_NORMAL = tl.constexpr(2.0**-126)
 NEVER_DECAYS = tl.constexpr(1 << 30)
 """An effective length of more chunks than there are: the state does not vanish."""
 
-GRACE_CHUNKS = tl.constexpr(16)
+SAFETY_MARGIN_CHUNKS = tl.constexpr(16)
 """Chunks of tolerance in the check that a state loses at least a bit per chunk: 12 for the identity of 64 columns."""
 
 GATES_PER_STEP = tl.constexpr(32)
@@ -68,7 +68,7 @@ def max_chunks_until_decayed(
         base = gates_address(gates, row, head, 0, spec, per)
         channels = k_start + tl.arange(0, BLOCK_K)
         log2_decay = tl.zeros([BLOCK_K], tl.float32)
-        if spec.GATES_PER_HEAD > 1:
+        if spec.GATE_CHANNELS > 1:
             log2_decay = tl.where(channels < spec.K, 0.0, LOG2_MIN_NORMAL)  # channels of the padding do not count
         max_log2_decay = tl.max(tl.zeros([BLOCK_K], tl.float32), 0)
         num_chunks = first_chunk * 0
@@ -79,8 +79,8 @@ def max_chunks_until_decayed(
                 # The last row of a chunk has the sum of its gates.
                 at = (
                     (first_chunk + distance if REVERSE else end_chunk - 1 - distance) * C + (C - 1)
-                ) * spec.GATES_PER_HEAD
-                if spec.GATES_PER_HEAD == 1:
+                ) * spec.GATE_CHANNELS
+                if spec.GATE_CHANNELS == 1:
                     log2_decay += tl.sum(tl.load(base + at, mask=valid, other=0.0), 0)
                 else:
                     in_bounds = valid[:, None] & (channels < spec.K)[None, :]
@@ -152,7 +152,7 @@ def chunks_until_decayed_kernel(
     num_chunks_done = first_chunk * 0
     for _ in tl.range(0, MAX_CHUNKS // CHUNKS_PER_CHECK, num_stages=1):
         # Gives up on a state that does not lose a bit per chunk, and on NaN.
-        decays_fast_enough = state_abs_sum <= tl.exp2((num_chunks_done * -1 + GRACE_CHUNKS).to(tl.float32))
+        decays_fast_enough = state_abs_sum <= tl.exp2((num_chunks_done * -1 + SAFETY_MARGIN_CHUNKS).to(tl.float32))
         if (state_abs_sum > MIN_NORMAL) & decays_fast_enough & (num_chunks_done < num_chunks):
             num_chunks_in_step = tl.minimum(CHUNKS_PER_CHECK, num_chunks - num_chunks_done)
             first_step_chunk = first_chunk + num_chunks_done if REVERSE else end_chunk - 1 - num_chunks_done

@@ -32,8 +32,8 @@ def segment_decay(
     chunk = segment * NUM_CHUNKS + tl.arange(0, PADDED_CHUNKS)
     is_chunk = (tl.arange(0, PADDED_CHUNKS) < NUM_CHUNKS) & (chunk < spec.NUM_CHUNKS)
     # The last row of a chunk has the sum of its gates.
-    at = (chunk * spec.CHUNK_SIZE + (spec.CHUNK_SIZE - 1)) * spec.GATES_PER_HEAD
-    if spec.GATES_PER_HEAD == 1:
+    at = (chunk * spec.CHUNK_SIZE + (spec.CHUNK_SIZE - 1)) * spec.GATE_CHANNELS
+    if spec.GATE_CHANNELS == 1:
         return tl.exp2(tl.sum(tl.load(base + at, mask=is_chunk, other=0.0), 0))
     else:
         in_bounds = is_chunk[:, None] & (channels < spec.K)[None, :]
@@ -94,11 +94,11 @@ def decayed_initial_states_kernel(
                 # No segment starts after the last one, in reverse before the first one: neither was scanned.
                 index = sub_segment - SUB_SEGMENTS_PER_SEGMENT if REVERSE else sub_segment
                 at = (tl.cast(row, tl.int64) * ((NUM_SEGMENTS - 1) * SUB_SEGMENTS_PER_SEGMENT) + index) * spec.H + head
-                if spec.GATES_PER_HEAD == 1:
+                if spec.GATE_CHANNELS == 1:
                     acc *= segment_decay(
                         gates_base, constant_log2_gate, sub_segment, channels, spec, NUM_CHUNKS, PADDED_CHUNKS
                     )
-                if spec.GATES_PER_HEAD > 1:
+                if spec.GATE_CHANNELS > 1:
                     acc *= segment_decay(
                         gates_base, constant_log2_gate, sub_segment, channels, spec, NUM_CHUNKS, PADDED_CHUNKS
                     )[:, None]

@@ -17,9 +17,9 @@ def delta_initial_states_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
-    NUM_END_STATES: tl.constexpr,
+    NUM_SCANS_WITH_FINAL_STATE: tl.constexpr,
     NUM_TRANSITIONS: tl.constexpr,
-    END_COLUMNS: tl.constexpr,
+    END_STATE_COLUMNS: tl.constexpr,
     FIRST_SCANNED_SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
@@ -30,8 +30,8 @@ def delta_initial_states_kernel(
 ):
     """Computes the states at the start of NUM_SEGMENTS segments of a row, BLOCK_V value channels of one head.
 
-    Transitions are the columns from V on of [rows, NUM_TRANSITIONS, H, K, V + K]. Ends are those of NUM_END_STATES
-    segments from segment FIRST_SCANNED_SEGMENT on. See `forward.delta_initial_states`.
+    Transitions are the columns from V on of [rows, NUM_TRANSITIONS, H, K, V + K]. Ends are those of
+    NUM_SCANS_WITH_FINAL_STATE segments from segment FIRST_SCANNED_SEGMENT on. See `forward.delta_initial_states`.
     """
     NUM_V_TILES: tl.constexpr = (spec.V + BLOCK_V - 1) // BLOCK_V
     TRANSITION_ROW_WIDTH: tl.constexpr = spec.V + spec.K
@@ -55,13 +55,13 @@ def delta_initial_states_kernel(
         )
         store_state(state_base, acc, 0, v_start, spec)
         scanned_index = segment - FIRST_SCANNED_SEGMENT
-        if (scanned_index >= 0) & (scanned_index < NUM_END_STATES):
+        if (scanned_index >= 0) & (scanned_index < NUM_SCANS_WITH_FINAL_STATE):
             tl.debug_barrier()  # other threads wrote the rows of the state that a thread reads
-            at = end_states + ((tl.cast(row, tl.int64) * NUM_END_STATES + scanned_index) * spec.H + head) * (
-                spec.K * END_COLUMNS
-            )
+            at = end_states + (
+                (tl.cast(row, tl.int64) * NUM_SCANS_WITH_FINAL_STATE + scanned_index) * spec.H + head
+            ) * (spec.K * END_STATE_COLUMNS)
             in_bounds = (i < spec.K)[:, None] & (columns < spec.V)[None, :]
-            acc = tl.load(at + (i[:, None] * END_COLUMNS + columns[None, :]), mask=in_bounds, other=0.0)
+            acc = tl.load(at + (i[:, None] * END_STATE_COLUMNS + columns[None, :]), mask=in_bounds, other=0.0)
             transition_base = transitions + ((tl.cast(row, tl.int64) * NUM_TRANSITIONS + segment) * spec.H + head) * (
                 spec.K * TRANSITION_ROW_WIDTH
             )

@@ -14,7 +14,7 @@ a warp. Consecutive programs have the same channels of different sequences: they
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LOG2E, at_batch, load_state_slot, load_token_range, zero_padding_outputs
+from ejkernel_triton.blocks import LOG2E, batch_row_address, load_state_slot, load_token_range, zero_padding_outputs
 
 
 @triton.jit
@@ -65,11 +65,11 @@ def selective_state_update_kernel(
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:
-        bounds = at_batch(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
+        bounds = batch_row_address(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
         first, end = load_token_range(bounds, sequence)
     state_index = tl.cast(sequence, tl.int64)
     if spec.SLOTS > 0:
-        slots = at_batch(slots, row, per.SLOTS, spec.SEQUENCES)
+        slots = batch_row_address(slots, row, per.SLOTS, spec.SEQUENCES)
         state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.SLOTS)
         mask = (channels < tl.where(uses_slot > 0, spec.E, 0))[:, None] & (state_elements < spec.N)[None, :]
     STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
@@ -78,17 +78,20 @@ def selective_state_update_kernel(
     if spec.IN_PLACE:
         state = tl.load(final_address, mask=mask, other=0.0).to(tl.float32)
     elif spec.HAS_STATE:
-        initial_address = at_batch(initial, row, per.INITIAL, STATES) + state_index * (spec.E * spec.N) + at
+        initial_address = batch_row_address(initial, row, per.INITIAL, STATES) + state_index * (spec.E * spec.N) + at
         state = tl.load(initial_address, mask=mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     # The next sequence's program reads A again.
-    rates = at_batch(decay, row, per.DECAY, spec.E * spec.N) + at
+    rates = batch_row_address(decay, row, per.DECAY, spec.E * spec.N) + at
     rates = tl.load(rates, mask=in_bounds, other=0.0, eviction_policy="evict_last")
     rates = rates.to(tl.float32) * LOG2E
-    skip_weight = tl.load(at_batch(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
-    x, step = at_batch(x, row, per.X, spec.T * spec.E), at_batch(step, row, per.STEP, spec.T * spec.E)
-    write, read = at_batch(write, row, per.WRITE, spec.T * spec.N), at_batch(read, row, per.READ, spec.T * spec.N)
+    skip_weight = tl.load(batch_row_address(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
+    x, step = batch_row_address(x, row, per.X, spec.T * spec.E), batch_row_address(step, row, per.STEP, spec.T * spec.E)
+    write, read = (
+        batch_row_address(write, row, per.WRITE, spec.T * spec.N),
+        batch_row_address(read, row, per.READ, spec.T * spec.N),
+    )
     output += row * spec.T * spec.E
     x_value, dt, b, c = load_token(
         x, step, write, read, first, tl.cast(first < end, tl.int32), channels, state_elements, spec
