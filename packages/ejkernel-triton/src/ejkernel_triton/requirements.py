@@ -45,7 +45,7 @@ def triton_implementation(
     backward: str | None = None,
     name: str = "triton",
     priority: int | Callable[[Any, DeviceInfo, Direction], int] = 10,
-    **fields: Any,
+    **other_fields: Any,
 ) -> Implementation:
     """Returns a Triton implementation.
 
@@ -57,7 +57,7 @@ def triton_implementation(
         backward: The backward pass in the same form; None without one.
         name: Name among the implementations of the family.
         priority: Its place in the order of choice among implementations confirmed on a GPU; XLA's is 0.
-        **fields: Others of `Implementation`.
+        **other_fields: Others of `Implementation`.
     """
     return Implementation(
         family=family,
@@ -68,5 +68,5 @@ def triton_implementation(
         requires=requires,
         config=config,
         priority=priority,
-        **fields,
+        **other_fields,
     )

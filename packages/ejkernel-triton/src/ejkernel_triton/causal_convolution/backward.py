@@ -28,7 +28,14 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
 
     record: CausalConvolution = pullback.record
     output_cotangent, final_cotangent = pullback.cotangent
-    spec = make_spec(record, config.block_t, config.block_c, config.blocks, stages=config.num_stages, pairs=True)
+    spec = make_spec(
+        record,
+        config.block_t,
+        config.block_c,
+        config.blocks_per_program,
+        num_stages=config.num_stages,
+        load_channel_pairs=True,
+    )
     num_rows = record.x.shape[0]
     float32, state_tokens = jnp.float32, spec.W - 1
     dx, weight_gradients, dinitial_tokens = launch(
@@ -49,7 +56,9 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         num_stages=config.num_stages,
         constants={"spec": spec},
     )
-    initial_tokens = jnp.swapaxes(dinitial_tokens, 1, 2) if spec.HAS_STATE else jnp.zeros(states(record).shape, float32)
+    initial_tokens = (
+        jnp.swapaxes(dinitial_tokens, 1, 2) if spec.HAS_INITIAL_STATE else jnp.zeros(states(record).shape, float32)
+    )
     if not spec.ADD_FINAL_COTANGENT:
         dx, initial_tokens = add_state_gradients(record, dx, initial_tokens, final_cotangent)
     # XLA adds up the partial sums of the gradients of weights and bias, over batch rows and programs.

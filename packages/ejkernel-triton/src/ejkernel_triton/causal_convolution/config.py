@@ -33,14 +33,14 @@ class ConvolutionBackward:
     Attributes:
         block_t: Tokens per block; the rows of the next blocks are loaded while one is computed.
         block_c: Channels per program.
-        blocks: Blocks per program, over which it adds up the gradients of the weights.
+        blocks_per_program: Blocks per program, over which it adds up the gradients of the weights.
         num_warps: Warps per program.
         num_stages: Pipeline stages: blocks in flight, and the one that is computed.
     """
 
     block_t: int
     block_c: int
-    blocks: int
+    blocks_per_program: int
     num_warps: int
     num_stages: int
 
@@ -67,15 +67,18 @@ def heuristic(
     block_c = max(16, min(max_channels, channels_per_thread * warp_size * warps))
     tokens = record.x.shape[1]
     if direction == "backward":
-        block_t, blocks = _clamp_tokens(tokens, 4), 2 if interpreting() else 128
+        block_t, blocks_per_program = _clamp_tokens(tokens, 4), 2 if interpreting() else 128
         programs = record.x.shape[0] * cdiv(record.x.shape[2], block_c)
         # More blocks per program read fewer halos and have fewer partial sums, if enough programs remain.
         while (
-            blocks > 4
-            and programs * cdiv(tokens, block_t * blocks) < MIN_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+            blocks_per_program > 4
+            and programs * cdiv(tokens, block_t * blocks_per_program)
+            < MIN_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
         ):
-            blocks //= 2
-        return ConvolutionBackward(block_t=block_t, block_c=block_c, blocks=blocks, num_warps=warps, num_stages=4)
+            blocks_per_program //= 2
+        return ConvolutionBackward(
+            block_t=block_t, block_c=block_c, blocks_per_program=blocks_per_program, num_warps=warps, num_stages=4
+        )
     return ConvolutionForward(
         block_t=8 if interpreting() else _clamp_tokens(tokens, 16), block_c=block_c, num_warps=warps
     )
@@ -94,8 +97,10 @@ def candidates(
     ]
     configs: list[Any] = [dataclasses.replace(default, **shape) for shape in tile_fields]
     if isinstance(default, ConvolutionBackward):
-        configs += [dataclasses.replace(x, blocks=2 * x.blocks) for x in (default, configs[1])]
-        configs += [dataclasses.replace(x, blocks=max(1, x.blocks // 2)) for x in (default, configs[1])]
+        configs += [dataclasses.replace(x, blocks_per_program=2 * x.blocks_per_program) for x in (default, configs[1])]
+        configs += [
+            dataclasses.replace(x, blocks_per_program=max(1, x.blocks_per_program // 2)) for x in (default, configs[1])
+        ]
         configs += [dataclasses.replace(default, num_stages=n) for n in (2, 3)]
     return tuple(dict.fromkeys((default, *configs)))
 

@@ -25,12 +25,12 @@ class ConvolutionSpec:
         NUM_TOKEN_PROGRAMS: Programs that share the tokens.
         NUM_CHANNEL_TILES: Programs that share the channels.
         HAS_BIAS: Whether there is a bias.
-        HAS_STATE: Whether there are tokens before the first.
+        HAS_INITIAL_STATE: Whether there are tokens before the first.
         PACKED: Whether a row has several sequences.
-        SILU: Whether the activation is SiLU.
+        APPLY_SILU: Whether the activation is SiLU.
         ADD_FINAL_COTANGENT: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
         FAST_MATH: Whether exponentials and divisions use NVIDIA's approximate instructions.
-        LOAD_PAIRS: Whether two bfloat16 channels are loaded as one integer.
+        LOAD_CHANNEL_PAIRS: Whether two bfloat16 channels are loaded as one integer.
     """
 
     T: int
@@ -43,18 +43,26 @@ class ConvolutionSpec:
     NUM_TOKEN_PROGRAMS: int
     NUM_CHANNEL_TILES: int
     HAS_BIAS: bool
-    HAS_STATE: bool
+    HAS_INITIAL_STATE: bool
     PACKED: bool
-    SILU: bool
+    APPLY_SILU: bool
     ADD_FINAL_COTANGENT: bool
     FAST_MATH: bool
-    LOAD_PAIRS: bool
+    LOAD_CHANNEL_PAIRS: bool
 
 
 def make_spec(
-    record: CausalConvolution, block_t: int, block_c: int, steps: int, *, stages: int = 1, pairs: bool = False
+    record: CausalConvolution,
+    block_t: int,
+    block_c: int,
+    blocks_per_program: int,
+    *,
+    num_stages: int = 1,
+    load_channel_pairs: bool = False,
 ) -> ConvolutionSpec:
-    """Returns the constants of a record's kernels; `pairs` asks to load channels as pairs where that is possible."""
+    """Returns the constants of a record's kernels; `load_channel_pairs` asks to load channels as pairs where that is
+    possible.
+    """
     _, tokens, channels = record.x.shape
     fast = current_device().vendor == "nvidia" and not interpreting()
     return ConvolutionSpec(
@@ -63,15 +71,15 @@ def make_spec(
         W=record.weight.shape[1],
         BLOCK_T=block_t,
         BLOCK_C=block_c,
-        BLOCKS_PER_PROGRAM=steps,
-        NUM_STAGES=stages,
-        NUM_TOKEN_PROGRAMS=cdiv(tokens, block_t * steps),
+        BLOCKS_PER_PROGRAM=blocks_per_program,
+        NUM_STAGES=num_stages,
+        NUM_TOKEN_PROGRAMS=cdiv(tokens, block_t * blocks_per_program),
         NUM_CHANNEL_TILES=cdiv(channels, block_c),
         HAS_BIAS=record.bias is not None,
-        HAS_STATE=record.initial_state is not None,
+        HAS_INITIAL_STATE=record.initial_state is not None,
         PACKED=record.cu_seqlens is not None,
-        SILU=record.activation == "silu",
+        APPLY_SILU=record.activation == "silu",
         ADD_FINAL_COTANGENT=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
         FAST_MATH=fast,
-        LOAD_PAIRS=pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
+        LOAD_CHANNEL_PAIRS=load_channel_pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
     )

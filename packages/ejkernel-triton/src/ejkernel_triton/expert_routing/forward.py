@@ -27,7 +27,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     spec = make_spec(record, config)
     options: dict[str, Any] = {"batch": 1, "num_stages": 1, "constants": {"spec": spec}}
     pairs_shape, counts_shape = ((1, spec.T, spec.K), (1, spec.NUM_BLOCKS, spec.PADDED_E))
-    experts, indices_within_expert, counts = launch(
+    experts, indices_within_block_and_expert, block_counts = launch(
         topk_kernel,
         (record.logits[None],),
         tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, pairs_shape, counts_shape)),
@@ -37,7 +37,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     )
     earlier_block_counts, group_sizes = launch(
         expert_offsets_kernel,
-        (counts,),
+        (block_counts,),
         tuple(Shape(shape, jnp.int32) for shape in (counts_shape, (1, spec.E))),
         grid=spec.PADDED_E // spec.BLOCK_E,
         num_warps=8,
@@ -45,7 +45,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     )
     sorted_positions, sorted_pairs = launch(
         sorted_rows_kernel,
-        (experts, indices_within_expert, earlier_block_counts, group_sizes),
+        (experts, indices_within_block_and_expert, earlier_block_counts, group_sizes),
         tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, (1, spec.T * spec.K))),
         grid=spec.NUM_BLOCKS,
         num_warps=config.num_warps,

@@ -28,7 +28,7 @@ class RoutingSpec:
         BLOCK_T: Tokens per program.
         NUM_BLOCKS: Programs that share the tokens.
         BLOCK_E: Experts per program of `expert_offsets_kernel`.
-        BLOCK_B: Blocks whose counts are added up at a time.
+        BLOCKS_PER_STEP: Blocks whose counts are added up at a time.
     """
 
     T: int
@@ -39,7 +39,7 @@ class RoutingSpec:
     BLOCK_T: int
     NUM_BLOCKS: int
     BLOCK_E: int
-    BLOCK_B: int
+    BLOCKS_PER_STEP: int
 
 
 def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
@@ -55,5 +55,5 @@ def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
         BLOCK_T=config.block_t,
         NUM_BLOCKS=blocks,
         BLOCK_E=min(BLOCK_E, padded(experts)),
-        BLOCK_B=min(padded(blocks), COUNTS_PER_STEP // BLOCK_E),
+        BLOCKS_PER_STEP=min(padded(blocks), COUNTS_PER_STEP // BLOCK_E),
     )

@@ -22,7 +22,9 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
         Each requested gradient, in its field's shape and dtype.
     """
 
-    def multiply_rows(product: GroupedMatmul) -> jax.Array:
-        return grouped(product, heuristic(product, current_device(), "forward"))[0]
+    def multiply_rows(product_record: GroupedMatmul) -> jax.Array:
+        return grouped(product_record, heuristic(product_record, current_device(), "forward"))[0]
 
-    return gradients_of_products(pullback, multiply_rows, lambda inner: grouped_backward(inner, config))
+    return gradients_of_products(
+        pullback, multiply_rows, lambda product_pullback: grouped_backward(product_pullback, config)
+    )

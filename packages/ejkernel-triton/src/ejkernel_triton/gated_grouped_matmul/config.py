@@ -42,7 +42,7 @@ GROUP_M = 4
 """Tile rows per swizzle group (Triton's GROUP_M); on an H200 8 and 16 are 1 % and 2 % slower."""
 LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
 """Tiles for groups of many rows, on Hopper and Blackwell; the best first."""
-OTHER_LARGE_TILES = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
+LARGE_TILES_OF_OTHER_CHIPS = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
 """The same for other chips, whose tensor cores read operands from registers."""
 SMALL_TILES = {
     64: (TileChoice(64, 64, 64, 4, 4), TileChoice(64, 128, 64, 8, 3)),
@@ -78,7 +78,7 @@ def candidates(
     elif tile_rows < 128:
         tiles = SMALL_TILES[tile_rows]
     else:
-        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else OTHER_LARGE_TILES
+        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else LARGE_TILES_OF_OTHER_CHIPS
     return tuple(dict.fromkeys(_tile_config(_reduce_stages(tile, record, chip), chip) for tile in tiles))
 
 
@@ -88,8 +88,8 @@ def gathered_rows_shape(record: GatedGroupedMatmul) -> Any:
     return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
 
 
-def _stage_bytes(tile: TileChoice, size: int) -> int:
-    return (tile.m + 2 * tile.n) * tile.k * size
+def _stage_bytes(tile: TileChoice, itemsize: int) -> int:
+    return (tile.m + 2 * tile.n) * tile.k * itemsize
 
 
 def _reduce_stages(tile: TileChoice, record: GatedGroupedMatmul, chip: Gpu) -> TileChoice:

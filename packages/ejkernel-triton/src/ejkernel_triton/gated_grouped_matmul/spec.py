@@ -9,18 +9,18 @@ class GatedSpec:
 
     Attributes:
         NUM_TOKENS: T.
-        CONTRACTED: C.
+        CONTRACTED_SIZE: C.
         ROWS: M.
         COLUMNS: F. With a gate, a matrix has 2 F columns: those of the gate and of the values.
         NUM_MATRICES: E.
         RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
-        LAYOUT: Columns of a matrix: the gate's and the values' in `"halves"` or `"interleaved"`, or `"no gate"`.
+        GATE_LAYOUT: Columns of a matrix: the gate's and the values' in `"halves"` or `"interleaved"`, or `"no gate"`.
         GATHERS_ROWS: Whether rows name tokens; otherwise row m is token m.
         HAS_BIAS: Whether there is a bias.
         ACTIVATION: The gate's activation function: `"silu"`, `"gelu"` or `"relu2"`.
         ALPHA: Factor in the sigmoid of silu.
         BETA: Added to the values.
-        LIMIT: The largest value of the gate, and the largest magnitude of the values; None for none.
+        CLAMP_LIMIT: The largest value of the gate, and the largest magnitude of the values; None for none.
         BLOCK_M: Rows per tile.
         BLOCK_N: Output columns per tile.
         BLOCK_K: Contracted elements per step.
@@ -32,18 +32,18 @@ class GatedSpec:
     """
 
     NUM_TOKENS: int
-    CONTRACTED: int
+    CONTRACTED_SIZE: int
     ROWS: int
     COLUMNS: int
     NUM_MATRICES: int
     RHS_STRIDES: tuple[int, int]
-    LAYOUT: str
+    GATE_LAYOUT: str
     GATHERS_ROWS: bool
     HAS_BIAS: bool
     ACTIVATION: str
     ALPHA: float
     BETA: float
-    LIMIT: float | None
+    CLAMP_LIMIT: float | None
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int

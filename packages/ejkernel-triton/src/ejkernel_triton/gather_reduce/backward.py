@@ -25,8 +25,10 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
 
     record: GatherReduce = pullback.record
     rows, num_terms = record.inverse.shape
-    weight_gradient = "weights" in pullback.grad_fields
-    spec = make_spec(record, config, num_sums=rows, num_terms=num_terms, weight_gradient=weight_gradient)
+    compute_weight_gradient = "weights" in pullback.grad_fields
+    spec = make_spec(
+        record, config, num_sums=rows, num_terms=num_terms, compute_weight_gradient=compute_weight_gradient
+    )
     num_pairs = spec.T * spec.K
     row_gradients, weight_gradient_terms = launch(
         gather_bwd_kernel,
@@ -34,11 +36,11 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
             pullback.cotangent[None],
             record.inverse[None],
             with_batch_axis(record.weights),
-            record.rows[None] if weight_gradient else None,
+            record.rows[None] if compute_weight_gradient else None,
         ),
         (
             Shape((1, rows, spec.D), record.rows.dtype),
-            Shape((1, spec.NUM_CHANNEL_TILES, num_pairs if weight_gradient else 1), jnp.float32),
+            Shape((1, spec.NUM_CHANNEL_TILES, num_pairs if compute_weight_gradient else 1), jnp.float32),
         ),
         batch=1,
         grid=spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
@@ -47,7 +49,7 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
         constants={"spec": spec},
     )
     gradients = {"rows": row_gradients[0]}
-    if weight_gradient:
+    if compute_weight_gradient:
         assert record.weights is not None  # its gradient is requested
         # No row lists a pair whose index is out of range, so the kernel stored nothing for it.
         valid = named(record.indices, spec.R)

@@ -53,7 +53,7 @@ def _scatter_copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
         (record.rows[None], record.indices[None], record.inverse[None]),
         (Shape((1, spec.T, spec.D), record.rows.dtype),),
         batch=1,
-        grid=(spec.NUM_BLOCKS + spec.NUM_EMPTY_BLOCKS) * spec.NUM_CHANNEL_TILES,
+        grid=(spec.NUM_BLOCKS + spec.NUM_ZERO_FILL_BLOCKS) * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},

@@ -6,9 +6,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel_triton.gather_reduce.config import GatherTiles
 
-EMPTY_BLOCK_TOKENS = 256
+ZERO_FILL_BLOCK_TOKENS = 256
 """Tokens that a program checks for a missing row."""
-EMPTY_STEP_TOKENS = 16
+ZERO_FILL_STEP_TOKENS = 16
 """Tokens that such a program fills at a time."""
 MAX_UNROLLED_TERMS = 16
 """The largest number of terms of a sum for which its loop is unrolled, so that all loads are in flight together."""
@@ -25,15 +25,15 @@ class GatherSpec:
         M: Pairs per row.
         D: Channels.
         HAS_WEIGHTS: Whether there are weights.
-        WEIGHT_GRADIENT: Whether the gradient of the weights is requested.
+        COMPUTE_WEIGHT_GRADIENT: Whether the gradient of the weights is requested.
         UNROLL_TERMS: Whether the loop over terms is unrolled.
         BLOCK_T: Sums per program.
         NUM_BLOCKS: Programs that share the sums.
         BLOCK_D: Channels per program.
         NUM_CHANNEL_TILES: Programs that share the channels.
-        EMPTY_BLOCK_TOKENS: Tokens that a program of `scatter_copies_kernel` checks for a missing row.
-        EMPTY_STEP_TOKENS: Tokens that it fills at a time.
-        NUM_EMPTY_BLOCKS: Such programs that share the tokens.
+        ZERO_FILL_BLOCK_TOKENS: Tokens that a program of `scatter_copies_kernel` checks for a missing row.
+        ZERO_FILL_STEP_TOKENS: Tokens that it fills at a time.
+        NUM_ZERO_FILL_BLOCKS: Such programs that share the tokens.
     """
 
     R: int
@@ -42,19 +42,19 @@ class GatherSpec:
     M: int
     D: int
     HAS_WEIGHTS: bool
-    WEIGHT_GRADIENT: bool
+    COMPUTE_WEIGHT_GRADIENT: bool
     UNROLL_TERMS: bool
     BLOCK_T: int
     NUM_BLOCKS: int
     BLOCK_D: int
     NUM_CHANNEL_TILES: int
-    EMPTY_BLOCK_TOKENS: int
-    EMPTY_STEP_TOKENS: int
-    NUM_EMPTY_BLOCKS: int
+    ZERO_FILL_BLOCK_TOKENS: int
+    ZERO_FILL_STEP_TOKENS: int
+    NUM_ZERO_FILL_BLOCKS: int
 
 
 def make_spec(
-    record: GatherReduce, config: GatherTiles, *, num_sums: int, num_terms: int, weight_gradient: bool = False
+    record: GatherReduce, config: GatherTiles, *, num_sums: int, num_terms: int, compute_weight_gradient: bool = False
 ) -> GatherSpec:
     """Returns the constants of a kernel that computes `num_sums` sums of `num_terms` terms."""
     (rows, channels), (tokens, count) = record.rows.shape, record.indices.shape
@@ -65,13 +65,13 @@ def make_spec(
         M=record.inverse.shape[1],
         D=channels,
         HAS_WEIGHTS=record.weights is not None,
-        WEIGHT_GRADIENT=weight_gradient,
+        COMPUTE_WEIGHT_GRADIENT=compute_weight_gradient,
         UNROLL_TERMS=num_terms <= MAX_UNROLLED_TERMS,
         BLOCK_T=config.block_t,
         NUM_BLOCKS=cdiv(num_sums, config.block_t),
         BLOCK_D=config.block_d,
         NUM_CHANNEL_TILES=cdiv(channels, config.block_d),
-        EMPTY_BLOCK_TOKENS=EMPTY_BLOCK_TOKENS,
-        EMPTY_STEP_TOKENS=EMPTY_STEP_TOKENS,
-        NUM_EMPTY_BLOCKS=cdiv(tokens, EMPTY_BLOCK_TOKENS),
+        ZERO_FILL_BLOCK_TOKENS=ZERO_FILL_BLOCK_TOKENS,
+        ZERO_FILL_STEP_TOKENS=ZERO_FILL_STEP_TOKENS,
+        NUM_ZERO_FILL_BLOCKS=cdiv(tokens, ZERO_FILL_BLOCK_TOKENS),
     )

@@ -17,7 +17,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import lhs_gradient
 from ejkernel_triton.grouped_matmul.spec import (
-    GroupedMatricesSpec,
+    GroupedRhsGradientSpec,
     converts_to_float32,
     dequantize_lhs,
     dot_precision,
@@ -43,7 +43,7 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     if "existing_out" in requested:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
     if "rhs_bias" in requested:
-        gradients["rhs_bias"] = _bias_sums(record, cotangent).astype(record.rhs_bias.dtype)
+        gradients["rhs_bias"] = _bias_gradients(record, cotangent).astype(record.rhs_bias.dtype)
     if "lhs" in requested:
         scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
         operand = cotangent.astype(operand_dtype(record, cotangent.dtype, *scale_dtypes))
@@ -72,8 +72,8 @@ def _matrix_gradients(
 ) -> dict[str, jax.Array]:
     """Returns gradients of the matrices and of their scales."""
     if record.rhs_scale is None:
-        return {"rhs": _matrix_sums(record, cotangent, config, record.rhs.dtype)}
-    sums, gradients = _matrix_sums(record, cotangent, config, jnp.float32), {}
+        return {"rhs": _lhs_cotangent_products(record, cotangent, config, record.rhs.dtype)}
+    sums, gradients = _lhs_cotangent_products(record, cotangent, config, jnp.float32), {}
     if "rhs" in requested:
         element_scales = spread(record, record.rhs_scale.astype(jnp.float32))
         gradients["rhs"] = (sums * element_scales).astype(record.rhs.dtype)
@@ -88,7 +88,9 @@ def _matrix_gradients(
     return gradients
 
 
-def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: Any) -> jax.Array:
+def _lhs_cotangent_products(
+    record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, dtype: Any
+) -> jax.Array:
     """Returns the sums of lhs_i^T do_i over the rows of each group, in the matrices' memory layout."""
     from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import grouped_gemm_drhs_kernel
 
@@ -112,7 +114,7 @@ def _matrix_sums(record: GroupedMatmul, cotangent: jax.Array, config: GroupedBac
     return sums[0]
 
 
-def _bias_sums(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
+def _bias_gradients(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
     """Sums of the cotangent over the rows of each group, [E, 1, N] float32."""
     from ejkernel_triton.grouped_matmul.kernels.grouped_dbias import grouped_dbias_kernel
 
@@ -137,10 +139,10 @@ def _group_row_bounds(record: GroupedMatmul) -> jax.Array:
 
 def _make_spec(
     record: GroupedMatmul, operands: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]
-) -> GroupedMatricesSpec:
+) -> GroupedRhsGradientSpec:
     """Returns the constants of a kernel that sums over rows of a pair of operands."""
     left_operand, right_operand = operands
-    return GroupedMatricesSpec(
+    return GroupedRhsGradientSpec(
         ROWS=left_operand.shape[0],
         OUTPUT_ROWS=left_operand.shape[1],
         OUTPUT_COLUMNS=right_operand.shape[1],

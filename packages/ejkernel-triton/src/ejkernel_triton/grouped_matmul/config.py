@@ -11,7 +11,12 @@ from ejkernel.families.grouped_matmul.kinds import average_rows
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.grouped_matmul.spec import dequantize_lhs, float8_step_length, operand_dtype, scale_blocks
+from ejkernel_triton.grouped_matmul.spec import (
+    dequantize_lhs,
+    float8_step_length,
+    operand_dtype,
+    scale_blocks_along_contraction,
+)
 from ejkernel_triton.launch import interpreting
 
 
@@ -96,9 +101,9 @@ On an H200, M65536 K2048 N1536 G128: 577, 556, 511, 424 and 382 TFLOP/s (`groupe
 """
 LHS_GRADIENT_TILES = (TileChoice(128, 256, 64, 8, 3, True), *LARGE_TILES[:-1])
 """Tiles for the gradient of lhs, where flattened loops are faster: both gradients at 500 TFLOP/s instead of 452."""
-EPILOGUE_TILES = (TileChoice(128, 128, 64, 8, 4), TileChoice(128, 256, 64, 8, 3))
+ADDING_EPILOGUE_TILES = (TileChoice(128, 128, 64, 8, 4), TileChoice(128, 256, 64, 8, 3))
 """Tiles if the epilogue adds bias or existing_out: with larger tiles or flattened loops it spills registers."""
-MATRIX_TILES = (
+RHS_GRADIENT_TILES = (
     TileChoice(128, 256, 64, 8, 3),
     TileChoice(128, 256, 64, 8, 4),
     TileChoice(128, 128, 64, 4, 3),
@@ -117,7 +122,7 @@ The first reaches 655 TFLOP/s on an H200; larger tiles spill (docs/lab/grouped_m
 """
 BLOCK_SCALE_TILES = (TileChoice(64, 128, 128, 8, 4), TileChoice(128, 64, 128, 8, 4))
 """Tiles of 8-bit operands with scales of every step, on chips with MMA, whose layouts differ from WGMMA's."""
-FAST_FLOAT8_TILES = (
+LOW_PRECISION_FLOAT8_TILES = (
     TileChoice(128, 256, 128, 8, 3),
     TileChoice(128, 256, 128, 8, 4),
     TileChoice(128, 128, 128, 4, 3),
@@ -145,20 +150,22 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     """Returns tile sizes worth measuring for a record on a device, the best first."""
     chip = gpu_of(device)
     step = float8_step_length(record) if direction == "forward" else 0
-    tiles = _float8_tiles(record, step, chip) if step else _row_tiles(dequantize_lhs(record), chip, direction)
+    tiles = _float8_tiles(record, step, chip) if step else _gemm_tiles(dequantize_lhs(record), chip, direction)
     if interpreting():
         tiles = (TileChoice(32, 32, 32, 4, 1),)
     forward_configs = [_forward_config(tile, chip) for tile in tiles]
     if direction == "forward":
         return tuple(forward_configs)
-    matrix_tiles = (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _matrix_tiles(dequantize_lhs(record), chip)
+    matrix_tiles = (
+        (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _rhs_gradient_tiles(dequantize_lhs(record), chip)
+    )
     pairs = [(forward_configs[0], tile) for tile in matrix_tiles] + [
         (forward, matrix_tiles[0]) for forward in forward_configs[1:]
     ]
     return tuple(_backward_config(forward, tile) for forward, tile in pairs)
 
 
-def _row_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple[TileChoice, ...]:
+def _gemm_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_kernel` for operands of 16 and 32 bits."""
     has_epilogue_inputs = record.existing_out is not None or record.rhs_bias is not None
     has_epilogue_inputs = direction == "forward" and (
@@ -176,7 +183,11 @@ def _row_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple[
         tiles = (TileChoice(128, 128, 32, 8 if has_epilogue_inputs else 4, 4), TileChoice(128, 128, 64, 8, 3))
     else:
         tiles = (
-            LHS_GRADIENT_TILES if direction == "backward" else EPILOGUE_TILES if has_epilogue_inputs else LARGE_TILES
+            LHS_GRADIENT_TILES
+            if direction == "backward"
+            else ADDING_EPILOGUE_TILES
+            if has_epilogue_inputs
+            else LARGE_TILES
         )
     output_itemsize = jnp.dtype(record.out_dtype if direction == "forward" else record.lhs.dtype).itemsize
     fitting_tiles = tuple(_reduce_stages(tile, chip, output_itemsize=output_itemsize) for tile in tiles)
@@ -189,8 +200,8 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoi
     if tile_rows < 128:
         tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[tile_rows])
     else:
-        tiles = FAST_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
-        if max(scale_blocks(record)) > 1:
+        tiles = LOW_PRECISION_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
+        if max(scale_blocks_along_contraction(record)) > 1:
             tiles = FLOAT8_TILES if chip.architecture == "hopper" else BLOCK_SCALE_TILES
     output_itemsize = jnp.dtype(record.out_dtype).itemsize
     return tuple(
@@ -222,36 +233,36 @@ def _float32_warps(record: GroupedMatmul) -> int:
     return 8 if record.precision == lax.Precision.HIGHEST else 4
 
 
-def _matrix_tiles(record: GroupedMatmul, chip: Gpu) -> tuple[TileChoice, ...]:
+def _rhs_gradient_tiles(record: GroupedMatmul, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of `grouped_gemm_drhs_kernel`."""
     if _multiplies_float32(record, "backward"):
         tiles = (TileChoice(64, 64, 32, _float32_warps(record), 3), TileChoice(64, 128, 32, 8, 3))
     elif chip.architecture not in ("hopper", "blackwell"):
         tiles = (TileChoice(128, 128, 32, 8, 4), TileChoice(128, 64, 32, 4, 4))
     else:
-        tiles = MATRIX_TILES
+        tiles = RHS_GRADIENT_TILES
     return tuple(_reduce_stages(tile, chip) for tile in tiles)
 
 
-def _reduce_stages(tile: TileChoice, chip: Gpu, size: int = 2, output_itemsize: int = 2) -> TileChoice:
+def _reduce_stages(tile: TileChoice, chip: Gpu, itemsize: int = 2, output_itemsize: int = 2) -> TileChoice:
     """Returns a tile with at most as many stages as the chip's shared memory holds; AMD's chips have two.
 
     Args:
         tile: The preferred tile.
         chip: The chip.
-        size: Bytes per element of the operands.
+        itemsize: Bytes per element of the operands.
         output_itemsize: Bytes per element of the output.
     """
     shared_memory_budget = chip.shared_memory - 2 * KIBI
     stages = min(tile.stages, 2) if chip.vendor == "amd" else tile.stages
     # Operands that are converted before the product take another tile of columns in shared memory.
-    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * size > shared_memory_budget:
+    while stages > 1 and (stages * (tile.m + tile.n) + tile.n) * tile.k * itemsize > shared_memory_budget:
         stages -= 1
     # In a flattened loop the next tile's operands are copied while this tile's output is in shared memory.
     while (
         tile.flatten
         and stages > 1
-        and stages * (tile.m + tile.n) * tile.k * size + tile.m * tile.n * output_itemsize > shared_memory_budget
+        and stages * (tile.m + tile.n) * tile.k * itemsize + tile.m * tile.n * output_itemsize > shared_memory_budget
     ):
         stages -= 1
     return tile._replace(stages=stages)

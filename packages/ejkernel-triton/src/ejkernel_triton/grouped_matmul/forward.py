@@ -11,14 +11,14 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
-    GroupedRowsSpec,
+    GroupedGemmSpec,
     add_batch_axis,
     converts_to_float32,
     dequantize_lhs,
     dot_precision,
     float8_step_length,
     operand_dtype,
-    scale_blocks,
+    scale_blocks_along_contraction,
 )
 from ejkernel_triton.launch import Shape, launch
 
@@ -48,7 +48,7 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
 
 def _multiply_float8(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
     """Returns the output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
-    step, (lhs_blocks, rhs_blocks) = float8_step_length(record), scale_blocks(record)
+    step, (lhs_blocks, rhs_blocks) = float8_step_length(record), scale_blocks_along_contraction(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
     spec = dataclasses.replace(
@@ -74,8 +74,8 @@ def lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedFor
     spec = dataclasses.replace(
         spec,
         # The matrices are read transposed by exchanging strides, without a copy.
-        CONTRACTED=spec.COLUMNS,
-        COLUMNS=spec.CONTRACTED,
+        CONTRACTED_SIZE=spec.COLUMNS,
+        COLUMNS=spec.CONTRACTED_SIZE,
         RHS_STRIDES=spec.RHS_STRIDES[::-1],
         SCALE_STRIDES=spec.SCALE_STRIDES[::-1],
         SCALE_BLOCK=spec.SCALE_BLOCK[::-1],
@@ -85,13 +85,13 @@ def lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedFor
     return multiply_rows(record, cotangent, spec, config, record.lhs.dtype)
 
 
-def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedRowsSpec:
+def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> GroupedGemmSpec:
     """Returns the constants of the forward kernel."""
     (rows, contracted), width, scale = record.lhs.shape, columns(record), record.rhs_scale
     blocks = 1 if scale is None else scale.shape[1]
-    return GroupedRowsSpec(
+    return GroupedGemmSpec(
         ROWS=rows,
-        CONTRACTED=contracted,
+        CONTRACTED_SIZE=contracted,
         COLUMNS=width,
         NUM_MATRICES=record.rhs.shape[0],
         RHS_STRIDES=(1, contracted) if record.transpose_rhs else (width, 1),
@@ -118,7 +118,7 @@ def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> G
 
 
 def multiply_rows(
-    record: GroupedMatmul, rows: jax.Array, spec: GroupedRowsSpec, config: GroupedForward, dtype: Any
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedGemmSpec, config: GroupedForward, dtype: Any
 ) -> jax.Array:
     """Multiplies the rows by the matrices of their groups, as the spec says.
 

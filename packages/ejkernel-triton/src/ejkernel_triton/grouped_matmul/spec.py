@@ -16,12 +16,12 @@ from ejkernel_triton.launch import interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedRowsSpec:
+class GroupedGemmSpec:
     """Constants of `grouped_gemm_kernel`: M rows, C contracted elements, N columns.
 
     Attributes:
         ROWS: M.
-        CONTRACTED: C.
+        CONTRACTED_SIZE: C.
         COLUMNS: N.
         NUM_MATRICES: E.
         RHS_STRIDES: Strides of a matrix along contracted elements and along columns, in elements.
@@ -51,7 +51,7 @@ class GroupedRowsSpec:
     """
 
     ROWS: int
-    CONTRACTED: int
+    CONTRACTED_SIZE: int
     COLUMNS: int
     NUM_MATRICES: int
     RHS_STRIDES: tuple[int, int]
@@ -77,7 +77,7 @@ class GroupedRowsSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedMatricesSpec:
+class GroupedRhsGradientSpec:
     """Constants of the kernels that sum over the rows of each group: [M, P]^T [M, Q] -> [P, Q] for every matrix.
 
     Attributes:
@@ -90,7 +90,7 @@ class GroupedMatricesSpec:
         NUM_MATRICES: E.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first, as in `GroupedRowsSpec`.
+        WIDEN: Whether operands are converted to float32 first, as in `GroupedGemmSpec`.
     """
 
     ROWS: int
@@ -113,7 +113,7 @@ MIN_FLOAT8_STEP = 32
 """Contracted elements of one 8-bit MMA, and so of the shortest step."""
 
 
-def scale_blocks(record: GroupedMatmul) -> tuple[int, int]:
+def scale_blocks_along_contraction(record: GroupedMatmul) -> tuple[int, int]:
     """Returns how many scales rows and matrices have along the contracted axis; 1 without scales."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
@@ -130,7 +130,7 @@ def float8_step_length(record: GroupedMatmul) -> int:
     if not has_float8_dot or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
         return 0
     contracted = record.lhs.shape[1]
-    scale_block_lengths = [contracted // blocks for blocks in scale_blocks(record) if blocks > 1]
+    scale_block_lengths = [contracted // blocks for blocks in scale_blocks_along_contraction(record) if blocks > 1]
     common_length = math.gcd(*scale_block_lengths) if scale_block_lengths else MAX_FLOAT8_STEP
     step = min(common_length & -common_length, MAX_FLOAT8_STEP)
     return step if step >= MIN_FLOAT8_STEP else 0
@@ -149,17 +149,17 @@ def dequantize_lhs(record: GroupedMatmul) -> GroupedMatmul:
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
-def operand_dtype(record: GroupedMatmul, *others: Any) -> Any:
+def operand_dtype(record: GroupedMatmul, *other_dtypes: Any) -> Any:
     """Returns the dtype of the product's operands: lhs's, or float32 if the call needs all digits of a wider
     operand.
 
     Args:
         record: The record.
-        *others: Dtypes of the operands that lhs, or the cotangent, is multiplied with.
+        *other_dtypes: Dtypes of the operands that lhs, or the cotangent, is multiplied with.
     """
     asked = product_precision(record.lhs.dtype, record.precision)
     needs_float32 = asked in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    has_wider_operand = any(jnp.promote_types(record.lhs.dtype, x) != record.lhs.dtype for x in others)
+    has_wider_operand = any(jnp.promote_types(record.lhs.dtype, x) != record.lhs.dtype for x in other_dtypes)
     return jnp.dtype(jnp.float32) if needs_float32 and has_wider_operand else record.lhs.dtype
 
 

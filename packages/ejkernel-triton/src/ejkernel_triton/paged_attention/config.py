@@ -34,7 +34,7 @@ class PagedForward:
         num_programs: Persistent programs, each with an equal share of the key tiles of a call (stream-K).
         num_warps: Warps per program.
         num_stages: Pipeline stages of the copies of key and value tiles.
-        whole_pages: Whether a tile is within one page, so that its index is loaded once, not for every key.
+        tile_within_page: Whether a tile is within one page, so that its index is loaded once, not for every key.
     """
 
     block_q: int
@@ -42,7 +42,7 @@ class PagedForward:
     num_programs: int
     num_warps: int
     num_stages: int
-    whole_pages: bool = False
+    tile_within_page: bool = False
 
 
 PUBLIC_FIELDS = {
@@ -74,7 +74,7 @@ LATENT_TILES_MANY_ROWS = ((64, 8, 2, 1), (32, 8, 3, 1), (32, 8, 2, 1), (64, 8, 1
 latent cache, the fastest on an H200 first.
 """
 
-PROGRAMS_PER_SM = 2
+RESIDENT_PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
 
 MAX_HEADS_PER_TILE, MAX_LATENT_HEADS_PER_TILE, MAX_FLOAT32_LATENT_HEADS_PER_TILE = 128, 64, 16
@@ -145,7 +145,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
         # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
         # values are in flight instead of one with four warps.
         return fit_shared_memory(record, _make_config(record, device, 64, 2, 3), gpu_of(device))
-    return dataclasses.replace(config, whole_pages=tile_within_page)
+    return dataclasses.replace(config, tile_within_page=tile_within_page)
 
 
 def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
@@ -158,7 +158,9 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     configs = [fit_shared_memory(record, _make_config(record, device, *option), gpu_of(device)) for option in options]
     return tuple(
         dict.fromkeys(
-            dataclasses.replace(x, whole_pages=tile_within_page) for x in configs for tile_within_page in (False, True)
+            dataclasses.replace(x, tile_within_page=tile_within_page)
+            for x in configs
+            for tile_within_page in (False, True)
         )
     )
 
@@ -190,7 +192,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     for block_kv, warps, stages, programs_per_sm in options:
         num_programs = 3 if interpreting() else max(1, programs_per_sm * chip.multiprocessors // head_tiles)
         tile = _make_config(record, device, block_kv, warps, stages)
-        configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, whole_pages=True)))
+        configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, tile_within_page=True)))
     fitting = [
         x for programs_per_sm, x in configs if programs_per_sm * shared_memory(record, x, chip) <= chip.shared_memory
     ]
@@ -203,7 +205,7 @@ def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Pag
     configs = [_make_config(record, device, *x) for x in PREFILL_TILES]
     fitting = [x for x in configs if fits_shared_memory(record, x, chip)]
     configs = fitting or [fit_shared_memory(record, configs[-1], chip)]
-    return tuple(dict.fromkeys(dataclasses.replace(x, whole_pages=page_size % x.block_kv == 0) for x in configs))
+    return tuple(dict.fromkeys(dataclasses.replace(x, tile_within_page=page_size % x.block_kv == 0) for x in configs))
 
 
 def _needs_small_key_tiles(record: PagedAttention) -> bool:
@@ -235,7 +237,7 @@ def _query_rows_per_tile(record: PagedAttention, device: DeviceInfo) -> int:
 
 def _make_config(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other; a few suffice to test splits and merges.
-    num_programs = 3 if interpreting() else PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+    num_programs = 3 if interpreting() else RESIDENT_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
     return PagedForward(
         block_q=_query_rows_per_tile(record, device),
         block_kv=min(block_kv, 16) if interpreting() else block_kv,

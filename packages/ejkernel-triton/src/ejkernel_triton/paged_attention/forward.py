@@ -13,7 +13,7 @@ from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import SharedPrefix, make_paged_spec, plan_work, prefix_config, split_prefix
-from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, strides_of
+from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, page_slot_head_strides
 from ejkernel_triton.sizes import padded_for_dot
 
 COMBINE_TILE_ELEMENTS = 2048
@@ -36,7 +36,9 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     spec = make_paged_spec(record, config, rotary_of(record))
     work_plan = plan_work(record, spec, config)
     record, written_pages = write_cache(record, work_plan[0], config.block_q)
-    output_and_lse = _zero_outside_sequences(record, *_attend(record, rotary_of(record), spec, work_plan, config))
+    output_and_lse = _zero_outside_sequences(
+        record, *_attend_work_items(record, rotary_of(record), spec, work_plan, config)
+    )
     if prefix is not None:
         # After the write, which is in place only if nothing reads the pages as they were.
         prefix_record = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
@@ -54,7 +56,9 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
         rotary: Rotary columns of a latent record.
     """
     spec = make_paged_spec(record, config, rotary)
-    return _zero_outside_sequences(record, *_attend(record, rotary, spec, plan_work(record, spec, config), config))
+    return _zero_outside_sequences(
+        record, *_attend_work_items(record, rotary, spec, plan_work(record, spec, config), config)
+    )
 
 
 def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +67,9 @@ def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     rotary = rotary_of(record)
     spec = make_paged_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
     work_plan = plan_work(record, spec, config)
-    return _zero_outside_sequences(record, *_attend(record, rotary, spec, work_plan, config, prefix.row_positions))
+    return _zero_outside_sequences(
+        record, *_attend_work_items(record, rotary, spec, work_plan, config, prefix.row_positions)
+    )
 
 
 def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +83,7 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
     return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
 
 
-def _attend(
+def _attend_work_items(
     record: PagedAttention,
     rotary: Rotary | None,
     spec: PagedSpec,
@@ -183,12 +189,14 @@ def _packed_bias_tables(record: PagedAttention) -> jax.Array | None:
 
 
 def merge_prefix(
-    prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
+    prefix: tuple[jax.Array, jax.Array], suffix_result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over two sets of keys."""
-    partial_outputs = [Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix)]
+    partial_outputs = [
+        Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix_result)
+    ]
     output, lse = merge(*partial_outputs)
-    return output[0].astype(suffix[0].dtype), lse[0].T
+    return output[0].astype(suffix_result[0].dtype), lse[0].T
 
 
 def write_cache(
@@ -248,7 +256,7 @@ def _write_cache_array(
         SECOND_PART_START=second_part_start,
         NUM_PAGES=paged_cache.page_count(record),
         PAGE_SIZE=paged_cache.page_size(record),
-        PAGE_SLOT_HEAD_STRIDES=strides_of(pages, layout),
+        PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
         CACHE_ELEMENTS=pages.size,
     )
     tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]

@@ -23,7 +23,7 @@ from ejkernel_triton.paged_attention.config import PagedForward, heuristic
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
 from ejkernel_triton.sizes import padded_for_dot
 
-FIELDS = 9
+FIELDS_PER_ENTRY = 9
 """Fields of an entry of the work list; `tile` names them."""
 
 MAX_PLANNED_ENTRIES = 8192
@@ -55,7 +55,10 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
 
     work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
     int_arrays = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in work_arrays]
-    shapes = (Shape((1, spec.NUM_ENTRIES, FIELDS), jnp.int32), Shape((1, spec.NUM_PROGRAMS + 1, 2), jnp.int32))
+    shapes = (
+        Shape((1, spec.NUM_ENTRIES, FIELDS_PER_ENTRY), jnp.int32),
+        Shape((1, spec.NUM_PROGRAMS + 1, 2), jnp.int32),
+    )
     padded_sizes = {
         "PADDED_NUM_SEQUENCES": spec.NUM_SEQUENCES,
         "PADDED_NUM_ENTRIES": spec.NUM_ENTRIES,

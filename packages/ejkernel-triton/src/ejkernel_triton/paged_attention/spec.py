@@ -48,8 +48,8 @@ class PagedSpec:
         PAGES_PER_SEQUENCE: Entries per sequence of the block table; 0 if sequence n has page n.
         KEY_STRIDES: Strides of the keys' pages, slots and heads, in elements.
         VALUE_STRIDES: The same for the values.
-        KEY_ELEMENTS: Elements of one batch row's key cache.
-        VALUE_ELEMENTS: The same of its value cache.
+        KEY_CACHE_ELEMENTS: Elements of one batch row's key cache.
+        VALUE_CACHE_ELEMENTS: The same of its value cache.
         VALUE_OFFSET: Offset of the values in a combined cache, or of rotary columns in a latent one; else 0.
         BLOCK_Q: Query rows per tile.
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
@@ -105,8 +105,8 @@ class PagedSpec:
     PAGES_PER_SEQUENCE: int
     KEY_STRIDES: Strides
     VALUE_STRIDES: Strides
-    KEY_ELEMENTS: int
-    VALUE_ELEMENTS: int
+    KEY_CACHE_ELEMENTS: int
+    VALUE_CACHE_ELEMENTS: int
     VALUE_OFFSET: int
     BLOCK_Q: int
     M: int
@@ -217,7 +217,7 @@ def make_spec(
         BLOCK_Q=config.block_q,
         M=padded_for_dot(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
-        TILE_WITHIN_PAGE=record.block_tables is None or (config.whole_pages and page_size % config.block_kv == 0),
+        TILE_WITHIN_PAGE=record.block_tables is None or (config.tile_within_page and page_size % config.block_kv == 0),
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
         HAS_UNMASKED_LOOP=record.qq_bias is not None
         or config.block_q * heads_per_tile >= (16 if interpreting() else PREFILL_SCORE_ROWS),
@@ -256,7 +256,7 @@ def _column_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str
 
 def _cache_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str, Any]:
     """Returns the constants of the cache's pages and strides."""
-    key_strides, value_strides, value_offset = _strides(record, rotary)
+    key_strides, value_strides, value_offset = _key_and_value_strides(record, rotary)
     value_array = _value_array(record)
     return {
         "NUM_PAGES": paged_cache.page_count(record),
@@ -264,8 +264,8 @@ def _cache_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str,
         "PAGES_PER_SEQUENCE": 0 if record.block_tables is None else record.block_tables.shape[1],
         "KEY_STRIDES": key_strides,
         "VALUE_STRIDES": value_strides,
-        "KEY_ELEMENTS": record.key_pages.size,
-        "VALUE_ELEMENTS": value_array.size if rotary is None else rotary.rows.size,
+        "KEY_CACHE_ELEMENTS": record.key_pages.size,
+        "VALUE_CACHE_ELEMENTS": value_array.size if rotary is None else rotary.rows.size,
         "VALUE_OFFSET": value_offset,
         "CACHE_ITEMSIZE": jnp.dtype(value_array.dtype).itemsize,
     }
@@ -323,19 +323,19 @@ def wider_dtype(query: Any, cache: Any) -> Any:
     return jnp.dtype(query if jnp.dtype(cache).itemsize == 1 else jnp.promote_types(query, cache))
 
 
-def _strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
+def _key_and_value_strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
     """Returns strides of keys and of values (or rotary columns) over pages, slots and heads, and the offset of the
     latter.
     """
-    keys = strides_of(record.key_pages, record.kv_layout)
+    keys = page_slot_head_strides(record.key_pages, record.kv_layout)
     if rotary is not None:
-        return keys, strides_of(rotary.rows, record.kv_layout), rotary.start
+        return keys, page_slot_head_strides(rotary.rows, record.kv_layout), rotary.start
     if record.value_pages is not None:
-        return keys, strides_of(record.value_pages, record.kv_layout), 0
+        return keys, page_slot_head_strides(record.value_pages, record.kv_layout), 0
     return keys, keys, record.key_pages.shape[-1]
 
 
-def strides_of(pages: jax.Array, layout: str) -> Strides:
+def page_slot_head_strides(pages: jax.Array, layout: str) -> Strides:
     """Returns the strides of pages, slots and heads of a cache array, in elements."""
     sizes = dict(zip(layout, pages.shape, strict=True))
     strides: dict[str, int] = {}

@@ -55,8 +55,8 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
     block_m = 16 if record.x.shape[0] <= 16 else 64
     configs: list[Any] = []
     for block_r, block_w, warps, stages in ROW_KERNEL_TILES if contracts_rows else WORD_KERNEL_TILES:
-        for per_sm in (PROGRAMS_PER_SM, 2 * PROGRAMS_PER_SM):
-            splits = _num_splits(record, device, contracts_rows, (block_m, block_r, block_w), per_sm)
+        for programs_per_sm in (PROGRAMS_PER_SM, 2 * PROGRAMS_PER_SM):
+            splits = _num_splits(record, device, contracts_rows, (block_m, block_r, block_w), programs_per_sm)
             configs.append(
                 QuantizedTiles(
                     block_m=block_m,
@@ -71,7 +71,11 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
 
 
 def _num_splits(
-    record: QuantizedMatmul, device: DeviceInfo, contracts_rows: bool, blocks: tuple[int, int, int], per_sm: int
+    record: QuantizedMatmul,
+    device: DeviceInfo,
+    contracts_rows: bool,
+    blocks: tuple[int, int, int],
+    programs_per_sm: int,
 ) -> int:
     """Returns the splits of the contracted axis that fill the device, with at least four tiles each."""
     if interpreting():
@@ -80,6 +84,6 @@ def _num_splits(
     rows, words = record.packed.shape
     tiles = cdiv(rows, block_r) if contracts_rows else cdiv(words, block_w)
     programs = (cdiv(words, block_w) if contracts_rows else cdiv(rows, block_r)) * cdiv(record.x.shape[0], block_m)
-    target_splits = cdiv(per_sm * gpu_of(device).multiprocessors, programs)
+    target_splits = cdiv(programs_per_sm * gpu_of(device).multiprocessors, programs)
     # Four tiles fill the pipeline of a program; every split also stores float32 sums that are read again.
     return max(1, min(target_splits, tiles // 4))

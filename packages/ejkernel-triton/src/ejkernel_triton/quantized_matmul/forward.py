@@ -64,11 +64,11 @@ def _launch_kernel(
     """Returns the sum of all splits' outputs, float32 of shape `shape`; `output_size` is split into blocks, one per
     program.
     """
-    zeros = None if record.zeros is None else record.zeros[None]
-    nf4_table = jnp.asarray(NF4, jnp.float32)[None] if spec.HAS_TABLE else None
+    zero_points = None if record.zeros is None else record.zeros[None]
+    nf4_table = jnp.asarray(NF4, jnp.float32)[None] if spec.HAS_CODE_TABLE else None
     (split_outputs,) = launch(
         kernel,
-        (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zeros, nf4_table),
+        (left.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zero_points, nf4_table),
         (Shape((1, spec.NUM_SPLITS, *shape), jnp.float32),),
         batch=1,
         grid=cdiv(output_size, block) * cdiv(spec.M, spec.BLOCK_M) * spec.NUM_SPLITS,

@@ -20,10 +20,10 @@ class QuantizedSpec:
         SCALES_PER_ROW: Scales per such row.
         CODES_PER_SCALE: Codes per scale.
         PER: Codes per word: 4 or 8.
-        BITS: Bits per code.
-        INTEGER_CODES: Whether codes are integers.
-        SHARED_ZERO: The zero that all codes share; 0 if each group has its own.
-        HAS_TABLE: Whether codes are indices into a table.
+        BITS_PER_CODE: Bits per code.
+        CODES_ARE_INTEGERS: Whether codes are integers.
+        SHARED_ZERO_POINT: The zero that all codes share; 0 if each group has its own.
+        HAS_CODE_TABLE: Whether codes are indices into a table.
         E8M0_SCALES: Whether scales are e8m0 in 8 bits.
         E4M3_SCALES: Whether scales are e4m3 in 8 bits.
         BLOCK_M: Rows of x per tile.
@@ -41,10 +41,10 @@ class QuantizedSpec:
     SCALES_PER_ROW: int
     CODES_PER_SCALE: int
     PER: int
-    BITS: int
-    INTEGER_CODES: bool
-    SHARED_ZERO: int
-    HAS_TABLE: bool
+    BITS_PER_CODE: int
+    CODES_ARE_INTEGERS: bool
+    SHARED_ZERO_POINT: int
+    HAS_CODE_TABLE: bool
     E8M0_SCALES: bool
     E4M3_SCALES: bool
     BLOCK_M: int
@@ -66,10 +66,10 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         SCALES_PER_ROW=record.scales.shape[1],
         CODES_PER_SCALE=quantized_format.group_size,
         PER=WORD // quantized_format.bits,
-        BITS=quantized_format.bits,
-        INTEGER_CODES=quantized_format.integers,
-        SHARED_ZERO=quantized_format.center or 0,
-        HAS_TABLE=quantized_format.mode == "nf4",
+        BITS_PER_CODE=quantized_format.bits,
+        CODES_ARE_INTEGERS=quantized_format.integers,
+        SHARED_ZERO_POINT=quantized_format.center or 0,
+        HAS_CODE_TABLE=quantized_format.mode == "nf4",
         E8M0_SCALES=quantized_format.exponents,
         E4M3_SCALES=quantized_format.mode.startswith("nv"),
         BLOCK_M=config.block_m,

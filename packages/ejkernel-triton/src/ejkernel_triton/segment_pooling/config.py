@@ -40,7 +40,7 @@ class PoolingForward:
     prefetch: bool
 
     def __post_init__(self) -> None:
-        _check_config(self)
+        _check_sizes(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,17 +50,17 @@ class PoolingBackward:
     Attributes:
         block_t: Tokens per program, whose pools are looked up together; a power of two.
         block_c: Channels per store; a power of two.
-        tiles: Tiles of `block_c` channels per program.
+        tiles_per_program: Tiles of `block_c` channels per program.
         num_warps: Warps per program.
     """
 
     block_t: int
     block_c: int
-    tiles: int
+    tiles_per_program: int
     num_warps: int
 
     def __post_init__(self) -> None:
-        _check_config(self)
+        _check_sizes(self)
 
 
 PUBLIC_FIELDS = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
@@ -74,7 +74,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     block_c = max(16, min(padded(channels), warp_size * 16 // record.values.dtype.itemsize))
     if direction == "backward":
         block_t = 4 if interpreting() else min(16, padded(tokens))
-        return PoolingBackward(block_t=block_t, block_c=block_c, tiles=4, num_warps=4)
+        return PoolingBackward(block_t=block_t, block_c=block_c, tiles_per_program=4, num_warps=4)
     # Short pools are loops of few steps, with nothing to prefetch.
     has_long_pools = _average_pool_length(record) >= 64
     block_t = 8 if interpreting() else min(8, padded(tokens))
@@ -136,11 +136,11 @@ def candidates(
     else:
         configs += [dataclasses.replace(default, block_t=n) for n in (8, 16, 32)]
         configs += [dataclasses.replace(default, block_c=2 * default.block_c)]
-        configs += [dataclasses.replace(default, tiles=n) for n in (1, 2, 8)]
+        configs += [dataclasses.replace(default, tiles_per_program=n) for n in (1, 2, 8)]
     return tuple(dict.fromkeys((default, *configs)))
 
 
-def _check_config(config: Any) -> None:
+def _check_sizes(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name != "prefetch" and (value < 1 or (field.name.startswith("block_") and value & (value - 1))):

@@ -24,7 +24,7 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
 
     spec, (rows, _, heads, head_dim) = forward_spec(record, config), record.values.shape
     values, lengths, ranges = record.values.reshape(rows, spec.T, spec.C), record.lengths, pool_ranges(record)
-    output, sums = launch(
+    output, block_sums = launch(
         pool_fwd_kernel,
         (values, lengths, ranges),
         (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.NUM_BLOCKS, 2, spec.C), jnp.float32)),
@@ -38,11 +38,11 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     if spec.HAS_RANGES or spec.TOKENS_PER_BLOCK % spec.CHUNK_SIZE:
         (output,) = launch(
             split_combine_kernel,
-            (sums, lengths, ranges, output),
+            (block_sums, lengths, ranges, output),
             # Aliases the first kernel's output, whose pools that cross no block are final.
             (3,),
             batch=rows,
-            grid=rows * spec.M * spec.COMBINE_CHANNEL_TILES,
+            grid=rows * spec.M * spec.NUM_COMBINE_CHANNEL_TILES,
             num_warps=4,
             num_stages=1,
             constants={"spec": spec},

@@ -49,7 +49,7 @@ class ForwardSpec(PoolingSpec):
         NUM_CHANNEL_TILES: Programs that share the channels.
         SUMS_PER_LOAD: Sums that the second kernel loads at a time.
         COMBINE_BLOCK_C: Channels per program of the second kernel; large, since most programs have nothing to do.
-        COMBINE_CHANNEL_TILES: Its programs that share the channels.
+        NUM_COMBINE_CHANNEL_TILES: Its programs that share the channels.
         SEARCH_WAYS: Pools that a step of the search for a block's pools compares.
         SEARCH_STEPS: Steps of that search.
         PREFETCH: Whether the next tile is loaded while the current one is added.
@@ -62,7 +62,7 @@ class ForwardSpec(PoolingSpec):
     NUM_CHANNEL_TILES: int
     SUMS_PER_LOAD: int
     COMBINE_BLOCK_C: int
-    COMBINE_CHANNEL_TILES: int
+    NUM_COMBINE_CHANNEL_TILES: int
     SEARCH_WAYS: int
     SEARCH_STEPS: int
     PREFETCH: bool
@@ -118,7 +118,7 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
         NUM_CHANNEL_TILES=cdiv(channels, config.block_c),
         SUMS_PER_LOAD=SUMS_PER_LOAD,
         COMBINE_BLOCK_C=combine_block_c,
-        COMBINE_CHANNEL_TILES=cdiv(channels, combine_block_c),
+        NUM_COMBINE_CHANNEL_TILES=cdiv(channels, combine_block_c),
         SEARCH_WAYS=search_ways,
         SEARCH_STEPS=next(n for n in range(1, 33) if search_ways**n >= shared_constants["M"]),
         PREFETCH=config.prefetch,
@@ -129,7 +129,7 @@ def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSp
     """Returns the constants of a record's backward kernel."""
     shared_constants = _shared_constants(record)
     tiles = cdiv(shared_constants["C"], config.block_c)
-    steps = min(config.tiles, tiles)
+    steps = min(config.tiles_per_program, tiles)
     return BackwardSpec(
         **shared_constants,
         BLOCK_T=config.block_t,

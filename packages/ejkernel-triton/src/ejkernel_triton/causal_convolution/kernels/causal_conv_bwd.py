@@ -5,11 +5,11 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
-    load_masked_tap,
+    load_masked_x,
     load_rows,
     load_sequence_start,
-    load_taps,
     load_weights,
+    load_x_values,
     program_tile,
     sigmoid,
     tile_offsets,
@@ -19,10 +19,10 @@ from ejkernel_triton.causal_convolution.kernels.tile import (
 
 @triton.jit
 def recompute_sum_gradients(
-    taps, weights, shift, sequence_starts, cotangents, token, NUM_ROWS: tl.constexpr, spec: tl.constexpr
+    x_values, weights, bias_values, sequence_starts, cotangents, token, NUM_ROWS: tl.constexpr, spec: tl.constexpr
 ):
-    """Returns the cotangents of the pre-activation sums of NUM_ROWS tokens; 0 for padding tokens. `taps` are the x of
-    the NUM_ROWS tokens and of the W - 1 tokens before them.
+    """Returns the cotangents of the pre-activation sums of NUM_ROWS tokens; 0 for padding tokens. `x_values` are the x
+    of the NUM_ROWS tokens and of the W - 1 tokens before them.
     """
     W: tl.constexpr = spec.W
     sum_gradients = ()
@@ -30,10 +30,10 @@ def recompute_sum_gradients(
         d = to_float32(cotangents[i], spec)
         start = load_sequence_start(sequence_starts, token + i, spec)
         # Sums are recomputed instead of stored: the kernel is memory-bound, and reads x anyway.
-        if spec.SILU:
-            p = shift
+        if spec.APPLY_SILU:
+            p = bias_values
             for k in tl.static_range(W):
-                p += weights[k] * load_masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
+                p += weights[k] * load_masked_x(x_values[i + W - 1 - k], token + i, start, k, spec)
             s = sigmoid(p, spec)
             # The derivative of p sigmoid(p).
             d *= s * (1.0 + p * (1.0 - s))
@@ -95,29 +95,29 @@ def causal_conv_bwd_kernel(
     x, dx = x + (row // per.X) * (spec.T * spec.C), dx + row * (spec.T * spec.C)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.C)
     dinitial_tokens = dinitial_tokens + row * ((W - 1) * spec.C)
-    if spec.HAS_STATE:
+    if spec.HAS_INITIAL_STATE:
         initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
     if spec.PACKED:
         sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
     if spec.HAS_BIAS:
         bias = bias + (row // per.BIAS) * spec.C
-    shift = load_bias(bias, channels, spec)
+    bias_values = load_bias(bias, channels, spec)
     first_token = block * (BLOCKS_PER_PROGRAM * BLOCK_T)
     # The gradients of a program's tokens also depend on the sums of the W - 1 tokens after them.
     end = tl.minimum(first_token + (BLOCKS_PER_PROGRAM * BLOCK_T + W - 1), spec.T)
-    dbias, weight_gradients = tl.zeros_like(shift), zeros(shift, W)
-    taps = load_taps(x, initial_tokens, first_token, channels, offsets_in_row, W - 1, spec)
+    dbias, weight_gradients = tl.zeros_like(bias_values), zero_rows(bias_values, W)
+    x_values = load_x_values(x, initial_tokens, first_token, channels, offsets_in_row, W - 1, spec)
     # Sums before the first token belong to another program, or do not exist: nothing is stored for them.
-    sum_gradients = zeros(shift, W - 1)
+    sum_gradients = zero_rows(bias_values, W - 1)
     # The next blocks are copied to shared memory, where they take no registers, so that several are in flight.
     for step in tl.range(0, BLOCKS_PER_PROGRAM, num_stages=spec.NUM_STAGES):
         token = first_token + step * BLOCK_T
         rows = load_rows(x, token, end, offsets_in_row, BLOCK_T, spec)
         dys = load_rows(cotangent, token, end, offsets_in_row, BLOCK_T, spec)
-        taps = append_rows(taps, rows, BLOCK_T, spec)
-        new_dsums = recompute_sum_gradients(taps, weights, shift, sequence_starts, dys, token, BLOCK_T, spec)
-        weight_gradients = add_weight_gradients(weight_gradients, new_dsums, taps, sequence_starts, token, spec)
+        x_values = append_rows(x_values, rows, BLOCK_T, spec)
+        new_dsums = recompute_sum_gradients(x_values, weights, bias_values, sequence_starts, dys, token, BLOCK_T, spec)
+        weight_gradients = add_weight_gradients(weight_gradients, new_dsums, x_values, sequence_starts, token, spec)
         for i in tl.static_range(BLOCK_T):
             dbias += new_dsums[i]
         sum_gradients = append_rows(sum_gradients, new_dsums, BLOCK_T, spec)
@@ -133,14 +133,14 @@ def causal_conv_bwd_kernel(
             BLOCK_T,
             spec,
         )
-        taps, sum_gradients = keep_last_rows(taps, BLOCK_T, spec), keep_last_rows(sum_gradients, BLOCK_T, spec)
+        x_values, sum_gradients = keep_last_rows(x_values, BLOCK_T, spec), keep_last_rows(sum_gradients, BLOCK_T, spec)
     token = first_token + BLOCKS_PER_PROGRAM * BLOCK_T
     rows = load_rows(x, token, end, offsets_in_row, W - 1, spec)
     dys = load_rows(cotangent, token, end, offsets_in_row, W - 1, spec)
-    taps = append_rows(taps, rows, W - 1, spec)
+    x_values = append_rows(x_values, rows, W - 1, spec)
     sum_gradients = append_rows(
         sum_gradients,
-        recompute_sum_gradients(taps, weights, shift, sequence_starts, dys, token, W - 1, spec),
+        recompute_sum_gradients(x_values, weights, bias_values, sequence_starts, dys, token, W - 1, spec),
         W - 1,
         spec,
     )
@@ -189,14 +189,14 @@ def store_gradients(
     for i in tl.static_range(NUM_ROWS):
         d = weights[0] * sum_gradients[i]
         for k in tl.static_range(1, W):
-            # `load_masked_tap` is 0 where the later token's sequence starts between the two tokens.
-            d += weights[k] * load_masked_tap(
+            # `load_masked_x` is 0 where the later token's sequence starts between the two tokens.
+            d += weights[k] * load_masked_x(
                 sum_gradients[i + k], token + i + k, load_sequence_start(sequence_starts, token + i + k, spec), k, spec
             )
         token_index = token + i + 0 * channels
         mask = (channels < spec.C) & (token_index >= first_token) & (token_index < spec.T)
         tl.store(at + (i * spec.C + channels), d.to(dx.dtype.element_ty), mask=mask)
-        if spec.HAS_STATE:
+        if spec.HAS_INITIAL_STATE:
             # Only the first program of a row has tokens before 0: token -1 is the state's last.
             state_offset = (token + i + (W - 1)) * spec.C + channels
             tl.store(dinitial_tokens + state_offset, d, mask=(channels < spec.C) & (token_index < 0))
@@ -219,7 +219,7 @@ def add_final_cotangent(dx, final_cotangent, first_token, end, channels, spec: t
 
 
 @triton.jit
-def zeros(template, NUM_ROWS: tl.constexpr):
+def zero_rows(template, NUM_ROWS: tl.constexpr):
     """Returns NUM_ROWS vectors of zeros."""
     new_dsums = ()
     for _ in tl.static_range(NUM_ROWS):
@@ -228,7 +228,7 @@ def zeros(template, NUM_ROWS: tl.constexpr):
 
 
 @triton.jit
-def add_weight_gradients(weight_gradients, sum_gradients, taps, sequence_starts, token, spec: tl.constexpr):
+def add_weight_gradients(weight_gradients, sum_gradients, x_values, sequence_starts, token, spec: tl.constexpr):
     """Adds the gradients of the weights of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
@@ -236,8 +236,8 @@ def add_weight_gradients(weight_gradients, sum_gradients, taps, sequence_starts,
     for k in tl.static_range(W):
         d = weight_gradients[k]
         for i in tl.static_range(BLOCK_T):
-            d += sum_gradients[i] * load_masked_tap(
-                taps[i + W - 1 - k], token + i, load_sequence_start(sequence_starts, token + i, spec), k, spec
+            d += sum_gradients[i] * load_masked_x(
+                x_values[i + W - 1 - k], token + i, load_sequence_start(sequence_starts, token + i, spec), k, spec
             )
         new_dweights += (d,)
     return new_dweights

@@ -26,10 +26,10 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
-    load_masked_tap,
+    load_masked_x,
     load_sequence_start,
-    load_taps,
     load_weights,
+    load_x_values,
     program_tile,
     sigmoid,
     tile_offsets,
@@ -47,7 +47,7 @@ def causal_conv_fwd_kernel(
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
     x = x + (row // per.X) * (spec.T * spec.C)
     output = output + row * (spec.T * spec.C)
-    if spec.HAS_STATE:
+    if spec.HAS_INITIAL_STATE:
         initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
     if spec.PACKED:
         sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
@@ -55,16 +55,16 @@ def causal_conv_fwd_kernel(
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
     if spec.HAS_BIAS:
         bias = bias + (row // per.BIAS) * spec.C
-    shift = load_bias(bias, channels, spec)
+    bias_values = load_bias(bias, channels, spec)
     token = block * BLOCK_T
-    taps = load_taps(x, initial_tokens, token, channels, tile_offsets(tile, spec), BLOCK_T + W - 1, spec)
+    x_values = load_x_values(x, initial_tokens, token, channels, tile_offsets(tile, spec), BLOCK_T + W - 1, spec)
     outputs = ()
     for i in tl.static_range(BLOCK_T):
         start = load_sequence_start(sequence_starts, token + i, spec)
-        p = shift
+        p = bias_values
         for k in tl.static_range(W):
-            p += weights[k] * load_masked_tap(taps[i + W - 1 - k], token + i, start, k, spec)
-        if spec.SILU:
+            p += weights[k] * load_masked_x(x_values[i + W - 1 - k], token + i, start, k, spec)
+        if spec.APPLY_SILU:
             p = p * sigmoid(p, spec)
         # Padding tokens have start T and an output of 0.
         if spec.PACKED:

@@ -17,7 +17,7 @@ def program_tile(program, spec: tl.constexpr):
 @triton.jit
 def tile_offsets(tile, spec: tl.constexpr):
     """Returns the offsets of the elements that a program loads per row: channels, or pairs of channels."""
-    if spec.LOAD_PAIRS:
+    if spec.LOAD_CHANNEL_PAIRS:
         return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
     else:
         return tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
@@ -27,8 +27,8 @@ def tile_offsets(tile, spec: tl.constexpr):
 def load_rows(base, token, end, offsets_in_row, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
     """Loads NUM_ROWS rows of a [T, C] array from `token` on, unconverted; 0 before the first and from `end` on."""
     # Two 16-bit channels are loaded as one 32-bit integer, since a loop carries each element in a register of its own.
-    WIDTH: tl.constexpr = spec.C // 2 if spec.LOAD_PAIRS else spec.C
-    if spec.LOAD_PAIRS:
+    WIDTH: tl.constexpr = spec.C // 2 if spec.LOAD_CHANNEL_PAIRS else spec.C
+    if spec.LOAD_CHANNEL_PAIRS:
         base = base.to(tl.pointer_type(tl.int32))
     start = base + tl.cast(token, tl.int64) * WIDTH
     # A tuple of vectors instead of a tile: taps are other rows of the same thread, so no product needs a shuffle or a
@@ -60,14 +60,14 @@ def to_float32(row, spec: tl.constexpr):
 
 
 @triton.jit
-def load_taps(x, initial_tokens, token, channels, offsets_in_row, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
+def load_x_values(x, initial_tokens, token, channels, offsets_in_row, NUM_ROWS: tl.constexpr, spec: tl.constexpr):
     """Loads rows of x from W - 1 tokens before `token` on, as float32; rows before token 0 are those of the state."""
     STATE_TOKENS: tl.constexpr = spec.W - 1
     rows = load_rows(x, token - STATE_TOKENS, spec.T, offsets_in_row, NUM_ROWS, spec)
-    taps = ()
+    x_values = ()
     for i in tl.static_range(NUM_ROWS):
         row = to_float32(rows[i], spec)
-        if spec.HAS_STATE and i < STATE_TOKENS:
+        if spec.HAS_INITIAL_STATE and i < STATE_TOKENS:
             # Only the first block reads the state's tokens; in other blocks the mask is false and nothing is loaded.
             at = token + i + 0 * channels  # index of the state's token, if it is one
             state_tokens = tl.load(
@@ -77,8 +77,8 @@ def load_taps(x, initial_tokens, token, channels, offsets_in_row, NUM_ROWS: tl.c
             )
             # Added instead of selected: rows of x before token 0 are loaded as 0.
             row += state_tokens.to(tl.float32)
-        taps += (row,)
-    return taps
+        x_values += (row,)
+    return x_values
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def load_sequence_start(sequence_starts, token, spec: tl.constexpr):
 
 
 @triton.jit
-def load_masked_tap(row, token, start, k, spec: tl.constexpr):
+def load_masked_x(row, token, start, k, spec: tl.constexpr):
     """Returns a tap of a token, the row k tokens before it; 0 if that belongs to another sequence."""
     if spec.PACKED:
         return tl.where(token - k >= start, row, 0.0)

@@ -9,7 +9,7 @@ from ejkernel_triton.blocks import batch_row_address
 @triton.jit
 def sorted_rows_kernel(
     experts,
-    indices_within_expert,
+    indices_within_block_and_expert,
     earlier_block_counts,
     group_sizes,
     sorted_positions,
@@ -24,7 +24,9 @@ def sorted_rows_kernel(
     block = tl.program_id(0) % spec.NUM_BLOCKS
     batch = tl.cast(tl.program_id(0) // spec.NUM_BLOCKS, tl.int64)
     experts = batch_row_address(experts, batch, per.EXPERTS, spec.T * spec.K)
-    indices_within_expert = batch_row_address(indices_within_expert, batch, per.INDICES_WITHIN_EXPERT, spec.T * spec.K)
+    indices_within_block_and_expert = batch_row_address(
+        indices_within_block_and_expert, batch, per.INDICES_WITHIN_BLOCK_AND_EXPERT, spec.T * spec.K
+    )
     earlier_block_counts = (
         batch_row_address(earlier_block_counts, batch, per.EARLIER_BLOCK_COUNTS, spec.NUM_BLOCKS * E) + block * E
     )
@@ -38,7 +40,7 @@ def sorted_rows_kernel(
     for n in tl.static_range(TOP_K):
         pair = token * spec.K + n
         expert = tl.load(experts + pair, mask=token < spec.T, other=0)
-        sorted_position = tl.load(indices_within_expert + pair, mask=token < spec.T, other=0)
+        sorted_position = tl.load(indices_within_block_and_expert + pair, mask=token < spec.T, other=0)
         sorted_position += tl.load(earlier_block_counts + expert, mask=token < spec.T, other=0)
         sorted_position += tl.sum(tl.where(expert[:, None] == expert_ids[None, :], first_row[None, :], 0), axis=1)
         tl.store(sorted_positions + pair, sorted_position, mask=token < spec.T)

@@ -17,7 +17,7 @@ from ejkernel_triton.blocks import batch_row_address
 
 
 @triton.jit
-def topk_kernel(logits, experts, indices_within_expert, counts, spec: tl.constexpr, per: tl.constexpr):
+def topk_kernel(logits, experts, indices_within_block_and_expert, block_counts, spec: tl.constexpr, per: tl.constexpr):
     """Selects the experts of BLOCK_T tokens, the largest logit first; of equal logits the first expert comes first."""
     T: tl.constexpr = spec.BLOCK_T
     E: tl.constexpr = spec.PADDED_E
@@ -56,6 +56,6 @@ def topk_kernel(logits, experts, indices_within_expert, counts, spec: tl.constex
         best_expert = tl.sum(tl.where(n[None, :] == step, chosen_experts, 0), axis=1)
         num_earlier_tokens = tl.sum(tl.where(expert[None, :] == best_expert[:, None], earlier_token_counts, 0), axis=1)
         index_within_expert = tl.where(n[None, :] == step, num_earlier_tokens[:, None], index_within_expert)
-    tl.store(indices_within_expert + batch * spec.T * spec.K + pair, index_within_expert, mask=is_real_pair)
-    counts += (batch * spec.NUM_BLOCKS + block) * E
-    tl.store(counts + expert, tl.sum(is_chosen, axis=0))
+    tl.store(indices_within_block_and_expert + batch * spec.T * spec.K + pair, index_within_expert, mask=is_real_pair)
+    block_counts += (batch * spec.NUM_BLOCKS + block) * E
+    tl.store(block_counts + expert, tl.sum(is_chosen, axis=0))

@@ -9,15 +9,15 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
 
 @triton.jit
 def add_cotangent(
-    acc, n, row_ids, values, cotangent, inverse, weights, weight_gradient_terms, channels, spec: tl.constexpr
+    acc, n, row_ids, values, cotangent, inverse_indices, weights, weight_gradient_terms, channels, spec: tl.constexpr
 ):
     """Adds the n-th pair of each row to the rows' gradients, and stores the channels' share of the weight's
     gradient.
     """
-    pair = tl.load(inverse + row_ids * spec.M + n, mask=row_ids < spec.R, other=-1)
+    pair = tl.load(inverse_indices + row_ids * spec.M + n, mask=row_ids < spec.R, other=-1)
     valid = (pair >= 0) & (pair < spec.T * spec.K)
     row_values = load_rows(cotangent, pair // spec.K, valid, channels, spec)
-    if spec.WEIGHT_GRADIENT:
+    if spec.COMPUTE_WEIGHT_GRADIENT:
         # Each pair belongs to one row, so no two programs of a tile store to the same address.
         tl.store(weight_gradient_terms + pair, tl.sum(values * row_values, axis=1), mask=valid)
     if spec.HAS_WEIGHTS:
@@ -27,9 +27,16 @@ def add_cotangent(
 
 @triton.jit
 def gather_bwd_kernel(
-    cotangent, inverse, weights, rows, row_gradient, weight_gradient_terms, spec: tl.constexpr, per: tl.constexpr
+    cotangent,
+    inverse_indices,
+    weights,
+    rows,
+    row_gradient,
+    weight_gradient_terms,
+    spec: tl.constexpr,
+    per: tl.constexpr,
 ):
-    """Computes the gradients of BLOCK_T rows and, if WEIGHT_GRADIENT, those of the weights of their pairs,
+    """Computes the gradients of BLOCK_T rows and, if COMPUTE_WEIGHT_GRADIENT, those of the weights of their pairs,
     [NUM_CHANNEL_TILES, T * K] float32.
     """
     M: tl.constexpr = spec.M
@@ -37,24 +44,24 @@ def gather_bwd_kernel(
     BLOCK_D: tl.constexpr = spec.BLOCK_D
     row, tile, row_ids, channels = program_tile(spec)
     cotangent = batch_row_address(cotangent, row, per.COTANGENT, spec.T * spec.D)
-    inverse = batch_row_address(inverse, row, per.INVERSE, spec.R * spec.M)
+    inverse_indices = batch_row_address(inverse_indices, row, per.INVERSE_INDICES, spec.R * spec.M)
     if spec.HAS_WEIGHTS:
         weights = batch_row_address(weights, row, per.WEIGHTS, spec.T * spec.K)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     values = acc
-    if spec.WEIGHT_GRADIENT:
+    if spec.COMPUTE_WEIGHT_GRADIENT:
         rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
         values = load_rows(rows, row_ids, row_ids < spec.R, channels, spec)
         weight_gradient_terms += (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * spec.K)
     if spec.UNROLL_TERMS:
         for n in tl.static_range(M):
             acc = add_cotangent(
-                acc, n, row_ids, values, cotangent, inverse, weights, weight_gradient_terms, channels, spec
+                acc, n, row_ids, values, cotangent, inverse_indices, weights, weight_gradient_terms, channels, spec
             )
     else:
         for n in tl.range(M):
             acc = add_cotangent(
-                acc, n, row_ids, values, cotangent, inverse, weights, weight_gradient_terms, channels, spec
+                acc, n, row_ids, values, cotangent, inverse_indices, weights, weight_gradient_terms, channels, spec
             )
     output_pointers = row_gradient + (row * spec.R + row_ids)[:, None] * spec.D + channels[None, :]
     mask = (row_ids < spec.R)[:, None] & (channels < spec.D)[None, :]

@@ -9,16 +9,16 @@ from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
 
 
 @triton.jit
-def grouped_dbias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.constexpr):
+def grouped_dbias_kernel(cotangent, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
     """Sums BLOCK_Q columns of the cotangent over the rows of one group."""
     num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + spec.BLOCK_Q - 1) // spec.BLOCK_Q
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.NUM_MATRICES * num_column_tiles), tl.int64)
-    matrix = program // num_column_tiles % spec.NUM_MATRICES
+    matrix_index = program // num_column_tiles % spec.NUM_MATRICES
     cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.ROWS * spec.OUTPUT_COLUMNS)
-    bounds = batch_row_address(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
+    group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_COLUMNS
-    first, end = group_bounds(bounds, matrix)
+    first, end = group_bounds(group_row_bounds, matrix_index)
     q, q_mask = tile_indices((program % num_column_tiles) * spec.BLOCK_Q, spec.BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # One partial sum per row of the step: threads add to their own elements, and are reduced once after the loop.
@@ -30,4 +30,4 @@ def grouped_dbias_kernel(cotangent, bounds, output, spec: tl.constexpr, per: tl.
         group_mask = (k < end - start)[:, None] & q_mask[None, :]
         acc += tl.load(at, mask=group_mask, other=0.0).to(tl.float32)
         at += spec.BLOCK_K * spec.OUTPUT_COLUMNS
-    tl.store(output + matrix * spec.OUTPUT_COLUMNS + q, tl.sum(acc, 0), mask=q_mask)
+    tl.store(output + matrix_index * spec.OUTPUT_COLUMNS + q, tl.sum(acc, 0), mask=q_mask)

@@ -23,24 +23,24 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index
 from ejkernel_triton.grouped_matmul.kernels.tile import (
-    END,
-    ENTRY_FIELDS,
+    END_FIELD,
+    FIELDS_PER_ENTRY,
     MATRIX_FIELD,
-    ROW,
+    ROW_FIELD,
     tile_indices,
     to_operand_dtype,
 )
 
 
 @triton.jit
-def dequantize_tile(tile, scale, matrix, c, n, spec: tl.constexpr):
+def dequantize_tile(tile, scale, matrix_index, c, n, spec: tl.constexpr):
     """Converts a tile of a matrix to an operand of the product, multiplied by its scales if these differ along C."""
     if spec.SCALE_MODE == "elements":
         at = (c // spec.SCALE_BLOCK[0])[:, None] * spec.SCALE_STRIDES[0]
         # Columns past the end use the last scale instead of a mask; they are not stored.
         n = tl.minimum(n, spec.COLUMNS - 1)
         at += (n // spec.SCALE_BLOCK[1])[None, :] * spec.SCALE_STRIDES[1]
-        factors = tl.load(scale + tl.cast(matrix, tl.int64) * spec.SCALES_PER_MATRIX + at)
+        factors = tl.load(scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + at)
         return to_operand_dtype(tile.to(tl.float32) * factors, spec)
     else:
         return to_operand_dtype(tile, spec)
@@ -57,7 +57,7 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
         # that: 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
         step_product = tl.dot(lhs_tile, rhs_tile)
         if spec.LHS_SCALE_MODE == "steps":
-            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_SCALES_PER_ROW // spec.CONTRACTED)[
+            step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_SCALES_PER_ROW // spec.CONTRACTED_SIZE)[
                 :, None
             ]
         if spec.SCALE_MODE == "steps":
@@ -72,26 +72,30 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
 
 
 @triton.jit
-def multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.constexpr):
+def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: tl.constexpr):
     """Returns the accumulator [BLOCK_M, BLOCK_N] of a tile."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     BLOCK_K: tl.constexpr = spec.BLOCK_K
-    EVEN_K: tl.constexpr = spec.CONTRACTED % BLOCK_K == 0
+    EVEN_K: tl.constexpr = spec.CONTRACTED_SIZE % BLOCK_K == 0
     # Rows past the end of lhs repeat its last row, so that loads without masks stay in bounds.
     m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
     n, column_mask = tile_indices(column, BLOCK_N, spec.COLUMNS)
     k = tl.arange(0, BLOCK_K)
     # Addresses of tiles have 64 bits, offsets in them 32: 64-bit offsets take registers.
-    lhs_pointers = lhs + tl.cast(row, tl.int64) * spec.CONTRACTED + (m[:, None] * spec.CONTRACTED + k[None, :])
-    rhs_pointers = rhs + tl.cast(matrix, tl.int64) * (spec.CONTRACTED * spec.COLUMNS)
+    lhs_pointers = (
+        lhs + tl.cast(row, tl.int64) * spec.CONTRACTED_SIZE + (m[:, None] * spec.CONTRACTED_SIZE + k[None, :])
+    )
+    rhs_pointers = rhs + tl.cast(matrix_index, tl.int64) * (spec.CONTRACTED_SIZE * spec.COLUMNS)
     rhs_pointers += k[:, None] * spec.RHS_STRIDES[0] + n[None, :] * spec.RHS_STRIDES[1]
     if spec.LHS_SCALE_MODE != "no":
         row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_SCALES_PER_ROW
-        column_scales = scale + tl.cast(matrix, tl.int64) * spec.SCALES_PER_MATRIX + tl.minimum(n, spec.COLUMNS - 1)
+        column_scales = (
+            scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + tl.minimum(n, spec.COLUMNS - 1)
+        )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # A compile-time constant, which flattened loops need.
-    num_steps: tl.constexpr = (spec.CONTRACTED + BLOCK_K - 1) // BLOCK_K
+    num_steps: tl.constexpr = (spec.CONTRACTED_SIZE + BLOCK_K - 1) // BLOCK_K
     for step in tl.range(0, num_steps):
         # Main loop. There is no mask along C if steps divide it, and one along columns only if tiles do not.
         if EVEN_K:
@@ -105,13 +109,13 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.cons
         else:
             # Both operands are 0 past the end: a 0 in only one would be multiplied by out-of-bounds data, which may be
             # NaN.
-            k_mask = k < spec.CONTRACTED - step * BLOCK_K
+            k_mask = k < spec.CONTRACTED_SIZE - step * BLOCK_K
             lhs_tile = tl.load(lhs_pointers, mask=k_mask[None, :], other=0.0)
             rhs_tile = tl.load(rhs_pointers, mask=k_mask[:, None] & column_mask[None, :], other=0.0)
-            c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED - 1)
+            c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED_SIZE - 1)
         if spec.LHS_SCALE_MODE == "no":
             acc = add_dot(
-                acc, to_operand_dtype(lhs_tile, spec), dequantize_tile(rhs_tile, scale, matrix, c, n, spec), spec
+                acc, to_operand_dtype(lhs_tile, spec), dequantize_tile(rhs_tile, scale, matrix_index, c, n, spec), spec
             )
         else:
             acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
@@ -121,19 +125,21 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec: tl.cons
 
 
 @triton.jit
-def store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix, row, end, column, spec: tl.constexpr):
+def store_output_tile(
+    acc, lhs_scale, scale, bias, existing_out, output, matrix_index, row, end, column, spec: tl.constexpr
+):
     """The epilogue: applies scales of rows and columns, bias and `existing_out`, and stores the rows of the tile's
     group.
     """
     n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
-    matrix = tl.cast(matrix, tl.int64)
+    matrix_index = tl.cast(matrix_index, tl.int64)
     # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
     if spec.LHS_SCALE_MODE == "rows":
         acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
     if spec.SCALE_MODE == "columns":
-        acc *= tl.load(scale + matrix * spec.SCALES_PER_MATRIX + n, mask=column_mask, other=0.0)[None, :]
+        acc *= tl.load(scale + matrix_index * spec.SCALES_PER_MATRIX + n, mask=column_mask, other=0.0)[None, :]
     if spec.HAS_BIAS:
-        acc += tl.load(bias + matrix * spec.COLUMNS + n, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + matrix_index * spec.COLUMNS + n, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     add_existing_and_store(acc, existing_out, output, row, end, column, spec)
 
 
@@ -152,35 +158,37 @@ def add_existing_and_store(acc, existing_out, output, row, end, column, spec: tl
 
 @triton.jit
 def fill_unassigned_rows(
-    existing_out, output, tiles, program, num_leading, num_assigned, num_entries, spec: tl.constexpr
+    existing_out, output, tile_list, program, num_leading_entries, num_assigned_entries, num_entries, spec: tl.constexpr
 ):
-    """Fills unassigned rows with `existing_out` or 0; their tiles are the first `num_leading` entries and the last
-    entries of the tile list.
+    """Fills unassigned rows with `existing_out` or 0; their tiles are the first `num_leading_entries` entries and the
+    last entries of the tile list.
     """
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for tile in tl.range(program, (num_entries - num_assigned) * columns, spec.NUM_PROGRAMS):
+    for tile in tl.range(program, (num_entries - num_assigned_entries) * columns, spec.NUM_PROGRAMS):
         entry = tile // columns
-        entry_address = tiles + (entry + tl.where(entry < num_leading, 0, num_assigned)) * ENTRY_FIELDS
-        row, end = tl.load(entry_address + ROW), tl.load(entry_address + END)
+        entry_address = (
+            tile_list + (entry + tl.where(entry < num_leading_entries, 0, num_assigned_entries)) * FIELDS_PER_ENTRY
+        )
+        row, end = tl.load(entry_address + ROW_FIELD), tl.load(entry_address + END_FIELD)
         add_existing_and_store(zeros, existing_out, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
 
 
 @triton.jit
 def grouped_gemm_kernel(
-    lhs, rhs, scale, lhs_scale, bias, existing_out, tiles, output, spec: tl.constexpr, per: tl.constexpr
+    lhs, rhs, scale, lhs_scale, bias, existing_out, tile_list, output, spec: tl.constexpr, per: tl.constexpr
 ):
     """Multiplies every NUM_PROGRAMS-th tile.
 
-    `tiles` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
+    `tile_list` has the entries, then three counts: leading entries without a matrix, entries with one, all entries.
     """
     program = tl.program_id(0)
     batch = tl.cast(program // spec.NUM_PROGRAMS, tl.int64)
     program = program % spec.NUM_PROGRAMS
-    lhs = batch_row_address(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED)
-    rhs = batch_row_address(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED * spec.COLUMNS)
+    lhs = batch_row_address(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED_SIZE)
+    rhs = batch_row_address(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED_SIZE * spec.COLUMNS)
     if spec.SCALE_MODE != "no":
         scale = batch_row_address(scale, batch, per.SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
     if spec.LHS_SCALE_MODE != "no":
@@ -189,28 +197,30 @@ def grouped_gemm_kernel(
         bias = batch_row_address(bias, batch, per.BIAS, spec.NUM_MATRICES * spec.COLUMNS)
     if spec.HAS_EXISTING_OUT:
         existing_out = batch_row_address(existing_out, batch, per.EXISTING_OUT, spec.ROWS * spec.COLUMNS)
-    tiles = batch_row_address(tiles, batch, per.TILES, (spec.TILE_LIST_LENGTH + 1) * ENTRY_FIELDS)
+    tile_list = batch_row_address(tile_list, batch, per.TILE_LIST, (spec.TILE_LIST_LENGTH + 1) * FIELDS_PER_ENTRY)
     output += batch * spec.ROWS * spec.COLUMNS
     # The counts were computed on the device, so that one grid serves groups of any size.
-    counts_address = tiles + spec.TILE_LIST_LENGTH * ENTRY_FIELDS
-    num_leading, num_assigned, num_entries = (
+    counts_address = tile_list + spec.TILE_LIST_LENGTH * FIELDS_PER_ENTRY
+    num_leading_entries, num_assigned_entries, num_entries = (
         tl.load(counts_address),
         tl.load(counts_address + 1),
         tl.load(counts_address + 2),
     )
     # Unassigned rows are not multiplied, so they have a separate loop: flattened loops need a constant number of steps.
-    fill_unassigned_rows(existing_out, output, tiles, program, num_leading, num_assigned, num_entries, spec)
+    fill_unassigned_rows(
+        existing_out, output, tile_list, program, num_leading_entries, num_assigned_entries, num_entries, spec
+    )
     columns: tl.constexpr = (spec.COLUMNS + spec.BLOCK_N - 1) // spec.BLOCK_N
     # Flattened loops overlap a tile's first copies with the previous epilogue. On an H200 they are faster for the
     # gradient of lhs and slower forward, 382 instead of 577 TFLOP/s (docs/lab/grouped_matmul_gpu.md).
-    for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS, flatten=spec.FLATTEN_LOOPS):
-        entry, column = swizzled_tile_index(tile, num_assigned, columns, spec.GROUP_M)
-        entry_address = tiles + (num_leading + entry) * ENTRY_FIELDS
-        matrix, row, end = (
+    for tile in tl.range(program, num_assigned_entries * columns, spec.NUM_PROGRAMS, flatten=spec.FLATTEN_LOOPS):
+        entry, column = swizzled_tile_index(tile, num_assigned_entries, columns, spec.GROUP_M)
+        entry_address = tile_list + (num_leading_entries + entry) * FIELDS_PER_ENTRY
+        matrix_index, row, end = (
             tl.load(entry_address + MATRIX_FIELD),
-            tl.load(entry_address + ROW),
-            tl.load(entry_address + END),
+            tl.load(entry_address + ROW_FIELD),
+            tl.load(entry_address + END_FIELD),
         )
         column *= spec.BLOCK_N
-        acc = multiply_tile(lhs, rhs, lhs_scale, scale, matrix, row, column, spec)
-        store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix, row, end, column, spec)
+        acc = multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec)
+        store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix_index, row, end, column, spec)

@@ -16,13 +16,13 @@ from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
 
 
 @triton.jit
-def group_bounds(bounds, matrix):
+def group_bounds(group_row_bounds, matrix_index):
     """Returns the first row of a matrix's group and the row after its last."""
-    return tl.load(bounds + matrix * 2), tl.load(bounds + matrix * 2 + 1)
+    return tl.load(group_row_bounds + matrix_index * 2), tl.load(group_row_bounds + matrix_index * 2 + 1)
 
 
 @triton.jit
-def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, per: tl.constexpr):
+def grouped_gemm_drhs_kernel(left, right, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
     """Computes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
     BLOCK_P: tl.constexpr = spec.BLOCK_P
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
@@ -31,17 +31,17 @@ def grouped_gemm_drhs_kernel(left, right, bounds, output, spec: tl.constexpr, pe
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.NUM_MATRICES * num_row_tiles * num_column_tiles), tl.int64)
     program = program % (spec.NUM_MATRICES * num_row_tiles * num_column_tiles)
-    matrix = program // (num_row_tiles * num_column_tiles)
+    matrix_index = program // (num_row_tiles * num_column_tiles)
     # Tiles of a matrix are in groups of GROUP_M rows, so that programs that run together share rows in L2.
     tile_p, tile_q = swizzled_tile_index(
         program % (num_row_tiles * num_column_tiles), num_row_tiles, num_column_tiles, spec.GROUP_M
     )
     left = batch_row_address(left, batch, per.LEFT, spec.ROWS * spec.OUTPUT_ROWS)
     right = batch_row_address(right, batch, per.RIGHT, spec.ROWS * spec.OUTPUT_COLUMNS)
-    bounds = batch_row_address(bounds, batch, per.BOUNDS, spec.NUM_MATRICES * 2)
+    group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
-    output += tl.cast(matrix, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
-    first, end = group_bounds(bounds, matrix)
+    output += tl.cast(matrix_index, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
+    first, end = group_bounds(group_row_bounds, matrix_index)
     p, p_mask = tile_indices(tile_p * BLOCK_P, BLOCK_P, spec.OUTPUT_ROWS)
     q, q_mask = tile_indices(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)

@@ -5,9 +5,9 @@ import triton.language as tl
 
 # Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
 MATRIX_FIELD = tl.constexpr(0)
-ROW = tl.constexpr(1)
-END = tl.constexpr(2)
-ENTRY_FIELDS = tl.constexpr(4)
+ROW_FIELD = tl.constexpr(1)
+END_FIELD = tl.constexpr(2)
+FIELDS_PER_ENTRY = tl.constexpr(4)
 
 
 @triton.jit

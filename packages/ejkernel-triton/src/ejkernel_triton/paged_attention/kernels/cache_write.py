@@ -10,11 +10,11 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
     ENTRY_NUM_ROWS,
     ENTRY_POSITION,
     ENTRY_SEQUENCE,
+    FIELDS_PER_ENTRY,
 )
 
 
@@ -48,7 +48,8 @@ def cache_write_kernel(
         block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
     )
     entry_address = (
-        batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS) + entry * ENTRY_FIELDS
+        batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * FIELDS_PER_ENTRY)
+        + entry * FIELDS_PER_ENTRY
     )
     sequence, first_row, num_rows = (
         tl.load(entry_address + ENTRY_SEQUENCE),

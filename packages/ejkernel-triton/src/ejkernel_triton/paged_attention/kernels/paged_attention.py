@@ -22,7 +22,6 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, dot, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
     ENTRY_KEY_END,
     ENTRY_KEY_START,
@@ -30,6 +29,7 @@ from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_NUM_TILES,
     ENTRY_SEQUENCE,
     ENTRY_TILE_START,
+    FIELDS_PER_ENTRY,
     compute_log2_scores,
     load_alibi_slopes,
     load_cache_rows,
@@ -65,7 +65,7 @@ def attend_tile(
     tile,
     alibi_slopes,
     qq_bias,
-    qq_rows,
+    qq_bias_rows,
     IS_PARTIAL_TILE: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -90,7 +90,7 @@ def attend_tile(
         products = add_dot(products, q_rotary, tl.trans(to_qk_dtype(rotary_tile, spec)), spec)
     HAS_QQ_BIAS: tl.constexpr = spec.QQ_BIAS_SIZE > 0 if IS_PARTIAL_TILE else False
     scores = compute_log2_scores(
-        products, k, position, context_len, m, alibi_slopes, qq_bias, qq_rows, HAS_QQ_BIAS, spec
+        products, k, position, context_len, m, alibi_slopes, qq_bias, qq_bias_rows, HAS_QQ_BIAS, spec
     )
     # `m < M` is always true; it broadcasts the row of keys to a tile.
     attends = valid[None, :] & (m < spec.M)[:, None]
@@ -164,12 +164,12 @@ def attend_to_tiles(
     m = tl.arange(0, M)
     first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
     position, context_len = load_positions(entry_address, positions, first_row, num_rows, m, spec)
-    qq_rows = spec.QQ_BIAS_ROWS
+    qq_bias_rows = spec.QQ_BIAS_ROWS
     if spec.QQ_BIAS_PER_SEQUENCE:
         qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_BIAS_ROWS * spec.QQ_BIAS_ROWS)
     if spec.QQ_BIAS_PACKED:
         qq_bias = qq_bias + tl.load(qq_bias_tables + sequence * 2)
-        qq_rows = tl.load(qq_bias_tables + sequence * 2 + 1)
+        qq_bias_rows = tl.load(qq_bias_tables + sequence * 2 + 1)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
@@ -209,7 +209,7 @@ def attend_to_tiles(
         for tile in tl.range(full_tile_start, full_tile_end):
             acc, rotary_acc, row_max, row_sum = attend_tile(
                 acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
-                context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_rows,
+                context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
                 False, spec,
             )  # fmt: skip
     # The partial tiles of both ends are in one loop, which skips the full ones: a second loop would double the code.
@@ -220,7 +220,7 @@ def attend_to_tiles(
             tile = tl.where(step < full_tile_start, step, step + (full_tile_end - full_tile_start))
         acc, rotary_acc, row_max, row_sum = attend_tile(
             acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
-            context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_rows,
+            context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
             True, spec,
         )  # fmt: skip
     return acc, rotary_acc, row_max, row_sum
@@ -258,8 +258,8 @@ def paged_attention_kernel(
     batch = tl.cast(program // (spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
     program = program // spec.HEAD_TILES_PER_KV_HEAD % spec.NUM_PROGRAMS
     query = batch_row_address(query, batch, per.QUERY, spec.NUM_QUERY_ROWS * spec.H * spec.D)
-    keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
-    values = batch_row_address(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
+    keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_ELEMENTS)
+    values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_ELEMENTS)
     if spec.PAGES_PER_SEQUENCE > 0:
         block_tables = batch_row_address(
             block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
@@ -291,7 +291,7 @@ def paged_attention_kernel(
     share_end = tl.minimum(share_start + tiles_per_share, total_tiles)
     tile_index = share_start
     while tile_index < share_end:
-        entry_address = work_list + entry * ENTRY_FIELDS
+        entry_address = work_list + entry * FIELDS_PER_ENTRY
         entry_tile_start, tiles_per_head = (
             tl.load(entry_address + ENTRY_TILE_START),
             tl.load(entry_address + ENTRY_NUM_TILES),

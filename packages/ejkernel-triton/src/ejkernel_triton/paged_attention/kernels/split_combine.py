@@ -14,11 +14,11 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
     ENTRY_NUM_ROWS,
     ENTRY_NUM_TILES,
     ENTRY_TILE_START,
+    FIELDS_PER_ENTRY,
     offset_tables_to_batch,
     store_output_rows,
 )
@@ -32,8 +32,8 @@ def split_combine_kernel(
     work_list,
     program_shares,
     sinks,
-    initial_output,
-    initial_lse,
+    output_of_unsplit_items,
+    lse_of_unsplit_items,
     output,
     lse,
     spec: tl.constexpr,
@@ -42,7 +42,7 @@ def split_combine_kernel(
 ):
     """Merges one row of the item in which a program's share starts, if that is the first split of the item.
 
-    `output` and `lse` alias `initial_output` and `initial_lse`; only rows of split items are written.
+    `output` and `lse` alias `output_of_unsplit_items` and `lse_of_unsplit_items`; only rows of split items are written.
     """
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BLOCK_ROTARY
@@ -64,7 +64,7 @@ def split_combine_kernel(
         tl.load(program_shares + spec.NUM_PROGRAMS * 2),
         tl.load(program_shares + spec.NUM_PROGRAMS * 2 + 1),
     )
-    entry_address = work_list + tl.load(program_shares + program * 2) * ENTRY_FIELDS
+    entry_address = work_list + tl.load(program_shares + program * 2) * FIELDS_PER_ENTRY
     share_start = tl.load(program_shares + program * 2 + 1)
     # At least one tile: programs without a share refer to entries that may have none, and divide by it below.
     entry_tile_start, tiles_per_head = (

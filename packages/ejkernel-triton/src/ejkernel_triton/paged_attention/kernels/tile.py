@@ -15,7 +15,7 @@ ENTRY_KEY_START = tl.constexpr(5)
 ENTRY_KEY_END = tl.constexpr(6)
 ENTRY_TILE_START = tl.constexpr(7)
 ENTRY_NUM_TILES = tl.constexpr(8)
-ENTRY_FIELDS = tl.constexpr(9)
+FIELDS_PER_ENTRY = tl.constexpr(9)
 
 
 @triton.jit
@@ -162,7 +162,16 @@ def row_positions(position, m, spec: tl.constexpr):
 
 @triton.jit
 def compute_log2_scores(
-    products, k, position, context_len, m, alibi_slopes, qq_bias, qq_rows, HAS_QQ_BIAS: tl.constexpr, spec: tl.constexpr
+    products,
+    k,
+    position,
+    context_len,
+    m,
+    alibi_slopes,
+    qq_bias,
+    qq_bias_rows,
+    HAS_QQ_BIAS: tl.constexpr,
+    spec: tl.constexpr,
 ):
     """Returns scores [M, BLOCK_KV] in base 2, from products of queries and keys. HAS_QQ_BIAS says whether some of the
     keys may be new tokens, which have biases.
@@ -182,8 +191,8 @@ def compute_log2_scores(
             row = position + m // spec.G - context_len
             column = k - context_len
             # The bias applies to pairs of new tokens only, such as the mask of a draft tree.
-            in_range = ((row >= 0) & (row < qq_rows))[:, None] & ((column >= 0) & (column < qq_rows))[None, :]
-            index = row[:, None] * qq_rows + column[None, :]
+            in_range = ((row >= 0) & (row < qq_bias_rows))[:, None] & ((column >= 0) & (column < qq_bias_rows))[None, :]
+            index = row[:, None] * qq_bias_rows + column[None, :]
             scores += tl.load(qq_bias + index, mask=in_range, other=0.0).to(tl.float32)
         if spec.SOFT_CAP is not None:
             capped_scores = spec.SOFT_CAP * tanh(scores * (1.0 / spec.SOFT_CAP), spec.FAST_TANH)
@@ -260,7 +269,7 @@ def store_partial_acc(partial_accs, slot, acc, rotary_acc, spec: tl.constexpr):
 @triton.jit
 def offset_tables_to_batch(work_list, program_shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
     """Returns the work list, the programs' shares and the sinks of a batch row."""
-    work_list = batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * ENTRY_FIELDS)
+    work_list = batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * FIELDS_PER_ENTRY)
     program_shares = batch_row_address(program_shares, batch, per.PROGRAM_SHARES, (spec.NUM_PROGRAMS + 1) * 2)
     if spec.HAS_SINKS:
         sinks = batch_row_address(sinks, batch, per.SINKS, spec.H)

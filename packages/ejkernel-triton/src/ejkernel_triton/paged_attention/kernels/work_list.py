@@ -17,7 +17,6 @@ import triton.language as tl
 from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_CONTEXT_LEN,
-    ENTRY_FIELDS,
     ENTRY_FIRST_ROW,
     ENTRY_KEY_END,
     ENTRY_KEY_START,
@@ -26,6 +25,7 @@ from ejkernel_triton.paged_attention.kernels.tile import (
     ENTRY_POSITION,
     ENTRY_SEQUENCE,
     ENTRY_TILE_START,
+    FIELDS_PER_ENTRY,
 )
 
 
@@ -72,13 +72,13 @@ def work_list_kernel(
     """Computes the entries and the shares of one batch row."""
     batch = tl.cast(tl.program_id(0), tl.int64)
     kv_lens = batch_row_address(kv_lens, batch, per.KV_LENS, spec.NUM_SEQUENCES)
-    work_list = work_list + batch * spec.NUM_ENTRIES * ENTRY_FIELDS
+    work_list = work_list + batch * spec.NUM_ENTRIES * FIELDS_PER_ENTRY
     program_shares = program_shares + batch * (spec.NUM_PROGRAMS + 1) * 2
     n = tl.arange(0, PADDED_NUM_SEQUENCES)
     w = tl.arange(0, PADDED_NUM_ENTRIES)
     p = tl.arange(0, PADDED_NUM_PROGRAMS)
     entry_in_bounds = w < spec.NUM_ENTRIES
-    entry_address = work_list + w * ENTRY_FIELDS
+    entry_address = work_list + w * FIELDS_PER_ENTRY
     if spec.HAS_QUERY_START:
         query_start = batch_row_address(query_start, batch, per.QUERY_START, spec.NUM_SEQUENCES + 1)
         valid = n < spec.NUM_SEQUENCES
@@ -95,7 +95,7 @@ def work_list_kernel(
         # Barrier: a zero that another thread stores late would overwrite a mark.
         tl.debug_barrier()
         tl.store(
-            work_list + (entry_ends - tiles_per_sequence) * ENTRY_FIELDS + ENTRY_SEQUENCE,
+            work_list + (entry_ends - tiles_per_sequence) * FIELDS_PER_ENTRY + ENTRY_SEQUENCE,
             n + 1,
             mask=tiles_per_sequence > 0,
         )

@@ -13,18 +13,18 @@ from ejkernel_triton.paged_attention.config import PagedForward
 
 def heuristic(record: TiledAttention, device: DeviceInfo, direction: Direction) -> PagedForward:
     """Returns tile sizes for a record on a device."""
-    return paged_config.heuristic(_shapes(record), device, direction)
+    return paged_config.heuristic(_paged_record_of_shapes(record), device, direction)
 
 
 def candidates(record: TiledAttention, device: DeviceInfo, direction: Direction) -> tuple[PagedForward, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    return paged_config.candidates(_shapes(record), device, direction)
+    return paged_config.candidates(_paged_record_of_shapes(record), device, direction)
 
 
 def shared_memory_refusal(record: TiledAttention, device: DeviceInfo) -> str:
     """Returns why the kernel cannot run for a record on a device; empty where it can."""
-    return paged_config.shared_memory_refusal(_shapes(record), device)
+    return paged_config.shared_memory_refusal(_paged_record_of_shapes(record), device)
 
 
-def _shapes(record: TiledAttention) -> PagedAttention:
+def _paged_record_of_shapes(record: TiledAttention) -> PagedAttention:
     return jax.eval_shape(lambda record: as_pages(record)[0], record)

@@ -29,20 +29,22 @@ from ejkernel_triton.quantized_matmul.kernels.dequantize import (
 
 
 @triton.jit
-def matmul_over_rows_kernel(x, packed, scales, zeros, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr):
+def matmul_over_rows_kernel(
+    x, packed, scales, zero_points, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr
+):
     """Multiplies x [M, R] by the packed matrix: partial sums [NUM_SPLITS, PER, M, W]."""
-    COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
+    NUM_COLUMN_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     CONTRACTED_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     TILES_PER_SPLIT: tl.constexpr = (CONTRACTED_TILES + spec.NUM_SPLITS - 1) // spec.NUM_SPLITS
     # TILES_PER_SPLIT tiles of the contracted axis per split; the last splits may have fewer or none, and store zeros.
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_W
-    batch, split_index, column, row = program_position(tl.program_id(0), COLUMN_TILES, spec)
+    batch, split_index, column, row = program_position(tl.program_id(0), NUM_COLUMN_TILES, spec)
     x = batch_row_address(x, batch, per.X, spec.M * spec.R)
     packed = batch_row_address(packed, batch, per.PACKED, spec.R * spec.W)
     scales = batch_row_address(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
-    if spec.INTEGER_CODES and not spec.SHARED_ZERO:
-        zeros = batch_row_address(zeros, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
+    if spec.CODES_ARE_INTEGERS and not spec.SHARED_ZERO_POINT:
+        zero_points = batch_row_address(zero_points, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
     split_outputs += (batch * spec.NUM_SPLITS + split_index) * (spec.PER * spec.M * spec.W)
     m = row * M + tl.arange(0, M)
     words = column * N + tl.arange(0, N)
@@ -52,7 +54,7 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, nf4_table, split_outputs, 
     row_in_tile = tl.arange(0, spec.BLOCK_R)
     # Prologue: loads the scales of the first tile.
     stored_scales, stored_zeros = load_scales(
-        scales, zeros, split_index * TILES_PER_SPLIT * spec.BLOCK_R + row_in_tile, column, spec
+        scales, zero_points, split_index * TILES_PER_SPLIT * spec.BLOCK_R + row_in_tile, column, spec
     )
     for tile in tl.range(
         split_index * TILES_PER_SPLIT, tl.minimum(split_index * TILES_PER_SPLIT + TILES_PER_SPLIT, CONTRACTED_TILES)
@@ -68,7 +70,7 @@ def matmul_over_rows_kernel(x, packed, scales, zeros, nf4_table, split_outputs, 
         scale, offset = scale_and_offset(stored_scales, stored_zeros, spec)
         # The scales of the next tile are loaded during this tile's products. Loaded in the step that uses them, and one
         # for every word, they made the kernel take 86.8 us instead of 29.4 (docs/lab/quantized_matmul_gpu.md).
-        stored_scales, stored_zeros = load_scales(scales, zeros, r + spec.BLOCK_R, column, spec)
+        stored_scales, stored_zeros = load_scales(scales, zero_points, r + spec.BLOCK_R, column, spec)
         # One tile of x and one of words are the operands of all products of the step.
         acc0 = add_dot(acc0, x_tile, dequantize(words_tile, scale, offset, nf4_table, 0, spec), spec)
         acc1 = add_dot(acc1, x_tile, dequantize(words_tile, scale, offset, nf4_table, 1, spec), spec)

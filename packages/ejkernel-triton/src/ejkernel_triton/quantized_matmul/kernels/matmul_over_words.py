@@ -14,26 +14,28 @@ from ejkernel_triton.quantized_matmul.kernels.dequantize import (
 
 
 @triton.jit
-def matmul_over_words_kernel(x, packed, scales, zeros, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr):
+def matmul_over_words_kernel(
+    x, packed, scales, zero_points, nf4_table, split_outputs, spec: tl.constexpr, per: tl.constexpr
+):
     """Multiplies x, permuted by code [PER, M, W], by the transposed matrix: partial sums [NUM_SPLITS, 1, M, R]."""
-    COLUMN_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
+    NUM_COLUMN_TILES: tl.constexpr = (spec.R + spec.BLOCK_R - 1) // spec.BLOCK_R
     CONTRACTED_TILES: tl.constexpr = (spec.W + spec.BLOCK_W - 1) // spec.BLOCK_W
     TILES_PER_SPLIT: tl.constexpr = (CONTRACTED_TILES + spec.NUM_SPLITS - 1) // spec.NUM_SPLITS
     M: tl.constexpr = spec.BLOCK_M
     N: tl.constexpr = spec.BLOCK_R
     PER: tl.constexpr = spec.PER
-    batch, split_index, column, row = program_position(tl.program_id(0), COLUMN_TILES, spec)
+    batch, split_index, column, row = program_position(tl.program_id(0), NUM_COLUMN_TILES, spec)
     x = batch_row_address(x, batch, per.X, spec.PER * spec.M * spec.W)
     packed = batch_row_address(packed, batch, per.PACKED, spec.R * spec.W)
     scales = batch_row_address(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
-    if spec.INTEGER_CODES and not spec.SHARED_ZERO:
-        zeros = batch_row_address(zeros, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
+    if spec.CODES_ARE_INTEGERS and not spec.SHARED_ZERO_POINT:
+        zero_points = batch_row_address(zero_points, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
     split_outputs += (batch * spec.NUM_SPLITS + split_index) * (spec.M * spec.R)
     m = row * M + tl.arange(0, M)
     r = column * N + tl.arange(0, N)
     acc = tl.zeros([M, N], tl.float32)
     # Prologue: loads the scales of the first tile.
-    stored_scales, stored_zeros = load_scales(scales, zeros, r, split_index * TILES_PER_SPLIT, spec)
+    stored_scales, stored_zeros = load_scales(scales, zero_points, r, split_index * TILES_PER_SPLIT, spec)
     for tile in tl.range(
         split_index * TILES_PER_SPLIT, tl.minimum(split_index * TILES_PER_SPLIT + TILES_PER_SPLIT, CONTRACTED_TILES)
     ):
@@ -44,7 +46,7 @@ def matmul_over_words_kernel(x, packed, scales, zeros, nf4_table, split_outputs,
         )
         scale, offset = scale_and_offset(stored_scales, stored_zeros, spec)
         # Loads the scales of the next tile in advance, as in `matmul_over_rows`.
-        stored_scales, stored_zeros = load_scales(scales, zeros, r, tile + 1, spec)
+        stored_scales, stored_zeros = load_scales(scales, zero_points, r, tile + 1, spec)
         for code_index in tl.static_range(PER):
             # x is permuted by code, so column j of this tile belongs to code `code_index` of word j.
             at = x + (code_index * spec.M + m)[:, None] * spec.W + words[None, :]

@@ -8,15 +8,15 @@ from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, pool_r
 
 
 @triton.jit
-def split_combine_kernel(sums, lengths, ranges, first_pass_output, output, spec: tl.constexpr, per: tl.constexpr):
+def split_combine_kernel(block_sums, lengths, ranges, first_pass_output, output, spec: tl.constexpr, per: tl.constexpr):
     """Computes the means of pools that cross blocks, from their sums in block order; 0 for pools without tokens.
 
     `output` aliases `first_pass_output`, whose other pools are final.
     """
     program = tl.program_id(0)
-    tile = program % spec.COMBINE_CHANNEL_TILES
-    pool = program // spec.COMBINE_CHANNEL_TILES % spec.M
-    row = tl.cast(program // (spec.COMBINE_CHANNEL_TILES * spec.M), tl.int64)
+    tile = program % spec.NUM_COMBINE_CHANNEL_TILES
+    pool = program // spec.NUM_COMBINE_CHANNEL_TILES % spec.M
+    row = tl.cast(program // (spec.NUM_COMBINE_CHANNEL_TILES * spec.M), tl.int64)
     channels = tile * spec.COMBINE_BLOCK_C + tl.arange(0, spec.COMBINE_BLOCK_C)
     if spec.HAS_RANGES:
         ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
@@ -24,7 +24,7 @@ def split_combine_kernel(sums, lengths, ranges, first_pass_output, output, spec:
     # Most programs have a pool that crosses no block, and write nothing.
     first_block, last_block = first_token // spec.TOKENS_PER_BLOCK, (end - 1) // spec.TOKENS_PER_BLOCK
     crosses_blocks = (end > first_token) & (last_block > first_block)
-    sums = batch_row_address(sums, row, per.SUMS, spec.NUM_BLOCKS * 2 * spec.C)
+    block_sums = batch_row_address(block_sums, row, per.BLOCK_SUMS, spec.NUM_BLOCKS * 2 * spec.C)
     SUMS_PER_LOAD: tl.constexpr = spec.SUMS_PER_LOAD
     COMBINE_BLOCK_C: tl.constexpr = spec.COMBINE_BLOCK_C
     blocks = tl.arange(0, SUMS_PER_LOAD)
@@ -35,7 +35,7 @@ def split_combine_kernel(sums, lengths, ranges, first_pass_output, output, spec:
         sum_index = 2 * (block + blocks) + tl.where(block + blocks == first_block, 1, 0)
         mask = (block + blocks <= last_block)[:, None] & (channels < spec.C)[None, :]
         acc += tl.load(
-            sums + (tl.cast(sum_index, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0
+            block_sums + (tl.cast(sum_index, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0
         )
     # Empty pools are also stored here: the first kernel misses an empty pool at a block's first token.
     if crosses_blocks | (end <= first_token):
