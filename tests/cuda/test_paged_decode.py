@@ -54,7 +54,7 @@ def refusals(device=H200, rows=4, **options):
     with target_device(device):
         decision = explain(unified_attention, query, cache, cache, array(4), array(4, 8), array(5), **options)
     [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == "cuda_paged"]
-    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+    return [reason for reason in verdict.reasons if library.COMPILED_MODULE not in reason]
 
 
 def test_it_serves_what_it_is_made_for():
@@ -138,7 +138,7 @@ def test_calls_that_write_are_served_before_triton():
     with target_device(H200):
         call = (query, tokens, tokens, cache, cache, array(4), array(4, 8), array(5))
         verdicts = explain(chunked_prefill_paged_decode, *call).forward.verdicts
-    found = {v.implementation.name: [r for r in v.reasons if library.MODULE not in r] for v in verdicts}
+    found = {v.implementation.name: [r for r in v.reasons if library.COMPILED_MODULE not in r] for v in verdicts}
     names = list(found)
     assert found["cuda_paged"] == []
     assert names.index("cuda_paged") < names.index("triton")

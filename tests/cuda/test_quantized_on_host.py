@@ -69,7 +69,7 @@ def refusals(device=H200, name="cuda", **changes):
         options = {name: getattr(args, name) for name in ("transpose", "group_size", "bits", "mode")}
         decision = explain(quantized_matmul, **arrays, **options)
     [verdict] = [v for v in decision.forward.verdicts if v.implementation.name == name]
-    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+    return [reason for reason in verdict.reasons if library.COMPILED_MODULE not in reason]
 
 
 @pytest.mark.needs("g++")

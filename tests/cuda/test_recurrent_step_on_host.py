@@ -125,7 +125,7 @@ def verdict(tokens=8, size=128, columns=128, state=jnp.float32, packed=False, va
 
 def refusals(**changes):
     """What the step has against a call."""
-    return [reason for reason in verdict(**changes).reasons if library.MODULE not in reason]
+    return [reason for reason in verdict(**changes).reasons if library.COMPILED_MODULE not in reason]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def reasons(direction, **changes):
     """What the implementation has against a direction of a call, beside that the library is not compiled here."""
     verdicts = getattr(decision(**changes), direction).verdicts
     [verdict] = [v for v in verdicts if v.implementation.name == "cuda"]
-    return [reason for reason in verdict.reasons if library.MODULE not in reason]
+    return [reason for reason in verdict.reasons if library.COMPILED_MODULE not in reason]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -36,7 +36,7 @@ def record(size):
 for size in (4, 5):
     scan = record(size)
     wanted = jax.tree.leaves(selective_scan.reference(scan))
-    tried = [tiles for tiles in config.candidates(scan, DEVICE, "forward") if tiles.bc_prefetch_tokens]
+    tried = [tiles for tiles in config.candidates(scan, DEVICE, "forward") if tiles.bc_prefetch_distance]
     for tiles in tried if size == 4 else tried[:1]:
         made = jax.tree.leaves(forward(scan, dataclasses.replace(tiles, splits=2 if size == 4 else 1)))
         for x, y in zip(made, wanted, strict=True):

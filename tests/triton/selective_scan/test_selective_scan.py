@@ -78,7 +78,7 @@ def test_few_channels_are_scanned_in_segments():
 def ahead_candidates(size):
     """Forward candidates that load columns ahead."""
     found = config.candidates(scan_record(size=size), CHIPS["sm_90"], "forward")
-    return [tiles for tiles in found if tiles.bc_prefetch_tokens and tiles.splits == 1]
+    return [tiles for tiles in found if tiles.bc_prefetch_distance and tiles.splits == 1]
 
 
 def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():

@@ -6,7 +6,7 @@ import importlib.util
 
 import jax
 
-MODULE = "ejkernel_cuda.compiled_kernels"
+COMPILED_MODULE = "ejkernel_cuda.compiled_kernels"
 """The module name that `Requires.modules` checks: the library has the path of an extension module of this name."""
 
 
@@ -23,10 +23,10 @@ def register_handler(handler_name: str) -> str:
     Raises:
         ModuleNotFoundError: This installation of ejkernel-cuda was built without the kernels.
     """
-    module_spec = importlib.util.find_spec(MODULE)
+    module_spec = importlib.util.find_spec(COMPILED_MODULE)
     if module_spec is None or module_spec.origin is None:
         raise ModuleNotFoundError(
-            f"{MODULE}: this installation of ejkernel-cuda was made without compiling the kernels"
+            f"{COMPILED_MODULE}: this installation of ejkernel-cuda was made without compiling the kernels"
         )
     shared_library = ctypes.CDLL(module_spec.origin)
     jax.ffi.register_ffi_target(handler_name, jax.ffi.pycapsule(getattr(shared_library, handler_name)), platform="CUDA")

@@ -16,7 +16,7 @@ def decode_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[s
     """
     return Requires(
         devices=frozenset({"nvidia"}),
-        modules=(library.MODULE,),
+        modules=(library.COMPILED_MODULE,),
         min_compute_capability=8.0,
         dtypes=frozenset({"float16", "bfloat16"}),
         head_dims=range(8, 257),

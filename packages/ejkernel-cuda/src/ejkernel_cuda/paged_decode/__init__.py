@@ -16,7 +16,7 @@ HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_
 }
 """Optional fields that the kernels honour; new tokens are written first, in place if the cache is donated."""
 
-COPY_BYTES = 16
+ASYNC_COPY_BYTES = 16
 """Bytes per copy into shared memory: rows of the cache must be aligned to it."""
 
 MAX_CACHE_BYTES = 2**36
@@ -36,8 +36,8 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if record.query_start is not None and rows > sequences:
         yield f"{rows} query rows of {sequences} sequences are more than one each"
     sizes = query.shape[-1], paged_cache.value_size(record), keys.shape[-1], values.shape[-1]
-    if any(size * keys.dtype.itemsize % COPY_BYTES for size in sizes):
-        yield f"rows of {sizes[0]} and {sizes[1]} elements of {keys.dtype} are not multiples of {COPY_BYTES} bytes"
+    if any(size * keys.dtype.itemsize % ASYNC_COPY_BYTES for size in sizes):
+        yield f"rows of {sizes[0]} and {sizes[1]} {keys.dtype} are not multiples of {ASYNC_COPY_BYTES} bytes"
     if max(keys.size, values.size) * keys.dtype.itemsize >= MAX_CACHE_BYTES:
         yield "an array of the cache has 64 GiB or more"
 

@@ -30,8 +30,8 @@ from ejkernel.ops.model import Case
 
 DECODE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 """Has sequences whose keys are split over several blocks, and sequences in one block."""
-SMALL_HEAD_SIZES = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
-LARGE_HEAD_SIZES = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
+SMALL_HEAD_DIM_SIZES = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
+LARGE_HEAD_DIM_SIZES = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
 """Has more query heads than fit in one block, and page sizes that do not divide tiles."""
 PACKED_SIZES = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 UNEVEN_QUERY_SIZES = dataclasses.replace(PACKED_SIZES, q_lens=(0, 3, 0, 1))
@@ -71,15 +71,15 @@ def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     page_rows: tuple[Row[PagedSizes], ...] = (
         ("decode, bfloat16", DECODE_SIZES, _no_options, (), ()),
-        ("decode, head sizes 64 and 48, float16", SMALL_HEAD_SIZES, _no_options, (), ()),
-        ("decode, 20 heads of 160 and 256", LARGE_HEAD_SIZES, _no_options, (), ("awkward",)),
+        ("decode, head sizes 64 and 48, float16", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
+        ("decode, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
         ("decode, sinks, lse", DECODE_SIZES, _sinks_with_lse, ("softmax_aux",), ()),
     )
     quantised_rows: tuple[Row[PagedSizes], ...] = (
         ("decode, float8", DECODE_SIZES, _no_options, (), ()),
         ("decode, float8, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
-        ("decode, float8, head sizes 64 and 48", SMALL_HEAD_SIZES, _no_options, (), ()),
-        ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_SIZES, _no_options, (), ("awkward",)),
+        ("decode, float8, head sizes 64 and 48", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
+        ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
     )
     float8_e5m2_rows: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
     unified_rows: tuple[Row[PagedSizes], ...] = (

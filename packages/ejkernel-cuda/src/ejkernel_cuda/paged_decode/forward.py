@@ -66,7 +66,7 @@ def _scalar_attributes(record: PagedAttention, num_queues: int) -> dict[str, Any
     """Returns the scalar attributes of the call."""
     left, right = band(record)
     return {
-        "strides": np.array(strides(record), np.int64),
+        "strides": np.array(cache_strides(record), np.int64),
         "kv_heads": np.int32(paged_cache.kv_heads(record)),
         "cache_heads": np.int32(record.key_pages.shape[record.kv_layout.index("h")]),
         "pages": np.int32(paged_cache.page_count(record)),
@@ -85,14 +85,18 @@ def _as_int32(x: jax.Array | None) -> jax.Array:
     return jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
 
 
-def strides(record: PagedAttention) -> tuple[int, ...]:
+def cache_strides(record: PagedAttention) -> tuple[int, ...]:
     """Returns strides of pages, slots and heads, of keys and of values, in elements, and the offset of the first
     value.
     """
     values = record.key_pages if record.value_pages is None else record.value_pages
     first = record.key_pages.shape[-1] if record.value_pages is None else 0
-    return (*_strides(record.key_pages, record.kv_layout), *_strides(values, record.kv_layout), first)
+    return (
+        *_page_slot_head_strides(record.key_pages, record.kv_layout),
+        *_page_slot_head_strides(values, record.kv_layout),
+        first,
+    )
 
 
-def _strides(pages: jax.Array, layout: str) -> tuple[int, ...]:
+def _page_slot_head_strides(pages: jax.Array, layout: str) -> tuple[int, ...]:
     return tuple(math.prod(pages.shape[layout.index(axis) + 1 :]) for axis in "psh")

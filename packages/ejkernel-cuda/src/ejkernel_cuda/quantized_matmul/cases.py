@@ -11,11 +11,11 @@ from ejkernel.modules.operations.quantized_matmul import QuantizedMatmulArgument
 from ejkernel.ops.model import Case
 
 
-def _row(name: str, handled: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
+def _row(name: str, handled_fields: tuple[str, ...] = ("zeros",), options: Any = None, **sizes: Any) -> Row[Any]:
     """Returns a row of the table of cases, in bfloat16 and with groups of 64 by default."""
     fields: dict[str, Any] = {"group_size": 64, "dtype": jnp.bfloat16, **sizes}
     sizes_of_case = MatmulSizes(**fields)
-    return (name, sizes_of_case, lambda k: options or {}, handled, ())
+    return (name, sizes_of_case, lambda k: options or {}, handled_fields, ())
 
 
 _CASE_SIZES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -24,7 +24,7 @@ _CASE_SIZES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
     ("two chunks", {"m": 5, "k": 1152, "n": 128}),
 )
-_ROWS: tuple[Row[Any], ...] = (
+_CASE_ROWS: tuple[Row[Any], ...] = (
     *(
         _row(f"int4, {name}{', transposed' if transpose else ''}", transpose=transpose, **sizes)
         for transpose in (False, True)
@@ -46,4 +46,4 @@ _ROWS: tuple[Row[Any], ...] = (
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _ROWS)}
+    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _CASE_ROWS)}

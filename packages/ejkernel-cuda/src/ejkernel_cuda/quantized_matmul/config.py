@@ -9,18 +9,18 @@ from ejkernel.ops.params import Direction
 
 MAX_SPLITS = 8
 """The largest cluster, in blocks, that every chip with clusters supports."""
-SPLIT_K_UNIT = 256
+SPLIT_K_MULTIPLE = 256
 """Shares of the contracted elements are multiples of this many."""
 RESIDENT_BLOCKS = {1: 264, 2: 264, 3: 237, 4: 248, 5: 235, 6: 234, 7: 217, 8: 240}
 """Resident blocks by cluster size (H200), two per multiprocessor: a cluster cannot span the chip's GPCs, so some
 sizes leave multiprocessors idle.
 """
-RELATIVE_TIME = {1: 1.0, 2: 1.55}
+RELATIVE_BLOCK_TIME = {1: 1.0, 2: 1.55}
 """Time per contracted element if this many blocks share a multiprocessor, relative to one block."""
 BLOCK_OVERHEAD = 200
 """The fixed cost of a block, in contracted elements: starting, filling the pipeline, and adding up sums."""
 
-UNSPLIT_MAX_ROWS, UNSPLIT_K_UNIT = 16, 256
+UNSPLIT_MAX_ROWS, UNSPLIT_K_MULTIPLE = 16, 256
 """For blocks that contract all of K: the largest number of rows of x, and what K must be a multiple of, so that the
 scales of four groups are aligned.
 """
@@ -29,13 +29,13 @@ UNSPLIT_COLUMN_RANGE, UNSPLIT_MIN_K = (2112, 4224), 4096
 of 32 columns fill between half of and all of an H200's multiprocessors, and each of 16 warps has a unit of K.
 """
 
-WGMMA_MIN_ROWS, WGMMA_K_UNIT, WGMMA_BLOCK_COLUMNS = 17, 256, 256
+WGMMA_MIN_ROWS, WGMMA_K_MULTIPLE, WGMMA_BLOCK_COLUMNS = 17, 256, 256
 """The smallest number of rows of x for the WGMMA kernel, and its blocks' unit of K and columns
 (csrc/quantized_matmul/warpgroups.cuh).
 """
 WGMMA_OVERHEAD = 768
 """The fixed cost of a block of the WGMMA kernel, in contracted elements."""
-MMA_MAX_ROWS, MMA_MIN_COLUMNS, MMA_K_UNIT = 8, 8192, 128
+MMA_MAX_ROWS, MMA_MIN_COLUMNS, MMA_K_MULTIPLE = 8, 8192, 128
 """With `transpose=False`: the largest number of rows of x and the smallest number of columns for which the MMA kernel
 is faster than the WGMMA kernel; and the WGMMA kernel's unit of K (csrc/quantized_matmul/rows_warpgroups.cuh).
 """
@@ -68,7 +68,7 @@ def heuristic(record: QuantizedMatmul, device: DeviceInfo, direction: Direction)
 
 def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction) -> tuple[QuantizedSplits, ...]:
     """Returns all numbers of splits that leave no block without work."""
-    steps = cdiv(record.x.shape[1], SPLIT_K_UNIT)
+    steps = cdiv(record.x.shape[1], SPLIT_K_MULTIPLE)
     minimum = 0 if supports_unsplit_k(record) else 1
     return tuple(QuantizedSplits(splits=splits) for splits in range(minimum, min(MAX_SPLITS, steps) + 1))
 
@@ -76,13 +76,15 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
 def supports_unsplit_k(record: QuantizedMatmul) -> bool:
     """Returns whether a kernel whose blocks contract all of K serves the record."""
     rows, k = record.x.shape
-    return record.transpose and record.format.group_size == 64 and rows <= UNSPLIT_MAX_ROWS and k % UNSPLIT_K_UNIT == 0
+    return (
+        record.transpose and record.format.group_size == 64 and rows <= UNSPLIT_MAX_ROWS and k % UNSPLIT_K_MULTIPLE == 0
+    )
 
 
 def uses_wgmma(record: QuantizedMatmul) -> bool:
     """Returns whether to use the WGMMA kernel, which is faster for more rows."""
     rows, k = record.x.shape
-    return record.transpose and record.format.group_size == 64 and rows >= WGMMA_MIN_ROWS and k % WGMMA_K_UNIT == 0
+    return record.transpose and record.format.group_size == 64 and rows >= WGMMA_MIN_ROWS and k % WGMMA_K_MULTIPLE == 0
 
 
 def uses_wgmma_without_transpose(record: QuantizedMatmul) -> bool:
@@ -109,15 +111,15 @@ def estimated_cost(record: QuantizedMatmul, splits: int) -> float:
         return _wgmma_cost(record, splits)
     rows, width = block_tile(record)
     blocks = cdiv(columns(record), width) * cdiv(record.x.shape[0], rows) * splits
-    k_per_split = cdiv(record.x.shape[1], splits * SPLIT_K_UNIT) * SPLIT_K_UNIT
+    k_per_split = cdiv(record.x.shape[1], splits * SPLIT_K_MULTIPLE) * SPLIT_K_MULTIPLE
     waves, last = divmod(blocks, RESIDENT_BLOCKS[splits])
     blocks_per_multiprocessor = [2] * waves + ([2 if last > RESIDENT_BLOCKS[splits] // 2 else 1] if last else [])
-    return sum(RELATIVE_TIME[blocks] * (k_per_split + BLOCK_OVERHEAD) for blocks in blocks_per_multiprocessor)
+    return sum(RELATIVE_BLOCK_TIME[blocks] * (k_per_split + BLOCK_OVERHEAD) for blocks in blocks_per_multiprocessor)
 
 
 def _wgmma_cost(record: QuantizedMatmul, splits: int) -> float:
     """Returns the same for the WGMMA kernels, whose blocks have a multiprocessor to themselves, and all rows."""
     blocks = cdiv(columns(record), WGMMA_BLOCK_COLUMNS) * splits
-    k_unit = 2 * WGMMA_K_UNIT if record.transpose else MMA_K_UNIT  # shares are multiples of it
+    k_unit = 2 * WGMMA_K_MULTIPLE if record.transpose else MMA_K_MULTIPLE  # shares are multiples of it
     k_per_split = cdiv(record.x.shape[1], splits * k_unit) * k_unit
     return cdiv(blocks, RESIDENT_BLOCKS[splits] // 2) * (k_per_split + WGMMA_OVERHEAD)

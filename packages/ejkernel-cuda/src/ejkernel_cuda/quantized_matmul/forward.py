@@ -8,7 +8,7 @@ from ejkernel.families.quantized_matmul import QuantizedMatmul, columns
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.quantized_matmul.config import (
     MAX_SPLITS,
-    WGMMA_K_UNIT,
+    WGMMA_K_MULTIPLE,
     QuantizedSplits,
     supports_unsplit_k,
     uses_wgmma,
@@ -83,4 +83,4 @@ def _multiply_wgmma_without_transpose(record: QuantizedMatmul, config: Quantized
 def permuted_x_bytes(rows: int, k: int) -> int:
     """Returns the bytes of permuted x and of its sums over groups (csrc/quantized_matmul/warpgroups.cuh)."""
     padded_rows = 32 if rows <= 32 else 64
-    return k // WGMMA_K_UNIT * padded_rows * (2 * WGMMA_K_UNIT + 32)
+    return k // WGMMA_K_MULTIPLE * padded_rows * (2 * WGMMA_K_MULTIPLE + 32)

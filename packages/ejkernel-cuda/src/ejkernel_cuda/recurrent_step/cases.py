@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16}
 RETURN_STATE = {"return_state": True}
 
 
-def _delta(gate: str, **constants: Any) -> Any:
+def _delta_inputs(gate: str, **constants: Any) -> Any:
     """Returns an input maker with beta, a decay per head or per key channel, and a state."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
@@ -36,20 +36,20 @@ def _packed_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**inputs, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
-_HANDLED_STATE = ("decay", "initial_state")
+_DECAY_AND_STATE_FIELDS = ("decay", "initial_state")
 _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
         RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128}),
         gates("g", "initial_state", **RETURN_STATE),
-        _HANDLED_STATE,
+        _DECAY_AND_STATE_FIELDS,
         (),
     ),
     (
         "CUDA step, gate of channels",
         RecurrenceSizes(t=7, g=1, **{**SIZES, "v": 128}),
         gates("gate of channels", "initial_state", **RETURN_STATE),
-        _HANDLED_STATE,
+        _DECAY_AND_STATE_FIELDS,
         (),
     ),
     (
@@ -67,16 +67,16 @@ _DELTA_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of heads",
         RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128, "v": 64}),
-        _delta("heads", **RETURN_STATE),
+        _delta_inputs("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
         (),
     ),
 )
-_CHANNELS: tuple[Row, ...] = (
+_CHANNEL_DECAY_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of channels",
         RecurrenceSizes(t=7, g=2, **{**SIZES, "v": 128}),
-        _delta("channels"),
+        _delta_inputs("channels"),
         ("beta", "decay", "initial_state"),
         (),
     ),
@@ -99,6 +99,6 @@ def cases() -> dict[str, tuple[Case, ...]]:
         "gated_linear_attention": make_cases(GLAttentionArguments, _GATED_CASES),
         "recurrent_attention": make_cases(RecurrentAttentionArguments, _UNGATED_CASES),
         "gated_delta_rule": make_cases(GatedDeltaRuleArguments, _DELTA_CASES),
-        "kernel_delta_attention": make_cases(KernelDeltaAttentionArguments, _CHANNELS),
+        "kernel_delta_attention": make_cases(KernelDeltaAttentionArguments, _CHANNEL_DECAY_CASES),
         "state_space_v2": state_space.make_cases(StateSpaceV2Arguments, _STATE_SPACE_CASES),
     }

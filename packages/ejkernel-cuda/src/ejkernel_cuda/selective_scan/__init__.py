@@ -51,11 +51,11 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     return 20
 
 
-def _make_requires(capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
+def _make_requires(min_capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
     return Requires(
         devices=frozenset({"nvidia"}),
-        modules=(library.MODULE,),
-        min_compute_capability=capability,
+        modules=(library.COMPILED_MODULE,),
+        min_compute_capability=min_capability,
         dtypes=frozenset(DTYPES),
         head_dims=range(1, config.MAX_STATE_DIM + 1),
         handles=scan_sequences.HANDLES | {"initial_state"},

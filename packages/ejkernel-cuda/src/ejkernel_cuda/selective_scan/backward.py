@@ -10,7 +10,7 @@ from ejkernel.families.selective_scan.scan_sequences import sequences, with_stat
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.selective_scan.config import MAX_STATE_DIM, WARPGROUP_CHANNELS, GradientTile
-from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
+from ejkernel_cuda.selective_scan.forward import packed_sequence_operands, scan_operands
 
 
 @with_state_gradients
@@ -43,7 +43,7 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     )
     inputs = (x, step, decay, columns, skip, pullback.residuals.states, output_cotangent, final.astype(float32))
     dx, dstep, partial_sums, ddecay, dskip, dinitial = call(
-        *inputs, *packed_operands(record), warpgroups=np.int32(config.warpgroups)
+        *inputs, *packed_sequence_operands(record), warpgroups=np.int32(config.warpgroups)
     )
     # Each warpgroup has summed dB and dC over its channels; the sum over warpgroups has a fixed order.
     bc_gradients = partial_sums.sum(axis=1)

@@ -40,7 +40,7 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
     output, states, final = call(
         *scan_operands(record, padded_state_dim(state_dim, config)),
         initial,
-        *packed_operands(record),
+        *packed_sequence_operands(record),
         channels=np.int32(config.channels),
         lanes=np.int32(config.lanes),
     )
@@ -48,7 +48,7 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
     return (output, final), ScanResiduals(states=states)
 
 
-def packed_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array]:
+def packed_sequence_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array]:
     """Returns bounds and first intervals of packed sequences, both int32 [N + 1]; empty arrays without packing."""
     if record.cu_seqlens is None:
         return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)

@@ -7,11 +7,16 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
-from ejkernel_cuda.tiled_attention.kernels.cudnn import call, drop_none, query_key_value, replace_infinite_bias
+from ejkernel_cuda.tiled_attention.kernels.cudnn import (
+    drop_none,
+    emit_custom_call,
+    query_key_value,
+    replace_infinite_bias,
+)
 
 # The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
 # layout.
-BACKWARD_PRODUCTS = {
+BACKWARD_PRODUCT_DIMENSIONS = {
     "bmm1_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
     "bmm1_grad_gemm2": ((3, 1), ((0, 1), (0, 2))),
     "bmm2_grad_gemm1": ((2, 1), ((0, 1), (0, 2))),
@@ -30,6 +35,8 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     lse_and_cotangent = (lse, pullback.cotangent)
     # The order of operands of XLA's custom call: the output comes after the bias.
     operands = drop_none(*query_key_value(record), *lse_and_cotangent, record.bias, pullback.output)
-    gradients = call(record, "Backward", BACKWARD_PRODUCTS, operands, query_key_value(record), drop_none(record.bias))
+    gradients = emit_custom_call(
+        record, "Backward", BACKWARD_PRODUCT_DIMENSIONS, operands, query_key_value(record), drop_none(record.bias)
+    )
     # Not strict, since without a bias its gradient is missing.
     return dict(zip(("query", "key", "value", "bias"), gradients, strict=False))

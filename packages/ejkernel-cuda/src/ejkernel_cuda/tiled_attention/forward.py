@@ -8,11 +8,16 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
 from ejkernel.planning.batch_rows import in_rows
-from ejkernel_cuda.tiled_attention.kernels.cudnn import call, drop_none, query_key_value, replace_infinite_bias
+from ejkernel_cuda.tiled_attention.kernels.cudnn import (
+    drop_none,
+    emit_custom_call,
+    query_key_value,
+    replace_infinite_bias,
+)
 
 # The matrix products of attention by name: contracted and batch axes of both operands, for arrays in their memory
 # layout.
-FORWARD_PRODUCTS = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
+FORWARD_PRODUCT_DIMENSIONS = {"bmm1": ((3, 3), ((0, 2), (0, 2))), "bmm2": ((3, 1), ((0, 1), (0, 2)))}
 
 
 def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -54,4 +59,6 @@ def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
     b, t, h, _ = record.query.shape
     output = jax.ShapeDtypeStruct((b, t, h, record.value.shape[-1]), record.query.dtype)
     lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
-    return call(record, "", FORWARD_PRODUCTS, drop_none(*query_key_value(record), record.bias), (output,), (lse,))
+    return emit_custom_call(
+        record, "", FORWARD_PRODUCT_DIMENSIONS, drop_none(*query_key_value(record), record.bias), (output,), (lse,)
+    )

@@ -27,7 +27,7 @@ HANDLES = frozenset(
 )
 """Optional fields that the kernels honour."""
 
-HEADS = 64
+MAX_GROUP_SIZE = 64
 """The largest number of query heads per KV head: the heads of one query are the rows of a tile of scores."""
 
 
@@ -35,7 +35,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not slots(record):
         yield "no block is selected"
-    elif config.group_size(record) > HEADS:
+    elif config.group_size(record) > MAX_GROUP_SIZE:
         yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
     elif shared_memory_refusal := config.shared_memory_refusal(record, current_device()):
         yield shared_memory_refusal

@@ -141,11 +141,11 @@ def _merge_split_lists(
     """Returns the gradients of key and value, completed for blocks whose lists were split."""
     from ejkernel_triton.selected_attention.kernels.split_combine import split_combine_kernel
 
-    dkey, dvalue, key_sums, value_sums = gradients
+    dkey, dvalue, partial_dkey, partial_dvalue = gradients
     batch = record.query.shape[0]
     return launch(
         split_combine_kernel,
-        (key_sums, value_sums, query_lists.sum_slots, *block_bounds, dkey, dvalue),
+        (partial_dkey, partial_dvalue, query_lists.sum_slots, *block_bounds, dkey, dvalue),
         (5, 6),
         batch=batch,
         grid=cdiv(spec.BLOCK_SIZE, config.key_block_kv) * spec.M * spec.HK * batch,

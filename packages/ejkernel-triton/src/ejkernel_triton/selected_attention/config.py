@@ -76,7 +76,7 @@ QUERY_TILES = ((64, 1, 2), (32, 1, 3), (32, 1, 2), (32, 1, 4), (64, 2, 2), (64, 
 MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports."""
 
-WGMMA_ROWS, WGMMA_WARPS = 64, 4
+MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
 """Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
 
@@ -237,7 +237,7 @@ def _shared_memory_stages(chip: Gpu, query_rows: int, warps: int, stages: int) -
     registers.
     """
     uses_wgmma = chip.architecture in ("hopper", "blackwell")
-    return stages if uses_wgmma and query_rows >= WGMMA_ROWS and warps >= WGMMA_WARPS else stages - 1
+    return stages if uses_wgmma and query_rows >= MIN_WGMMA_ROWS and warps >= MIN_WGMMA_WARPS else stages - 1
 
 
 def _query_program_bytes(record: SelectedAttention, config: Any, chip: Gpu, backward: bool) -> int:

@@ -26,7 +26,7 @@ FLOAT32_SCORE_TILE = (16, 32)
 """SCORE_TILE for float32, whose tf32x3 products split both operands and need more registers."""
 PROGRAMS_PER_SM = 4
 """Programs per multiprocessor that registers allow."""
-TOPK_WEIGHTS = 4096
+TOPK_TILE_ELEMENTS = 4096
 """Weights that a program keeps in registers while it selects the largest."""
 MAX_BLOCKS = 16384
 """The largest number of blocks whose weights for one query fit registers; XLA selects among more."""
@@ -74,13 +74,13 @@ def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward
     return Branch(output=output, lse=lse)
 
 
-def select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -> jax.Array:
     """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
     Scratch memory: each of the `PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of a tile and
     each block.
     """
-    if compressed is None or selected_attention.blocks(record) > MAX_BLOCKS:
+    if compressed_branch is None or selected_attention.blocks(record) > MAX_BLOCKS:
         return selected_attention.select(record)
     from ejkernel_triton.selected_attention.kernels.block_topk import block_topk_kernel
 
@@ -93,7 +93,7 @@ def select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.A
     chip = gpu_of(current_device())
     programs = 3 if interpreting() else max(1, min(num_work_items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
     padded_num_blocks = max(block_tile, padded_for_dot(spec.M))
-    lse_log2 = compressed.lse.swapaxes(1, 2) * LOG2E
+    lse_log2 = compressed_branch.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
         block_topk_kernel,
         (
@@ -105,7 +105,7 @@ def select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.A
             record.compressed_segment_ids,
         ),
         [
-            Shape((batch, spec.T, spec.HK, spec.LISTED_BLOCKS), jnp.int32),
+            Shape((batch, spec.T, spec.HK, spec.NUM_LISTED_BLOCKS), jnp.int32),
             Shape((batch, programs, queries, padded_num_blocks), jnp.float32),
         ],
         batch=batch,
@@ -115,11 +115,11 @@ def select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.A
         constants={
             "spec": spec,
             "NUM_PROGRAMS": programs,
-            "QUERIES": queries,
-            "HEADS": heads,
-            "BLOCKS": block_tile,
+            "QUERIES_PER_TILE": queries,
+            "HEADS_PER_TILE": heads,
+            "BLOCKS_PER_TILE": block_tile,
             "BM": padded_num_blocks,
-            "TOPK_QUERIES": max(1, min(queries, TOPK_WEIGHTS // padded_num_blocks)),
+            "TOPK_QUERIES": max(1, min(queries, TOPK_TILE_ELEMENTS // padded_num_blocks)),
         },
     )
     return indices

@@ -6,7 +6,7 @@ Lists are inverted, from the blocks that a query lists to the queries that list 
                                                        splits          | L | L | L | rest |     one    |
 
 The sort is of one unsigned integer per slot. Nothing is recompiled when lists change: there is room for one split per
-block, and one for every `length` slots.
+block, and one for every `max_split_queries` slots.
 
 The compressed branch has one key per block. There are so few that a backward kernel with a program per tile of keys
 leaves most of a GPU idle. So its queries are split, and the splits are more batch rows with the same keys:
@@ -54,31 +54,31 @@ BLOCK_KV = 64
 """Keys that a program of a backward kernel accumulates gradients for."""
 PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
-MIN_QUERIES = 256
+MIN_QUERIES_PER_SPLIT = 256
 """The smallest number of queries per split."""
 DENSE_OPERATION = "flash_attention"
 """The operation that computes the branches that are tiled attention."""
 
 
-def invert_block_lists(record: SelectedAttention, length: int) -> QueryLists:
-    """Returns the lists of a record, in splits of at most `length` queries."""
-    block_indices, count = record.block_indices, blocks(record)
+def invert_block_lists(record: SelectedAttention, max_split_queries: int) -> QueryLists:
+    """Returns the lists of a record, in splits of at most `max_split_queries` queries."""
+    block_indices, num_blocks = record.block_indices, blocks(record)
     assert block_indices is not None  # selected before
     if record.q_segment_ids is not None:
         block_indices = jnp.where((record.q_segment_ids >= 0)[..., None, None], block_indices, -1)
-    tokens, bounds = _sort_queries_by_block(block_indices, count)
+    tokens, bounds = _sort_queries_by_block(block_indices, num_blocks)
     entries = tokens.shape[2]
     list_lengths = jnp.diff(bounds)
     # A block that no query lists has one empty split, whose program stores its zeros.
-    split_counts = jnp.maximum(cdiv(list_lengths, length), 1)
+    split_counts = jnp.maximum(cdiv(list_lengths, max_split_queries), 1)
     split_ends = jnp.cumsum(split_counts, axis=-1)
     split_starts = split_ends - split_counts
-    max_splits = count + entries // length
+    max_splits = num_blocks + entries // max_split_queries
     split_index = jnp.arange(max_splits, dtype=jnp.int32)
     # Counts the blocks all of whose splits come before.
     block = jnp.sum(split_ends[:, :, None, :] <= split_index[:, None], axis=-1, dtype=jnp.int32)
-    is_used = block < count
-    block = jnp.minimum(block, count - 1)
+    is_used = block < num_blocks
+    block = jnp.minimum(block, num_blocks - 1)
 
     def take_at_block(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, block, axis=-1)
@@ -86,19 +86,19 @@ def invert_block_lists(record: SelectedAttention, length: int) -> QueryLists:
     sum_slot_counts = jnp.where(split_counts > 1, split_counts, 0)
     first_slot = jnp.cumsum(sum_slot_counts, axis=-1) - sum_slot_counts
     index_in_block = split_index - take_at_block(split_starts)
-    first_entry = take_at_block(bounds[..., :-1]) + index_in_block * length
+    first_entry = take_at_block(bounds[..., :-1]) + index_in_block * max_split_queries
     list_splits = (
         jnp.where(is_used, block, -1),
         first_entry,
-        jnp.minimum(first_entry + length, take_at_block(bounds[..., 1:])),
+        jnp.minimum(first_entry + max_split_queries, take_at_block(bounds[..., 1:])),
         jnp.where(take_at_block(sum_slot_counts) > 0, take_at_block(first_slot) + index_in_block, -1),
     )
-    # A list that is split has more than `length` entries, and at most twice as many splits as full ones.
+    # A list that is split has more than `max_split_queries` entries, and at most twice as many splits as full ones.
     return QueryLists(
         tokens=tokens,
         list_splits=jnp.stack(list_splits, axis=-1).astype(jnp.int32),
         sum_slots=jnp.stack((first_slot, sum_slot_counts), axis=-1).astype(jnp.int32),
-        num_sum_slots=max(1, 2 * (entries // length)),
+        num_sum_slots=max(1, 2 * (entries // max_split_queries)),
     )
 
 
@@ -109,23 +109,25 @@ def block_ends(record: SelectedAttention) -> jax.Array:
     return jnp.minimum(block_starts + record.block_size, next_starts).astype(jnp.int32)[None]
 
 
-def _sort_queries_by_block(block_indices: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _sort_queries_by_block(block_indices: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
     """Returns queries by block, [B, Hk, T N], and each block's start, [B, Hk, count + 1]; empty slots come last."""
     batch, length, heads, list_length = block_indices.shape
     entries = length * list_length
     token = jnp.arange(length, dtype=jnp.uint32)[:, None]
     block = (
-        jnp.where(block_indices >= 0, block_indices, count).swapaxes(1, 2).reshape(batch * heads, length, list_length)
+        jnp.where(block_indices >= 0, block_indices, num_blocks)
+        .swapaxes(1, 2)
+        .reshape(batch * heads, length, list_length)
     )
-    block_ids = jnp.arange(count + 1, dtype=jnp.uint32)
-    if batch * heads * (count + 1) * length < UINT32_RANGE:
+    block_ids = jnp.arange(num_blocks + 1, dtype=jnp.uint32)
+    if batch * heads * (num_blocks + 1) * length < UINT32_RANGE:
         # One sort of all rows: XLA uses a radix sort for long sorts along a single axis.
-        row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (count + 1)
+        row = jnp.arange(batch * heads, dtype=jnp.uint32)[:, None] * (num_blocks + 1)
         pairs = (row[..., None] + block.astype(jnp.uint32)) * length + token
         sorted_pairs = jnp.sort(pairs.reshape(-1))
         row_block_bounds = ((row + block_ids) * length).reshape(-1)
         bounds = jnp.searchsorted(sorted_pairs, row_block_bounds, method="scan_unrolled").reshape(
-            batch, heads, count + 1
+            batch, heads, num_blocks + 1
         )
         # Converts entries of all rows to entries of each row.
         bounds = bounds - jnp.arange(batch * heads, dtype=bounds.dtype).reshape(batch, heads, 1) * entries
@@ -136,7 +138,7 @@ def _sort_queries_by_block(block_indices: jax.Array, count: int) -> tuple[jax.Ar
     )
     bounds = jax.vmap(lambda x: jnp.searchsorted(x, block_ids.astype(jnp.int32), method="scan_unrolled"))(sorted_blocks)
     tokens = tokens.astype(jnp.int32).reshape(batch, heads, entries)
-    return tokens, bounds.reshape(batch, heads, count + 1).astype(jnp.int32)
+    return tokens, bounds.reshape(batch, heads, num_blocks + 1).astype(jnp.int32)
 
 
 def backward_with_query_splits(pullback: Pullback) -> dict[str, jax.Array]:
@@ -170,7 +172,7 @@ def query_splits(record: TiledAttention) -> int:
     batch, keys, heads, _ = record.key.shape
     programs = PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
     key_programs = batch * heads * cdiv(keys, BLOCK_KV)
-    return max(1, min(cdiv(programs, key_programs), record.query.shape[1] // MIN_QUERIES))
+    return max(1, min(cdiv(programs, key_programs), record.query.shape[1] // MIN_QUERIES_PER_SPLIT))
 
 
 def _split_queries(pullback: Pullback, splits: int) -> Pullback:

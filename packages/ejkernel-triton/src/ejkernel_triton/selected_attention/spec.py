@@ -28,15 +28,15 @@ class SelectedSpec:
         DV: Head dimension of values.
         BD: D, padded to a power of two of at least 16.
         BV: DV, padded to a power of two of at least 16.
-        LISTED_BLOCKS: N, listed blocks per query.
+        NUM_LISTED_BLOCKS: N, listed blocks per query.
         BS: N, padded to a power of two.
         M: Blocks.
         BLOCK_SIZE: Keys per block.
         HAS_BLOCK_STARTS: Whether an array has the blocks' starts; otherwise they are multiples of BLOCK_SIZE.
         HAS_POSITIONS: Whether an array has each query's position among the keys; otherwise it is the query's index.
-        SEGMENTS: Whether there are segment ids.
+        HAS_SEGMENTS: Whether there are segment ids.
         SCALE: Factor on the scores.
-        FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
+        LOG2_SCORE_FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -51,15 +51,15 @@ class SelectedSpec:
     DV: int
     BD: int
     BV: int
-    LISTED_BLOCKS: int
+    NUM_LISTED_BLOCKS: int
     BS: int
     M: int
     BLOCK_SIZE: int
     HAS_BLOCK_STARTS: bool
     HAS_POSITIONS: bool
-    SEGMENTS: bool
+    HAS_SEGMENTS: bool
     SCALE: float
-    FACTOR: float
+    LOG2_SCORE_FACTOR: float
     PRECISION: str
     WIDEN: bool
 
@@ -79,15 +79,15 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         DV=dv,
         BD=padded_for_dot(d),
         BV=padded_for_dot(dv),
-        LISTED_BLOCKS=count,
+        NUM_LISTED_BLOCKS=count,
         BS=1 << (count - 1).bit_length(),
         M=blocks(record),
         BLOCK_SIZE=record.block_size,
         HAS_BLOCK_STARTS=record.block_starts is not None,
         HAS_POSITIONS=record.q_positions is not None,
-        SEGMENTS=record.q_segment_ids is not None,
+        HAS_SEGMENTS=record.q_segment_ids is not None,
         SCALE=record.softmax_scale,
-        FACTOR=record.softmax_scale * LOG2E,
+        LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )

@@ -33,7 +33,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         config.splits,
         prefetch=config.prefetch,
         prefetch_states=config.prefetch_states,
-        bc_prefetch_tokens=config.block_t if config.prefetch_recomputed_b else 0,
+        bc_prefetch_distance=config.block_t if config.prefetch_recomputed_b else 0,
     )
     output_cotangent, final_states_cotangent = pullback.cotangent
     operands = scan_operands(record)
@@ -44,19 +44,19 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         end_cotangents = segment_initial_states(
             record, spec, 1, (rates, read, output_cotangent), final_cotangent, reverse=True
         )
-    dx, dstep, partial_sums, ddecay, dskip, dinitial, _ = _launch(
+    dx, ddt, partial_sums, ddecay, dskip, dinitial_states, _ = _launch(
         pullback, operands, output_cotangent, end_cotangents, spec
     )
     # Every program has summed dB and dC over its channels; the sum over tiles has a fixed order.
     bc_gradients = partial_sums.sum(axis=1)
     gradients = {
         "x": dx,
-        "step": dstep,
+        "step": ddt,
         "decay": ddecay.sum(axis=(0, 1)).T,
         "write": bc_gradients[..., : spec.N],
         "read": bc_gradients[..., spec.BN : spec.BN + spec.N],
         "skip": dskip.sum(axis=(0, 1)),
-        "initial_state": jnp.swapaxes(dinitial[0] if spec.PACKED else dinitial, 1, 2),
+        "initial_state": jnp.swapaxes(dinitial_states[0] if spec.PACKED else dinitial_states, 1, 2),
     }
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 

@@ -20,15 +20,15 @@ class ScanForward:
         block_t: Tokens per load, a divisor of the interval.
         splits: Segments of the sequence that are scanned in parallel; more than one costs another pass.
         num_warps: Warps per program.
-        bc_prefetch_tokens: Tokens between the load of B and C and their use, at most `block_t`; each takes 2 registers
-            per state element. 0 leaves the distance to the compiler.
+        bc_prefetch_distance: Tokens between the load of B and C and their use, at most `block_t`; each takes 2
+            registers per state element. 0 leaves the distance to the compiler.
     """
 
     block_e: int
     block_t: int
     splits: int
     num_warps: int
-    bc_prefetch_tokens: int
+    bc_prefetch_distance: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ WARPS_PER_SM = 4
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanForward | ScanBackward:
     """Returns the default tiles for a record on a device: one warp, in which every lane has a channel."""
     block_e = 64 if device.vendor == "amd" else 32
-    splits = _splits(record, device, block_e)
+    splits = _num_segments(record, device, block_e)
     state_dim = 1 << (record.decay.shape[1] - 1).bit_length()
     if direction == "backward":
         # A thread has 255 registers, for five tiles of states in addition to those of a block.
@@ -85,7 +85,9 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
         # packed sequence has such a block.
         has_masked_loads = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
         block_t, prefetch_tokens = 4 if interpreting() or has_masked_loads else 8, 3
-    return ScanForward(block_e=block_e, block_t=block_t, splits=splits, num_warps=1, bc_prefetch_tokens=prefetch_tokens)
+    return ScanForward(
+        block_e=block_e, block_t=block_t, splits=splits, num_warps=1, bc_prefetch_distance=prefetch_tokens
+    )
 
 
 def candidates(
@@ -109,7 +111,7 @@ def _configs_without_prefetch(default: ScanForward) -> list[ScanForward]:
     """Returns forward tiles that leave the placement of the columns' loads to the compiler."""
     e = default.block_e
     tile_fields = ((e, 16), (e // 2, 16), (e, 8))
-    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_tokens=0) for e, t in tile_fields]
+    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_distance=0) for e, t in tile_fields]
 
 
 def _configs_with_prefetch(default: ScanForward, state_dim: int) -> list[ScanForward]:
@@ -127,10 +129,10 @@ def _configs_with_prefetch(default: ScanForward, state_dim: int) -> list[ScanFor
         (e, 4, max_prefetch - 1),
         (e // 2, 8, max_prefetch - 1),
     )
-    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_tokens=n) for e, t, n in tile_fields]
+    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_distance=n) for e, t, n in tile_fields]
 
 
-def _splits(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
+def _num_segments(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:
     """Returns the number of segments that fills the chip, none shorter than four intervals."""
     rows, tokens, channels = record.x.shape
     if record.cu_seqlens is not None:

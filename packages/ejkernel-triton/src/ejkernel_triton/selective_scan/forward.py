@@ -27,7 +27,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     from ejkernel_triton.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd_kernel
 
     spec = make_spec(
-        record, config.block_e, config.block_t, config.splits, bc_prefetch_tokens=config.bc_prefetch_tokens
+        record, config.block_e, config.block_t, config.splits, bc_prefetch_distance=config.bc_prefetch_distance
     )
     num_rows = record.x.shape[0]
     rates, write, read = scan_operands(record)
@@ -110,7 +110,7 @@ def segment_initial_states(
 
     rates, column, values = operands
     num_rows = record.x.shape[0]
-    end_states, step_sums = launch(
+    end_states, dt_sums = launch(
         segment_states_kernel,
         (record.step, rates, column, values),
         (
@@ -133,7 +133,7 @@ def segment_initial_states(
     states_before_segments = lax.scan(
         pass_state,
         zero_or_first_state,
-        (jnp.moveaxis(end_states, 1, 0), jnp.moveaxis(step_sums, 1, 0)),
+        (jnp.moveaxis(end_states, 1, 0), jnp.moveaxis(dt_sums, 1, 0)),
         reverse=reverse,
     )[1]
     return jnp.moveaxis(states_before_segments, 0, 1)

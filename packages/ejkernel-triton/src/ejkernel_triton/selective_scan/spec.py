@@ -26,9 +26,10 @@ class ScanSpec:
         BLOCK_T: Tokens that are loaded, computed and stored together.
         PREFETCH_STATES: Whether the backward scan loads the states before a block during the computation of the later
             block.
-        PREFETCH_TOKENS: Whether the backward scan loads a block's tokens during the computation of the previous block.
-        BC_PREFETCH_TOKENS: Tokens between the load of B and C and their use in the forward scan, and between those of B
-            in the recomputation of states; 0 leaves it to the compiler.
+        PREFETCH_TOKEN_BLOCKS: Whether the backward scan loads a block's tokens during the computation of the previous
+            block.
+        BC_PREFETCH_DISTANCE: Tokens between the load of B and C and their use in the forward scan, and between those of
+            B in the recomputation of states; 0 leaves it to the compiler.
     """
 
     T: int
@@ -43,9 +44,9 @@ class ScanSpec:
     NUM_SEGMENTS: int
     INTERVALS_PER_SEGMENT: int
     BLOCK_T: int
-    PREFETCH_TOKENS: bool
+    PREFETCH_TOKEN_BLOCKS: bool
     PREFETCH_STATES: bool
-    BC_PREFETCH_TOKENS: int
+    BC_PREFETCH_DISTANCE: int
 
 
 def make_spec(
@@ -56,7 +57,7 @@ def make_spec(
     *,
     prefetch: bool = True,
     prefetch_states: bool = False,
-    bc_prefetch_tokens: int = 0,
+    bc_prefetch_distance: int = 0,
 ) -> ScanSpec:
     """Returns the constants of a record's kernels.
 
@@ -67,7 +68,7 @@ def make_spec(
         splits: Requested segments of the sequence; a segment has whole intervals, so there may be fewer.
         prefetch_states: Whether the backward scan prefetches the states before a block.
         prefetch: Whether the backward scan prefetches a block's tokens.
-        bc_prefetch_tokens: Tokens between the load of B and C and their use, at most `block_t`; where states are
+        bc_prefetch_distance: Tokens between the load of B and C and their use, at most `block_t`; where states are
             recomputed, `block_t`.
     """
     (_, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
@@ -88,7 +89,7 @@ def make_spec(
         NUM_SEGMENTS=sequences(record) if packed else cdiv(num_intervals, intervals_per_segment),
         INTERVALS_PER_SEGMENT=intervals_per_segment,
         BLOCK_T=block_t,
-        PREFETCH_TOKENS=prefetch,
+        PREFETCH_TOKEN_BLOCKS=prefetch,
         PREFETCH_STATES=prefetch_states,
-        BC_PREFETCH_TOKENS=bc_prefetch_tokens,
+        BC_PREFETCH_DISTANCE=bc_prefetch_distance,
     )

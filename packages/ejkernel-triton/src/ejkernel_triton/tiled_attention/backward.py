@@ -108,8 +108,8 @@ def _key_value_gradients(
     # Without the keys' gradient, a tile can have twice as many queries, unless their positions take the registers.
     has_spare_registers = splits_key_value_gradients(record) and "key" not in requested and record.q_positions is None
     slice_rows = slices_rows(record, tile.stationary, tile.streamed)
-    q_block = tile.streamed * (2 if has_spare_registers and not slice_rows else 1)
-    blocks = plan_query_blocks(record, q_block, tile.stationary)
+    block_q = tile.streamed * (2 if has_spare_registers and not slice_rows else 1)
+    blocks = plan_query_blocks(record, block_q, tile.stationary)
     num_tiles = tiles(record.key.shape[1], tile.stationary)
     fields = {"key": record.key, "value": record.value}
     # Outputs that are not requested are not written, and have one element.
@@ -123,10 +123,10 @@ def _key_value_gradients(
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, q_block, tile.stationary, slice_rows=slice_rows),
-            "Q_BLOCK": q_block,
-            "K_BLOCK": tile.stationary,
-            "TILES": num_tiles,
+            "spec": make_spec(record, block_q, tile.stationary, slice_rows=slice_rows),
+            "BLOCK_Q": block_q,
+            "BLOCK_KV": tile.stationary,
+            "NUM_TILES": num_tiles,
             "LIST_SHAPE": blocks.lists,
             "DK": "key" in requested,
             "DV": "value" in requested,
@@ -153,9 +153,9 @@ def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: T
             "spec": make_spec(
                 record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
             ),
-            "Q_BLOCK": tile.stationary,
-            "K_BLOCK": tile.streamed,
-            "TILES": num_tiles,
+            "BLOCK_Q": tile.stationary,
+            "BLOCK_KV": tile.streamed,
+            "NUM_TILES": num_tiles,
             "LIST_SHAPE": blocks.lists,
             "REVERSE_TILES": record.causal,
         },
@@ -186,10 +186,10 @@ def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Ti
             "spec": make_spec(
                 record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
             ),
-            "Q_BLOCK": tile.stationary,
-            "K_BLOCK": tile.streamed,
-            "Q_TILES": q_tiles,
-            "K_TILES": k_tiles,
+            "BLOCK_Q": tile.stationary,
+            "BLOCK_KV": tile.streamed,
+            "NUM_Q_TILES": q_tiles,
+            "NUM_K_TILES": k_tiles,
             "BIAS_SIZES": bias.shape[1:],
             "LIST_SHAPE": blocks.lists,
         },

@@ -16,7 +16,7 @@ from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.sizes import padded_for_dot
-from ejkernel_triton.tiled_attention.spec import longest_padded_row, shared_pair_bytes, shared_row_bytes
+from ejkernel_triton.tiled_attention.spec import longest_padded_row, shared_memory_pair_bytes, shared_memory_row_bytes
 
 PassName = Literal["forward", "keys", "queries"]
 MatrixUnit = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
@@ -338,13 +338,14 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
     fitting = [
         tile
         for tile in dict.fromkeys((*exceptional_tiles, *usual_tiles))
-        if shared_row_bytes(record, pass_name, tile) <= row_budget_bytes
+        if shared_memory_row_bytes(record, pass_name, tile) <= row_budget_bytes
     ]
     if matrix_unit_name in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room
         fitting = [
             tile
             for tile in fitting
-            if shared_row_bytes(record, pass_name, tile) + shared_pair_bytes(record, tile) <= shared_memory_bytes
+            if shared_memory_row_bytes(record, pass_name, tile) + shared_memory_pair_bytes(record, tile)
+            <= shared_memory_bytes
         ]
     fitting = fitting or [usual_tiles[-1]]
     stationary = fitting[0].stationary

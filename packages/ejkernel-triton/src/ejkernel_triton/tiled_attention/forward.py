@@ -34,9 +34,9 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
         "spec": make_spec(
             record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
         ),
-        "Q_BLOCK": tile.stationary,
-        "K_BLOCK": tile.streamed,
-        "TILES": q_tiles,
+        "BLOCK_Q": tile.stationary,
+        "BLOCK_KV": tile.streamed,
+        "NUM_TILES": q_tiles,
         "LIST_SHAPE": blocks.lists,
         "REVERSE_TILES": record.causal,
     }

@@ -27,7 +27,7 @@ class BlockTables:
 
     Attributes:
         table: int32 [B|1, ...], the operand `block_lists`.
-        tile_masks: int8 [1, n, q_block, kv_block], the operand of that name; None without a pattern.
+        tile_masks: int8 [1, n, block_q, block_kv], the operand of that name; None without a pattern.
         lists: The constant `LIST_SHAPE`: heads (1 if all share) and row length of the table; None without a pattern.
     """
 
@@ -36,24 +36,24 @@ class BlockTables:
     lists: tuple[int, int] | None
 
 
-def plan_key_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
+def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the key tiles of every query tile: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
     if record.pattern is None:
-        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty, full_pairs, xp)
-    return _listed_blocks(block_map(record, q_block, kv_block))
+    return _listed_blocks(block_map(record, block_q, block_kv))
 
 
-def plan_query_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
+def plan_query_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the query tiles of every key tile, for all query heads; in the form of `plan_key_blocks`."""
     if record.pattern is None:
-        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, q_block, kv_block))
+        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty.swapaxes(1, 2), full_pairs.swapaxes(1, 2), xp)
-    return _listed_blocks(block_map(record, q_block, kv_block).by_keys())
+    return _listed_blocks(block_map(record, block_q, block_kv).by_keys())
 
 
-def plan_bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> BlockTables:
+def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the blocks for the gradient of the bias: like `plan_key_blocks`, but with a pattern the block map, of ids
     and
     -1.
@@ -61,8 +61,8 @@ def plan_bias_blocks(record: TiledAttention, q_block: int, kv_block: int) -> Blo
     A program has one tile of the map, and would have to search a list. The map is smaller than the bias.
     """
     if record.pattern is None:
-        return plan_key_blocks(record, q_block, kv_block)
-    pattern_blocks = block_map(record, q_block, kv_block)
+        return plan_key_blocks(record, block_q, block_kv)
+    pattern_blocks = block_map(record, block_q, block_kv)
     ids = jnp.where(jnp.asarray(pattern_blocks.some), pattern_blocks.mask_ids, -1)
     return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), lists=(ids.shape[1], ids.shape[3]))
 

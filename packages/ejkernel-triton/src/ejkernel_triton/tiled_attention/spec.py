@@ -22,7 +22,7 @@ Strides = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class TiledSpec:
     """Constants of a kernel; the letters are those of the record.
 
     Attributes:
@@ -36,25 +36,27 @@ class Spec:
         BD: D, padded to a size that `tl.dot` supports.
         BV: DV, padded the same way.
         SCALE: Factor on the scores.
-        PLAIN: Whether a score is a product times a positive factor, which is then part of `FACTOR`.
-        FACTOR: Converts scores to base 2.
-        BIASED: Whether scores may be as low as the lowest float, or -inf.
-        LEFT: Band: `-LEFT <= k - q`; None is open.
-        RIGHT: Band: `k - q <= RIGHT`; None is open.
-        Q_POSITIONS: Whether there are query positions.
-        K_POSITIONS: Whether there are key positions.
-        SEGMENTS: Whether there are segment ids.
-        BIAS: Strides of the bias over its rows, heads, queries and keys, 0 where it broadcasts; None without it.
-        MASK: Strides of the mask, in the same form; None without it.
-        PATTERN: Queries and keys of a tile mask of the pattern; None without one.
-        CAP: Soft cap, or None.
+        ONLY_SCALED_SCORES: Whether a score is a product times a positive factor, which is then part of
+            `LOG2_SCORE_FACTOR`.
+        LOG2_SCORE_FACTOR: Converts scores to base 2.
+        SCORES_MAY_BE_MINUS_INF: Whether scores may be as low as the lowest float, or -inf.
+        WINDOW_LEFT: Band: `-WINDOW_LEFT <= k - q`; None is open.
+        WINDOW_RIGHT: Band: `k - q <= WINDOW_RIGHT`; None is open.
+        HAS_Q_POSITIONS: Whether there are query positions.
+        HAS_K_POSITIONS: Whether there are key positions.
+        HAS_SEGMENTS: Whether there are segment ids.
+        BIAS_STRIDES: Strides of the bias over its rows, heads, queries and keys, 0 where it broadcasts; None without
+            it.
+        MASK_STRIDES: Strides of the mask, in the same form; None without it.
+        PATTERN_TILE_SHAPE: Queries and keys of a tile mask of the pattern; None without one.
+        SOFT_CAP: Soft cap, or None.
         FAST_TANH: Whether the device has an approximate tanh, and it is precise enough.
-        ROUND: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
-        DROPOUT: Whether weights are dropped: where the row's key times the column's is below THRESHOLD.
-        THRESHOLD: Dropout probability times 2 ** 32.
-        KEPT: Factor on the weights that are not dropped.
+        ROUNDING_DTYPE: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
+        HAS_DROPOUT: Whether weights are dropped: where the row's key times the column's is below DROPOUT_THRESHOLD.
+        DROPOUT_THRESHOLD: Dropout probability times 2 ** 32.
+        KEPT_WEIGHT_SCALE: Factor on the weights that are not dropped.
         NORMALIZE: Whether outputs are normalised.
-        SINKS: Whether there are sinks.
+        HAS_SINKS: Whether there are sinks.
         COLUMNS_PER_SLICE: Columns per product, for rows too long for registers; None for all.
         PRECISION: How Triton multiplies float32 tiles.
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
@@ -70,25 +72,25 @@ class Spec:
     BD: int
     BV: int
     SCALE: float
-    PLAIN: bool
-    FACTOR: float
-    BIASED: bool
-    LEFT: int | None
-    RIGHT: int | None
-    Q_POSITIONS: bool
-    K_POSITIONS: bool
-    SEGMENTS: bool
-    BIAS: Strides | None
-    MASK: Strides | None
-    PATTERN: tuple[int, int] | None
-    CAP: float | None
+    ONLY_SCALED_SCORES: bool
+    LOG2_SCORE_FACTOR: float
+    SCORES_MAY_BE_MINUS_INF: bool
+    WINDOW_LEFT: int | None
+    WINDOW_RIGHT: int | None
+    HAS_Q_POSITIONS: bool
+    HAS_K_POSITIONS: bool
+    HAS_SEGMENTS: bool
+    BIAS_STRIDES: Strides | None
+    MASK_STRIDES: Strides | None
+    PATTERN_TILE_SHAPE: tuple[int, int] | None
+    SOFT_CAP: float | None
     FAST_TANH: bool
-    ROUND: str | None
-    DROPOUT: bool
-    THRESHOLD: int
-    KEPT: float
+    ROUNDING_DTYPE: str | None
+    HAS_DROPOUT: bool
+    DROPOUT_THRESHOLD: int
+    KEPT_WEIGHT_SCALE: float
     NORMALIZE: bool
-    SINKS: bool
+    HAS_SINKS: bool
     COLUMNS_PER_SLICE: int | None
     PRECISION: str
     WIDEN: bool
@@ -120,13 +122,13 @@ SLICED_ROW_COPIES = {
 """For float32 with rows that the backward kernels multiply in pieces."""
 
 
-def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, slice_rows: bool) -> Spec:
+def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows: bool) -> TiledSpec:
     """Returns the constants of a record's kernels on the device in use, for tiles of a size.
 
     Args:
         record: The record in the kernels' dtypes.
-        q_block: Queries per tile.
-        kv_block: Keys per tile.
+        block_q: Queries per tile.
+        block_kv: Keys per tile.
         slice_rows: The result of `slices_rows` for the tiles.
     """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
@@ -136,7 +138,7 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, slice_rows
         record.bias is None and record.logits_soft_cap is None and rounding_dtype is None and record.softmax_scale > 0
     )
     vendor, is_half_precision = current_device().vendor, record.query.dtype != jnp.float32
-    return Spec(
+    return TiledSpec(
         T=t,
         S=s,
         H=h,
@@ -147,25 +149,25 @@ def make_spec(record: TiledAttention, q_block: int, kv_block: int, *, slice_rows
         BD=padded_for_dot(d),
         BV=padded_for_dot(dv),
         SCALE=record.softmax_scale,
-        PLAIN=is_scaled_product,
-        FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
-        BIASED=record.bias is not None,
-        LEFT=left,
-        RIGHT=right,
-        Q_POSITIONS=record.q_positions is not None,
-        K_POSITIONS=record.kv_positions is not None,
-        SEGMENTS=record.q_segment_ids is not None,
-        BIAS=_broadcast_strides(record.bias),
-        MASK=_broadcast_strides(record.mask),
-        PATTERN=None if record.pattern is None else (q_block, kv_block),
-        CAP=record.logits_soft_cap,
+        ONLY_SCALED_SCORES=is_scaled_product,
+        LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
+        SCORES_MAY_BE_MINUS_INF=record.bias is not None,
+        WINDOW_LEFT=left,
+        WINDOW_RIGHT=right,
+        HAS_Q_POSITIONS=record.q_positions is not None,
+        HAS_K_POSITIONS=record.kv_positions is not None,
+        HAS_SEGMENTS=record.q_segment_ids is not None,
+        BIAS_STRIDES=_broadcast_strides(record.bias),
+        MASK_STRIDES=_broadcast_strides(record.mask),
+        PATTERN_TILE_SHAPE=None if record.pattern is None else (block_q, block_kv),
+        SOFT_CAP=record.logits_soft_cap,
         FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
-        ROUND=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
-        DROPOUT=record.dropout_prob > 0.0,
-        THRESHOLD=dropout.threshold(record.dropout_prob),
-        KEPT=1.0 / (1.0 - record.dropout_prob),
+        ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
+        HAS_DROPOUT=record.dropout_prob > 0.0,
+        DROPOUT_THRESHOLD=dropout.threshold(record.dropout_prob),
+        KEPT_WEIGHT_SCALE=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
-        SINKS=record.softmax_aux is not None,
+        HAS_SINKS=record.softmax_aux is not None,
         COLUMNS_PER_SLICE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
@@ -206,7 +208,7 @@ def _broadcast_strides(pairs: Any) -> Strides | None:
     return h * t * s, t * s if h > 1 else 0, s if t > 1 else 0, 1 if s > 1 else 0
 
 
-def shared_row_bytes(record: TiledAttention, pass_name: str, tile: Any) -> int:
+def shared_memory_row_bytes(record: TiledAttention, pass_name: str, tile: Any) -> int:
     """Returns the bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
     slice_rows = slices_rows(record, tile.stationary, tile.streamed)
@@ -215,7 +217,7 @@ def shared_row_bytes(record: TiledAttention, pass_name: str, tile: Any) -> int:
     return rows * itemsize * longest_padded_row(record)
 
 
-def shared_pair_bytes(record: TiledAttention, tile: Any) -> int:
+def shared_memory_pair_bytes(record: TiledAttention, tile: Any) -> int:
     """Returns the bytes of pairwise operands: tiles of a bias are prefetched as those of keys are, a mask's are not."""
     bytes_per_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
     return (bytes_per_pair + (record.mask is not None)) * tile.stationary * tile.streamed

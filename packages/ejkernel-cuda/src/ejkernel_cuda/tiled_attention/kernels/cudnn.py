@@ -41,31 +41,33 @@ def drop_none(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
     return tuple(x for x in arrays if x is not None)
 
 
-def call(
+def emit_custom_call(
     record: TiledAttention,
     direction: str,
-    products: dict[str, Any],
+    product_dimensions: dict[str, Any],
     operands: tuple[jax.Array, ...],
-    arrays: tuple[Any, ...],
-    others: tuple[Any, ...],
+    attention_results: tuple[Any, ...],
+    other_results: tuple[Any, ...],
 ) -> tuple[jax.Array, ...]:
     """Emits one of XLA's custom calls for cuDNN.
 
     Args:
         record: The call's record.
         direction: The last word of the custom call's name.
-        products: The matrix products in it.
+        product_dimensions: The matrix products in it.
         operands: Its operands.
-        arrays: Arrays with the shapes and dtypes of the results of shape [B, T, H, D].
-        others: Arrays with the shapes and dtypes of the other results.
+        attention_results: Arrays with the shapes and dtypes of the results of shape [B, T, H, D].
+        other_results: Arrays with the shapes and dtypes of the other results.
 
     Returns:
         The results, in that order.
     """
     # XLA's pass expects results of shape [B, H, T, D]; the declared layout stores them as [B, T, H, D], so that the
     # transposition at the end moves no data.
-    heads_first_shapes = [jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST_PERMUTATION], x.dtype) for x in arrays]
-    other_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in others]
+    heads_first_shapes = [
+        jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST_PERMUTATION], x.dtype) for x in attention_results
+    ]
+    other_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in other_results]
     # XLA's compiler replaces this size once it has built cuDNN's graph.
     workspace_shape = jax.ShapeDtypeStruct((0,), jnp.uint8)
     results = jax.ffi.ffi_call(
@@ -74,7 +76,7 @@ def call(
         output_layouts=(*[HEADS_FIRST_PERMUTATION] * len(heads_first_shapes), *[None] * (len(other_shapes) + 1)),
         vmap_method="sequential",
         custom_call_api_version=2,
-        legacy_backend_config=json.dumps(_backend_config(record, products)),
+        legacy_backend_config=json.dumps(_backend_config(record, product_dimensions)),
     )(*operands)
     return (
         *(x.transpose(HEADS_FIRST_PERMUTATION) for x in results[: len(heads_first_shapes)]),
@@ -82,7 +84,7 @@ def call(
     )
 
 
-def _backend_config(record: TiledAttention, products: dict[str, Any]) -> dict[str, Any]:
+def _backend_config(record: TiledAttention, product_dimensions: dict[str, Any]) -> dict[str, Any]:
     """Returns the call's description, with the fields of the protocol buffer that XLA's compiler reads."""
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
@@ -101,7 +103,7 @@ def _backend_config(record: TiledAttention, products: dict[str, Any]) -> dict[st
         "sliding_window_length": 0 if left is None else left + 1,
         "max_seg_per_batch": 1,
     }
-    for name, ((left_contracted, right_contracted), (left_batch, right_batch)) in products.items():
+    for name, ((left_contracted, right_contracted), (left_batch, right_batch)) in product_dimensions.items():
         backend_config[f"{name}_dot_dimension_numbers"] = {
             "lhs_contracting_dimensions": [str(left_contracted)],
             "rhs_contracting_dimensions": [str(right_contracted)],

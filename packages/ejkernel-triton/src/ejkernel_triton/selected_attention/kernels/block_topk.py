@@ -29,16 +29,18 @@ def block_topk_kernel(
     spec: tl.constexpr,
     per: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    QUERIES_PER_TILE: tl.constexpr,
+    HEADS_PER_TILE: tl.constexpr,
+    BLOCKS_PER_TILE: tl.constexpr,
     BM: tl.constexpr,
     TOPK_QUERIES: tl.constexpr,
 ):
-    """Persistent kernel: NUM_PROGRAMS programs per batch row loop over its tiles of QUERIES queries of every KV head.
+    """Persistent kernel: NUM_PROGRAMS programs per batch row loop over its tiles of QUERIES_PER_TILE queries of every
+    KV head.
 
-    HEADS is the group size padded to a power of two, BLOCKS the blocks of a tile of scores, BM all blocks padded to a
-    power of two that is no less, TOPK_QUERIES the queries whose largest weights are selected at once.
+    HEADS_PER_TILE is the group size padded to a power of two, BLOCKS_PER_TILE the blocks of a tile of scores, BM all
+    blocks padded to a power of two that is no less, TOPK_QUERIES the queries whose largest weights are selected at
+    once.
     """
     program = tl.program_id(0) % NUM_PROGRAMS
     batch = tl.program_id(0) // NUM_PROGRAMS
@@ -46,36 +48,59 @@ def block_topk_kernel(
     keys = batch_row_address(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
     shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
     current_blocks = batch_row_address(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
         block_ids = batch_row_address(block_ids, batch, per.BLOCK_IDS, spec.M)
-    indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.LISTED_BLOCKS)
-    scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES * BM)
-    TILES: tl.constexpr = (spec.T + QUERIES - 1) // QUERIES
+    indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
+    scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES_PER_TILE * BM)
+    TILES: tl.constexpr = (spec.T + QUERIES_PER_TILE - 1) // QUERIES_PER_TILE
     # An item is a tile of queries and a KV head.
     for work_item in tl.range(program, TILES * spec.HK, NUM_PROGRAMS):
         head = work_item // TILES
-        start = (work_item % TILES) * QUERIES
-        token = start + tl.arange(0, QUERIES)
+        start = (work_item % TILES) * QUERIES_PER_TILE
+        token = start + tl.arange(0, QUERIES_PER_TILE)
         current_block = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
         # No query of the tile can select a block from `end_block` on: those are not computed.
         end_block = tl.max(current_block, 0)
         ids = (q_ids, block_ids)
-        _block_weights(
-            query, keys, shift, ids, scratch, head, start, current_block, end_block, spec, QUERIES, HEADS, BLOCKS, BM
+        _store_block_weights(
+            query,
+            keys,
+            shift,
+            ids,
+            scratch,
+            head,
+            start,
+            current_block,
+            end_block,
+            spec,
+            QUERIES_PER_TILE,
+            HEADS_PER_TILE,
+            BLOCKS_PER_TILE,
+            BM,
         )
         # Barrier: threads read scratch rows that others wrote. A second one follows, before the next tile overwrites
         # them.
         tl.debug_barrier()
-        for first in tl.range(0, QUERIES, TOPK_QUERIES):
-            _store_largest(
-                current_blocks, scratch, indices, head, start + first, first, end_block, spec, BLOCKS, BM, TOPK_QUERIES
+        for first in tl.range(0, QUERIES_PER_TILE, TOPK_QUERIES):
+            _store_largest_blocks(
+                current_blocks,
+                scratch,
+                indices,
+                head,
+                start + first,
+                first,
+                end_block,
+                spec,
+                BLOCKS_PER_TILE,
+                BM,
+                TOPK_QUERIES,
             )
         tl.debug_barrier()
 
 
 @triton.jit
-def _block_weights(
+def _store_block_weights(
     query,
     keys,
     shift,
@@ -86,45 +111,45 @@ def _block_weights(
     current_block,
     end_block,
     spec: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    QUERIES_PER_TILE: tl.constexpr,
+    HEADS_PER_TILE: tl.constexpr,
+    BLOCKS_PER_TILE: tl.constexpr,
     BM: tl.constexpr,
 ):
     """Stores the summed weights of the blocks before each query's current one in its scratch row, -1 for the others."""
     q_ids, block_ids = ids
-    ROWS: tl.constexpr = QUERIES * HEADS
+    ROWS: tl.constexpr = QUERIES_PER_TILE * HEADS_PER_TILE
     d = tl.arange(0, spec.BD)
     row = tl.arange(0, ROWS)
     # Heads are the fast axis of the rows, so that a reshape separates them for the sum.
-    token, group_head = start + row // HEADS, row % HEADS
+    token, group_head = start + row // HEADS_PER_TILE, row % HEADS_PER_TILE
     valid = (token < spec.T) & (group_head < spec.G)
     q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
     in_row = (d < spec.D)[None, :]
     q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
     lse = tl.load(shift + q_row, mask=valid, other=0.0)
-    tokens = start + tl.arange(0, QUERIES)
-    for tile in tl.range(0, (end_block + BLOCKS - 1) // BLOCKS):
-        block = tile * BLOCKS + tl.arange(0, BLOCKS)
+    tokens = start + tl.arange(0, QUERIES_PER_TILE)
+    for tile in tl.range(0, (end_block + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE):
+        block = tile * BLOCKS_PER_TILE + tl.arange(0, BLOCKS_PER_TILE)
         at = keys + (block * spec.HK + head)[:, None] * spec.D + d[None, :]
         k = tl.load(at, mask=(block < spec.M)[:, None] & in_row, other=0.0)
-        weights = tl.exp2(dot(q, tl.trans(k), spec) * spec.FACTOR - lse[:, None])
+        weights = tl.exp2(dot(q, tl.trans(k), spec) * spec.LOG2_SCORE_FACTOR - lse[:, None])
         # exp2 may overflow for blocks that the mask below excludes: their weights are replaced, never summed.
         weights = tl.where(valid[:, None], weights, 0.0)
-        group_weights = tl.sum(tl.reshape(weights, [QUERIES, HEADS, BLOCKS]), 1)
+        group_weights = tl.sum(tl.reshape(weights, [QUERIES_PER_TILE, HEADS_PER_TILE, BLOCKS_PER_TILE]), 1)
         is_selectable = block[None, :] < current_block[:, None]
-        if spec.SEGMENTS:
+        if spec.HAS_SEGMENTS:
             q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
             # Padding ids differ: -1 for queries, -2 for blocks.
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
             is_selectable = is_selectable & (q_id[:, None] == block_id[None, :])
-        offset = tl.arange(0, QUERIES)[:, None] * BM + block[None, :]
+        offset = tl.arange(0, QUERIES_PER_TILE)[:, None] * BM + block[None, :]
         # -1 is below every sum of weights: such a block is never selected while another is left.
         tl.store(scratch + offset, tl.where(is_selectable, group_weights, -1.0), mask=(block < BM)[None, :])
 
 
 @triton.jit
-def _store_largest(
+def _store_largest_blocks(
     current_blocks,
     scratch,
     indices,
@@ -133,7 +158,7 @@ def _store_largest(
     first,
     end_block,
     spec: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS_PER_TILE: tl.constexpr,
     BM: tl.constexpr,
     TOPK_QUERIES: tl.constexpr,
 ):
@@ -141,15 +166,15 @@ def _store_largest(
     token = start + tl.arange(0, TOPK_QUERIES)
     valid = token < spec.T
     current_block = tl.load(current_blocks + token, mask=valid, other=-1)
-    at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.LISTED_BLOCKS
+    at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.NUM_LISTED_BLOCKS
     tl.store(at, current_block, mask=valid)
     block = tl.arange(0, BM)
     # Later columns hold weights of an earlier tile of queries, or are uninitialised; they count as -1.
-    is_written = (block < (end_block + BLOCKS - 1) // BLOCKS * BLOCKS)[None, :]
+    is_written = (block < (end_block + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE * BLOCKS_PER_TILE)[None, :]
     rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
     weights = tl.load(rows, mask=is_written, other=-1.0)
     # Takes the largest for each slot: a few reductions over registers instead of a sort. Selected weights become -1.
-    for slot in tl.range(1, spec.LISTED_BLOCKS):
+    for slot in tl.range(1, spec.NUM_LISTED_BLOCKS):
         max_weight = tl.max(weights, 1)
         # If two blocks have equal weights, selects the later block, as the family's reference does.
         best_block = tl.max(tl.where(weights == max_weight[:, None], block[None, :], -1), 1)

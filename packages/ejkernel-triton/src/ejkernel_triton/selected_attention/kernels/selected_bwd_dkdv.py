@@ -54,8 +54,8 @@ def selected_bwd_dkdv_kernel(
     delta,
     dkey,
     dvalue,
-    key_sums,
-    value_sums,
+    partial_dkey,
+    partial_dvalue,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
@@ -94,8 +94,8 @@ def selected_bwd_dkdv_kernel(
         cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
         shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
         delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
-        query_lists = batch_row_address(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.LISTED_BLOCKS)
-        query_lists += tl.cast(head, tl.int64) * (spec.T * spec.LISTED_BLOCKS)
+        query_lists = batch_row_address(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.NUM_LISTED_BLOCKS)
+        query_lists += tl.cast(head, tl.int64) * (spec.T * spec.NUM_LISTED_BLOCKS)
         if spec.HAS_BLOCK_STARTS:
             block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
         if spec.HAS_POSITIONS:
@@ -105,7 +105,7 @@ def selected_bwd_dkdv_kernel(
         start = block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         valid = (index < spec.BLOCK_SIZE) & (start + index < spec.S)
-        if spec.SEGMENTS:
+        if spec.HAS_SEGMENTS:
             q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
             k_id = tl.load(batch_row_address(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
         # K and V of the block stay in registers; queries are streamed.
@@ -131,14 +131,14 @@ def selected_bwd_dkdv_kernel(
                 last_visible_key = tl.load(q_positions + token, mask=in_list, other=-1)
             # The list says that the query reads the block; within its own block it attends only up to its position.
             attends = valid[:, None] & in_list[None, :] & ((start + index)[:, None] <= last_visible_key[None, :])
-            if spec.SEGMENTS:
+            if spec.HAS_SEGMENTS:
                 attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=in_list, other=-1)[None, :])
-            scores = dot(k, tl.trans(q), spec) * spec.FACTOR
+            scores = dot(k, tl.trans(q), spec) * spec.LOG2_SCORE_FACTOR
             # Transposed, [keys, queries]: p^T and ds^T are left operands with their layout in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)
             dv = add_dot(dv, weights.to(do.dtype), do, spec)
             dscores = weights * (dot(v, tl.trans(do), spec) - delta_row[None, :])
-            if spec.SEGMENTS:
+            if spec.HAS_SEGMENTS:
                 dscores = tl.where(attends, dscores, 0.0)
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
         dk = dk * spec.SCALE
@@ -154,8 +154,8 @@ def selected_bwd_dkdv_kernel(
             # With several splits: stores float32 accumulators, whole tiles without masks, for `split_combine_kernel`,
             # the next launch.
             sum_tile = (tl.cast(batch * spec.HK + head, tl.int64) * NUM_SUM_SLOTS + slot) * TILES + tile
-            _store_sums(key_sums, sum_tile, dk, BLOCK_KV, BD)
-            _store_sums(value_sums, sum_tile, dv, BLOCK_KV, BV)
+            _store_partial_sum_tile(partial_dkey, sum_tile, dk, BLOCK_KV, BD)
+            _store_partial_sum_tile(partial_dvalue, sum_tile, dv, BLOCK_KV, BV)
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def _store_key_rows(base, start, index, end, tile, WIDTH: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _store_sums(base, q_row, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Stores [ROWS, COLUMNS] as tile `q_row` of an array of such tiles."""
-    at = base + q_row * (ROWS * COLUMNS)
+def _store_partial_sum_tile(base, tile_index, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Stores [ROWS, COLUMNS] as tile `tile_index` of an array of such tiles."""
+    at = base + tile_index * (ROWS * COLUMNS)
     tl.store(at + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], tile)

@@ -9,11 +9,11 @@ from ejkernel_triton.selected_attention.kernels.tile import (
     batch_row_address,
     block_list_end,
     block_start,
-    load_heads,
+    load_head_rows,
     load_keys,
     load_per_head,
     query_position,
-    store_heads,
+    store_head_rows,
 )
 
 
@@ -46,15 +46,15 @@ def selected_bwd_dq_kernel(
     cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
     shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
     delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
-    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
-    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
+    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
+    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.NUM_LISTED_BLOCKS
     if spec.HAS_BLOCK_STARTS:
         block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
     if spec.HAS_POSITIONS:
         q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
     count = block_list_end(block_list, spec)
     q_id = 0
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
@@ -64,8 +64,8 @@ def selected_bwd_dq_kernel(
     BG: tl.constexpr = spec.BG
     BD: tl.constexpr = spec.BD
     # The program's query, with all heads of the KV head, stays in registers.
-    q = load_heads(query, token, head, spec.D, BD, spec)
-    do = load_heads(cotangent, token, head, spec.DV, spec.BV, spec)
+    q = load_head_rows(query, token, head, spec.D, BD, spec)
+    do = load_head_rows(cotangent, token, head, spec.DV, spec.BV, spec)
     lse = load_per_head(shift, token, head, spec)
     delta_row = load_per_head(delta, token, head, spec)
     acc = tl.zeros([BG, BD], tl.float32)
@@ -78,13 +78,13 @@ def selected_bwd_dq_kernel(
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
         attends = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
-        scores = dot(q, tl.trans(k), spec) * spec.FACTOR
+        scores = dot(q, tl.trans(k), spec) * spec.LOG2_SCORE_FACTOR
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not include.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(do, tl.trans(v), spec) - delta_row[:, None])
-        if spec.SEGMENTS:  # products of other segments' rows may be inf, and 0 x inf is NaN
+        if spec.HAS_SEGMENTS:  # products of other segments' rows may be inf, and 0 x inf is NaN
             dscores = tl.where(attends[None, :], dscores, 0.0)
         # K is loaded once for two products, of scores and of dq.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
-    store_heads(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)
+    store_head_rows(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)

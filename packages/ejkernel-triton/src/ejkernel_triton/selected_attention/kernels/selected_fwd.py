@@ -23,10 +23,10 @@ from ejkernel_triton.selected_attention.kernels.tile import (
     batch_row_address,
     block_list_end,
     block_start,
-    load_heads,
+    load_head_rows,
     load_keys,
     query_position,
-    store_heads,
+    store_head_rows,
 )
 
 
@@ -54,8 +54,8 @@ def selected_fwd_kernel(
     query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
     key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
     value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
-    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.LISTED_BLOCKS)
-    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.LISTED_BLOCKS
+    block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
+    block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.NUM_LISTED_BLOCKS
     if spec.HAS_BLOCK_STARTS:
         block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
     if spec.HAS_POSITIONS:
@@ -63,7 +63,7 @@ def selected_fwd_kernel(
     # Slots after the last listed block cost nothing; an empty slot before it is a tile without keys.
     count = block_list_end(block_list, spec)
     q_id = 0
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
@@ -72,7 +72,7 @@ def selected_fwd_kernel(
     BV: tl.constexpr = spec.BV
     TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     # Rows that pad the group to 16 are 0; they are computed like the others and not stored.
-    q = load_heads(query, token, head, spec.D, spec.BD, spec)
+    q = load_head_rows(query, token, head, spec.D, spec.BD, spec)
     row_max = tl.full([BG], float("-inf"), tl.float32)
     row_sum = tl.zeros([BG], tl.float32)
     acc = tl.zeros([BG, BV], tl.float32)
@@ -86,8 +86,8 @@ def selected_fwd_kernel(
         valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
-        attends = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
-        row_max, row_sum, acc = softmax_step(q, k, v, attends, row_max, row_sum, acc, spec)
+        attend_mask = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
+        row_max, row_sum, acc = softmax_step(q, k, v, attend_mask, row_max, row_sum, acc, spec)
     # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)
     lse_row = tl.where(row_sum > 0.0, (tl.log2(denominator) + minus_inf_to_zero(row_max)) * LN2, float("-inf"))
@@ -96,17 +96,17 @@ def selected_fwd_kernel(
     rows = (tl.cast(batch, tl.int64) * spec.H + head * spec.G + g) * spec.T + token
     tl.store(lse + rows, lse_row, mask=g < spec.G)
     output += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.DV)
-    store_heads(output, token, head, acc / denominator[:, None], spec.DV, BV, spec)
+    store_head_rows(output, token, head, acc / denominator[:, None], spec.DV, BV, spec)
 
 
 @triton.jit
-def softmax_step(q, k, v, attends, row_max, row_sum, acc, spec: tl.constexpr):
+def softmax_step(q, k, v, attend_mask, row_max, row_sum, acc, spec: tl.constexpr):
     """Performs one step of the online softmax, over a tile of keys.
 
     q [BG, BD], k [K, BD], v [K, BV], attends [K], row_max and row_sum [BG], acc [BG, BV].
     """
     # All rows of the tile are heads of one query, so they have the same mask.
-    scores = tl.where(attends[None, :], dot(q, tl.trans(k), spec) * spec.FACTOR, float("-inf"))
+    scores = tl.where(attend_mask[None, :], dot(q, tl.trans(k), spec) * spec.LOG2_SCORE_FACTOR, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = minus_inf_to_zero(new_max)  # a tile may have no key that attends
     weights = tl.exp2(scores - shift[:, None])

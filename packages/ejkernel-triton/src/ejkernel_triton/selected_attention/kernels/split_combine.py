@@ -9,13 +9,13 @@ from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, b
 
 @triton.jit
 def split_combine_kernel(
-    key_sums,
-    value_sums,
+    partial_dkey,
+    partial_dvalue,
     sum_slots,
     block_starts,
     block_ends,
-    initial_dkey,
-    initial_dvalue,
+    dkey_of_unsplit_blocks,
+    dvalue_of_unsplit_blocks,
     dkey,
     dvalue,
     spec: tl.constexpr,
@@ -25,7 +25,7 @@ def split_combine_kernel(
 ):
     """Adds up the slots of one block whose list is split; `sum_slots` has its first slot and their number.
 
-    `dkey` and `dvalue` alias `initial_dkey` and `initial_dvalue`; only such blocks are written.
+    `dkey` and `dvalue` alias `dkey_of_unsplit_blocks` and `dvalue_of_unsplit_blocks`; only such blocks are written.
     """
     TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     program = tl.program_id(0)
@@ -47,12 +47,12 @@ def split_combine_kernel(
         v_at = tl.arange(0, BLOCK_KV)[:, None] * BV + tl.arange(0, BV)[None, :]
         dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dv = tl.zeros([BLOCK_KV, BV], tl.float32)
-        row = tl.cast(batch // per.KEY_SUMS, tl.int64) * (spec.HK * NUM_SUM_SLOTS) + head * NUM_SUM_SLOTS + first
+        row = tl.cast(batch // per.PARTIAL_DKEY, tl.int64) * (spec.HK * NUM_SUM_SLOTS) + head * NUM_SUM_SLOTS + first
         # Slots are added in the order of the splits, so results are reproducible bit for bit.
         for slot in tl.range(0, count):
             q_row = (row + slot) * TILES + tile
-            dk += tl.load(key_sums + q_row * (BLOCK_KV * BD) + k_at)
-            dv += tl.load(value_sums + q_row * (BLOCK_KV * BV) + v_at)
+            dk += tl.load(partial_dkey + q_row * (BLOCK_KV * BD) + k_at)
+            dv += tl.load(partial_dvalue + q_row * (BLOCK_KV * BV) + v_at)
         end = tl.load(batch_row_address(block_ends, batch, per.BLOCK_ENDS, spec.M) + block)
         dkey += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.D) + head * spec.D
         dvalue += tl.cast(batch, tl.int64) * (spec.S * spec.HK * spec.DV) + head * spec.DV

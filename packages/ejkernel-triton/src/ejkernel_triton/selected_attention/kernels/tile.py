@@ -16,7 +16,7 @@ def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
 
 
 @triton.jit
-def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def load_head_rows(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Loads [BG, COLUMNS]: the rows of one token, of all query heads of a KV head; 0 in padding heads and columns."""
     g = tl.arange(0, spec.BG)
     d = tl.arange(0, COLUMNS)
@@ -29,8 +29,8 @@ def load_heads(base, token, head, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sp
 
 
 @triton.jit
-def store_heads(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
-    """Stores [BG, COLUMNS] to the addresses that `load_heads` reads."""
+def store_head_rows(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, spec: tl.constexpr):
+    """Stores [BG, COLUMNS] to the addresses that `load_head_rows` reads."""
     g = tl.arange(0, spec.BG)
     d = tl.arange(0, COLUMNS)
     at = base + tl.cast(token * spec.H + head * spec.G, tl.int64) * WIDTH + (g[:, None] * WIDTH + d[None, :])
@@ -49,7 +49,7 @@ def block_list_end(block_list, spec: tl.constexpr):
     """Returns the index after the last used slot of a query's list."""
     slots = tl.arange(0, spec.BS)
     # One load for the list; empty slots may be between others.
-    blocks = tl.load(block_list + slots, mask=slots < spec.LISTED_BLOCKS, other=-1)
+    blocks = tl.load(block_list + slots, mask=slots < spec.NUM_LISTED_BLOCKS, other=-1)
     return tl.max(tl.where(blocks >= 0, slots + 1, 0), 0)
 
 
@@ -89,6 +89,6 @@ def query_position(q_positions, token, spec: tl.constexpr):
 def attending_keys(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
     """Returns which keys of a block one query attends to."""
     attends = valid & (key <= q_positions)
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)
     return attends

@@ -25,11 +25,11 @@ MAX_STATE_DIM = 256
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
     tokens = record.x.shape[1]
-    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
+    num_sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    if tokens > MAX_TOKENS_PER_SEQUENCE * num_sequences:
         maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
         yield f"x: {tokens} tokens of {sequences} sequences; {maximum}"
-    if record.cu_seqlens is not None and tokens - sequences > MAX_EXTRA_TOKENS:
+    if record.cu_seqlens is not None and tokens - num_sequences > MAX_EXTRA_TOKENS:
         longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
         yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
     yield from scan_refusal_reasons(record)
@@ -54,7 +54,7 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=_refusal_reasons,
             ),
             config=ConfigSpace(
-                forward=config.StepTile,
+                forward=config.ScanDecodeTile,
                 public_fields=config.PUBLIC_FIELDS,
                 heuristic=config.heuristic,
                 candidates=config.candidates,

@@ -17,7 +17,7 @@ STATE_ELEMENTS_PER_THREAD = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTile:
+class ScanDecodeTile:
     """Configuration of the decode step.
 
     Attributes:
@@ -37,17 +37,17 @@ PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
 
-def sequences(record: SelectiveScan) -> int:
+def num_sequences(record: SelectiveScan) -> int:
     """Returns the number of rows, or of packed sequences."""
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> StepTile:
+def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanDecodeTile:
     """Returns the default tile for a record on a device, not measured."""
     if interpreting():
-        return StepTile(block_e=16, num_warps=1)
+        return ScanDecodeTile(block_e=16, num_warps=1)
     warp_size, state_elements = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
-    block, programs = max(1, 4 * STATE_ELEMENTS_PER_THREAD * warp_size // state_elements), sequences(record)
+    block, programs = max(1, 4 * STATE_ELEMENTS_PER_THREAD * warp_size // state_elements), num_sequences(record)
     block = min(block, padded(record.x.shape[2]))
     # Few states are split more finely, to reach every multiprocessor.
     while (
@@ -58,18 +58,18 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     return _make_tile(block, state_elements, warp_size)
 
 
-def _make_tile(block: int, state_elements: int, warp_size: int) -> StepTile:
-    return StepTile(
+def _make_tile(block: int, state_elements: int, warp_size: int) -> ScanDecodeTile:
+    return ScanDecodeTile(
         block_e=block, num_warps=max(1, min(8, block * state_elements // (STATE_ELEMENTS_PER_THREAD * warp_size)))
     )
 
 
-def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[StepTile, ...]:
+def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanDecodeTile, ...]:
     """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
     if interpreting():
-        return (first, StepTile(block_e=4, num_warps=1))
+        return (first, ScanDecodeTile(block_e=4, num_warps=1))
     sizes = [max(1, first.block_e * n // 4) for n in (1, 2, 4, 8)]
-    configs = [StepTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
+    configs = [ScanDecodeTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]
     configs += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in configs if x.num_warps < 8]
     return tuple(dict.fromkeys((first, *configs)))

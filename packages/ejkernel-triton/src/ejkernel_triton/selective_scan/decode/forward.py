@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.selective_scan.decode.config import StepTile
+from ejkernel_triton.selective_scan.decode.config import ScanDecodeTile
 from ejkernel_triton.selective_scan.decode.spec import make_spec
 
 
-def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+def forward(record: SelectiveScan, config: ScanDecodeTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns output and final states of a record.
 
     States in float32, and slots of any dtype, are updated in place: XLA copies them first only if they are used
@@ -32,7 +32,7 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
         bounds, slots = (None if x is None else x.astype(jnp.int32) for x in (bounds, slots))
     fields = (record.x, record.step, record.decay[None], record.write, record.read, record.skip[None])
     inputs = (*fields, bounds, slots, initial)
-    states = (spec.SEQUENCES, spec.E, spec.N) if spec.PACKED else (spec.E, spec.N)
+    states = (spec.NUM_SEQUENCES, spec.E, spec.N) if spec.PACKED else (spec.E, spec.N)
     final, output = launch(
         selective_state_update_kernel,
         inputs,
@@ -42,7 +42,7 @@ def forward(record: SelectiveScan, config: StepTile) -> tuple[tuple[jax.Array, j
             Shape(record.x.shape, record.x.dtype),
         ),
         batch=rows,
-        grid=rows * spec.SEQUENCES * spec.TILES,
+        grid=rows * spec.NUM_SEQUENCES * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
         num_stages=1,
         constants={"spec": spec},

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.selective_scan.kernels.tile import (
-    load_column,
+    load_b_or_c,
     load_state,
     load_tokens,
-    program_of,
+    program_tile,
     store_state,
     tile_channels,
     zero_channel_vector,
@@ -16,22 +16,22 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 
 @triton.jit
-def load_directional_column(column, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
+def load_directional_b_or_c(b_or_c, token, i: tl.constexpr, REVERSE: tl.constexpr, spec: tl.constexpr):
     """Returns the column of the ith token of a block in the direction of the scan."""
     if REVERSE:
-        return load_column(column, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
+        return load_b_or_c(b_or_c, token + (spec.BLOCK_T - 1 - i), spec.T, spec)
     else:
-        return load_column(column, token + i, spec.T, spec)
+        return load_b_or_c(b_or_c, token + i, spec.T, spec)
 
 
 @triton.jit
 def segment_states_kernel(
-    step,
+    dt_array,
     decay,
-    column,
+    b_or_c,
     values,
     end_states,
-    step_sums,
+    dt_sums,
     REVERSE: tl.constexpr,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -39,14 +39,17 @@ def segment_states_kernel(
     """Computes every segment's final state from zeros, [B, NUM_SEGMENTS, N, E], and its sum of dt, [B, NUM_SEGMENTS,
     E].
 
-    Forward, `column` is B and `values` x, and dt x B is added to the states. In REVERSE, `column` is C and `values` dy,
+    Forward, `b_or_c` is B and `values` x, and dt x B is added to the states. In REVERSE, `b_or_c` is C and `values` dy,
     and dy C is added to the cotangents of the states before they decay.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    row, segment, tile = program_of(tl.program_id(0), spec)
+    row, segment, tile = program_tile(tl.program_id(0), spec)
     channels = tile_channels(tile, spec)
-    values, step = values + (row // per.VALUES) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
-    column = column + (row // per.COLUMN) * (spec.T * spec.N)
+    values, dt_array = (
+        values + (row // per.VALUES) * (spec.T * spec.E),
+        dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E),
+    )
+    b_or_c = b_or_c + (row // per.B_OR_C) * (spec.T * spec.N)
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     state = zero_state_tile(spec)
     step_sum = zero_channel_vector(spec)
@@ -56,21 +59,21 @@ def segment_states_kernel(
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
     token_values = load_tokens(values, token, spec.T, channels, spec)
-    steps = load_tokens(step, token, spec.T, channels, spec)
+    steps = load_tokens(dt_array, token, spec.T, channels, spec)
     for _ in tl.range(0, blocks):
         next_token = token + stride
         next_values, next_steps = (
             load_tokens(values, next_token, spec.T, channels, spec),
-            load_tokens(step, next_token, spec.T, channels, spec),
+            load_tokens(dt_array, next_token, spec.T, channels, spec),
         )
         columns = (
-            load_directional_column(column, token, 0, REVERSE, spec),
-            load_directional_column(column, token, 1, REVERSE, spec),
+            load_directional_b_or_c(b_or_c, token, 0, REVERSE, spec),
+            load_directional_b_or_c(b_or_c, token, 1, REVERSE, spec),
         )
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
-                columns += (load_directional_column(column, token, i + 2, REVERSE, spec),)
+                columns += (load_directional_b_or_c(b_or_c, token, i + 2, REVERSE, spec),)
                 tl.debug_barrier()
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
@@ -84,4 +87,4 @@ def segment_states_kernel(
         token_values, steps, token = next_values, next_steps, next_token
     at = row * spec.NUM_SEGMENTS + segment
     store_state(end_states + at * (spec.N * spec.E), channels, state, spec)
-    tl.store(step_sums + at * spec.E + channels, step_sum, mask=channels < spec.E)
+    tl.store(dt_sums + at * spec.E + channels, step_sum, mask=channels < spec.E)

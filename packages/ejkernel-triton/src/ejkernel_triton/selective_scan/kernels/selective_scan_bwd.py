@@ -23,11 +23,11 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import LN2, zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
+    load_b_or_c,
     load_boundary_state,
-    load_column,
     load_state,
     load_tokens,
-    program_of,
+    program_tile,
     segment_range,
     sequence_range,
     store_state,
@@ -39,17 +39,17 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 
 @triton.jit
-def exchange_lanes(low, high, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """Adds pairs of lanes of low and of high, [..., LANES]; each lane keeps one of the two sums, by bit SPAN of its
-    index.
+def exchange_lanes(low, high, LANE_DISTANCE: tl.constexpr, LANES: tl.constexpr):
+    """Adds pairs of lanes of low and of high, [..., LANES]; each lane keeps one of the two sums, by bit LANE_DISTANCE
+    of its index.
 
     The lane whose index differs in that bit keeps the other one.
     """
     lane = tl.arange(0, LANES)[None, None, :]
-    upper = (lane & SPAN) != 0
+    upper = (lane & LANE_DISTANCE) != 0
     # Each lane keeps half and sends half, so a shuffle transfers terms of two sums.
     kept_values, sent_values = tl.where(upper, high, low), tl.where(upper, low, high)
-    return kept_values + tl.gather(sent_values, tl.broadcast_to(lane ^ SPAN, sent_values.shape), 2)
+    return kept_values + tl.gather(sent_values, tl.broadcast_to(lane ^ LANE_DISTANCE, sent_values.shape), 2)
 
 
 @triton.jit
@@ -65,11 +65,11 @@ def sum_lanes(p, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def reduce_to_half_rows(p, SPAN: tl.constexpr, LANES: tl.constexpr):
-    """Reduces [G, 2 SPAN, LANES] to [G, SPAN, LANES]."""
-    row_halves = tl.reshape(p, [p.shape[0], 2, SPAN, LANES])
+def reduce_to_half_rows(p, LANE_DISTANCE: tl.constexpr, LANES: tl.constexpr):
+    """Reduces [G, 2 LANE_DISTANCE, LANES] to [G, LANE_DISTANCE, LANES]."""
+    row_halves = tl.reshape(p, [p.shape[0], 2, LANE_DISTANCE, LANES])
     low, high = tl.split(tl.permute(row_halves, (0, 2, 3, 1)))
-    return exchange_lanes(low, high, SPAN, LANES)
+    return exchange_lanes(low, high, LANE_DISTANCE, LANES)
 
 
 @triton.jit
@@ -119,11 +119,16 @@ def store_sums(partial_sums, token, end, sums, spec: tl.constexpr):
 
 
 @triton.jit
-def recompute_states(x, step, rates, write, state, scratch, first_token, num_blocks, end, channels, spec: tl.constexpr):
+def recompute_states(
+    x, dt_array, rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec: tl.constexpr
+):
     """Recomputes the states of an interval, and stores those before each of its `num_blocks` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
-    columns = load_block_columns(write, first_token, end, spec)
+    xs, steps = (
+        load_tokens(x, first_token, end, channels, spec),
+        load_tokens(dt_array, first_token, end, channels, spec),
+    )
+    columns = load_block_b_or_c(b_array, first_token, end, spec)
     for block in tl.range(0, num_blocks):
         # Stores only the states before blocks: the states of every token of an interval would not fit the registers.
         store_scratch(scratch, block, state, channels, spec)
@@ -131,15 +136,15 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, num_blo
         next_token = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = (
             load_tokens(x, next_token, end, channels, spec),
-            load_tokens(step, next_token, end, channels, spec),
+            load_tokens(dt_array, next_token, end, channels, spec),
         )
-        if spec.BC_PREFETCH_TOKENS:
+        if spec.BC_PREFETCH_DISTANCE:
             # The loop also carries B of the next block. The last block reloads its own B, unmasked.
-            next_columns = load_block_columns(
-                write, first_token + tl.minimum(block + 1, num_blocks - 1) * BLOCK_T, end, spec
+            next_columns = load_block_b_or_c(
+                b_array, first_token + tl.minimum(block + 1, num_blocks - 1) * BLOCK_T, end, spec
             )
         else:
-            columns = load_block_columns(write, token, end, spec)
+            columns = load_block_b_or_c(b_array, token, end, spec)
             next_columns = columns
         # The barrier keeps loads from sinking to their use, where every token would wait for memory.
         tl.debug_barrier()
@@ -149,19 +154,19 @@ def recompute_states(x, step, rates, write, state, scratch, first_token, num_blo
 
 
 @triton.jit
-def load_x_dt_dy(x, step, cotangent, token, end, channels, spec: tl.constexpr):
+def load_x_dt_dy(x, dt_array, cotangent, token, end, channels, spec: tl.constexpr):
     """Returns x, dt and dy of a block of tokens."""
-    xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(step, token, end, channels, spec)
+    xs, steps = load_tokens(x, token, end, channels, spec), load_tokens(dt_array, token, end, channels, spec)
     return xs, steps, load_tokens(cotangent, token, end, channels, spec)
 
 
 @triton.jit
-def load_block_columns(base, token, end, spec: tl.constexpr):
+def load_block_b_or_c(base, token, end, spec: tl.constexpr):
     """Returns the columns of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     columns = ()
     for i in tl.static_range(BLOCK_T):
-        columns += (load_column(base, token + i, end, spec),)
+        columns += (load_b_or_c(base, token + i, end, spec),)
     return columns
 
 
@@ -188,22 +193,22 @@ def load_scratch(scratch, block, channels, spec: tl.constexpr):
 @triton.jit
 def selective_scan_bwd_kernel(
     x,
-    step,
+    dt_array,
     decay,
-    write,
-    read,
+    b_array,
+    c_array,
     skip,
     states,
     cotangent,
     end_cotangents,
-    bounds,
-    intervals,
+    cu_seqlens,
+    first_intervals,
     dx,
-    dstep,
+    ddt_array,
     partial_sums,
     ddecay,
     dskip,
-    dinitial,
+    dinitial_states,
     scratch,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -212,17 +217,20 @@ def selective_scan_bwd_kernel(
 
     `end_cotangents` [B, NUM_SEGMENTS, N, E] are the cotangents of the states after every segment. `partial_sums` [B,
     NUM_CHANNEL_TILES, T, 2 BN] are dB and dC summed over the program's channels, `ddecay` [B, NUM_SEGMENTS, N, E] and
-    `dskip` [B, NUM_SEGMENTS, E] sums over its tokens, `dinitial` [B, N, E] the cotangents of the initial states. Packed
-    sequences are segments, as in `selective_scan_fwd_kernel`.
+    `dskip` [B, NUM_SEGMENTS, E] sums over its tokens, `dinitial_states` [B, N, E] the cotangents of the initial states.
+    Packed sequences are segments, as in `selective_scan_fwd_kernel`.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     program = tl.program_id(0)
-    row, segment, tile = program_of(program, spec)
+    row, segment, tile = program_tile(program, spec)
     channels = tile_channels(tile, spec)
-    x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
-    dx, dstep = dx + row * (spec.T * spec.E), dstep + row * (spec.T * spec.E)
+    x, dt_array = x + (row // per.X) * (spec.T * spec.E), dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E)
+    dx, ddt_array = dx + row * (spec.T * spec.E), ddt_array + row * (spec.T * spec.E)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.E)
-    write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
+    b_array, c_array = (
+        b_array + (row // per.B_ARRAY) * (spec.T * spec.N),
+        c_array + (row // per.C_ARRAY) * (spec.T * spec.N),
+    )
     states = states + (row // per.STATES) * (spec.NUM_INTERVALS * spec.N * spec.E)
     partial_sums = partial_sums + (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * 2 * spec.BN)
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
@@ -235,9 +243,9 @@ def selective_scan_bwd_kernel(
     decay_gradient_acc = zero_state_tile(spec)
     skip_gradient_acc = zero_channel_vector(spec)
     if spec.PACKED:
-        bounds = bounds + (row // per.BOUNDS) * (spec.NUM_SEGMENTS + 1)
+        cu_seqlens = cu_seqlens + (row // per.CU_SEQLENS) * (spec.NUM_SEGMENTS + 1)
         start_token, end, first_interval = sequence_range(
-            bounds, intervals + (row // per.INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
+            cu_seqlens, first_intervals + (row // per.FIRST_INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
         )
     else:
         start_token, end, first_interval = segment_range(segment, spec)
@@ -249,10 +257,11 @@ def selective_scan_bwd_kernel(
         num_blocks = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
         # The state that the forward pass stored: before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
-        recompute_states(x, step, rates, write, state, scratch, first_token, num_blocks, end, channels, spec)
+        recompute_states(x, dt_array, rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec)
         tl.debug_barrier()  # threads read scratch elements that others wrote
-        # The first block's operands; without PREFETCH_TOKENS nothing reads them, and the compiler drops the loads.
-        tokens = load_x_dt_dy(x, step, cotangent, first_token + (num_blocks - 1) * BLOCK_T, end, channels, spec)
+        # The first block's operands; without PREFETCH_TOKEN_BLOCKS nothing reads them, and the compiler drops the
+        # loads.
+        tokens = load_x_dt_dy(x, dt_array, cotangent, first_token + (num_blocks - 1) * BLOCK_T, end, channels, spec)
         state = load_scratch(scratch, num_blocks - 1, channels, spec)
         for reverse_block in tl.range(0, num_blocks):
             block = num_blocks - 1 - reverse_block
@@ -261,13 +270,13 @@ def selective_scan_bwd_kernel(
             # The next block's states, loaded during this block's arithmetic; the first block reloads its own.
             if spec.PREFETCH_STATES:
                 state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
-            if spec.PREFETCH_TOKENS:
+            if spec.PREFETCH_TOKEN_BLOCKS:
                 xs, steps, dys = tokens
-                tokens = load_x_dt_dy(x, step, cotangent, token - BLOCK_T, end, channels, spec)
+                tokens = load_x_dt_dy(x, dt_array, cotangent, token - BLOCK_T, end, channels, spec)
             else:
-                xs, steps, dys = load_x_dt_dy(x, step, cotangent, token, end, channels, spec)
+                xs, steps, dys = load_x_dt_dy(x, dt_array, cotangent, token, end, channels, spec)
             # The barrier keeps the compiler from interleaving loads and arithmetic, which spills registers.
-            columns = load_block_columns(write, token, end, spec)
+            columns = load_block_b_or_c(b_array, token, end, spec)
             tl.debug_barrier()
             # Forwards: BLOCK_T + 1 tiles of states in registers, the one before each token and the last one after.
             token_states = (state_before_block,)
@@ -280,7 +289,7 @@ def selective_scan_bwd_kernel(
                 x_value, dt = xs[BLOCK_T - 1 - j].to(tl.float32), steps[BLOCK_T - 1 - j].to(tl.float32)
                 dy, at = dys[BLOCK_T - 1 - j].to(tl.float32), token + (BLOCK_T - 1 - j)
                 # B is reloaded from L1: kept since the forward loop it would take registers.
-                b, c = load_column(write, at, end, spec)[:, None], load_column(read, at, end, spec)[:, None]
+                b, c = load_b_or_c(b_array, at, end, spec)[:, None], load_b_or_c(c_array, at, end, spec)[:, None]
                 g = state_cotangent + c * dy[None, :]
                 state_cotangent = tl.exp2(rates * dt[None, :]) * g
                 # a g h_{t-1}: the gradient of the exponent dt A; times dt it is dA's term, times A ddt's.
@@ -297,19 +306,19 @@ def selective_scan_bwd_kernel(
             for j in tl.static_range(BLOCK_T):
                 store_sums(partial_sums, token + (BLOCK_T - 1 - j), end, sums[j], spec)
             store_tokens(dx, token, end, channels, dxs, True, spec)
-            store_tokens(dstep, token, end, channels, step_gradients, True, spec)
+            store_tokens(ddt_array, token, end, channels, step_gradients, True, spec)
         # All reads of the scratch come before the next interval overwrites it.
         tl.debug_barrier()
     segment_row = row * spec.NUM_SEGMENTS + segment
     store_state(ddecay + segment_row * (spec.N * spec.E), channels, decay_gradient_acc, spec)
     tl.store(dskip + segment_row * spec.E + channels, skip_gradient_acc, mask=channels < spec.E)
     if spec.PACKED:
-        store_state(dinitial + segment_row * (spec.N * spec.E), channels, state_cotangent, spec)
-        zero_padding_outputs(dx, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
-        zero_padding_outputs(dstep, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        store_state(dinitial_states + segment_row * (spec.N * spec.E), channels, state_cotangent, spec)
+        zero_padding_outputs(dx, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        zero_padding_outputs(ddt_array, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
         zero_padding_outputs(
             partial_sums,
-            bounds,
+            cu_seqlens,
             segment,
             tl.arange(0, 2 * spec.BN),
             spec.NUM_SEGMENTS,
@@ -318,4 +327,4 @@ def selective_scan_bwd_kernel(
             2 * spec.BN,
         )
     elif segment == 0:
-        store_state(dinitial + row * (spec.N * spec.E), channels, state_cotangent, spec)
+        store_state(dinitial_states + row * (spec.N * spec.E), channels, state_cotangent, spec)

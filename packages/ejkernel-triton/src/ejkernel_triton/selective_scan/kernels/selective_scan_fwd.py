@@ -22,11 +22,11 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
+    load_b_and_c,
     load_boundary_state,
-    load_columns,
     load_state,
     load_tokens,
-    program_of,
+    program_tile,
     segment_range,
     sequence_range,
     store_state,
@@ -57,28 +57,46 @@ def update_and_read_state(state, x, dt, rates, columns, skip_weights):
 
 @triton.jit
 def scan_segment_tokens(
-    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+    x,
+    dt_array,
+    rates,
+    b_array,
+    c_array,
+    skip_weights,
+    state,
+    output,
+    states,
+    first_token,
+    end,
+    channels,
+    spec: tl.constexpr,
 ):
     """Scans the tokens of a segment, and returns the states after it. B and C are loaded two tokens before their
     use.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    xs, steps = (
+        load_tokens(x, first_token, end, channels, spec),
+        load_tokens(dt_array, first_token, end, channels, spec),
+    )
     for token in tl.range(first_token, end, BLOCK_T):
         store_interval_state(states, token - first_token, channels, state, spec)
         # Prefetch: the next block's tokens are loaded while this one's are computed. They are carried through the loop,
         # since the compiler sinks a load to the use of its value. For columns, barriers prevent that only in part.
         next_xs, next_steps = (
             load_tokens(x, token + BLOCK_T, end, channels, spec),
-            load_tokens(step, token + BLOCK_T, end, channels, spec),
+            load_tokens(dt_array, token + BLOCK_T, end, channels, spec),
         )
-        columns = (load_columns(write, read, token, end, spec), load_columns(write, read, token + 1, end, spec))
+        columns = (
+            load_b_and_c(b_array, c_array, token, end, spec),
+            load_b_and_c(b_array, c_array, token + 1, end, spec),
+        )
         tl.debug_barrier()
         # Stored once per block, so that no store is between the loads of a token and the arithmetic of the next.
         outputs = ()
         for i in tl.static_range(BLOCK_T):
             if i + 2 < BLOCK_T:
-                columns += (load_columns(write, read, token + i + 2, end, spec),)
+                columns += (load_b_and_c(b_array, c_array, token + i + 2, end, spec),)
                 tl.debug_barrier()
             state, y = update_and_read_state(state, xs[i], steps[i], rates, columns[i], skip_weights)
             outputs += (y,)
@@ -89,7 +107,19 @@ def scan_segment_tokens(
 
 @triton.jit
 def scan_segment_prefetched(
-    x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec: tl.constexpr
+    x,
+    dt_array,
+    rates,
+    b_array,
+    c_array,
+    skip_weights,
+    state,
+    output,
+    states,
+    first_token,
+    end,
+    channels,
+    spec: tl.constexpr,
 ):
     """Like `scan_segment_tokens`, with B and C loaded PREFETCH_DISTANCE tokens before their use, and carried through
     the loop.
@@ -103,16 +133,19 @@ def scan_segment_prefetched(
     So a load is issued PREFETCH_DISTANCE tokens before its use, and the compiler cannot sink it.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    PREFETCH_DISTANCE: tl.constexpr = spec.BC_PREFETCH_TOKENS
-    xs, steps = load_tokens(x, first_token, end, channels, spec), load_tokens(step, first_token, end, channels, spec)
+    PREFETCH_DISTANCE: tl.constexpr = spec.BC_PREFETCH_DISTANCE
+    xs, steps = (
+        load_tokens(x, first_token, end, channels, spec),
+        load_tokens(dt_array, first_token, end, channels, spec),
+    )
     columns = ()
     for i in tl.static_range(PREFETCH_DISTANCE):
-        columns += (load_columns(write, read, first_token + i, end, spec),)
+        columns += (load_b_and_c(b_array, c_array, first_token + i, end, spec),)
     for token in tl.range(first_token, end, BLOCK_T):
         store_interval_state(states, token - first_token, channels, state, spec)
         next_token = token + BLOCK_T
         next_xs = load_tokens(x, next_token, end, channels, spec)
-        next_steps = load_tokens(step, next_token, end, channels, spec)
+        next_steps = load_tokens(dt_array, next_token, end, channels, spec)
         # In the last block its own columns are reloaded, so that the loads need no mask.
         next_block = tl.where(next_token < end, next_token, token)
         column_registers, outputs = columns, ()
@@ -120,10 +153,10 @@ def scan_segment_prefetched(
             state, y = update_and_read_state(state, xs[i], steps[i], rates, column_registers[i], skip_weights)
             outputs += (y,)
             if i + PREFETCH_DISTANCE < BLOCK_T:
-                column_registers += (load_columns(write, read, token + (i + PREFETCH_DISTANCE), end, spec),)
+                column_registers += (load_b_and_c(b_array, c_array, token + (i + PREFETCH_DISTANCE), end, spec),)
             else:
                 column_registers += (
-                    load_columns(write, read, next_block + (i + PREFETCH_DISTANCE - BLOCK_T), end, spec),
+                    load_b_and_c(b_array, c_array, next_block + (i + PREFETCH_DISTANCE - BLOCK_T), end, spec),
                 )
             tl.debug_barrier()  # keeps the loads of a token from sinking to their use
         store_tokens(output, token, end, channels, outputs, False, spec)
@@ -137,17 +170,17 @@ def scan_segment_prefetched(
 @triton.jit
 def selective_scan_fwd_kernel(
     x,
-    step,
+    dt_array,
     decay,
-    write,
-    read,
+    b_array,
+    c_array,
     skip,
     initial_states,
-    bounds,
-    intervals,
+    cu_seqlens,
+    first_intervals,
     output,
     states,
-    final,
+    final_states,
     HAS_INITIAL_STATES: tl.constexpr,
     spec: tl.constexpr,
     per: tl.constexpr,
@@ -155,14 +188,17 @@ def selective_scan_fwd_kernel(
     """Computes output, states before every interval and final states; `decay` is A^T * log2(e), [N, E].
 
     `initial_states` [B, NUM_SEGMENTS, N, E] are the initial states of every segment, if HAS_INITIAL_STATES. Packed
-    sequences are segments, too, with the tokens between their `bounds` and their first stored state at `intervals`;
-    they are independent.
+    sequences are segments, too, with the tokens between their `cu_seqlens` and their first stored state at
+    `first_intervals`; they are independent.
     """
-    row, segment, tile = program_of(tl.program_id(0), spec)
+    row, segment, tile = program_tile(tl.program_id(0), spec)
     channels = tile_channels(tile, spec)
-    x, step = x + (row // per.X) * (spec.T * spec.E), step + (row // per.STEP) * (spec.T * spec.E)
+    x, dt_array = x + (row // per.X) * (spec.T * spec.E), dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E)
     output = output + row * (spec.T * spec.E)
-    write, read = write + (row // per.WRITE) * (spec.T * spec.N), read + (row // per.READ) * (spec.T * spec.N)
+    b_array, c_array = (
+        b_array + (row // per.B_ARRAY) * (spec.T * spec.N),
+        c_array + (row // per.C_ARRAY) * (spec.T * spec.N),
+    )
     states = states + row * (spec.NUM_INTERVALS * spec.N * spec.E)
     # A^T and D stay in registers for the whole segment.
     rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
@@ -171,24 +207,24 @@ def selective_scan_fwd_kernel(
         initial_states = initial_states + (row // per.INITIAL_STATES) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     state = load_boundary_state(initial_states, segment, channels, HAS_INITIAL_STATES, spec)
     if spec.PACKED:
-        bounds = bounds + (row // per.BOUNDS) * (spec.NUM_SEGMENTS + 1)
+        cu_seqlens = cu_seqlens + (row // per.CU_SEQLENS) * (spec.NUM_SEGMENTS + 1)
         first_token, end, interval = sequence_range(
-            bounds, intervals + (row // per.INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
+            cu_seqlens, first_intervals + (row // per.FIRST_INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
         )
     else:
         first_token, end, interval = segment_range(segment, spec)
     states = states + tl.cast(interval, tl.int64) * (spec.N * spec.E)
-    if spec.BC_PREFETCH_TOKENS:
+    if spec.BC_PREFETCH_DISTANCE:
         state = scan_segment_prefetched(
-            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
+            x, dt_array, rates, b_array, c_array, skip_weights, state, output, states, first_token, end, channels, spec
         )
     else:
         state = scan_segment_tokens(
-            x, step, rates, write, read, skip_weights, state, output, states, first_token, end, channels, spec
+            x, dt_array, rates, b_array, c_array, skip_weights, state, output, states, first_token, end, channels, spec
         )
     if spec.PACKED:
-        store_state(final + (row * spec.NUM_SEGMENTS + segment) * (spec.N * spec.E), channels, state, spec)
-        zero_padding_outputs(output, bounds, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
+        store_state(final_states + (row * spec.NUM_SEGMENTS + segment) * (spec.N * spec.E), channels, state, spec)
+        zero_padding_outputs(output, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
     # Only the last segment's final state is an output of the scan.
     elif segment == spec.NUM_SEGMENTS - 1:
-        store_state(final + row * (spec.N * spec.E), channels, state, spec)
+        store_state(final_states + row * (spec.N * spec.E), channels, state, spec)

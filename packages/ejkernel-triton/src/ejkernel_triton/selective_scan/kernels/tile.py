@@ -13,7 +13,7 @@ from ejkernel_triton.blocks import load_token_range
 
 
 @triton.jit
-def program_of(program, spec: tl.constexpr):
+def program_tile(program, spec: tl.constexpr):
     """Returns (batch row, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.NUM_CHANNEL_TILES
     segment = (program // spec.NUM_CHANNEL_TILES) % spec.NUM_SEGMENTS
@@ -33,10 +33,10 @@ def segment_range(segment, spec: tl.constexpr):
 
 
 @triton.jit
-def sequence_range(bounds, intervals, segment):
+def sequence_range(cu_seqlens, first_intervals, segment):
     """Returns (first token, end, first interval) of a packed sequence."""
-    first_token, end = load_token_range(bounds, segment)
-    return first_token, end, tl.load(intervals + segment).to(tl.int64)
+    first_token, end = load_token_range(cu_seqlens, segment)
+    return first_token, end, tl.load(first_intervals + segment).to(tl.int64)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def in_bounds(token, end, channels, spec: tl.constexpr):
 
 
 @triton.jit
-def load_column(base, token, end, spec: tl.constexpr):
+def load_b_or_c(base, token, end, spec: tl.constexpr):
     """Loads [BN] of a [T, N] array at a token, shared by all channels; 0 before the first and from token `end` on."""
     n = tl.arange(0, spec.BN)
     at = base + token * spec.N + n
@@ -101,9 +101,9 @@ def load_column(base, token, end, spec: tl.constexpr):
 
 
 @triton.jit
-def load_columns(first_array, second_array, token, end, spec: tl.constexpr):
+def load_b_and_c(first_array, second_array, token, end, spec: tl.constexpr):
     """Returns a token's columns of two arrays."""
-    return load_column(first_array, token, end, spec), load_column(second_array, token, end, spec)
+    return load_b_or_c(first_array, token, end, spec), load_b_or_c(second_array, token, end, spec)
 
 
 @triton.jit

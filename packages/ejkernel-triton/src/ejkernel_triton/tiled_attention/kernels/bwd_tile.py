@@ -1,6 +1,6 @@
 """Device helpers that the backward kernels share: a tile pair's weights and the gradient of its scores.
 
-load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_gradient`)
+load     q, do, lse, delta (`load_queries`)        K, V tile (`tile_score_gradient`)
 scores   s = q K^T, scale, bias, soft cap          as in the forward kernel, by `modify_scores`
 weights  p = exp2(s - lse), masked to 0            no running maximum: lse is known
 products dp = do V^T - delta                       the accumulator starts with -delta
@@ -13,8 +13,8 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot_transposed, dot_transposed, load_tile
 from ejkernel_triton.tiled_attention.kernels.tile import (
     apply_dropout,
-    as_columns,
-    as_rows,
+    as_column_vectors,
+    as_row_vectors,
     attending_pairs,
     load_key_info,
     modify_scores,
@@ -66,14 +66,14 @@ def query_bases(query, cotangent, shift, delta, argmax, batch, head, spec: tl.co
 
 
 @triton.jit
-def softmax_weights(products, queries, keys, shift, bias, masks, spec: tl.constexpr, MASKED: tl.constexpr):
+def softmax_weights(products, queries, keys, shift, bias, mask_bases, spec: tl.constexpr, MASKED: tl.constexpr):
     """Returns softmax weights of a tile from its products, and the slope of the soft cap."""
     scores, cap_slope = modify_scores(products, queries, keys, bias, spec)
     weights = tl.exp2(to_log2_scores(scores, spec) - shift)
     if MASKED:
         # The shift is that of pairs that attend, so the weight of a masked pair may be inf: it is replaced, not
         # multiplied.
-        weights = tl.where(attending_pairs(queries, keys, masks, spec), weights, 0.0)
+        weights = tl.where(attending_pairs(queries, keys, mask_bases, spec), weights, 0.0)
     return weights, cap_slope
 
 
@@ -84,9 +84,9 @@ def score_gradient(weights, cap_slope, a, b, queries, keys, delta, argmax, spec:
 
     It is 0 for pairs that do not attend: their weights are 0, and so is delta in rows that attend to nothing.
     """
-    if spec.DROPOUT:
+    if spec.HAS_DROPOUT:
         # Dropout does not apply to delta, so the accumulator cannot start with it.
-        dweights = apply_dropout(dot_transposed(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT
+        dweights = apply_dropout(dot_transposed(a, b, spec.DV, spec), queries, keys, spec) * spec.KEPT_WEIGHT_SCALE
         if spec.NORMALIZE:
             dweights -= delta
     elif spec.NORMALIZE:  # the accumulator starts with -delta, which then takes no other registers
@@ -101,25 +101,25 @@ def score_gradient(weights, cap_slope, a, b, queries, keys, delta, argmax, spec:
         # Here delta is the gradient of the row maximum, which goes to the key that has it.
         k, _, _, _, _ = keys
         gradient -= tl.where(k == argmax, delta, 0.0)
-    if spec.CAP is not None:
+    if spec.SOFT_CAP is not None:
         gradient = gradient * cap_slope
-    if MASKED and spec.SEGMENTS:
+    if MASKED and spec.HAS_SEGMENTS:
         # Products of other segments' rows may overflow float32, and 0 x inf is NaN.
         gradient = tl.where(weights == 0.0, 0.0, gradient)
     return gradient
 
 
 @triton.jit
-def tile_gradient(
+def tile_score_gradient(
     n,
     rows,
     queries,
     keys,
-    masks,
+    mask_bases,
     batch,
     spec: tl.constexpr,
     per: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Returns key tile n [K, BD], and the gradient of the scores of a query tile with it, [Q, K]."""
@@ -127,17 +127,17 @@ def tile_gradient(
     BV: tl.constexpr = spec.BV
     q, do, row_shift, row_delta, row_argmax = rows
     k_base, v_base, k_ids, k_positions, bias, token_dropout_keys = keys
-    start = n * K_BLOCK
-    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, K_BLOCK, MASKED)
+    start = n * BLOCK_KV
+    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, BLOCK_KV, MASKED)
     _, valid, _, _, _ = token_info
-    left, columns = as_rows(queries), as_columns(token_info)
+    left, columns = as_column_vectors(queries), as_row_vectors(token_info)
     # K is the operand of two products: of scores here, and of dq in the caller.
-    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
-    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, MASKED)
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, MASKED)
     k_rows = (k, k_base, start, valid, spec.HK * spec.D)
     v_rows = (v, v_base, start, valid, spec.HK * spec.DV)
     products = dot_transposed(q, k_rows, spec.D, spec)
-    weights, cap_slope = softmax_weights(products, left, columns, row_shift[:, None], bias, masks, spec, MASKED)
+    weights, cap_slope = softmax_weights(products, left, columns, row_shift[:, None], bias, mask_bases, spec, MASKED)
     gradient = score_gradient(
         weights, cap_slope, do, v_rows, left, columns, row_delta[:, None], row_argmax[:, None], spec, MASKED
     )

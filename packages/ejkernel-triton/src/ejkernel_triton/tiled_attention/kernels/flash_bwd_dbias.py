@@ -9,9 +9,9 @@ store acc, summed over the axes of size 1
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, tile_gradient
+from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, tile_score_gradient
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    consecutive_blocks,
+    consecutive_block_bounds,
     kv_bases,
     load_query_info,
     pair_bases,
@@ -41,10 +41,10 @@ def flash_bwd_dbias_kernel(
     argmax,
     dbias,
     spec: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    Q_TILES: tl.constexpr,
-    K_TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_Q_TILES: tl.constexpr,
+    NUM_K_TILES: tl.constexpr,
     BIAS_SIZES: tl.constexpr,
     LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
@@ -55,14 +55,14 @@ def flash_bwd_dbias_kernel(
     pattern `block_lists` is the block map itself, [heads, query tiles, key tiles]: the id of a tile's mask, or -1 for
     an empty block. LIST_SHAPE is then (heads, key tiles).
     """
-    GRID_K: tl.constexpr = K_TILES if BIAS_SIZES[2] > 1 else 1
-    GRID_Q: tl.constexpr = Q_TILES if BIAS_SIZES[1] > 1 else 1
+    GRID_K: tl.constexpr = NUM_K_TILES if BIAS_SIZES[2] > 1 else 1
+    GRID_Q: tl.constexpr = NUM_Q_TILES if BIAS_SIZES[1] > 1 else 1
     program = tl.program_id(0)
     k_tile = program % GRID_K
     q_tile = (program // GRID_K) % GRID_Q
     bias_head = (program // (GRID_K * GRID_Q)) % BIAS_SIZES[0]
     bias_row = program // (GRID_K * GRID_Q * BIAS_SIZES[0])
-    acc = tl.zeros([Q_BLOCK, K_BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     # Loops over the axes that the bias broadcasts over; along an axis that the bias has, a loop takes one step. One
     # program adds in a fixed order, so results are reproducible bit for bit.
     for b in range(per.DBIAS):
@@ -73,47 +73,53 @@ def flash_bwd_dbias_kernel(
             k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
             bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
             keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
-            masks = (mask_base, tile_masks)
-            for i in range(Q_TILES // GRID_Q):
+            mask_bases = (mask_base, tile_masks)
+            for i in range(NUM_Q_TILES // GRID_Q):
                 tile = q_tile + i
-                start = tile * Q_BLOCK
+                start = tile * BLOCK_Q
                 token_info = load_query_info(
-                    start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, Q_BLOCK, True
+                    start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, BLOCK_Q, True
                 )
-                rows = load_queries(start, token_info, bases, spec, Q_BLOCK, True)
+                rows = load_queries(start, token_info, bases, spec, BLOCK_Q, True)
                 if LIST_SHAPE is not None:
                     map_row = batch // per.BLOCK_LISTS
                     if LIST_SHAPE[0] > 1:
                         map_row = map_row * LIST_SHAPE[0] + head
-                    ids = block_lists + (tl.cast(map_row, tl.int64) * Q_TILES + tile) * K_TILES
-                    for n in tl.range(k_tile, k_tile + K_TILES // GRID_K):
+                    ids = block_lists + (tl.cast(map_row, tl.int64) * NUM_Q_TILES + tile) * NUM_K_TILES
+                    for n in tl.range(k_tile, k_tile + NUM_K_TILES // GRID_K):
                         # Empty blocks of the pattern cost only this load.
                         id = tl.load(ids + n)
                         if id >= 0:
-                            pattern_masks = (mask_base, tile_mask_base(tile_masks, id, start, n * K_BLOCK, spec))
-                            _, gradient = tile_gradient(
-                                n, rows, token_info, keys, pattern_masks, batch, spec, per, K_BLOCK, True
+                            pattern_masks = (mask_base, tile_mask_base(tile_masks, id, start, n * BLOCK_KV, spec))
+                            _, gradient = tile_score_gradient(
+                                n, rows, token_info, keys, pattern_masks, batch, spec, per, BLOCK_KV, True
                             )
                             acc += gradient
                 else:
-                    first, _full_start, _full_end, last = consecutive_blocks(block_lists, batch, tile, per, Q_TILES)
+                    first, _full_start, _full_end, last = consecutive_block_bounds(
+                        block_lists, batch, tile, per, NUM_Q_TILES
+                    )
                     # The blocks of the query tile, clipped to the key tiles that this program accumulates for.
                     first_block = tl.maximum(first, k_tile)
-                    end_block = tl.minimum(last, k_tile + K_TILES // GRID_K)
+                    end_block = tl.minimum(last, k_tile + NUM_K_TILES // GRID_K)
                     for n in tl.range(first_block, end_block):
-                        _, gradient = tile_gradient(n, rows, token_info, keys, masks, batch, spec, per, K_BLOCK, True)
+                        _, gradient = tile_score_gradient(
+                            n, rows, token_info, keys, mask_bases, batch, spec, per, BLOCK_KV, True
+                        )
                         acc += gradient
-    base = dbias + tl.cast(bias_row, tl.int64) * spec.BIAS[0] + tl.cast(bias_head, tl.int64) * spec.BIAS[1]
-    _store_bias_gradient(base, acc, q_tile * Q_BLOCK, k_tile * K_BLOCK, Q_BLOCK, K_BLOCK, BIAS_SIZES)
+    base = (
+        dbias + tl.cast(bias_row, tl.int64) * spec.BIAS_STRIDES[0] + tl.cast(bias_head, tl.int64) * spec.BIAS_STRIDES[1]
+    )
+    _store_bias_gradient(base, acc, q_tile * BLOCK_Q, k_tile * BLOCK_KV, BLOCK_Q, BLOCK_KV, BIAS_SIZES)
 
 
 @triton.jit
 def _store_bias_gradient(
-    base, acc, q_start, k_start, Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, BIAS_SIZES: tl.constexpr
+    base, acc, q_start, k_start, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BIAS_SIZES: tl.constexpr
 ):
     """Sums [Q, K] over the axes that broadcast, and stores the result."""
-    q = q_start + tl.arange(0, Q_BLOCK)
-    k = k_start + tl.arange(0, K_BLOCK)
+    q = q_start + tl.arange(0, BLOCK_Q)
+    k = k_start + tl.arange(0, BLOCK_KV)
     # Rows and columns out of bounds were masked to 0, so sums include whole tiles.
     if BIAS_SIZES[1] == 1:
         if BIAS_SIZES[2] == 1:

@@ -20,9 +20,9 @@ from ejkernel_triton.blocks import add_dot, dot_transposed, load_tile, store_til
 from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, score_gradient, softmax_weights
 from ejkernel_triton.tiled_attention.kernels.tile import (
     apply_dropout,
-    as_columns,
-    as_rows,
-    consecutive_blocks,
+    as_column_vectors,
+    as_row_vectors,
+    consecutive_block_bounds,
     kv_bases,
     listed_block,
     load_block_list,
@@ -57,38 +57,38 @@ def flash_bwd_dkdv_kernel(
     dkey,
     dvalue,
     spec: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Accumulates the gradients of K_BLOCK keys of one KV head over its query heads; tiles are [keys, queries].
+    """Accumulates the gradients of BLOCK_KV keys of one KV head over its query heads; tiles are [keys, queries].
 
     It computes the gradient of the keys if DK and that of the values if DV: both, if registers suffice.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     program = tl.program_id(0)
-    tile = program % TILES
-    kv_head = (program // TILES) % spec.HK
-    batch = program // (TILES * spec.HK)
-    start = tile * K_BLOCK
-    token_info = load_key_info(start, batch, k_ids, k_positions, dropout_column_keys, spec, per, K_BLOCK, True)
+    tile = program % NUM_TILES
+    kv_head = (program // NUM_TILES) % spec.HK
+    batch = program // (NUM_TILES * spec.HK)
+    start = tile * BLOCK_KV
+    token_info = load_key_info(start, batch, k_ids, k_positions, dropout_column_keys, spec, per, BLOCK_KV, True)
     _, valid, _, _, _ = token_info
     k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
     # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
-    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, True)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, True)
     v = k
     if DK:  # only the keys' gradient needs the values
-        v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, True)
+        v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, True)
     keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), token_info
-    dk = tl.zeros([K_BLOCK, BD], tl.float32)
-    dv = tl.zeros([K_BLOCK, BV], tl.float32)
+    dk = tl.zeros([BLOCK_KV, BD], tl.float32)
+    dv = tl.zeros([BLOCK_KV, BV], tl.float32)
     if LIST_SHAPE is None:  # the same blocks for every head: their bounds are loaded once
-        first, full_start, full_end, last = consecutive_blocks(block_lists, batch, tile, per, TILES)
+        first, full_start, full_end, last = consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
         num_leading_partial = full_start - first
     # GQA: the query heads of the KV head add to the same accumulators, in a fixed order.
     for head_in_group in range(spec.G):
@@ -96,17 +96,17 @@ def flash_bwd_dkdv_kernel(
         bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
         bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
         query_inputs = (q_ids, q_positions, dropout_row_keys, bias_base)
-        masks = (mask_base, tile_masks)
+        mask_bases = (mask_base, tile_masks)
         # Partial blocks come first: the compiler then keeps the values of all loops in registers.
         if LIST_SHAPE is not None:
             num_full_blocks, num_blocks, blocks = load_block_list(
-                block_lists, batch, head, tile, LIST_SHAPE, per, TILES
+                block_lists, batch, head, tile, LIST_SHAPE, per, NUM_TILES
             )
             for i in tl.range(num_full_blocks, num_blocks):
                 n = listed_block(blocks, i)
                 pattern_masks = (
                     mask_base,
-                    tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * Q_BLOCK, start, spec),
+                    tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * BLOCK_Q, start, spec),
                 )
                 dk, dv = _query_block_step(
                     n,
@@ -120,7 +120,7 @@ def flash_bwd_dkdv_kernel(
                     dv,
                     spec,
                     per,
-                    Q_BLOCK,
+                    BLOCK_Q,
                     DK,
                     DV,
                     MASKED=True,
@@ -128,31 +128,75 @@ def flash_bwd_dkdv_kernel(
             for i in tl.range(0, num_full_blocks):
                 n = listed_block(blocks, i)
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                    n,
+                    keys,
+                    mask_bases,
+                    batch,
+                    head,
+                    bases,
+                    query_inputs,
+                    dk,
+                    dv,
+                    spec,
+                    per,
+                    BLOCK_Q,
+                    DK,
+                    DV,
+                    MASKED=False,
                 )
         else:
             for i in tl.range(0, num_leading_partial + last - full_end):
                 n = tl.where(i < num_leading_partial, first + i, full_end + i - num_leading_partial)
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=True
+                    n,
+                    keys,
+                    mask_bases,
+                    batch,
+                    head,
+                    bases,
+                    query_inputs,
+                    dk,
+                    dv,
+                    spec,
+                    per,
+                    BLOCK_Q,
+                    DK,
+                    DV,
+                    MASKED=True,
                 )
             for n in tl.range(full_start, full_end):
                 dk, dv = _query_block_step(
-                    n, keys, masks, batch, head, bases, query_inputs, dk, dv, spec, per, Q_BLOCK, DK, DV, MASKED=False
+                    n,
+                    keys,
+                    mask_bases,
+                    batch,
+                    head,
+                    bases,
+                    query_inputs,
+                    dk,
+                    dv,
+                    spec,
+                    per,
+                    BLOCK_Q,
+                    DK,
+                    DV,
+                    MASKED=False,
                 )
     # The factors of scores and of dropout are applied once, not in every step.
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
     if DK:
-        store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, K_BLOCK, BD)
+        store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, BLOCK_KV, BD)
     if DV:
-        store_tile(dvalue + row * spec.DV, start, dv * spec.KEPT, spec.HK * spec.DV, spec.S, spec.DV, K_BLOCK, BV)
+        store_tile(
+            dvalue + row * spec.DV, start, dv * spec.KEPT_WEIGHT_SCALE, spec.HK * spec.DV, spec.S, spec.DV, BLOCK_KV, BV
+        )
 
 
 @triton.jit
 def _query_block_step(
     n,
     keys,
-    masks,
+    mask_bases,
     batch,
     head,
     bases,
@@ -161,7 +205,7 @@ def _query_block_step(
     dv,
     spec: tl.constexpr,
     per: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     MASKED: tl.constexpr,
@@ -169,14 +213,14 @@ def _query_block_step(
     """Adds the contribution of query tile n to dk [K, BD] and dv [K, BV]."""
     k, v, key_info = keys
     q_ids, q_positions, token_dropout_keys, bias = query_inputs
-    start = n * Q_BLOCK
-    token_info = load_query_info(start, batch, head, q_ids, q_positions, token_dropout_keys, spec, per, Q_BLOCK, MASKED)
-    queries, rows = as_columns(token_info), as_rows(key_info)
-    q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, Q_BLOCK, MASKED)
+    start = n * BLOCK_Q
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, token_dropout_keys, spec, per, BLOCK_Q, MASKED)
+    queries, rows = as_row_vectors(token_info), as_column_vectors(key_info)
+    q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, BLOCK_Q, MASKED)
     # Scores are recomputed. Transposed, P^T and ds^T are left operands with their layout in registers; a right operand
     # would go through shared memory.
     products = dot_transposed(k, q, spec.D, spec)
-    weights, cap_slope = softmax_weights(products, queries, rows, row_shift[None, :], bias, masks, spec, MASKED)
+    weights, cap_slope = softmax_weights(products, queries, rows, row_shift[None, :], bias, mask_bases, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
     # Dropout acts on the weights of values only; `score_gradient` uses the weights before dropout.

@@ -20,10 +20,10 @@ from ejkernel_triton.blocks import LN2, LOG2E, add_dot, dot, dot_transposed, loa
 from ejkernel_triton.tiled_attention.kernels.tile import (
     LOWEST_LOG2_SCORE,
     apply_dropout,
-    as_columns,
-    as_rows,
+    as_column_vectors,
+    as_row_vectors,
     attending_pairs,
-    consecutive_blocks,
+    consecutive_block_bounds,
     kv_bases,
     listed_block,
     load_block_list,
@@ -60,14 +60,14 @@ def flash_fwd_kernel(
     max_out,
     argmax_out,
     spec: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
     REVERSE_TILES: tl.constexpr,
 ):
-    """Computes the output of Q_BLOCK queries of one head; consecutive programs share keys and values in L2.
+    """Computes the output of BLOCK_Q queries of one head; consecutive programs share keys and values in L2.
 
     `max_out` and `argmax_out` are None for normalised outputs. LIST_SHAPE is (heads, row length) of `block_lists` with
     a pattern, None without.
@@ -75,41 +75,56 @@ def flash_fwd_kernel(
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
     program = tl.program_id(0)
-    tile = program % TILES
+    tile = program % NUM_TILES
     if REVERSE_TILES:  # later queries have more keys: the longest programs start first, so that the tail wave is short
-        tile = TILES - 1 - tile
-    head = (program // TILES) % spec.H
-    batch = program // (TILES * spec.H)
-    start = tile * Q_BLOCK
+        tile = NUM_TILES - 1 - tile
+    head = (program // NUM_TILES) % spec.H
+    batch = program // (NUM_TILES * spec.H)
+    start = tile * BLOCK_Q
     # Prologue: the query tile stays in registers for the whole loop. Rows past the end are read as 0, computed like the
     # others and not stored.
-    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, Q_BLOCK, True)
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, BLOCK_Q, True)
     index, _, _, _, _ = token_info
-    queries = as_rows(token_info)
+    queries = as_column_vectors(token_info)
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
-    q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, Q_BLOCK, BD, spec.T % Q_BLOCK > 0)
+    q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, BLOCK_Q, BD, spec.T % BLOCK_Q > 0)
     q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
     k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
     bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
-    masks = (mask_base, tile_masks)
+    mask_bases = (mask_base, tile_masks)
     # State of the online softmax: maxima in log2; sums and accumulator are not normalised before the epilogue.
-    row_max = tl.full([Q_BLOCK], float("-inf"), tl.float32)
-    row_argmax = tl.zeros([Q_BLOCK], tl.int32)
-    row_sum = tl.zeros([Q_BLOCK], tl.float32)
-    acc = tl.zeros([Q_BLOCK, BV], tl.float32)
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_argmax = tl.zeros([BLOCK_Q], tl.int32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BV], tl.float32)
     if LIST_SHAPE is not None:
         # Two loops with one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
         # checks.
-        num_full_blocks, num_blocks, blocks = load_block_list(block_lists, batch, head, tile, LIST_SHAPE, per, TILES)
+        num_full_blocks, num_blocks, blocks = load_block_list(
+            block_lists, batch, head, tile, LIST_SHAPE, per, NUM_TILES
+        )
         for i in tl.range(0, num_full_blocks):
             n = listed_block(blocks, i)
             row_max, row_argmax, row_sum, acc = _key_block_step(
-                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+                n,
+                q_rows,
+                queries,
+                keys,
+                mask_bases,
+                batch,
+                row_max,
+                row_argmax,
+                row_sum,
+                acc,
+                spec,
+                per,
+                BLOCK_KV,
+                False,
             )
         for i in tl.range(num_full_blocks, num_blocks):
             n = listed_block(blocks, i)
-            pattern_masks = (mask_base, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * K_BLOCK, spec))
+            pattern_masks = (mask_base, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * BLOCK_KV, spec))
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n,
                 q_rows,
@@ -123,15 +138,28 @@ def flash_fwd_kernel(
                 acc,
                 spec,
                 per,
-                K_BLOCK,
+                BLOCK_KV,
                 True,
             )
     else:
         # Without a pattern the blocks are consecutive, so a tile reads four integers and no list.
-        first, full_start, full_end, last = consecutive_blocks(block_lists, batch, tile, per, TILES)
+        first, full_start, full_end, last = consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
         for n in tl.range(full_start, full_end):
             row_max, row_argmax, row_sum, acc = _key_block_step(
-                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, False
+                n,
+                q_rows,
+                queries,
+                keys,
+                mask_bases,
+                batch,
+                row_max,
+                row_argmax,
+                row_sum,
+                acc,
+                spec,
+                per,
+                BLOCK_KV,
+                False,
             )
         # The partial blocks before and after the full ones are in one loop: two would double its code and its
         # registers.
@@ -139,16 +167,29 @@ def flash_fwd_kernel(
         for i in tl.range(0, num_leading_partial + last - full_end):
             n = tl.where(i < num_leading_partial, first + i, full_end + i - num_leading_partial)
             row_max, row_argmax, row_sum, acc = _key_block_step(
-                n, q_rows, queries, keys, masks, batch, row_max, row_argmax, row_sum, acc, spec, per, K_BLOCK, True
+                n,
+                q_rows,
+                queries,
+                keys,
+                mask_bases,
+                batch,
+                row_max,
+                row_argmax,
+                row_sum,
+                acc,
+                spec,
+                per,
+                BLOCK_KV,
+                True,
             )
     row = tl.cast(batch, tl.int64)
     rows = (row * spec.H + head) * spec.T + index
     # Assigned without sinks too, since `_store_output` has the parameter; it is read only with sinks.
     sink = sinks
-    if spec.SINKS:
+    if spec.HAS_SINKS:
         sink = sinks + (batch // per.SINKS) * spec.H + head
     outputs = (output, lse, max_out, argmax_out)
-    _store_output(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, Q_BLOCK)
+    _store_output(outputs, rows, sink, head, row, start, row_max, row_argmax, row_sum, acc, spec, BLOCK_Q)
 
 
 @triton.jit
@@ -157,7 +198,7 @@ def _key_block_step(
     q_rows,
     queries,
     keys,
-    masks,
+    mask_bases,
     batch,
     row_max,
     row_argmax,
@@ -165,7 +206,7 @@ def _key_block_step(
     acc,
     spec: tl.constexpr,
     per: tl.constexpr,
-    K_BLOCK: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Updates the running softmax with key tile n.
@@ -176,12 +217,12 @@ def _key_block_step(
     BV: tl.constexpr = spec.BV
     q, _, _, _, _ = q_rows
     k_base, v_base, k_ids, k_positions, bias, token_dropout_keys = keys
-    start = n * K_BLOCK
-    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, K_BLOCK, MASKED)
+    start = n * BLOCK_KV
+    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, BLOCK_KV, MASKED)
     k_index, valid, _, _, _ = token_info
-    columns = as_columns(token_info)
+    columns = as_row_vectors(token_info)
     # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
-    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, K_BLOCK, BD, MASKED)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, MASKED)
     # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.COLUMNS_PER_SLICE`), since whole rows do not
     # fit registers.
     if BD > 128:
@@ -192,7 +233,7 @@ def _key_block_step(
     scores, _ = modify_scores(products, queries, columns, bias, spec)
     if MASKED:
         # Masked scores are replaced, not added to: a product with a padded query may be NaN.
-        scores = tl.where(attending_pairs(queries, columns, masks, spec), scores, float("-inf"))
+        scores = tl.where(attending_pairs(queries, columns, mask_bases, spec), scores, float("-inf"))
     # FACTOR is positive, so the maximum is taken of unscaled scores and scaled once per row. In the exponents below the
     # factor is part of a multiply-add.
     max_score = tl.max(scores, 1)
@@ -206,7 +247,7 @@ def _key_block_step(
         tile_max = to_log2_scores(max_score, spec)
         row_argmax = tl.where(tile_max > row_max, tile_argmax, tl.where(tile_max < row_max, row_argmax, first_argmax))
     shift = new_max
-    if MASKED or spec.BIAS is not None:  # a row may have no key so far: -inf - -inf would be NaN
+    if MASKED or spec.BIAS_STRIDES is not None:  # a row may have no key so far: -inf - -inf would be NaN
         shift = minus_inf_to_zero(new_max)
     weights = tl.exp2(to_log2_scores(scores, spec) - shift[:, None])
     # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.
@@ -214,7 +255,7 @@ def _key_block_step(
     row_sum = row_sum * alpha + tl.sum(weights, 1)
     weights = apply_dropout(weights, queries, columns, spec)  # after the sum: dropout does not change the softmax
     # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
-    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, K_BLOCK, BV, MASKED)
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, MASKED)
     # Weights are converted to the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_argmax, row_sum, acc
@@ -224,7 +265,7 @@ def _key_block_step(
 def _store_output(
     outputs,
     rows,
-    sink_at,
+    sink_address,
     head,
     row,
     start,
@@ -233,18 +274,18 @@ def _store_output(
     row_sum,
     acc,
     spec: tl.constexpr,
-    Q_BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):
     """Adds the sink to the denominator, normalises, and stores. `rows` are offsets in [B, H, T]."""
     output, lse, max_out, argmax_out = outputs
-    valid = start + tl.arange(0, Q_BLOCK) < spec.T
+    valid = start + tl.arange(0, BLOCK_Q) < spec.T
     # Without a sink, a row that attends to nothing has base 0 and denominator 0: output 0, lse -inf.
     base = minus_inf_to_zero(row_max)
-    factor = tl.full([Q_BLOCK], 1.0, tl.float32)
-    if spec.SINKS:
+    factor = tl.full([BLOCK_Q], 1.0, tl.float32)
+    if spec.HAS_SINKS:
         # The sink may exceed every score, so it joins the maximum as well. It has no value: the accumulator is only
         # rescaled.
-        sink = tl.load(sink_at) * LOG2E
+        sink = tl.load(sink_address) * LOG2E
         base = minus_inf_to_zero(tl.maximum(row_max, sink))
         factor = tl.exp2(row_max - base)
         row_sum = row_sum * factor + tl.exp2(sink - base)
@@ -253,22 +294,22 @@ def _store_output(
     tl.store(lse + rows, row_lse, mask=valid)
     if spec.NORMALIZE:
         # One factor per row: rescaling by the sink, dropout's scale and the denominator.
-        acc = acc * (factor * spec.KEPT / positive_sum)[:, None]
+        acc = acc * (factor * spec.KEPT_WEIGHT_SCALE / positive_sum)[:, None]
     else:
         # Not normalised: the output is relative to the maximum, which is returned too. Its gradient goes to the key at
         # argmax.
-        acc = acc * spec.KEPT
+        acc = acc * spec.KEPT_WEIGHT_SCALE
         tl.store(max_out + rows, _log2_to_log(minus_inf_to_zero(row_max), row_max, spec), mask=valid)
         tl.store(argmax_out + rows, row_argmax, mask=valid)
     BV: tl.constexpr = spec.BV
     out_base = output + (row * spec.T * spec.H + head) * spec.DV
-    store_tile(out_base, start, acc, spec.H * spec.DV, spec.T, spec.DV, Q_BLOCK, BV)
+    store_tile(out_base, start, acc, spec.H * spec.DV, spec.T, spec.DV, BLOCK_Q, BV)
 
 
 @triton.jit
-def _log2_to_log(power, base, spec: tl.constexpr):
+def _log2_to_log(log2_value, base, spec: tl.constexpr):
     """Converts log2 to log; the lowest finite float32 if a bias masks all of its row."""
-    if spec.BIASED:
-        return tl.where(base == LOWEST_LOG2_SCORE, LOWEST_FLOAT32, power * LN2)
+    if spec.SCORES_MAY_BE_MINUS_INF:
+        return tl.where(base == LOWEST_LOG2_SCORE, LOWEST_FLOAT32, log2_value * LN2)
     else:
-        return power * LN2
+        return log2_value * LN2

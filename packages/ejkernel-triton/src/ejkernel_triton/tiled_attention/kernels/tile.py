@@ -4,8 +4,8 @@ The queries and keys of a tile are each described by a tuple of vectors, the til
 
     (index, valid, segment id, position, dropout key)      valid: in bounds, and not padding
 
-Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_rows` and `as_columns` turn a
-description into vectors [n, 1] and [1, n].
+Everything elementwise broadcasts, so that a tile may have queries along either axis: `as_column_vectors` and
+`as_row_vectors` turn a description into vectors [n, 1] and [1, n].
 
 `block_lists` says which tiles a program computes (see `plan`). Full blocks use a loop without masks, partial blocks one
 with masks.
@@ -40,12 +40,12 @@ def load_query_info(
     id = index
     position = index
     token_dropout_key = index
-    if spec.DROPOUT:
+    if spec.HAS_DROPOUT:
         row = tl.cast(batch // per.DROPOUT_ROW_KEYS, tl.int64) * spec.H + head
         token_dropout_key = load_vector(token_dropout_keys + row * spec.T, index, valid, MASKED)
-    if spec.Q_POSITIONS:
+    if spec.HAS_Q_POSITIONS:
         position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.Q_IDS, tl.int64) * spec.T + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
         # Padding is -1 here and -2 among keys, so equal ids imply that neither is padding.
@@ -71,13 +71,13 @@ def load_key_info(
     id = index
     position = index
     token_dropout_key = index
-    if spec.DROPOUT:
+    if spec.HAS_DROPOUT:
         token_dropout_key = load_vector(
             token_dropout_keys + (batch // per.DROPOUT_COLUMN_KEYS) * spec.S, index, valid, MASKED
         )
-    if spec.K_POSITIONS:
+    if spec.HAS_K_POSITIONS:
         position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)
-    if spec.SEGMENTS:
+    if spec.HAS_SEGMENTS:
         id = tl.load(ids + tl.cast(batch // per.K_IDS, tl.int64) * spec.S + index, mask=valid, other=-1)
         valid = valid & (id >= 0)
         id = tl.where(valid, id, -2)  # differs from every query's id, padding included
@@ -85,41 +85,41 @@ def load_key_info(
 
 
 @triton.jit
-def as_rows(token_info):
+def as_column_vectors(token_info):
     """Returns a description along the first axis of a tile, [n, 1] each."""
     index, valid, id, position, token_dropout_key = token_info
     return index[:, None], valid[:, None], id[:, None], position[:, None], token_dropout_key[:, None]
 
 
 @triton.jit
-def as_columns(token_info):
+def as_row_vectors(token_info):
     """Returns a description along the second axis of a tile, [1, n] each."""
     index, valid, id, position, token_dropout_key = token_info
     return index[None, :], valid[None, :], id[None, :], position[None, :], token_dropout_key[None, :]
 
 
 @triton.jit
-def attending_pairs(queries, keys, masks, spec: tl.constexpr):
-    """Returns which pairs attend; `masks` has the addresses of the mask of this batch row and head, and of this
+def attending_pairs(queries, keys, mask_bases, spec: tl.constexpr):
+    """Returns which pairs attend; `mask_bases` has the addresses of the mask of this batch row and head, and of this
     tile's mask.
     """
     q, q_valid, q_id, q_position, _ = queries
     k, k_valid, k_id, k_position, _ = keys
-    mask, tile_mask = masks
+    mask, tile_mask = mask_bases
     pairs = q_valid & k_valid
-    if spec.SEGMENTS:  # ids of padding differ
+    if spec.HAS_SEGMENTS:  # ids of padding differ
         pairs = q_id == k_id
     # The band compares positions, which are indices if the call has none.
-    if spec.LEFT is not None:
-        pairs = pairs & (k_position >= q_position - spec.LEFT)
-    if spec.RIGHT is not None:
-        pairs = pairs & (k_position <= q_position + spec.RIGHT)
-    if spec.PATTERN is not None:
+    if spec.WINDOW_LEFT is not None:
+        pairs = pairs & (k_position >= q_position - spec.WINDOW_LEFT)
+    if spec.WINDOW_RIGHT is not None:
+        pairs = pairs & (k_position <= q_position + spec.WINDOW_RIGHT)
+    if spec.PATTERN_TILE_SHAPE is not None:
         # No bounds checks: a tile mask is as large as a tile, also past the ends of queries and keys.
-        pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN[1] + k)) != 0)
-    if spec.MASK is not None:
+        pairs = pairs & (tl.load(tile_mask + (q * spec.PATTERN_TILE_SHAPE[1] + k)) != 0)
+    if spec.MASK_STRIDES is not None:
         # Pairs that are already masked are not read: fewer bytes, and nothing out of bounds.
-        at = mask + offset_of_pair(q, k, spec.MASK[2], spec.MASK[3], spec)
+        at = mask + offset_of_pair(q, k, spec.MASK_STRIDES[2], spec.MASK_STRIDES[3], spec)
         pairs = pairs & (tl.load(at, mask=pairs, other=0) != 0)
     return pairs
 
@@ -138,10 +138,18 @@ def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Returns the addresses of a head and batch row in the bias and in the mask; the pointers themselves without
     them.
     """
-    if spec.BIAS is not None:
-        bias = bias + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS[0] + tl.cast(head, tl.int64) * spec.BIAS[1]
-    if spec.MASK is not None:
-        mask = mask + tl.cast(batch // per.MASK, tl.int64) * spec.MASK[0] + tl.cast(head, tl.int64) * spec.MASK[1]
+    if spec.BIAS_STRIDES is not None:
+        bias = (
+            bias
+            + tl.cast(batch // per.BIAS, tl.int64) * spec.BIAS_STRIDES[0]
+            + tl.cast(head, tl.int64) * spec.BIAS_STRIDES[1]
+        )
+    if spec.MASK_STRIDES is not None:
+        mask = (
+            mask
+            + tl.cast(batch // per.MASK, tl.int64) * spec.MASK_STRIDES[0]
+            + tl.cast(head, tl.int64) * spec.MASK_STRIDES[1]
+        )
     return bias, mask
 
 
@@ -154,20 +162,22 @@ def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def consecutive_blocks(block_lists, batch, tile, per: tl.constexpr, TILES: tl.constexpr):
+def consecutive_block_bounds(block_lists, batch, tile, per: tl.constexpr, NUM_TILES: tl.constexpr):
     """Returns the blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
-    row = block_lists + ((batch // per.BLOCK_LISTS) * TILES + tile) * 4
+    row = block_lists + ((batch // per.BLOCK_LISTS) * NUM_TILES + tile) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
-def load_block_list(block_lists, batch, head, tile, LIST_SHAPE: tl.constexpr, per: tl.constexpr, TILES: tl.constexpr):
+def load_block_list(
+    block_lists, batch, head, tile, LIST_SHAPE: tl.constexpr, per: tl.constexpr, NUM_TILES: tl.constexpr
+):
     """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for `listed_block`."""
     HEADS: tl.constexpr = LIST_SHAPE[0]
     row = batch // per.BLOCK_LISTS
     if HEADS > 1:
         row = row * HEADS + head
-    at = block_lists + (tl.cast(row, tl.int64) * TILES + tile) * LIST_SHAPE[1]
+    at = block_lists + (tl.cast(row, tl.int64) * NUM_TILES + tile) * LIST_SHAPE[1]
     return tl.load(at), tl.load(at + 1), at + 2
 
 
@@ -190,8 +200,8 @@ def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
 
     Those indices are in registers anyway.
     """
-    SIZE: tl.constexpr = spec.PATTERN[0] * spec.PATTERN[1]
-    return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN[1] - k_start)
+    SIZE: tl.constexpr = spec.PATTERN_TILE_SHAPE[0] * spec.PATTERN_TILE_SHAPE[1]
+    return tile_masks + (tl.cast(id, tl.int64) * SIZE - q_start * spec.PATTERN_TILE_SHAPE[1] - k_start)
 
 
 @triton.jit
@@ -200,26 +210,26 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
     derivative.
     """
     cap_slope = 1.0
-    if spec.PLAIN:
+    if spec.ONLY_SCALED_SCORES:
         return scores, cap_slope
     else:
         # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
         scores = scores * spec.SCALE
-        if spec.BIAS is not None:
+        if spec.BIAS_STRIDES is not None:
             q, q_valid, _, _, _ = queries
             k, k_valid, _, _, _ = keys
-            at = bias + offset_of_pair(q, k, spec.BIAS[2], spec.BIAS[3], spec)
+            at = bias + offset_of_pair(q, k, spec.BIAS_STRIDES[2], spec.BIAS_STRIDES[3], spec)
             scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
-        if spec.CAP is not None:
-            tanh_scores = tanh(scores * (1.0 / spec.CAP), spec.FAST_TANH)
+        if spec.SOFT_CAP is not None:
+            tanh_scores = tanh(scores * (1.0 / spec.SOFT_CAP), spec.FAST_TANH)
             # The derivative of the cap, which the backward pass needs, from the same tanh.
             cap_slope = 1.0 - tanh_scores * tanh_scores
-            capped = tanh_scores * spec.CAP
+            capped = tanh_scores * spec.SOFT_CAP
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
-            scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS is not None else capped
-        if spec.ROUND == "bfloat16":
+            scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS_STRIDES is not None else capped
+        if spec.ROUNDING_DTYPE == "bfloat16":
             scores = round_bfloat16(scores)
-        if spec.ROUND == "float16":
+        if spec.ROUNDING_DTYPE == "float16":
             scores = scores.to(tl.float16).to(tl.float32)
         return scores, cap_slope
 
@@ -227,21 +237,21 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
 @triton.jit
 def to_log2_scores(scores, spec: tl.constexpr):
     """Returns scores times log2(e), for exp2, for which GPUs have an instruction; -inf is kept."""
-    if spec.BIASED:
+    if spec.SCORES_MAY_BE_MINUS_INF:
         # A bias may be the lowest finite float32, which times log2(e) is -inf and would count as masked.
-        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.FACTOR, LOWEST_LOG2_SCORE))
+        return tl.where(scores == float("-inf"), scores, tl.maximum(scores * spec.LOG2_SCORE_FACTOR, LOWEST_LOG2_SCORE))
     else:
-        return scores * spec.FACTOR
+        return scores * spec.LOG2_SCORE_FACTOR
 
 
 @triton.jit
 def apply_dropout(weights, queries, keys, spec: tl.constexpr):
     """Returns the weights with dropped ones set to 0; the others are not scaled up."""
-    if spec.DROPOUT:
+    if spec.HAS_DROPOUT:
         _, _, _, _, row = queries
         _, _, _, _, column = keys
         # Products of uint32 wrap. One multiplication decides a pair, in the same way in every tiling and in both
         # passes.
-        return tl.where(row * column >= spec.THRESHOLD, weights, 0.0)
+        return tl.where(row * column >= spec.DROPOUT_THRESHOLD, weights, 0.0)
     else:
         return weights

@@ -18,45 +18,46 @@ from ejkernel_triton.blocks import LOG2E, batch_row_address, load_state_slot, lo
 
 
 @triton.jit
-def load_token(x, step, write, read, token, token_exists, channels, state_elements, spec: tl.constexpr):
+def load_token(x, dt_array, b_array, c_array, token, token_exists, channels, state_elements, spec: tl.constexpr):
     """Loads a token: x and dt by channel, B and C by state element; zeros for a missing token."""
     # Vectors instead of scalars: the interpreter has no & of a vector and a scalar.
     channel_mask = channels < tl.where(token_exists > 0, spec.E, 0)
     state_mask = state_elements < tl.where(token_exists > 0, spec.N, 0)
     return (
         tl.load(x + token * spec.E + channels, mask=channel_mask, other=0.0).to(tl.float32),
-        tl.load(step + token * spec.E + channels, mask=channel_mask, other=0.0).to(tl.float32),
-        tl.load(write + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
-        tl.load(read + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
+        tl.load(dt_array + token * spec.E + channels, mask=channel_mask, other=0.0).to(tl.float32),
+        tl.load(b_array + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
+        tl.load(c_array + token * spec.N + state_elements, mask=state_mask, other=0.0).to(tl.float32),
     )
 
 
 @triton.jit
 def selective_state_update_kernel(
     x,
-    step,
+    dt_array,
     decay,
-    write,
-    read,
+    b_array,
+    c_array,
     skip,
-    bounds,
+    cu_seqlens,
     slots,
-    initial,
-    final,
+    initial_states,
+    final_states,
     output,
     spec: tl.constexpr,
     per: tl.constexpr,
 ):
     """Processes all tokens of one sequence for one tile of channels.
 
-    In place, `final` has the initial states: a program reads its tile before it writes it, and no other program has it.
+    In place, `final_states` has the initial states: a program reads its tile before it writes it, and no other program
+    has it.
     """
     BLOCK_E: tl.constexpr = spec.BLOCK_E
     BLOCK_N: tl.constexpr = spec.BLOCK_N
     program = tl.program_id(0)
-    sequence = program % spec.SEQUENCES
-    tile = program // spec.SEQUENCES % spec.TILES
-    row = tl.cast(program // (spec.SEQUENCES * spec.TILES), tl.int64)
+    sequence = program % spec.NUM_SEQUENCES
+    tile = program // spec.NUM_SEQUENCES % spec.NUM_CHANNEL_TILES
+    row = tl.cast(program // (spec.NUM_SEQUENCES * spec.NUM_CHANNEL_TILES), tl.int64)
     channels, state_elements = tile * spec.BLOCK_E + tl.arange(0, spec.BLOCK_E), tl.arange(0, spec.BLOCK_N)
     at = channels[:, None] * spec.N + state_elements[None, :]
     in_bounds = (channels < spec.E)[:, None] & (state_elements < spec.N)[None, :]
@@ -65,20 +66,22 @@ def selective_state_update_kernel(
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
     if spec.PACKED:
-        bounds = batch_row_address(bounds, row, per.BOUNDS, spec.SEQUENCES + 1)
-        first, end = load_token_range(bounds, sequence)
+        cu_seqlens = batch_row_address(cu_seqlens, row, per.CU_SEQLENS, spec.NUM_SEQUENCES + 1)
+        first, end = load_token_range(cu_seqlens, sequence)
     state_index = tl.cast(sequence, tl.int64)
-    if spec.SLOTS > 0:
-        slots = batch_row_address(slots, row, per.SLOTS, spec.SEQUENCES)
-        state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.SLOTS)
+    if spec.NUM_SLOTS > 0:
+        slots = batch_row_address(slots, row, per.NUM_SLOTS, spec.NUM_SEQUENCES)
+        state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.NUM_SLOTS)
         mask = (channels < tl.where(uses_slot > 0, spec.E, 0))[:, None] & (state_elements < spec.N)[None, :]
-    STATES: tl.constexpr = (spec.SLOTS if spec.SLOTS > 0 else spec.SEQUENCES) * spec.E * spec.N
-    final_address = final + row * STATES + state_index * (spec.E * spec.N) + at
+    STATES: tl.constexpr = (spec.NUM_SLOTS if spec.NUM_SLOTS > 0 else spec.NUM_SEQUENCES) * spec.E * spec.N
+    final_address = final_states + row * STATES + state_index * (spec.E * spec.N) + at
     # The state is loaded first, since it is most of the traffic.
     if spec.IN_PLACE:
         state = tl.load(final_address, mask=mask, other=0.0).to(tl.float32)
-    elif spec.HAS_STATE:
-        initial_address = batch_row_address(initial, row, per.INITIAL, STATES) + state_index * (spec.E * spec.N) + at
+    elif spec.HAS_INITIAL_STATE:
+        initial_address = (
+            batch_row_address(initial_states, row, per.INITIAL_STATES, STATES) + state_index * (spec.E * spec.N) + at
+        )
         state = tl.load(initial_address, mask=mask, other=0.0).to(tl.float32)
     else:
         state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
@@ -87,25 +90,28 @@ def selective_state_update_kernel(
     rates = tl.load(rates, mask=in_bounds, other=0.0, eviction_policy="evict_last")
     rates = rates.to(tl.float32) * LOG2E
     skip_weight = tl.load(batch_row_address(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
-    x, step = batch_row_address(x, row, per.X, spec.T * spec.E), batch_row_address(step, row, per.STEP, spec.T * spec.E)
-    write, read = (
-        batch_row_address(write, row, per.WRITE, spec.T * spec.N),
-        batch_row_address(read, row, per.READ, spec.T * spec.N),
+    x, dt_array = (
+        batch_row_address(x, row, per.X, spec.T * spec.E),
+        batch_row_address(dt_array, row, per.DT_ARRAY, spec.T * spec.E),
+    )
+    b_array, c_array = (
+        batch_row_address(b_array, row, per.B_ARRAY, spec.T * spec.N),
+        batch_row_address(c_array, row, per.C_ARRAY, spec.T * spec.N),
     )
     output += row * spec.T * spec.E
     x_value, dt, b, c = load_token(
-        x, step, write, read, first, tl.cast(first < end, tl.int32), channels, state_elements, spec
+        x, dt_array, b_array, c_array, first, tl.cast(first < end, tl.int32), channels, state_elements, spec
     )
     for token in tl.range(first, end):
         # Issued before this token's arithmetic, which hides the latency.
         next_x, next_dt, next_b, next_c = load_token(
-            x, step, write, read, token + 1, tl.cast(token + 1 < end, tl.int32), channels, state_elements, spec
+            x, dt_array, b_array, c_array, token + 1, tl.cast(token + 1 < end, tl.int32), channels, state_elements, spec
         )
         state = tl.exp2(rates * dt[:, None]) * state + (dt * x_value)[:, None] * b[None, :]
         y = tl.sum(state * c[None, :], axis=1) + skip_weight.to(tl.float32) * x_value
         tl.store(output + token * spec.E + channels, y.to(output.dtype.element_ty), mask=channels < spec.E)
         x_value, dt, b, c = next_x, next_dt, next_b, next_c
     # In place, only this program read the tile, at the top.
-    tl.store(final_address, state.to(final.dtype.element_ty), mask=mask)
+    tl.store(final_address, state.to(final_states.dtype.element_ty), mask=mask)
     if spec.PACKED:
-        zero_padding_outputs(output, bounds, sequence, channels, spec.SEQUENCES, spec.T, spec.E, spec.E)
+        zero_padding_outputs(output, cu_seqlens, sequence, channels, spec.NUM_SEQUENCES, spec.T, spec.E, spec.E)
