@@ -48,7 +48,7 @@ def _paired(x):
 @pytest.fixture(name="record")
 def case(monkeypatch):
     for module in (forward, backward):
-        monkeypatch.setattr(module, "call", stand_in)
+        monkeypatch.setattr(module, "emit_custom_call", stand_in)
     [found] = [case for case in OP.cases if case.name == "bfloat16, causal and bias of -inf, lse"]
     return lower(found.make(jax.random.key(0)))
 

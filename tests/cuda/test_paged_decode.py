@@ -16,7 +16,7 @@ from ejkernel.ops.plugins import registry
 from ejkernel_cuda import library
 from ejkernel_cuda.paged_decode import IMPLEMENTATIONS, config
 from ejkernel_cuda.paged_decode import forward as call
-from ejkernel_cuda.paged_decode.forward import forward, strides
+from ejkernel_cuda.paged_decode.forward import cache_strides, forward
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 A100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0)
@@ -145,14 +145,14 @@ def test_calls_that_write_are_served_before_triton():
 
 
 def test_layouts_are_strides():
-    assert strides(record()) == (64 * 8 * 128, 8 * 128, 128, 64 * 8 * 128, 8 * 128, 128, 0)
+    assert cache_strides(record()) == (64 * 8 * 128, 8 * 128, 128, 64 * 8 * 128, 8 * 128, 128, 0)
     first = array(8, 256, 64, 128, dtype=jnp.int8)
-    assert strides(record(key_pages=first, value_pages=first, kv_layout="hpsd")) == (
+    assert cache_strides(record(key_pages=first, value_pages=first, kv_layout="hpsd")) == (
         *(64 * 128, 128, 256 * 64 * 128) * 2,
         0,
     )
     combined = array(256, 64, 8, 2, 256, dtype=jnp.int8)
-    assert strides(record(key_pages=combined, value_pages=None, kv_layout="pshcd")) == (
+    assert cache_strides(record(key_pages=combined, value_pages=None, kv_layout="pshcd")) == (
         *(64 * 8 * 512, 8 * 512, 512) * 2,
         256,
     )

@@ -48,7 +48,7 @@ def run_last_program(call, values):
             array[...] = np.asarray(values[name](call, array.shape), array.dtype)
     tensors = [interpreter._Tensor(x, str(x.dtype)) for x in arrays]
     _compat.patch_interpreter()
-    builder = _compat._interpreter().interpreter_builder
+    builder = _compat._interpreter_module().interpreter_builder
     place, options, dims = builder.set_grid_idx, builder.options, builder.set_grid_dim
     last = call.grid - 1
     builder.set_grid_idx = lambda x, y, z: place(last, y, z)
@@ -79,8 +79,8 @@ def gradients(function, count):
 def last_block(call, sizes):
     """Runs of blocks of which the last one of all is visited, and masked; of T tokens on the other side."""
     own = sizes[1]
-    other = [name for name in ("Q_BLOCK", "K_BLOCK") if -(-T // call.constants[name]) != own]
-    blocks = -(-T // call.constants[other[0] if other else "K_BLOCK"])
+    other = [name for name in ("BLOCK_Q", "BLOCK_KV") if -(-T // call.constants[name]) != own]
+    blocks = -(-T // call.constants[other[0] if other else "BLOCK_KV"])
     return np.broadcast_to([blocks - 1, blocks - 1, blocks - 1, blocks], sizes)
 
 

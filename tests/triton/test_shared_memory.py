@@ -84,10 +84,10 @@ def test_a_configuration_that_fits_stays_as_it_is():
 def test_what_no_tile_fits_is_refused_with_the_sizes():
     record = latent(None, 16, (512, 64), (jnp.float32, jnp.float32))
     with target_device(DEVICES["sm_120"]):
-        (reason,) = paged_attention._reasons(record)
+        (reason,) = paged_attention._refusal_reasons(record)
     assert "bytes of shared memory, and sm_120 has 101376" in reason
     with target_device(H200):
-        assert not list(paged_attention._reasons(record))
+        assert not list(paged_attention._refusal_reasons(record))
     assert isinstance(record, PagedAttention)
 
 
@@ -158,7 +158,7 @@ def test_selected_attention_fits_or_is_refused(target):
 
 def test_many_heads_in_float32_are_refused_with_the_sizes():
     with target_device(H200):
-        (reason,) = selected_attention._reasons(selected_record(64, 256, jnp.float32))
+        (reason,) = selected_attention._refusal_reasons(selected_record(64, 256, jnp.float32))
     assert reason.startswith("64 query heads a KV head take up to")
     assert reason.endswith("bytes of shared memory, and sm_90 has 232448")
 

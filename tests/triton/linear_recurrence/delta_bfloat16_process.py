@@ -44,7 +44,7 @@ for channels in (False, True):
         assert error < 0.06, name
 print("same")
 
-interpreter = _compat._interpreter()
+interpreter = _compat._interpreter_module()
 tile = interpreter.TensorHandle(np.ones(16, np.uint16), interpreter.tl.bfloat16)
 try:
     interpreter.interpreter_builder.create_fneg(tile)

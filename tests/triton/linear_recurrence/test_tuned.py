@@ -20,7 +20,7 @@ from ejkernel.ops.config.table import as_part, decode
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel_triton import ahead, launch
-from ejkernel_triton.linear_recurrence.config import WARPS
+from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS
 
 FILES = sorted(
     file
@@ -30,7 +30,7 @@ FILES = sorted(
 THEN = {"fused": "walk", "fused_block_v": "walk_block_v", "fused_stages": "walk_stages", "segments": "splits"}
 """What fields were called when the tables were measured."""
 
-FROZEN = {"state_warps": WARPS, "score_warps": WARPS, "score_stages": 1, "walk_warps": WARPS}
+FROZEN = {"state_warps": DEFAULT_WARPS, "score_warps": DEFAULT_WARPS, "score_stages": 1, "walk_warps": DEFAULT_WARPS}
 """Fields that had one value then, which the launches have now."""
 
 SPILLED = {(3, 9): 160}

@@ -56,10 +56,10 @@ def test_float8_e4m3fn_is_refused_where_triton_cannot_read_it():
         kv_heads=None,
     )
     with target_device(CHIPS["sm_80"]):
-        (reason,) = paged_attention._reasons(record)
+        (reason,) = paged_attention._refusal_reasons(record)
     assert reason.startswith("key_pages: Triton reads float8_e4m3fn from compute capability 8.9 on")
     with target_device(H200):
-        assert not list(paged_attention._reasons(record))
+        assert not list(paged_attention._refusal_reasons(record))
 
 
 @pytest.mark.parametrize("rows", [[65536], [46341], [1, 65536], [2**16] * 3])

@@ -10,7 +10,7 @@ from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.selective_scan import GRADIENTS, config
+from ejkernel_triton.selective_scan import DIFFERENTIABLE_FIELDS, config
 from ejkernel_triton.selective_scan.backward import backward
 from ejkernel_triton.selective_scan.forward import forward
 
@@ -47,7 +47,9 @@ scan = record(4)
 (output, residuals), pull = jax.vjp(selective_scan.reference, scan)
 cotangent = (jnp.cos(output[0]), jnp.sin(output[1]))
 (wanted,) = pull((cotangent, jax.tree.map(jnp.zeros_like, residuals)))
-saved = Pullback(record=scan, residuals=residuals, output=output, cotangent=cotangent, grad_fields=GRADIENTS)
+saved = Pullback(
+    record=scan, residuals=residuals, output=output, cotangent=cotangent, grad_fields=DIFFERENTIABLE_FIELDS
+)
 for tiles in config.candidates(scan, DEVICE, "backward"):
     if tiles.prefetch_states or tiles.prefetch_recomputed_b:
         for name, made in backward(saved, tiles).items():

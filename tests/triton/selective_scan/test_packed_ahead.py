@@ -9,7 +9,7 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.device import target_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import launch
-from ejkernel_triton.selective_scan import GRADIENTS, config
+from ejkernel_triton.selective_scan import DIFFERENTIABLE_FIELDS, config
 from ejkernel_triton.selective_scan.backward import backward
 from ejkernel_triton.selective_scan.forward import forward
 
@@ -30,7 +30,9 @@ def launches(chip, tokens=4096, channels=2048, sequences=16):
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, CHIPS[chip], "forward"))
-        saved = Pullback(record=record, residuals=residuals, output=output, cotangent=output, grad_fields=GRADIENTS)
+        saved = Pullback(
+            record=record, residuals=residuals, output=output, cotangent=output, grad_fields=DIFFERENTIABLE_FIELDS
+        )
         return backward(saved, config.heuristic(record, CHIPS[chip], "backward"))
 
     with target_device(CHIPS[chip]), launch.collect_launches() as calls:

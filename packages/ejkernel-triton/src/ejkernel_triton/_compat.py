@@ -183,7 +183,7 @@ def _reject_bfloat16(operation: Any) -> Any:
     def apply_unless_bfloat16(builder: Any, operand: Any, *other_operands: Any) -> Any:
         if operand.dtype.scalar.is_bf16():
             raise TypeError(
-                f"{rest[-1].__name__} of bfloat16: got a 16-bit tile, wants float32 in Triton's interpreter"
+                f"{other_operands[-1].__name__} of bfloat16: got a 16-bit tile, wants float32 in Triton's interpreter"
             )
         return operation(builder, operand, *other_operands)
 

@@ -36,7 +36,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if not slots(record):
         yield "no block is selected"
     elif config.group_size(record) > MAX_GROUP_SIZE:
-        yield f"{config.group_size(record)} query heads a KV head are more than {HEADS}"
+        yield f"{config.group_size(record)} query heads a KV head are more than {MAX_GROUP_SIZE}"
     elif shared_memory_refusal := config.shared_memory_refusal(record, current_device()):
         yield shared_memory_refusal
 

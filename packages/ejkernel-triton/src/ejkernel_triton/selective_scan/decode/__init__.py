@@ -28,9 +28,9 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     num_sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     if tokens > MAX_TOKENS_PER_SEQUENCE * num_sequences:
         maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
-        yield f"x: {tokens} tokens of {sequences} sequences; {maximum}"
+        yield f"x: {tokens} tokens of {num_sequences} sequences; {maximum}"
     if record.cu_seqlens is not None and tokens - num_sequences > MAX_EXTRA_TOKENS:
-        longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
+        longest_sequence = f"one of {num_sequences} packed sequences may have {tokens - num_sequences + 1} tokens"
         yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
     yield from scan_refusal_reasons(record)
 
