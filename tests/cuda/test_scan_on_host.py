@@ -11,7 +11,7 @@ import pytest
 from ejkernel.families.selective_scan import SelectiveScan, packed_scan, reference
 from ejkernel.families.selective_scan.scan_sequences import sequences
 from ejkernel_cuda.selective_scan.backward import WARPGROUP_CHANNELS
-from ejkernel_cuda.selective_scan.forward import packed_operands, scan_operands
+from ejkernel_cuda.selective_scan.forward import packed_sequence_operands, scan_operands
 
 TOKENS, CHANNELS, SIZE = 150, 136, 13
 BOUNDS = (2, 70, 70, 71, 139)
@@ -53,7 +53,7 @@ def nothing(*shape):
 def inputs(record):
     """The arrays that both kernels take, and the integers."""
     operands = [np.array(x) for x in scan_operands(record, 16)]
-    packing = [np.array(x) if x.size else None for x in packed_operands(record)]
+    packing = [np.array(x) if x.size else None for x in packed_sequence_operands(record)]
     rows, packed = sequences(record), record.cu_seqlens is not None
     return operands, packing, [rows, TOKENS, CHANNELS, SIZE, rows], [rows if packed else 0]
 
