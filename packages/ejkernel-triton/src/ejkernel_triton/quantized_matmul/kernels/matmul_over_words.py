@@ -29,7 +29,7 @@ def matmul_over_words_kernel(
     packed = batch_row_address(packed, batch, per.PACKED, spec.R * spec.W)
     scales = batch_row_address(scales, batch, per.SCALES, spec.R * spec.SCALES_PER_ROW)
     if spec.CODES_ARE_INTEGERS and not spec.SHARED_ZERO_POINT:
-        zero_points = batch_row_address(zero_points, batch, per.ZEROS, spec.R * spec.SCALES_PER_ROW)
+        zero_points = batch_row_address(zero_points, batch, per.ZERO_POINTS, spec.R * spec.SCALES_PER_ROW)
     split_outputs += (batch * spec.NUM_SPLITS + split_index) * (spec.M * spec.R)
     m = row * M + tl.arange(0, M)
     r = column * N + tl.arange(0, N)

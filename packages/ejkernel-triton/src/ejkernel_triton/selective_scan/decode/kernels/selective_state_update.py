@@ -70,7 +70,7 @@ def selective_state_update_kernel(
         first, end = load_token_range(cu_seqlens, sequence)
     state_index = tl.cast(sequence, tl.int64)
     if spec.NUM_SLOTS > 0:
-        slots = batch_row_address(slots, row, per.NUM_SLOTS, spec.NUM_SEQUENCES)
+        slots = batch_row_address(slots, row, per.SLOTS, spec.NUM_SEQUENCES)
         state_index, uses_slot = load_state_slot(slots, sequence, first, end, spec.NUM_SLOTS)
         mask = (channels < tl.where(uses_slot > 0, spec.E, 0))[:, None] & (state_elements < spec.N)[None, :]
     STATES: tl.constexpr = (spec.NUM_SLOTS if spec.NUM_SLOTS > 0 else spec.NUM_SEQUENCES) * spec.E * spec.N
