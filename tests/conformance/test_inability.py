@@ -15,11 +15,11 @@ INABILITY = {
     "a dtype that they do not load or convert": "|".join(
         [
             r"dtype \S+ is not among [\w, ]+",
-            r"scales are \S+: the kernels read \S+",
             r"rhs has dtype \S+( and lhs \S+)?; the kernel wants .*",
             r"the cache has dtype .* and the queries \S+; the kernel wants the same",
             r"\w+: dtype \S+, wants \S+",
-            r"\w+: got \S+, the kernel (reads|writes|computes in) [\w, ]+",
+            r"\w+: got [\w ]+, the kernels? (reads?|writes|computes in) [\w', ]+",
+            r"query: got other dtypes of key or value, wants one dtype instead of [\w, ]+",
         ]
     ),
     "a head size, or a number of channels, that they are not compiled for": "|".join(
@@ -31,9 +31,10 @@ INABILITY = {
             rf"latent vectors have {N} and {N} rotary columns; the kernel wants .*",
             rf"value has head dimension {N} and query {N}; the kernel wants .*",
             rf"the queries have {N} heads; the kernel wants .*",
-            rf"(query|value) has head dimension {N}; the kernel wants (one of [\d, ]+|a multiple of {N})",
-            rf"x has {N} channels; the kernel wants a multiple of {N}",
-            rf"values of size {N}, queries and keys of {N}: wants one head size",
+            rf"\w+: got head dimension {N}, the kernel wants (one of [\d, ]+|a multiple of {N})",
+            rf"\w+: got head dimension {N} and, of value, {N}, the kernel reads multiples of {N}",
+            rf"\w+: got {N} channels, the kernel wants a multiple of {N}",
+            rf"value: got head size {N}, wants that of query and key, {N}",
             rf"{N} heads are no multiple of {N}",
         ]
     ),
@@ -41,6 +42,8 @@ INABILITY = {
         [
             rf"{N} (columns|rows|contracted elements|channels)[\w ]* are (not a|no) multiple of {N}(, or .*)?",
             rf"rows of {N}( and {N})? (scales|numbers|elements)( of \S+)? are (not|no) multiples of {N} bytes",
+            rf"\w+: got rows of {N}[\w, ]*, the kernels? reads? multiples of {N} bytes",
+            rf"w: got {N} columns, the kernels have a multiple of {N}",
             rf"lhs has {N} rows; the kernel wants .*",
             rf"the (contracted axis of lhs|output axis of rhs) has {N} elements; the kernel wants .*",
             rf"rhs (has {N} columns|gives {N} output columns); the kernel wants .*",
@@ -52,29 +55,29 @@ INABILITY = {
     ),
     "codes that they do not unpack": "|".join(
         [
-            rf"\w+ codes of {N} bits: the kernels multiply affine ones of {N}",
+            rf"mode: got \w+ codes of {N} bits, the kernels multiply affine codes of {N} bits",
             rf"bits {N}: the kernels unpack codes of 4 and 8",
-            rf"groups of {N}: without transpose, groups have {N}",
-            rf"groups of {N} are smaller than {N}",
+            rf"group_size: got {N}, (without transpose the kernels have|the kernels have at least) {N}",
             r"lhs_scale or rhs_scale is None; the kernel wants both",
             r"transpose_rhs is False; the kernel wants True, as WGMMA reads .*",
         ]
     ),
     "a cache of another kind": "|".join(
         [
-            "a cache of latent vectors",
+            "kv_cache: got a cache of latent vectors, the kernel reads keys and values",
             "the cache has latent vectors: .*",
             "the cache has separate keys and values; the kernel wants latent vectors",
             "the cache has latent vectors; the kernel wants separate keys and values",
-            "the cache is not dense: one row of keys for each query",
+            "block_tables: got a paged cache, the kernel reads a dense one .*",
+            "query: got packed rows or pages without a table, the kernel reads one row .*",
         ]
     ),
     "more tokens or rows than the kernels loop over": "|".join(
         [
-            rf"{N} query rows of {N} sequences are more than one each",
+            rf"queries: got {N} rows of {N} sequences, the kernel serves at most one each",
             rf"\w+: {N} tokens of {N} sequences; the decode step supports at most {N} tokens per sequence",
             rf"\w+: one of {N} packed sequences may have .*",
-            rf"x has {N} rows, more than {N}",
+            rf"x: got {N} rows, the kernels have at most {N}",
         ]
     ),
     "a computation that is another kernel's": "|".join(
@@ -83,7 +86,8 @@ INABILITY = {
             "a shared prefix together with a window or alibi, which count from each query's own position",
             r"sliding_window: .* does not end at the query's own position",
             rf"bias: shape .*, wants all {N} queries and {N} keys",
-            "one query and one key",
+            "query: got one query and one key, cuDNN wants more",
+            "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel",
         ]
     ),
 }

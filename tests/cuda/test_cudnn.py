@@ -71,8 +71,8 @@ def test_it_serves_what_it_is_made_for(options):
     [
         ({"dtype": jnp.float32}, {}, "dtype float32 is not among bfloat16, float16"),
         ({"size": 60}, {}, "head size 60, 60 is not in range(8, 257, 8)"),
-        ({"value_size": 48}, {}, "values of size 48, queries and keys of 64: wants one head size"),
-        ({"t": 1, "s": 1}, {}, "one query and one key"),
+        ({"value_size": 48}, {}, "value: got head size 48, wants that of query and key, 64"),
+        ({"t": 1, "s": 1}, {}, "query: got one query and one key, cuDNN wants more"),
         ({}, {"sliding_window": 9}, "sliding_window: (9, 9) does not end at the query's own position"),
         (
             {"t": 200},
@@ -106,7 +106,7 @@ def test_dropout_is_the_projects_own():
 
 
 def test_large_heads_want_hopper():
-    assert refusals(*arrays(size=192), device=A100) == ["head size 192 needs compute capability 9.0"]
+    assert refusals(*arrays(size=192), device=A100) == ["query: head size 192 needs compute capability 9.0"]
     assert refusals(*arrays(size=192)) == []
 
 

@@ -58,8 +58,8 @@ def test_it_serves_what_it_is_made_for():
     [
         ({"dtype": jnp.float32}, "dtype float32 is not among bfloat16, float16"),
         ({"size": 264}, "head size 264, 264 is not in range(8, 257)"),
-        ({"size": 60}, "head sizes 60 and 60 are not multiples of 8"),
-        ({"key_dtype": jnp.float32}, "query is bfloat16, keys are float32 and values float32: wants one dtype"),
+        ({"size": 60}, "query: got head dimension 60 and, of value, 60, the kernel reads multiples of 8"),
+        ({"key_dtype": jnp.float32}, "key: got float32 and values of float32, the kernel reads the query's bfloat16"),
         ({"platform": "xla"}, "platform='xla' was asked for"),
         ({"device": DeviceInfo(platform="cpu")}, "needs nvidia, this is cpu"),
         (
@@ -86,7 +86,7 @@ def test_a_paged_cache_is_refused():
     [requires] = [i.requires for i in dense_decode.IMPLEMENTATIONS]
     assert not list(requires.extra(paged))
     assert list(requires.extra(dataclasses.replace(paged, block_tables=tables))) == [
-        "the cache is not dense: one row of keys for each query"
+        "block_tables: got a paged cache, the kernel reads a dense one with a row of keys for each query"
     ]
 
 

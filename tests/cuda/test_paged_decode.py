@@ -67,7 +67,7 @@ def test_it_serves_what_it_is_made_for():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 5}, "5 query rows of 4 sequences are more than one each"),
+        ({"rows": 5}, "queries: got 5 rows of 4 sequences, the kernel serves at most one each"),
         ({"alibi_slopes": array(8, dtype=jnp.float32)}, "alibi_slopes is not handled"),
         ({"qq_bias": array(4, 4, dtype=jnp.float32)}, "qq_bias is not handled"),
         ({"shared_prefix": array()}, "shared_prefix is not handled"),
@@ -79,19 +79,25 @@ def test_it_refuses_calls_by_name(changes, sentence):
     assert refusals(**changes) == [sentence]
 
 
+def aligned(size, value_size, dtype):
+    """The refusal of rows of the cache that copies cannot read."""
+    rows = f"{size} and, of values, {value_size} elements of {dtype}"
+    return f"key_cache: got rows of {rows}, the kernel reads multiples of 16 bytes"
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         (
             {"cache": jnp.float16},
-            "a cache of float16 and float16 is neither of the query's bfloat16 nor of 8 bits",
+            "key_cache: got float16 and values of float16, the kernel reads the query's bfloat16 and dtypes of 8 bits",
         ),
-        ({"size": 72}, "rows of 72 and 72 elements of float8_e4m3fn are not multiples of 16 bytes"),
-        ({"size": 60, "cache": jnp.bfloat16}, "rows of 60 and 60 elements of bfloat16 are not multiples of 16 bytes"),
-        ({"value_size": 24}, "rows of 128 and 24 elements of float8_e4m3fn are not multiples of 16 bytes"),
+        ({"size": 72}, aligned(72, 72, "float8_e4m3fn")),
+        ({"size": 60, "cache": jnp.bfloat16}, aligned(60, 60, "bfloat16")),
+        ({"value_size": 24}, aligned(128, 24, "float8_e4m3fn")),
         (
             {"key_pages": array(2**20, 64, 8, 128, dtype=jnp.float8_e4m3fn)},
-            "an array of the cache has 64 GiB or more",
+            "key_cache: got 64 GiB or more of keys or of values, the kernel reads less",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -170,15 +170,15 @@ def test_cases_are_served():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"m": 65}, "x has 65 rows, more than 64"),
+        ({"m": 65}, "x: got 65 rows, the kernels have at most 64"),
         ({"dtype": jnp.float16}, "dtype float16 is not among bfloat16"),
-        ({"bits": 8}, "affine codes of 8 bits: the kernels multiply affine ones of 4"),
-        ({"mode": "nf4"}, "nf4 codes of 4 bits: the kernels multiply affine ones of 4"),
-        ({"group_size": 32}, "groups of 32 are smaller than 64"),
-        ({"group_size": 128}, "groups of 128: without transpose, groups have 64"),
-        ({"n": 64 * 21}, "rows of 21 scales are not multiples of 4 bytes"),
-        ({"n": 130, "transpose": True}, "130 columns are not a multiple of 4"),
-        ({"k": 100}, "rows of 100 elements of x are not multiples of 16 bytes"),
+        ({"bits": 8}, "mode: got affine codes of 8 bits, the kernels multiply affine codes of 4 bits"),
+        ({"mode": "nf4"}, "mode: got nf4 codes of 4 bits, the kernels multiply affine codes of 4 bits"),
+        ({"group_size": 32}, "group_size: got 32, the kernels have at least 64"),
+        ({"group_size": 128}, "group_size: got 128, without transpose the kernels have 64"),
+        ({"n": 64 * 21}, "scales: got rows of 21, the kernels read multiples of 4 bytes"),
+        ({"n": 130, "transpose": True}, "w: got 130 columns, the kernels have a multiple of 4"),
+        ({"k": 100}, "x: got rows of 100 elements, the kernels read multiples of 16 bytes"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

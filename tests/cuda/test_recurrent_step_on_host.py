@@ -145,12 +145,18 @@ def test_calls_of_few_tokens_are_served_after_triton(changes, first):
             {"packed": True},
             "query: one of 64 packed sequences may have 449 tokens; the decode step supports at most 257",
         ),
-        ({"size": 96}, "query has head dimension 96; the kernel wants one of 64, 128"),
-        ({"columns": 48}, "value has head dimension 48; the kernel wants a multiple of 32"),
-        ({"columns": 64, "decay": True}, "value has head dimension 64; the kernel wants a multiple of 128"),
+        ({"size": 96}, "query: got head dimension 96, the kernel wants one of 64, 128"),
+        ({"columns": 48}, "value: got head dimension 48, the kernel wants a multiple of 32"),
+        ({"columns": 64, "decay": True}, "value: got head dimension 64, the kernel wants a multiple of 128"),
         ({"state": jnp.bfloat16}, "initial_state: dtype bfloat16, wants float32"),
-        ({"value": jnp.float32}, "query, key and value differ in dtype: bfloat16, float32"),
-        ({"transposed_states": True, "beta": True}, "transposed states with gates per key channel or with beta"),
+        (
+            {"value": jnp.float32},
+            "query: got other dtypes of key or value, wants one dtype instead of bfloat16, float32",
+        ),
+        (
+            {"transposed_states": True, "beta": True},
+            "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

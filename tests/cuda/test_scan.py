@@ -58,7 +58,7 @@ def test_it_serves_what_it_is_made_for(changes, direction):
     ("changes", "sentence"),
     [
         ({"size": 17}, "head size 17 is not in range(1, 17)"),
-        ({"step": jnp.float64}, "dt of float64 is not among float16, bfloat16, float32"),
+        ({"step": jnp.float64}, "dt: got float64, the kernel reads float16, bfloat16, float32"),
         ({"device": DeviceInfo(platform="cpu")}, "needs nvidia, this is cpu"),
         ({"device": dataclasses.replace(H200, compute_capability=7.5)}, "needs compute capability 8.0, this is 7.5"),
     ],
@@ -75,7 +75,7 @@ SHARED = "compute capability 12.0: the kernel needs more shared memory than the 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 128, "channels": 20}, "x has 20 channels; the kernel wants a multiple of 8"),
+        ({"rows": 128, "channels": 20}, "hidden_states: got 20 channels, the kernel wants a multiple of 8"),
         ({"rows": 128, "device": dataclasses.replace(H200, compute_capability=12.0)}, SHARED),
         (
             {"rows": 128, "device": dataclasses.replace(H200, compute_capability=8.0)},

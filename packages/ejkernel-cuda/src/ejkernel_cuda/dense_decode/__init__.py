@@ -11,13 +11,17 @@ from ejkernel_cuda.requirements import decode_requires
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys, values = record.query, record.key_pages, record.value_pages
-    if record.block_tables is not None or record.query_start is not None or record.kv_layout != "pshd":
-        yield "the cache is not dense: one row of keys for each query"
+    if record.block_tables is not None:
+        yield "block_tables: got a paged cache, the kernel reads a dense one with a row of keys for each query"
+        return
+    if record.query_start is not None or record.kv_layout != "pshd":
+        yield "query: got packed rows or pages without a table, the kernel reads one row of keys for each query"
         return
     if {keys.dtype, values.dtype} != {query.dtype}:
-        yield f"query is {query.dtype}, keys are {keys.dtype} and values {values.dtype}: wants one dtype"
+        yield f"key: got {keys.dtype} and values of {values.dtype}, the kernel reads the query's {query.dtype}"
     if query.shape[-1] % 8 or values.shape[-1] % 8:
-        yield f"head sizes {query.shape[-1]} and {values.shape[-1]} are not multiples of 8"
+        sizes = f"{query.shape[-1]} and, of value, {values.shape[-1]}"
+        yield f"query: got head dimension {sizes}, the kernel reads multiples of 8"
 
 
 IMPLEMENTATIONS = (

@@ -28,18 +28,20 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     query, keys = record.query, record.key_pages
     values = keys if record.value_pages is None else record.value_pages
     if record.kv_layout == paged_cache.LATENT:
-        yield "a cache of latent vectors"
+        yield "kv_cache: got a cache of latent vectors, the kernel reads keys and values"
         return
     if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BIT_DTYPES):
-        yield f"a cache of {keys.dtype} and {values.dtype} is neither of the query's {query.dtype} nor of 8 bits"
+        dtypes = f"{keys.dtype} and values of {values.dtype}"
+        yield f"key_cache: got {dtypes}, the kernel reads the query's {query.dtype} and dtypes of 8 bits"
     rows, sequences = query.shape[0], record.kv_lens.shape[0]
     if record.query_start is not None and rows > sequences:
-        yield f"{rows} query rows of {sequences} sequences are more than one each"
+        yield f"queries: got {rows} rows of {sequences} sequences, the kernel serves at most one each"
     sizes = query.shape[-1], paged_cache.value_size(record), keys.shape[-1], values.shape[-1]
     if any(size * keys.dtype.itemsize % ASYNC_COPY_BYTES for size in sizes):
-        yield f"rows of {sizes[0]} and {sizes[1]} {keys.dtype} are not multiples of {ASYNC_COPY_BYTES} bytes"
+        row_sizes = f"{sizes[0]} and, of values, {sizes[1]} elements of {keys.dtype}"
+        yield f"key_cache: got rows of {row_sizes}, the kernel reads multiples of {ASYNC_COPY_BYTES} bytes"
     if max(keys.size, values.size) * keys.dtype.itemsize >= MAX_CACHE_BYTES:
-        yield "an array of the cache has 64 GiB or more"
+        yield "key_cache: got 64 GiB or more of keys or of values, the kernel reads less"
 
 
 IMPLEMENTATIONS = (

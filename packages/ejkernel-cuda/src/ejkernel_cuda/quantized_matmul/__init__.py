@@ -31,15 +31,16 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     if capability is not None and capability >= 10.0:
         yield f"compute capability {capability}: the kernels are compiled for 9.0 alone"
     if quantized_format.mode != "affine" or quantized_format.bits != 4:
-        yield f"{quantized_format.mode} codes of {quantized_format.bits} bits: the kernels multiply affine ones of 4"
+        codes = f"{quantized_format.mode} codes of {quantized_format.bits} bits"
+        yield f"mode: got {codes}, the kernels multiply affine codes of 4 bits"
     if record.scales.dtype.name != "float16":
-        yield f"scales are {record.scales.dtype}: the kernels read float16"
+        yield f"scales: got {record.scales.dtype}, the kernels read float16"
     if rows > MAX_ROWS:
-        yield f"x has {rows} rows, more than {MAX_ROWS}"
+        yield f"x: got {rows} rows, the kernels have at most {MAX_ROWS}"
     if record.packed.size > MAX_ELEMENTS:
-        yield f"w has {record.packed.size} words, more than {MAX_ELEMENTS}"
+        yield f"w: got {record.packed.size} words, the kernels have at most {MAX_ELEMENTS}"
     if k % 8:
-        yield f"rows of {k} elements of x are not multiples of 16 bytes"
+        yield f"x: got rows of {k} elements, the kernels read multiples of 16 bytes"
     yield from _layout_refusal_reasons(record)
 
 
@@ -47,15 +48,15 @@ def _layout_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the kernel for the record's layout cannot serve it."""
     group, (rows, groups) = record.format.group_size, record.scales.shape
     if group < MIN_GROUP_SIZE:
-        yield f"groups of {group} are smaller than {MIN_GROUP_SIZE}"
+        yield f"group_size: got {group}, the kernels have at least {MIN_GROUP_SIZE}"
     if record.transpose:
         if rows % 4:
-            yield f"{rows} columns are not a multiple of 4"
+            yield f"w: got {rows} columns, the kernels have a multiple of 4"
         return
     if group > MIN_GROUP_SIZE:
-        yield f"groups of {group}: without transpose, groups have {MIN_GROUP_SIZE}"
+        yield f"group_size: got {group}, without transpose the kernels have {MIN_GROUP_SIZE}"
     if groups % 2:
-        yield f"rows of {groups} scales are not multiples of 4 bytes"
+        yield f"scales: got rows of {groups}, the kernels read multiples of 4 bytes"
 
 
 def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:

@@ -48,7 +48,7 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
         yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
-        yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
+        yield f"query: got other dtypes of key or value, wants one dtype instead of {', '.join(sorted(dtypes))}"
     yield from _state_refusal_reasons(record)
 
 
@@ -57,12 +57,12 @@ def _state_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     keys, columns = record.query.shape[3], record.value.shape[3]
     has_channel_gates = by_channel(record)
     if keys not in KEY_DIMS:
-        yield f"query has head dimension {keys}; the kernel wants one of {', '.join(map(str, KEY_DIMS))}"
+        yield f"query: got head dimension {keys}, the kernel wants one of {', '.join(map(str, KEY_DIMS))}"
     required_multiple = VALUE_CHANNELS_PER_BLOCK if has_channel_gates else VALUE_CHANNELS_PER_WARP
     if columns % required_multiple:
-        yield f"value has head dimension {columns}; the kernel wants a multiple of {required_multiple}"
+        yield f"value: got head dimension {columns}, the kernel wants a multiple of {required_multiple}"
     if record.transposed_states and (has_channel_gates or record.beta is not None):
-        yield "transposed states with gates per key channel or with beta"
+        yield "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel"
     for name in ("initial_state", "sequence_state"):
         state = getattr(record, name)
         if state is not None and str(state.dtype) != "float32":

@@ -24,7 +24,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.step.dtype) not in DTYPES:
-        yield f"dt of {record.step.dtype} is not among {', '.join(DTYPES)}"
+        yield f"dt: got {record.step.dtype}, the kernel reads {', '.join(DTYPES)}"
 
 
 def _gradient_refusal_reasons(record: Any) -> Iterable[str]:
@@ -32,7 +32,7 @@ def _gradient_refusal_reasons(record: Any) -> Iterable[str]:
     yield from _refusal_reasons(record)
     channels = record.x.shape[2]
     if channels % config.CHANNEL_ALIGNMENT:
-        yield f"x has {channels} channels; the kernel wants a multiple of {config.CHANNEL_ALIGNMENT}"
+        yield f"hidden_states: got {channels} channels, the kernel wants a multiple of {config.CHANNEL_ALIGNMENT}"
     capability = current_device().compute_capability
     if capability is not None and capability >= 12.0:
         yield f"compute capability {capability}: the kernel needs more shared memory than the chip has"

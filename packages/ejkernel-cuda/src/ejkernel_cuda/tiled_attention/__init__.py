@@ -26,15 +26,15 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     (_, t, _, d), s = record.query.shape, record.key.shape[1]
     left, right = band(record)
     if record.value.shape[-1] != d:
-        yield f"values of size {record.value.shape[-1]}, queries and keys of {d}: wants one head size"
+        yield f"value: got head size {record.value.shape[-1]}, wants that of query and key, {d}"
     if d > 128 and (current_device().compute_capability or 9.0) < 9.0:
-        yield f"head size {d} needs compute capability 9.0"
+        yield f"query: head size {d} needs compute capability 9.0"
     if (left, right) != (None, None) and right != 0:
         yield f"sliding_window: {record.sliding_window} does not end at the query's own position"
     elif left is not None and t > s:
         yield f"sliding_window: {t} queries are more than the {s} keys"
     if t == s == 1:
-        yield "one query and one key"
+        yield "query: got one query and one key, cuDNN wants more"
     if record.bias is not None:
         yield from _bias_refusal_reasons(record)
 
