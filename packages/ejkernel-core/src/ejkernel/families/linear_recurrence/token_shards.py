@@ -8,7 +8,6 @@ outputs: without gradients no third call is needed, and no second one in the bac
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,6 @@ from ejkernel.families.linear_recurrence.record import (
 from ejkernel.families.split_recurrence import Borders, Results, Run, SplitRecurrence, Summary, cumulative_sums
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.token_shards import TokenShards, packed_borders
-
-PIECE, SMALLEST_PIECE = 2048, 256
-"""Tokens of one matrix product of keys and values."""
 
 
 def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
@@ -199,13 +195,7 @@ def _weighted(x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurr
 def _product(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
     """Returns the sum over tokens of keys times values, [B, H, K, V]."""
     precision, dtype = product_precision(record.query.dtype, record.precision), accumulator(record)
-    rows, tokens = keys.shape[:2]
-    # One product per head would be few matrix products with a long contracted axis, which leave a GPU idle.
-    size = math.gcd(tokens, PIECE)
-    pieces = tokens // size if size >= SMALLEST_PIECE else 1
-    keys, values = (x.reshape(rows, pieces, tokens // pieces, *x.shape[2:]) for x in (keys, values))
-    products = jnp.einsum("bcthk,bcthv->bchkv", keys, values, precision=precision, preferred_element_type=dtype)
-    return jnp.sum(products, axis=1)
+    return jnp.einsum("bthk,bthv->bhkv", keys, values, precision=precision, preferred_element_type=dtype)
 
 
 RULE = SplitRecurrence(
