@@ -78,6 +78,7 @@ struct Block {
   std::vector<char> memory;
   char* shared;
   Barrier barrier, first;  // of all threads, of the first ones
+  Barrier named[16];
   Warp warps[kMostThreads / 32];
   std::deque<std::function<void()>> bulk_copies;  // that still have to happen
 };
@@ -189,6 +190,12 @@ inline float __shfl_sync(unsigned, float value, int lane) {
   warp.barrier.wait();
   return other;
 }
+inline float __shfl_up_sync(unsigned mask, float value, int lanes) {
+  const int lane = device::current->index % 32;
+  return __shfl_sync(mask, value, lane < lanes ? lane : lane - lanes);
+}
+template <typename T>
+T __ldg(const T* from) { return *from; }
 inline float __shfl_xor_sync(unsigned mask, float value, int lane) {
   return __shfl_sync(mask, value, device::current->index % 32 ^ lane);
 }

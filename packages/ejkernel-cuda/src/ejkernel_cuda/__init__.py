@@ -6,7 +6,15 @@ without CUDA, or in an installation without compiled kernels, the call is refuse
 
 from ejkernel.ops import hookimpl
 from ejkernel.ops.model import Implementation
-from ejkernel_cuda import dense_decode, paged_decode, quantized_matmul, recurrent_step, selective_scan, tiled_attention
+from ejkernel_cuda import (
+    delta_rule,
+    dense_decode,
+    paged_decode,
+    quantized_matmul,
+    recurrent_step,
+    selective_scan,
+    tiled_attention,
+)
 
 
 @hookimpl
@@ -14,7 +22,11 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
     """Return the implementations that this package registers."""
     decode_implementations = (*dense_decode.IMPLEMENTATIONS, *paged_decode.IMPLEMENTATIONS)
     matmul_implementations = quantized_matmul.IMPLEMENTATIONS
-    recurrence_implementations = (*recurrent_step.IMPLEMENTATIONS, *selective_scan.IMPLEMENTATIONS)
+    recurrence_implementations = (
+        *recurrent_step.IMPLEMENTATIONS,
+        *delta_rule.IMPLEMENTATIONS,
+        *selective_scan.IMPLEMENTATIONS,
+    )
     return (
         *tiled_attention.implementations(),
         *decode_implementations,

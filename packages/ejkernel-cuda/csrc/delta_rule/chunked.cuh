@@ -1,0 +1,616 @@
+// The forward pass of the gated delta rule in chunks of 64 tokens, in one kernel without stored states.
+//
+// A block has one head of one row and 64 of its value channels, and its warpgroups have roles:
+//   loads    one warp copies queries, keys and values of a chunk by TMA; another one sums up the gates
+//   pairs    two warpgroups take turns at chunks: T = (I + M)^-1 with M_ij = beta_i exp2(G_i - G_j) <k_i, k_j> below the
+//            diagonal, and A_ij = exp2(G_i - G_j) <q_i, k_j> on and below it. Neither depends on the state.
+//   state    one warpgroup, in which the state is transposed, [values, keys], as an accumulator in registers:
+//              X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
+//            with E = exp2(G), F = exp2(G_last - G). An accumulator is the left operand of the next product as it
+//            lies in the registers, so nothing of this chain passes through shared memory.
+#pragma once
+
+#include "delta_rule/ptx.cuh"
+
+namespace ejkernel::delta_rule {
+
+constexpr int kChunk = 64, kKeys = 128, kValues = 64;
+constexpr int kStages = 4, kSlots = 3, kPairGroups = 2;
+constexpr int kThreads = 128 * (2 + kPairGroups);
+constexpr float kLeastGate = -150.0f;  // powers of two, in which exp2 is 0
+
+struct DeltaCall {
+  const float* gates;    // [B, T, H], log gates; null without gates
+  const float* beta;     // [B, T, H]
+  const float* initial;  // [B, H, K, V]; null for zeros
+  float* final;          // [B, H, K, V]
+  // For checks of single steps; null otherwise. [B, H, chunks, 64, 64] in bfloat16, X [B, H, chunks, V, 64].
+  __nv_bfloat16 *inverses, *scores, *writes;
+  int tokens, chunks, heads, query_heads, key_heads, value_heads, values;
+  float scale;
+};
+
+// A CUtensorMap.
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
+
+struct Maps {
+  TensorMap query, key, value, output;
+};
+
+// Shared memory, in bytes.
+constexpr int kTile = kChunk * 128;  // 64 rows of 64 channels
+constexpr int kKeyAt = 2 * kTile, kValueAt = 4 * kTile, kStageBytes = 5 * kTile;
+constexpr int kSlotsAt = kStages * kStageBytes, kSlotBytes = 2 * kTile;
+constexpr int kOutputAt = kSlotsAt + kSlots * kSlotBytes, kOutputBytes = kChunk * 32;  // of a warp
+// Numbers of each token, float32, by stage: G, beta, E, beta E, F, and once E of the last token.
+constexpr int kGatesAt = kOutputAt + 4 * kOutputBytes, kGateBytes = 5 * 256 + 16;
+constexpr int kScratchAt = kGatesAt + kStages * kGateBytes, kScratchRow = 80, kScratchBytes = 16 * kScratchRow;
+constexpr int kBarriersAt = kScratchAt + 2 * kPairGroups * kScratchBytes;
+constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 16 * kSlots;
+static_assert(kSharedBytes <= 227 * 1024, "a block has as much shared memory");
+
+enum Mode { kAll = 0, kNoPairs = 1, kNoState = 2, kLoadsOnly = 3, kNoInverse = 4 };
+
+struct Block {
+  uint32_t shared;
+  char* memory;
+  int head, row, first_value, thread;
+
+  __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * kStageBytes; }
+  __device__ __forceinline__ uint32_t slot(int s) const { return shared + kSlotsAt + s * kSlotBytes; }
+  __device__ __forceinline__ const float* gates(int s) const {
+    return reinterpret_cast<const float*>(memory + kGatesAt + s * kGateBytes);
+  }
+  __device__ __forceinline__ uint32_t loaded(int s) const { return shared + kBarriersAt + 16 * s; }
+  __device__ __forceinline__ uint32_t read(int s) const { return loaded(s) + 8; }
+  __device__ __forceinline__ uint32_t solved(int s) const { return shared + kBarriersAt + 16 * (kStages + s); }
+  __device__ __forceinline__ uint32_t used(int s) const { return solved(s) + 8; }
+};
+
+// A position in a ring of `Size` places.
+template <int Size>
+struct Ring {
+  int place = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++place == Size) place = 0, phase ^= 1;
+  }
+};
+
+// Byte offset of the lane's row of four 8x8 matrices in a swizzled tile: rows from `row` on (8 and 8), 16-byte columns
+// `column` and the next one.
+__device__ __forceinline__ uint32_t block_row(int row, int column, int lane) {
+  const int r = row + lane % 16;
+  return r * 128 + (((column + lane / 16) ^ (r & 7)) << 4);
+}
+
+// c += a b for a and b of 16 x 16, b as four transposed 8x8 matrices: (rows 0, columns 0), (8, 0), (0, 8), (8, 8).
+__device__ __forceinline__ void multiply_16(float (&c)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
+  Half<__nv_bfloat16>::multiply(c[0], a, b[0], b[1]);
+  Half<__nv_bfloat16>::multiply(c[1], a, b[2], b[3]);
+}
+
+__device__ __forceinline__ uint32_t pack(float low, float high) { return Half<__nv_bfloat16>::pack(low, high); }
+
+// Accumulators as a left operand.
+__device__ __forceinline__ void pack_16(uint32_t (&a)[4], const float (&c)[2][4], float sign = 1.0f) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = pack(sign * c[i / 2][i % 2 * 2], sign * c[i / 2][i % 2 * 2 + 1]);
+}
+
+__device__ __forceinline__ void transpose_16(uint32_t (&b)[4], const uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i] = transpose(a[i]);
+}
+
+// ---- loads ----
+
+__device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& call, const Maps& maps) {
+  const int query = block.head / (call.heads / call.query_heads) * kKeys;
+  const int key = block.head / (call.heads / call.key_heads) * kKeys;
+  const int value = block.head / (call.heads / call.value_heads) * call.values + block.first_value;
+  Ring<kStages> ring;
+  for (int chunk = 0; chunk < call.chunks; ++chunk) {
+    const uint32_t to = block.stage(ring.place), barrier = block.loaded(ring.place);
+    if (chunk >= kStages) wait_for(block.read(ring.place), ring.phase ^ 1, 1);
+    arrive_and_expect(barrier, kStageBytes);
+    const int token = chunk * kChunk;
+    copy_tile(to + kKeyAt, &maps.key, key, token, block.row, barrier);
+    copy_tile(to + kKeyAt + kTile, &maps.key, key + 64, token, block.row, barrier);
+    copy_tile(to, &maps.query, query, token, block.row, barrier);
+    copy_tile(to + kTile, &maps.query, query + 64, token, block.row, barrier);
+    copy_tile(to + kValueAt, &maps.value, value, token, block.row, barrier);
+    ring.next();
+  }
+}
+
+// One warp; a lane has two tokens.
+__device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& call) {
+  const int lane = block.thread % 32;
+  const int64_t base = int64_t(block.row) * call.tokens * call.heads + block.head;
+  float gate[2], beta[2];
+  const auto fetch = [&](int chunk) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = chunk * kChunk + lane * 2 + i;
+      const bool valid = token < call.tokens;
+      const int64_t at = base + int64_t(token) * call.heads;
+      gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
+      beta[i] = valid ? __ldg(call.beta + at) : 0.0f;
+    }
+  };
+  fetch(0);
+  Ring<kStages> ring;
+  for (int chunk = 0; chunk < call.chunks; ++chunk) {
+    const float first = fmaxf(gate[0] * 1.4426950408889634f, kLeastGate);
+    const float both = first + fmaxf(gate[1] * 1.4426950408889634f, kLeastGate);
+    const float2 betas = {beta[0], beta[1]};
+    if (chunk + 1 < call.chunks) fetch(chunk + 1);
+    float sum = both;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const float last = __shfl_sync(~0u, sum, 31);
+    const float2 sums = {sum - both + first, sum};
+    const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
+    if (chunk >= kStages) wait_for(block.read(ring.place), ring.phase ^ 1, 2);
+    float2* const to = reinterpret_cast<float2*>(block.memory + kGatesAt + ring.place * kGateBytes) + lane;
+    to[0] = sums;
+    to[32] = betas;
+    to[64] = decay;
+    to[96] = {betas.x * decay.x, betas.y * decay.y};
+    to[128] = {exp2_fast(last - sums.x), exp2_fast(last - sums.y)};
+    if (lane == 31) reinterpret_cast<float*>(to + 129)[0] = decay.y;
+    __syncwarp();
+    if (lane == 0) arrive(block.loaded(ring.place));
+    ring.next();
+  }
+}
+
+// ---- pairs ----
+
+template <int M>
+struct Pairs {
+  const Block& block;
+  const DeltaCall& call;
+  const int group;
+  int warp, lane, t, g;
+  uint32_t below[8][2];  // M in bfloat16, rows g and g + 8 of the warp's 16 rows
+  uint32_t inverse[4];   // the inverse's block on the diagonal
+
+  __device__ __forceinline__ Pairs(const Block& b, const DeltaCall& c, int own)
+      : block(b),
+        call(c),
+        group(own),
+        warp(b.thread / 32 % 4),
+        lane(b.thread % 32),
+        t(b.thread % 4),
+        g(b.thread % 32 / 4) {}
+
+  __device__ __forceinline__ void synchronise_group() const { synchronise<128>(1 + group); }
+
+  __device__ __forceinline__ void run() {
+    Ring<kStages> stage;
+    Ring<kSlots> slot;
+    for (int i = 0; i < group; ++i) stage.next(), slot.next();
+    for (int chunk = group; chunk < call.chunks; chunk += kPairGroups) {
+      solve(chunk, stage, slot);
+#pragma unroll
+      for (int i = 0; i < kPairGroups; ++i) stage.next(), slot.next();
+    }
+  }
+
+  __device__ __forceinline__ void store_block(uint32_t tile, int row, int column, const uint32_t (&a)[4]) const {
+    store_matrices(tile + block_row(row, column, lane), a[0], a[1], a[2], a[3]);
+  }
+
+  __device__ __forceinline__ void load_block(uint32_t (&b)[4], uint32_t tile, int row, int column) const {
+    load_matrices_transposed(b, tile + block_row(row, column, lane));
+  }
+
+  __device__ __forceinline__ void solve(int chunk, const Ring<kStages>& stage, const Ring<kSlots>& slot) {
+    // What follows from these is computed again in each step instead of kept in registers.
+    asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));
+    const uint32_t inverses = block.slot(slot.place);
+    wait_for(block.loaded(stage.place), stage.phase, 3);
+    if constexpr (M == kNoPairs || M == kLoadsOnly) {
+      __syncwarp();
+      if (lane == 0) arrive(block.read(stage.place));
+      if (chunk >= kSlots) wait_for(block.used(slot.place), slot.phase ^ 1, 4);
+    } else {
+      float diagonal[2][4];
+      pairs(stage.place, diagonal, chunk, slot);
+      if constexpr (M != kNoInverse) {
+        invert_diagonal(diagonal);
+        invert_rest(inverses, chunk);
+      }
+      if (call.inverses != nullptr) dump(chunk, slot.place);
+    }
+    fence_shared_stores();
+    __syncwarp();
+    if (lane == 0) arrive(block.solved(slot.place));
+  }
+
+  // The products of keys with keys and queries, their decay, and the scores' way into shared memory.
+  __device__ __forceinline__ void pairs(int stage, float (&diagonal)[2][4], int chunk, const Ring<kSlots>& slot) {
+    float keys[8][4], queries[8][4];
+    const uint64_t q = swizzled_operand(block.stage(stage)), k = swizzled_operand(block.stage(stage) + kKeyAt);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int at = i / 4 * (kTile / 16) + i % 4 * 2;
+      multiply_shared(keys, k + at, k + at, i);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int at = i / 4 * (kTile / 16) + i % 4 * 2;
+      multiply_shared(queries, q + at, k + at, i);
+    }
+    commit_products();
+    const float* const gates = block.gates(stage);
+    float sums[2], betas[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] = gates[warp * 16 + g + i * 8], betas[i] = gates[64 + warp * 16 + g + i * 8];
+    wait_for_products<0>(keys);
+    wait_for_products<0>(queries);
+    uint32_t scores[8][2];
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      scores[tile][0] = scores[tile][1] = below[tile][0] = below[tile][1] = 0;
+      if (tile > 2 * warp + 1) continue;
+      const float2 others = *reinterpret_cast<const float2*>(gates + tile * 8 + t * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = warp * 16 + g + i / 2 * 8, column = tile * 8 + t * 2 + i % 2;
+        const float decay = exp2_fast(sums[i / 2] - (i % 2 ? others.y : others.x));
+        queries[tile][i] = column <= row ? queries[tile][i] * decay : 0.0f;
+        const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
+        keys[tile][i] = pair;
+        if (tile / 2 == warp) diagonal[tile % 2][i] = pair;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scores[tile][i] = pack(queries[tile][2 * i], queries[tile][2 * i + 1]);
+        below[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive(block.read(stage));
+    if (chunk >= kSlots) wait_for(block.used(slot.place), slot.phase ^ 1, 5);
+    const uint32_t to = block.slot(slot.place) + kTile;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i > warp) continue;
+      store_matrices(to + block_row(warp * 16, 2 * i, lane), scores[2 * i][0], scores[2 * i][1], scores[2 * i + 1][0],
+                     scores[2 * i + 1][1]);
+    }
+  }
+
+  // (I + L)^-1 of the warp's 16 rows, L `below`: blocks of 1, 2, 4 and 8 rows are joined, and the block below the
+  // diagonal is minus the product of the second inverse, L's block, and the first inverse.
+  __device__ __forceinline__ void invert_diagonal(const float (&lower)[2][4]) {
+    float result[2][4];
+    uint32_t packed[4], right[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = g + i % 4 / 2 * 8, column = i / 4 * 8 + t * 2 + i % 2;
+      result[i / 4][i % 4] = (row == column) - (row / 2 == column / 2 ? lower[i / 4][i % 4] : 0.0f);
+    }
+    pack_16(packed, lower);
+    transpose_16(right, packed);
+    pack_16(inverse, result);
+#pragma unroll
+    for (int level = 1; level < 4; ++level) {
+      uint32_t masked[4], transposed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i % 2 * 8 + t * 2, column = i / 2 * 8 + g;  // and the next row
+        const bool joined = row >> (level + 1) == column >> (level + 1) && row >> level != column >> level;
+        masked[i] = joined ? right[i] : 0;
+      }
+      float product[2][4] = {}, change[2][4] = {};
+      multiply_16(product, inverse, masked);
+      transpose_16(transposed, inverse);
+      pack_16(packed, product);
+      multiply_16(change, packed, transposed);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) result[i / 4][i % 4] -= change[i / 4][i % 4];
+      pack_16(inverse, result);
+    }
+  }
+
+  // Joins blocks of 16 and of 32 rows, which are in different warps.
+  __device__ __forceinline__ void invert_rest(uint32_t tile, int chunk) {
+    // Taken in turns, so that no warp writes what another one still reads of the chunk before.
+    const int place = chunk / kPairGroups % 2 * kPairGroups + group;
+    const uint32_t scratch = block.shared + kScratchAt + place * kScratchBytes + lane % 16 * kScratchRow + lane / 16 * 16;
+    store_block(tile, warp * 16, warp * 2, inverse);
+    if (warp == 2) {
+      store_matrices(scratch, below[0][0], below[0][1], below[1][0], below[1][1]);
+      store_matrices(scratch + 32, below[2][0], below[2][1], below[3][0], below[3][1]);
+    }
+    synchronise_group();
+    uint32_t joined[4], right[4], left[4];
+    if (warp % 2 == 1) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Of values, not of places: those would be in memory.
+        const uint32_t first = below[i / 2][i % 2], third = below[4 + i / 2][i % 2];
+        left[i] = warp == 1 ? first : third;
+      }
+      transpose_16(right, left);
+      float product[2][4] = {}, change[2][4] = {};
+      multiply_16(product, inverse, right);
+      pack_16(left, product);
+      load_block(right, tile, (warp - 1) * 16, (warp - 1) * 2);
+      multiply_16(change, left, right);
+      pack_16(joined, change, -1.0f);
+      store_block(tile, warp * 16, (warp - 1) * 2, joined);
+    }
+    synchronise_group();
+    if (warp < 2) return;
+    float product[2][2][4] = {}, change[2][2][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) left[j] = below[2 * i + j / 2][j % 2];
+      transpose_16(right, left);
+      multiply_16(product[i], inverse, right);
+      if (warp == 3) {
+        load_matrices_transposed(right, scratch + i * 32);
+        multiply_16(product[i], joined, right);
+      }
+    }
+    pack_16(left, product[0]);
+    load_block(right, tile, 0, 0);
+    multiply_16(change[0], left, right);
+    pack_16(left, product[1]);
+    load_block(right, tile, 16, 0);
+    multiply_16(change[0], left, right);
+    load_block(right, tile, 16, 2);
+    multiply_16(change[1], left, right);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pack_16(left, change[i], -1.0f);
+      store_block(tile, warp * 16, 2 * i, left);
+    }
+  }
+
+  // Copies the tiles of a chunk to device memory, for checks.
+  __device__ __forceinline__ void dump(int chunk, int slot) const {
+    synchronise_group();
+    if (block.first_value != 0) return;
+    const int64_t to = ((int64_t(block.row) * call.heads + block.head) * call.chunks + chunk) * (kChunk * kChunk);
+    for (int i = block.thread % 128; i < kChunk * kChunk; i += 128) {
+      const int row = i / kChunk, column = i % kChunk;
+      const char* const from =
+          block.memory + kSlotsAt + slot * kSlotBytes + row * 128 + (((column / 8) ^ (row & 7)) << 4) + column % 8 * 2;
+      call.inverses[to + i] = *reinterpret_cast<const __nv_bfloat16*>(from);
+      call.scores[to + i] = *reinterpret_cast<const __nv_bfloat16*>(from + kTile);
+    }
+  }
+};
+
+// ---- state ----
+
+template <int M>
+struct State {
+  const Block& block;
+  const DeltaCall& call;
+  const Maps& maps;
+  const int warp, lane, t, g;
+  float state[16][4];  // [values g and g + 8, keys tile * 8 + t * 2 and the next one]
+  float output[8][4];
+
+  __device__ __forceinline__ State(const Block& b, const DeltaCall& c, const Maps& m)
+      : block(b),
+        call(c),
+        maps(m),
+        warp(b.thread / 32 % 4),
+        lane(b.thread % 32),
+        t(b.thread % 4),
+        g(b.thread % 32 / 4) {}
+
+  // Calls `use` with each number of the state and its place in [B, H, K, V].
+  template <typename T, typename Use>
+  __device__ __forceinline__ void for_each(T* states, Use use) {
+    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeys + t * 2;
+    T* at = states + first * call.values + block.first_value + warp * 16 + g;
+#pragma unroll
+    for (int tile = 0; tile < 16; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) use(state[tile][i], at[i % 2 * call.values + i / 2 * 8]);
+      at += 8 * call.values;
+      asm volatile("" : "+l"(at));  // otherwise 64 addresses are kept in registers through the loop over chunks
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
+    if (call.initial != nullptr) for_each(call.initial, [](float& own, const float& from) { own = from; });
+#pragma unroll
+    for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
+    Ring<kStages> stage;
+    Ring<kSlots> slot;
+    for (int chunk = 0; chunk < call.chunks; ++chunk) {
+      wait_for(block.loaded(stage.place), stage.phase, 6);
+      if constexpr (M == kNoState || M == kLoadsOnly) {
+        wait_for(block.solved(slot.place), slot.phase, 7);
+        __syncwarp();
+        if (lane == 0) arrive(block.read(stage.place)), arrive(block.used(slot.place));
+      } else {
+        step(chunk, stage.place, slot);
+      }
+      stage.next(), slot.next();
+    }
+    if constexpr (M != kNoState && M != kLoadsOnly) {
+      store_output(call.chunks - 1);
+      if (lane == 0) wait_for_stores();
+    }
+    for_each(call.final, [](float& own, float& to) { to = own; });
+  }
+
+  __device__ __forceinline__ void step(int chunk, int stage, const Ring<kSlots>& slot) {
+    const uint32_t tiles = block.stage(stage);
+    const uint64_t q = swizzled_operand(tiles), k = swizzled_operand(tiles + kKeyAt);
+    const float* const gates = block.gates(stage) + t * 2;
+    uint32_t left[8][4];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
+      left[i / 4][i % 4] = pack(state[tile][pair], state[tile][pair + 1]);
+    }
+    float read[8][4];
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      WarpgroupProduct<8>::multiply(read, left[i], k + (i / 4 * (kTile / 16) + i % 4 * 2), i);
+    }
+    commit_products();
+    wait_for_products<1>(output);  // complete before; without this line ptxas waits for all products here
+    if (chunk > 0) store_output(chunk - 1);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      WarpgroupProduct<8>::multiply(output, left[i], q + (i / 4 * (kTile / 16) + i % 4 * 2), i);
+    }
+    commit_products();
+    const float last = block.gates(stage)[5 * 64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= last;
+    uint32_t values[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = i * 16 + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
+      load_matrices_transposed(values[i], tiles + kValueAt + token * 128 + ((column ^ (token & 7)) << 4));
+    }
+    wait_for_products<1>(read);
+    uint32_t rows[4][4];
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 beta = *reinterpret_cast<const float2*>(gates + 64 + tile * 8);
+      const float2 beta_decay = *reinterpret_cast<const float2*>(gates + 192 + tile * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t pair = values[tile / 2][tile % 2 * 2 + i];
+        const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
+        rows[tile / 2][tile % 2 * 2 + i] = pack(beta.x * low - beta_decay.x * read[tile][2 * i],
+                                                beta.y * high - beta_decay.y * read[tile][2 * i + 1]);
+      }
+    }
+    wait_for(block.solved(slot.place), slot.phase, 8);
+    const uint64_t inverse = swizzled_operand(block.slot(slot.place));
+    const uint64_t scores = swizzled_operand(block.slot(slot.place) + kTile);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(read, rows[i], inverse + i * 2, i);
+    commit_products();
+    wait_for_products<1>(output);
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 decay = *reinterpret_cast<const float2*>(gates + 128 + tile * 8);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[tile][i] *= i % 2 ? decay.y : decay.x;
+    }
+    wait_for_products<0>(read);
+    uint32_t decayed[4][4];
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const float2 rest = *reinterpret_cast<const float2*>(gates + 256 + tile * 8);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        rows[tile / 2][tile % 2 * 2 + i] = pack(read[tile][2 * i], read[tile][2 * i + 1]);
+        decayed[tile / 2][tile % 2 * 2 + i] = pack(read[tile][2 * i] * rest.x, read[tile][2 * i + 1] * rest.y);
+      }
+    }
+    if (call.writes != nullptr) dump(chunk, read);
+    const uint64_t columns = swizzled_operand(tiles + kKeyAt, kTile);
+    fence_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], columns + i * (16 * 128 / 16));
+    commit_products();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(output, rows[i], scores + i * 2, 1);
+    commit_products();
+    wait_for_state<0>(state);
+    wait_for_products<0>(output);
+    __syncwarp();
+    if (lane == 0) arrive(block.read(stage)), arrive(block.used(slot.place));
+  }
+
+  // A warp's 16 value channels, by TMA through its part of shared memory.
+  __device__ __forceinline__ void store_output(int chunk) {
+    const uint32_t own = block.shared + kOutputAt + warp * kOutputBytes;
+    if (lane == 0) wait_for_store_reads();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int tile = 2 * i + j / 2, pair = j % 2 * 2;
+        packed[j] = pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
+      }
+      const int token = i * 16 + lane / 16 * 8 + lane % 8;
+      store_matrices_transposed(own + token * 32 + lane / 8 % 2 * 16, packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_shared_stores();
+    __syncwarp();
+    if (lane == 0) {
+      const int column = block.head * call.values + block.first_value + warp * 16;
+      store_tile(&maps.output, column, chunk * kChunk, block.row, own);
+    }
+  }
+
+  __device__ __forceinline__ void dump(int chunk, const float (&x)[8][4]) const {
+    const int64_t to = ((int64_t(block.row) * call.heads + block.head) * call.chunks + chunk) * call.values * kChunk;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const int value = block.first_value + warp * 16 + g + i % 4 / 2 * 8, token = i / 4 * 8 + t * 2 + i % 2;
+      call.writes[to + value * kChunk + token] = __float2bfloat16_rn(x[i / 4][i % 4]);
+    }
+  }
+};
+
+template <int M>
+__global__ void __launch_bounds__(kThreads, 1)
+    delta_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
+#if __CUDA_ARCH__ == 900
+  extern __shared__ __align__(1024) char memory[];
+  const int parts = call.values / kValues, part = blockIdx.x % parts, head = blockIdx.x / parts;
+  const Block block{shared_address(memory), memory, head % call.heads, head / call.heads, part * kValues,
+                    int(threadIdx.x)};
+  // Blocks above the diagonal are zeros, and nothing writes them.
+  for (int i = threadIdx.x; i < kSlots * kSlotBytes / 16; i += kThreads) {
+    reinterpret_cast<uint4*>(memory + kSlotsAt)[i] = {0, 0, 0, 0};
+  }
+  fence_shared_stores();
+  if (threadIdx.x == 0) {
+    prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
+    for (int i = 0; i < kStages; ++i) start_barrier(block.loaded(i), 2), start_barrier(block.read(i), 8);
+    for (int i = 0; i < kSlots; ++i) start_barrier(block.solved(i), 4), start_barrier(block.used(i), 4);
+    publish_barriers();
+  }
+  __syncthreads();
+  const int role = threadIdx.x / 128;
+  if (role == 0) {
+    give_registers<40>();
+    if (threadIdx.x == 0) load_tiles(block, call, maps);
+    if (threadIdx.x / 32 == 1) load_gates(block, call);
+  } else if (role == 1) {
+    take_registers<216>();
+    State<M> state(block, call, maps);
+    state.run();
+  } else {
+    Pairs<M> pairs(block, call, role - 2);
+    pairs.run();
+  }
+#endif
+}
+
+}  // namespace ejkernel::delta_rule

@@ -1,0 +1,65 @@
+"""The forward pass of the gated delta rule in CUDA C++ for Hopper: one kernel with a role for each warpgroup."""
+
+from collections.abc import Iterable
+
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
+from ejkernel.ops import Implementation, Requires
+from ejkernel.ops.device import DeviceInfo, current_device
+from ejkernel.ops.params import Direction
+from ejkernel_cuda import library
+
+HANDLES = frozenset({"decay", "beta", "initial_state"})
+"""Optional fields that the kernel honours."""
+
+KEY_DIM = 128
+"""The key dimension that the kernel is compiled for."""
+
+VALUE_CHANNELS_PER_BLOCK = 64
+"""Value channels of a head that a block computes."""
+
+HOPPER = 9.0
+"""The compute capability whose instructions the kernel consists of; no later chip has them."""
+
+
+def _reasons(record: LinearRecurrence) -> Iterable[str]:
+    """Yields the reasons to refuse a record that `Requires` cannot express."""
+    if record.beta is None:
+        yield "beta: got None; the kernel serves recurrences with the delta rule"
+    if by_channel(record):
+        yield "decay: got gates per key channel; the kernel serves gates per head"
+    dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
+    if len(dtypes) > 1:
+        yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
+    if record.query.shape[3] != KEY_DIM:
+        yield f"query has head dimension {record.query.shape[3]}; the kernel wants {KEY_DIM}"
+    if record.value.shape[3] % VALUE_CHANNELS_PER_BLOCK:
+        wants = f"the kernel wants a multiple of {VALUE_CHANNELS_PER_BLOCK}"
+        yield f"value has head dimension {record.value.shape[3]}; {wants}"
+    capability = current_device().compute_capability
+    if capability is not None and int(capability) != int(HOPPER):
+        yield f"compute capability {capability}: the kernel wants {HOPPER}"
+
+
+def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
+    """Returns a priority above Triton's 10."""
+    return 20
+
+
+IMPLEMENTATIONS = (
+    Implementation(
+        family="linear_recurrence",
+        name="cuda_delta",
+        platform="cuda",
+        forward="ejkernel_cuda.delta_rule.forward:forward",
+        requires=Requires(
+            devices=frozenset({"nvidia"}),
+            modules=(library.MODULE,),
+            min_compute_capability=HOPPER,
+            dtypes=frozenset({"bfloat16"}),
+            handles=HANDLES,
+            extra=_reasons,
+        ),
+        priority=_priority,
+        cases="ejkernel_cuda.delta_rule.cases:cases",
+    ),
+)
