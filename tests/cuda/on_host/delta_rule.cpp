@@ -31,7 +31,7 @@ extern "C" const char* delta_rule(void** a, const int* n, float scale) {
   describe(&maps.value, a[2], batch, n[1], n[5] * n[6], 128);
   describe(&maps.output, a[6], batch, n[1], n[2] * n[6], 32);
   for (int block = 0; block < batch * call.heads * (call.values / kValues); ++block) {
-    device::run_cluster(block, 1, kSharedBytes, [&] { delta_kernel<kAll>(call, maps); }, kThreads);
+    device::run_cluster(block, 1, kSharedBytes, [&] { delta_kernel(call, maps); }, kThreads);
   }
   return device::complaint;
 }

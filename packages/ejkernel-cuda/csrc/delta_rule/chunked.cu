@@ -34,12 +34,12 @@ const char* describe(TensorMap* map, const void* data, int64_t columns, int64_t 
   return nullptr;
 }
 
-template <int M>
 ffi::Error launch(cudaStream_t stream, const DeltaCall& call, const Maps& maps, int64_t batch) {
   const cudaError_t error =
-      cudaFuncSetAttribute(delta_kernel<M>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      cudaFuncSetAttribute(delta_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return kErrors.internal("shared memory", cudaGetErrorString(error));
-  delta_kernel<M><<<int(batch * call.heads * (call.values / kValues)), kThreads, kSharedBytes, stream>>>(call, maps);
+  const int64_t blocks = batch * call.heads * (call.values / kValues);
+  delta_kernel<<<int(blocks), kThreads, kSharedBytes, stream>>>(call, maps);
   return kErrors.check("launch", cudaGetLastError());
 }
 
@@ -47,45 +47,40 @@ using Bf16 = ffi::Buffer<ffi::BF16>;
 using F32 = ffi::Buffer<ffi::F32>;
 
 ffi::Error delta_rule(cudaStream_t stream, Bf16 query, Bf16 key, Bf16 value, F32 gates, F32 beta, F32 initial,
-                      ffi::Result<Bf16> output, ffi::Result<F32> final, ffi::Result<Bf16> inverses,
-                      ffi::Result<Bf16> scores, ffi::Result<Bf16> writes, float scale, int32_t mode) {
+                      ffi::Result<Bf16> output, ffi::Result<F32> final, float scale) {
+  if (output->element_count() == 0) return ffi::Error::Success();
   const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions(), b = beta.dimensions();
-  if (q.size() != 4 || q[3] != kKeys || k[3] != kKeys || v[3] % kValues) return kErrors.invalid_shapes();
+  if (q.size() != 4 || k.size() != 4 || v.size() != 4 || b.size() != 3) return kErrors.invalid_shapes();
+  const int64_t batch = q[0], tokens = q[1], heads = b[2], values = v[3];
+  const auto divides = [heads](int64_t some) { return some > 0 && heads % some == 0; };
+  const auto belongs = [=](const auto& x) { return x[0] == batch && x[1] == tokens && divides(x[2]); };
+  if (!belongs(q) || !belongs(k) || !belongs(v) || !belongs(b) || q[3] != kKeys || k[3] != kKeys ||
+      values % kValues || (gates.element_count() != 0 && count(gates) != count(beta)) ||
+      (initial.element_count() != 0 && count(initial) != count(*final)) ||
+      count(*output) != count(beta) * values || count(*final) != batch * heads * kKeys * values) {
+    return kErrors.invalid_shapes();
+  }
   DeltaCall call{};
-  const int64_t batch = q[0];
-  call.tokens = q[1], call.heads = b[2];
-  call.query_heads = q[2], call.key_heads = k[2], call.value_heads = v[2], call.values = v[3];
+  call.tokens = int(tokens), call.heads = int(heads), call.values = int(values);
+  call.query_heads = int(q[2]), call.key_heads = int(k[2]), call.value_heads = int(v[2]);
   call.chunks = (call.tokens + kChunk - 1) / kChunk;
   call.gates = data_or_null(gates), call.beta = beta.typed_data(), call.initial = data_or_null(initial);
   call.final = final->typed_data(), call.scale = scale;
-  const auto bf16 = [](auto& x) {
-    return x->element_count() == 0 ? nullptr : reinterpret_cast<__nv_bfloat16*>(x->untyped_data());
-  };
-  call.inverses = bf16(inverses), call.scores = bf16(scores), call.writes = bf16(writes);
   Maps maps;
   const CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B;
-  const char* problem = describe(&maps.query, query.untyped_data(), q[2] * q[3], q[1], batch, 64, swizzle);
-  if (!problem) problem = describe(&maps.key, key.untyped_data(), k[2] * k[3], q[1], batch, 64, swizzle);
-  if (!problem) problem = describe(&maps.value, value.untyped_data(), v[2] * v[3], q[1], batch, 64, swizzle);
+  const char* problem = describe(&maps.query, query.untyped_data(), q[2] * q[3], tokens, batch, 64, swizzle);
+  if (!problem) problem = describe(&maps.key, key.untyped_data(), k[2] * k[3], tokens, batch, 64, swizzle);
+  if (!problem) problem = describe(&maps.value, value.untyped_data(), v[2] * values, tokens, batch, 64, swizzle);
   if (!problem) {
-    problem = describe(&maps.output, output->untyped_data(), call.heads * v[3], q[1], batch, 16,
+    problem = describe(&maps.output, output->untyped_data(), heads * values, tokens, batch, 16,
                        CU_TENSOR_MAP_SWIZZLE_NONE);
   }
   if (problem) return kErrors.internal("tensor map", problem);
-  switch (mode) {
-    case kAll: return launch<kAll>(stream, call, maps, batch);
-#ifdef DELTA_VARIANTS
-    case kNoPairs: return launch<kNoPairs>(stream, call, maps, batch);
-    case kNoState: return launch<kNoState>(stream, call, maps, batch);
-    case kLoadsOnly: return launch<kLoadsOnly>(stream, call, maps, batch);
-    case kNoInverse: return launch<kNoInverse>(stream, call, maps, batch);
-#endif
-    default: return kErrors.invalid("no such mode");
-  }
+  return launch(stream, call, maps, batch);
 }
 
 }  // namespace
 
-EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale", "mode");
+EJKERNEL_FFI_HANDLER(ejkernel_delta_rule, delta_rule, "scale");
 
 }  // namespace ejkernel::delta_rule

@@ -24,8 +24,6 @@ struct DeltaCall {
   const float* beta;     // [B, T, H]
   const float* initial;  // [B, H, K, V]; null for zeros
   float* final;          // [B, H, K, V]
-  // For checks of single steps; null otherwise. [B, H, chunks, 64, 64] in bfloat16, X [B, H, chunks, V, 64].
-  __nv_bfloat16 *inverses, *scores, *writes;
   int tokens, chunks, heads, query_heads, key_heads, value_heads, values;
   float scale;
 };
@@ -50,8 +48,6 @@ constexpr int kScratchAt = kGatesAt + kStages * kGateBytes, kScratchRow = 80, kS
 constexpr int kBarriersAt = kScratchAt + 2 * kPairGroups * kScratchBytes;
 constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 16 * kSlots;
 static_assert(kSharedBytes <= 227 * 1024, "a block has as much shared memory");
-
-enum Mode { kAll = 0, kNoPairs = 1, kNoState = 2, kLoadsOnly = 3, kNoInverse = 4 };
 
 struct Block {
   uint32_t shared;
@@ -114,7 +110,7 @@ __device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& 
   Ring<kStages> ring;
   for (int chunk = 0; chunk < call.chunks; ++chunk) {
     const uint32_t to = block.stage(ring.place), barrier = block.loaded(ring.place);
-    if (chunk >= kStages) wait_for(block.read(ring.place), ring.phase ^ 1, 1);
+    if (chunk >= kStages) wait_for_phase(block.read(ring.place), ring.phase ^ 1);
     arrive_and_expect(barrier, kStageBytes);
     const int token = chunk * kChunk;
     copy_tile(to + kKeyAt, &maps.key, key, token, block.row, barrier);
@@ -124,6 +120,12 @@ __device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& 
     copy_tile(to + kValueAt, &maps.value, value, token, block.row, barrier);
     ring.next();
   }
+}
+
+// A log gate in powers of two, so that sums are finite. NaN stays NaN.
+__device__ __forceinline__ float clamped(float gate) {
+  const float log2 = gate * 1.4426950408889634f;
+  return log2 < kLeastGate ? kLeastGate : log2;
 }
 
 // One warp; a lane has two tokens.
@@ -144,8 +146,7 @@ __device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& 
   fetch(0);
   Ring<kStages> ring;
   for (int chunk = 0; chunk < call.chunks; ++chunk) {
-    const float first = fmaxf(gate[0] * 1.4426950408889634f, kLeastGate);
-    const float both = first + fmaxf(gate[1] * 1.4426950408889634f, kLeastGate);
+    const float first = clamped(gate[0]), both = first + clamped(gate[1]);
     const float2 betas = {beta[0], beta[1]};
     if (chunk + 1 < call.chunks) fetch(chunk + 1);
     float sum = both;
@@ -157,7 +158,7 @@ __device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& 
     const float last = __shfl_sync(~0u, sum, 31);
     const float2 sums = {sum - both + first, sum};
     const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
-    if (chunk >= kStages) wait_for(block.read(ring.place), ring.phase ^ 1, 2);
+    if (chunk >= kStages) wait_for_phase(block.read(ring.place), ring.phase ^ 1);
     float2* const to = reinterpret_cast<float2*>(block.memory + kGatesAt + ring.place * kGateBytes) + lane;
     to[0] = sums;
     to[32] = betas;
@@ -173,7 +174,6 @@ __device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& 
 
 // ---- pairs ----
 
-template <int M>
 struct Pairs {
   const Block& block;
   const DeltaCall& call;
@@ -216,20 +216,11 @@ struct Pairs {
     // What follows from these is computed again in each step instead of kept in registers.
     asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));
     const uint32_t inverses = block.slot(slot.place);
-    wait_for(block.loaded(stage.place), stage.phase, 3);
-    if constexpr (M == kNoPairs || M == kLoadsOnly) {
-      __syncwarp();
-      if (lane == 0) arrive(block.read(stage.place));
-      if (chunk >= kSlots) wait_for(block.used(slot.place), slot.phase ^ 1, 4);
-    } else {
-      float diagonal[2][4];
-      pairs(stage.place, diagonal, chunk, slot);
-      if constexpr (M != kNoInverse) {
-        invert_diagonal(diagonal);
-        invert_rest(inverses, chunk);
-      }
-      if (call.inverses != nullptr) dump(chunk, slot.place);
-    }
+    wait_for_phase(block.loaded(stage.place), stage.phase);
+    float diagonal[2][4];
+    pairs(stage.place, diagonal, chunk, slot);
+    invert_diagonal(diagonal);
+    invert_rest(inverses, chunk);
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) arrive(block.solved(slot.place));
@@ -280,7 +271,7 @@ struct Pairs {
     }
     __syncwarp();
     if (lane == 0) arrive(block.read(stage));
-    if (chunk >= kSlots) wait_for(block.used(slot.place), slot.phase ^ 1, 5);
+    if (chunk >= kSlots) wait_for_phase(block.used(slot.place), slot.phase ^ 1);
     const uint32_t to = block.slot(slot.place) + kTile;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -379,25 +370,10 @@ struct Pairs {
       store_block(tile, warp * 16, 2 * i, left);
     }
   }
-
-  // Copies the tiles of a chunk to device memory, for checks.
-  __device__ __forceinline__ void dump(int chunk, int slot) const {
-    synchronise_group();
-    if (block.first_value != 0) return;
-    const int64_t to = ((int64_t(block.row) * call.heads + block.head) * call.chunks + chunk) * (kChunk * kChunk);
-    for (int i = block.thread % 128; i < kChunk * kChunk; i += 128) {
-      const int row = i / kChunk, column = i % kChunk;
-      const char* const from =
-          block.memory + kSlotsAt + slot * kSlotBytes + row * 128 + (((column / 8) ^ (row & 7)) << 4) + column % 8 * 2;
-      call.inverses[to + i] = *reinterpret_cast<const __nv_bfloat16*>(from);
-      call.scores[to + i] = *reinterpret_cast<const __nv_bfloat16*>(from + kTile);
-    }
-  }
 };
 
 // ---- state ----
 
-template <int M>
 struct State {
   const Block& block;
   const DeltaCall& call;
@@ -438,20 +414,12 @@ struct State {
     Ring<kStages> stage;
     Ring<kSlots> slot;
     for (int chunk = 0; chunk < call.chunks; ++chunk) {
-      wait_for(block.loaded(stage.place), stage.phase, 6);
-      if constexpr (M == kNoState || M == kLoadsOnly) {
-        wait_for(block.solved(slot.place), slot.phase, 7);
-        __syncwarp();
-        if (lane == 0) arrive(block.read(stage.place)), arrive(block.used(slot.place));
-      } else {
-        step(chunk, stage.place, slot);
-      }
+      wait_for_phase(block.loaded(stage.place), stage.phase);
+      step(chunk, stage.place, slot);
       stage.next(), slot.next();
     }
-    if constexpr (M != kNoState && M != kLoadsOnly) {
-      store_output(call.chunks - 1);
-      if (lane == 0) wait_for_stores();
-    }
+    store_output(call.chunks - 1);
+    if (lane == 0) wait_for_stores();
     for_each(call.final, [](float& own, float& to) { to = own; });
   }
 
@@ -503,7 +471,7 @@ struct State {
                                                 beta.y * high - beta_decay.y * read[tile][2 * i + 1]);
       }
     }
-    wait_for(block.solved(slot.place), slot.phase, 8);
+    wait_for_phase(block.solved(slot.place), slot.phase);
     const uint64_t inverse = swizzled_operand(block.slot(slot.place));
     const uint64_t scores = swizzled_operand(block.slot(slot.place) + kTile);
     fence_products();
@@ -528,7 +496,6 @@ struct State {
         decayed[tile / 2][tile % 2 * 2 + i] = pack(read[tile][2 * i] * rest.x, read[tile][2 * i + 1] * rest.y);
       }
     }
-    if (call.writes != nullptr) dump(chunk, read);
     const uint64_t columns = swizzled_operand(tiles + kKeyAt, kTile);
     fence_products();
 #pragma unroll
@@ -566,18 +533,8 @@ struct State {
       store_tile(&maps.output, column, chunk * kChunk, block.row, own);
     }
   }
-
-  __device__ __forceinline__ void dump(int chunk, const float (&x)[8][4]) const {
-    const int64_t to = ((int64_t(block.row) * call.heads + block.head) * call.chunks + chunk) * call.values * kChunk;
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      const int value = block.first_value + warp * 16 + g + i % 4 / 2 * 8, token = i / 4 * 8 + t * 2 + i % 2;
-      call.writes[to + value * kChunk + token] = __float2bfloat16_rn(x[i / 4][i % 4]);
-    }
-  }
 };
 
-template <int M>
 __global__ void __launch_bounds__(kThreads, 1)
     delta_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ == 900
@@ -604,10 +561,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x / 32 == 1) load_gates(block, call);
   } else if (role == 1) {
     take_registers<216>();
-    State<M> state(block, call, maps);
+    State state(block, call, maps);
     state.run();
   } else {
-    Pairs<M> pairs(block, call, role - 2);
+    Pairs pairs(block, call, role - 2);
     pairs.run();
   }
 #endif

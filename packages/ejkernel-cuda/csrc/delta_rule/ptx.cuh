@@ -3,9 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#ifdef DELTA_SPIN_LIMIT
-#include <cstdio>
-#endif
 
 #include "common/tensor_core.cuh"
 #include "common/warpgroup_mma.cuh"
@@ -102,28 +99,6 @@ __device__ __forceinline__ void store_tile(const void* map, int column, int row,
 __device__ __forceinline__ void wait_for_store_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // Waits until the stores of this thread are complete.
 __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-// Waits for a phase of an mbarrier. With DELTA_SPIN_LIMIT, for checks, a wait of seconds ends the kernel with a message.
-__device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t phase, [[maybe_unused]] int what) {
-#ifdef DELTA_SPIN_LIMIT
-  const long long start = clock64();
-  for (;;) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(phase)
-        : "memory");
-    if (done) return;
-    if (clock64() - start > 2000000000ll) {
-      printf("block %d thread %d waits for %d, phase %u\n", int(blockIdx.x), int(threadIdx.x), what, phase);
-      __trap();
-    }
-  }
-#else
-  wait_for_phase(barrier, phase);
-#endif
-}
 
 // Waits for all products but the newest `Pending` groups, of which `d` is read after the wait.
 template <int Pending>

@@ -137,8 +137,6 @@ inline void wait_for_stores() {
 }
 inline void wait_for_store_reads() { wait_for_stores(); }
 
-inline void wait_for(uint32_t barrier, uint32_t phase, int) { wait_for_phase(barrier, phase); }
-
 template <int Pending>
 void wait_for_state(float (&d)[16][4]) {
   wait_for_products<Pending, 16>(d);

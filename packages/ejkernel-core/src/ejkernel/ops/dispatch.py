@@ -214,14 +214,18 @@ def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     """Returns the two choices for a call that is differentiated, from the choices for each pass alone.
 
     A paired implementation serves both passes or neither; any other forward pass needs some backward pass that is not
-    paired. The first forward pass for which this holds is chosen.
+    paired. The first forward pass for which this holds is chosen. An implementation of the forward pass alone gives way
+    to a pair whose backward pass comes before those that could follow it: in a differentiated call that pass is most
+    of the work.
     """
     # The first forward pass with a backward pass is chosen, and then a backward pass that fits it: a fast backward pass
     # never brings a slower forward pass with it, unless the two are paired.
     forwards = {v.implementation.name: v for v in forward.verdicts}
     backwards = {v.implementation.name: v for v in backward.verdicts}
     unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
-    forward_verdicts = _with_first_chosen([_as_first(v, backwards, unpaired) for v in forward.verdicts])
+    forward_verdicts = [_as_first(v, backwards, unpaired) for v in forward.verdicts]
+    pair = _first_pair(forward_verdicts, backward)
+    forward_verdicts = _with_first_chosen([_unless_pair(v, pair) for v in forward_verdicts])
     chosen = next((v.implementation for v in forward_verdicts if v.status == "chosen"), None)
     second = [_as_second(v, forwards, chosen) for v in backward.verdicts]
     if chosen is None or not chosen.paired:
@@ -279,6 +283,29 @@ def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool
         same = backwards[verdict.implementation.name]
         reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in same.reasons)
     return dataclasses.replace(verdict, status="refused", reasons=reasons) if reasons else verdict
+
+
+def _first_pair(forwards: Sequence[Verdict], backward: Choice) -> Implementation | None:
+    """Returns the paired implementation whose backward pass is the first that can follow some forward pass; None if
+    that pass is not paired.
+    """
+    usable = {v.implementation.name for v in forwards if v.status != "refused"}
+    following = (
+        v.implementation
+        for v in backward.verdicts
+        if v.status != "refused" and (not v.implementation.paired or v.implementation.name in usable)
+    )
+    first = next(following, None)
+    return first if first is not None and first.paired else None
+
+
+def _unless_pair(verdict: Verdict, pair: Implementation | None) -> Verdict:
+    """Returns the verdict on a forward pass; an implementation of that pass alone is refused if there is a pair."""
+    implementation = verdict.implementation
+    if verdict.status == "refused" or pair is None or implementation.paired or implementation.backward is not None:
+        return verdict
+    reason = f"it has no backward pass, and that of {pair.name!r}, which is paired, comes first"
+    return dataclasses.replace(verdict, status="refused", reasons=(reason,))
 
 
 def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
