@@ -1,6 +1,7 @@
-"""The CUDA kernel of the chunked delta rule on the host: its numbers."""
+"""The CUDA kernel of the chunked delta rule on the host: its numbers, what is refused, and where it comes first."""
 
 import ctypes
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,13 @@ import numpy as np
 import pytest
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
+from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_cuda import delta_rule
+from ejkernel_cuda.delta_rule.forward import forward
+
+H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
+B200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0)
+[IMPLEMENTATION] = delta_rule.IMPLEMENTATIONS
 
 REPLACED = {
     "extern __shared__ __align__(1024) char memory[];": "char* memory = device::current->block->shared;",
@@ -81,3 +89,45 @@ def test_numbers(host, gates, tokens, options):
     want_output, want_state = reference(record)[0]
     assert error(output, want_output) < 8e-3
     assert error(state, want_state) < 8e-3
+
+
+def abstract(heads, *, batch=1, tokens=8192, keys=128, values=128, channels=1, dtype=jnp.bfloat16):
+    """A record of shapes."""
+    query, value = (jax.ShapeDtypeStruct((batch, tokens, heads, size), dtype) for size in (keys, values))
+    decay = jax.ShapeDtypeStruct((batch, tokens, heads, channels), jnp.float32)
+    beta = jax.ShapeDtypeStruct((batch, tokens, heads), jnp.float32)
+    return LinearRecurrence(query=query, key=query, value=value, softmax_scale=0.1, decay=decay, beta=beta)
+
+
+def refusals(record, device=H200):
+    with target_device(device):
+        return list(IMPLEMENTATION.requires.extra(record))
+
+
+def test_what_is_refused():
+    assert not refusals(abstract(16))
+    assert refusals(abstract(16), B200) == ["compute capability 10.0: the kernel wants 9.0"]
+    assert refusals(abstract(16, keys=64)) == ["query has head dimension 64; the kernel wants 128"]
+    assert refusals(abstract(16, values=96)) == ["value has head dimension 96; the kernel wants a multiple of 64"]
+    [gates] = refusals(abstract(16, channels=128))
+    assert "gates per head" in gates
+    [beta] = refusals(dataclasses.replace(abstract(16), beta=None))
+    assert "beta: got None" in beta
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "values", "first"),
+    [(16, 4, 128, True), (16, 1, 128, False), (32, 1, 128, True), (34, 2, 128, True), (16, 2, 64, False)],
+)
+def test_it_comes_before_triton_where_enough_blocks_are_busy(heads, batch, values, first):
+    rank = IMPLEMENTATION.rank(abstract(heads, batch=batch, values=values), H200)
+    assert (10 < rank < 20) if first else (0 <= rank < 10)
+
+
+def test_the_call_is_traced_for_every_combination_of_optional_arrays(monkeypatch):
+    monkeypatch.setattr("ejkernel_cuda.delta_rule.forward.register_handler", lambda name: name)
+    record = make("mild", 70, heads=2, state=True)
+    for absent in ({}, {"decay": None}, {"initial_state": None}, {"decay": record.decay[:, :1]}):
+        (output, states), residuals = jax.eval_shape(lambda r: forward(r, None), dataclasses.replace(record, **absent))
+        assert (output.shape, output.dtype, residuals) == ((1, 70, 2, 64), jnp.bfloat16, ())
+        assert (states.shape, states.dtype) == ((1, 2, 128, 64), jnp.float32)

@@ -94,6 +94,16 @@ def test_its_backward_never_follows_another_forward(use, x):
     assert compiled(value, x, x) == [("other", "forward")]
 
 
+def test_a_forward_pass_alone_gives_way_to_a_pair_whose_backward_comes_first(use, x):
+    forward_only = toy.implementation("other", priority=2, backward=None, gradients=frozenset())
+    use(toy.plugin(private_residuals.implementation(priority=1), forward_only, toy.implementation("plain")))
+    assert compiled(value, x, x) == [("other", "forward")]
+    assert compiled(gradient, x, x) == both("private")
+
+    use(toy.plugin(private_residuals.implementation(), forward_only, toy.implementation("plain", priority=1)))
+    assert compiled(gradient, x, x) == [("plain", "backward"), ("other", "forward")]
+
+
 def test_where_neither_serves_both_the_error_says_why(use, x):
     pair = private_residuals.implementation(gradients=frozenset({"x"}))
     forward_only = toy.implementation("other", backward=None, gradients=frozenset())

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
 from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
@@ -16,6 +17,11 @@ KEY_DIM = 128
 
 VALUE_CHANNELS_PER_BLOCK = 64
 """Value channels of a head that a block computes."""
+
+MULTIPROCESSORS, MIN_BLOCKS_PER_WAVE = 132, 48
+"""Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
+for the kernel to be faster than Triton's, which splits long rows over all of them (docs/lab/linear_recurrence_gpu.md).
+"""
 
 HOPPER = 9.0
 """The compute capability whose instructions the kernel consists of; no later chip has them."""
@@ -41,8 +47,12 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
-    """Returns a priority above Triton's 10."""
-    return 20
+    """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's if too few blocks
+    are busy: a block scans its row alone.
+    """
+    blocks = record.query.shape[0] * head_count(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
+    waves = cdiv(blocks, MULTIPROCESSORS)
+    return 15 if blocks >= MIN_BLOCKS_PER_WAVE * waves else 5
 
 
 IMPLEMENTATIONS = (
