@@ -6,8 +6,8 @@
 //            diagonal, and A_ij = exp2(G_i - G_j) <q_i, k_j> on and below it. Neither depends on the state.
 //   state    one warpgroup, in which the state is transposed, [values, keys], as an accumulator in registers:
 //              X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
-//            with E = exp2(G), F = exp2(G_last - G). An accumulator is the left operand of the next product as it
-//            lies in the registers, so nothing of this chain passes through shared memory.
+//            with E = exp2(G), F = exp2(G_last - G). The registers of an accumulator are the left operand of
+//            the next product, so nothing of this chain passes through shared memory.
 #pragma once
 
 #include "delta_rule/ptx.cuh"
