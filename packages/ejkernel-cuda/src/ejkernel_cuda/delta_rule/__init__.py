@@ -30,14 +30,14 @@ HOPPER = 9.0
 def _reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
-        yield "beta: got None; the kernel serves recurrences with the delta rule"
+        yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
     if by_channel(record):
         yield "decay: got gates per key channel; the kernel serves gates per head"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
         yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
     if record.query.shape[3] != KEY_DIM:
-        yield f"query has head dimension {record.query.shape[3]}; the kernel wants {KEY_DIM}"
+        yield f"query has head dimension {record.query.shape[3]}; the kernel wants one of {KEY_DIM}"
     if record.value.shape[3] % VALUE_CHANNELS_PER_BLOCK:
         wants = f"the kernel wants a multiple of {VALUE_CHANNELS_PER_BLOCK}"
         yield f"value has head dimension {record.value.shape[3]}; {wants}"
