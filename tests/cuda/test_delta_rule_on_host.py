@@ -106,9 +106,9 @@ def refusals(record, device=H200):
 
 def test_what_is_refused():
     assert not refusals(abstract(16))
-    assert refusals(abstract(16), B200) == ["compute capability 10.0: the kernel wants 9.0"]
-    assert refusals(abstract(16, keys=64)) == ["query has head dimension 64; the kernel wants one of 128"]
-    assert refusals(abstract(16, values=96)) == ["value has head dimension 96; the kernel wants a multiple of 64"]
+    assert refusals(abstract(16), B200) == ["compute capability 10.0: the kernel is compiled for 9.0 alone"]
+    assert refusals(abstract(16, keys=64)) == ["query: got head dimension 64, the kernel wants one of 128"]
+    assert refusals(abstract(16, values=96)) == ["value: got head dimension 96, the kernel wants a multiple of 64"]
     [gates] = refusals(abstract(16, channels=128))
     assert "gates per head" in gates
     [beta] = refusals(dataclasses.replace(abstract(16), beta=None))

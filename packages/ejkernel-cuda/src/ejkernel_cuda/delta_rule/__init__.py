@@ -32,18 +32,18 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
     if record.beta is None:
         yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
     if by_channel(record):
-        yield "decay: got gates per key channel; the kernel serves gates per head"
+        yield "decay: got gates per key channel, the kernel reads gates per head"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
-        yield f"query, key and value differ in dtype: {', '.join(sorted(dtypes))}"
+        yield f"query: got other dtypes of key or value, wants one dtype instead of {', '.join(sorted(dtypes))}"
     if record.query.shape[3] != KEY_DIM:
-        yield f"query has head dimension {record.query.shape[3]}; the kernel wants one of {KEY_DIM}"
+        yield f"query: got head dimension {record.query.shape[3]}, the kernel wants one of {KEY_DIM}"
     if record.value.shape[3] % VALUE_CHANNELS_PER_BLOCK:
         wants = f"the kernel wants a multiple of {VALUE_CHANNELS_PER_BLOCK}"
-        yield f"value has head dimension {record.value.shape[3]}; {wants}"
+        yield f"value: got head dimension {record.value.shape[3]}, {wants}"
     capability = current_device().compute_capability
     if capability is not None and int(capability) != int(HOPPER):
-        yield f"compute capability {capability}: the kernel wants {HOPPER}"
+        yield f"compute capability {capability}: the kernel is compiled for {HOPPER} alone"
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
@@ -63,7 +63,7 @@ IMPLEMENTATIONS = (
         forward="ejkernel_cuda.delta_rule.forward:forward",
         requires=Requires(
             devices=frozenset({"nvidia"}),
-            modules=(library.MODULE,),
+            modules=(library.COMPILED_MODULE,),
             min_compute_capability=HOPPER,
             dtypes=frozenset({"bfloat16"}),
             handles=HANDLES,
