@@ -116,11 +116,18 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "values", "first"),
-    [(16, 4, 128, True), (16, 1, 128, False), (32, 1, 128, True), (34, 2, 128, True), (16, 2, 64, False)],
+    ("heads", "batch", "tokens", "values", "first"),
+    [
+        (16, 4, 8192, 128, True),
+        (16, 1, 65536, 128, False),
+        (16, 1, 8192, 128, True),
+        (16, 1, 8192, 64, False),
+        (32, 1, 65536, 128, True),
+        (34, 2, 65536, 128, True),
+    ],
 )
-def test_it_comes_before_triton_where_enough_blocks_are_busy(heads, batch, values, first):
-    rank = IMPLEMENTATION.rank(abstract(heads, batch=batch, values=values), H200)
+def test_it_comes_before_triton_where_enough_blocks_are_busy(heads, batch, tokens, values, first):
+    rank = IMPLEMENTATION.rank(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
 
 
