@@ -24,8 +24,8 @@ for the kernel to be faster than Triton's, which splits long rows over all of th
 """
 
 MIN_BLOCKS, MAX_TOKENS_OF_FEW_BLOCKS = 32, 8192
-"""The number of blocks with which the kernel is faster than Triton's in rows of up to so many tokens: 0.255 ms instead of
-0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536.
+"""The number of blocks with which the kernel is faster than Triton's in rows of up to so many tokens: 0.255 ms instead
+of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536.
 """
 
 HOPPER = 9.0
