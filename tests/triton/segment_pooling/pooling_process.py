@@ -28,7 +28,7 @@ def check(record: SegmentPooling) -> None:
     saved = Pullback(
         record=record, residuals=residuals, output=made, cotangent=cotangent, grad_fields=frozenset({"values"})
     )
-    found = backward(saved, PoolingBackward(block_t=4, block_c=16, tiles=2, num_warps=1))["values"]
+    found = backward(saved, PoolingBackward(block_t=4, block_c=16, tiles_per_program=2, num_warps=1))["values"]
     np.testing.assert_allclose(found, pull(cotangent)[0], rtol=2e-6, atol=2e-6)
 
 
