@@ -9,7 +9,15 @@ import pytest
 import ejkernel_cuda
 from ejkernel.ops.plugins import registry
 
-FOLDERS = ("dense_decode", "paged_decode", "quantized_matmul", "recurrent_step", "selective_scan", "tiled_attention")
+FOLDERS = (
+    "delta_rule",
+    "dense_decode",
+    "paged_decode",
+    "quantized_matmul",
+    "recurrent_step",
+    "selective_scan",
+    "tiled_attention",
+)
 ANY_ARGUMENT = "{name}"
 """A refusal that begins with a variable loops over names of arguments."""
 
