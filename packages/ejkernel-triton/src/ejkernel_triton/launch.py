@@ -116,12 +116,7 @@ def launch(
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     # A kernel's signature is fixed, so an absent array is replaced by another one, which the kernel does not read.
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
-    aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
-    if any(n >= len(aliases) for n in aliases.values()):
-        raise ValueError(
-            f"outputs: got the memory of an input for outputs {sorted(aliases.values())} of {len(outputs)}, wants such "
-            "outputs before all others, as the kernel's parameters too"
-        )
+    aliases = _find_aliases(outputs)
     shapes = [_shape_and_dtype(arrays[x]) if isinstance(x, int) else x for x in outputs]
     call = Launch(
         kernel=kernel,
@@ -141,15 +136,7 @@ def launch(
     def fold_vmapped_axis(
         size: int, batched: list[bool], *vmapped_arrays: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        # An array that is written needs its own copy for every element of the vmapped axis.
-        written = [n in aliases and not b for n, b in enumerate(batched)]
-        vmapped_arrays = tuple(
-            jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(vmapped_arrays, written, strict=True)
-        )
-        # Elements of the vmapped axis become batch rows: a single launch with a grid that much larger.
-        folded_inputs = [
-            _fold_into_batch(x, size, b or w) for x, b, w in zip(vmapped_arrays, batched, written, strict=True)
-        ]
+        folded_inputs = _fold_vmapped_inputs(vmapped_arrays, size, batched, aliases)
         launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
         folded_outputs = [
             x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
@@ -161,6 +148,31 @@ def launch(
     run = custom_batching.custom_vmap(_interpreter_call(call) if _compat.is_interpreted(kernel) else _device_call(call))
     run.def_vmap(fold_vmapped_axis)
     return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
+
+
+def _find_aliases(outputs: Sequence[Shape | int]) -> dict[int, int]:
+    """Returns input index -> output index of the outputs that reuse an input's memory.
+
+    Raises:
+        ValueError: Such an output comes after one that does not.
+    """
+    aliases = {x: n for n, x in enumerate(outputs) if isinstance(x, int)}
+    if any(n >= len(aliases) for n in aliases.values()):
+        raise ValueError(
+            f"outputs: got the memory of an input for outputs {sorted(aliases.values())} of {len(outputs)}, wants such "
+            "outputs before all others, as the kernel's parameters too"
+        )
+    return aliases
+
+
+def _fold_vmapped_inputs(
+    arrays: Sequence[jax.Array], size: int, batched: Sequence[bool], aliases: Mapping[int, int]
+) -> list[jax.Array]:
+    """Returns the inputs of a single launch for all `size` elements of a vmapped axis, which become batch rows."""
+    # An array that is written needs its own copy for every element of the vmapped axis.
+    written = [n in aliases and not b for n, b in enumerate(batched)]
+    copies = [jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(arrays, written, strict=True)]
+    return [_fold_into_batch(x, size, b or w) for x, b, w in zip(copies, batched, written, strict=True)]
 
 
 def _shape_and_dtype(x: Any) -> Shape:

@@ -3,7 +3,7 @@
 import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
-from ejkernel.families.grouped_matmul import columns
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
@@ -24,9 +24,32 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
 
     product_call = product_record(record, gathered_rows_shape(record), record.lhs.dtype)
+    spec = _make_spec(record, product_call, config)
+    tiles = find_row_tiles(product_call, config.block_m)
+    (output,) = launch(
+        gated_grouped_gemm_kernel,
+        (
+            record.lhs[None],
+            record.rhs[None],
+            add_batch_axis(record.rhs_bias),
+            add_batch_axis(record.indices),
+            tiles[None],
+        ),
+        (Shape((1, spec.ROWS, spec.COLUMNS), record.lhs.dtype),),
+        batch=1,
+        grid=spec.NUM_PROGRAMS,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )
+    return output[0], ()
+
+
+def _make_spec(record: GatedGroupedMatmul, product_call: GroupedMatmul, config: GatedTiles) -> GatedSpec:
+    """Returns the constants of the kernel for a record, whose product is `product_call`."""
     (rows, contracted), matrix_columns = product_call.lhs.shape, columns(product_call)
     matrices = record.rhs.shape[0]
-    spec = GatedSpec(
+    return GatedSpec(
         NUM_TOKENS=record.lhs.shape[0],
         CONTRACTED_SIZE=contracted,
         ROWS=rows,
@@ -49,21 +72,3 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
         PRECISION=dot_precision(product_call),
         WIDEN=converts_to_float32(record.lhs.dtype),
     )
-    tiles = find_row_tiles(product_call, config.block_m)
-    (output,) = launch(
-        gated_grouped_gemm_kernel,
-        (
-            record.lhs[None],
-            record.rhs[None],
-            add_batch_axis(record.rhs_bias),
-            add_batch_axis(record.indices),
-            tiles[None],
-        ),
-        (Shape((1, rows, spec.COLUMNS), record.lhs.dtype),),
-        batch=1,
-        grid=spec.NUM_PROGRAMS,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        constants={"spec": spec},
-    )
-    return output[0], ()

@@ -182,11 +182,6 @@ def key_gradients(
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     num_tiles, heads_per_program = cdiv(spec.K, config.gradient_block_k), _key_heads_summed_per_program(spec)
     head_groups = spec.H // heads_per_program
-    # Gradients of unshared queries and keys are stored by head; shared ones by group, which `sum_over_head_groups` adds
-    # up.
-    heads = [spec.H if n == spec.H else head_groups for n in (spec.HQ, spec.HK)]
-    exact = [query_heads == n for query_heads, n in zip(heads, (spec.HQ, spec.HK), strict=True)]
-    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_tiles, spec.T, spec.H)
     dquery, dkey, dgates = launch(
         chunk_bwd_dqkg_kernel,
         (
@@ -200,16 +195,7 @@ def key_gradients(
             dstates,
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        [
-            *(
-                Shape((batch, spec.T, n, spec.K), call.query.dtype if is_per_token_and_channel else jnp.float32)
-                for n, is_per_token_and_channel in zip(heads, exact, strict=True)
-            ),
-            Shape(
-                gate_shape if dgates_dtype is not None else (batch,),
-                jnp.float32 if dgates_dtype is None else dgates_dtype,
-            ),
-        ],
+        _key_gradient_shapes(call, head_groups, num_tiles, dgates_dtype),
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
         num_warps=config.gradient_warps,
@@ -227,6 +213,23 @@ def key_gradients(
     if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
         dgates = _sum_over_tiles(dgates)[..., None]
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates
+
+
+def _key_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
+    """Returns the shapes of the outputs of `chunk_bwd_dqkg_kernel`: gradients of query, key and gates.
+
+    Gradients of unshared queries and keys are stored by head; shared ones by group, which `sum_over_head_groups` adds
+    up.
+    """
+    spec, batch = call.spec, call.query.shape[0]
+    shapes: list[Shape] = []
+    for field_heads in (spec.HQ, spec.HK):
+        heads = spec.H if field_heads == spec.H else head_groups
+        shapes.append(Shape((batch, spec.T, heads, spec.K), call.query.dtype if heads == field_heads else jnp.float32))
+    if dgates_dtype is None:
+        return [*shapes, Shape((batch,), jnp.float32)]
+    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_tiles, spec.T, spec.H)
+    return [*shapes, Shape(gate_shape, dgates_dtype)]
 
 
 def _loads_as_two_columns(spec: RecurrenceSpec) -> bool:

@@ -364,9 +364,6 @@ def key_gradients(
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     num_tiles = cdiv(spec.K, config.gradient_block_k)
-    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
-    row_gradient_dtypes = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
-    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
     dquery, dkey, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
         (
@@ -382,11 +379,7 @@ def key_gradients(
             gate_sum_matrices(call),
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        [
-            *(Shape(token_shape, dtype) for dtype in row_gradient_dtypes),
-            Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
-            Shape(partial_sum_shape, jnp.float32),
-        ],
+        _key_gradient_shapes(call, num_tiles, dgates_dtype),
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H * num_tiles,
         num_warps=config.gradient_warps,
@@ -402,3 +395,16 @@ def key_gradients(
     if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
         dgates = dgates.sum(1)[..., None]
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates, dbeta.sum(1)
+
+
+def _key_gradient_shapes(call: RecurrenceCall, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
+    """Returns the shapes of the outputs of `chunk_bwd_dqkwg_kernel`: gradients of query, key, gates and beta."""
+    spec, batch = call.spec, call.query.shape[0]
+    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
+    row_gradient_dtypes = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
+    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
+    return [
+        *(Shape(token_shape, dtype) for dtype in row_gradient_dtypes),
+        Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
+        Shape(partial_sum_shape, jnp.float32),
+    ]
