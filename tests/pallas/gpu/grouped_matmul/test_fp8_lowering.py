@@ -9,7 +9,7 @@ import pytest
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.gpu.grouped_matmul import config, spec
 from ejkernel_pallas.gpu.grouped_matmul.forward import forward_fp8
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
 
 SHAPE = jax.ShapeDtypeStruct
 EIGHT = jnp.float8_e4m3fn
@@ -58,10 +58,10 @@ def test_a_call_lowers(params, fields):
 
 def test_columns_share_scales_in_blocks_of_a_product():
     blocks = jnp.repeat(jax.random.uniform(jax.random.key(0), (3, 2, 3), jnp.float32), 128, axis=2)[..., :320]
-    assert spec.share_scales(blocks, 128) == 1
-    assert spec.share_scales(blocks, 64) == 1
-    assert spec.share_scales(blocks.at[1, 1, 300].add(1), 128) == 0
-    assert spec.share_scales(blocks[..., 64:], 128) == 0
+    assert spec.columns_share_scales(blocks, 128) == 1
+    assert spec.columns_share_scales(blocks, 64) == 1
+    assert spec.columns_share_scales(blocks.at[1, 1, 300].add(1), 128) == 0
+    assert spec.columns_share_scales(blocks[..., 64:], 128) == 0
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_columns_are_divided_where_they_are_two_products(params, split_by_column
 
 @pytest.mark.parametrize("params", [*CANDIDATES, *config.FP8_TENSOR_CORE_SUM_TILES], ids=str)
 def test_candidates_are_ones_that_the_kernel_can_have(params):
-    assert spec.fp8_shared_bytes(params) <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
+    assert spec.fp8_shared_memory_bytes(params) <= SHARED_MEMORY_BYTES - spec.RESERVED_SMEM_BYTES
     spec.make_fp8_spec(make(), params)
 
 

@@ -14,7 +14,7 @@ from ejkernel_pallas.gpu.grouped_matmul import config, spec
 from ejkernel_pallas.gpu.grouped_matmul.forward import gated_forward
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels
 from ejkernel_pallas.gpu.hopper import gating
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
 
 SHAPE = jax.ShapeDtypeStruct
 TILES, ALONE = config.GATED_TILES, config.SINGLE_WARPGROUP_TILES
@@ -68,11 +68,11 @@ def test_a_call_lowers_to_one_kernel(fields, params):
 def test_candidates_fit_into_shared_memory_and_registers(params):
     made = spec.make_gated_spec(make(), params)
     assert (
-        spec.shared_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n))
-        <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
+        spec.shared_memory_bytes(dataclasses.replace(made.tile, block_n=2 * params.block_n))
+        <= SHARED_MEMORY_BYTES - spec.RESERVED_SMEM_BYTES
     )
-    multiplying, fetching = made.registers
-    assert 128 * (spec.WARPGROUPS * multiplying + fetching) <= 65536
+    multiplying, fetching = made.registers_per_thread
+    assert 128 * (spec.CONSUMER_WARPGROUPS * multiplying + fetching) <= 65536
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
     words = blocks[:, :, 0].T // 2  # lane q: output of the lower block, and of the upper block
     outputs = []
     for lane in range(4):
-        sources, selector = gating.quad_sources(lane)
-        half = {gating.LOW_HALVES: 0, gating.HIGH_HALVES: 1}[selector]
+        sources, selector = gating.quad_source_lanes(lane)
+        half = {gating.SELECT_LOW_HALVES: 0, gating.SELECT_HIGH_HALVES: 1}[selector]
         outputs += [words[source][half] for source in sources]
     np.testing.assert_array_equal(outputs, np.arange(8))
 
@@ -145,22 +145,22 @@ def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch
     monkeypatch.setattr(panels.plgpu, "barrier_arrive", lambda full: arrived.append(full))
     monkeypatch.setattr(panels.pl, "when", lambda there: lambda run: run() if bool(there) else None)
     made = spec.make_gated_spec(make(), TILES[0])
-    assert made.splits
+    assert made.may_split_last_tiles
 
     class Recorded:
         def __getitem__(self, place):
             return place
 
     ref = types.SimpleNamespace(at=Recorded())
-    shared = types.SimpleNamespace(full=ref, b=ref)
-    call = types.SimpleNamespace(spec=made, shared=shared, operands={"rhs": ref})
-    tile = types.SimpleNamespace(column=128, half_index=jnp.int32(half), matrix=3)
+    shared = types.SimpleNamespace(operands_full=ref, b=ref)
+    call = types.SimpleNamespace(spec=made, shared_memory=shared, operands={"rhs": ref})
+    tile = types.SimpleNamespace(first_column=128, column_half=jnp.int32(half), matrix_index=3)
     panels.copy_gate_panels(call, tile, "inner", 1)
     begins = [int(source[2].start) for source, _ in copied]
     first = 128 + 64 * max(half, 0)
     assert begins == [first, first + 256, first + 64, first + 256 + 64][: 4 if half < 0 else 2]
     assert [target for _, target in copied] == [(1, n) for n in range(len(begins))]
-    assert len(copied) + len(arrived) == made.panels
+    assert len(copied) + len(arrived) == made.panels_per_stage
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,11 @@ def test_panels_of_every_layout(fields, slices, monkeypatch):
             return place
 
     ref = types.SimpleNamespace(at=Recorded())
-    call = types.SimpleNamespace(spec=made, shared=types.SimpleNamespace(full=ref, b=ref), operands={"rhs": ref})
-    panels.copy_gate_panels(call, types.SimpleNamespace(column=128, half_index=jnp.int32(-1), matrix=3), 32, 1)
+    call = types.SimpleNamespace(
+        spec=made, shared_memory=types.SimpleNamespace(operands_full=ref, b=ref), operands={"rhs": ref}
+    )
+    panels.copy_gate_panels(
+        call, types.SimpleNamespace(first_column=128, column_half=jnp.int32(-1), matrix_index=3), 32, 1
+    )
     found = [tuple(slice(int(axis.start), int(axis.start) + axis.size) for axis in source[1:]) for source in copied]
     assert found == slices

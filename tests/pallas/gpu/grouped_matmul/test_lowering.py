@@ -11,7 +11,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.grouped_matmul import config, spec
 from ejkernel_pallas.gpu.grouped_matmul.backward import backward
 from ejkernel_pallas.gpu.grouped_matmul.forward import forward
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
 
 SHAPE = jax.ShapeDtypeStruct
 
@@ -66,9 +66,9 @@ def test_a_call_and_its_gradients_lower(fields, params):
         assert (gradients[name].shape, gradients[name].dtype) == (getattr(record, name).shape, record.lhs.dtype)
 
 
-@pytest.mark.parametrize("params", [*FORWARD, *(params.rhs for params in BACKWARD)], ids=str)
+@pytest.mark.parametrize("params", [*FORWARD, *(params.rhs_gradient_config for params in BACKWARD)], ids=str)
 def test_candidates_fit_into_shared_memory(params):
-    assert spec.shared_bytes(params) <= SHARED_MEMORY - spec.RESERVED_SMEM_BYTES
+    assert spec.shared_memory_bytes(params) <= SHARED_MEMORY_BYTES - spec.RESERVED_SMEM_BYTES
 
 
 @pytest.mark.parametrize(

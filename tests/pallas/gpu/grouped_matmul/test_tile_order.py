@@ -15,11 +15,11 @@ BLOCKS = 12
 
 
 def make_call(columns, *, matrices=5, contracted=640):
-    tile = config.HopperGrouped(**config.ROW_TILES[0].fields)
-    sizes = {"rows": 4096, "contracted": contracted, "columns": columns, "matrices": matrices}
-    kinds = {"transposed": False, "dtype": jnp.dtype(jnp.bfloat16), "out": jnp.dtype(jnp.bfloat16)}
+    tile = config.HopperGrouped(**config.ROW_KERNEL_TILES[0].config_fields)
+    sizes = {"num_rows": 4096, "contracted_size": contracted, "num_columns": columns, "num_matrices": matrices}
+    kinds = {"matrices_are_transposed": False, "operand_dtype": jnp.dtype(jnp.bfloat16), "out_dtype": jnp.dtype(jnp.bfloat16)}
     made = spec.GroupedSpec(**sizes, **kinds, tile=dataclasses.replace(tile, group_m=3))
-    return types.SimpleNamespace(spec=made, blocks=BLOCKS, cluster_column=0, cluster_row=0)
+    return types.SimpleNamespace(spec=made, num_blocks=BLOCKS, cluster_column=0, cluster_row=0)
 
 
 def test_matrices_of_many_rows_come_first():
@@ -34,7 +34,7 @@ def test_matrices_of_many_rows_come_first():
 @pytest.mark.parametrize("columns", [256, 1280])
 def test_every_second_round_begins_at_its_end(columns):
     call = make_call(columns)
-    count = call.spec.matrices * call.spec.tile_rows * call.spec.column_tiles
+    count = call.spec.num_matrices * call.spec.tile_rows_per_matrix * call.spec.num_column_tiles
     numbers = jax.vmap(lambda n: matrix_gradients._alternate_direction(call, n))(jnp.arange(count))
     assert sorted(numbers.tolist()) == list(range(count))
     whole = count // BLOCKS
@@ -46,10 +46,10 @@ def test_every_second_round_begins_at_its_end(columns):
 @pytest.mark.parametrize(("tiles", "columns", "split"), [(8, 1280, 4), (6, 768, 6), (7, 1280, 0), (12, 1280, 0)])
 def test_tiles_of_a_short_last_round_are_split(tiles, columns, split):
     call = make_call(columns)
-    column_tiles = call.spec.column_tiles
-    assert row_tiles.split(call, jnp.int32(tiles)) == split
+    column_tiles = call.spec.num_column_tiles
+    assert row_tiles.num_split_tiles(call, jnp.int32(tiles)) == split
     items = tiles * column_tiles + split
-    place = jax.vmap(lambda n: row_tiles.tile_index(call, jnp.int32(tiles), n))(jnp.arange(items))
+    place = jax.vmap(lambda n: row_tiles.find_tile_position(call, jnp.int32(tiles), n))(jnp.arange(items))
     found = [tuple(x) for x in np.stack(place, axis=1).tolist()]
     # Every tile once: all of its columns, or one half and the other.
     half_columns = [(row, column) for row, column, half in found if half >= 0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels import work_queue
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS
 
 STEPS, BLOCKS, TILES, PATIENCE = 3, 4, 21, 30.0
 
@@ -79,12 +79,12 @@ def numbers(monkeypatch):
 
 def make_call(dynamic_schedule):
     shared = types.SimpleNamespace(
-        number=Places([None] * work_queue.TILE_INDEX_SLOTS),
+        next_tile_index=Places([None] * work_queue.TILE_INDEX_SLOTS),
         next_tile_full=Places(Barrier(1) for _ in range(work_queue.TILE_INDEX_SLOTS)),
-        next_tile_free=Places(Barrier(WARPGROUPS) for _ in range(work_queue.TILE_INDEX_SLOTS)),
+        next_tile_free=Places(Barrier(CONSUMER_WARPGROUPS) for _ in range(work_queue.TILE_INDEX_SLOTS)),
     )
-    spec = types.SimpleNamespace(dynamic_schedule=dynamic_schedule, steps=STEPS)
-    return types.SimpleNamespace(spec=spec, shared=shared, blocks=BLOCKS, tile_counter="counter")
+    spec = types.SimpleNamespace(dynamic_schedule=dynamic_schedule, steps_per_tile=STEPS)
+    return types.SimpleNamespace(spec=spec, shared_memory=shared, num_blocks=BLOCKS, tile_counter="counter")
 
 
 def produce(call, block, taken):
@@ -101,16 +101,16 @@ def consume(call, block, taken):
         taken.append(int(number))
         # Products take longer than copies, and not equally long: the producer is ahead as far as barriers let it.
         time.sleep(random.random() / 50)
-        number, steps_done = work_queue.next_tile(call, number, steps_done), steps_done + STEPS
+        number, steps_done = work_queue.wait_for_next_tile(call, number, steps_done), steps_done + STEPS
 
 
 @pytest.mark.parametrize("dynamic_schedule", [False, True])
 def test_every_tile_is_one_block_s(numbers, dynamic_schedule):
-    blocks = [[[] for _ in range(1 + WARPGROUPS)] for _ in range(BLOCKS)]
+    blocks = [[[] for _ in range(1 + CONSUMER_WARPGROUPS)] for _ in range(BLOCKS)]
     threads = []
     for block, warpgroups in enumerate(blocks):
         call = make_call(dynamic_schedule)
-        for work, taken in zip((produce, *[consume] * WARPGROUPS), warpgroups, strict=True):
+        for work, taken in zip((produce, *[consume] * CONSUMER_WARPGROUPS), warpgroups, strict=True):
             threads.append(threading.Thread(target=work, args=(call, block, taken), daemon=True))
     for thread in threads:
         thread.start()

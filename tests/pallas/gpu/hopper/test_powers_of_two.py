@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ejkernel_pallas.gpu.hopper.powers_of_two import EXP2_COEFFICIENTS, MANTISSA_BITS, MIN_EXPONENT, ROUNDING_CONSTANT
-from ejkernel_pallas.gpu.tiled_attention.spec import FIXED_MAX_LIMIT
+from ejkernel_pallas.gpu.tiled_attention.spec import FIXED_MAX_EXPONENT_LIMIT
 
 
 def exp2_polynomial(exponents: np.ndarray) -> np.ndarray:
@@ -15,7 +15,7 @@ def exp2_polynomial(exponents: np.ndarray) -> np.ndarray:
     return (value.view(np.int32) + (rounded.view(np.int32) << MANTISSA_BITS)).view(np.float32)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-FIXED_MAX_LIMIT, FIXED_MAX_LIMIT), (MIN_EXPONENT, 0.0)])
+@pytest.mark.parametrize(("low", "high"), [(-FIXED_MAX_EXPONENT_LIMIT, FIXED_MAX_EXPONENT_LIMIT), (MIN_EXPONENT, 0.0)])
 def test_the_polynomial_is_closer_than_bfloat16_is(low, high):
     exponents = np.linspace(low, high, 200_001, dtype=np.float32)
     np.testing.assert_allclose(exp2_polynomial(exponents), np.exp2(np.float64(exponents)), rtol=8e-5)

@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.tiled_attention.config import (
 )
 from ejkernel_pallas.gpu.tiled_attention.forward import forward
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, query_block_ranges, tiles
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, query_block_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 
@@ -43,33 +43,40 @@ def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
 
 @pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
 def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 12)
+    monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 12)
     q, k = (jax.ShapeDtypeStruct((batch, n, heads, 128), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     table = key_block_ranges(spec, None, 128, 128)
     count = -(-keys // 128)
     rows, split = table.shape[1], split_tail_wave(batch * heads * table.shape[1], 12, count)
-    plan = tile_scheduler.make_plan(
-        rows, batch=batch, heads=heads, reverse=False, head_bytes=2**20, group=1, persistent=True, split=split
+    plan = tile_scheduler.make_tile_schedule(
+        rows,
+        batch_size=batch,
+        heads_per_batch_row=heads,
+        reverses_tiles=False,
+        head_bytes=2**20,
+        heads_per_group=1,
+        is_persistent=True,
+        tail_split=split,
     )
-    assert plan.split.tiles
+    assert plan.tail_split.num_tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
-    for number in range(plan.items):
-        item = tile_scheduler.work_tile(plan, jnp.int32(number))
-        first, full_start, full_end, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
+    for number in range(plan.num_items):
+        item = tile_scheduler.locate_work_tile(plan, jnp.int32(number))
+        first, full_start, full_end, last = (int(x) for x in tile_scheduler.block_bounds(plan, at, jnp.int32(number)))
         assert first < last
         assert [n for n in range(first, last) if not full_start <= n < full_end] == (
             [count - 1] if last == count else []
         )
-        found.update((int(item.batch), int(item.head), int(item.tile), n) for n in range(first, last))
-        parts += [int(item.part)] if item.part >= 0 else []
+        found.update((int(item.batch_row), int(item.head), int(item.tile_in_head), n) for n in range(first, last))
+        parts += [int(item.split_index)] if item.split_index >= 0 else []
     assert set(found.values()) == {1}
     assert len(found) == batch * heads * table.shape[1] * count
-    assert parts == list(range(plan.split.tiles * plan.split.parts))
+    assert parts == list(range(plan.tail_split.num_tiles * plan.tail_split.splits_per_tile))
 
 
 def test_parts_are_no_more_than_there_are_tiles_to_visit():
-    assert split_tail_wave(2, 132, 8, heads=4) == TailSplit(2, 8)
+    assert split_tail_wave(2, 132, 8, heads_per_tile=4) == TailSplit(2, 8)
 
 
 @pytest.mark.parametrize(
@@ -77,23 +84,23 @@ def test_parts_are_no_more_than_there_are_tiles_to_visit():
 )
 def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, queries, keys, monkeypatch):
     """Those that add to a tile of queries do so in the order of their keys, and each adds once."""
-    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 12)
+    monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 12)
     q = jax.ShapeDtypeStruct((2, queries, heads, size), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((2, keys, kv_heads, size), jnp.bfloat16)
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
     tile = backward_tile(params_of(BACKWARD_TILES, size), spec)
-    table = query_block_ranges(spec, None, tile.queries, tile.keys)
-    plan, at = backward._plan(table, spec, tile)(2), jnp.asarray(table)
-    assert plan.split.tiles
+    table = query_block_ranges(spec, None, tile.block_q, tile.block_kv)
+    plan, at = backward._tile_schedule_maker(table, spec, tile)(2), jnp.asarray(table)
+    assert plan.tail_split.num_tiles
     adding = collections.defaultdict(list)
-    for number in range(plan.items):
-        item = tile_scheduler.work_tile(plan, jnp.int32(number))
-        first, _, _, last = (int(x) for x in tile_scheduler.block_range(plan, at, jnp.int32(number)))
+    for number in range(plan.num_items):
+        item = tile_scheduler.locate_work_tile(plan, jnp.int32(number))
+        first, _, _, last = (int(x) for x in tile_scheduler.block_bounds(plan, at, jnp.int32(number)))
         assert first < last
         for n in range(first, last):
-            adding[int(item.batch), int(item.head), n].append(int(item.tile))
-    assert len(adding) == 2 * kv_heads * tiles(queries, tile.queries)
-    assert all(found == list(range(tiles(keys, tile.keys))) for found in adding.values())
+            adding[int(item.batch_row), int(item.head), n].append(int(item.tile_in_head))
+    assert len(adding) == 2 * kv_heads * num_tiles(queries, tile.block_q)
+    assert all(found == list(range(num_tiles(keys, tile.block_kv))) for found in adding.values())
 
 
 def test_parts_make_the_whole():
@@ -114,7 +121,7 @@ def test_parts_make_the_whole():
 
 @pytest.mark.parametrize("size", FORWARD_TILES)
 def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 132)
     value_size = VALUE_HEAD_DIMS[size][0]
     q, k, v = (
         jax.ShapeDtypeStruct((1, n, 8, d), jnp.bfloat16) for n, d in ((100, size), (4001, size), (4001, value_size))
@@ -127,7 +134,7 @@ def test_a_call_of_few_queries_has_its_keys_split(size, monkeypatch):
 
 @pytest.mark.parametrize("size", BACKWARD_TILES)
 def test_a_call_of_few_keys_has_its_queries_split(size, monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 132)
     value_size = VALUE_HEAD_DIMS[size][0]
     q = jax.ShapeDtypeStruct((1, 4001, 8, size), jnp.bfloat16)
     k, v = (jax.ShapeDtypeStruct((1, 100, 2, d), jnp.bfloat16) for d in (size, value_size))

@@ -17,7 +17,7 @@ from ejkernel.modules.operations.mla_decode import MLADecodeArguments, finish, l
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.plugins import registry
 from ejkernel_pallas.gpu.hopper import wgmma
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
 from ejkernel_pallas.gpu.latent_attention import config, forward, implementations, plan, spec
 from ejkernel_pallas.gpu.latent_attention.kernels import latent_attention, schedule, split_combine
 
@@ -65,7 +65,7 @@ def test_rows_of_no_head_need_not_be_stored(heads):
     traced = jax.jit(lambda record: forward.forward(record, params)[0]).trace(make(heads=heads))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == KERNELS
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
-    assert spec.make_spec(make(heads=heads), params, 512).stored_rows == heads
+    assert spec.make_spec(make(heads=heads), params, 512).stored_rows_per_tile == heads
     assert params in config.candidates(make(heads=heads), device, "forward")
     assert params not in config.candidates(make(heads=64), device, "forward")
 
@@ -92,7 +92,7 @@ def test_values_in_chunks_are_multiplied_in_steps_of_sixteen_keys(in_registers):
 
 def test_shared_memory_has_room_for_queries_and_two_blocks():
     tiles = 3 * spec.BLOCK_KV * (spec.LATENT_DIM + spec.ROTARY_DIM) * 2
-    assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY
+    assert tiles + 2 * 2 * 64 * 4 + 1024 <= SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
@@ -100,9 +100,9 @@ def test_shared_memory_has_room_for_queries_and_two_blocks():
 def test_every_step_has_one_program(programs, lens):
     record = make(rows=len(lens), lens=lens, page=128)
     constants = spec.make_spec(record, config.HopperLatent(num_programs=programs * 2), 512)
-    assert constants.programs == programs
-    made = plan.make_plan(record, constants)
-    items, shares = np.asarray(made.items), np.asarray(made.shares)
+    assert constants.num_programs == programs
+    made = plan.make_schedule(record, constants)
+    items, shares = np.asarray(made.items), np.asarray(made.program_starts)
     np.testing.assert_array_equal(items[:, 1], lens)
     np.testing.assert_array_equal(items[:, 3], np.maximum(-(-np.array(lens) // spec.KEYS_PER_STEP), 1))
     line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])
@@ -125,16 +125,18 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
     interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(plgpu, "kernel", interpreted)
 
-    def load(ref, size, layout):
+    def load(ref, padded_size, layout):
         """As the kernel's, which is not interpreted: the last element again for all behind it."""
-        return jnp.pad(ref[...], (0, size - ref.shape[0]), mode="edge")
+        return jnp.pad(ref[...], (0, padded_size - ref.shape[0]), mode="edge")
 
     monkeypatch.setattr(schedule, "_load_vector", load)
     lens = [300, 0, 64, 129, 1, 700, 128, 127, 520]
     starts = {"kv_starts": jnp.full(len(lens), fields["kv_starts"])} if "kv_starts" in fields else {}
     record = dataclasses.replace(make(rows=len(lens), lens=lens, page=128), **{**fields, **starts})
     constants = spec.make_spec(record, config.HopperLatent(num_programs=8), 512)
-    for got, want in zip(schedule.plan_in_kernel(record, constants), plan.make_plan(record, constants), strict=True):
+    for got, want in zip(
+        schedule.make_schedule_in_kernel(record, constants), plan.make_schedule(record, constants), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -146,7 +148,7 @@ def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, leng
     shares = {}
     for max_growth_percent in (0, 6):
         constants = spec.make_spec(record, dataclasses.replace(PARAMS, max_growth_percent=max_growth_percent), 512)
-        shares[max_growth_percent] = np.asarray(plan.make_plan(record, constants).shares)
+        shares[max_growth_percent] = np.asarray(plan.make_schedule(record, constants).program_starts)
     steps = -(-length // spec.KEYS_PER_STEP)
     assert shares[6][-1, 1] == shares[0][-1, 1] == rows * steps
     assert (shares[6][:, 1] % steps).any() == cut
@@ -213,7 +215,7 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
         return tuple(jax.pure_callback(lambda *arrays: None, outputs, *operands.values()))
 
     def step(given):
-        output, _ = forward.decode(lower(given), PARAMS)
+        output, _ = forward.forward_dense_cache(lower(given), PARAMS)
         return finish(given, output)
 
     def update_in_place(body, operands, updated, blocks):
@@ -222,7 +224,7 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
 
     monkeypatch.setattr(forward, "launch", launch)
     monkeypatch.setattr(split_combine, "update_in_place", update_in_place)
-    monkeypatch.setattr(forward, "plan_in_kernel", plan.make_plan)
+    monkeypatch.setattr(forward, "make_schedule_in_kernel", plan.make_schedule)
     given = decode_arguments(sizes)
     made, smallest = jax.jit(step).lower(given).compile().as_text(), given.latent_cache.size * sizes[-1] // sizes[0]
     found = {what for size, what in INSTRUCTION.findall(made) if math.prod(map(int, size.split(","))) >= smallest}

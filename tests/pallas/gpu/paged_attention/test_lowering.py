@@ -126,13 +126,13 @@ def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, mo
 def _simulated(constants, operands):
     """Output and lse of every item and KV head."""
     cache = {name: np.asarray(operands[name], np.float32) for name in ("keys", "values")}
-    shape = constants.rows, constants.tiles, 64
+    shape = constants.num_items, constants.tiles_per_item, 64
     output, lse = np.zeros((*shape, constants.value_dim), np.float32), np.full(shape, -7e29, np.float32)
     for item, head in np.ndindex(shape[:2]):
         sequence, keys, _, _, low, position, row = map(int, operands["items"][item])
         if keys == 0:
             continue
-        first_row = head * constants.query_rows + row * constants.group
+        first_row = head * constants.query_rows_per_kv_head + row * constants.rows_per_token
         assert first_row % 8 == 0  # a copy in the order of products begins at whole groups of eight rows
         rows = np.asarray(operands["query"][first_row:][:64], np.float32)
         places = np.arange(low, keys)
@@ -144,10 +144,10 @@ def _simulated(constants, operands):
                 index, first = producer.cache_index(constants, int(page), head, component)
                 rows_of.append(cache[name][int(index), :, int(first) : int(first) + constants.key_dim])
             found.append(np.stack(rows_of)[columns, slots])
-        apart = places - position - np.arange(64)[:, None] // constants.group
-        attends = apart <= constants.right if constants.right is not None else apart == apart
-        attends = attends if constants.left is None else attends & (apart >= -constants.left)
-        scores = np.where(attends, rows @ found[0].T * constants.exponent * np.log(2), -7e29)
+        apart = places - position - np.arange(64)[:, None] // constants.rows_per_token
+        attends = apart <= constants.right_window if constants.right_window is not None else apart == apart
+        attends = attends if constants.left_window is None else attends & (apart >= -constants.left_window)
+        scores = np.where(attends, rows @ found[0].T * constants.log2_scale * np.log(2), -7e29)
         top = scores.max(1, keepdims=True)
         weights = np.exp(scores - top)
         output[item, head] = weights @ found[1] / weights.sum(1, keepdims=True)
@@ -164,27 +164,27 @@ def _simulated_prefill(flash, layout, *arrays):
     for number in range(int(keys_of.count_live_tiles(operands))):
         tile, head = divmod(number, heads)
         start, full_start, full_end, stop = map(int, operands["table"][0, tile, :4])
-        limits = keys_of.tile(operands, tile)
-        assert limits.row % 8 == 0  # where copies begin
-        mine = slice(int(limits.row + limits.first), int(limits.row + limits.end))
-        row = np.arange(limits.first, limits.end)[:, None] + int(limits.position)
+        limits = keys_of.load_tile(operands, tile)
+        assert limits.first_row % 8 == 0  # where copies begin
+        mine = slice(int(limits.first_row + limits.sequence_row_start), int(limits.first_row + limits.sequence_row_end))
+        row = np.arange(limits.sequence_row_start, limits.sequence_row_end)[:, None] + int(limits.first_position)
         query = operands["q"][0, mine, head].astype(np.float32)
         places, scores, values = [], [], []
         for block in range(start, stop):
             found = keys_of.find_pages(operands, limits, block)
             word = keys_of.valid_key_word(found)
             key = block * 128 + np.arange(128)
-            attends = (key >= int(limits.low)) & (key < int(limits.keys)) & np.ones_like(row, bool)
-            if flash.right is not None:
-                attends &= key <= row + flash.right
-            if flash.left is not None:
-                attends &= key >= row - flash.left
+            attends = (key >= int(limits.first_key)) & (key < int(limits.key_end)) & np.ones_like(row, bool)
+            if flash.right_window is not None:
+                attends &= key <= row + flash.right_window
+            if flash.left_window is not None:
+                attends &= key >= row - flash.left_window
             attends &= (int(word) >> (np.arange(128) // 8 * 2) & 1 == 1)[None]
             if full_start <= block < full_end:
                 assert attends.all()
-            if start < block < full_start and flash.masks_lower:  # masked at its lower end alone
-                assert (key < int(limits.keys)).all()
-                assert flash.right is None or (key <= row[0] + flash.right).all()
+            if start < block < full_start and flash.masks_before_full_tiles:  # masked at its lower end alone
+                assert (key < int(limits.key_end)).all()
+                assert flash.right_window is None or (key <= row[0] + flash.right_window).all()
             blocks = [_copied(layout, operands, name, (found, block), head // flash.group_size) for name in ("k", "v")]
             places.append(attends), values.append(blocks[1])
             scores.append(query @ blocks[0].T * flash.scale)
@@ -203,7 +203,7 @@ def _copied(layout, operands, what, place, head):
     made, (pages, block) = [], place
     for number, page in enumerate(pages):
         slot = block * 128 + number * layout.slots_per_copy
-        slot = slot % layout.page_size if layout.columns else slot
+        slot = slot % layout.page_size if layout.pages_per_table_row else slot
         index, column = paged_prefill.cache_index(layout, page, head, ("k", "v").index(what))
         there = int(index) < source.shape[0]
         rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][
@@ -215,13 +215,15 @@ def _copied(layout, operands, what, place, head):
 
 def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
-    table = np.asarray(prefill.make_prefill(record, paged_cache.RowLimits(32, 999)))[0]
+    table = np.asarray(prefill.make_prefill_tiles(record, paged_cache.RowLimits(32, 999)))[0]
     live = table[0, prefill.NUM_LIVE_TILES_FIELD] // 8
-    tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.KEY_RANGE_FIELDS]]
+    tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.PAGED_TILE_FIELDS]]
     # The last two are of rows that belong to no sequence, and have no keys.
     assert [tile.sequence for tile in tiles[:-2]] == [4, 4, 2, 2, 2, 0, 0]
-    assert [tile.keys for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]
-    rows = np.concatenate([np.arange(tile.row + tile.first, tile.row + tile.end) for tile in tiles])
+    assert [tile.key_end for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]
+    rows = np.concatenate(
+        [np.arange(tile.first_row + tile.sequence_row_start, tile.first_row + tile.sequence_row_end) for tile in tiles]
+    )
     few = 5 + 140 + 300  # the sequence with one row
     assert sorted([*rows, few]) == list(range(record.query.shape[0]))
 
@@ -230,7 +232,7 @@ def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
 def test_every_step_has_one_program(programs):
     record = make(lens=(300, 0, 64, 129, 1, 260), q_lens=(40, 0, 1, 17, 1, 2), page=128)
     tiles = paged_cache.query_tiles(record, spec.tokens_per_tile(record))
-    items, shares = map(np.asarray, decode.make_plan(record, tiles, programs))
+    items, shares = map(np.asarray, decode.make_schedule(record, tiles, programs))
     # Tiles without tokens have no step.
     assert np.array_equal(items[:, 3] > 0, np.asarray(tiles.rows) > 0)
     line = np.concatenate([np.full(steps, n) for n, steps in enumerate(items[:, 3])])

@@ -88,23 +88,29 @@ def test_padding_becomes_zeros_whatever_it_holds():
     [(4, 16, 1, 8192, True), (1, 32, 4, 896, False), (1, 1, 1, 60, True)],
 )
 def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, length, causal, monkeypatch):
-    monkeypatch.setattr(tile_scheduler, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 132)
     q, k = (jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in (heads, heads // group))
     visits = key_block_ranges(
         make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=causal)), None, 128, 128
     )
-    plan = tile_scheduler.make_plan(
-        visits.shape[1], batch=batch, heads=heads, reverse=causal, head_bytes=4 * 2**20, group=group, persistent=True
+    plan = tile_scheduler.make_tile_schedule(
+        visits.shape[1],
+        batch_size=batch,
+        heads_per_batch_row=heads,
+        reverses_tiles=causal,
+        head_bytes=4 * 2**20,
+        heads_per_group=group,
+        is_persistent=True,
     )
-    assert plan.blocks == min(132, plan.items)
-    items = [tile_scheduler.work_tile(plan, jnp.int32(number)) for number in range(plan.items)]
-    owned = [(int(item.batch), int(item.head), int(item.tile)) for item in items]
+    assert plan.num_blocks == min(132, plan.num_items)
+    items = [tile_scheduler.locate_work_tile(plan, jnp.int32(number)) for number in range(plan.num_items)]
+    owned = [(int(item.batch_row), int(item.head), int(item.tile_in_head)) for item in items]
     assert sorted(owned) == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(visits.shape[1])]
-    size = plan.bundle * plan.tiles
-    for start in range(0, plan.items, size):
+    size = plan.heads_per_bundle * plan.tiles_per_head
+    for start in range(0, plan.num_items, size):
         tiles = [tile for _, _, tile in owned[start : start + size]]
         assert tiles == sorted(tiles, reverse=causal)
-        assert len({(b, h) for b, h, _ in owned[start : start + size]}) == plan.bundle
+        assert len({(b, h) for b, h, _ in owned[start : start + size]}) == plan.heads_per_bundle
 
 
 def test_padding_beyond_the_end_brings_no_visits():

@@ -11,9 +11,9 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.tiled_attention import backward
 from ejkernel_pallas.gpu.tiled_attention.config import BackwardTile
-from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call, QueryRuns, for_each_query_block
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import pad_segment_ids, query_block_ranges, tiles
-from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_adders
+from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call, QueryBlockRuns, for_each_query_block
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import num_tiles, pad_segment_ids, query_block_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_dq_adders
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 BLOCKS = (4, 8)
@@ -42,13 +42,13 @@ def table(name):
         )
     q, k = (jax.ShapeDtypeStruct((2, n, 2, 64), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **fields))
-    return query_block_ranges(spec, ids, *BLOCKS), tiles(queries, BLOCKS[0])
+    return query_block_ranges(spec, ids, *BLOCKS), num_tiles(queries, BLOCKS[0])
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_turns_count_the_earlier_visitors(name):
     visits, count = table(name)
-    earliest = np.asarray(find_first_adders(visits, count))
+    earliest = np.asarray(find_first_dq_adders(visits, count))
     seen = np.zeros((len(visits), count), int)
     for row, key in np.ndindex(visits.shape[:2]):
         first, _, _, last = np.asarray(visits)[row, key]
@@ -64,18 +64,24 @@ def test_turns_count_the_earlier_visitors(name):
 def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
     """However few blocks run at a time: `room` of them, which begin in the order of the list and add in any."""
     visits, count = table(name)
-    earliest = np.asarray(find_first_adders(visits, count))
+    earliest = np.asarray(find_first_dq_adders(visits, count))
     visits, batch, heads = np.asarray(visits), 2, 2
-    plan = tile_scheduler.make_plan(
-        visits.shape[1], batch=batch, heads=heads, reverse=False, head_bytes=2**24, group=1, persistent=False
+    plan = tile_scheduler.make_tile_schedule(
+        visits.shape[1],
+        batch_size=batch,
+        heads_per_batch_row=heads,
+        reverses_tiles=False,
+        head_bytes=2**24,
+        heads_per_group=1,
+        is_persistent=False,
     )
-    plan = dataclasses.replace(plan, folded=folded)
+    plan = dataclasses.replace(plan, folds_bundles=folded)
     added = np.zeros((batch, heads, count), int)
-    waiting, running = list(range(plan.items)), []
+    waiting, running = list(range(plan.num_items)), []
     while waiting or running:
         while waiting and len(running) < room:
-            item = tile_scheduler.work_tile(plan, np.int32(waiting.pop(0)))
-            place = int(item.batch), int(item.head), int(item.tile)
+            item = tile_scheduler.locate_work_tile(plan, np.int32(waiting.pop(0)))
+            place = int(item.batch_row), int(item.head), int(item.tile_in_head)
             first, _, _, last = visits[min(place[0], len(visits) - 1), place[2]]
             running.append((place, list(range(first, last))))
         moved = False
@@ -94,9 +100,16 @@ def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
 @pytest.mark.parametrize(("heads", "tiles", "bundle"), [(4, 6, 2), (4, 7, 2), (6, 1, 2), (3, 5, 3), (4, 2, 1)])
 def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones(heads, tiles, bundle):
     plan = tile_scheduler.TileSchedule(
-        heads, tiles, bundle, heads * tiles, heads * tiles, reverse=False, persistent=False, folded=True
+        heads,
+        tiles,
+        bundle,
+        heads * tiles,
+        heads * tiles,
+        reverses_tiles=False,
+        is_persistent=False,
+        folds_bundles=True,
     )
-    listed = [tile_scheduler.work_tile(plan, np.int32(n)) for n in range(plan.items)]
+    listed = [tile_scheduler.locate_work_tile(plan, np.int32(n)) for n in range(plan.num_items)]
     later, bundles = tiles // 2, heads // bundle
     steps = [(0, tile) for tile in range(tiles - later)]
     for n in range(1, bundles):
@@ -104,7 +117,7 @@ def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones
             steps += [(n, tile)] + [(n - 1, tiles - later + tile)] * (tile < later)
     steps += [(bundles - 1, tiles - later + tile) for tile in range(later)]
     wanted = [(n * bundle + head, tile) for n, tile in steps for head in range(bundle)]
-    assert [(int(item.head), int(item.tile)) for item in listed] == wanted
+    assert [(int(item.head), int(item.tile_in_head)) for item in listed] == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,13 +133,13 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, loops_by_head)
     q, k = (jax.ShapeDtypeStruct((16, 2048, heads, 256), jnp.bfloat16) for heads in (32, 8))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **mask))
     tile = BackwardTile(256, 256, 128, 64, 2)
-    visits = query_block_ranges(spec, None, tile.queries, tile.keys)
-    plan = backward._plan(visits, spec, tile)(spec.batch)
-    assert (plan.folded, backward._should_loop_by_head(visits, spec, tile)) == (folded, loops_by_head)
+    visits = query_block_ranges(spec, None, tile.block_q, tile.block_kv)
+    plan = backward._tile_schedule_maker(visits, spec, tile)(spec.batch_size)
+    assert (plan.folds_bundles, backward._should_loop_by_head(visits, spec, tile)) == (folded, loops_by_head)
     if folded:
         assert (
-            plan.bundle * spec.group_size * spec.queries * tile.device_bytes_per_query(spec)
-            <= 1.5 * tile_scheduler.L2_BYTES
+            plan.heads_per_bundle * spec.group_size * spec.q_len * tile.hbm_bytes_per_query(spec)
+            <= 1.5 * tile_scheduler.L2_BYTES_PER_BUNDLE
         )
 
 
@@ -135,7 +148,7 @@ def test_blocks_visit_later_queries_first_in_runs(loops_by_head):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=True))
     call = Call(spec, None, None, loops_by_head, None, None, None, None, None)
-    visits = QueryRuns(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
+    visits = QueryBlockRuns(None, jnp.int32(2), tuple(map(jnp.int32, (1, 3, 5, 7))))
 
     def note(masking, head, index, state):
         count, seen = state
@@ -160,10 +173,10 @@ def test_blocks_visit_later_queries_first_in_runs(loops_by_head):
     ],
 )
 def test_strips_are_all_of_a_visits_part_of_dq(tile):
-    seen = np.zeros((tile.queries, tile.size), int)
-    for member, maker, strip in np.ndindex(tile.blocks_per_cluster, 2, tile.dq_strips):
-        row, column = tile.dq_start(member, maker, strip)
-        seen[row : row + 64, column : column + tile.dq_columns] += 1
+    seen = np.zeros((tile.block_q, tile.head_dim), int)
+    for member, maker, strip in np.ndindex(tile.blocks_per_cluster, 2, tile.strips_per_dq_piece):
+        row, column = tile.dq_strip_start(member, maker, strip)
+        seen[row : row + 64, column : column + tile.dq_strip_columns] += 1
     assert (seen == 1).all()
 
 

@@ -25,7 +25,7 @@ def test_products_of_numbers_decide_as_everywhere():
         "k_dropout_keys": ((1, 256), "uint32"),
     }
     kept = made["q_dropout_keys"][..., :70, None] * made["k_dropout_keys"][:, None, None, :130] >= jnp.uint32(
-        spec.threshold
+        spec.dropout_threshold
     )
     index = jnp.arange(2)[:, None, None], jnp.arange(4)[:, None], jnp.arange(70)
     rows = dropout.row_keys(record.dropout_seed, *index)

@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import pad_segment_ids
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED, key_ranges
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED_MARK, key_ranges
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
 
 MAX_BYTES = 2**31 - 1
@@ -28,9 +28,9 @@ def ranges(q_ids, k_ids, **mask):
     made = key_ranges(make_spec(record), (pad_segment_ids(q_ids, 16, -1), pad_segment_ids(k_ids, 8, -2)), 8)
     assert made.shape == (1, 2, -(-q.shape[1] // 16) * 16)
     first, last = np.asarray(made)[0]
-    unsorted = last >= UNSORTED
+    unsorted = last >= UNSORTED_MARK
     assert unsorted.all() == unsorted.any()
-    return first, np.where(unsorted, last - UNSORTED, last), unsorted.any()
+    return first, np.where(unsorted, last - UNSORTED_MARK, last), unsorted.any()
 
 
 def attended(q_ids, k_ids, causal, window):

@@ -86,9 +86,9 @@ def test_candidates_fit_shared_memory(size):
     record = make(size, "dropout, segments")
     spec = make_spec(record)
     for params in config.candidates(record, H200, "forward"):
-        assert config.forward_smem_bytes(config.forward_tile(params, spec), spec) <= config.SHARED_MEMORY
+        assert config.forward_smem_bytes(config.forward_tile(params, spec), spec) <= config.SHARED_MEMORY_BYTES
     for params in config.candidates(record, H200, "backward"):
-        assert config.backward_smem_bytes(config.backward_tile(params, spec), spec) <= config.SHARED_MEMORY
+        assert config.backward_smem_bytes(config.backward_tile(params, spec), spec) <= config.SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize("name", ["block_q", "block_kv", "stages"])

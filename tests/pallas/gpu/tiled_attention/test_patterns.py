@@ -8,7 +8,7 @@ import pytest
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel.types.sparse_masks import LocalMask, MultiHeadMask, NumpyMask
-from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_lists, query_lists
+from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_block_lists, query_block_lists
 
 LENGTH, BLOCK = 512, 128
 SEEN = np.random.RandomState(0).rand(LENGTH, LENGTH) < 0.3
@@ -31,8 +31,8 @@ def make(pattern, **fields):
 def test_lists_have_full_blocks_apart_and_something_for_every_tile(pattern, fields):
     record = make(PATTERNS[pattern], **fields)
     found = block_map(record, BLOCK, BLOCK)
-    forward = {name: np.asarray(x) for name, x in key_lists(record, BLOCK, BLOCK).items()}
-    backward = {name: np.asarray(x) for name, x in query_lists(record, BLOCK, BLOCK)[0].items()}
+    forward = {name: np.asarray(x) for name, x in key_block_lists(record, BLOCK, BLOCK).items()}
+    backward = {name: np.asarray(x) for name, x in query_block_lists(record, BLOCK, BLOCK)[0].items()}
     for lists, some, every in (
         (forward, found.some, found.every),
         (backward, found.some.swapaxes(2, 3), found.every.swapaxes(2, 3)),
@@ -58,7 +58,7 @@ def rank(lists, head, tile, block):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_key_tiles_add_to_a_query_block_one_after_the_other_the_last_first(pattern):
-    lists = {name: np.asarray(x) for name, x in query_lists(make(PATTERNS[pattern]), BLOCK, BLOCK)[0].items()}
+    lists = {name: np.asarray(x) for name, x in query_block_lists(make(PATTERNS[pattern]), BLOCK, BLOCK)[0].items()}
     for head in range(lists["ranks"].shape[1]):
         for block in range(LENGTH // BLOCK):
             adding = [
@@ -75,7 +75,7 @@ def test_words_hold_the_columns_that_a_thread_has(kv_block):
     """Thread `t` of the four of a row has columns `8 n + 2 t` and the next one, two bits for each eight."""
     record, spans = make(PATTERNS["pairs"]), -(-kv_block // 128)
     masks = np.asarray(block_map(record, BLOCK, kv_block).tile_masks)
-    words = np.asarray(key_lists(record, BLOCK, kv_block)["mask_words"]).view(np.uint32)
+    words = np.asarray(key_block_lists(record, BLOCK, kv_block)["mask_words"]).view(np.uint32)
     words = words.reshape(len(masks), BLOCK, spans, 4)
     for column in range(kv_block):
         eight, rest = divmod(column % 128, 8)

@@ -71,7 +71,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=hopper_requires(
                 handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
                 extra=spec.fp8_reasons,
-                dtypes=(spec.FLOAT8_DTYPE,),
+                dtypes=(spec.FP8_OPERAND_DTYPE,),
             ),
             config=ConfigSpace(
                 heuristic=config.fp8_heuristic,

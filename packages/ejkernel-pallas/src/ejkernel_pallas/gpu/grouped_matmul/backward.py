@@ -10,7 +10,7 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
 )
 from ejkernel_pallas.gpu.grouped_matmul.forward import multiply_by_group
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
-from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import launch_matrices
+from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import launch_matrix_gradients
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     make_spec,
 )
@@ -35,12 +35,15 @@ def backward(pullback: Pullback, params: HopperGroupedBackward) -> dict[str, jax
     spec = make_spec(record, params, record.lhs.dtype)
     if "lhs" in pullback.grad_fields:
         transposed_spec = dataclasses.replace(
-            spec, contracted=spec.columns, columns=spec.contracted, transposed=not spec.transposed
+            spec,
+            contracted_size=spec.num_columns,
+            num_columns=spec.contracted_size,
+            matrices_are_transposed=not spec.matrices_are_transposed,
         )
         gradients["lhs"] = multiply_by_group(grouped_matmul_kernel, transposed_spec, cotangent, record)
     if "rhs" in pullback.grad_fields:
         operands = (cotangent, record.lhs) if record.transpose_rhs else (record.lhs, cotangent)
-        output_sizes = {"contracted": operands[0].shape[1], "columns": operands[1].shape[1]}
-        drhs_spec = make_spec(record, params.rhs, record.rhs.dtype)
-        gradients["rhs"] = launch_matrices(dataclasses.replace(drhs_spec, **output_sizes), *operands, record)
+        output_sizes = {"contracted_size": operands[0].shape[1], "num_columns": operands[1].shape[1]}
+        drhs_spec = make_spec(record, params.rhs_gradient_config, record.rhs.dtype)
+        gradients["rhs"] = launch_matrix_gradients(dataclasses.replace(drhs_spec, **output_sizes), *operands, record)
     return gradients

@@ -14,25 +14,25 @@ from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments
 from ejkernel.ops.model import Case
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
-UNEVEN_GROUPS = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
+UNEVEN_GROUP_SIZES = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
 # Whole tiles of 256 columns, in pairs, for clusters.
-TILE_PAIRS = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
-SOME_MATRICES = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
+TILE_PAIR_SIZES = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
+MATRIX_SUBSET_SIZES = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
 
 
-def _some_matrices_options() -> dict[str, object]:
+def _matrix_subset_options() -> dict[str, object]:
     return {"group_offset": 1, "transpose_rhs": True, "preferred_element_type": jnp.float16}
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("tiles", UNEVEN_GROUPS, lambda key: {}, (), ()),
-        ("tiles in pairs", TILE_PAIRS, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
+        ("tiles", UNEVEN_GROUP_SIZES, lambda key: {}, (), ()),
+        ("tiles in pairs", TILE_PAIR_SIZES, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
         (
             "tiles of some groups, transposed",
-            SOME_MATRICES,
-            lambda key: _some_matrices_options(),
+            MATRIX_SUBSET_SIZES,
+            lambda key: _matrix_subset_options(),
             ("group_offset", "transpose_rhs"),
             (),
         ),
@@ -42,13 +42,13 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 # The groups are as above: empty, smaller than a warpgroup's rows, smaller than a tile, and of several tiles; some rows
 # are unassigned.
-FP8_UNEVEN_GROUPS = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
-FP8_TILE_PAIRS = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
-FP8_SOME_MATRICES = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
+FP8_UNEVEN_GROUP_SIZES = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
+FP8_TILE_PAIR_SIZES = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
+FP8_MATRIX_SUBSET_SIZES = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
 def _fp8_inputs(
-    key: jax.Array, sizes: GroupedSizes, blocks: tuple[int, int], **static_arguments: Any
+    key: jax.Array, sizes: GroupedSizes, scales_per_row_and_column: tuple[int, int], **static_arguments: Any
 ) -> dict[str, Any]:
     """Returns 8-bit rows and matrices with the given numbers of scales per row and per column."""
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
@@ -57,8 +57,10 @@ def _fp8_inputs(
     # Outputs of about 0.05. Tensor cores sum 128 products with about 14 bits: an error of 1.3e-4 of the norm on an
     # H200.
     scales = {
-        "lhs_scale": jax.random.uniform(keys[2], (sizes.m, blocks[0]), jnp.float32, 0.25, 1.0),
-        "rhs_scale": jax.random.uniform(keys[3], (matrices, blocks[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3),
+        "lhs_scale": jax.random.uniform(keys[2], (sizes.m, scales_per_row_and_column[0]), jnp.float32, 0.25, 1.0),
+        "rhs_scale": jax.random.uniform(
+            keys[3], (matrices, scales_per_row_and_column[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3
+        ),
     }
     return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static_arguments}
 
@@ -70,7 +72,7 @@ def _tensor_core_sum_inputs(key: jax.Array) -> dict[str, Any]:
     and a 16-bit cotangent are exact.
     """
     static_arguments = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.bfloat16}
-    arrays, keys = _fp8_inputs(key, FP8_UNEVEN_GROUPS, (1, 1), **static_arguments), jax.random.split(key)
+    arrays, keys = _fp8_inputs(key, FP8_UNEVEN_GROUP_SIZES, (1, 1), **static_arguments), jax.random.split(key)
     # Outputs below 0.03, where bfloat16's rounding is below the tolerance of the comparison.
     for name, scale_key, max_exponent in (("lhs_scale", keys[0], 0), ("rhs_scale", keys[1], -14)):
         arrays[name] = jnp.ldexp(
@@ -83,7 +85,7 @@ def _shared_scale_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns operands with scales of 128 x 128, for which the kernel loads a single scale instead of one per
     column.
     """
-    arrays = _fp8_inputs(key, FP8_TILE_PAIRS, (4, 4))
+    arrays = _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (4, 4))
     return {**arrays, "rhs_scale": jnp.repeat(arrays["rhs_scale"][..., ::128], 128, axis=-1)}
 
 
@@ -91,33 +93,33 @@ def fp8_cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation for operands of 8 bits, by its name."""
     scale_names, some_matrices = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("8 bits in blocks of columns", FP8_TILE_PAIRS, _shared_scale_inputs, scale_names, ()),
-        ("8 bits, quick sums", FP8_UNEVEN_GROUPS, _tensor_core_sum_inputs, ("precision",), ()),
+        ("8 bits in blocks of columns", FP8_TILE_PAIR_SIZES, _shared_scale_inputs, scale_names, ()),
+        ("8 bits, quick sums", FP8_UNEVEN_GROUP_SIZES, _tensor_core_sum_inputs, ("precision",), ()),
         (
             "8 bits in tiles",
-            FP8_UNEVEN_GROUPS,
-            lambda key: _fp8_inputs(key, FP8_UNEVEN_GROUPS, (2, 2)),
+            FP8_UNEVEN_GROUP_SIZES,
+            lambda key: _fp8_inputs(key, FP8_UNEVEN_GROUP_SIZES, (2, 2)),
             scale_names,
             (),
         ),
         (
             "8 bits in pairs of tiles",
-            FP8_TILE_PAIRS,
-            lambda key: _fp8_inputs(key, FP8_TILE_PAIRS, (4, 2)),
+            FP8_TILE_PAIR_SIZES,
+            lambda key: _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (4, 2)),
             scale_names,
             (),
         ),
         (
             "8 bits, a scale a row",
-            FP8_TILE_PAIRS,
-            lambda key: _fp8_inputs(key, FP8_TILE_PAIRS, (1, 4)),
+            FP8_TILE_PAIR_SIZES,
+            lambda key: _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (1, 4)),
             scale_names,
             (),
         ),
         (
             "8 bits of some groups",
-            FP8_SOME_MATRICES,
-            lambda key: _fp8_inputs(key, FP8_SOME_MATRICES, (1, 1), **some_matrices),
+            FP8_MATRIX_SUBSET_SIZES,
+            lambda key: _fp8_inputs(key, FP8_MATRIX_SUBSET_SIZES, (1, 1), **some_matrices),
             ("group_offset", "transpose_rhs"),
             (),
         ),
@@ -126,39 +128,57 @@ def fp8_cases() -> dict[str, tuple[Case, ...]]:
 
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
-GROUPS = (40, 0, 63, 1, 130, 200)
+GROUP_SIZES = (40, 0, 63, 1, 130, 200)
 # The groups are as above, with a mean so small that one warpgroup alone multiplies the last tile of a group.
-SMALL_GROUPS = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
-_SWIGLU: dict[str, Any] = {"alpha": 1.702, "beta": 1.0, "limit": 0.8}
+SMALL_GROUP_SIZES = (40, 0, 63, 1, 130, 64, 65, 0, 5, 120)
+_SWIGLU_OPTIONS: dict[str, Any] = {"alpha": 1.702, "beta": 1.0, "limit": 0.8}
 # name, tokens, rows (None without indices), contracted, output columns, rows of each group, dtype, options
-_GATED_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
-    ("tiles", 520, None, 128, 192, GROUPS, jnp.bfloat16, {"activation": "gelu"}),
-    ("tiles of gathered rows", 96, 520, 320, 256, GROUPS, jnp.bfloat16, {}),
-    ("tiles of float16", 96, 520, 64, 64, GROUPS, jnp.float16, {"activation": "gelu"}),
-    ("tiles of few rows", 96, 520, 128, 192, SMALL_GROUPS, jnp.bfloat16, {}),
-    ("tiles with biases", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"rhs_bias": 0.5}),
-    ("tiles of pairs", 96, 520, 128, 256, GROUPS, jnp.bfloat16, {"interleaved": True, **_SWIGLU}),
-    ("tiles of pairs with biases", 520, None, 192, 320, GROUPS, jnp.float16, {"rhs_bias": 0.5, "interleaved": True}),
-    ("tiles of GPT-OSS", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"rhs_bias": 0.5, "interleaved": True, **_SWIGLU}),
-    ("tiles of columns first", 96, 520, 128, 192, GROUPS, jnp.bfloat16, {"transpose_rhs": True}),
+_GATED_CASE_TABLE: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any]], ...] = (
+    ("tiles", 520, None, 128, 192, GROUP_SIZES, jnp.bfloat16, {"activation": "gelu"}),
+    ("tiles of gathered rows", 96, 520, 320, 256, GROUP_SIZES, jnp.bfloat16, {}),
+    ("tiles of float16", 96, 520, 64, 64, GROUP_SIZES, jnp.float16, {"activation": "gelu"}),
+    ("tiles of few rows", 96, 520, 128, 192, SMALL_GROUP_SIZES, jnp.bfloat16, {}),
+    ("tiles with biases", 96, 520, 128, 192, GROUP_SIZES, jnp.bfloat16, {"rhs_bias": 0.5}),
+    ("tiles of pairs", 96, 520, 128, 256, GROUP_SIZES, jnp.bfloat16, {"interleaved": True, **_SWIGLU_OPTIONS}),
+    (
+        "tiles of pairs with biases",
+        520,
+        None,
+        192,
+        320,
+        GROUP_SIZES,
+        jnp.float16,
+        {"rhs_bias": 0.5, "interleaved": True},
+    ),
+    (
+        "tiles of GPT-OSS",
+        96,
+        520,
+        128,
+        192,
+        GROUP_SIZES,
+        jnp.bfloat16,
+        {"rhs_bias": 0.5, "interleaved": True, **_SWIGLU_OPTIONS},
+    ),
+    ("tiles of columns first", 96, 520, 128, 192, GROUP_SIZES, jnp.bfloat16, {"transpose_rhs": True}),
     (
         "tiles of pairs of columns first",
         520,
         None,
         128,
         256,
-        SMALL_GROUPS,
+        SMALL_GROUP_SIZES,
         jnp.bfloat16,
-        {"rhs_bias": 0.5, "interleaved": True, "transpose_rhs": True, **_SWIGLU},
+        {"rhs_bias": 0.5, "interleaved": True, "transpose_rhs": True, **_SWIGLU_OPTIONS},
     ),
-    ("tiles without a gate", 96, 520, 128, 320, GROUPS, jnp.bfloat16, {"gated": False, "activation": "relu2"}),
+    ("tiles without a gate", 96, 520, 128, 320, GROUP_SIZES, jnp.bfloat16, {"gated": False, "activation": "relu2"}),
     (
         "tiles without a gate, columns first",
         96,
         520,
         64,
         256,
-        SMALL_GROUPS,
+        SMALL_GROUP_SIZES,
         jnp.float16,
         {"gated": False, "activation": "silu", "alpha": 1.702, "rhs_bias": 0.5, "transpose_rhs": True},
     ),
@@ -167,36 +187,36 @@ _GATED_ROWS: tuple[tuple[str, int, int | None, int, int, tuple[int, ...], Any, d
 
 def gated_cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"gated_grouped_matmul": tuple(_case(*row) for row in _GATED_ROWS)}
+    return {"gated_grouped_matmul": tuple(_gated_case(*row) for row in _GATED_CASE_TABLE)}
 
 
-def _case(
+def _gated_case(
     name: str,
-    tokens: int,
-    rows: int | None,
-    contracted: int,
-    columns: int,
-    groups: tuple[int, ...],
+    num_tokens: int,
+    num_rows: int | None,
+    contracted_size: int,
+    num_columns: int,
+    group_sizes: tuple[int, ...],
     dtype: Any,
     options: dict[str, Any],
 ) -> Case:
-    def make(key: jax.Array) -> GatedGroupedMatmulArguments:
+    def make_inputs(key: jax.Array) -> GatedGroupedMatmulArguments:
         keys, kwargs = jax.random.split(key, 4), dict(options)
-        matrix_columns = 2 * columns if options.get("gated", True) else columns
-        lhs = jax.random.normal(keys[0], (tokens, contracted))
-        rhs = jax.random.normal(keys[1], (len(groups), contracted, matrix_columns)) * contracted**-0.5
+        matrix_columns = 2 * num_columns if options.get("gated", True) else num_columns
+        lhs = jax.random.normal(keys[0], (num_tokens, contracted_size))
+        rhs = jax.random.normal(keys[1], (len(group_sizes), contracted_size, matrix_columns)) * contracted_size**-0.5
         if "transpose_rhs" in options:
             rhs = rhs.swapaxes(1, 2)
         if "rhs_bias" in options:
-            kwargs["rhs_bias"] = options["rhs_bias"] * jax.random.normal(keys[3], (len(groups), 1, matrix_columns))
+            kwargs["rhs_bias"] = options["rhs_bias"] * jax.random.normal(keys[3], (len(group_sizes), 1, matrix_columns))
         # Some indices refer to no token.
-        indices = None if rows is None else jax.random.randint(keys[2], (rows,), -1, tokens + 1, jnp.int32)
+        indices = None if num_rows is None else jax.random.randint(keys[2], (num_rows,), -1, num_tokens + 1, jnp.int32)
         return GatedGroupedMatmulArguments(
             lhs=lhs.astype(dtype),
             rhs=rhs.astype(dtype),
-            group_sizes=jnp.array(groups, jnp.int32),
+            group_sizes=jnp.array(group_sizes, jnp.int32),
             indices=indices,
             **kwargs,
         )
 
-    return tagged(name, make, (*(() if rows is None else ("indices",)), *options), ())
+    return tagged(name, make_inputs, (*(() if num_rows is None else ("indices",)), *options), ())

@@ -61,9 +61,9 @@ class HopperGroupedBackward(HopperGrouped):
     rhs_cluster_n: int
 
     @property
-    def rhs(self) -> HopperGrouped:
+    def rhs_gradient_config(self) -> HopperGrouped:
         """Returns the configuration of the kernel of matrix gradients."""
-        names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in ROWS_ONLY]
+        names = [field.name for field in dataclasses.fields(HopperGrouped) if field.name not in ROW_KERNEL_ONLY_FIELDS]
         return HopperGrouped(
             **{name: getattr(self, f"rhs_{name}") for name in names}, overlap=False, half_columns=False
         )
@@ -115,7 +115,7 @@ class HopperGated:
     single_warpgroup: bool
 
 
-ROWS_ONLY = ("overlap", "half_columns")
+ROW_KERNEL_ONLY_FIELDS = ("overlap", "half_columns")
 """Fields that the kernel of matrix gradients does not have."""
 
 PUBLIC_FIELDS = {"block_n": "block_n", "num_stages": "stages"}
@@ -127,7 +127,7 @@ class TileOptions(NamedTuple):
     along columns, `overlap` and `half_columns`.
     """
 
-    n: int
+    block_n: int
     stages: int
     output_buffers: int
     group_m: int
@@ -137,7 +137,7 @@ class TileOptions(NamedTuple):
     half_columns: bool = False
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def config_fields(self) -> dict[str, Any]:
         """Returns the sizes by the field names of a configuration."""
         names = ("block_n", "stages", "output_buffers", "group_m", "cluster_m", "cluster_n", "overlap", "half_columns")
         return dict(zip(names, self, strict=True))
@@ -150,7 +150,7 @@ On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128
 0.84, 0.90 and 0.90, the first of `ROW_TILES` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
 """
 
-ROW_TILES = (
+ROW_KERNEL_TILES = (
     TileOptions(256, 4, 2, 16),
     TileOptions(256, 4, 2, 8),
     TileOptions(256, 4, 2, 16, overlap=True),
@@ -164,15 +164,15 @@ other tiles were compared with it.
 On an H200, M65536 K2048 N1536 G128, forward: 540, 554, 575, 569, 558 and 547 TFLOP/s.
 """
 
-NARROW_TILES = (TileOptions(128, 5, 4, 8), TileOptions(128, 5, 4, 8, overlap=True))
+NARROW_ROW_KERNEL_TILES = (TileOptions(128, 5, 4, 8), TileOptions(128, 5, 4, 8, overlap=True))
 """Tiles if the last tile of 256 columns would be half empty: 540 and 548 TFLOP/s with 1408 columns, instead of 504."""
 
-HALF_COLUMNS_MAX_ROWS = 32
+HALF_COLUMNS_MAX_MEAN_ROWS = 32
 """The mean number of rows per group up to which `HALF_COLUMNS_TILE` comes first: with 64, K4096 N14336 G8, both take
 the same time.
 """
 
-MATRIX_TILES = (
+MATRIX_GRADIENT_TILES = (
     TileOptions(256, 4, 2, 8),
     TileOptions(256, 4, 2, 16),
     TileOptions(256, 4, 2, 8, 1, 2),
@@ -191,24 +191,30 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGrouped, ...]:
     """Returns the configurations worth measuring, the best first."""
     is_narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
-    row_tiles = (*NARROW_TILES, *ROW_TILES) if is_narrow else ROW_TILES
-    if average_rows(record) <= HALF_COLUMNS_MAX_ROWS:
+    row_tiles = (*NARROW_ROW_KERNEL_TILES, *ROW_KERNEL_TILES) if is_narrow else ROW_KERNEL_TILES
+    if average_rows(record) <= HALF_COLUMNS_MAX_MEAN_ROWS:
         row_tiles = tuple(dict.fromkeys((HALF_COLUMNS_TILE, *row_tiles)))
     if direction == "forward":
-        return tuple(HopperGrouped(**tile.fields) for tile in row_tiles)
-    tile_pairs = [(row_tiles[0], tile) for tile in MATRIX_TILES] + [(tile, MATRIX_TILES[0]) for tile in row_tiles[1:]]
+        return tuple(HopperGrouped(**tile.config_fields) for tile in row_tiles)
+    tile_pairs = [(row_tiles[0], tile) for tile in MATRIX_GRADIENT_TILES] + [
+        (tile, MATRIX_GRADIENT_TILES[0]) for tile in row_tiles[1:]
+    ]
     return tuple(_backward_config(*pair) for pair in tile_pairs)
 
 
-def _backward_config(dlhs_tile: TileOptions, drhs_tile: TileOptions) -> HopperGroupedBackward:
-    rhs_fields = {f"rhs_{name}": value for name, value in drhs_tile.fields.items() if name not in ROWS_ONLY}
-    return HopperGroupedBackward(**dlhs_tile.fields, **rhs_fields)
+def _backward_config(lhs_gradient_tile: TileOptions, rhs_gradient_tile: TileOptions) -> HopperGroupedBackward:
+    rhs_fields = {
+        f"rhs_{name}": value
+        for name, value in rhs_gradient_tile.config_fields.items()
+        if name not in ROW_KERNEL_ONLY_FIELDS
+    }
+    return HopperGroupedBackward(**lhs_gradient_tile.config_fields, **rhs_fields)
 
 
 def _fp8_tile(
-    n: int, stages: int, output_buffers: int, *, split_by_columns: bool = False, dynamic_schedule: bool = False
+    block_n: int, stages: int, output_buffers: int, *, split_by_columns: bool = False, dynamic_schedule: bool = False
 ) -> HopperFp8:
-    fields = {"block_n": n, "product_n": 128, "stages": stages, "output_buffers": output_buffers, "group_m": 16}
+    fields = {"block_n": block_n, "product_n": 128, "stages": stages, "output_buffers": output_buffers, "group_m": 16}
     return HopperFp8(**fields, split_by_columns=split_by_columns, dynamic_schedule=dynamic_schedule)
 
 
@@ -250,10 +256,14 @@ def sums_on_tensor_cores(record: GroupedMatmul) -> bool:
 
 
 def _gated_tile(
-    n: int, stages: int, output_buffers: int, group_m: int, *, single_warpgroup: bool = False
+    block_n: int, stages: int, output_buffers: int, group_m: int, *, single_warpgroup: bool = False
 ) -> HopperGated:
     return HopperGated(
-        block_n=n, stages=stages, output_buffers=output_buffers, group_m=group_m, single_warpgroup=single_warpgroup
+        block_n=block_n,
+        stages=stages,
+        output_buffers=output_buffers,
+        group_m=group_m,
+        single_warpgroup=single_warpgroup,
     )
 
 
@@ -272,7 +282,7 @@ and 0.736 in another. The last has been compared there, not timed.
 SINGLE_WARPGROUP_TILES = tuple(dataclasses.replace(tile, single_warpgroup=True) for tile in GATED_TILES[:1])
 """Tiles for groups of few rows: 0.240 ms with 32 per group instead of 0.253, but 0.748 with 512 instead of 0.725."""
 
-SINGLE_WARPGROUP_MAX_ROWS = 64
+SINGLE_WARPGROUP_MAX_MEAN_ROWS = 64
 """The mean number of rows per group up to which they come first."""
 
 
@@ -283,7 +293,7 @@ def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
 def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGated, ...]:
     """Returns the configurations worth measuring, the best first."""
-    few = average_rows(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_ROWS
+    few = average_rows(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_MEAN_ROWS
     tiles = (*SINGLE_WARPGROUP_TILES, *GATED_TILES) if few else (*GATED_TILES, *SINGLE_WARPGROUP_TILES)
     # Without a gate, a product of as many columns gives twice as many columns of the output.
     return tiles if record.gated else tuple(dataclasses.replace(tile, block_n=2 * tile.block_n) for tile in tiles)

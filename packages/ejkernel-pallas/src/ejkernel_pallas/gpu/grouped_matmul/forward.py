@@ -11,13 +11,13 @@ from ejkernel_pallas.gpu.grouped_matmul.config import HopperFp8, HopperGated, Ho
 from ejkernel_pallas.gpu.grouped_matmul.kernels.gated_grouped_matmul import gated_grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul import grouped_matmul_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.grouped_matmul_fp8 import grouped_matmul_fp8_kernel
-from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import Kernel, launch_rows
+from ejkernel_pallas.gpu.grouped_matmul.kernels.launch import RowKernel, launch_row_kernel
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     GroupedSpec,
+    columns_share_scales,
     make_fp8_spec,
     make_gated_spec,
     make_spec,
-    share_scales,
 )
 
 SCALE_OPERANDS = ("lhs_scale", "rhs_scale", "same")
@@ -58,7 +58,7 @@ def forward_fp8(record: GroupedMatmul, params: HopperFp8) -> tuple[jax.Array, tu
     spec = make_fp8_spec(record, params)
     scales = record.lhs_scale.astype(jnp.float32), record.rhs_scale[:, :, 0].astype(jnp.float32)
     if scales[1].shape[1] > 1:
-        scales += (share_scales(scales[1], params.product_n),)
+        scales += (columns_share_scales(scales[1], params.product_n),)
     return multiply_by_group(grouped_matmul_fp8_kernel, spec, record.lhs, record, *scales), ()
 
 
@@ -78,23 +78,23 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
     spec = make_gated_spec(record, params)
     assert spec.gate is not None
     rhs, bias = record.rhs, record.rhs_bias
-    if spec.gate.row_pairs:
+    if spec.gate.views_interleaved_rows_as_pairs:
         # Each row of the gate and that of its factor as one row, which moves no data, and the bias in halves.
-        rhs = rhs.reshape(rhs.shape[0], spec.columns, 2 * spec.contracted)
-        bias = None if bias is None else bias.reshape(rhs.shape[0], spec.columns, 2).swapaxes(1, 2)
+        rhs = rhs.reshape(rhs.shape[0], spec.num_columns, 2 * spec.contracted_size)
+        bias = None if bias is None else bias.reshape(rhs.shape[0], spec.num_columns, 2).swapaxes(1, 2)
     operands = {"lhs": record.lhs, "rhs": rhs}
     if bias is not None:
         operands["bias"] = bias.astype(jnp.float32).reshape(rhs.shape[0], -1)
     if record.indices is not None:
         operands["indices"] = record.indices
-    return launch_rows(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record)), ()
+    return launch_row_kernel(gated_grouped_matmul_kernel, spec, operands, plain_product_record(record)), ()
 
 
 def multiply_by_group(
-    kernel: Kernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
+    kernel: RowKernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
     """Returns rows [M, contracted] times the matrices of their groups. 8-bit operands come with the arrays that
     `SCALE_OPERANDS` names.
     """
     operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALE_OPERANDS[: len(scales)], scales, strict=True))}
-    return launch_rows(kernel, spec, operands, record)
+    return launch_row_kernel(kernel, spec, operands, record)

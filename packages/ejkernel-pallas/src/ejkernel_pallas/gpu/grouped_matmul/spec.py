@@ -20,30 +20,30 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
     plain_product_record,
     sums_on_tensor_cores,
 )
-from ejkernel_pallas.gpu.hopper.row_gathers import MAX_BYTES
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.row_gathers import MAX_MATRIX_BYTES
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 
-STEP_ELEMENTS = 64
+STEP_ELEMENTS_16_BIT = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
-WARPGROUPS = 2
+CONSUMER_WARPGROUPS = 2
 """Consumer warpgroups."""
-REGISTERS, PRODUCER_REGISTERS = 240, 24
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread of a consumer and of the producer. A multiprocessor has 65536."""
-GATHER_REGISTERS = (232, 40)
+REGISTERS_WITH_GATHER = (232, 40)
 """The same for gathered rows: a producer thread keeps the addresses of eight rows."""
 SCALE_BLOCKS_PER_COPY = 4
 """Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the smallest bulk copy."""
-OVERLAPPED_PRODUCTS = 2
+PRODUCTS_DURING_STORE = 2
 """Products of a tile that run while the previous tile is stored."""
 RESERVED_SMEM_BYTES = 2 * 1024
 """Bytes of shared memory for mbarriers and Mosaic's own use."""
 SWIZZLED_ROW_BYTES = 128
 """Bytes of a swizzled row."""
-BLOCK_M = WARPGROUPS * WGMMA_M
+BLOCK_M = CONSUMER_WARPGROUPS * WGMMA_M
 """Rows per tile: 64 for each consumer warpgroup."""
 
 
-FLOAT8_DTYPE = "float8_e4m3fn"
+FP8_OPERAND_DTYPE = "float8_e4m3fn"
 """The dtype of rows and matrices."""
 FP8_STEP_ELEMENTS = SWIZZLED_ROW_BYTES
 """Contracted elements per step: a swizzled row of 8 bits."""
@@ -52,20 +52,20 @@ MAX_FP8_BLOCK_N = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaling:
+class ScaleConstants:
     """Constants of the kernels of rows with operands of 8 bits and scales.
 
     Attributes:
-        lhs_blocks: Blocks of contracted elements with a scale each, per row.
-        rhs_blocks: The same per column.
+        lhs_scale_blocks: Blocks of contracted elements with a scale each, per row.
+        rhs_scale_blocks: The same per column.
         product_n: Columns per WGMMA product.
         sums_on_tensor_cores: Whether tensor cores accumulate over all steps.
         split_by_columns: Whether a warpgroup has all rows of a tile, and the columns of one product.
         dynamic_schedule: Whether blocks get their next tile from an atomic counter.
     """
 
-    lhs_blocks: int
-    rhs_blocks: int
+    lhs_scale_blocks: int
+    rhs_scale_blocks: int
     product_n: int
     sums_on_tensor_cores: bool
     split_by_columns: bool
@@ -76,22 +76,24 @@ class Scaling:
         """Returns whether scales of rows are copied in bulk: a warpgroup with all rows of a tile has too many for
         loads, whose addresses would take registers.
         """
-        return self.split_by_columns and self.lhs_blocks > 1 and self.lhs_blocks % SCALE_BLOCKS_PER_COPY == 0
+        return (
+            self.split_by_columns and self.lhs_scale_blocks > 1 and self.lhs_scale_blocks % SCALE_BLOCKS_PER_COPY == 0
+        )
 
 
-class GateLayout(enum.Enum):
+class GateColumnOrder(enum.Enum):
     """The order of a gated matrix's panels of 64 columns in a stage."""
 
     HALVES = "gate and factor"
     """A panel of the gate, then one of its factor."""
     INTERLEAVED = "pairs"
     """Columns of the gate and of the factor are interleaved."""
-    WHOLE = "no gate"
+    NO_GATE = "no gate"
     """The output is the activation of all columns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gate:
+class ActivationConstants:
     """Constants of the kernels of rows whose products pass through an activation, which may be the gate of a factor.
 
     Attributes:
@@ -99,10 +101,11 @@ class Gate:
         alpha: Factor in the sigmoid of silu.
         beta: Added to the factor.
         limit: The largest value of the gate, and the largest magnitude of the factor; None for none.
-        layout: The order of columns in a stage.
-        row_pairs: Whether the kernel has a view [F, 2 contracted] of transposed matrices with interleaved rows.
-        biased: Whether products have a bias.
-        gathers: Whether rows are gathered by index.
+        column_order: The order of columns in a stage.
+        views_interleaved_rows_as_pairs: Whether the kernel has a view [F, 2 contracted] of transposed matrices with
+            interleaved rows.
+        has_bias: Whether products have a bias.
+        gathers_rows: Whether rows are gathered by index.
         single_warpgroup: Whether one warpgroup alone multiplies tiles of at most 64 rows.
     """
 
@@ -110,16 +113,16 @@ class Gate:
     alpha: float
     beta: float
     limit: float | None
-    layout: GateLayout
-    row_pairs: bool
-    biased: bool
-    gathers: bool
+    column_order: GateColumnOrder
+    views_interleaved_rows_as_pairs: bool
+    has_bias: bool
+    gathers_rows: bool
     single_warpgroup: bool
 
     @property
-    def products(self) -> int:
+    def matrix_columns_per_output_column(self) -> int:
         """Returns the columns of a matrix per column of the output."""
-        return 1 if self.layout is GateLayout.WHOLE else 2
+        return 1 if self.column_order is GateColumnOrder.NO_GATE else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,33 +130,34 @@ class GroupedSpec:
     """Constants of a kernel.
 
     Attributes:
-        rows: M.
-        contracted: Contracted elements in the kernels of rows; rows of the result in the kernel of matrix gradients.
-        columns: Columns of the result.
-        matrices: E.
-        transposed: Whether the columns of the result are the first axis of matrices.
-        dtype: Dtype of the operands.
-        out: Dtype of the result.
+        num_rows: M.
+        contracted_size: Contracted elements in the kernels of rows; rows of the result in the kernel of matrix
+            gradients.
+        num_columns: Columns of the result.
+        num_matrices: E.
+        matrices_are_transposed: Whether the columns of the result are the first axis of matrices.
+        operand_dtype: Dtype of the operands.
+        out_dtype: Dtype of the result.
         tile: The configuration.
         scaling: Constants for 8-bit operands; None for 16-bit ones.
         gate: Constants of the gated product; None for the plain product.
     """
 
-    rows: int
-    contracted: int
-    columns: int
-    matrices: int
-    transposed: bool
-    dtype: Any
-    out: Any
+    num_rows: int
+    contracted_size: int
+    num_columns: int
+    num_matrices: int
+    matrices_are_transposed: bool
+    operand_dtype: Any
+    out_dtype: Any
     tile: HopperGrouped
-    scaling: Scaling | None = None
-    gate: Gate | None = None
+    scaling: ScaleConstants | None = None
+    gate: ActivationConstants | None = None
 
     @property
-    def gathers(self) -> bool:
+    def gathers_rows(self) -> bool:
         """Returns whether rows are gathered."""
-        return self.gate is not None and self.gate.gathers
+        return self.gate is not None and self.gate.gathers_rows
 
     @property
     def dynamic_schedule(self) -> bool:
@@ -161,83 +165,83 @@ class GroupedSpec:
         return self.scaling is not None and self.scaling.dynamic_schedule
 
     @property
-    def registers(self) -> tuple[int, int]:
+    def registers_per_thread(self) -> tuple[int, int]:
         """Returns registers per thread of a consumer, and of the producer."""
-        return GATHER_REGISTERS if self.gathers else (REGISTERS, PRODUCER_REGISTERS)
+        return REGISTERS_WITH_GATHER if self.gathers_rows else (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
 
     @property
-    def panels(self) -> int:
+    def panels_per_stage(self) -> int:
         """Returns panels of 64 columns in a stage of a gated matrix."""
-        return self.panels_of(self.tile.block_n)
+        return self.num_panels(self.tile.block_n)
 
-    def panels_of(self, columns: int) -> int:
+    def num_panels(self, columns: int) -> int:
         """Returns panels of 64 columns that are multiplied for some columns of a gated product's output."""
         assert self.gate is not None  # set for the gated product
-        return self.gate.products * columns // SWIZZLE_COLUMNS
+        return self.gate.matrix_columns_per_output_column * columns // SWIZZLE_COLUMNS
 
     @property
-    def step(self) -> int:
+    def step_elements(self) -> int:
         """Returns contracted elements per step in the kernels of rows: a swizzled row."""
-        return SWIZZLED_ROW_BYTES // jnp.dtype(self.dtype).itemsize
+        return SWIZZLED_ROW_BYTES // jnp.dtype(self.operand_dtype).itemsize
 
     @property
-    def part(self) -> int:
+    def output_buffer_columns(self) -> int:
         """Returns the columns of a result per output buffer: a swizzled row."""
-        return SWIZZLED_ROW_BYTES // jnp.dtype(self.out).itemsize
+        return SWIZZLED_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
 
     @property
-    def members(self) -> int:
+    def blocks_per_cluster(self) -> int:
         """Returns blocks per cluster."""
         return self.tile.cluster_m * self.tile.cluster_n
 
     @property
-    def column_tiles(self) -> int:
+    def num_column_tiles(self) -> int:
         """Returns the number of tiles of columns, over all members of a cluster."""
-        return cdiv(self.columns, self.tile.block_n * self.tile.cluster_n)
+        return cdiv(self.num_columns, self.tile.block_n * self.tile.cluster_n)
 
     @property
-    def tile_rows(self) -> int:
+    def tile_rows_per_matrix(self) -> int:
         """Returns the number of tile rows per matrix, over all members of a cluster, in the kernel of matrix
         gradients.
         """
-        return cdiv(self.contracted, BLOCK_M * self.tile.cluster_m)
+        return cdiv(self.contracted_size, BLOCK_M * self.tile.cluster_m)
 
     @property
-    def overlapped(self) -> bool:
+    def stores_during_next_tile(self) -> bool:
         """Returns whether tiles are stored during the first products of the next one."""
-        return self.tile.overlap and self.out.itemsize == 2
+        return self.tile.overlap and self.out_dtype.itemsize == 2
 
     @property
-    def splits(self) -> bool:
+    def may_split_last_tiles(self) -> bool:
         """Returns whether the last tiles may be split by columns into two work items each."""
         product = self.scaling.product_n if self.scaling and not self.scaling.sums_on_tensor_cores else SWIZZLE_COLUMNS
         whole = self.tile.block_n % (2 * product) == 0
         return whole and not (
-            self.tile.overlap or self.tile.half_columns or self.partial_tile_columns or self.members > 1
+            self.tile.overlap or self.tile.half_columns or self.partial_tile_columns or self.blocks_per_cluster > 1
         )
 
     @property
     def tiles_divide_columns(self) -> bool:
         """Returns whether tiles divide the output's columns."""
-        return self.columns == self.column_tiles * self.tile.block_n * self.tile.cluster_n
+        return self.num_columns == self.num_column_tiles * self.tile.block_n * self.tile.cluster_n
 
     @property
     def partial_tile_columns(self) -> int:
         """Returns the columns of a partial last tile, or 0 if there is none."""
-        return self.columns % self.tile.block_n
+        return self.num_columns % self.tile.block_n
 
     @property
-    def steps(self) -> int:
+    def steps_per_tile(self) -> int:
         """Returns the steps per tile in the kernels of rows."""
-        return self.contracted // self.step
+        return self.contracted_size // self.step_elements
 
     @property
-    def max_tile_entries(self) -> int:
+    def tile_list_length(self) -> int:
         """Returns entries of the tile list."""
-        return most_tiles(self.rows, self.matrices, BLOCK_M)
+        return most_tiles(self.num_rows, self.num_matrices, BLOCK_M)
 
 
-def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> GroupedSpec:
+def make_spec(record: GroupedMatmul, params: HopperGrouped, out_dtype: Any) -> GroupedSpec:
     """Returns the constants of the forward kernel.
 
     Raises:
@@ -253,25 +257,27 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out: Any) -> Grouped
         raise ValueError(
             f"cfg: got {given_values(params)}, wants cluster_m and cluster_n of 1 and 1, 1 and 2, or 2 and 1"
         )
-    if shared_bytes(params) > SHARED_MEMORY - RESERVED_SMEM_BYTES:
-        raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    if shared_memory_bytes(params) > SHARED_MEMORY_BYTES - RESERVED_SMEM_BYTES:
+        raise ValueError(
+            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
+        )
     return GroupedSpec(
-        rows=record.lhs.shape[0],
-        contracted=record.lhs.shape[1],
-        columns=columns(record),
-        matrices=record.rhs.shape[0],
-        transposed=record.transpose_rhs,
-        dtype=jnp.dtype(record.lhs.dtype),
-        out=jnp.dtype(out),
+        num_rows=record.lhs.shape[0],
+        contracted_size=record.lhs.shape[1],
+        num_columns=columns(record),
+        num_matrices=record.rhs.shape[0],
+        matrices_are_transposed=record.transpose_rhs,
+        operand_dtype=jnp.dtype(record.lhs.dtype),
+        out_dtype=jnp.dtype(out_dtype),
         tile=params,
     )
 
 
-def shared_bytes(params: HopperGrouped) -> int:
+def shared_memory_bytes(params: HopperGrouped) -> int:
     """Returns shared memory of a kernel, without barriers."""
     # Operands have 16 bits; an output buffer has a swizzled row of 128 bytes for each of 64 rows, for any dtype.
-    stage = (BLOCK_M + params.block_n) * STEP_ELEMENTS * 2
-    return params.stages * stage + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
+    stage = (BLOCK_M + params.block_n) * STEP_ELEMENTS_16_BIT * 2
+    return params.stages * stage + CONSUMER_WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
 
 
 def reasons(record: GroupedMatmul) -> list[str]:
@@ -306,23 +312,23 @@ def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
         raise ValueError(f"cfg: got product_n={product}, wants a divisor of block_n={size} and a multiple of {part}")
     if params.stages < 2 or params.output_buffers < 1 or params.group_m < 1:
         raise ValueError(f"cfg: got {fields}, wants stages of at least 2, output_buffers and group_m of at least 1")
-    if fp8_shared_bytes(params) > SHARED_MEMORY - RESERVED_SMEM_BYTES:
-        raise ValueError(f"cfg: {fields} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    if fp8_shared_memory_bytes(params) > SHARED_MEMORY_BYTES - RESERVED_SMEM_BYTES:
+        raise ValueError(f"cfg: {fields} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory")
     assert record.lhs_scale is not None  # a requirement of the kernel
     assert record.rhs_scale is not None
-    split_by_columns = params.split_by_columns and size == WARPGROUPS * product
+    split_by_columns = params.split_by_columns and size == CONSUMER_WARPGROUPS * product
     return GroupedSpec(
-        rows=record.lhs.shape[0],
-        contracted=record.lhs.shape[1],
-        columns=columns(record),
-        matrices=record.rhs.shape[0],
-        transposed=True,
-        dtype=jnp.dtype(record.lhs.dtype),
-        out=jnp.dtype(record.out_dtype),
-        tile=HopperGrouped(**TileOptions(size, params.stages, params.output_buffers, params.group_m).fields),
-        scaling=Scaling(
-            lhs_blocks=record.lhs_scale.shape[1],
-            rhs_blocks=record.rhs_scale.shape[1],
+        num_rows=record.lhs.shape[0],
+        contracted_size=record.lhs.shape[1],
+        num_columns=columns(record),
+        num_matrices=record.rhs.shape[0],
+        matrices_are_transposed=True,
+        operand_dtype=jnp.dtype(record.lhs.dtype),
+        out_dtype=jnp.dtype(record.out_dtype),
+        tile=HopperGrouped(**TileOptions(size, params.stages, params.output_buffers, params.group_m).config_fields),
+        scaling=ScaleConstants(
+            lhs_scale_blocks=record.lhs_scale.shape[1],
+            rhs_scale_blocks=record.rhs_scale.shape[1],
             product_n=product,
             sums_on_tensor_cores=sums_on_tensor_cores(record) and not split_by_columns,
             split_by_columns=split_by_columns,
@@ -331,7 +337,7 @@ def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
     )
 
 
-def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
+def columns_share_scales(scales: jax.Array, product_n: int) -> jax.Array:
     """Returns whether all columns of every product share their scale, int32 [1], as with matrix scales of 128 x 128.
 
     Args:
@@ -344,7 +350,7 @@ def share_scales(scales: jax.Array, product_n: int) -> jax.Array:
     return jnp.all(products == products[..., :1]).astype(jnp.int32)[None]
 
 
-def fp8_shared_bytes(params: HopperFp8) -> int:
+def fp8_shared_memory_bytes(params: HopperFp8) -> int:
     """Returns shared memory of the kernel, without barriers."""
     scales = (params.stages + 1) * params.block_n * 4
     if params.split_by_columns:
@@ -352,7 +358,7 @@ def fp8_shared_bytes(params: HopperFp8) -> int:
     return (
         params.stages * (BLOCK_M + params.block_n) * FP8_STEP_ELEMENTS
         + scales
-        + WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
+        + CONSUMER_WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
     )
 
 
@@ -360,8 +366,8 @@ def fp8_reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     problems = []
-    if str(record.rhs.dtype) != FLOAT8_DTYPE:
-        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FLOAT8_DTYPE}")
+    if str(record.rhs.dtype) != FP8_OPERAND_DTYPE:
+        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FP8_OPERAND_DTYPE}")
     if record.lhs_scale is None or record.rhs_scale is None:
         return [*problems, "lhs_scale or rhs_scale is None; the kernel wants both"]
     if not record.transpose_rhs:
@@ -390,7 +396,7 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
         ValueError: A tile size is not valid for the kernel.
     """
     gate = _make_gate(record, params)
-    block_sizes = tuple(size // gate.products for size in (128, 256))
+    block_sizes = tuple(size // gate.matrix_columns_per_output_column for size in (128, 256))
     if params.block_n not in block_sizes:
         without = "" if record.gated else " without a gate"
         raise ValueError(
@@ -399,31 +405,33 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
         )
     product = plain_product_record(record)
     # Shared memory has the gate's and the factor's columns of a tile.
-    matrix_columns = gate.products * params.block_n
-    tile = HopperGrouped(**TileOptions(matrix_columns, params.stages, params.output_buffers, params.group_m).fields)
+    matrix_columns = gate.matrix_columns_per_output_column * params.block_n
+    tile = HopperGrouped(
+        **TileOptions(matrix_columns, params.stages, params.output_buffers, params.group_m).config_fields
+    )
     plain_spec = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         plain_spec,
-        columns=plain_spec.columns // gate.products,
+        num_columns=plain_spec.num_columns // gate.matrix_columns_per_output_column,
         tile=dataclasses.replace(tile, block_n=params.block_n),
         gate=gate,
     )
 
 
-def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> Gate:
+def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> ActivationConstants:
     """Returns the constants of a record's activation and of its columns."""
-    layout = GateLayout.HALVES if record.gated else GateLayout.WHOLE
+    layout = GateColumnOrder.HALVES if record.gated else GateColumnOrder.NO_GATE
     if record.interleaved and not record.transpose_rhs:
-        layout = GateLayout.INTERLEAVED
-    return Gate(
+        layout = GateColumnOrder.INTERLEAVED
+    return ActivationConstants(
         activation=record.activation,
         alpha=record.alpha,
         beta=record.beta,
         limit=record.limit,
-        layout=layout,
-        row_pairs=record.interleaved and record.transpose_rhs,
-        biased=record.rhs_bias is not None,
-        gathers=record.indices is not None,
+        column_order=layout,
+        views_interleaved_rows_as_pairs=record.interleaved and record.transpose_rhs,
+        has_bias=record.rhs_bias is not None,
+        gathers_rows=record.indices is not None,
         single_warpgroup=params.single_warpgroup,
     )
 
@@ -435,6 +443,6 @@ def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
     outputs = columns(product) // 2 if record.gated else columns(product)
     if record.gated and outputs % SWIZZLE_COLUMNS:
         problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
-    if record.indices is not None and size > MAX_BYTES:
-        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_BYTES}")
+    if record.indices is not None and size > MAX_MATRIX_BYTES:
+        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_MATRIX_BYTES}")
     return problems

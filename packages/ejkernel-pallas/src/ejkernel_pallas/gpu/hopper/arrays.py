@@ -13,23 +13,23 @@ from jaxlib.mlir.dialects import arith, scf, vector
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant, scalar, with_registers
-from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WARPS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type, unpack_row_value, with_registers
+from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, WARPS_PER_WARPGROUP, WGMMA_M
 
 
-def broadcast_to_columns(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def broadcast_to_columns(row_values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Broadcasts a value per row over all columns."""
-    return lax.broadcast_in_dim(rows, shape, [0])
+    return lax.broadcast_in_dim(row_values, shape, [0])
 
 
-def broadcast_to_rows(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def broadcast_to_rows(column_values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """Broadcasts a value per column over all rows."""
-    return lax.broadcast_in_dim(columns, shape, [1])
+    return lax.broadcast_in_dim(column_values, shape, [1])
 
 
-def fill_rows(rows: int, value: float) -> jax.Array:
+def fill_row_vector(num_rows: int, value: float) -> jax.Array:
     """Returns the same value for every row of a tile."""
-    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), ROW_LAYOUT)
+    return plgpu.layout_cast(jnp.full((num_rows,), value, jnp.float32), ROW_LAYOUT)
 
 
 def zero_tile(shape: tuple[int, int]) -> jax.Array:
@@ -37,12 +37,12 @@ def zero_tile(shape: tuple[int, int]) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, 0, jnp.float32), plgpu.Layout.WGMMA)
 
 
-def load_rows(vector: Any) -> jax.Array:
+def load_row_vector(vector: Any) -> jax.Array:
     """Loads a value per row from shared memory."""
     return load_with_layout(vector, ROW_LAYOUT)
 
 
-def load_columns(vector: Any) -> jax.Array:
+def load_column_vector(vector: Any) -> jax.Array:
     """Loads a value per column from shared memory."""
     return load_with_layout(vector, COLUMN_LAYOUT)
 
@@ -74,7 +74,7 @@ def widen_to_float32(tile: jax.Array) -> jax.Array:
         for register in narrow_tile.registers.flat:
             # bfloat16 is the upper half of a float32: the first element of a pair is shifted there; the second is
             # there, and the first is masked out.
-            word = scalar(vector.bitcast(ir.VectorType.get((1,), i32()), register))
+            word = unpack_row_value(vector.bitcast(ir.VectorType.get((1,), int32_type()), register))
             halves = (arith.shli(word, int32_constant(16)), arith.andi(word, int32_constant(-(2**16))))
             new_registers.append(
                 vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves])
@@ -84,18 +84,18 @@ def widen_to_float32(tile: jax.Array) -> jax.Array:
     return split_pairs(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_tile(tile: Any) -> jax.Array:
+def load_score_tile(tile: Any) -> jax.Array:
     """Loads a tile of scores from shared memory."""
     return load_with_layout(tile, plgpu.Layout.WGMMA)
 
 
-def load_first_rows(tile: Any, rows: int) -> jax.Array:
-    """Loads a float or 16-bit tile [64, N] from global memory, of which the first `rows` rows are valid.
+def load_first_rows(tile: Any, num_rows: int) -> jax.Array:
+    """Loads a float or 16-bit tile [64, N] from global memory, of which the first `num_rows` rows are valid.
 
     Warps whose rows are all invalid load nothing and return 0, which saves the bandwidth of padding.
     """
-    if rows > WGMMA_M - WARP_ROWS:
-        return load_tile(tile)
+    if num_rows > WGMMA_M - ROWS_PER_WARP:
+        return load_score_tile(tile)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(()),),
@@ -105,7 +105,7 @@ def load_first_rows(tile: Any, rows: int) -> jax.Array:
         element_type = ir.MemRefType(ref.type).element_type
         zero_constant = arith.constant(element_type, ir.FloatAttr.get(element_type, 0.0))
         zeros = mgpu.FragmentedArray.splat(zero_constant, tuple(tile.shape), layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        load_or_zero: Any = scf.IfOp(_has_rows(rows), [x.type for x in zeros.registers.flat], has_else=True)
+        load_or_zero: Any = scf.IfOp(_warp_has_rows(num_rows), [x.type for x in zeros.registers.flat], has_else=True)
         with ir.InsertionPoint(load_or_zero.then_block):
             loaded_tile = mgpu.FragmentedArray.load_untiled(ref, layout=mgpu.WGMMA_LAYOUT, swizzle=16, optimized=False)
             scf.yield_(list(loaded_tile.registers.flat))
@@ -130,18 +130,18 @@ def store_tile(target: Any, tile: jax.Array) -> None:
     store(target, tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_first_rows(target: Any, tile: jax.Array, rows: int) -> None:
+def store_first_rows(target: Any, tile: jax.Array, num_rows: int) -> None:
     """Stores the first rows of a tile [64, N] in global memory, and up to 15 later rows; the remaining rows are not
     written.
     """
-    if rows > WGMMA_M - WARP_ROWS:
+    if num_rows > WGMMA_M - ROWS_PER_WARP:
         store_tile(target, tile)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
         # Threads store independently, without a barrier inside, so warps may diverge.
-        load_or_zero: Any = scf.IfOp(_has_rows(rows))
+        load_or_zero: Any = scf.IfOp(_warp_has_rows(num_rows))
         with ir.InsertionPoint(load_or_zero.then_block):
             tile.store_untiled(ref, optimized=False)
             scf.yield_([])
@@ -159,17 +159,19 @@ def store_16_byte_rows(target: Any, tile: jax.Array) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(()), plgpu.Layout.WGMMA))
     def store(_: Any, ref: Any, tile: Any) -> None:
         lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(32))
-        warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS))
+        warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS_PER_WARPGROUP))
         lane_in_quad, index = arith.remui(lane, int32_constant(4)), ir.IndexType.get()
-        row = arith.addi(arith.muli(warp, int32_constant(WARP_ROWS)), arith.divui(lane, int32_constant(4)))
+        row = arith.addi(arith.muli(warp, int32_constant(ROWS_PER_WARP)), arith.divui(lane, int32_constant(4)))
         vector_type = ir.VectorType.get((8,), ir.MemRefType(ref.type).element_type)
-        words = [scalar(vector.bitcast(ir.VectorType.get((1,), i32()), x)) for x in tile.registers.flat]
+        words = [
+            unpack_row_value(vector.bitcast(ir.VectorType.get((1,), int32_type()), x)) for x in tile.registers.flat
+        ]
         # Registers alternate between a thread's two rows, which are eight apart.
         for half in (0, 1):
             row_words, at = words[half::2], arith.index_cast(index, arith.addi(row, int32_constant(8 * half)))
             for first in range(0, len(row_words), 4):
                 row_piece = vector.from_elements(
-                    ir.VectorType.get((4,), i32()), _transpose_words(row_words[first : first + 4], lane_in_quad)
+                    ir.VectorType.get((4,), int32_type()), _transpose_words(row_words[first : first + 4], lane_in_quad)
                 )
                 column = arith.index_cast(
                     index, arith.addi(arith.muli(lane_in_quad, int32_constant(8)), int32_constant(8 * first))
@@ -194,7 +196,7 @@ def _exchange_words(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, 
     return arith.select(bit, got, low), arith.select(bit, high, got)
 
 
-def _has_rows(rows: int) -> Any:
+def _warp_has_rows(num_rows: int) -> Any:
     """Returns whether this thread's warp has any of the first rows of a tile: warp w has rows 16 w to 16 w + 15."""
-    warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS))
-    return arith.cmpi(arith.CmpIPredicate.ult, warp, int32_constant(cdiv(rows, WARP_ROWS)))
+    warp = arith.remui(mgpu.utils.warp_idx(sync=False), int32_constant(WARPS_PER_WARPGROUP))
+    return arith.cmpi(arith.CmpIPredicate.ult, warp, int32_constant(cdiv(num_rows, ROWS_PER_WARP)))

@@ -24,28 +24,28 @@ ELEMENT_BYTES = 4
 """Bytes of a float32."""
 
 
-def load_bias(bias: Any, matrix: Any, starts: list[Any]) -> jax.Array:
+def load_bias(bias: Any, matrix: Any, first_columns: list[Any]) -> jax.Array:
     """Returns float32 [64, 64 panels] in an accumulator's layout, whose rows all are a bias.
 
     Args:
         bias: Reference to float32 [E, N] in device memory, N even.
         matrix: Index of the bias, int32.
-        starts: First column of every panel of 64 columns, int32, even.
+        first_columns: First column of every panel of 64 columns, int32, even.
     """
-    shape, columns, splat = (WGMMA_M, SWIZZLE_COLUMNS * len(starts)), bias.shape[1], plgpu.Layout.WG_SPLAT(())
+    shape, columns, splat = (WGMMA_M, SWIZZLE_COLUMNS * len(first_columns)), bias.shape[1], plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(()), splat, *(splat for _ in starts)),
+        arg_types=(plgpu.RefType(()), splat, *(splat for _ in first_columns)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def load(_: Any, bias: Any, matrix: Any, *starts: Any) -> Any:
+    def load(_: Any, bias: Any, matrix: Any, *first_columns: Any) -> Any:
         like = mgpu.FragmentedArray.splat(float32_constant(0.0), shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
         i64 = ir.IntegerType.get_signless(64)
         lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW))
         row = arith.muli(matrix.registers.item(), int32_constant(columns))
         begin = arith.addi(row, arith.muli(lane, int32_constant(2)))
         base, pairs = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(bias)), list[Any]()
-        for start in starts:
+        for start in first_columns:
             first = arith.extui(i64, arith.addi(begin, start.registers.item()))
             address = arith.addi(base, arith.muli(first, arith.constant(i64, ir.IntegerAttr.get(i64, ELEMENT_BYTES))))
             pairs += [_load_pair(address, column) for column in range(0, SWIZZLE_COLUMNS, COLUMN_STRIDE)]
@@ -53,7 +53,7 @@ def load_bias(bias: Any, matrix: Any, starts: list[Any]) -> jax.Array:
         kind = like.registers.flat[0].type
         return with_registers(like, [vector.from_elements(kind, values) for values in pairs for _ in range(2)])
 
-    return load(bias, matrix, *starts)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(bias, matrix, *first_columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _load_pair(address: Any, column: int) -> list[Any]:

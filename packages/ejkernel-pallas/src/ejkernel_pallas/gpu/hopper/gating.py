@@ -27,16 +27,16 @@ from ejkernel.families.gated_grouped_matmul import GateFunction
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
-    i32,
     int32_constant,
-    scalar,
+    int32_type,
     unpack_pair,
+    unpack_row_value,
     with_registers,
 )
 
-TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
+GELU_TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
 """Twice the factor of the argument in the tanh formula of gelu: tanh(x) is 2 / (1 + exp(-2 x)) - 1."""
-CUBIC_FACTOR = 0.044715
+GELU_CUBIC_FACTOR = 0.044715
 # Overflow is harmless: the reciprocal of infinity is 0.
 MULTIPLY_BY_SIGMOID_PTX = """{
 .reg .f32 power;
@@ -48,66 +48,70 @@ mul.f32 $0, $1, power;
 LANES_PER_ROW = 4
 """Lanes that share the columns of a row."""
 # Lanes exchange words among four: bits 8 to 12 of the last operand but one are the mask of the upper bits of a lane.
-SHUFFLE_PTX = "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;"
-LOW_HALVES, HIGH_HALVES = 0x5410, 0x7632
+SHUFFLE_IN_QUAD_PTX = "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;"
+SELECT_LOW_HALVES, SELECT_HIGH_HALVES = 0x5410, 0x7632
 """Selectors of `prmt` that put two words' lower or upper halves into one word."""
 
 
-def activated(tile: jax.Array, function: GateFunction, valid: jax.Array | None = None) -> jax.Array:
+def apply_activation(tile: jax.Array, activation: GateFunction, valid_rows: jax.Array | None = None) -> jax.Array:
     """Returns `act(tile)` of a float32 tile in an accumulator's layout, for products without a gate.
 
     Args:
         tile: [64, N].
-        function: The activation.
-        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        activation: The activation.
+        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    return _elementwise((tile,), valid, lambda x: _activate(x, function))
+    return _map_elements((tile,), valid_rows, lambda x: _activate(x, activation))
 
 
-def gated(gate: jax.Array, other: jax.Array, function: GateFunction, valid: jax.Array | None = None) -> jax.Array:
+def apply_gate(
+    gate: jax.Array, factor: jax.Array, activation: GateFunction, valid_rows: jax.Array | None = None
+) -> jax.Array:
     """Returns `act(gate) * (other + beta)` of two float32 tiles in an accumulator's layout, both limited.
 
     Args:
         gate: [64, N].
-        other: [64, N].
-        function: The activation, alpha, beta and limit.
-        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        factor: [64, N].
+        activation: The activation, alpha, beta and limit.
+        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    return _elementwise((gate, other), valid, lambda x, y: _combine(x, y, function))
+    return _map_elements((gate, factor), valid_rows, lambda x, y: _activate_and_multiply(x, y, activation))
 
 
-def _elementwise(tiles: tuple[jax.Array, ...], valid: jax.Array | None, combine: Any) -> jax.Array:
+def _map_elements(tiles: tuple[jax.Array, ...], valid_rows: jax.Array | None, combine: Any) -> jax.Array:
     """Returns a tile of the combined elements of tiles in an accumulator's layout."""
-    masks = () if valid is None else (valid,)
+    masks = () if valid_rows is None else (valid_rows,)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,) * len(tiles) + (ROW_LAYOUT,) * len(masks),
         return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, *operands: Any) -> Any:
-        sums, row_masks = operands[: len(tiles)], _row_masks(operands[len(tiles) :])
+        sums, row_masks = operands[: len(tiles)], _load_row_masks(operands[len(tiles) :])
         new_registers: list[Any] = []
         # Registers alternate between a thread's two rows.
         for index, registers in enumerate(zip(*(tile.registers.flat for tile in sums), strict=True)):
             scalars = zip(*(unpack_pair(register) for register in registers), strict=True)
-            values = [_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
+            values = [_zero_if_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return with_registers(sums[0], new_registers)
 
     return run(*tiles, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def gated_pairs(pairs: jax.Array, function: GateFunction, dtype: Any, valid: jax.Array | None = None) -> jax.Array:
+def apply_gate_to_interleaved_columns(
+    interleaved: jax.Array, activation: GateFunction, dtype: Any, valid_rows: jax.Array | None = None
+) -> jax.Array:
     """Returns the outputs of interleaved columns, in an accumulator's layout: of `pairs[:, ::2]` and `pairs[:, 1::2]`
     what `gated` returns, in 16 bits.
 
     Args:
-        pairs: Float32 [64, 2 N], N a multiple of 8.
-        function: The activation, alpha, beta and limit.
+        interleaved: Float32 [64, 2 N], N a multiple of 8.
+        activation: The activation, alpha, beta and limit.
         dtype: bfloat16 or float16.
-        valid: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    shape, masks = (pairs.shape[0], pairs.shape[1] // 2), () if valid is None else (valid,)
+    shape, masks = (interleaved.shape[0], interleaved.shape[1] // 2), () if valid_rows is None else (valid_rows,)
     kind = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(
@@ -115,47 +119,53 @@ def gated_pairs(pairs: jax.Array, function: GateFunction, dtype: Any, valid: jax
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, sums: Any, *operands: Any) -> Any:
-        registers, row_masks = list(sums.registers.flat), _row_masks(operands)
+        registers, row_masks = list(sums.registers.flat), _load_row_masks(operands)
         element = ir.BF16Type.get() if kind == "bf16x2" else ir.F16Type.get()
         zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
         like = mgpu.FragmentedArray.splat(zero, shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
-        sources, selector = _quad_sources()
+        sources, selector = _quad_source_lanes_of_thread()
         new_registers: list[Any] = []
         # A register has a pair of columns of one of the thread's two rows; eight columns later follows the next pair.
         for index, like_register in enumerate(like.registers.flat):
             block, row = divmod(index, 2)
             low, high = (
-                _masked(_combine(*unpack_pair(registers[2 * (2 * block + half) + row]), function), row_masks[row])
+                _zero_if_masked(
+                    _activate_and_multiply(*unpack_pair(registers[2 * (2 * block + half) + row]), activation),
+                    row_masks[row],
+                )
                 for half in range(2)
             )
             code = f"cvt.rn.{kind}.f32 $0, $2, $1;"  # the first source becomes the upper half
-            word: Any = llvm.inline_asm(i32(), [low, high], code, "=r,f,f")
+            word: Any = llvm.inline_asm(int32_type(), [low, high], code, "=r,f,f")
             halves: list[Any] = [
-                llvm.inline_asm(i32(), [word, source], SHUFFLE_PTX, "=r,r,r", has_side_effects=True)
+                llvm.inline_asm(int32_type(), [word, source], SHUFFLE_IN_QUAD_PTX, "=r,r,r", has_side_effects=True)
                 for source in sources
             ]
-            word = llvm.inline_asm(i32(), [*halves, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
-            word = vector.from_elements(ir.VectorType.get((1,), i32()), [word])
+            word = llvm.inline_asm(int32_type(), [*halves, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+            word = vector.from_elements(ir.VectorType.get((1,), int32_type()), [word])
             new_registers.append(vector.bitcast(like_register.type, word))
         return with_registers(like, new_registers)
 
-    return run(pairs, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(interleaved, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def quad_sources(lane: int) -> tuple[tuple[int, int], int]:
+def quad_source_lanes(lane: int) -> tuple[tuple[int, int], int]:
     """Returns the lanes of four whose words have the outputs of a lane's two columns of eight, and the selector of
     their halves: lane q's word has outputs q and q + 4, and the layout wants 2 q and 2 q + 1 there.
     """
     column = 2 * lane
     return (
         (column % LANES_PER_ROW, (column + 1) % LANES_PER_ROW),
-        LOW_HALVES if column < LANES_PER_ROW else HIGH_HALVES,
+        SELECT_LOW_HALVES if column < LANES_PER_ROW else SELECT_HIGH_HALVES,
     )
 
 
-def _quad_sources() -> tuple[list[Any], Any]:
+def _quad_source_lanes_of_thread() -> tuple[list[Any], Any]:
     """Returns `quad_sources` of this thread's lane."""
-    lane, choices = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW)), map(quad_sources, range(4))
+    lane, choices = (
+        arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW)),
+        map(quad_source_lanes, range(4)),
+    )
     chosen: list[Any] = []
     for number_of_lane, ((first, second), selector) in enumerate(choices):
         values = [int32_constant(value) for value in (first, second, selector)]
@@ -164,38 +174,40 @@ def _quad_sources() -> tuple[list[Any], Any]:
     return chosen[:2], chosen[2]
 
 
-def _row_masks(masks: Any) -> list[Any]:
+def _load_row_masks(masks: Any) -> list[Any]:
     """Returns for each of a thread's two rows whether its output is not 0; None for yes."""
     if not masks:
         return [None, None]
-    is_valid = [scalar(x) for x in masks[0].registers.flat]
+    is_valid = [unpack_row_value(x) for x in masks[0].registers.flat]
     return [arith.cmpf(arith.CmpFPredicate.ONE, x, float32_constant(0.0)) for x in is_valid]
 
 
-def _masked(x: Any, mask: Any) -> Any:
+def _zero_if_masked(x: Any, mask: Any) -> Any:
     return x if mask is None else arith.select(mask, x, float32_constant(0.0))
 
 
-def _combine(gate: Any, other: Any, function: GateFunction) -> Any:
+def _activate_and_multiply(gate: Any, factor: Any, activation: GateFunction) -> Any:
     """Returns the activation of the gate times the factor."""
-    if function.limit is not None:
+    if activation.limit is not None:
         # These propagate NaN.
-        gate = arith.minimumf(gate, float32_constant(function.limit))
-        other = arith.maximumf(
-            arith.minimumf(other, float32_constant(function.limit)), float32_constant(-function.limit)
+        gate = arith.minimumf(gate, float32_constant(activation.limit))
+        factor = arith.maximumf(
+            arith.minimumf(factor, float32_constant(activation.limit)), float32_constant(-activation.limit)
         )
-    if function.beta:
-        other = arith.addf(other, float32_constant(function.beta))
-    return arith.mulf(_activate(gate, function), other)
+    if activation.beta:
+        factor = arith.addf(factor, float32_constant(activation.beta))
+    return arith.mulf(_activate(gate, activation), factor)
 
 
-def _activate(x: Any, function: GateFunction) -> Any:
-    if function.activation == "relu2":
+def _activate(x: Any, activation: GateFunction) -> Any:
+    if activation.activation == "relu2":
         x = arith.maximumf(x, float32_constant(0.0))
         return arith.mulf(x, x)
-    if function.activation == "silu":
-        exponent = arith.mulf(x, float32_constant(-LOG2E * function.alpha))
+    if activation.activation == "silu":
+        exponent = arith.mulf(x, float32_constant(-LOG2E * activation.alpha))
     else:
-        cubic_term = arith.addf(arith.mulf(arith.mulf(x, x), float32_constant(CUBIC_FACTOR)), float32_constant(1.0))
-        exponent = arith.mulf(arith.mulf(x, cubic_term), float32_constant(-TANH_FACTOR * LOG2E))
+        cubic_term = arith.addf(
+            arith.mulf(arith.mulf(x, x), float32_constant(GELU_CUBIC_FACTOR)), float32_constant(1.0)
+        )
+        exponent = arith.mulf(arith.mulf(x, cubic_term), float32_constant(-GELU_TANH_FACTOR * LOG2E))
     return llvm.inline_asm(ir.F32Type.get(), [x, exponent], MULTIPLY_BY_SIGMOID_PTX, "=f,f,f")

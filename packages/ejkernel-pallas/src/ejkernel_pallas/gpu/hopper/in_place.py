@@ -13,23 +13,23 @@ from ejkernel.planning.in_place import unfused
 def update_in_place(
     body: Callable[[dict[str, Any], dict[str, Any]], None],
     operands: dict[str, jax.Array],
-    updated: dict[str, jax.Array],
-    blocks: int,
+    updated_arrays: dict[str, jax.Array],
+    num_blocks: int,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel with one warpgroup per block, which may read and write `updated`.
+    """Runs a kernel with one warpgroup per block, which may read and write `updated_arrays`.
 
     XLA passes the arrays themselves if nothing else reads them later, and copies of them otherwise.
 
     Args:
         body: Called with references to operands and to updated arrays, by name.
         operands: Arrays that it reads.
-        updated: Arrays that are partly overwritten.
-        blocks: Thread blocks.
+        updated_arrays: Arrays that are partly overwritten.
+        num_blocks: Thread blocks.
 
     Returns:
         The arrays after the kernel.
     """
-    mesh = plgpu.Mesh(grid=(blocks,), grid_names=("block",), num_threads=1, thread_name="warpgroup")
+    mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=1, thread_name="warpgroup")
     params = plgpu.CompilerParams(
         approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
     )
@@ -42,10 +42,10 @@ def update_in_place(
 
         pl.kernel(entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
 
-    names = tuple(updated)
+    names = tuple(updated_arrays)
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         results = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
         return tuple(results[name] for name in names)
 
-    return dict(zip(names, unfused(call, *updated.values()), strict=True))
+    return dict(zip(names, unfused(call, *updated_arrays.values()), strict=True))

@@ -15,8 +15,8 @@ def launch(
     operands: dict[str, jax.Array],
     outputs: list[jax.ShapeDtypeStruct],
     scratch: dict[str, Any],
-    blocks: int,
-    warpgroups: int,
+    num_blocks: int,
+    consumer_warpgroups: int,
     cluster: dict[str, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
@@ -26,9 +26,9 @@ def launch(
         operands: Arrays that it reads.
         outputs: Shapes and dtypes of the outputs.
         scratch: Shared memory and barriers.
-        blocks: Thread blocks.
-        warpgroups: Consumer warpgroups; one more is the producer.
-        cluster: Name of the cluster axis and blocks per cluster; `blocks` then counts clusters.
+        num_blocks: Thread blocks.
+        consumer_warpgroups: Consumer warpgroups; one more is the producer.
+        cluster: Name of the cluster axis and blocks per cluster; `num_blocks` then counts clusters.
 
     Returns:
         The outputs.
@@ -51,11 +51,11 @@ def launch(
         entry,
         out_type=outputs,
         scratch_types=list(scratch.values()),
-        grid=(blocks,),
+        grid=(num_blocks,),
         grid_names=("block",),
         cluster=tuple((cluster or {}).values()),
         cluster_names=tuple(cluster or {}),
-        num_threads=warpgroups + 1,
+        num_threads=consumer_warpgroups + 1,
         thread_name="warpgroup",
         # The kernels synchronise explicitly, and manage their registers by Mosaic's lane semantics.
         compiler_params=plgpu.CompilerParams(
@@ -64,28 +64,28 @@ def launch(
     )(*operands.values())
 
 
-def transforms(swizzle: int = 128, itemsize: int = 2) -> tuple[Any, ...]:
+def wgmma_transforms(swizzle_bytes: int = 128, itemsize: int = 2) -> tuple[Any, ...]:
     """Returns the layout of WGMMA operands in shared memory, of `itemsize` bytes per element, with a swizzle of
-    `swizzle` bytes.
+    `swizzle_bytes` bytes.
     """
     # Swizzle atoms: eight rows of `swizzle` bytes. WGMMA's descriptors address shared memory in these units.
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((8, swizzle_bytes // itemsize)), plgpu.SwizzleTransform(swizzle_bytes)
 
 
-TRANSFORMS = transforms()
+WGMMA_TRANSFORMS = wgmma_transforms()
 """The layout of 16-bit operands of WGMMA with the 128-byte swizzle."""
 
 
-def matrix(shape: tuple[int, ...], dtype: Any, swizzle: int = 128) -> Any:
+def wgmma_operand_smem(shape: tuple[int, ...], dtype: Any, swizzle_bytes: int = 128) -> Any:
     """Returns shared memory in the layout of WGMMA operands."""
-    return plgpu.SMEM(shape, dtype, transforms=transforms(swizzle, jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(swizzle_bytes, jnp.dtype(dtype).itemsize))
 
 
-def pad_rows(x: jax.Array, rows: int) -> jax.Array:
+def pad_rows(x: jax.Array, min_rows: int) -> jax.Array:
     """Pads rows with zeros as copies require: to a multiple of eight, and to at least the rows of one copy.
 
     Copies skip what is past an array's end, so no more padding is needed.
     """
     # A copy moves at least the eight rows of a swizzle atom.
-    rows = max(rows, cdiv(x.shape[1], 8) * 8)
-    return jnp.pad(x, ((0, 0), (0, max(0, rows - x.shape[1])), (0, 0), (0, 0)))
+    min_rows = max(min_rows, cdiv(x.shape[1], 8) * 8)
+    return jnp.pad(x, ((0, 0), (0, max(0, min_rows - x.shape[1])), (0, 0), (0, 0)))

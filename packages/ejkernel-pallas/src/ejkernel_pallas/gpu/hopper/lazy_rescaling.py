@@ -14,15 +14,17 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
-    i32,
     int32_constant,
-    scalar,
+    int32_type,
     unpack_pair,
+    unpack_row_value,
     with_registers,
     with_row_values,
 )
 
-ANY = "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+ANY_BELOW_ONE_PTX = (
+    "{ .reg .pred p; setp.lt.f32 p, $1, 0f3F800000; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p; }"
+)
 """PTX: whether a factor is below one in any thread of the warp; a vote, so that the branch is uniform."""
 
 
@@ -30,7 +32,7 @@ ANY_ABOVE_PTX = "{ .reg .pred p; setp.gt.f32 p, $1, $2; vote.sync.any.pred p, p,
 """PTX: whether a value is above another in any thread of the warp."""
 
 
-def update_max_lazily(row_max: jax.Array, scores: jax.Array, factor: float, threshold: float) -> jax.Array:
+def update_max_lazily(row_max: jax.Array, scores: jax.Array, score_factor: float, threshold: float) -> jax.Array:
     """Returns the running maximum of every row, which moves only if a score is more than `threshold` above it.
 
     Each thread tests its own columns; only warps with such a score exchange row maxima.
@@ -38,7 +40,7 @@ def update_max_lazily(row_max: jax.Array, scores: jax.Array, factor: float, thre
     Args:
         row_max: Float32 [64].
         scores: Float32 [64, N], N / 4 a power of two.
-        factor: Positive factor on the scores.
+        score_factor: Positive factor on the scores.
         threshold: How far a score may exceed the maximum.
     """
 
@@ -47,14 +49,15 @@ def update_max_lazily(row_max: jax.Array, scores: jax.Array, factor: float, thre
         return_type=plgpu.ShapeDtypeStruct(row_max.shape, jnp.float32, layout=ROW_LAYOUT),
     )
     def update_registers(_: Any, rows: Any, tile: Any) -> Any:
-        before = [scalar(register) for register in rows.registers.flat]
+        before = [unpack_row_value(register) for register in rows.registers.flat]
         # Registers alternate between a thread's two rows.
         block_maxima = [
-            arith.mulf(_max_of_registers(list(tile.registers.flat)[row::2]), float32_constant(factor)) for row in (0, 1)
+            arith.mulf(_max_of_registers(list(tile.registers.flat)[row::2]), float32_constant(score_factor))
+            for row in (0, 1)
         ]
         is_above = arith.maximumf(*[arith.subf(top, old) for top, old in zip(block_maxima, before, strict=True)])
         any_above: Any = llvm.inline_asm(
-            i32(), [is_above, float32_constant(threshold)], ANY_ABOVE_PTX, "=r,f,f", has_side_effects=True
+            int32_type(), [is_above, float32_constant(threshold)], ANY_ABOVE_PTX, "=r,f,f", has_side_effects=True
         )
         any_above = arith.cmpi(arith.CmpIPredicate.ne, any_above, int32_constant(0))
         rescale_branch: Any = scf.IfOp(any_above, [ir.F32Type.get()] * 2, has_else=True)
@@ -76,12 +79,12 @@ def _max_of_registers(registers: list[Any]) -> Any:
     return values[0]
 
 
-def _raise_max_if_above(top: Any, before: Any, threshold: float) -> Any:
+def _raise_max_if_above(block_max: Any, running_max: Any, threshold: float) -> Any:
     # The columns of a row are in four neighbouring threads.
     for distance in (1, 2):
-        top = arith.maximumf(top, mgpu.utils.shfl_bfly(top, distance))
-    is_above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(top, before), float32_constant(threshold))
-    return arith.select(is_above, top, before)
+        block_max = arith.maximumf(block_max, mgpu.utils.shfl_bfly(block_max, distance))
+    is_above = arith.cmpf(arith.CmpFPredicate.OGT, arith.subf(block_max, running_max), float32_constant(threshold))
+    return arith.select(is_above, block_max, running_max)
 
 
 def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
@@ -92,11 +95,15 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
     def scale_registers(_: Any, tile: Any, rows: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
+        int32_type = ir.IntegerType.get_signless(32)
         # A thread has two rows of an accumulator; it votes with the smaller factor.
-        factors = [scalar(register) for register in rows.registers.flat]
-        any_above: Any = llvm.inline_asm(i32, [arith.minimumf(*factors)], ANY, "=r,f", has_side_effects=True)
-        any_above = arith.cmpi(arith.CmpIPredicate.ne, any_above, arith.constant(i32, ir.IntegerAttr.get(i32, 0)))
+        factors = [unpack_row_value(register) for register in rows.registers.flat]
+        any_above: Any = llvm.inline_asm(
+            int32_type, [arith.minimumf(*factors)], ANY_BELOW_ONE_PTX, "=r,f", has_side_effects=True
+        )
+        any_above = arith.cmpi(
+            arith.CmpIPredicate.ne, any_above, arith.constant(int32_type, ir.IntegerAttr.get(int32_type, 0))
+        )
         register_types = [register.type for register in tile.registers.flat]
         # The branch is uniform in a warp, so the other side costs nothing; warps share no rows, so no barrier is
         # needed.

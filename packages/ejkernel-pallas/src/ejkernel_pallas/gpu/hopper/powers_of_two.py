@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from ejkernel_pallas.gpu.hopper.registers import float32_constant, i32, int32_constant, unpack_pair, with_registers
+from ejkernel_pallas.gpu.hopper.registers import (
+    float32_constant,
+    int32_constant,
+    int32_type,
+    unpack_pair,
+    with_registers,
+)
 
 EXP2_COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
 ROUNDING_CONSTANT = 1.5 * 2.0**23
@@ -71,8 +77,8 @@ def exp2_polynomial(score: Any, factor: float) -> Any:
     for coefficient in EXP2_COEFFICIENTS[-2::-1]:
         value = math.fma(value, fraction, float32_constant(coefficient))
     # The shift drops the bits of ROUNDS, so only n is added to the exponent, as an integer.
-    exponent = arith.shli(arith.bitcast(i32(), rounded), int32_constant(MANTISSA_BITS))
-    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(i32(), value), exponent))
+    exponent = arith.shli(arith.bitcast(int32_type(), rounded), int32_constant(MANTISSA_BITS))
+    return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(int32_type(), value), exponent))
 
 
 def _exponent(factor: float, score: Any, shift: Any) -> Any:

@@ -7,14 +7,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 
-def i32() -> Any:
+def int32_type() -> Any:
     """Returns the type of a register of 32 bits."""
     return ir.IntegerType.get_signless(32)
 
 
 def int32_constant(value: int) -> Any:
     """Returns an int32 immediate constant."""
-    return arith.constant(i32(), ir.IntegerAttr.get(i32(), value))
+    return arith.constant(int32_type(), ir.IntegerAttr.get(int32_type(), value))
 
 
 def as_int32(unsigned: int) -> int:
@@ -27,7 +27,7 @@ def float32_constant(value: float) -> Any:
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
 
 
-def scalar(register: Any) -> Any:
+def unpack_row_value(register: Any) -> Any:
     """Returns the value in a register of a vector of rows."""
     return _extract_element(register, 0) if isinstance(register.type, ir.VectorType) else register
 

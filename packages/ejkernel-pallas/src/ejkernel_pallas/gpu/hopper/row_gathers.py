@@ -17,19 +17,19 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
-from ejkernel_pallas.gpu.hopper.launch import transforms
+from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import float32_constant, i32, int32_constant, scalar
-from ejkernel_pallas.gpu.hopper.row_ranges import LINE, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
-from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, rows_from_thread_values
-from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, int32_type, unpack_row_value
+from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
+from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, row_vector_from_thread_values
+from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, THREADS_PER_WARPGROUP, WGMMA_M
 
-NOT_COPIED = -1
+NOT_COPIED_OFFSET = -1
 """Stands for a row that is not copied but zeroed."""
-MAX_BYTES = 2**31 * STORE_BYTES
+MAX_MATRIX_BYTES = 2**31 * STORE_BYTES
 """Largest size in bytes of a matrix whose rows 32-bit offsets can address."""
 # The source's size is an operand, 16 or 0: with 0, zeros are written and nothing is read.
-COPY_PTX = """{
+COPY_16_BYTES_PTX = """{
 .reg .pred named; .reg .b64 place; .reg .b32 offset, size;
 setp.ge.s32 named, $2, 0;
 selp.b32 size, 16, 0, named;
@@ -39,20 +39,20 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 }"""
 
 
-def find_row_offsets(index: Any, first_rows: list[Any], size: int, rows: int) -> jax.Array:
+def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows: int) -> jax.Array:
     """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `first_rows`.
 
     Args:
         index: Reference to int32 [M] in device memory: for every row of tiles the row of the matrix, or an invalid one.
         first_rows: First rows of tiles, int32; rows past M repeat the last one.
-        size: Bytes per row of the matrix.
-        rows: Rows of the matrix.
+        row_bytes: Bytes per row of the matrix.
+        num_rows: Rows of the matrix.
 
     Returns:
         int32, one element per register: those of the first tile's rows first.
     """
     passes_per_tile, number = WGMMA_M // ROWS_PER_PASS, plgpu.Layout.WG_SPLAT(())
-    shape = (THREADS * passes_per_tile * len(first_rows),)
+    shape = (THREADS_PER_WARPGROUP * passes_per_tile * len(first_rows),)
     last = index.shape[0] - 1
 
     @plgpu.inline_mgpu(
@@ -60,13 +60,13 @@ def find_row_offsets(index: Any, first_rows: list[Any], size: int, rows: int) ->
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=1)),
     )
     def compute_offsets(_: Any, index: Any, *first_rows: Any) -> Any:
-        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
         row, line_part = (
             arith.divui(thread, int32_constant(THREADS_PER_LINE)),
             arith.remui(thread, int32_constant(THREADS_PER_LINE)),
         )
         vector_type, registers = (
-            ir.VectorType.get((1,), i32()),
+            ir.VectorType.get((1,), int32_type()),
             np.empty((passes_per_tile * len(first_rows),), dtype=object),
         )
         for register_index in range(registers.size):
@@ -77,24 +77,24 @@ def find_row_offsets(index: Any, first_rows: list[Any], size: int, rows: int) ->
             tile_row = arith.index_cast(ir.IndexType.get(), arith.minsi(tile_row, int32_constant(last)))
             source_row: Any = memref.load(index, [tile_row])
             # An unsigned comparison: negative indices are also past the last row.
-            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(rows))
-            source_row = arith.addi(arith.muli(source_row, int32_constant(size // STORE_BYTES)), line_part)
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(num_rows))
+            source_row = arith.addi(arith.muli(source_row, int32_constant(row_bytes // STORE_BYTES)), line_part)
             registers[register_index] = vector.from_elements(
-                vector_type, [arith.select(is_valid, source_row, int32_constant(NOT_COPIED))]
+                vector_type, [arith.select(is_valid, source_row, int32_constant(NOT_COPIED_OFFSET))]
             )
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout(shape, 1), _is_signed=True)
 
     return compute_offsets(index, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_valid_rows(index: Any, first: Any, rows: int) -> jax.Array:
+def load_row_validity(index: Any, first_row: Any, num_rows: int) -> jax.Array:
     """Returns for 64 rows of tiles whether they name a row of the matrix: 1 or 0, float32 [64] in the layout of an
     accumulator's rows.
 
     Args:
         index: Reference to int32 [M] in device memory, as in `find_row_offsets`.
-        first: First row, int32; rows past M repeat the last one.
-        rows: Rows of the matrix.
+        first_row: First row, int32; rows past M repeat the last one.
+        num_rows: Rows of the matrix.
     """
     last = index.shape[0] - 1
 
@@ -102,16 +102,16 @@ def load_valid_rows(index: Any, first: Any, rows: int) -> jax.Array:
         arg_types=(plgpu.RefType(()), plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
-    def load(_: Any, index: Any, first: Any) -> Any:
-        thread_row, flags = arith.addi(first.registers.item(), first_thread_row()), list[Any]()
-        for half in (0, WARP_ROWS // 2):
+    def load(_: Any, index: Any, first_row: Any) -> Any:
+        thread_row, flags = arith.addi(first_row.registers.item(), first_thread_row()), list[Any]()
+        for half in (0, ROWS_PER_WARP // 2):
             tile_row = arith.minsi(arith.addi(thread_row, int32_constant(half)), int32_constant(last))
             source_row: Any = memref.load(index, [arith.index_cast(ir.IndexType.get(), tile_row)])
-            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(rows))
+            is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(num_rows))
             flags.append(arith.select(is_valid, float32_constant(1.0), float32_constant(0.0)))
-        return rows_from_thread_values(flags)
+        return row_vector_from_thread_values(flags)
 
-    return load(index, first)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(index, first_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, target: Any) -> None:
@@ -129,15 +129,15 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
             plgpu.RefType(()),
             plgpu.Layout.WG_STRIDED(row_offsets.shape, vec_size=1),
             plgpu.Layout.WG_SPLAT(()),
-            plgpu.RefType(transforms()),
+            plgpu.RefType(wgmma_transforms()),
         )
     )
     def copy(_: Any, matrix: Any, row_offsets: Any, line_index: Any, target: Any) -> None:
         i64 = ir.IntegerType.get_signless(64)
         base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(matrix))
-        offset = arith.extui(i64, arith.muli(line_index.registers.item(), int32_constant(LINE)))
+        offset = arith.extui(i64, arith.muli(line_index.registers.item(), int32_constant(LINE_BYTES)))
         base = arith.addi(base, offset)
-        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
         row, line_part = (
             arith.divui(thread, int32_constant(THREADS_PER_LINE)),
             arith.remui(thread, int32_constant(THREADS_PER_LINE)),
@@ -145,19 +145,19 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
         # The swizzle: a row's 16-byte pieces are permuted by the row's index modulo eight.
         line_part = arith.xori(line_part, arith.andi(row, int32_constant(THREADS_PER_LINE - 1)))
         offset_in_tile = arith.addi(
-            arith.muli(row, int32_constant(LINE)), arith.muli(line_part, int32_constant(STORE_BYTES))
+            arith.muli(row, int32_constant(LINE_BYTES)), arith.muli(line_part, int32_constant(STORE_BYTES))
         )
-        first_address = arith.addi(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(target)), offset_in_tile)
+        first_address = arith.addi(llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(target)), offset_in_tile)
         for pass_index, row_offset in enumerate(row_offsets.registers.flat):
             # Tiles of 64 rows are contiguous, and so are passes of 16 rows.
-            target_address = arith.addi(first_address, int32_constant(pass_index * ROWS_PER_PASS * LINE))
-            _inline_ptx(COPY_PTX, "r,l,r", [target_address, base, scalar(row_offset)])
+            target_address = arith.addi(first_address, int32_constant(pass_index * ROWS_PER_PASS * LINE_BYTES))
+            _inline_ptx(COPY_16_BYTES_PTX, "r,l,r", [target_address, base, unpack_row_value(row_offset)])
         _inline_ptx("cp.async.commit_group;", "", [])
 
     copy(matrix, row_offsets, line_index, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait_for_rows(in_flight: int) -> None:
+def wait_for_gathered_rows(in_flight: int) -> None:
     """Waits until at most `in_flight` later groups of a thread's copies are unfinished, and makes the others visible to
     WGMMA.
 

@@ -8,37 +8,37 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
 
-from ejkernel_pallas.gpu.hopper.launch import transforms
+from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
-from ejkernel_pallas.gpu.hopper.sizes import THREADS
+from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type
+from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP
 
-LINE = 128
+LINE_BYTES = 128
 """Bytes of a row that are written at once. The swizzle permutes the pieces of a line by row, which does not matter for
 zeros.
 """
 STORE_BYTES = 16
 """Bytes that a thread writes at a time."""
-THREADS_PER_LINE = LINE // STORE_BYTES
+THREADS_PER_LINE = LINE_BYTES // STORE_BYTES
 """Threads that write a line together."""
-ROWS_PER_PASS = THREADS // THREADS_PER_LINE
+ROWS_PER_PASS = THREADS_PER_WARPGROUP // THREADS_PER_LINE
 """Rows of which a warpgroup writes one line at once."""
-STORE_PTX = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
+STORE_16_BYTES_PTX = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 
-def write_zeros(base: Any, row: Any, size: int, line: int = LINE) -> None:
-    """Writes zeros to a row of `size` bytes of a tile at an address: its lines are eight rows apart."""
+def zero_row(base: Any, row: Any, row_bytes: int, line_bytes: int = LINE_BYTES) -> None:
+    """Writes zeros to a row of `row_bytes` bytes of a tile at an address: its lines are eight rows apart."""
     # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
     atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
-    address = arith.addi(base, arith.muli(atom, int32_constant(8 * size)))
-    address = arith.addi(address, arith.muli(row_in_atom, int32_constant(line)))
-    for first in range(0, size, line):
-        for part in range(0, line, STORE_BYTES):
+    address = arith.addi(base, arith.muli(atom, int32_constant(8 * row_bytes)))
+    address = arith.addi(address, arith.muli(row_in_atom, int32_constant(line_bytes)))
+    for first in range(0, row_bytes, line_bytes):
+        for part in range(0, line_bytes, STORE_BYTES):
             offset = arith.addi(address, int32_constant(8 * first + part))
-            llvm.inline_asm(None, [offset, int32_constant(0)], STORE_PTX, "r,r", has_side_effects=True)
+            llvm.inline_asm(None, [offset, int32_constant(0)], STORE_16_BYTES_PTX, "r,r", has_side_effects=True)
 
 
-def zero_rows(tile: Any, first: Any, end: Any) -> None:
+def zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
     """Writes zeros to the rows of a tile before `first` and from `end` on.
 
     Args:
@@ -49,11 +49,11 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
     rows, size = tile.shape
     number = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms()), number, number))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(wgmma_transforms()), number, number))
     def zero_outside_range(_: Any, tile: Any, first: Any, end: Any) -> None:
-        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(tile))
+        base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(tile))
         # Writes use the generic proxy: callers commit before a product reads them.
-        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
         # Eight threads write a line, and a warp four neighbouring lines: 512 bytes without bank conflicts. With a
         # thread per row there would be eight-way conflicts, which would keep the tensor cores from shared memory
         # meanwhile.
@@ -68,37 +68,42 @@ def zero_rows(tile: Any, first: Any, end: Any) -> None:
             is_past_end = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end.registers.item())
             in_tile = arith.cmpi(arith.CmpIPredicate.ult, tile_row, int32_constant(rows))
             with mgpu.utils.when(arith.andi(in_tile, arith.ori(is_before_first, is_past_end))):
-                _zero_lines(base, tile_row, size * 2)
+                _zero_row_lines(base, tile_row, size * 2)
 
     zero_outside_range(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _zero_lines(base: Any, row: Any, size: int) -> None:
-    """Zeros this thread's 16 bytes of each line of a row of `size` bytes."""
+def _zero_row_lines(base: Any, row: Any, row_bytes: int) -> None:
+    """Zeros this thread's 16 bytes of each line of a row of `row_bytes` bytes."""
     atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
     address = arith.addi(
-        base, arith.addi(arith.muli(atom, int32_constant(8 * size)), arith.muli(row_in_atom, int32_constant(LINE)))
+        base,
+        arith.addi(
+            arith.muli(atom, int32_constant(8 * row_bytes)), arith.muli(row_in_atom, int32_constant(LINE_BYTES))
+        ),
     )
-    for line in range(0, size, LINE):
+    for line in range(0, row_bytes, LINE_BYTES):
         offset = arith.addi(address, int32_constant(8 * line))
-        llvm.inline_asm(None, [offset, int32_constant(0)], STORE_PTX, "r,r", has_side_effects=True)
+        llvm.inline_asm(None, [offset, int32_constant(0)], STORE_16_BYTES_PTX, "r,r", has_side_effects=True)
 
 
-def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, first: Any = None) -> None:
-    """Stores the first `count` rows of an accumulator directly to device memory, each thread its own elements.
+def store_rows(
+    target: Any, tile: jax.Array, target_row: Any, target_column: Any, end_row: Any, first_stored_row: Any = None
+) -> None:
+    """Stores the first `end_row` rows of an accumulator directly to device memory, each thread its own elements.
 
     Bulk copies have a fixed number of rows; this slower way is for tiles with fewer.
 
     Args:
         target: Reference to [M, N] in device memory.
         tile: In an accumulator's layout.
-        row: Row of the target for the tile's first row; int32, as the others.
-        column: Column of the target for the tile's first column; columns from N on are skipped.
-        count: Rows to store.
-        first: Rows before this one are skipped, too.
+        target_row: Row of the target for the tile's first row; int32, as the others.
+        target_column: Column of the target for the tile's first column; columns from N on are skipped.
+        end_row: Rows to store.
+        first_stored_row: Rows before this one are skipped, too.
     """
     number, columns = plgpu.Layout.WG_SPLAT(()), target.shape[1]
-    first_rows = () if first is None else (first,)
+    first_rows = () if first_stored_row is None else (first_stored_row,)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, number, number, number, *(number for _ in first_rows))
@@ -108,7 +113,7 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
         row, column, count, *first_limits = (arith.index_cast(index, x.registers.item()) for x in scalars)
         width = arith.constant(index, ir.IntegerAttr.get(index, columns))
 
-        def put(value: Any, position: Any) -> None:
+        def store_element(value: Any, position: Any) -> None:
             # Masked by element: rows from `count` on belong to another tile, which another block may be writing.
             target_column = arith.addi(column, position[1])
             is_stored = arith.andi(
@@ -120,20 +125,20 @@ def store_rows(target: Any, tile: jax.Array, row: Any, column: Any, count: Any, 
             with mgpu.utils.when(is_stored):
                 memref.store(value, target, [arith.addi(row, position[0]), target_column])
 
-        tile.foreach(put)
+        tile.foreach(store_element)
 
-    store(target, tile, row, column, count, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(target, tile, target_row, target_column, end_row, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def store_row_values(target: Any, rows: jax.Array, row: Any, first: Any, end: Any) -> None:
-    """Stores one element per row, for rows from `first` to before `end`, directly to device memory.
+def store_row_values(target: Any, row_values: jax.Array, target_row: Any, first_stored_row: Any, end_row: Any) -> None:
+    """Stores one element per row, for rows from `first_stored_row` to before `end_row`, directly to device memory.
 
     Args:
         target: Reference to [M] in device memory.
-        rows: [64], in the layout of an accumulator's rows.
-        row: Row of the target for the first of all rows; int32, as the others.
-        first: The first row to store.
-        end: The row after the last one to store.
+        row_values: [64], in the layout of an accumulator's rows.
+        target_row: Row of the target for the first of all rows; int32, as the others.
+        first_stored_row: The first row to store.
+        end_row: The row after the last one to store.
     """
     number = plgpu.Layout.WG_SPLAT(())
 
@@ -142,7 +147,7 @@ def store_row_values(target: Any, rows: jax.Array, row: Any, first: Any, end: An
         index = ir.IndexType.get()
         row, first, end = (arith.index_cast(index, x.registers.item()) for x in scalars)
 
-        def put(value: Any, position: Any) -> None:
+        def store_element(value: Any, position: Any) -> None:
             # The four threads of a row store the same value.
             is_stored = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, position[0], first),
@@ -151,6 +156,6 @@ def store_row_values(target: Any, rows: jax.Array, row: Any, first: Any, end: An
             with mgpu.utils.when(is_stored):
                 memref.store(value, target, [arith.addi(row, position[0])])
 
-        rows.foreach(put)
+        rows.foreach(store_element)
 
-    store(target, rows, row, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    store(target, row_values, target_row, first_stored_row, end_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

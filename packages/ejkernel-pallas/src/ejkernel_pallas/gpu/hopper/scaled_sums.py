@@ -17,14 +17,14 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
-    i32,
     int32_constant,
-    scalar,
+    int32_type,
     unpack_pair,
+    unpack_row_value,
     with_registers,
     with_row_values,
 )
-from ejkernel_pallas.gpu.hopper.sizes import THREADS, WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, THREADS_PER_WARPGROUP, WGMMA_M
 
 LANES_PER_WARP = 32
 """Threads per warp."""
@@ -53,11 +53,11 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
     def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
         first = arith.addi(row.registers.item(), first_thread_row())
         values: list[Any] = []
-        for half in (0, WARP_ROWS // 2):
+        for half in (0, ROWS_PER_WARP // 2):
             scale_row = arith.minsi(arith.addi(first, int32_constant(half)), int32_constant(rows - 1))
             index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block.registers.item())]
             values.append(memref.load(scales, index))
-        return rows_from_thread_values(values)
+        return row_vector_from_thread_values(values)
 
     return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -77,10 +77,10 @@ def load_copied_scales(scales: Any, block: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, block: Any) -> Any:
-        base = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales))
+        base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales))
         base = arith.addi(base, arith.muli(block.registers.item(), int32_constant(4)))
         base = arith.addi(base, arith.muli(first_thread_row(), int32_constant(line)))
-        return rows_from_thread_values([_load_float(base, half * line) for half in (0, WARP_ROWS // 2)])
+        return row_vector_from_thread_values([_load_float(base, half * line) for half in (0, ROWS_PER_WARP // 2)])
 
     return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -93,24 +93,28 @@ def load_scale_for_all_rows(scales: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any) -> Any:
-        value = _load_pair(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(scales)), 0)[0]
+        value = _load_pair(llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales)), 0)[0]
         return mgpu.FragmentedArray.splat(value, (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None)
 
     return load(scales)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None, columns: Any) -> jax.Array:
+def add_scaled(
+    acc: jax.Array | None, product: jax.Array, row_scales: jax.Array | None, column_scales: Any
+) -> jax.Array:
     """Returns acc + product * rows * columns.
 
     Args:
         acc: Float32 [64, N] in an accumulator's layout, or None for zeros.
         product: Float32 [64, N] in an accumulator's layout.
-        rows: Float32 [64], a value for every row, or None for ones.
-        columns: Reference to float32 [N] in shared memory, a value for every column, or None for ones.
+        row_scales: Float32 [64], a value for every row, or None for ones.
+        column_scales: Reference to float32 [N] in shared memory, a value for every column, or None for ones.
     """
-    inputs = [x for x in (product, acc, rows, columns) if x is not None]
+    inputs = [x for x in (product, acc, row_scales, column_scales) if x is not None]
     layouts = {"acc": plgpu.Layout.WGMMA, "rows": ROW_LAYOUT, "columns": plgpu.RefType()}
-    optional_names = [name for name, x in (("acc", acc), ("rows", rows), ("columns", columns)) if x is not None]
+    optional_names = [
+        name for name, x in (("acc", acc), ("rows", row_scales), ("columns", column_scales)) if x is not None
+    ]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA, *(layouts[name] for name in optional_names)),
@@ -120,11 +124,11 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
         refs_by_name, product_registers = dict(zip(optional_names, arrays, strict=True)), list(product.registers.flat)
         acc_registers = list(refs_by_name["acc"].registers.flat) if "acc" in refs_by_name else []
         row_factors = (
-            [scalar(x) for x in refs_by_name["rows"].registers.flat]
+            [unpack_row_value(x) for x in refs_by_name["rows"].registers.flat]
             if "rows" in refs_by_name
             else [None] * ROWS_PER_THREAD
         )
-        column_address = _thread_columns(refs_by_name["columns"]) if "columns" in refs_by_name else None
+        column_address = _thread_column_address(refs_by_name["columns"]) if "columns" in refs_by_name else None
         new_registers: list[Any] = []
         # Order of a thread's registers: a pair of columns of its first row, of its second row, then the next pair of
         # columns.
@@ -137,14 +141,14 @@ def add_scaled(acc: jax.Array | None, product: jax.Array, rows: jax.Array | None
             for row, row_factor in enumerate(row_factors):
                 old_sums = unpack_pair(acc_registers[register_index + row]) if acc_registers else (None, None)
                 terms = zip(unpack_pair(product_registers[register_index + row]), factors, old_sums, strict=True)
-                values = [_sum(x, (factor, row_factor), total) for x, factor, total in terms]
+                values = [_scale_and_add(x, (factor, row_factor), total) for x, factor, total in terms]
                 new_registers.append(vector.from_elements(product_registers[register_index + row].type, values))
         return with_registers(product, new_registers)
 
     return add(*inputs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
+def _scale_and_add(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
     """Returns x times the factors that are not None, plus `total` if any: the last two in one instruction."""
     *first_factors, last = [factor for factor in factors if factor is not None] or [None]
     for factor in first_factors:
@@ -156,15 +160,15 @@ def _sum(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
 
 def first_thread_row() -> Any:
     """Returns the first of the thread's rows among the 64."""
-    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
     warp, lane = (
         arith.divui(thread, int32_constant(LANES_PER_WARP)),
         arith.remui(thread, int32_constant(LANES_PER_WARP)),
     )
-    return arith.addi(arith.muli(warp, int32_constant(WARP_ROWS)), arith.divui(lane, int32_constant(LANES_PER_ROW)))
+    return arith.addi(arith.muli(warp, int32_constant(ROWS_PER_WARP)), arith.divui(lane, int32_constant(LANES_PER_ROW)))
 
 
-def rows_from_thread_values(values: list[Any]) -> Any:
+def row_vector_from_thread_values(values: list[Any]) -> Any:
     """Returns an array [64] from a thread's values."""
     zero_rows = mgpu.FragmentedArray.splat(
         float32_constant(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None
@@ -178,10 +182,10 @@ def _load_float(base: Any, offset: int) -> Any:
     return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
-def _thread_columns(columns: Any) -> Any:
+def _thread_column_address(columns: Any) -> Any:
     """Returns the address of the thread's first pair of columns."""
     lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW))
-    address = llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(columns))
+    address = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(columns))
     return arith.addi(address, arith.muli(lane, int32_constant(COLUMN_STRIDE_BYTES // LANES_PER_ROW)))
 
 

@@ -24,33 +24,33 @@ class TailSplit:
     """The split of the last tiles of a list.
 
     Attributes:
-        tiles: Number of split tiles.
-        parts: Parts per split tile.
+        num_tiles: Number of split tiles.
+        splits_per_tile: Parts per split tile.
     """
 
-    tiles: int
-    parts: int
+    num_tiles: int
+    splits_per_tile: int
 
 
-NO_SPLIT = TailSplit(tiles=0, parts=1)
+NO_SPLIT = TailSplit(num_tiles=0, splits_per_tile=1)
 
 
-def split_tail_wave(tiles: int, blocks: int, steps: int, heads: int = 1) -> TailSplit:
+def split_tail_wave(num_tiles: int, num_blocks: int, steps_per_head: int, heads_per_tile: int = 1) -> TailSplit:
     """Returns the split of the tail wave: the tiles that remain after every block has processed the same number of
     tiles.
 
     Args:
-        tiles: Number of tiles, of equal duration.
-        blocks: Thread blocks that run at a time, or clusters of two that share a tile.
-        steps: Key or query blocks per tile and head.
-        heads: Heads over which a tile loops.
+        num_tiles: Number of tiles, of equal duration.
+        num_blocks: Thread blocks that run at a time, or clusters of two that share a tile.
+        steps_per_head: Key or query blocks per tile and head.
+        heads_per_tile: Heads over which a tile loops.
     """
     # A part has at least two blocks, counted over the heads.
-    tail_tiles, max_parts = tiles % blocks, min(steps, steps * heads // 2)
+    tail_tiles, max_parts = num_tiles % num_blocks, min(steps_per_head, steps_per_head * heads_per_tile // 2)
     # The cost of each number of parts, in key blocks; a single part means that tiles are not split.
-    waves_by_parts = {parts: cdiv(tail_tiles * parts, blocks) for parts in range(1, max(1, max_parts) + 1)}
+    waves_by_parts = {parts: cdiv(tail_tiles * parts, num_blocks) for parts in range(1, max(1, max_parts) + 1)}
     cost_by_parts = {
-        n: count * (cdiv(steps, n) * heads + PROLOGUE_COST) + (COMBINE_COST if n > 1 else 0)
+        n: count * (cdiv(steps_per_head, n) * heads_per_tile + PROLOGUE_COST) + (COMBINE_COST if n > 1 else 0)
         for n, count in waves_by_parts.items()
     }
     parts = min(cost_by_parts, key=lambda n: cost_by_parts[n])

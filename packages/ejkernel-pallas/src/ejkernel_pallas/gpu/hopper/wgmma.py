@@ -22,20 +22,20 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ejkernel_pallas.gpu.hopper.launch import transforms
+from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
-    i32,
     int32_constant,
-    scalar,
+    int32_type,
     unpack_pair,
+    unpack_row_value,
     with_registers,
 )
-from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP, WGMMA_M
 
 INSTRUCTION_BYTES = 32
 """Bytes of a row per WGMMA instruction: 16 columns of 16 bits, 32 of 8."""
-LINE = 128
+LINE_BYTES = 128
 """Bytes of a swizzled row."""
 DESCRIPTOR_UNIT_BYTES = 16
 """Bytes per unit of a matrix descriptor. Eight swizzled rows are 64 such units."""
@@ -46,31 +46,31 @@ ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
 """Bytes per element of an operand."""
 
 
-def issue_scores(queries: Any, keys: Any, *pairs: tuple[Any, Any]) -> jax.Array:
+def issue_scores(queries: Any, keys: Any, *further_columns: tuple[Any, Any]) -> jax.Array:
     """Issues a product; returns its accumulator registers, which must not be read before `wait`.
 
     Args:
         queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
         keys: Reference to the same dtype, [keys, D].
-        pairs: References to further columns of both.
+        further_columns: References to further columns of both.
 
     Returns:
         Float32 [64, keys], not valid until `wait`.
     """
-    return _issue_products(None, [queries, keys, *(ref for pair in pairs for ref in pair)])
+    return _issue_products(None, [queries, keys, *(ref for pair in further_columns for ref in pair)])
 
 
-def add_to_scores(scores: jax.Array, *pairs: tuple[Any, Any]) -> jax.Array:
+def add_to_scores(scores: jax.Array, *further_columns: tuple[Any, Any]) -> jax.Array:
     """Issues products over further columns, which are added to those of `issue_scores`.
 
     Args:
         scores: Accumulator registers of `issue_scores`.
-        pairs: References to queries and keys, as there.
+        further_columns: References to queries and keys, as there.
 
     Returns:
         The same registers, not valid until `wait`.
     """
-    return _issue_products(scores, [ref for pair in pairs for ref in pair])
+    return _issue_products(scores, [ref for pair in further_columns for ref in pair])
 
 
 def _issue_products(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
@@ -84,7 +84,7 @@ def _issue_products(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,) * len(accumulators)
-        + (plgpu.RefType(transforms(itemsize=ELEMENT_BYTES[kind])),) * len(refs),
+        + (plgpu.RefType(wgmma_transforms(itemsize=ELEMENT_BYTES[kind])),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, *operands: Any) -> Any:
@@ -116,7 +116,7 @@ def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: An
         scores,
         queries,
         keys,
-        [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE // INSTRUCTION_BYTES)],
+        [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE_BYTES // INSTRUCTION_BYTES)],
         transposed=False,
     )
 
@@ -133,9 +133,9 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     """
     keys = values.shape[-2]
     # A descriptor's low word has the stride of chunks, its upper word the stride of eight keys.
-    descriptor_stride = (keys * LINE // DESCRIPTOR_UNIT_BYTES) << 16
+    descriptor_stride = (keys * LINE_BYTES // DESCRIPTOR_UNIT_BYTES) << 16
     offsets = [
-        descriptor_stride + key * LINE // DESCRIPTOR_UNIT_BYTES for key in range(0, keys, INSTRUCTION_BYTES // 2)
+        descriptor_stride + key * LINE_BYTES // DESCRIPTOR_UNIT_BYTES for key in range(0, keys, INSTRUCTION_BYTES // 2)
     ]
     return _issue_accumulation(acc, weights, values, offsets, transposed=True)
 
@@ -150,15 +150,15 @@ def accumulate_transposed(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
         matrix: Reference to the first 64 of N consecutive rows [N, 64] of the same dtype, one for each column of the
             accumulator.
     """
-    offsets = [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE // INSTRUCTION_BYTES)]
+    offsets = [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE_BYTES // INSTRUCTION_BYTES)]
     return _issue_accumulation(acc, rows, matrix, offsets, transposed=False)
 
 
-def _issue_accumulation(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, transposed: bool) -> jax.Array:
+def _issue_accumulation(acc: jax.Array, a: Any, b: Any, b_offsets: list[int], *, transposed: bool) -> jax.Array:
     """Issues one instruction per offset, which is added to the low word of B's descriptor."""
     shape, kind, in_registers = (WGMMA_M, acc.shape[1]), PTX_TYPES[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
-    count, ref = _registers_per_thread(shape), plgpu.RefType(transforms())
-    code = _accumulation_ptx(shape[1], kind, offsets, transposed=transposed, in_registers=in_registers)
+    count, ref = _registers_per_thread(shape), plgpu.RefType(wgmma_transforms())
+    code = _accumulation_ptx(shape[1], kind, b_offsets, transposed=transposed, in_registers=in_registers)
     tied_constraints = [str(n) for n in range(count)]
 
     @plgpu.inline_mgpu(
@@ -167,9 +167,11 @@ def _issue_accumulation(acc: jax.Array, a: Any, b: Any, offsets: list[int], *, t
     )
     def run(_: Any, acc: Any, a: Any, b: Any) -> Any:
         before = [value for register in acc.registers.flat for value in unpack_pair(register)]
-        word = ir.VectorType.get((1,), i32())
+        word = ir.VectorType.get((1,), int32_type())
         a_operands = (
-            [scalar(vector.bitcast(word, x)) for x in a.registers.flat] if in_registers else [_descriptor_address(a)]
+            [unpack_row_value(vector.bitcast(word, x)) for x in a.registers.flat]
+            if in_registers
+            else [_descriptor_address(a)]
         )
         input_constraints = tied_constraints + ["r"] * (len(a_operands) + 1)
         return _inline_ptx(
@@ -192,7 +194,7 @@ def fence_writes() -> None:
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
+def wait_for_products(acc: jax.Array, *, in_flight: int) -> jax.Array:
     """Returns an accumulator once at most `in_flight` later groups of products are unfinished.
 
     Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
@@ -200,96 +202,104 @@ def wait(scores: jax.Array, *, in_flight: int) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def run(_: Any, scores: Any) -> Any:
-        values = [score for register in scores.registers.flat for score in unpack_pair(register)]
+    def run(_: Any, acc: Any) -> Any:
+        values = [score for register in acc.registers.flat for score in unpack_pair(register)]
         # Every register is an input and an output of the wait.
         constraints = ["=f"] * len(values) + [str(n) for n in range(len(values))]
-        return _inline_ptx(scores, f"wgmma.wait_group.sync.aligned {in_flight};", constraints, values)
+        return _inline_ptx(acc, f"wgmma.wait_group.sync.aligned {in_flight};", constraints, values)
 
-    return run(scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(acc)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _descriptor_address(ref: Any) -> Any:
     """Returns the shared memory address in units of a descriptor."""
-    return arith.divui(llvm.ptrtoint(i32(), mgpu.utils.memref_ptr(ref)), int32_constant(DESCRIPTOR_UNIT_BYTES))
+    return arith.divui(llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(ref)), int32_constant(DESCRIPTOR_UNIT_BYTES))
 
 
 def _registers_per_thread(shape: tuple[int, int]) -> int:
     """Returns the accumulator registers per thread."""
-    return shape[0] * shape[1] // THREADS
+    return shape[0] * shape[1] // THREADS_PER_WARPGROUP
 
 
-def _inline_ptx(like: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
-    """Returns an array with the layout of `like`, from the results of inline assembly."""
-    f32, count = ir.F32Type.get(), _registers_per_thread(like.shape)
+def _inline_ptx(layout_source: Any, code: str, constraints: list[str], operands: list[Any]) -> Any:
+    """Returns an array with the layout of `layout_source`, from the results of inline assembly."""
+    f32, count = ir.F32Type.get(), _registers_per_thread(layout_source.shape)
     struct = llvm.StructType.get_literal([f32] * count)
     results: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
     values = [llvm.extractvalue(f32, results, [n]) for n in range(count)]
-    halves = zip(like.registers.flat, values[::2], values[1::2], strict=True)
-    return with_registers(like, [vector.from_elements(register.type, value_pair) for register, *value_pair in halves])
+    halves = zip(layout_source.registers.flat, values[::2], values[1::2], strict=True)
+    return with_registers(
+        layout_source, [vector.from_elements(register.type, value_pair) for register, *value_pair in halves]
+    )
 
 
-def _product_ptx(keys: int, sizes: list[int], kind: str, first: int, *, zero_accumulator: bool) -> str:
+def _product_ptx(
+    num_keys: int, columns_per_pair: list[int], ptx_type: str, first_address_operand: int, *, zero_accumulator: bool
+) -> str:
     """Returns the PTX of products, one instruction per 32 bytes of a row; the scale-d is false for the first if
     `zero_accumulator`.
 
     Args:
-        keys: N of the accumulator.
-        sizes: Columns of every pair of operands.
-        kind: PTX type of the operands.
-        first: Index of the first operand's address among the assembly's operands.
+        num_keys: N of the accumulator.
+        columns_per_pair: Columns of every pair of operands.
+        ptx_type: PTX type of the operands.
+        first_address_operand: Index of the first operand's address among the assembly's operands.
         zero_accumulator: Whether the accumulator is uninitialised.
     """
-    sums = ", ".join(f"${n}" for n in range(_registers_per_thread((WGMMA_M, keys))))
-    element_bytes = ELEMENT_BYTES[kind]
-    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{keys}k{INSTRUCTION_BYTES // element_bytes}"
+    sums = ", ".join(f"${n}" for n in range(_registers_per_thread((WGMMA_M, num_keys))))
+    element_bytes = ELEMENT_BYTES[ptx_type]
+    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{num_keys}k{INSTRUCTION_BYTES // element_bytes}"
     # Operands of 16 bits have a transposition flag; those of 8 bits cannot be transposed.
     transpose_flags = ", 0, 0" if element_bytes == 2 else ""
     # scale-d is a predicate. Comparing with a register sets it by an instruction, which cannot be folded away.
     ptx_lines = ["{ .reg .pred adds; .reg .b32 zero, upper, place; .reg .b64 left, right;"]
     # The fence orders earlier accesses of these registers before the first product, which is asynchronous.
     ptx_lines += [
-        f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLE_128B | sizes[0] * element_bytes // 2}; wgmma.fence.sync.aligned;"
+        f"mov.b32 zero, 0; mov.b32 upper, {SWIZZLE_128B | columns_per_pair[0] * element_bytes // 2}; "
+        "wgmma.fence.sync.aligned;"
     ]
-    for pair_number, size in enumerate(sizes):
-        operand_index = first + 2 * pair_number
+    for pair_number, size in enumerate(columns_per_pair):
+        operand_index = first_address_operand + 2 * pair_number
         ptx_lines += [f"mov.b32 upper, {SWIZZLE_128B | size * element_bytes // 2};"] * (pair_number > 0)
         for column in range(0, size, INSTRUCTION_BYTES // element_bytes):
             # Atoms of the same eight rows are consecutive, 8 x 128 bytes apart; within one, the hardware applies the
             # swizzle to addresses, so columns advance as if there were none.
-            atom, byte_in_atom = divmod(column * element_bytes, LINE)
-            descriptor_units = (atom * 8 * LINE + byte_in_atom) // DESCRIPTOR_UNIT_BYTES
+            atom, byte_in_atom = divmod(column * element_bytes, LINE_BYTES)
+            descriptor_units = (atom * 8 * LINE_BYTES + byte_in_atom) // DESCRIPTOR_UNIT_BYTES
             ptx_lines += [f"add.u32 place, ${operand_index}, {descriptor_units}; mov.b64 left, {{place, upper}};"]
             ptx_lines += [f"add.u32 place, ${operand_index + 1}, {descriptor_units}; mov.b64 right, {{place, upper}};"]
             # False only for the first product of a fresh accumulator, whose content is then ignored.
             ptx_lines += [f"setp.ne.b32 adds, zero, {column + pair_number + (not zero_accumulator)};"]
-            ptx_lines += [f"{instruction}.f32.{kind}.{kind} {{{sums}}}, left, right, adds, 1, 1{transpose_flags};"]
+            ptx_lines += [
+                f"{instruction}.f32.{ptx_type}.{ptx_type} {{{sums}}}, left, right, adds, 1, 1{transpose_flags};"
+            ]
     return "\n".join([*ptx_lines, "wgmma.commit_group.sync.aligned; }"])
 
 
-def _accumulation_ptx(columns: int, kind: str, offsets: list[int], *, transposed: bool, in_registers: bool) -> str:
+def _accumulation_ptx(
+    num_columns: int, ptx_type: str, b_offsets: list[int], *, transposed: bool, in_registers: bool
+) -> str:
     """Returns the PTX of `_issue_accumulation`. The assembly's operands are the results, then the previous sums, A, and
     B.
 
     Args:
-        columns: N of the accumulator.
-        kind: PTX type of A and B.
-        offsets: Offset of each instruction from B's address.
+        num_columns: N of the accumulator.
+        ptx_type: PTX type of A and B.
+        b_offsets: Offset of each instruction from B's address.
         transposed: Whether the columns of B are contiguous instead of its rows.
         in_registers: Whether A is four registers per instruction, or one address.
     """
-    count = _registers_per_thread((WGMMA_M, columns))
+    count = _registers_per_thread((WGMMA_M, num_columns))
     first, sums = 2 * count, ", ".join(f"${n}" for n in range(count))
-    b_operand = first + (4 * len(offsets) if in_registers else 1)
-    instruction = (
-        f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{columns}k{INSTRUCTION_BYTES // 2}.f32.{kind}.{kind} {{{sums}}}"
-    )
+    b_operand = first + (4 * len(b_offsets) if in_registers else 1)
+    product_shape = f"m{WGMMA_M}n{num_columns}k{INSTRUCTION_BYTES // 2}"
+    instruction = f"wgmma.mma_async.sync.aligned.{product_shape}.f32.{ptx_type}.{ptx_type} {{{sums}}}"
     ptx_lines = ["{ .reg .pred adds; .reg .b32 place, upper; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;"]
     # Eight rows of 128 bytes are contiguous, in A and in B.
-    ptx_lines += [f"mov.b32 upper, {SWIZZLE_128B | 8 * LINE // DESCRIPTOR_UNIT_BYTES}; wgmma.fence.sync.aligned;"]
-    for step, offset in enumerate(offsets):
+    ptx_lines += [f"mov.b32 upper, {SWIZZLE_128B | 8 * LINE_BYTES // DESCRIPTOR_UNIT_BYTES}; wgmma.fence.sync.aligned;"]
+    for step, offset in enumerate(b_offsets):
         ptx_lines += [f"add.u32 place, ${b_operand}, {offset}; mov.b64 right, {{place, upper}};"]
         if in_registers:
             a = ", ".join(f"${first + 4 * step + n}" for n in range(4))

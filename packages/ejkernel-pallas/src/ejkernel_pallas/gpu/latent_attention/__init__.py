@@ -50,6 +50,6 @@ def implementations() -> tuple[Implementation, ...]:
             family="tiled_attention",
             only=frozenset({"mla_decode"}),
             name="mosaic_gpu_latent",
-            forward=f"{run}:decode",
+            forward=f"{run}:forward_dense_cache",
         ),
     )

@@ -42,20 +42,27 @@ def cases() -> dict[str, tuple[Case, ...]]:
         "multi_latent_ragged_page_attention_v2": table(
             MultiLatentRaggedPageAttentionV2Arguments, paged.inputs, (small_page_case,)
         ),
-        "mla_decode": (_dense_cache_case(shares_cache=True), _dense_cache_case(shares_cache=False)),
+        "mla_decode": (
+            _dense_cache_case(values_are_view_of_keys=True),
+            _dense_cache_case(values_are_view_of_keys=False),
+        ),
     }
 
 
-def _dense_cache_case(shares_cache: bool) -> Case:
+def _dense_cache_case(values_are_view_of_keys: bool) -> Case:
     lengths = (136, 0, 131)
     sizes = dense.DecodeSizes(
-        3, 136, 64, 1, 512, n=16, rope=64, one_cache=shares_cache, lengths=lengths, dtype=jnp.bfloat16
+        3, 136, 64, 1, 512, n=16, rope=64, one_cache=values_are_view_of_keys, lengths=lengths, dtype=jnp.bfloat16
     )
 
     def make(key: jax.Array) -> MLADecodeArguments:
         inputs: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
-        inputs |= {"sliding_window": 70} if shares_cache else {}
+        inputs |= {"sliding_window": 70} if values_are_view_of_keys else {}
         return MLADecodeArguments(**inputs)
 
-    fields = ("q_segment_ids", "kv_segment_ids", *(("q_positions", "sliding_window") if shares_cache else ()))
-    return tagged(f"512 + 64, {'one cache, window' if shares_cache else 'two caches'}", make, fields, ())
+    fields = (
+        "q_segment_ids",
+        "kv_segment_ids",
+        *(("q_positions", "sliding_window") if values_are_view_of_keys else ()),
+    )
+    return tagged(f"512 + 64, {'one cache, window' if values_are_view_of_keys else 'two caches'}", make, fields, ())

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.gpu.hopper.sizes import WARP_ROWS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, WGMMA_M
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,12 @@ PUBLIC_FIELDS: dict[str, str] = {}
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperLatent:
     """Returns one program per multiprocessor."""
-    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+    from ejkernel_pallas.gpu.hopper.tile_scheduler import num_multiprocessors
 
     # Measured on an H200, 16 heads, B128 ctx 4096: 0.165 ms without the padding rows, 0.182 with them.
-    return HopperLatent(num_programs=multiprocessors(), store_padding=record.query.shape[-2] > WGMMA_M - WARP_ROWS)
+    return HopperLatent(
+        num_programs=num_multiprocessors(), store_padding=record.query.shape[-2] > WGMMA_M - ROWS_PER_WARP
+    )
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperLatent, ...]:
@@ -44,5 +46,5 @@ def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[H
     default = heuristic(record, device, direction)
     heads = record.query.shape[-2]
     equal_steps = dataclasses.replace(default, max_growth_percent=0)
-    padded_candidates = (dataclasses.replace(default, store_padding=True),) if heads <= WGMMA_M - WARP_ROWS else ()
+    padded_candidates = (dataclasses.replace(default, store_padding=True),) if heads <= WGMMA_M - ROWS_PER_WARP else ()
     return default, dataclasses.replace(default, lazy_rescaling=False), equal_steps, *padded_candidates

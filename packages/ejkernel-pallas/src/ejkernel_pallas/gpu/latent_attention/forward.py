@@ -11,23 +11,23 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary, as_pages, rotary_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.config import HopperLatent
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Shared
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, SharedMemory
 from ejkernel_pallas.gpu.latent_attention.kernels.latent_attention import latent_kernel
-from ejkernel_pallas.gpu.latent_attention.kernels.schedule import plan_in_kernel
+from ejkernel_pallas.gpu.latent_attention.kernels.schedule import make_schedule_in_kernel
 from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
-from ejkernel_pallas.gpu.latent_attention.plan import MAX_COUNTED_ITEMS, LatentSchedule, make_plan
+from ejkernel_pallas.gpu.latent_attention.plan import MAX_ITEMS_PLANNED_IN_KERNEL, LatentSchedule, make_schedule
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
     CHUNK_COLUMNS,
     CHUNKS_PER_HALF,
+    CONSUMER_WARPGROUPS,
     LATENT_DIM,
     MASKED_SCORE,
     PIECES_PER_HALF,
     ROTARY_DIM,
-    WARPGROUPS,
     LatentSpec,
     make_spec,
 )
@@ -56,7 +56,7 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
     return (output, lse, *pages), None
 
 
-def decode(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
+def forward_dense_cache(record: TiledAttention, params: HopperLatent) -> tuple[jax.Array, SoftmaxResiduals]:
     """Returns output [B, 1, H, 512] and residuals of a record of `mla_decode`.
 
     With one cache all 576 columns are values, of which the operation reads the first 512. XLA computes the others, and
@@ -89,20 +89,20 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
     return output.astype(record.query.dtype)
 
 
-def attend(record: PagedAttention, rotary: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
+def attend(record: PagedAttention, rotary_keys: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, 512] and lse [T, H] of a record without new tokens."""
-    spec = make_spec(record, params, rotary.start)
-    plan = (plan_in_kernel if spec.rows <= MAX_COUNTED_ITEMS else make_plan)(record, spec)
+    spec = make_spec(record, params, rotary_keys.start)
+    plan = (make_schedule_in_kernel if spec.num_items <= MAX_ITEMS_PLANNED_IN_KERNEL else make_schedule)(record, spec)
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
         return combine_partial_results(
-            spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)), spec.stored_rows
+            spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)), spec.stored_rows_per_tile
         )
 
-    output, lse = run(record.query, record.key_pages, rotary.rows, tables, *plan)
+    output, lse = run(record.query, record.key_pages, rotary_keys.rows, tables, *plan)
     # Without keys the kernel's lse is that of masked scores, about LOWEST. So is that of a row whose pages are all
     # absent.
     return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > MASKED_SCORE / 2), lse, -jnp.inf)
@@ -112,16 +112,16 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
     """Returns the outputs of whole items and the partial results of split items."""
 
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-        latent_kernel(Call(spec, operand_refs, output_refs, Shared(**buffers)))
+        latent_kernel(Call(spec, operand_refs, output_refs, SharedMemory(**buffers)))
 
-    parts = 2 * spec.blocks
+    parts = 2 * spec.num_thread_blocks
     outputs = [
-        jax.ShapeDtypeStruct((spec.rows * spec.tiles * WGMMA_M, LATENT_DIM), spec.dtype),
-        jax.ShapeDtypeStruct((spec.rows * spec.tiles, WGMMA_M), jnp.float32),
+        jax.ShapeDtypeStruct((spec.num_items * spec.tiles_per_item * WGMMA_M, LATENT_DIM), spec.dtype),
+        jax.ShapeDtypeStruct((spec.num_items * spec.tiles_per_item, WGMMA_M), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M, LATENT_DIM), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
-    return launch(body, operands, outputs, _scratch(spec), spec.blocks, WARPGROUPS)
+    return launch(body, operands, outputs, _scratch(spec), spec.num_thread_blocks, CONSUMER_WARPGROUPS)
 
 
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
@@ -130,25 +130,29 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
     pieces, halves = 2 * PIECES_PER_HALF, (2, CHUNKS_PER_HALF, BLOCK_KV, CHUNK_COLUMNS)
     make_barrier = plgpu.Barrier
     return {
-        "query": matrix((2 * CHUNKS_PER_HALF + 1, WGMMA_M, CHUNK_COLUMNS), spec.dtype),
-        "left": matrix(halves, spec.dtype),
-        "right": matrix(halves, spec.dtype),
+        "query_chunks": wgmma_operand_smem((2 * CHUNKS_PER_HALF + 1, WGMMA_M, CHUNK_COLUMNS), spec.dtype),
+        "left_half_chunks": wgmma_operand_smem(halves, spec.dtype),
+        "right_half_chunks": wgmma_operand_smem(halves, spec.dtype),
         # Queries and two blocks of keys take 216 KiB of 227, so weights reuse the memory of the rotary columns.
-        "rotary": matrix((2, BLOCK_KV, ROTARY_DIM), spec.dtype),
+        "rotary_columns": wgmma_operand_smem((2, BLOCK_KV, ROTARY_DIM), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),
         "row_sum": plgpu.SMEM((2, WGMMA_M), jnp.float32),
-        "present": plgpu.SMEM((2,), jnp.int32),
+        "valid_key_bits": plgpu.SMEM((2,), jnp.int32),
         # Arrivals are counted per warpgroup and per copy: of queries, one copy per chunk. Both consumers must free
         # them.
         "q_full": make_barrier(num_arrivals=2 * CHUNKS_PER_HALF + 1),
-        "q_free": make_barrier(num_arrivals=WARPGROUPS),
+        "q_free": make_barrier(num_arrivals=CONSUMER_WARPGROUPS),
         # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `present`.
-        "exclusive_full": make_barrier(num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces),
-        "shared_full": make_barrier(num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces),
+        "half_of_one_warpgroup_full": make_barrier(
+            num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces
+        ),
+        "half_of_both_warpgroups_full": make_barrier(
+            num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces
+        ),
         "rotary_full": make_barrier(num_arrivals=copies + 1, num_barriers=2),
         # One arrival: a single warpgroup is the last to read each half.
-        "exclusive_free": make_barrier(num_arrivals=1, num_barriers=2),
-        "shared_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "half_of_one_warpgroup_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "half_of_both_warpgroups_free": make_barrier(num_arrivals=1, num_barriers=2),
         "weights_full": make_barrier(num_arrivals=1, num_barriers=2),
         "sums_full": make_barrier(num_arrivals=1, num_barriers=2),
     }

@@ -33,7 +33,7 @@ KEYS_PER_STEP = 2 * BLOCK_KV
 """Keys per step: a block for each of the two consumer warpgroups."""
 SWIZZLE_ATOM_ROWS = 8
 """Rows per swizzle atom of shared memory: the smallest copy."""
-WARPGROUPS = 2
+CONSUMER_WARPGROUPS = 2
 """Consumer warpgroups."""
 RESCALE_THRESHOLD = 8.0
 """How far, in base 2, a row's maximum may be below its largest score: weights are at most 256."""
@@ -41,7 +41,7 @@ MASKED_SCORE = -1e30
 """The maximum of no scores, and approximately a masked score: finite, so that differences are not NaN."""
 MIN_SCORE_FACTOR = 1e-6
 """The smallest factor on scores for which a masked product is finite in float32, with a margin."""
-REGISTERS = (240, 24)
+REGISTERS_PER_THREAD = (240, 24)
 """Registers per thread of the consumer warpgroups, and of the producer's."""
 
 
@@ -49,17 +49,17 @@ class ScheduledSpec(Protocol):
     """The constants that copying, looping over and merging the items of a schedule read, named as in `LatentSpec`."""
 
     @property
-    def rows(self) -> int:
+    def num_items(self) -> int:
         """Number of items."""
         ...
 
     @property
-    def heads(self) -> int:
+    def stored_rows_per_item(self) -> int:
         """Rows of an item's tiles that are stored."""
         ...
 
     @property
-    def tiles(self) -> int:
+    def tiles_per_item(self) -> int:
         """Tiles of 64 rows per item."""
         ...
 
@@ -74,12 +74,12 @@ class ScheduledSpec(Protocol):
         ...
 
     @property
-    def pages(self) -> int:
+    def num_pages(self) -> int:
         """Number of pages of the cache."""
         ...
 
     @property
-    def columns(self) -> int:
+    def pages_per_table_row(self) -> int:
         """Entries per block table; 0 if sequence n has page n."""
         ...
 
@@ -94,71 +94,71 @@ class LatentSpec:
     """Constants of the kernel.
 
     Attributes:
-        rows: Query rows of the call.
-        heads: Query heads.
-        tiles: Tiles of 64 heads.
-        programs: Programs over which the key blocks are distributed, for each tile of heads.
+        num_items: Query rows of the call.
+        stored_rows_per_item: Query heads.
+        tiles_per_item: Tiles of 64 heads.
+        num_programs: Programs over which the key blocks are distributed, for each tile of heads.
         page_size: Slots per page.
-        pages: Pages of the cache.
-        columns: Entries per block table; 0 if sequence n has page n.
-        start: First of the rotary columns in their array.
+        num_pages: Pages of the cache.
+        pages_per_table_row: Entries per block table; 0 if sequence n has page n.
+        rotary_start: First of the rotary columns in their array.
         slots_per_copy: Rows per copy.
         has_key_starts: Whether sequences have first keys other than 0, by `kv_starts` or a window.
-        exponent: Factor that converts products to base 2.
+        log2_scale: Factor that converts products to base 2.
         rescales_lazily: Whether a row's maximum moves only if scores exceed it by `RESCALE_THRESHOLD`.
         dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
-        stored_rows: Rows of a tile that are stored and merged: 64, or the heads of a single tile.
-        max_growth_percent: Percent by which a share may grow so that no item is split.
+        stored_rows_per_tile: Rows of a tile that are stored and merged: 64, or the heads of a single tile.
+        max_share_growth_percent: Percent by which a share may grow so that no item is split.
     """
 
-    rows: int
-    heads: int
-    tiles: int
-    programs: int
+    num_items: int
+    stored_rows_per_item: int
+    tiles_per_item: int
+    num_programs: int
     page_size: int
-    pages: int
-    columns: int
-    start: int
+    num_pages: int
+    pages_per_table_row: int
+    rotary_start: int
     slots_per_copy: int
     has_key_starts: bool
-    exponent: float
+    log2_scale: float
     rescales_lazily: bool
     dtype: Any
     value_scale: float
-    stored_rows: int
-    max_growth_percent: int
+    stored_rows_per_tile: int
+    max_share_growth_percent: int
 
     @property
-    def masked(self) -> float:
+    def masked_product(self) -> float:
         """Returns the value of a masked product: a power of two, so that scaling it is exact."""
-        return -(2.0 ** math.ceil(math.log2(-MASKED_SCORE / self.factor)))
+        return -(2.0 ** math.ceil(math.log2(-MASKED_SCORE / self.exp2_factor)))
 
     @property
-    def lowest(self) -> float:
+    def masked_score(self) -> float:
         """Returns the score of a masked key, between twice `MASKED_SCORE` and `MASKED_SCORE`: finite, so that
         differences are not NaN.
         """
-        return float(np.float32(self.factor) * np.float32(self.masked))
+        return float(np.float32(self.exp2_factor) * np.float32(self.masked_product))
 
     @property
-    def factor(self) -> float:
+    def exp2_factor(self) -> float:
         """Returns the factor on scores in the exponential; 1 if they are scaled before."""
-        return self.exponent if self.exponent >= MIN_SCORE_FACTOR else 1.0
+        return self.log2_scale if self.log2_scale >= MIN_SCORE_FACTOR else 1.0
 
     @property
-    def blocks(self) -> int:
+    def num_thread_blocks(self) -> int:
         """Returns thread blocks."""
-        return self.programs * self.tiles
+        return self.num_programs * self.tiles_per_item
 
 
-def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> LatentSpec:
+def make_spec(record: PagedAttention, params: HopperLatent, rotary_start: int) -> LatentSpec:
     """Returns the constants of a record's kernel.
 
     Args:
         record: The canonical arguments, without new tokens.
         params: Programs.
-        start: First of the rotary columns.
+        rotary_start: First of the rotary columns.
 
     Raises:
         ValueError: The configuration has no program.
@@ -170,22 +170,22 @@ def make_spec(record: PagedAttention, params: HopperLatent, start: int) -> Laten
     rows, heads, _ = record.query.shape
     tiles, page_size = cdiv(heads, WGMMA_M), paged_cache.page_size(record)
     return LatentSpec(
-        rows=rows,
-        heads=heads,
-        tiles=tiles,
-        programs=max(1, params.num_programs // tiles),
+        num_items=rows,
+        stored_rows_per_item=heads,
+        tiles_per_item=tiles,
+        num_programs=max(1, params.num_programs // tiles),
         page_size=page_size,
-        pages=paged_cache.page_count(record),
-        columns=0 if record.block_tables is None else record.block_tables.shape[1],
-        start=start,
+        num_pages=paged_cache.page_count(record),
+        pages_per_table_row=0 if record.block_tables is None else record.block_tables.shape[1],
+        rotary_start=rotary_start,
         slots_per_copy=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
         has_key_starts=record.kv_starts is not None or band(record)[0] is not None,
-        exponent=record.softmax_scale * LOG2E,
+        log2_scale=record.softmax_scale * LOG2E,
         rescales_lazily=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,
-        stored_rows=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
-        max_growth_percent=params.max_growth_percent,
+        stored_rows_per_tile=WGMMA_M if params.store_padding else min(heads, WGMMA_M),
+        max_share_growth_percent=params.max_growth_percent,
     )
 
 

@@ -30,9 +30,9 @@ PUBLIC_FIELDS = {"num_stages": "stages"}
 
 def heuristic(record: Any, device: DeviceInfo, direction: Direction) -> HopperPaged:
     """Returns one program per multiprocessor."""
-    from ejkernel_pallas.gpu.hopper.tile_scheduler import multiprocessors
+    from ejkernel_pallas.gpu.hopper.tile_scheduler import num_multiprocessors
 
-    return HopperPaged(num_programs=multiprocessors())
+    return HopperPaged(num_programs=num_multiprocessors())
 
 
 def candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[HopperPaged, ...]:

@@ -11,16 +11,16 @@ from jax.custom_batching import sequential_vmap
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import COMBINED
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix
+from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
 from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
-from ejkernel_pallas.gpu.paged_attention.kernels.call import Call, Shared
+from ejkernel_pallas.gpu.paged_attention.kernels.call import Call, SharedMemory
 from ejkernel_pallas.gpu.paged_attention.kernels.paged_decode import MASKED_SCORE, paged_kernel
 from ejkernel_pallas.gpu.paged_attention.kernels.paged_prefill import prefill
-from ejkernel_pallas.gpu.paged_attention.plan.decode import make_plan
+from ejkernel_pallas.gpu.paged_attention.plan.decode import make_schedule
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec
 
 OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
@@ -52,44 +52,54 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
     """
     spec, cache, count = make_spec(record, params), _cache_views(record), record.query.shape[0]
     if record.query_start is None or count < params.prefill_tokens:
-        tiles = paged_cache.query_tiles(record, spec.tokens)
-        spec = dataclasses.replace(spec, rows=len(tiles.sequence))
-        return _to_row_order(
-            record, spec, tiles, *_run_decode_items(record, spec, make_plan(record, tiles, spec.programs), cache)
+        tiles = paged_cache.query_tiles(record, spec.tokens_per_tile)
+        spec = dataclasses.replace(spec, num_items=len(tiles.sequence))
+        return _outputs_by_query_row(
+            record,
+            spec,
+            tiles,
+            *_run_decode_items(record, spec, make_schedule(record, tiles, spec.programs_per_kv_head), cache),
         )
     prefill_limits = paged_cache.RowLimits(params.prefill_tokens, count)
     output, lse = prefill(record, spec, prefill_limits, cache)
-    tokens, *few = _few(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
+    tokens, *few = _attend_short_sequences(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
     # The prefill's results of all tokens are in order; those of sequences with few tokens are overwritten.
     results, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
     return results, sums
 
 
-def _few(
+def _attend_short_sequences(
     record: PagedAttention,
     spec: PagedSpec,
     cache: tuple[jax.Array, jax.Array],
-    lengths: paged_cache.RowLimits,
+    sequence_row_limits: paged_cache.RowLimits,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns query rows, output and lse of the sequences with few tokens; missing tokens have rows past the end.
 
     Their queries are gathered tile by tile, so that the work does not depend on the tokens of other sequences.
     """
-    tiles, heads = paged_cache.query_tiles(record, spec.tokens, lengths=lengths), record.query.shape[1] // spec.tiles
-    (count,), tokens = tiles.sequence.shape, spec.tokens
+    tiles, heads = (
+        paged_cache.query_tiles(record, spec.tokens_per_tile, lengths=sequence_row_limits),
+        record.query.shape[1] // spec.tiles_per_item,
+    )
+    (count,), tokens = tiles.sequence.shape, spec.tokens_per_tile
     number = jnp.arange(tokens, dtype=jnp.int32)
     row = (paged_cache.query_ranges(record)[0][tiles.sequence] + tiles.skipped)[:, None] + number
     row = jnp.where(number < tiles.rows[:, None], row, record.query.shape[0]).reshape(-1)
     queries = record.query.at[row].get(mode="fill", fill_value=0)
     gathered = dataclasses.replace(record, query=queries)
-    spec = dataclasses.replace(spec, rows=count, query_rows=count * tokens * spec.group + WGMMA_M)
-    output, lse = _run_decode_items(gathered, spec, make_plan(record, tiles, spec.programs, tokens), cache)
+    spec = dataclasses.replace(
+        spec, num_items=count, query_rows_per_kv_head=count * tokens * spec.rows_per_token + WGMMA_M
+    )
+    output, lse = _run_decode_items(
+        gathered, spec, make_schedule(record, tiles, spec.programs_per_kv_head, tokens), cache
+    )
 
     def merge_token_axis(x: jax.Array) -> jax.Array:
         # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and padding rows.
-        x = x.reshape(count, spec.tiles, WGMMA_M, -1)[:, :, : tokens * spec.group]
-        x = x.reshape(count, spec.tiles, tokens, spec.group, -1)[:, :, :, :heads]
-        return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles * heads, -1)
+        x = x.reshape(count, spec.tiles_per_item, WGMMA_M, -1)[:, :, : tokens * spec.rows_per_token]
+        x = x.reshape(count, spec.tiles_per_item, tokens, spec.rows_per_token, -1)[:, :, :, :heads]
+        return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles_per_item * heads, -1)
 
     output, lse = merge_token_axis(output), merge_token_axis(lse)[..., 0]
     attends = lse > MASKED_SCORE / 2
@@ -97,7 +107,7 @@ def _few(
 
 
 def _run_decode_items(
-    record: PagedAttention, spec: PagedSpec, plan: LatentSchedule, cache: tuple[jax.Array, jax.Array]
+    record: PagedAttention, spec: PagedSpec, schedule: LatentSchedule, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the decode kernel's output [items, Hk * 64, Dv] and lse [items, Hk * 64]."""
     tables = jnp.zeros((1, 1), jnp.int32) if record.block_tables is None else record.block_tables.astype(jnp.int32)
@@ -107,7 +117,7 @@ def _run_decode_items(
         operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
         return combine_partial_results(spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)))
 
-    output, lse = run(_query_rows(record, spec), *cache, tables, *plan)
+    output, lse = run(_padded_query_rows(record, spec), *cache, tables, *schedule)
     return output, lse
 
 
@@ -125,29 +135,33 @@ def _cache_views(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     return keys, values
 
 
-def _query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
+def _padded_query_rows(record: PagedAttention, spec: PagedSpec) -> jax.Array:
     """Returns [Hk * query_rows, D]: for each KV head the rows of all tokens, followed by a tile of zeros."""
     tokens, _, size = record.query.shape
     # The heads of a KV head are contiguous, so that 64 of its rows are consecutive tokens, and one copy takes them.
     # With the zeros, a tile that starts at the last token can also read 64 rows.
-    rows = record.query.reshape(tokens, spec.tiles, -1, size).swapaxes(0, 1)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, spec.group - rows.shape[2]), (0, 0)))
-    rows = rows.reshape(spec.tiles, tokens * spec.group, size)
+    rows = record.query.reshape(tokens, spec.tiles_per_item, -1, size).swapaxes(0, 1)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, spec.rows_per_token - rows.shape[2]), (0, 0)))
+    rows = rows.reshape(spec.tiles_per_item, tokens * spec.rows_per_token, size)
     return jnp.pad(rows, ((0, 0), (0, WGMMA_M), (0, 0))).reshape(-1, size)
 
 
-def _to_row_order(
+def _outputs_by_query_row(
     record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
     sequence, _ = paged_cache.token_places(record)
     owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
     offset = token - paged_cache.query_ranges(record)[0][owner]
-    item, row = tiles.first[owner] + offset // spec.tokens, offset % spec.tokens * spec.group
-    rows = row[:, None] + jnp.arange(record.query.shape[1] // spec.tiles, dtype=jnp.int32)  # [T, heads of a KV head]
+    item, row = tiles.first[owner] + offset // spec.tokens_per_tile, offset % spec.tokens_per_tile * spec.rows_per_token
+    rows = row[:, None] + jnp.arange(
+        record.query.shape[1] // spec.tiles_per_item, dtype=jnp.int32
+    )  # [T, heads of a KV head]
     # Gathered by XLA: the kernel writes 64 rows per item for any number of tokens, so items overwrite no rows of
     # others.
-    place = (item[:, None, None] * spec.tiles + jnp.arange(spec.tiles, dtype=jnp.int32)[:, None]) * WGMMA_M
+    place = (
+        item[:, None, None] * spec.tiles_per_item + jnp.arange(spec.tiles_per_item, dtype=jnp.int32)[:, None]
+    ) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
     # A row that attends to nothing has a maximum of about LOWEST, whatever its output is.
@@ -159,26 +173,26 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
     """Returns the outputs of whole items and the partial results of split items."""
 
     def body(operand_refs: dict[str, Any], results: Any, buffers: dict[str, Any]) -> None:
-        paged_kernel(Call(spec, operand_refs, results, Shared(**buffers)))
+        paged_kernel(Call(spec, operand_refs, results, SharedMemory(**buffers)))
 
-    parts, tiles = 2 * spec.blocks, spec.rows * spec.tiles
+    parts, tiles = 2 * spec.num_thread_blocks, spec.num_items * spec.tiles_per_item
     outputs = [
         jax.ShapeDtypeStruct((tiles * WGMMA_M, spec.value_dim), spec.dtype),
         jax.ShapeDtypeStruct((tiles, WGMMA_M), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M, spec.value_dim), jnp.float32),
         jax.ShapeDtypeStruct((parts, WGMMA_M), jnp.float32),
     ]
-    return launch(body, operands, outputs, _scratch(spec), spec.blocks, 1)
+    return launch(body, operands, outputs, _scratch(spec), spec.num_thread_blocks, 1)
 
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `Shared`."""
     copies, stages, barrier = KEYS_PER_STEP // spec.slots_per_copy, spec.stages, plgpu.Barrier
     return {
-        "q": matrix((WGMMA_M, spec.key_dim), spec.dtype),
-        "k": matrix((stages, KEYS_PER_STEP, spec.key_dim), spec.dtype),
-        "v": matrix((stages, KEYS_PER_STEP, spec.value_dim), spec.dtype),
-        "present": plgpu.SMEM((stages,), jnp.int32),
+        "q": wgmma_operand_smem((WGMMA_M, spec.key_dim), spec.dtype),
+        "k": wgmma_operand_smem((stages, KEYS_PER_STEP, spec.key_dim), spec.dtype),
+        "v": wgmma_operand_smem((stages, KEYS_PER_STEP, spec.value_dim), spec.dtype),
+        "valid_key_bits": plgpu.SMEM((stages,), jnp.int32),
         "q_full": barrier(num_arrivals=1),
         "q_free": barrier(num_arrivals=1),
         # One copy per page, and one more arrival for the bits in `present`.

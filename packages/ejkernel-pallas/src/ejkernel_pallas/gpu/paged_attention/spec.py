@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.config import HopperPaged
 
@@ -24,61 +24,62 @@ class PagedSpec:
     """Constants of the kernel.
 
     Attributes:
-        rows: Items: tiles of query tokens, each of one sequence; 0 until they are counted.
-        tokens: Query tokens per tile.
-        group: Rows per token and KV head: its query heads, padded to a multiple of eight (see `rows_per_token`). A tile
-            has `tokens * group` rows of scores, padded to 64.
-        tiles: KV heads, each of which has a tile of every item.
-        query_rows: Rows per KV head in the query's array: those of all tokens, and a tile of zeros after them.
-        programs: Persistent thread blocks per KV head, which share its key blocks.
-        layout: The cache's layout.
+        num_items: Items: tiles of query tokens, each of one sequence; 0 until they are counted.
+        tokens_per_tile: Query tokens per tile.
+        rows_per_token: Rows per token and KV head: its query heads, padded to a multiple of eight (see
+            `rows_per_token`). A tile has `tokens * group` rows of scores, padded to 64.
+        tiles_per_item: KV heads, each of which has a tile of every item.
+        query_rows_per_kv_head: Rows per KV head in the query's array: those of all tokens, and a tile of zeros after
+            them.
+        programs_per_kv_head: Persistent thread blocks per KV head, which share its key blocks.
+        cache_layout: The cache's layout.
         page_size: Slots per page.
-        pages: Pages of the cache.
-        columns: Entries per block table; 0 if sequence n has page n.
+        num_pages: Pages of the cache.
+        pages_per_table_row: Entries per block table; 0 if sequence n has page n.
         slots_per_copy: Slots per copy.
         key_dim: Head dimension of keys.
         value_dim: Head dimension of values.
-        lanes: Elements between the keys and values of a head of a combined cache.
-        left: Keys before a query's own that it attends to; None for all.
-        right: Keys after its own that it attends to; None for all.
-        exponent: Factor that converts products to base 2.
-        lazy: As `HopperPaged.lazy_rescaling`.
+        keys_to_values_stride: Elements between the keys and values of a head of a combined cache.
+        left_window: Keys before a query's own that it attends to; None for all.
+        right_window: Keys after its own that it attends to; None for all.
+        log2_scale: Factor that converts products to base 2.
+        rescales_lazily: As `HopperPaged.lazy_rescaling`.
         stages: Blocks of keys and values in shared memory.
         dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
     """
 
-    rows: int
-    tokens: int
-    group: int
-    tiles: int
-    query_rows: int
-    programs: int
-    layout: str
+    num_items: int
+    tokens_per_tile: int
+    rows_per_token: int
+    tiles_per_item: int
+    query_rows_per_kv_head: int
+    programs_per_kv_head: int
+    cache_layout: str
     page_size: int
-    pages: int
-    columns: int
+    num_pages: int
+    pages_per_table_row: int
     slots_per_copy: int
     key_dim: int
     value_dim: int
-    lanes: int
-    left: int | None
-    right: int | None
-    exponent: float
-    lazy: bool
+    keys_to_values_stride: int
+    left_window: int | None
+    right_window: int | None
+    log2_scale: float
+    rescales_lazily: bool
     stages: int
     dtype: Any
     value_scale: float
 
     @property
-    def heads(self) -> int:
+    def stored_rows_per_item(self) -> int:
         """Returns the rows of all tiles of an item; padding is dropped after merging."""
-        return self.tiles * WGMMA_M
+        return self.tiles_per_item * WGMMA_M
 
     @property
-    def blocks(self) -> int:
+    def num_thread_blocks(self) -> int:
         """Returns thread blocks."""
-        return self.programs * self.tiles
+        return self.programs_per_kv_head * self.tiles_per_item
 
 
 def rows_per_token(record: PagedAttention) -> int:
@@ -113,28 +114,28 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
     left, right = band(record)
     group = rows_per_token(record)
     # The number of stages that fit after the queries, with 2 bytes per element: three for keys and values of 128.
-    max_stages = (SHARED_MEMORY - RESERVED_SMEM_BYTES - 2 * WGMMA_M * key_dim) // (
+    max_stages = (SHARED_MEMORY_BYTES - RESERVED_SMEM_BYTES - 2 * WGMMA_M * key_dim) // (
         2 * KEYS_PER_STEP * (key_dim + value_dim)
     )
     return PagedSpec(
-        rows=0,
-        tokens=tokens_per_tile(record),
-        group=group,
-        tiles=kv_heads,
-        query_rows=tokens * group + WGMMA_M,
-        programs=max(1, params.num_programs // kv_heads),
-        layout=record.kv_layout,
+        num_items=0,
+        tokens_per_tile=tokens_per_tile(record),
+        rows_per_token=group,
+        tiles_per_item=kv_heads,
+        query_rows_per_kv_head=tokens * group + WGMMA_M,
+        programs_per_kv_head=max(1, params.num_programs // kv_heads),
+        cache_layout=record.kv_layout,
         page_size=slots,
-        pages=paged_cache.page_count(record),
-        columns=0 if record.block_tables is None else record.block_tables.shape[1],
+        num_pages=paged_cache.page_count(record),
+        pages_per_table_row=0 if record.block_tables is None else record.block_tables.shape[1],
         slots_per_copy=KEYS_PER_STEP if record.block_tables is None else min(KEYS_PER_STEP, slots),
         key_dim=key_dim,
         value_dim=value_dim,
-        lanes=record.key_pages.shape[-1],
-        left=left,
-        right=right,
-        exponent=record.softmax_scale * LOG2E,
-        lazy=params.lazy_rescaling,
+        keys_to_values_stride=record.key_pages.shape[-1],
+        left_window=left,
+        right_window=right,
+        log2_scale=record.softmax_scale * LOG2E,
+        rescales_lazily=params.lazy_rescaling,
         stages=min(params.stages, max_stages),
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,

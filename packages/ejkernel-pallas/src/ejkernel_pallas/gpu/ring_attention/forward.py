@@ -16,9 +16,9 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel_pallas.gpu.tiled_attention import backward as tiled_backward
 from ejkernel_pallas.gpu.tiled_attention import forward as tiled_forward
 
-KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
+RING_STEP_KERNEL = ring_loop.StepKernel(tiled_forward.forward, tiled_backward.backward)
 
 
 def forward(record: RingAttention, config: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Returns attention output and residuals of one device's queries, [B, T, H, Dv] in the query's dtype."""
-    return ring_loop.forward(record, config, KERNEL)
+    return ring_loop.forward(record, config, RING_STEP_KERNEL)

@@ -30,30 +30,35 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix, pad_rows
+from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
-from ejkernel_pallas.gpu.tiled_attention.config import WARPGROUPS, BackwardTile, HopperBackward, backward_tile
+from ejkernel_pallas.gpu.tiled_attention.config import (
+    BACKWARD_CONSUMER_WARPGROUPS,
+    BackwardTile,
+    HopperBackward,
+    backward_tile,
+)
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import Call
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_backward import backward_kernel
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import (
+    num_tiles,
     pad_segment_ids,
     query_block_ranges,
-    tiles,
     zero_padded_tokens,
 )
-from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_adders
-from ejkernel_pallas.gpu.tiled_attention.plan.pattern import query_lists
+from ejkernel_pallas.gpu.tiled_attention.plan.dq_order import find_first_dq_adders
+from ejkernel_pallas.gpu.tiled_attention.plan.pattern import query_block_lists
 from ejkernel_pallas.gpu.tiled_attention.spec import (
     HopperSpec,
     make_spec,
 )
 
-Operands = dict[str, jax.Array]
-MIN_BLOCK_DISTANCE = 2
+OperandsByName = dict[str, jax.Array]
+MIN_QUERY_BLOCKS_BETWEEN_STARTS = 2
 """The smallest distance, in query blocks, between the starts of two thread blocks of a head."""
-DEFAULT_STEPS_DIVISOR = 32
+ASSUMED_SEGMENTS_PER_ROW = 32
 """The assumed number of segments per row if their lengths are traced."""
 
 
@@ -73,41 +78,41 @@ def backward(pullback: Pullback, params: HopperBackward) -> dict[str, jax.Array]
     """
     grad_fields, spec = pullback.grad_fields, make_spec(pullback.record)
     tile = backward_tile(params, spec)
-    operands, delta = _operands(pullback, spec, tile)
+    operands, delta = _make_operands(pullback, spec, tile)
     gradients: dict[str, jax.Array] = {}
     if grad_fields & {"query", "key", "value"}:
-        gradients = _gradients(spec, tile, operands, pullback.record)
+        gradients = _compute_gradients(spec, tile, operands, pullback.record)
     if "softmax_aux" in grad_fields:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
-    if spec.segments and "query" in grad_fields:
+    if spec.has_segments and "query" in grad_fields:
         # The query's gradient is NaN if a row was not finite; the keys that it attends to get nothing from it.
         is_nan_row = jnp.isnan(pullback.residuals.lse).swapaxes(1, 2)[..., None]
         gradients["query"] = jnp.where(is_nan_row, jnp.nan, gradients["query"])
     return {name: gradients[name] for name in sorted(grad_fields)}
 
 
-def _operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[Operands, jax.Array]:
+def _make_operands(pullback: Pullback, spec: HopperSpec, tile: BackwardTile) -> tuple[OperandsByName, jax.Array]:
     """Returns the kernel's operands, padded to whole tiles if they have one element per row; and <do, o>, [B, H, T]."""
     record, lse = pullback.record, pullback.residuals.lse
     cotangent = pullback.cotangent.astype(spec.dtype)
     delta = cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32)
-    if spec.segments:  # that of padding has to be finite
+    if spec.has_segments:  # that of padding has to be finite
         delta = zero_padded_tokens(delta, record.q_segment_ids)
     delta = jnp.sum(delta, axis=-1).swapaxes(1, 2)
-    row_padding = ((0, 0), (0, 0), (0, -spec.queries % tile.queries))
+    row_padding = ((0, 0), (0, 0), (0, -spec.q_len % tile.block_q))
     # A row that attends to nothing has weights of exp2(-inf). Scores are masked before the exponential, so a shift of
     # NaN would give the keys of other segments a weight of NaN, too.
     shift = jnp.where((lse == -jnp.inf) | jnp.isnan(lse), jnp.inf, lse * LOG2E)
-    operands = {"q": pad_rows(record.query, tile.queries), "do": pad_rows(cotangent, tile.queries)}
+    operands = {"q": pad_rows(record.query, tile.block_q), "do": pad_rows(cotangent, tile.block_q)}
     operands |= {"k": pad_rows(record.key, WGMMA_M), "v": pad_rows(record.value, WGMMA_M)}
     # Infinity: weights of rows past the end are exp2(-inf) = 0.
     operands["shift"] = jnp.pad(shift, row_padding, constant_values=jnp.inf)
     # Dropout's scale is applied to the gradients at the end.
     operands["delta"] = jnp.pad(-_subtract_lse_cotangent(delta, pullback, spec) / spec.dropout_scale, row_padding)
-    operands |= dropout_key_operands(record, spec, tile.queries, tile.keys)
-    if spec.segments:
-        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.queries, -1)
-        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.keys, -2)
+    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv)
+    if spec.has_segments:
+        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.block_q, -1)
+        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.block_kv, -2)
     return operands, delta
 
 
@@ -116,39 +121,41 @@ def _subtract_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSp
     if pullback.lse_cotangent is None:
         return delta
     delta, ids = less_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
-    return jnp.where(ids[:, None] >= 0, delta, 0) if spec.segments else delta
+    return jnp.where(ids[:, None] >= 0, delta, 0) if spec.has_segments else delta
 
 
-def _gradients(
-    spec: HopperSpec, tile: BackwardTile, operands: Operands, record: TiledAttention
+def _compute_gradients(
+    spec: HopperSpec, tile: BackwardTile, operands: OperandsByName, record: TiledAttention
 ) -> dict[str, jax.Array]:
     """Returns gradients of queries, keys and values."""
-    ids = (operands["q_ids"], operands["k_ids"]) if spec.segments else None
-    if spec.pattern:
-        block_lists, block_ranges = query_lists(padding_as_segments(record), tile.queries, tile.keys)
+    ids = (operands["q_ids"], operands["k_ids"]) if spec.has_segments else None
+    if spec.has_pattern:
+        block_lists, block_ranges = query_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
         operands, first = operands | block_lists, block_lists["first"]
     else:
-        block_ranges = query_block_ranges(spec, ids, tile.queries, tile.keys)
-        first = find_first_adders(block_ranges, tiles(spec.queries, tile.queries))
+        block_ranges = query_block_ranges(spec, ids, tile.block_q, tile.block_kv)
+        first = find_first_dq_adders(block_ranges, num_tiles(spec.q_len, tile.block_q))
         operands = operands | {"table": jnp.asarray(block_ranges), "first": jnp.asarray(first)}
-    plan, loops_by_head = _plan(block_ranges, spec, tile), _should_loop_by_head(block_ranges, spec, tile)
-    run = functools.partial(_run, spec, tile, plan, loops_by_head)
-    dk, dv, dq = in_rows(run, operands, spec.batch)
-    dq = dq[:, : spec.queries] * (spec.scale * spec.dropout_scale)
+    plan, loops_by_head = _tile_schedule_maker(block_ranges, spec, tile), _should_loop_by_head(block_ranges, spec, tile)
+    run = functools.partial(_run_kernel, spec, tile, plan, loops_by_head)
+    dk, dv, dq = in_rows(run, operands, spec.batch_size)
+    dq = dq[:, : spec.q_len] * (spec.scale * spec.dropout_scale)
     # Query blocks that no key tile adds to were never written.
     has_adder = first < block_ranges.shape[-2]
     if not (isinstance(has_adder, np.ndarray) and has_adder.all()):
-        has_adder_by_query = jnp.repeat(jnp.asarray(has_adder), tile.queries, axis=-1)[..., : spec.queries]
+        has_adder_by_query = jnp.repeat(jnp.asarray(has_adder), tile.block_q, axis=-1)[..., : spec.q_len]
         has_adder_by_query = (
             has_adder_by_query.swapaxes(1, 2)[..., None]
             if has_adder_by_query.ndim == 3
             else has_adder_by_query[:, :, None, None]
         )
         dq = jnp.where(has_adder_by_query, dq, 0)
-    return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.keys], "value": dv[:, : spec.keys]}
+    return {"query": dq.astype(spec.dtype), "key": dk[:, : spec.kv_len], "value": dv[:, : spec.kv_len]}
 
 
-def _plan(block_ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[int], tile_scheduler.TileSchedule]:
+def _tile_schedule_maker(
+    block_ranges: Any, spec: HopperSpec, tile: BackwardTile
+) -> Callable[[int], tile_scheduler.TileSchedule]:
     """Returns the tile schedule for a number of batch rows.
 
     There is a block on every multiprocessor, and they start evenly spaced over the steps of a head: as many heads are
@@ -157,34 +164,44 @@ def _plan(block_ranges: Any, spec: HopperSpec, tile: BackwardTile) -> Callable[[
     stay in L2.
     """
     count = block_ranges.shape[-2]
-    lengths = np.full((1, count), max(count / DEFAULT_STEPS_DIVISOR, 8))
+    lengths = np.full((1, count), max(count / ASSUMED_SEGMENTS_PER_ROW, 8))
     if isinstance(block_ranges, np.ndarray):
         lengths = (block_ranges[..., 3] - block_ranges[..., 0]).reshape(-1, count)
     mean_steps, half = lengths.mean() * spec.group_size, lengths.shape[1] // 2
-    heads_that_fit = tile_scheduler.L2_BYTES / (spec.group_size * spec.queries * tile.device_bytes_per_query(spec))
-    steps_decrease = spec.left is None and not spec.pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    heads_that_fit = tile_scheduler.L2_BYTES_PER_BUNDLE / (
+        spec.group_size * spec.q_len * tile.hbm_bytes_per_query(spec)
+    )
+    steps_decrease = (
+        spec.left_window is None and not spec.has_pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
+    )
     folded = steps_decrease and heads_that_fit > 0.75
     heads_needed = (
         1
-        if spec.pattern
-        else math.ceil(MIN_BLOCK_DISTANCE * tile_scheduler.multiprocessors() / (mean_steps * tile.blocks_per_cluster))
+        if spec.has_pattern
+        else math.ceil(
+            MIN_QUERY_BLOCKS_BETWEEN_STARTS
+            * tile_scheduler.num_multiprocessors()
+            / (mean_steps * tile.blocks_per_cluster)
+        )
     )
     heads_in_l2 = round(heads_that_fit) if folded else max(int(heads_that_fit), heads_needed)
 
-    def make_schedule(batch: int) -> tile_scheduler.TileSchedule:
-        blocks = tile_scheduler.multiprocessors() // tile.blocks_per_cluster
-        num_tiles, queries = batch * spec.kv_heads * count, tiles(spec.queries, tile.queries)
-        schedule = tile_scheduler.make_plan(
+    def make_schedule(batch_size: int) -> tile_scheduler.TileSchedule:
+        blocks = tile_scheduler.num_multiprocessors() // tile.blocks_per_cluster
+        num_key_tiles, query_blocks = batch_size * spec.num_kv_heads * count, num_tiles(spec.q_len, tile.block_q)
+        schedule = tile_scheduler.make_tile_schedule(
             count,
-            batch=batch,
-            heads=spec.kv_heads,
-            reverse=spec.pattern,
-            head_bytes=tile_scheduler.L2_BYTES // heads_in_l2,
-            group=1,
-            persistent=False,
-            split=NO_SPLIT if spec.masked else split_tail_wave(num_tiles, blocks, queries, spec.group_size),
+            batch_size=batch_size,
+            heads_per_batch_row=spec.num_kv_heads,
+            reverses_tiles=spec.has_pattern,
+            head_bytes=tile_scheduler.L2_BYTES_PER_BUNDLE // heads_in_l2,
+            heads_per_group=1,
+            is_persistent=False,
+            tail_split=NO_SPLIT
+            if spec.may_mask_pairs
+            else split_tail_wave(num_key_tiles, blocks, query_blocks, spec.group_size),
         )
-        return dataclasses.replace(schedule, folded=folded)
+        return dataclasses.replace(schedule, folds_bundles=folded)
 
     return make_schedule
 
@@ -195,31 +212,40 @@ def _should_loop_by_head(block_ranges: Any, spec: HopperSpec, tile: BackwardTile
     With a window, the next thread block reaches a query block later by the steps that the window has moved, times the
     heads of the loop. The query blocks and dq of all thread blocks in between would have to stay in the L2 cache.
     """
-    if spec.group_size > 1 and spec.pattern and block_ranges.shape[1] > 1:  # each head has its own lists
+    if spec.group_size > 1 and spec.has_pattern and block_ranges.shape[1] > 1:  # each head has its own lists
         return True
-    if spec.group_size == 1 or not isinstance(block_ranges, np.ndarray) or spec.pattern or block_ranges.shape[1] == 1:
+    if (
+        spec.group_size == 1
+        or not isinstance(block_ranges, np.ndarray)
+        or spec.has_pattern
+        or block_ranges.shape[1] == 1
+    ):
         return False
     window_shift = (block_ranges[0, -1, 3] - block_ranges[0, 0, 3]) / (block_ranges.shape[1] - 1)
-    blocks_between = (MIN_BLOCK_DISTANCE + window_shift * spec.group_size) * tile_scheduler.multiprocessors()
-    return blocks_between * tile.queries * tile.device_bytes_per_query(spec) > 2 * tile_scheduler.L2_BYTES
+    blocks_between = (
+        MIN_QUERY_BLOCKS_BETWEEN_STARTS + window_shift * spec.group_size
+    ) * tile_scheduler.num_multiprocessors()
+    return blocks_between * tile.block_q * tile.hbm_bytes_per_query(spec) > 2 * tile_scheduler.L2_BYTES_PER_BUNDLE
 
 
-def _run(
+def _run_kernel(
     spec: HopperSpec,
     tile: BackwardTile,
-    make_plan: Callable[[int], tile_scheduler.TileSchedule],
+    make_schedule: Callable[[int], tile_scheduler.TileSchedule],
     loops_by_head: bool,
-    operands: Operands,
-    batch: int,
+    operands: OperandsByName,
+    batch_size: int,
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of keys and of values, and unscaled gradients of queries."""
-    plan = make_plan(batch)
-    num_semaphores = batch * spec.heads * operands["first"].shape[-1] * tile.dq_pieces * tile.blocks_per_cluster
+    plan = make_schedule(batch_size)
+    num_semaphores = (
+        batch_size * spec.num_heads * operands["first"].shape[-1] * tile.num_dq_pieces * tile.blocks_per_cluster
+    )
 
-    def body(operand_refs: Operands, output_refs: Any, buffers: Any) -> None:
+    def body(operand_refs: OperandsByName, output_refs: Any, buffers: Any) -> None:
         # Semaphores are zero when a kernel starts.
         dq_add_counts = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
-        member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.is_wide else 0
+        member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.has_wide_heads else 0
         buffers = _add_row_data_views(buffers) if "rows" in buffers else buffers
         backward_kernel(
             Call(
@@ -237,92 +263,106 @@ def _run(
         )
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
-    outputs = [jax.ShapeDtypeStruct((batch, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
-    if plan.split.tiles:
-        parts = (plan.split.tiles * plan.split.parts, tile.keys)
+    outputs = [jax.ShapeDtypeStruct((batch_size, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
+    if plan.tail_split.num_tiles:
+        parts = (plan.tail_split.num_tiles * plan.tail_split.splits_per_tile, tile.block_kv)
         outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.head_dim, spec.value_dim)]
-    cluster = {clusters.CLUSTER_AXIS: tile.blocks_per_cluster} if tile.is_wide else None
+    cluster = {clusters.CLUSTER_AXIS: tile.blocks_per_cluster} if tile.has_wide_heads else None
     outputs_and_parts = launch(
-        body, operands, outputs, _scratch(spec, tile, operands), plan.blocks, WARPGROUPS, cluster
+        body, operands, outputs, _scratch(spec, tile, operands), plan.num_blocks, BACKWARD_CONSUMER_WARPGROUPS, cluster
     )
-    return _sum_split_tiles(plan, *outputs_and_parts) if plan.split.tiles else outputs_and_parts
+    return _sum_split_tiles(plan, *outputs_and_parts) if plan.tail_split.num_tiles else outputs_and_parts
 
 
 def _sum_split_tiles(
-    plan: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *parts: jax.Array
+    schedule: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *split_gradients: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns gradients, with those of the split tiles summed from their parts."""
-    place = tile_scheduler.locate_split_rows(plan, parts[0].shape[1])
+    place = tile_scheduler.locate_split_rows(schedule, split_gradients[0].shape[1])
 
     def store_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
         # A fixed order, unlike atomics: results are reproducible bit for bit.
-        sums = sums.reshape(plan.split.tiles, plan.split.parts, *sums.shape[1:]).sum(axis=1)
+        sums = sums.reshape(schedule.tail_split.num_tiles, schedule.tail_split.splits_per_tile, *sums.shape[1:]).sum(
+            axis=1
+        )
         # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
-    return store_sums(dk, parts[0]), store_sums(dv, parts[1]), dq
+    return store_sums(dk, split_gradients[0]), store_sums(dv, split_gradients[1]), dq
 
 
-def _scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: BackwardTile, operands: OperandsByName) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the kernel's names."""
     buffers: dict[str, Any] = {
-        "k": matrix(
-            (tile.key_parts * tile.key_tiles_per_block + tile.peer_key_parts, WGMMA_M, tile.key_part_columns),
+        "k": wgmma_operand_smem(
+            (tile.key_parts_per_row * tile.key_tiles_per_block + tile.peer_key_parts, WGMMA_M, tile.key_part_columns),
             spec.dtype,
-            tile.swizzle_bytes("k"),
+            tile.array_swizzle_bytes("k"),
         ),
-        "v": matrix((tile.key_tiles_per_block, WGMMA_M, spec.value_dim), spec.dtype),
+        "v": wgmma_operand_smem((tile.key_tiles_per_block, WGMMA_M, spec.value_dim), spec.dtype),
         # Two steps, with the size of a tile of scores each.
-        "ds": matrix(
-            (2 * tile.keys * tile.queries // WGMMA_M**2, WGMMA_M, WGMMA_M), spec.dtype, tile.swizzle_bytes("ds")
+        "ds": wgmma_operand_smem(
+            (2 * tile.block_kv * tile.block_q // WGMMA_M**2, WGMMA_M, WGMMA_M),
+            spec.dtype,
+            tile.array_swizzle_bytes("ds"),
         ),
         "dq": plgpu.SMEM(
-            (WARPGROUPS, WGMMA_M, tile.dq_columns),
+            (BACKWARD_CONSUMER_WARPGROUPS, WGMMA_M, tile.dq_strip_columns),
             jnp.float32,
             # 32 float32 columns are a row of the 128-byte swizzle: stores by lanes have no bank conflicts.
             transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
         ),
     }
-    for name, stages in tile.stages.items():
+    for name, stages in tile.stages_by_operand.items():
         size = spec.head_dim if name == "q" else spec.value_dim
-        buffers[name] = matrix((stages, tile.queries, size), spec.dtype, tile.swizzle_bytes(name))
-        buffers[f"{name}_full"] = plgpu.Barrier(num_arrivals=1 + len(tile.row_arrays(spec, name)), num_barriers=stages)
+        buffers[name] = wgmma_operand_smem((stages, tile.block_q, size), spec.dtype, tile.array_swizzle_bytes(name))
+        buffers[f"{name}_full"] = plgpu.Barrier(
+            num_arrivals=1 + len(tile.row_array_names(spec, name)), num_barriers=stages
+        )
         buffers[f"{name}_free"] = _free_barriers(tile, stages)
-    copies = tile.key_tiles_per_block * (tile.key_parts + 1 + len(tile.row_arrays(spec, "k"))) + tile.peer_key_parts
+    copies = (
+        tile.key_tiles_per_block * (tile.key_parts_per_row + 1 + len(tile.row_array_names(spec, "k")))
+        + tile.peer_key_parts
+    )
     buffers["kv_full"] = plgpu.Barrier(num_arrivals=copies)
     buffers["dq_done"] = plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)
     buffers["dq_full"] = plgpu.Barrier(
-        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.dq_pieces * tile.adder_warps
+        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.num_dq_pieces * tile.num_adder_warps
     )
-    buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.dq_pieces)
-    return buffers | (_cluster_scratch(tile) if tile.is_wide else _single_scratch(spec, tile, operands))
+    buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.num_dq_pieces)
+    return buffers | (_cluster_scratch(tile) if tile.has_wide_heads else _scratch_without_cluster(spec, tile, operands))
 
 
-def _single_scratch(spec: HopperSpec, tile: BackwardTile, operands: Operands) -> dict[str, Any]:
+def _scratch_without_cluster(spec: HopperSpec, tile: BackwardTile, operands: OperandsByName) -> dict[str, Any]:
     """Returns the scratch memory of blocks without a cluster."""
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
-    if tile.register_bound:
+    if tile.is_register_bound:
         return (
-            _row_data_scratch(tile) | number_full | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
+            _packed_row_data_scratch(tile)
+            | number_full
+            | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
         )
     buffers: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
-    for name in tile.row_arrays(spec, "q"):
-        buffers[name] = plgpu.SMEM((tile.query_stages, tile.queries), operands[name].dtype)
-    for name in tile.row_arrays(spec, "k"):
+    for name in tile.row_array_names(spec, "q"):
+        buffers[name] = plgpu.SMEM((tile.query_stages, tile.block_q), operands[name].dtype)
+    for name in tile.row_array_names(spec, "k"):
         buffers[name] = plgpu.SMEM((tile.key_tiles_per_block, WGMMA_M), operands[name].dtype)
     return buffers | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
 
 
 def _cluster_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns scratch memory of the blocks of a cluster."""
-    return _row_data_scratch(tile) | {"weights_full": plgpu.Barrier(num_arrivals=1), "ds_free": _free_barriers(tile, 2)}
+    return _packed_row_data_scratch(tile) | {
+        "weights_full": plgpu.Barrier(num_arrivals=1),
+        "ds_free": _free_barriers(tile, 2),
+    }
 
 
-def _row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
+def _packed_row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns the elements per row packed into one array, for lack of memory: every array is aligned to 1024 bytes."""
     return {
-        "rows": plgpu.SMEM((2, tile.query_stages, tile.queries), jnp.float32),
-        "words": plgpu.SMEM((tile.query_stages + 1, tile.queries), jnp.int32),
+        "rows": plgpu.SMEM((2, tile.query_stages, tile.block_q), jnp.float32),
+        "words": plgpu.SMEM((tile.query_stages + 1, tile.block_q), jnp.int32),
     }
 
 
@@ -333,10 +373,12 @@ def _add_row_data_views(buffers: dict[str, Any]) -> dict[str, Any]:
     return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}
 
 
-def _free_barriers(tile: BackwardTile, count: int) -> Any:
+def _free_barriers(tile: BackwardTile, num_barriers: int) -> Any:
     """Returns mbarriers at which all consumer warpgroups arrive, of both members of a cluster."""
-    if tile.is_wide:
+    if tile.has_wide_heads:
         return plgpu.ClusterBarrier(
-            collective_axes=(clusters.CLUSTER_AXIS,), num_arrivals=WARPGROUPS, num_barriers=count
+            collective_axes=(clusters.CLUSTER_AXIS,),
+            num_arrivals=BACKWARD_CONSUMER_WARPGROUPS,
+            num_barriers=num_barriers,
         )
-    return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=count)
+    return plgpu.Barrier(num_arrivals=BACKWARD_CONSUMER_WARPGROUPS, num_barriers=num_barriers)

@@ -41,7 +41,7 @@ def _segment_inputs(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _random_blocks_mask, "mask_info": MaskInfo.from_segments(ids), "causal": True}
 
 
-def _sinks(key: jax.Array) -> dict[str, Any]:
+def _sink_inputs(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _random_pairs_mask, "causal": False, "softmax_aux": jax.random.normal(key, (4, 2))}
 
 
@@ -49,10 +49,10 @@ def _soft_cap_inputs(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _random_blocks_mask, "causal": True, "logits_soft_cap": 5.0}
 
 
-_CASE_ROWS: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
+_CASE_TABLE: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any]]], ...] = (
     ("blocks of 64", {}, lambda key: {"mask_builder": _random_blocks_mask, "causal": False}),
     ("blocks of 64, causal, segments", {"d": 128, "v": 128}, _segment_inputs),
-    ("pairs by chance, sinks, lse", {"d": 128, "v": 128}, lambda key: {**_sinks(key), "return_lse": True}),
+    ("pairs by chance, sinks, lse", {"d": 128, "v": 128}, lambda key: {**_sink_inputs(key), "return_lse": True}),
     ("patterns by head, size 64", {"d": 64}, lambda key: {"mask_builder": _different_mask_per_head, "causal": False}),
     (
         "patterns by head, 192 and 128",
@@ -66,13 +66,13 @@ _CASE_ROWS: tuple[tuple[str, dict[str, int], Callable[[jax.Array], dict[str, Any
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"blocksparse_attention": tuple(_case(*row) for row in _CASE_ROWS)}
+    return {"blocksparse_attention": tuple(_case(*row) for row in _CASE_TABLE)}
 
 
-def _case(name: str, sizes: dict[str, int], extra: Callable[[jax.Array], dict[str, Any]]) -> Case:
+def _case(name: str, sizes: dict[str, int], extra_arguments: Callable[[jax.Array], dict[str, Any]]) -> Case:
     def make(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
         arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_SIZES, **sizes)).items()}
-        return BlockSparseAttentionArguments(**arrays, **extra(options))
+        return BlockSparseAttentionArguments(**arrays, **extra_arguments(options))
 
     return tagged(name, make, ("pattern",), ())

@@ -9,10 +9,10 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction, given_values
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY, SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-WARPGROUPS = 2
+BACKWARD_CONSUMER_WARPGROUPS = 2
 """Consumer warpgroups of the backward kernel."""
 FORWARD_RESERVED_SMEM_BYTES = 4 * 1024
 """Bytes of shared memory reserved for mbarriers and Mosaic in the forward kernel."""
@@ -20,7 +20,7 @@ BACKWARD_RESERVED_SMEM_BYTES = 512
 """Bytes of shared memory reserved for mbarriers and Mosaic in the backward kernel."""
 SMEM_ALIGNMENT_BYTES = 1024
 """Alignment in bytes of the arrays that Mosaic allocates in shared memory."""
-REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
+REGISTERS_BY_CONSUMER_WARPGROUPS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of consumers and of the producer, by the number of consumer warpgroups. A multiprocessor has
 65536.
 """
@@ -33,57 +33,62 @@ class ForwardTile:
     """The tile sizes of the forward kernel.
 
     Attributes:
-        warpgroups: Consumer warpgroups, with 64 queries each.
-        keys: Keys per step.
-        stages: Tiles of keys, and of values, in shared memory.
-        buffers: Tiles of queries in shared memory; with two the next one is copied early.
+        consumer_warpgroups: Consumer warpgroups, with 64 queries each.
+        block_kv: Keys per step.
+        kv_stages: Tiles of keys, and of values, in shared memory.
+        query_buffers: Tiles of queries in shared memory; with two the next one is copied early.
     """
 
-    warpgroups: int
-    keys: int
-    stages: int
-    buffers: int
+    consumer_warpgroups: int
+    block_kv: int
+    kv_stages: int
+    query_buffers: int
 
     @property
-    def queries(self) -> int:
+    def block_q(self) -> int:
         """Returns queries per block."""
-        return self.warpgroups * WGMMA_M
+        return self.consumer_warpgroups * WGMMA_M
 
     def needs_masks(self, spec: HopperSpec) -> bool:
         """Returns whether some tile of scores needs masking."""
-        return spec.masked or spec.keys % self.keys != 0
+        return spec.may_mask_pairs or spec.kv_len % self.block_kv != 0
 
     def has_uneven_ends(self, spec: HopperSpec) -> bool:
         """Returns whether, in some block, the first warpgroup's keys end at least a tile before the last keys of the
         block.
         """
-        if spec.right is None or spec.pattern or spec.pages:
+        if spec.right_window is None or spec.has_pattern or spec.keys_in_pages:
             return False
-        ends = ((row + spec.right, row + self.queries - WGMMA_M + spec.right) for row in self._last_rows())
-        return any(first // self.keys != last // self.keys for first, last in ends)
+        ends = (
+            (row + spec.right_window, row + self.block_q - WGMMA_M + spec.right_window)
+            for row in self._last_rows_of_first_warpgroups()
+        )
+        return any(first // self.block_kv != last // self.block_kv for first, last in ends)
 
     def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
         """Returns whether warpgroups without queries, in a head's last block, skip its keys.
 
         On an H200 it makes 2048 tokens with head dimension 64 up to 2% faster with a mask; without, it costs 1%.
         """
-        return spec.masked and not spec.pattern and 0 < spec.queries % self.queries <= self.queries - WGMMA_M
+        return spec.may_mask_pairs and not spec.has_pattern and 0 < spec.q_len % self.block_q <= self.block_q - WGMMA_M
 
-    def _last_rows(self) -> range:
+    def _last_rows_of_first_warpgroups(self) -> range:
         """Returns the last rows of first warpgroups, for as many blocks as there are offsets in a tile of keys."""
-        return range(WGMMA_M - 1, self.queries * self.keys, self.queries)
+        return range(WGMMA_M - 1, self.block_q * self.block_kv, self.block_q)
 
-    def registers(self, spec: HopperSpec) -> tuple[int, int]:
+    def registers_per_thread(self, spec: HopperSpec) -> tuple[int, int]:
         """Returns registers per thread of a consumer warpgroup, and of the producer warpgroup."""
-        return PAGED_REGISTERS if spec.pages else REGISTERS[self.warpgroups]
+        return PAGED_REGISTERS if spec.keys_in_pages else REGISTERS_BY_CONSUMER_WARPGROUPS[self.consumer_warpgroups]
 
 
 def forward_smem_bytes(tile: ForwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the forward kernel in bytes."""
     itemsize = jnp.dtype(jnp.bfloat16).itemsize
-    matrices = tile.buffers * tile.queries * spec.head_dim + tile.stages * tile.keys * (spec.head_dim + spec.value_dim)
-    dropout_key_words = (tile.stages + 1) * tile.keys  # dropout's keys of queries and keys
-    return matrices * itemsize + (4 * tile.buffers * tile.queries + dropout_key_words) * 4
+    matrices = tile.query_buffers * tile.block_q * spec.head_dim + tile.kv_stages * tile.block_kv * (
+        spec.head_dim + spec.value_dim
+    )
+    dropout_key_words = (tile.kv_stages + 1) * tile.block_kv  # dropout's keys of queries and keys
+    return matrices * itemsize + (4 * tile.query_buffers * tile.block_q + dropout_key_words) * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,153 +96,159 @@ class BackwardTile:
     """The tile sizes of the backward kernel.
 
     Attributes:
-        size: Head dimension of queries and keys.
-        value_size: Head dimension of values.
-        keys: Keys whose dk and dv a block, or the two blocks of a cluster, accumulate.
-        queries: Queries per step.
+        head_dim: Head dimension of queries and keys.
+        value_dim: Head dimension of values.
+        block_kv: Keys whose dk and dv a block, or the two blocks of a cluster, accumulate.
+        block_q: Queries per step.
         query_stages: Tiles of queries in shared memory.
     """
 
-    size: int
-    value_size: int
-    keys: int
-    queries: int
+    head_dim: int
+    value_dim: int
+    block_kv: int
+    block_q: int
     query_stages: int
 
     @property
-    def is_wide(self) -> bool:
+    def has_wide_heads(self) -> bool:
         """Returns whether a warpgroup accumulates only one gradient of 64 keys, instead of both."""
-        return self.size + self.value_size > 5 * SWIZZLE_COLUMNS
+        return self.head_dim + self.value_dim > 5 * SWIZZLE_COLUMNS
 
     @property
-    def register_bound(self) -> bool:
+    def is_register_bound(self) -> bool:
         """Returns whether both gradients of 64 keys leave a warpgroup too few registers for dq next to gradients of
         weights.
 
         Then its part of dq is computed once those are converted to 16 bits, and shared memory has no room for a second
         tile of cotangents, nor for ids of keys and dropout's keys.
         """
-        return not self.is_wide and self.size + self.value_size > 4 * SWIZZLE_COLUMNS
+        return not self.has_wide_heads and self.head_dim + self.value_dim > 4 * SWIZZLE_COLUMNS
 
     @property
     def key_part_columns(self) -> int:
         """Returns the contiguous columns of keys in shared memory: those of a warpgroup's part of dq."""
-        return self.size // 2 if self.register_bound else SWIZZLE_COLUMNS
+        return self.head_dim // 2 if self.is_register_bound else SWIZZLE_COLUMNS
 
     @property
-    def swizzle(self) -> int:
+    def swizzle_bytes(self) -> int:
         """Returns the swizzle in bytes of queries, keys and gradients of scores; a part is a multiple of it."""
         return 128 if self.key_part_columns % SWIZZLE_COLUMNS == 0 else 64
 
-    def swizzle_bytes(self, name: str) -> int:
+    def array_swizzle_bytes(self, name: str) -> int:
         """Returns the swizzle in bytes of an array."""
-        return self.swizzle if name in ("q", "k", "ds") else 128
+        return self.swizzle_bytes if name in ("q", "k", "ds") else 128
 
     @property
     def blocks_per_cluster(self) -> int:
         """Returns the number of blocks (a cluster) that share `keys`."""
-        return 2 if self.is_wide else 1
+        return 2 if self.has_wide_heads else 1
 
     @property
     def key_tiles_per_block(self) -> int:
         """Returns tiles of 64 keys per block."""
-        return self.keys // (WGMMA_M * self.blocks_per_cluster)
+        return self.block_kv // (WGMMA_M * self.blocks_per_cluster)
 
     @property
-    def key_parts(self) -> int:
+    def key_parts_per_row(self) -> int:
         """Returns parts per row of keys."""
-        return self.size // self.key_part_columns
+        return self.head_dim // self.key_part_columns
 
     @property
     def peer_key_parts(self) -> int:
         """Returns parts per row of the other member's keys that a block needs for its share of dq."""
-        return self.key_parts // 2 if self.is_wide else 0
+        return self.key_parts_per_row // 2 if self.has_wide_heads else 0
 
     @property
-    def stages(self) -> dict[str, int]:
+    def stages_by_operand(self) -> dict[str, int]:
         """Returns tiles of queries, and of their cotangents, in shared memory."""
-        return {"q": self.query_stages, "do": 1 if self.is_wide or self.register_bound else 2}
+        return {"q": self.query_stages, "do": 1 if self.has_wide_heads or self.is_register_bound else 2}
 
     @property
-    def dq_pieces(self) -> int:
+    def num_dq_pieces(self) -> int:
         """Returns the pieces of a step's part of dq that are added separately: one per warpgroup, or one for both."""
-        return WARPGROUPS if self.is_wide else 1
+        return BACKWARD_CONSUMER_WARPGROUPS if self.has_wide_heads else 1
 
     @property
-    def adder_warps(self) -> int:
+    def num_adder_warps(self) -> int:
         """Returns the warps that add to device memory, for alternate pieces: an addition may take longer than a
         step.
         """
-        return 3 if self.is_wide else 2
+        return 3 if self.has_wide_heads else 2
 
     @property
     def warpgroups_per_piece(self) -> int:
         """Returns the warpgroups that compute a piece, 64 rows each."""
-        return WARPGROUPS // self.dq_pieces
+        return BACKWARD_CONSUMER_WARPGROUPS // self.num_dq_pieces
 
     @property
-    def dq_strips(self) -> int:
+    def strips_per_dq_piece(self) -> int:
         """Returns the strips of a warpgroup's share that are handed to the adder warps one after the other.
 
         Device memory takes about 16 bytes of sums per cycle from a multiprocessor: a strip should have been added
         before the next one is ready.
         """
-        return 2 if self.is_wide else 1
+        return 2 if self.has_wide_heads else 1
 
     @property
-    def dq_columns(self) -> int:
+    def dq_strip_columns(self) -> int:
         """Returns columns per strip."""
-        return self.size * self.queries // (WGMMA_M * WARPGROUPS * self.dq_strips * self.blocks_per_cluster)
+        return (
+            self.head_dim
+            * self.block_q
+            // (WGMMA_M * BACKWARD_CONSUMER_WARPGROUPS * self.strips_per_dq_piece * self.blocks_per_cluster)
+        )
 
-    def dq_start(self, member: Any, piece_warpgroup: int, strip: int) -> tuple[int, Any]:
+    def dq_strip_start(self, member: Any, piece_warpgroup: int, strip: int) -> tuple[int, Any]:
         """Returns the first row and column of a strip."""
-        if self.is_wide:
-            return 0, ((member * WARPGROUPS + piece_warpgroup) * self.dq_strips + strip) * self.dq_columns
+        if self.has_wide_heads:
+            return 0, (
+                (member * BACKWARD_CONSUMER_WARPGROUPS + piece_warpgroup) * self.strips_per_dq_piece + strip
+            ) * self.dq_strip_columns
         row, part = self.dq_share_index(piece_warpgroup)
-        return row * WGMMA_M, part * self.dq_columns
+        return row * WGMMA_M, part * self.dq_strip_columns
 
     def dq_share_index(self, warpgroup: Any) -> tuple[Any, Any]:
         """Returns which 64 queries, and which part of a row of keys, a warpgroup's share has, if two share them."""
-        return (warpgroup, 0) if self.queries == WARPGROUPS * WGMMA_M else (0, warpgroup)
+        return (warpgroup, 0) if self.block_q == BACKWARD_CONSUMER_WARPGROUPS * WGMMA_M else (0, warpgroup)
 
     @property
-    def ping_pongs_scores(self) -> bool:
+    def uses_ping_pong_for_scores(self) -> bool:
         """Returns whether ping-pong scheduling covers the products of scores, too.
 
         On an H200 it makes a causal backward pass 3% faster with these tiles, and costs as much with larger ones.
         """
-        return self.queries == WGMMA_M
+        return self.block_q == WGMMA_M
 
     @property
     def consumer_registers(self) -> int:
         """Returns registers per thread of a consumer warpgroup."""
-        return REGISTERS[WARPGROUPS][0]
+        return REGISTERS_BY_CONSUMER_WARPGROUPS[BACKWARD_CONSUMER_WARPGROUPS][0]
 
     @property
     def producer_registers(self) -> int:
         """Returns registers per thread of the producer warpgroup."""
-        return REGISTERS[WARPGROUPS][1]
+        return REGISTERS_BY_CONSUMER_WARPGROUPS[BACKWARD_CONSUMER_WARPGROUPS][1]
 
-    def device_bytes_per_query(self, spec: HopperSpec) -> int:
+    def hbm_bytes_per_query(self, spec: HopperSpec) -> int:
         """Returns bytes per query in device memory, with its cotangent and its float32 gradient."""
         operand_bytes, float32_bytes = jnp.dtype(spec.dtype).itemsize, jnp.dtype(jnp.float32).itemsize
-        return self.size * (operand_bytes + float32_bytes) + self.value_size * operand_bytes
+        return self.head_dim * (operand_bytes + float32_bytes) + self.value_dim * operand_bytes
 
-    def row_arrays(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
+    def row_array_names(self, spec: HopperSpec, name: str) -> tuple[str, ...]:
         """Returns arrays with one element per row that are copied to shared memory with an array.
 
         Wide and register-bound tiles have no shared memory for ids of keys, and for dropout's keys.
         """
-        has_spare_memory = not self.is_wide and not self.register_bound
+        has_spare_memory = not self.has_wide_heads and not self.is_register_bound
         if name == "q":
             return (
                 "shift",
                 "delta",
-                *["q_ids"] * spec.segments,
+                *["q_ids"] * spec.has_segments,
                 *["q_dropout_keys"] * (spec.has_dropout and has_spare_memory),
             )
         if name == "k" and has_spare_memory:
-            return *["k_ids"] * spec.segments, *["k_dropout_keys"] * spec.has_dropout
+            return *["k_ids"] * spec.has_segments, *["k_dropout_keys"] * spec.has_dropout
         return ()
 
     def needs_masks(self, spec: HopperSpec) -> bool:
@@ -245,7 +256,7 @@ class BackwardTile:
 
         With the loop of full tiles alone, ptxas (CUDA 13.0) serialises the products of register-bound tiles.
         """
-        return spec.masked or spec.keys % self.keys != 0 or self.register_bound
+        return spec.may_mask_pairs or spec.kv_len % self.block_kv != 0 or self.is_register_bound
 
 
 def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
@@ -256,17 +267,20 @@ def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
         * (tile.key_tiles_per_block * (spec.head_dim + spec.value_dim) + tile.peer_key_parts * SWIZZLE_COLUMNS)
         * itemsize
     )
-    stages = tile.stages
-    streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.queries * itemsize
-    ds, dq = 2 * tile.keys * tile.queries * itemsize, WARPGROUPS * WGMMA_M * tile.dq_columns * 4
-    row_arrays = [tile.query_stages * tile.queries] * len(tile.row_arrays(spec, "q"))
-    packs_row_data = tile.is_wide or tile.register_bound
+    stages = tile.stages_by_operand
+    streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.block_q * itemsize
+    ds, dq = (
+        2 * tile.block_kv * tile.block_q * itemsize,
+        BACKWARD_CONSUMER_WARPGROUPS * WGMMA_M * tile.dq_strip_columns * 4,
+    )
+    row_arrays = [tile.query_stages * tile.block_q] * len(tile.row_array_names(spec, "q"))
+    packs_row_data = tile.has_wide_heads or tile.is_register_bound
     row_array_words = (
-        [2 * tile.query_stages * tile.queries, (tile.query_stages + 1) * tile.queries]
+        [2 * tile.query_stages * tile.block_q, (tile.query_stages + 1) * tile.block_q]
         if packs_row_data
         else [1, *row_arrays]
     )
-    row_array_words += [tile.keys] * len(tile.row_arrays(spec, "k"))
+    row_array_words += [tile.block_kv] * len(tile.row_array_names(spec, "k"))
     return (
         accumulated_bytes
         + streamed_bytes
@@ -350,13 +364,17 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     Raises:
         ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
-    warpgroups, keys, stages = _check_tile(params, "block_q", "block_kv", "stages")
+    warpgroups, keys, stages = _checked_tile_sizes(params, "block_q", "block_kv", "stages")
     fitting_tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
     fitting_tiles = [
-        tile for tile in fitting_tiles if forward_smem_bytes(tile, spec) <= SHARED_MEMORY - FORWARD_RESERVED_SMEM_BYTES
+        tile
+        for tile in fitting_tiles
+        if forward_smem_bytes(tile, spec) <= SHARED_MEMORY_BYTES - FORWARD_RESERVED_SMEM_BYTES
     ]
     if not fitting_tiles:
-        raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
+        raise ValueError(
+            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
+        )
     return fitting_tiles[0]
 
 
@@ -366,27 +384,29 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     Raises:
         ValueError: In the same cases as in `forward_tile`.
     """
-    warpgroups, queries, stages = _check_tile(params, "block_kv", "block_q", "stages")
+    warpgroups, queries, stages = _checked_tile_sizes(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)
     expected_block_sizes = BACKWARD_TILES[spec.head_dim][0][:2]
-    if (tile.keys, tile.queries) != expected_block_sizes:
+    if (tile.block_kv, tile.block_q) != expected_block_sizes:
         raise ValueError(
             f"cfg: {given_values(params)}: heads of {spec.head_dim} want block_kv="
             f"{expected_block_sizes[0]} and block_q={expected_block_sizes[1]}"
         )
-    if backward_smem_bytes(tile, spec) > SHARED_MEMORY - BACKWARD_RESERVED_SMEM_BYTES:
-        raise ValueError(f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY} bytes of shared memory")
+    if backward_smem_bytes(tile, spec) > SHARED_MEMORY_BYTES - BACKWARD_RESERVED_SMEM_BYTES:
+        raise ValueError(
+            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
+        )
     return tile
 
 
-def _check_tile(
-    params: HopperForward | HopperBackward, accumulated_field: str, streamed_field: str, stages: str
+def _checked_tile_sizes(
+    params: HopperForward | HopperBackward, accumulated_field: str, streamed_field: str, stages_field: str
 ) -> tuple[int, int, int]:
     """Returns warpgroups, rows of a streamed block, and stages."""
-    values = {name: getattr(params, name) for name in (accumulated_field, streamed_field, stages)}
-    allowed_values = {accumulated_field: "64, 128 or 192", streamed_field: "64, 128 or 192", stages: "2 or more"}
+    values = {name: getattr(params, name) for name in (accumulated_field, streamed_field, stages_field)}
+    allowed_values = {accumulated_field: "64, 128 or 192", streamed_field: "64, 128 or 192", stages_field: "2 or more"}
     for name, value in values.items():
-        is_allowed_value = value is not None and (value >= 2 if name == stages else value in (64, 128, 192))
+        is_allowed_value = value is not None and (value >= 2 if name == stages_field else value in (64, 128, 192))
         if not is_allowed_value:
             raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed_values[name]}")
-    return values[accumulated_field] // WGMMA_M, values[streamed_field], values[stages]
+    return values[accumulated_field] // WGMMA_M, values[streamed_field], values[stages_field]

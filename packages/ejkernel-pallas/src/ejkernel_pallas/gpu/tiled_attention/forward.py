@@ -11,21 +11,21 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel.planning.batch_rows import in_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix, pad_rows
+from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, Shared
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, SharedMemory
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
-from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, pad_segment_ids, tiles
+from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, pad_segment_ids
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
-from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_lists
+from ejkernel_pallas.gpu.tiled_attention.plan.pattern import key_block_lists
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec, make_spec
 
-MIN_BUNDLE = 16
+MIN_HEADS_PER_BUNDLE = 16
 """The smallest number of heads per bundle if tiles have unequal numbers of key blocks.
 
 Blocks that run together then have tiles of equal index in their heads, and read the same keys at about the same time.
@@ -50,68 +50,77 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     """
     spec = make_spec(record)
     tile = forward_tile(params, spec)
-    operands = _operands(record, spec, tile)
-    output, lse = in_rows(functools.partial(_run, spec, tile), operands, spec.batch)
-    return output[:, : spec.queries], SoftmaxResiduals(lse=lse[..., : spec.queries])
+    operands = _make_operands(record, spec, tile)
+    output, lse = in_rows(functools.partial(_run_kernel, spec, tile), operands, spec.batch_size)
+    return output[:, : spec.q_len], SoftmaxResiduals(lse=lse[..., : spec.q_len])
 
 
-def _run(spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch: int) -> tuple[jax.Array, ...]:
+def _run_kernel(
+    spec: HopperSpec, tile: ForwardTile, operands: dict[str, jax.Array], batch_size: int
+) -> tuple[jax.Array, ...]:
     """Runs the kernel; returns outputs padded to whole groups of rows, and lse padded to whole tiles."""
-    count, blocks = operands["table"].shape[-2], tile_scheduler.multiprocessors()
-    plan = tile_scheduler.make_plan(
+    count, blocks = operands["table"].shape[-2], tile_scheduler.num_multiprocessors()
+    plan = tile_scheduler.make_tile_schedule(
         count,
-        batch=batch,
-        heads=spec.heads,
-        reverse=spec.right is not None,
-        head_bytes=_head_bytes(spec),
-        group=spec.group_size,
-        persistent=True,
-        split=NO_SPLIT
-        if spec.masked
-        else split_tail_wave(batch * spec.heads * count, blocks, tiles(spec.keys, tile.keys)),
+        batch_size=batch_size,
+        heads_per_batch_row=spec.num_heads,
+        reverses_tiles=spec.right_window is not None,
+        head_bytes=_kv_bytes_per_head(spec),
+        heads_per_group=spec.group_size,
+        is_persistent=True,
+        tail_split=NO_SPLIT
+        if spec.may_mask_pairs
+        else split_tail_wave(batch_size * spec.num_heads * count, blocks, num_tiles(spec.kv_len, tile.block_kv)),
     )
 
-    results = run_plan(spec, tile, plan, operands, batch)
-    return _merge_split_tiles(plan, *results) if plan.split.tiles else results
+    results = run_schedule(spec, tile, plan, operands, batch_size)
+    return _merge_split_tiles(plan, *results) if plan.tail_split.num_tiles else results
 
 
-def run_plan(
+def run_schedule(
     spec: HopperSpec,
     tile: ForwardTile,
-    plan: tile_scheduler.TileSchedule,
+    schedule: tile_scheduler.TileSchedule,
     operands: dict[str, jax.Array],
-    batch: int,
-    pages: KeyPages | None = None,
+    batch_size: int,
+    key_pages: KeyPages | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the kernel's outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of split
     tiles.
     """
 
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-        shared = Shared(**_add_output_view(spec, buffers))
+        shared = SharedMemory(**_add_output_view(spec, buffers))
         forward_kernel(
-            Call(spec, tile, plan, operand_refs, output_refs, shared, tile_scheduler.make_tile_counter(), pages)
+            Call(spec, tile, schedule, operand_refs, output_refs, shared, tile_scheduler.make_tile_counter(), key_pages)
         )
 
     # Tiles of paged queries start where sequences do; all others are whole, one after the other.
-    rows = operands["q"].shape[1] if spec.pages else plan.tiles * tile.queries
+    rows = operands["q"].shape[1] if spec.keys_in_pages else schedule.tiles_per_head * tile.block_q
     outputs = [
-        jax.ShapeDtypeStruct((batch, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
-        jax.ShapeDtypeStruct((batch, spec.heads, rows), jnp.float32),
+        jax.ShapeDtypeStruct((batch_size, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
+        jax.ShapeDtypeStruct((batch_size, spec.num_heads, rows), jnp.float32),
     ]
-    if plan.split.tiles:
-        parts = plan.split.tiles * plan.split.parts
-        sizes = (parts, tile.queries, spec.value_dim), (parts, tile.queries)
+    if schedule.tail_split.num_tiles:
+        parts = schedule.tail_split.num_tiles * schedule.tail_split.splits_per_tile
+        sizes = (parts, tile.block_q, spec.value_dim), (parts, tile.block_q)
         outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
-    return launch(body, operands, outputs, _scratch(spec, tile, pages), plan.blocks, tile.warpgroups)
+    return launch(
+        body, operands, outputs, _scratch(spec, tile, key_pages), schedule.num_blocks, tile.consumer_warpgroups
+    )
 
 
 def _merge_split_tiles(
-    plan: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *parts: jax.Array
+    schedule: tile_scheduler.TileSchedule, output: jax.Array, lse: jax.Array, *split_results: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns outputs and lse, with the split tiles merged from their parts."""
-    outputs, sums = merge_split_tiles(*(x.reshape(plan.split.tiles, plan.split.parts, *x.shape[1:]) for x in parts))
-    batch, rows, head = tile_scheduler.locate_split_rows(plan, sums.shape[1])
+    outputs, sums = merge_split_tiles(
+        *(
+            x.reshape(schedule.tail_split.num_tiles, schedule.tail_split.splits_per_tile, *x.shape[1:])
+            for x in split_results
+        )
+    )
+    batch, rows, head = tile_scheduler.locate_split_rows(schedule, sums.shape[1])
     return (
         # Rows of a partial tile that are past the end are dropped.
         output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
@@ -119,62 +128,68 @@ def _merge_split_tiles(
     )
 
 
-def _head_bytes(spec: HopperSpec) -> int:
+def _kv_bytes_per_head(spec: HopperSpec) -> int:
     """Returns bytes of keys and values of a head, lowered so that at least `MIN_BUNDLE` heads form a bundle."""
-    size = spec.keys * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
-    return min(size, tile_scheduler.L2_BYTES * spec.group_size // MIN_BUNDLE) if spec.masked else size
+    size = spec.kv_len * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
+    return (
+        min(size, tile_scheduler.L2_BYTES_PER_BUNDLE * spec.group_size // MIN_HEADS_PER_BUNDLE)
+        if spec.may_mask_pairs
+        else size
+    )
 
 
-def _operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
+def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) -> dict[str, jax.Array]:
     """Returns the kernel's operands, for every row of the batch or shared by all."""
     operands, ids = {}, None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:  # ids of one side only restrict nothing
-        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.queries, -1)
-        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.keys, -2)
+        operands["q_ids"] = pad_segment_ids(record.q_segment_ids, tile.block_q, -1)
+        operands["k_ids"] = pad_segment_ids(record.kv_segment_ids, tile.block_kv, -2)
         ids = operands["q_ids"], operands["k_ids"]
-        operands["padded"] = find_tile_extents(operands["k_ids"], tile.keys).padded.astype(jnp.int32)
-        operands["ranges"] = key_ranges(spec, ids, tile.keys)
+        operands["padded"] = find_tile_extents(operands["k_ids"], tile.block_kv).has_padding.astype(jnp.int32)
+        operands["ranges"] = key_ranges(spec, ids, tile.block_kv)
     if record.softmax_aux is not None:
         operands["sinks"] = record.softmax_aux.astype(jnp.float32)[None]
-    if spec.pattern:
-        operands |= key_lists(padding_as_segments(record), tile.queries, tile.keys)
+    if spec.has_pattern:
+        operands |= key_block_lists(padding_as_segments(record), tile.block_q, tile.block_kv)
     else:
-        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.queries, tile.keys))
-    operands |= dropout_key_operands(record, spec, tile.queries, tile.keys)
-    keys = {"k": pad_rows(record.key, tile.keys), "v": pad_rows(record.value, tile.keys)}
+        operands["table"] = jnp.asarray(key_block_ranges(spec, ids, tile.block_q, tile.block_kv))
+    operands |= dropout_key_operands(record, spec, tile.block_q, tile.block_kv)
+    keys = {"k": pad_rows(record.key, tile.block_kv), "v": pad_rows(record.value, tile.block_kv)}
     return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `Shared`."""
-    queries, copies = tile.buffers * tile.warpgroups, 1 if pages is None else pages.copies
+    queries, copies = tile.query_buffers * tile.consumer_warpgroups, 1 if pages is None else pages.copies_per_block
     named_buffers: dict[str, Any] = {
         **_query_scratch(spec, queries),
-        "k": matrix((tile.stages, tile.keys, spec.head_dim), spec.dtype),
-        "v": matrix((tile.stages, tile.keys, spec.value_dim), spec.dtype),
+        "k": wgmma_operand_smem((tile.kv_stages, tile.block_kv, spec.head_dim), spec.dtype),
+        "v": wgmma_operand_smem((tile.kv_stages, tile.block_kv, spec.value_dim), spec.dtype),
         "lse": plgpu.SMEM((queries, WGMMA_M), jnp.float32),
         # One arrival per copy; TMA counts the bytes of each.
-        "q_full": plgpu.Barrier(num_arrivals=1 + spec.segments + spec.has_dropout, num_barriers=queries),
+        "q_full": plgpu.Barrier(num_arrivals=1 + spec.has_segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
         # A block of pages has one more arrival, for its word in `present`.
-        "k_full": plgpu.Barrier(num_arrivals=copies + spec.has_dropout + spec.pages, num_barriers=tile.stages),
-        "k_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
-        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
-        "v_free": plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=tile.stages),
-        "number": plgpu.SMEM((2,), jnp.int32),
-        "number_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        "k_full": plgpu.Barrier(
+            num_arrivals=copies + spec.has_dropout + spec.keys_in_pages, num_barriers=tile.kv_stages
+        ),
+        "k_free": plgpu.Barrier(num_arrivals=tile.consumer_warpgroups, num_barriers=tile.kv_stages),
+        "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.kv_stages),
+        "v_free": plgpu.Barrier(num_arrivals=tile.consumer_warpgroups, num_barriers=tile.kv_stages),
+        "tile_indices": plgpu.SMEM((2,), jnp.int32),
+        "tile_index_full": plgpu.Barrier(num_arrivals=1, num_barriers=2),
         # The producer reads the index as well.
-        "number_free": plgpu.Barrier(num_arrivals=tile.warpgroups + 1, num_barriers=2),
+        "tile_index_free": plgpu.Barrier(num_arrivals=tile.consumer_warpgroups + 1, num_barriers=2),
     }
     if spec.has_dropout:
         named_buffers["q_dropout_keys"] = plgpu.SMEM((queries, WGMMA_M), jnp.uint32)
-        named_buffers["k_dropout_keys"] = plgpu.SMEM((tile.stages + 1, tile.keys), jnp.uint32)
-    if spec.pages:
-        named_buffers["present"] = plgpu.SMEM((tile.stages,), jnp.int32)
-    if spec.segments or spec.pages:
-        named_buffers["v_raw"] = plgpu.Barrier(num_arrivals=copies)
-    if spec.segments:
-        named_buffers["ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
+        named_buffers["k_dropout_keys"] = plgpu.SMEM((tile.kv_stages + 1, tile.block_kv), jnp.uint32)
+    if spec.keys_in_pages:
+        named_buffers["valid_key_words"] = plgpu.SMEM((tile.kv_stages,), jnp.int32)
+    if spec.has_segments or spec.keys_in_pages:
+        named_buffers["v_copied"] = plgpu.Barrier(num_arrivals=copies)
+    if spec.has_segments:
+        named_buffers["key_ranges"] = plgpu.SMEM((queries, 2, WGMMA_M), jnp.int32)
     return named_buffers
 
 
@@ -184,10 +199,10 @@ def _query_scratch(spec: HopperSpec, tiles: int) -> dict[str, Any]:
     Outputs with another head dimension have a view of the same memory in which a tile of queries is a sequence of [64,
     64] tiles, so that those of one warpgroup do not overlap the queries of another.
     """
-    queries = matrix((tiles, WGMMA_M, spec.head_dim), spec.dtype)
+    queries = wgmma_operand_smem((tiles, WGMMA_M, spec.head_dim), spec.dtype)
     if spec.value_dim == spec.head_dim:
         return {"q": queries}
-    outputs = matrix((tiles * spec.head_dim // SWIZZLE_COLUMNS, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
+    outputs = wgmma_operand_smem((tiles * spec.head_dim // SWIZZLE_COLUMNS, WGMMA_M, SWIZZLE_COLUMNS), spec.dtype)
     return {"q": plgpu.RefUnion(queries, outputs)}
 
 

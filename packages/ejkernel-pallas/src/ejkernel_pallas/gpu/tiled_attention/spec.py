@@ -9,13 +9,13 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.planning import dropout
 
-FIXED_MAX_LIMIT = 80.0
+FIXED_MAX_EXPONENT_LIMIT = 80.0
 """The largest exponent of two for which a fixed maximum of 0 works: float32 can then hold the sums."""
-LOWEST = -1e38
+INITIAL_ROW_MAX = -1e38
 """The initial running maximum: below every score, and finite, so that no difference of two of them is NaN."""
 WORD_BITS = 32
 """Bits per word of a bit mask."""
-SPAN_COLUMNS = 4 * WORD_BITS
+COLUMNS_PER_MASK_WORD_SPAN = 4 * WORD_BITS
 """Columns of which a thread has one word of bits: a fourth of them."""
 
 
@@ -24,70 +24,77 @@ class HopperSpec:
     """Constants of a kernel.
 
     Attributes:
-        batch: Batch rows.
-        queries: Queries of a row.
-        keys: Keys of a row.
-        heads: Query heads.
-        kv_heads: KV heads.
+        batch_size: Batch rows.
+        q_len: Queries of a row.
+        kv_len: Keys of a row.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
         head_dim: Head dimension of queries and keys.
         value_dim: Head dimension of values.
         dtype: Dtype of queries, keys and values.
         scale: Factor on the raw scores.
         soft_cap: Soft cap of the scores, or None.
-        left: Band: `-left <= k - q`; None is open.
-        right: Band: `k - q <= right`; None is open.
-        segments: Whether there are segment ids.
-        pattern: Whether a pattern says which pairs attend, so that blocks come from lists.
-        sinks: Whether there are sinks.
-        threshold: Dropout drops a weight if the product of its row's and column's keys is below; 0 without dropout.
+        left_window: Band: `-left <= k - q`; None is open.
+        right_window: Band: `k - q <= right`; None is open.
+        has_segments: Whether there are segment ids.
+        has_pattern: Whether a pattern says which pairs attend, so that blocks come from lists.
+        has_sinks: Whether there are sinks.
+        dropout_threshold: Dropout drops a weight if the product of its row's and column's keys is below; 0 without
+            dropout.
         dropout_scale: Factor on the weights that dropout keeps.
-        pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and positions
-            `Call.pages` has.
-        key_starts: Whether such sequences may have a first key other than 0.
+        keys_in_pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and
+            positions `Call.pages` has.
+        has_key_starts: Whether such sequences may have a first key other than 0.
     """
 
-    batch: int
-    queries: int
-    keys: int
-    heads: int
-    kv_heads: int
+    batch_size: int
+    q_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     value_dim: int
     dtype: Any
     scale: float
     soft_cap: float | None
-    left: int | None
-    right: int | None
-    segments: bool
-    pattern: bool
-    sinks: bool
-    threshold: int
+    left_window: int | None
+    right_window: int | None
+    has_segments: bool
+    has_pattern: bool
+    has_sinks: bool
+    dropout_threshold: int
     dropout_scale: float
-    pages: bool = False
-    key_starts: bool = False
+    keys_in_pages: bool = False
+    has_key_starts: bool = False
 
     @property
     def group_size(self) -> int:
         """Returns query heads per KV head."""
-        return self.heads // self.kv_heads
+        return self.num_heads // self.num_kv_heads
 
     @property
-    def masked(self) -> bool:
+    def may_mask_pairs(self) -> bool:
         """Returns whether any pair of indices may not attend."""
-        return self.left is not None or self.right is not None or self.segments or self.pattern or self.pages
+        return (
+            self.left_window is not None
+            or self.right_window is not None
+            or self.has_segments
+            or self.has_pattern
+            or self.keys_in_pages
+        )
 
     @property
     def has_dropout(self) -> bool:
         """Returns whether there is dropout."""
-        return self.threshold > 0
+        return self.dropout_threshold > 0
 
     @property
-    def masks_lower(self) -> bool:
+    def masks_before_full_tiles(self) -> bool:
         """Returns whether tiles before the full ones can be partial, too."""
-        return not self.pattern and (self.left is not None or self.segments or self.key_starts)
+        return not self.has_pattern and (self.left_window is not None or self.has_segments or self.has_key_starts)
 
     @property
-    def ping_pong(self) -> bool:
+    def uses_ping_pong(self) -> bool:
         """Returns whether consumer warpgroups are scheduled ping-pong: one issues products while the other
         exponentiates.
 
@@ -106,13 +113,13 @@ class HopperSpec:
         return self.value_dim > 128
 
     @property
-    def fixed_max(self) -> bool:
+    def fixes_row_max_at_zero(self) -> bool:
         """Returns whether the row maximum is fixed at 0, so that no maximum is computed and nothing is rescaled.
 
         A soft cap bounds scores, so their powers of two are bounded: bfloat16 has the same precision for such weights,
         and float32 can hold their sums.
         """
-        return self.soft_cap is not None and self.log2_scale <= FIXED_MAX_LIMIT and self.dtype == jnp.bfloat16
+        return self.soft_cap is not None and self.log2_scale <= FIXED_MAX_EXPONENT_LIMIT and self.dtype == jnp.bfloat16
 
     @property
     def fuses_soft_cap(self) -> bool:
@@ -120,10 +127,10 @@ class HopperSpec:
 
         With head dimension 256, where products take four times as long as with 64, a soft cap costs 3% without it.
         """
-        return self.fixed_max and self.head_dim <= 128
+        return self.fixes_row_max_at_zero and self.head_dim <= 128
 
     @property
-    def inner_scale(self) -> float:
+    def product_scale(self) -> float:
         """Returns the factor on a raw product before `log2_scale`: for the soft cap's argument; 1 without a soft
         cap.
         """
@@ -140,21 +147,21 @@ def make_spec(record: TiledAttention) -> HopperSpec:
     (b, t, h, d), (_, s, hk, _) = record.query.shape, record.key.shape
     left, right = band(record)
     return HopperSpec(
-        batch=b,
-        queries=t,
-        keys=s,
-        heads=h,
-        kv_heads=hk,
+        batch_size=b,
+        q_len=t,
+        kv_len=s,
+        num_heads=h,
+        num_kv_heads=hk,
         head_dim=d,
         value_dim=record.value.shape[3],
         dtype=jnp.dtype(record.query.dtype),
         scale=record.softmax_scale,
         soft_cap=record.logits_soft_cap,
-        left=left,
-        right=right,
-        segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
-        pattern=record.pattern is not None,
-        sinks=record.softmax_aux is not None,
-        threshold=dropout.threshold(record.dropout_prob),
+        left_window=left,
+        right_window=right,
+        has_segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
+        has_pattern=record.pattern is not None,
+        has_sinks=record.softmax_aux is not None,
+        dropout_threshold=dropout.threshold(record.dropout_prob),
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
     )

@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 
-class FirstMatch:
+class FirstMatchingBranch:
     """Runs the first of several branches whose condition holds.
 
     N of a product is a compile-time constant, so a tile has several branches; they are uniform in a warpgroup.

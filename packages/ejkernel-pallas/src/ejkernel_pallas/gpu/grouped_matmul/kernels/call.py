@@ -16,21 +16,22 @@ class Call:
 
     Attributes:
         spec: Constants.
-        blocks: Number of thread blocks, or of clusters.
+        num_blocks: Number of thread blocks, or of clusters.
         operands: Arrays in device memory.
         output: The array in device memory that the kernel writes.
-        shared: Shared memory and barriers: the `Shared` of the kernel's module.
-        tile_counter: The counter of tiles in device memory; None if blocks take every `blocks`-th tile.
-        same: Whether the columns of each product share their scales, for 8-bit matrices with block scales; else None.
+        shared_memory: Shared memory and barriers: the `Shared` of the kernel's module.
+        tile_counter: The counter of tiles in device memory; None if blocks take every `num_blocks`-th tile.
+        columns_share_scales: Whether the columns of each product share their scales, for 8-bit matrices with block
+            scales; else None.
     """
 
     spec: GroupedSpec
-    blocks: int
+    num_blocks: int
     operands: dict[str, Any]
     output: Any
-    shared: Any
+    shared_memory: Any
     tile_counter: Any = None
-    same: Any = None
+    columns_share_scales: Any = None
 
     @property
     def cluster_row(self) -> Any:
@@ -47,13 +48,13 @@ class SubTile(NamedTuple):
     """The part of a tile that a warpgroup computes.
 
     Attributes:
-        rows: Index of its 64 rows.
-        start: First column.
-        size: Columns.
-        split: Whether another block has the tile's other columns.
+        row_block_index: Index of its 64 rows.
+        first_column: First column.
+        num_columns: Columns.
+        is_half_tile: Whether another block has the tile's other columns.
     """
 
-    rows: Any
-    start: Any
-    size: int
-    split: bool = False
+    row_block_index: Any
+    first_column: Any
+    num_columns: int
+    is_half_tile: bool = False

@@ -28,19 +28,24 @@ from ejkernel.families.grouped_matmul.row_tiles import FIELDS
 from ejkernel_pallas.gpu.grouped_matmul.kernels import producer, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, load_tile, num_cluster_items, split
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import (
+    OutputTile,
+    load_output_tile,
+    num_cluster_tile_rows,
+    num_split_tiles,
+)
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS
 from ejkernel_pallas.gpu.hopper import arrays, clusters
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
-Multiply = Callable[[Call, Tile, Any], None]
+MultiplyTile = Callable[[Call, OutputTile, Any], None]
 """Computes a warpgroup's part of a tile: (call, tile, number of steps of all earlier tiles) -> None."""
-MultiplyAll = Callable[[Call, Any, Any, Any], None]
+MultiplyAllTiles = Callable[[Call, Any, Any, Any], None]
 """A loop over all tiles: (call, tiles before those of groups, tiles of groups, loop) -> None."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     """Buffers in shared memory and their barriers.
 
     Attributes:
@@ -48,14 +53,15 @@ class Shared:
         a_rows_view: The same memory in the layout of copies: row after row, so that they may start at any row.
         b: Tiles of matrices, [stages, 64, BN] or [stages, BN, 64], or of 8 bits [stages, BN, 128].
         b_half_tiles: The same memory as half tiles, [2 * stages, 64, BN / 2] or the like; None if tiles are not split.
-        out: Output buffers in the layout of registers, [warpgroups * slots, 64, part].
-        out_rows_view: The same memory in the layout of copies.
-        full: Mbarriers: the operands of a stage have arrived.
-        free: Mbarriers: the operands of a stage have been read.
-        columns: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
+        output_buffers: Output buffers in the layout of registers, [warpgroups * slots, 64, part].
+        output_rows_view: The same memory in the layout of copies.
+        operands_full: Mbarriers: the operands of a stage have arrived.
+        operands_free: Mbarriers: the operands of a stage have been read.
+        column_scales: Scales of a step's columns, float32 [stages + 1, BN]; None without scales.
         row_scales: Scales of each warpgroup's rows in some blocks, float32 [stages, warpgroups, 64, blocks]; None if
             they are not copied.
-        number: Indices of the block's next tiles, after even and after odd ones, int32 [2]; None without a counter.
+        next_tile_index: Indices of the block's next tiles, after even and after odd ones, int32 [2]; None without a
+            counter.
         next_tile_full: Mbarriers: an index has been written.
         next_tile_free: Mbarriers: an index has been read.
     """
@@ -63,137 +69,152 @@ class Shared:
     a: Any
     a_rows_view: Any
     b: Any
-    out: Any
-    out_rows_view: Any
-    full: Any
-    free: Any
+    output_buffers: Any
+    output_rows_view: Any
+    operands_full: Any
+    operands_free: Any
     b_half_tiles: Any = None
-    columns: Any = None
+    column_scales: Any = None
     row_scales: Any = None
-    number: Any = None
+    next_tile_index: Any = None
     next_tile_full: Any = None
     next_tile_free: Any = None
 
 
-def rows_kernel(call: Call, multiply: Multiply, multiply_overlapped: MultiplyAll | None = None) -> None:
+def run_row_kernel(
+    call: Call, multiply_tile: MultiplyTile, multiply_all_overlapped: MultiplyAllTiles | None = None
+) -> None:
     """Runs one thread block of a kernel of rows: each warpgroup's loop over the block's tiles.
 
     Args:
         call: What the kernel is called with.
-        multiply: Computes a consumer's part of a tile, from its products to memory.
-        multiply_overlapped: The consumers' loop over tiles that are stored during the next tile's products.
+        multiply_tile: Computes a consumer's part of a tile, from its products to memory.
+        multiply_all_overlapped: The consumers' loop over tiles that are stored during the next tile's products.
     """
     warpgroup, spec, table = lax.axis_index("warpgroup"), call.spec, call.operands["tiles"]
     # Numbers of tiles of unassigned rows, of groups, and of all; computed on the device, as group sizes may be traced.
-    tiles_before, group_tiles, total_tiles = (table[spec.max_tile_entries, n] for n in range(3))
+    tiles_before, group_tiles, total_tiles = (table[spec.tile_list_length, n] for n in range(3))
     if "same" in call.operands:
-        call = dataclasses.replace(call, same=call.operands["same"][0] != 0)
+        call = dataclasses.replace(call, columns_share_scales=call.operands["same"][0] != 0)
     first_tile = lax.axis_index("block")
 
-    def for_each_tile(work: Any, tiles: Any, *state: Any, includes_splits: bool = False) -> Any:
+    def for_each_tile(process_tile: Any, num_tile_rows: Any, *state: Any, includes_splits: bool = False) -> Any:
         # A block's first tile has the block's index; `work` returns the index of the next.
-        limit = num_cluster_items(spec, tiles) * spec.column_tiles
+        limit = num_cluster_tile_rows(spec, num_tile_rows) * spec.num_column_tiles
         if includes_splits:
-            limit = limit + split(call, tiles)
-        return lax.while_loop(lambda carry: carry[0] < limit, work, (first_tile, I32(0), *state))[1:]
+            limit = limit + num_split_tiles(call, num_tile_rows)
+        return lax.while_loop(lambda carry: carry[0] < limit, process_tile, (first_tile, I32(0), *state))[1:]
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < CONSUMER_WARPGROUPS)
     def _run_consumer() -> None:
-        plgpu.set_max_registers(spec.registers[0], action="increase")
+        plgpu.set_max_registers(spec.registers_per_thread[0], action="increase")
         # Unassigned rows come first: these stores overlap with the producer's first copies.
         for_each_tile(
-            functools.partial(_fill_unassigned_rows, call, tiles_before, group_tiles, total_tiles),
+            functools.partial(_zero_unassigned_rows, call, tiles_before, group_tiles, total_tiles),
             total_tiles - group_tiles,
         )
-        if spec.overlapped and multiply_overlapped is not None:
-            multiply_overlapped(call, tiles_before, group_tiles, for_each_tile)
+        if spec.stores_during_next_tile and multiply_all_overlapped is not None:
+            multiply_all_overlapped(call, tiles_before, group_tiles, for_each_tile)
         else:
             for_each_tile(
-                functools.partial(_multiply_tile, call, multiply, tiles_before, group_tiles),
+                functools.partial(_multiply_tile, call, multiply_tile, tiles_before, group_tiles),
                 group_tiles,
                 includes_splits=True,
             )
         # The block must not end before the copies out of its shared memory have.
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == CONSUMER_WARPGROUPS)
     def _run_producer() -> None:
-        plgpu.set_max_registers(spec.registers[1], action="decrease")
+        plgpu.set_max_registers(spec.registers_per_thread[1], action="decrease")
         (steps_done,) = for_each_tile(
             functools.partial(producer.copy_tile_steps, call, tiles_before, group_tiles),
             group_tiles,
             includes_splits=True,
         )
-        if spec.gathers:
+        if spec.gathers_rows:
             pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, in_flight=0))
 
-    if spec.members > 1:
+    if spec.blocks_per_cluster > 1:
         clusters.wait_for_cluster()  # copies and arrivals of the other member access this block's shared memory
 
 
-def _multiply_tile(call: Call, multiply: Multiply, before: Any, count: Any, carry: Any) -> Any:
+def _multiply_tile(
+    call: Call, multiply_tile: MultiplyTile, tile_rows_before: Any, num_tile_rows: Any, carry: Any
+) -> Any:
     """Computes a warpgroup's part of a tile; returns the index of the block's next tile."""
     number, steps_done = carry
-    multiply(call, load_tile(call, before, count, number), steps_done)
-    return work_queue.next_tile(call, number, steps_done), steps_done + call.spec.steps
+    multiply_tile(call, load_output_tile(call, tile_rows_before, num_tile_rows, number), steps_done)
+    return work_queue.wait_for_next_tile(call, number, steps_done), steps_done + call.spec.steps_per_tile
 
 
-def accumulate_products(call: Call, steps_done: Any, part: SubTile) -> jax.Array:
+def accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.Array:
     """Returns the sum of a warpgroup's products over all steps, and frees the last stage."""
-    spec, shared = call.spec, call.shared
+    spec, shared = call.spec, call.shared_memory
     acc = pl.run_scoped(
-        functools.partial(_sum_products, call, steps_done, part),
-        plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32),
+        functools.partial(_sum_products, call, steps_done, sub_tile),
+        plgpu.WGMMAAccumulatorRef((WGMMA_M, sub_tile.num_columns), jnp.float32),
     )
     # Frees the stage of the last product, which no later step of this tile would free.
-    plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + (spec.steps - 1), I32(spec.tile.stages))])
+    plgpu.barrier_arrive(
+        shared.operands_free.at[lax.rem(steps_done + (spec.steps_per_tile - 1), I32(spec.tile.stages))]
+    )
     return acc
 
 
-def _sum_products(call: Call, steps_done: Any, part: SubTile, acc: Any) -> Any:
+def _sum_products(call: Call, steps_done: Any, sub_tile: SubTile, acc: Any) -> Any:
     """Returns the products of a warpgroup's part of a tile."""
-    lax.fori_loop(0, call.spec.steps, functools.partial(step_and_free, call, part, acc), steps_done)
+    lax.fori_loop(
+        0,
+        call.spec.steps_per_tile,
+        functools.partial(issue_product_and_free_previous_stage, call, sub_tile, acc),
+        steps_done,
+    )
     return acc[...]
 
 
-def step_and_free(call: Call, part: SubTile, acc: Any, k_step: Any, steps_done: Any) -> Any:
+def issue_product_and_free_previous_stage(call: Call, sub_tile: SubTile, acc: Any, k_step: Any, steps_done: Any) -> Any:
     """Issues a product, and frees the stage of the previous one."""
-    shared, stages = call.shared, call.spec.tile.stages
-    issue_product(call, steps_done, part, acc)
+    shared, stages = call.shared_memory, call.spec.tile.stages
+    issue_product(call, steps_done, sub_tile, acc)
     # One product stays in flight, so that the tensor cores do not idle.
     plgpu.wgmma_wait(1)
     last_stage = lax.rem(steps_done + (stages - 1), I32(stages))
     # At index 0 the previous product was the last one of another tile, which has freed its stage.
-    pl.when(k_step > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last_stage]))
+    pl.when(k_step > 0)(lambda: plgpu.barrier_arrive(shared.operands_free.at[last_stage]))
     return steps_done + 1
 
 
-def issue_product(call: Call, steps_done: Any, part: SubTile, acc: Any) -> None:
+def issue_product(call: Call, steps_done: Any, sub_tile: SubTile, acc: Any) -> None:
     """Issues the product of a step."""
-    spec, shared = call.spec, call.shared
-    columns = () if part.size == spec.tile.block_n else (pl.ds(part.start, part.size),)
+    spec, shared = call.spec, call.shared_memory
+    columns = () if sub_tile.num_columns == spec.tile.block_n else (pl.ds(sub_tile.first_column, sub_tile.num_columns),)
     slot = lax.rem(steps_done, I32(spec.tile.stages))
-    plgpu.barrier_wait(shared.full.at[slot])
-    column_slices = columns if spec.transposed or not columns else (slice(None), *columns)
-    matrix = shared.b_half_tiles.at[2 * slot] if part.split else shared.b.at[slot, *column_slices]
+    plgpu.barrier_wait(shared.operands_full.at[slot])
+    column_slices = columns if spec.matrices_are_transposed or not columns else (slice(None), *columns)
+    matrix = shared.b_half_tiles.at[2 * slot] if sub_tile.is_half_tile else shared.b.at[slot, *column_slices]
     # A transposed view: descriptors of 16-bit operands say which axis is contiguous, so no data moves.
-    matrix = matrix.transpose((1, 0)) if spec.transposed else matrix
-    plgpu.wgmma(acc, shared.a.at[slot * WARPGROUPS + part.rows], matrix)
+    matrix = matrix.transpose((1, 0)) if spec.matrices_are_transposed else matrix
+    plgpu.wgmma(acc, shared.a.at[slot * CONSUMER_WARPGROUPS + sub_tile.row_block_index], matrix)
 
 
-def _fill_unassigned_rows(call: Call, before: Any, count: Any, total: Any, carry: Any) -> Any:
+def _zero_unassigned_rows(
+    call: Call, tile_rows_before: Any, num_group_tile_rows: Any, num_tile_rows: Any, carry: Any
+) -> Any:
     """Writes zeros to a warpgroup's part of a tile of unassigned rows. Such tiles are the first and the last entries of
     the tile list.
     """
     number, steps_done = carry
     spec, table = call.spec, call.operands["tiles"]
-    tile_row = lax.div(number, I32(spec.column_tiles)) * spec.tile.cluster_m + call.cluster_row
-    entry = jnp.minimum(tile_row, total - count - 1)
+    tile_row = lax.div(number, I32(spec.num_column_tiles)) * spec.tile.cluster_m + call.cluster_row
+    entry = jnp.minimum(tile_row, num_tile_rows - num_group_tile_rows - 1)
     # The entries of groups are between those of unassigned rows.
-    entry = jnp.where(entry < before, entry, entry + count)
+    entry = jnp.where(entry < tile_rows_before, entry, entry + num_group_tile_rows)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
-    column = (lax.rem(number, I32(spec.column_tiles)) * spec.tile.cluster_n + call.cluster_column) * spec.tile.block_n
-    tile = Tile(I32(0), jnp.bool_(False), row, begin, end, column)
+    column = (
+        lax.rem(number, I32(spec.num_column_tiles)) * spec.tile.cluster_n + call.cluster_column
+    ) * spec.tile.block_n
+    tile = OutputTile(I32(0), jnp.bool_(False), row, begin, end, column)
     zeros = arrays.zero_tile((WGMMA_M, spec.tile.block_n))
-    write_rows(call, [zeros], tile.first(lax.axis_index("warpgroup")), tile.column, end)
-    return number + call.blocks, steps_done
+    write_rows(call, [zeros], tile.first_row_of_warpgroup(lax.axis_index("warpgroup")), tile.first_column, end)
+    return number + call.num_blocks, steps_done

@@ -22,13 +22,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
+from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatchingBranch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import rows_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import run_row_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
 from ejkernel_pallas.gpu.grouped_matmul.kernels.panels import matrix_column
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Gate, GateLayout
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, ActivationConstants, GateColumnOrder
 from ejkernel_pallas.gpu.hopper import arrays, gating, row_gathers, wgmma
 from ejkernel_pallas.gpu.hopper.column_bias import load_bias
 from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
@@ -36,97 +36,108 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, SWIZZLE_COLUMNS, WGMMA_M
 
 def gated_grouped_matmul_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""
-    rows_kernel(call, _multiply_tile)
+    run_row_kernel(call, _multiply_tile)
 
 
-def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
+def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, gate, warpgroup = call.spec, call.spec.gate, lax.axis_index("warpgroup")
     assert gate is not None  # set for the gated product
     tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
-        functools.partial(_multiply_part, call, gate, tile, steps_done),
-        tile.end - tile.row <= WGMMA_M,
+        functools.partial(_multiply_sub_tile, call, gate, tile, steps_done),
+        tile.group_end - tile.first_row <= WGMMA_M,
     )
-    branches = FirstMatch()
+    branches = FirstMatchingBranch()
     if gate.single_warpgroup:
         # The first warpgroup computes all rows. The other one would compute the same, which costs power.
         branches.when(fits_64_rows & (warpgroup > 0), functools.partial(_skip_tile_stages, call, steps_done))
-    if spec.splits:
+    if spec.may_split_last_tiles:
         branches.when(
-            tile.half_index >= 0,
+            tile.column_half >= 0,
             functools.partial(
-                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+                product, SubTile(warpgroup, tile.column_half * half_tile_columns, half_tile_columns, is_half_tile=True)
             ),
         )
     if spec.partial_tile_columns:
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + tile_columns > spec.columns,
+            tile.first_column + tile_columns > spec.num_columns,
             functools.partial(product, SubTile(warpgroup, 0, spec.partial_tile_columns)),
         )
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
-def _multiply_part(call: Call, gate: Gate, tile: Tile, steps_done: Any, part: SubTile) -> None:
+def _multiply_sub_tile(
+    call: Call, gate: ActivationConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
+) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
-    row, column, valid = tile.first(part.rows), tile.column + part.start, None
-    if gate.biased and gate.gathers:
+    row, column, valid = (
+        tile.first_row_of_warpgroup(sub_tile.row_block_index),
+        tile.first_column + sub_tile.first_column,
+        None,
+    )
+    if gate.has_bias and gate.gathers_rows:
         # The products of a row without a token are the bias, but its output is 0.
-        valid = row_gathers.load_valid_rows(call.operands["indices"], row, call.operands["lhs"].shape[0])
-    bias = _load_bias(call, tile.matrix, column, part.size) if gate.biased else None
-    acc = _accumulate(call, steps_done, part)
-    outputs = _apply_gate(call, gate, acc if bias is None else acc + bias, valid)
-    write_rows(call, outputs, row, column, tile.end)
+        valid = row_gathers.load_row_validity(call.operands["indices"], row, call.operands["lhs"].shape[0])
+    bias = _load_bias(call, tile.matrix_index, column, sub_tile.num_columns) if gate.has_bias else None
+    acc = _accumulate_products(call, steps_done, sub_tile)
+    outputs = _apply_activation_and_gate(call, gate, acc if bias is None else acc + bias, valid)
+    write_rows(call, outputs, row, column, tile.group_end)
 
 
-def _load_bias(call: Call, matrix: Any, column: Any, size: int) -> jax.Array:
+def _load_bias(call: Call, matrix: Any, column: Any, num_columns: int) -> jax.Array:
     """Returns the bias of the columns of each panel, in the layout of the sums."""
-    starts = [matrix_column(call, column, number) for number in range(call.spec.panels_of(size))]
+    starts = [matrix_column(call, column, number) for number in range(call.spec.num_panels(num_columns))]
     return load_bias(call.operands["bias"], matrix, starts)
 
 
 def _skip_tile_stages(call: Call, steps_done: Any) -> None:
     """Frees the stages of a tile that another warpgroup multiplies."""
-    shared, stages = call.shared, call.spec.tile.stages
+    shared, stages = call.shared_memory, call.spec.tile.stages
 
     def step(index: Any, carry: None) -> None:
         slot = lax.rem(steps_done + index, I32(stages))
-        plgpu.barrier_wait(shared.full.at[slot])
-        plgpu.barrier_arrive(shared.free.at[slot])
+        plgpu.barrier_wait(shared.operands_full.at[slot])
+        plgpu.barrier_arrive(shared.operands_free.at[slot])
 
-    lax.fori_loop(0, call.spec.steps, step, None)
+    lax.fori_loop(0, call.spec.steps_per_tile, step, None)
 
 
-def _accumulate(call: Call, steps_done: Any, part: SubTile) -> jax.Array:
+def _accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.Array:
     """Returns the sums of a warpgroup's products over all steps."""
-    spec, shared, stages = call.spec, call.shared, call.spec.tile.stages
-    accumulate = wgmma.accumulate_transposed if spec.transposed else wgmma.accumulate
+    spec, shared, stages = call.spec, call.shared_memory, call.spec.tile.stages
+    accumulate = wgmma.accumulate_transposed if spec.matrices_are_transposed else wgmma.accumulate
 
     def step(index: Any, acc: Any) -> Any:
         slot = lax.rem(steps_done + index, I32(stages))
-        plgpu.barrier_wait(shared.full.at[slot])
-        acc = accumulate(acc, shared.a.at[slot * WARPGROUPS + part.rows], shared.b.at[slot, 0])
+        plgpu.barrier_wait(shared.operands_full.at[slot])
+        acc = accumulate(acc, shared.a.at[slot * CONSUMER_WARPGROUPS + sub_tile.row_block_index], shared.b.at[slot, 0])
         # One product stays in flight, so that the tensor cores do not idle; the previous one has read its stage.
-        acc = wgmma.wait(acc, in_flight=1)
+        acc = wgmma.wait_for_products(acc, in_flight=1)
         last = lax.rem(steps_done + index + (stages - 1), I32(stages))
-        pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.free.at[last]))
+        pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.operands_free.at[last]))
         return acc
 
-    zeros = arrays.zero_tile((WGMMA_M, spec.panels_of(part.size) * SWIZZLE_COLUMNS))
-    acc = wgmma.wait(lax.fori_loop(0, spec.steps, step, zeros), in_flight=0)
+    zeros = arrays.zero_tile((WGMMA_M, spec.num_panels(sub_tile.num_columns) * SWIZZLE_COLUMNS))
+    acc = wgmma.wait_for_products(lax.fori_loop(0, spec.steps_per_tile, step, zeros), in_flight=0)
     # Frees the stage of the last product, which no later step of this tile would free.
-    plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + (spec.steps - 1), I32(stages))])
+    plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done + (spec.steps_per_tile - 1), I32(stages))])
     return acc
 
 
-def _apply_gate(call: Call, gate: Gate, acc: jax.Array, valid: jax.Array | None) -> list[jax.Array]:
+def _apply_activation_and_gate(
+    call: Call, gate: ActivationConstants, acc: jax.Array, valid_rows: jax.Array | None
+) -> list[jax.Array]:
     """Returns the output of a warpgroup's sums: [64, 64] for every 64 columns."""
-    if gate.layout is GateLayout.INTERLEAVED:
+    if gate.column_order is GateColumnOrder.INTERLEAVED:
         width = 2 * SWIZZLE_COLUMNS
         pairs = [acc[:, n : n + width] for n in range(0, acc.shape[1], width)]
-        return [gating.gated_pairs(both, gate, call.spec.out, valid) for both in pairs]
+        return [gating.apply_gate_to_interleaved_columns(both, gate, call.spec.out_dtype, valid_rows) for both in pairs]
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
-    if gate.layout is GateLayout.WHOLE:
-        return [gating.activated(block, gate, valid) for block in blocks]
-    return [gating.gated(block, factor, gate, valid) for block, factor in zip(blocks[::2], blocks[1::2], strict=True)]
+    if gate.column_order is GateColumnOrder.NO_GATE:
+        return [gating.apply_activation(block, gate, valid_rows) for block in blocks]
+    return [
+        gating.apply_gate(block, factor, gate, valid_rows)
+        for block, factor in zip(blocks[::2], blocks[1::2], strict=True)
+    ]

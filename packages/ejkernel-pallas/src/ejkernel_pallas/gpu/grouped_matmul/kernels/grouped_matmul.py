@@ -8,75 +8,86 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
+from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatchingBranch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import (
     accumulate_products,
     issue_product,
-    rows_kernel,
-    step_and_free,
+    issue_product_and_free_previous_stage,
+    run_row_kernel,
 )
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, load_tile
-from ejkernel_pallas.gpu.grouped_matmul.spec import OVERLAPPED_PRODUCTS
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile, load_output_tile
+from ejkernel_pallas.gpu.grouped_matmul.spec import PRODUCTS_DURING_STORE
 from ejkernel_pallas.gpu.hopper import arrays
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
 def grouped_matmul_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""
-    rows_kernel(call, _multiply_tile, _multiply_all_overlapped)
+    run_row_kernel(call, _multiply_tile, _multiply_all_overlapped)
 
 
-def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
+def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, warpgroup = call.spec, lax.axis_index("warpgroup")
     tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
-    product, fits_64_rows = functools.partial(_multiply_part, call, tile, steps_done), tile.end - tile.row <= WGMMA_M
-    branches = FirstMatch()
+    product, fits_64_rows = (
+        functools.partial(_multiply_sub_tile, call, tile, steps_done),
+        tile.group_end - tile.first_row <= WGMMA_M,
+    )
+    branches = FirstMatchingBranch()
     if spec.tile.half_columns:
         # Both warpgroups compute the same 64 rows, and half of the columns each.
         branches.when(
             fits_64_rows, functools.partial(product, SubTile(I32(0), warpgroup * half_tile_columns, half_tile_columns))
         )
-    if spec.splits:
+    if spec.may_split_last_tiles:
         branches.when(
-            tile.half_index >= 0,
+            tile.column_half >= 0,
             functools.partial(
-                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+                product, SubTile(warpgroup, tile.column_half * half_tile_columns, half_tile_columns, is_half_tile=True)
             ),
         )
     if spec.partial_tile_columns:
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + tile_columns > spec.columns,
+            tile.first_column + tile_columns > spec.num_columns,
             functools.partial(product, SubTile(warpgroup, 0, spec.partial_tile_columns)),
         )
     branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
-def _multiply_part(call: Call, tile: Tile, steps_done: Any, part: SubTile) -> None:
+def _multiply_sub_tile(call: Call, tile: OutputTile, steps_done: Any, sub_tile: SubTile) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
-    row = tile.first(part.rows)
-    acc = accumulate_products(call, steps_done, part)
-    write_rows(call, [acc], row, tile.column + part.start, tile.end)
+    row = tile.first_row_of_warpgroup(sub_tile.row_block_index)
+    acc = accumulate_products(call, steps_done, sub_tile)
+    write_rows(call, [acc], row, tile.first_column + sub_tile.first_column, tile.group_end)
 
 
-def _multiply_all_overlapped(call: Call, before: Any, count: Any, every: Any) -> None:
+def _multiply_all_overlapped(call: Call, tile_rows_before: Any, num_tile_rows: Any, for_each_tile: Any) -> None:
     """Loops over all tiles of a consumer; each tile is stored during the first products of the next one."""
     spec = call.spec
     # A dummy tile before the first: it ends at row 0, so nothing of it is stored.
-    no_tile = arrays.zero_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out), I32(0), I32(0), I32(0)
-    last = every(functools.partial(_multiply_overlapped, call, before, count), count, *no_tile)
+    no_tile = arrays.zero_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out_dtype), I32(0), I32(0), I32(0)
+    last = for_each_tile(
+        functools.partial(_multiply_tile_and_store_previous, call, tile_rows_before, num_tile_rows),
+        num_tile_rows,
+        *no_tile,
+    )
     write_rows(call, [last[1]], *last[2:])
 
 
-def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any:
+def _multiply_tile_and_store_previous(call: Call, tile_rows_before: Any, num_tile_rows: Any, carry: Any) -> Any:
     """Computes a warpgroup's part of a tile in registers, storing the previous tile during the first products."""
     number, steps_done, *previous_tile = carry
-    tile, spec, warpgroup = load_tile(call, before, count, number), call.spec, lax.axis_index("warpgroup")
-    part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared
-    overlapped_products = min(OVERLAPPED_PRODUCTS, spec.steps)
+    tile, spec, warpgroup = (
+        load_output_tile(call, tile_rows_before, num_tile_rows, number),
+        call.spec,
+        lax.axis_index("warpgroup"),
+    )
+    part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared_memory
+    overlapped_products = min(PRODUCTS_DURING_STORE, spec.steps_per_tile)
 
     def products(acc: Any) -> Any:
         lax.fori_loop(0, overlapped_products, lambda index, _: issue_product(call, steps_done + index, part, acc), None)
@@ -85,16 +96,25 @@ def _multiply_overlapped(call: Call, before: Any, count: Any, carry: Any) -> Any
         # All but the last of the first `overlapped_products` products have read their stages.
         plgpu.wgmma_wait(1)
         for index in range(overlapped_products - 1):
-            plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done + index, I32(spec.tile.stages))])
+            plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done + index, I32(spec.tile.stages))])
         lax.fori_loop(
             overlapped_products,
-            spec.steps,
-            functools.partial(step_and_free, call, part, acc),
+            spec.steps_per_tile,
+            functools.partial(issue_product_and_free_previous_stage, call, part, acc),
             steps_done + overlapped_products,
         )
         return acc[...]
 
-    tile_values = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.size), jnp.float32)).astype(spec.out)
-    steps_done = steps_done + spec.steps
-    plgpu.barrier_arrive(shared.free.at[lax.rem(steps_done - 1, I32(spec.tile.stages))])
-    return number + call.blocks, steps_done, tile_values, tile.first(warpgroup), tile.column, tile.end
+    tile_values = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.num_columns), jnp.float32)).astype(
+        spec.out_dtype
+    )
+    steps_done = steps_done + spec.steps_per_tile
+    plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done - 1, I32(spec.tile.stages))])
+    return (
+        number + call.num_blocks,
+        steps_done,
+        tile_values,
+        tile.first_row_of_warpgroup(warpgroup),
+        tile.first_column,
+        tile.group_end,
+    )

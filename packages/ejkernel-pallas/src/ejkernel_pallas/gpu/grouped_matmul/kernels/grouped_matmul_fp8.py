@@ -6,80 +6,87 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
+from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatchingBranch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import accumulate_products, rows_kernel
+from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import accumulate_products, run_row_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import copy_pieces_out, split_into_pieces, write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.scaled_products import (
     WarpgroupRows,
     apply_common_scales,
     sum_scaled_products,
 )
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS, Scaling
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, ScaleConstants
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 
 
 def grouped_matmul_fp8_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""
-    rows_kernel(call, _multiply_tile)
+    run_row_kernel(call, _multiply_tile)
 
 
-def _multiply_tile(call: Call, tile: Tile, steps_done: Any) -> None:
+def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
     spec, scaling, warpgroup = call.spec, call.spec.scaling, lax.axis_index("warpgroup")
     assert scaling is not None  # set for 8-bit operands
     tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
-        functools.partial(_multiply_part, call, scaling, tile, steps_done),
-        tile.end - tile.row <= WGMMA_M,
+        functools.partial(_multiply_sub_tile, call, scaling, tile, steps_done),
+        tile.group_end - tile.first_row <= WGMMA_M,
     )
-    branches = FirstMatch()
-    if spec.splits:
+    branches = FirstMatchingBranch()
+    if spec.may_split_last_tiles:
         branches.when(
-            tile.half_index >= 0,
+            tile.column_half >= 0,
             functools.partial(
-                product, SubTile(warpgroup, tile.half_index * half_tile_columns, half_tile_columns, split=True)
+                product, SubTile(warpgroup, tile.column_half * half_tile_columns, half_tile_columns, is_half_tile=True)
             ),
         )
     if spec.partial_tile_columns:
         # For scaled products zero is an opaque offset (no row is negative): otherwise the compiler would hoist
         # addresses that the branches share into registers across their loops, and sums would spill.
-        start = 0 if scaling.sums_on_tensor_cores else jnp.minimum(tile.row, 0)
+        start = 0 if scaling.sums_on_tensor_cores else jnp.minimum(tile.first_row, 0)
         # Columns past the end of the output are not multiplied.
         branches.when(
-            tile.column + tile_columns > spec.columns,
+            tile.first_column + tile_columns > spec.num_columns,
             functools.partial(product, SubTile(warpgroup, start, spec.partial_tile_columns)),
         )
     if scaling.split_by_columns:
         branches.when(fits_64_rows, functools.partial(_multiply_columns, call, scaling, tile, steps_done, 1))
-        branches.otherwise(functools.partial(_multiply_columns, call, scaling, tile, steps_done, WARPGROUPS))
+        branches.otherwise(functools.partial(_multiply_columns, call, scaling, tile, steps_done, CONSUMER_WARPGROUPS))
     else:
         branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
-def _multiply_part(call: Call, scaling: Scaling, tile: Tile, steps_done: Any, part: SubTile) -> None:
+def _multiply_sub_tile(
+    call: Call, scaling: ScaleConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
+) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
-    row = tile.first(part.rows)
-    rows = WarpgroupRows((part.rows,), (row,), steps_done)
+    row = tile.first_row_of_warpgroup(sub_tile.row_block_index)
+    rows = WarpgroupRows((sub_tile.row_block_index,), (row,), steps_done)
     if scaling.sums_on_tensor_cores:
-        results = apply_common_scales(call, scaling, [accumulate_products(call, steps_done, part)], rows, part.start)
+        results = apply_common_scales(
+            call, scaling, [accumulate_products(call, steps_done, sub_tile)], rows, sub_tile.first_column
+        )
     else:
-        results = sum_scaled_products(call, scaling, rows, part)
-    write_rows(call, results, row, tile.column + part.start, tile.end)
+        results = sum_scaled_products(call, scaling, rows, sub_tile)
+    write_rows(call, results, row, tile.first_column + sub_tile.first_column, tile.group_end)
 
 
-def _multiply_columns(call: Call, scaling: Scaling, tile: Tile, steps_done: Any, parts: int) -> None:
-    """Computes `parts` times 64 rows, and the columns of one product."""
-    first_rows, size = tuple(tile.first(part) for part in range(parts)), scaling.product_n
+def _multiply_columns(
+    call: Call, scaling: ScaleConstants, tile: OutputTile, steps_done: Any, num_row_blocks: int
+) -> None:
+    """Computes `num_row_blocks` times 64 rows, and the columns of one product."""
+    first_rows, size = tuple(tile.first_row_of_warpgroup(part) for part in range(num_row_blocks)), scaling.product_n
     start = lax.axis_index("warpgroup") * size
     row_parts = sum_scaled_products(
-        call, scaling, WarpgroupRows(tuple(range(parts)), first_rows, steps_done), SubTile(None, start, size)
+        call, scaling, WarpgroupRows(tuple(range(num_row_blocks)), first_rows, steps_done), SubTile(None, start, size)
     )
-    if parts == 1:
-        return write_rows(call, row_parts, first_rows[0], tile.column + start, tile.end)
+    if num_row_blocks == 1:
+        return write_rows(call, row_parts, first_rows[0], tile.first_column + start, tile.group_end)
     # The group has more than 64 rows, so bulk copies can be used.
     pieces = [
-        split_into_pieces(call, [acc], row, tile.column + start) for row, acc in zip(first_rows, row_parts, strict=True)
+        split_into_pieces(call, [acc], row, tile.first_column + start)
+        for row, acc in zip(first_rows, row_parts, strict=True)
     ]
     copy_pieces_out(call, [piece for one in pieces for piece in one])

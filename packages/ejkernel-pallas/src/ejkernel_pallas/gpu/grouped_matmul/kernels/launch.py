@@ -15,71 +15,90 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.plan import order_groups_by_size
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
+    CONSUMER_WARPGROUPS,
     SCALE_BLOCKS_PER_COPY,
-    STEP_ELEMENTS,
-    WARPGROUPS,
+    STEP_ELEMENTS_16_BIT,
     GroupedSpec,
 )
 from ejkernel_pallas.gpu.hopper import clusters
-from ejkernel_pallas.gpu.hopper.launch import launch, matrix, transforms
+from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem, wgmma_transforms
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
-from ejkernel_pallas.gpu.hopper.tile_scheduler import make_tile_counter, multiprocessors
+from ejkernel_pallas.gpu.hopper.tile_scheduler import make_tile_counter, num_multiprocessors
 
-Kernel = Callable[[Call], None]
+RowKernel = Callable[[Call], None]
 """A kernel of rows, as a function that runs one thread block."""
 
 
-def launch_rows(kernel: Kernel, spec: GroupedSpec, operands: dict[str, jax.Array], record: GroupedMatmul) -> jax.Array:
+def launch_row_kernel(
+    kernel: RowKernel, spec: GroupedSpec, operands: dict[str, jax.Array], record: GroupedMatmul
+) -> jax.Array:
     """Runs a kernel of rows; returns [M, columns]."""
-    blocks = multiprocessors() // spec.members
+    blocks = num_multiprocessors() // spec.blocks_per_cluster
 
     @sequential_vmap
     def run(operands: dict[str, jax.Array]) -> jax.Array:
         def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
             a, a_rows_view = buffers["a"]
-            out, out_rows_view = buffers["out"]
-            names = {"a": a, "a_rows_view": a_rows_view, "out": out, "out_rows_view": out_rows_view}
-            if spec.splits and not spec.gate:
+            output_buffers, output_rows_view = buffers["output_buffers"]
+            names = {
+                "a": a,
+                "a_rows_view": a_rows_view,
+                "output_buffers": output_buffers,
+                "output_rows_view": output_rows_view,
+            }
+            if spec.may_split_last_tiles and not spec.gate:
                 names["b"], names["b_half_tiles"] = buffers["b"]
-            shared = consumer.Shared(**{**buffers, **names})
+            shared = consumer.SharedMemory(**{**buffers, **names})
             tile_counter = make_tile_counter() if spec.dynamic_schedule else None
             kernel(Call(spec, blocks, operand_refs, output_refs[0], shared, tile_counter))
 
-        shape = jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.out)
-        return launch(body, operands, [shape], _rows_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
+        shape = jax.ShapeDtypeStruct((spec.num_rows, spec.num_columns), spec.out_dtype)
+        return launch(
+            body, operands, [shape], _row_kernel_scratch(spec), blocks, CONSUMER_WARPGROUPS, _cluster_axis_size(spec)
+        )[0]
 
     return run({**operands, "tiles": find_row_tiles(record, BLOCK_M)})
 
 
-def launch_matrices(spec: GroupedSpec, left: jax.Array, right: jax.Array, record: GroupedMatmul) -> jax.Array:
+def launch_matrix_gradients(
+    spec: GroupedSpec, left_rows: jax.Array, right_rows: jax.Array, record: GroupedMatmul
+) -> jax.Array:
     """Returns sums of left_i^T right_i over the rows of each group."""
-    blocks = multiprocessors() // spec.members
+    blocks = num_multiprocessors() // spec.blocks_per_cluster
 
     @sequential_vmap
     def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
         def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
-            matrix_gradients.matrices_kernel(
-                Call(spec, blocks, operand_refs, output_refs[0], matrix_gradients.Shared(**buffers))
+            matrix_gradients.matrix_gradients_kernel(
+                Call(spec, blocks, operand_refs, output_refs[0], matrix_gradients.SharedMemory(**buffers))
             )
 
-        shape = jax.ShapeDtypeStruct((spec.matrices, spec.contracted, spec.columns), spec.out)
+        shape = jax.ShapeDtypeStruct((spec.num_matrices, spec.contracted_size, spec.num_columns), spec.out_dtype)
         operands = {"left": left, "right": right, "bounds": bounds}
-        return launch(body, operands, [shape], _matrices_scratch(spec), blocks, WARPGROUPS, _cluster(spec))[0]
+        return launch(
+            body,
+            operands,
+            [shape],
+            _matrix_gradient_scratch(spec),
+            blocks,
+            CONSUMER_WARPGROUPS,
+            _cluster_axis_size(spec),
+        )[0]
 
-    return run(left, right, order_groups_by_size(*group_rows(record)))
+    return run(left_rows, right_rows, order_groups_by_size(*group_rows(record)))
 
 
-def _cluster(spec: GroupedSpec) -> dict[str, int] | None:
+def _cluster_axis_size(spec: GroupedSpec) -> dict[str, int] | None:
     """Returns the name of the cluster axis and the blocks per cluster."""
-    return {clusters.CLUSTER_AXIS: spec.members} if spec.members > 1 else None
+    return {clusters.CLUSTER_AXIS: spec.blocks_per_cluster} if spec.blocks_per_cluster > 1 else None
 
 
-def _free_barrier(spec: GroupedSpec) -> Any:
+def _stage_free_barriers(spec: GroupedSpec) -> Any:
     """Returns the mbarriers that count reads of a stage: by both members of a cluster, if copies of both may write
     to it.
     """
-    options: dict[str, Any] = {"num_arrivals": WARPGROUPS, "num_barriers": spec.tile.stages}
-    if spec.members == 1:
+    options: dict[str, Any] = {"num_arrivals": CONSUMER_WARPGROUPS, "num_barriers": spec.tile.stages}
+    if spec.blocks_per_cluster == 1:
         return plgpu.Barrier(**options)
     return plgpu.ClusterBarrier(collective_axes=(clusters.CLUSTER_AXIS,), **options)
 
@@ -98,53 +117,71 @@ def _row_copy_views(shape: tuple[int, ...], dtype: Any) -> Any:
 def _half_tile_views(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
     """Returns two views of shared memory: tiles of matrices, and their halves by columns."""
     stages, *part = shape
-    part[0 if spec.transposed else 1] //= 2
-    return plgpu.RefUnion(matrix(shape, spec.dtype), matrix((2 * stages, *part), spec.dtype))
+    part[0 if spec.matrices_are_transposed else 1] //= 2
+    return plgpu.RefUnion(
+        wgmma_operand_smem(shape, spec.operand_dtype), wgmma_operand_smem((2 * stages, *part), spec.operand_dtype)
+    )
 
 
-def _matrix_stages(spec: GroupedSpec) -> Any:
+def _matrix_tile_stages(spec: GroupedSpec) -> Any:
     """Returns shared memory for the stages' tiles of matrices."""
     tile = spec.tile
     if spec.gate:
-        return matrix((tile.stages, spec.panels, spec.step, SWIZZLE_COLUMNS), spec.dtype)
-    part = (tile.block_n, spec.step) if spec.transposed else (spec.step, tile.block_n)
-    return _half_tile_views((tile.stages, *part), spec) if spec.splits else matrix((tile.stages, *part), spec.dtype)
+        return wgmma_operand_smem(
+            (tile.stages, spec.panels_per_stage, spec.step_elements, SWIZZLE_COLUMNS), spec.operand_dtype
+        )
+    part = (tile.block_n, spec.step_elements) if spec.matrices_are_transposed else (spec.step_elements, tile.block_n)
+    return (
+        _half_tile_views((tile.stages, *part), spec)
+        if spec.may_split_last_tiles
+        else wgmma_operand_smem((tile.stages, *part), spec.operand_dtype)
+    )
 
 
-def _rows_scratch(spec: GroupedSpec) -> dict[str, Any]:
+def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
     tile = spec.tile
     scales: dict[str, Any] = {}
     if spec.scaling:
-        scales["columns"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
+        scales["column_scales"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
         if spec.scaling.copies_row_scales:
-            scales["row_scales"] = plgpu.SMEM((tile.stages, WARPGROUPS, WGMMA_M, SCALE_BLOCKS_PER_COPY), jnp.float32)
+            scales["row_scales"] = plgpu.SMEM(
+                (tile.stages, CONSUMER_WARPGROUPS, WGMMA_M, SCALE_BLOCKS_PER_COPY), jnp.float32
+            )
     # Copies that fill a stage: rows of each warpgroup, or all gathered rows together; a matrix's columns, for both
     # warpgroups, or their panels; scales of columns, and those of each warpgroup's rows.
-    scale_copies = ("columns" in scales) + WARPGROUPS * ("row_scales" in scales)
-    copies = (1 if spec.gathers else WARPGROUPS) + (spec.panels if spec.gate else 1) + scale_copies
+    scale_copies = ("column_scales" in scales) + CONSUMER_WARPGROUPS * ("row_scales" in scales)
+    copies = (
+        (1 if spec.gathers_rows else CONSUMER_WARPGROUPS) + (spec.panels_per_stage if spec.gate else 1) + scale_copies
+    )
     return {
-        "a": _row_copy_views((tile.stages * WARPGROUPS, WGMMA_M, spec.step), spec.dtype),
-        "b": _matrix_stages(spec),
-        "out": _row_copy_views((WARPGROUPS * tile.output_buffers, WGMMA_M, spec.part), spec.out),
+        "a": _row_copy_views((tile.stages * CONSUMER_WARPGROUPS, WGMMA_M, spec.step_elements), spec.operand_dtype),
+        "b": _matrix_tile_stages(spec),
+        "output_buffers": _row_copy_views(
+            (CONSUMER_WARPGROUPS * tile.output_buffers, WGMMA_M, spec.output_buffer_columns), spec.out_dtype
+        ),
         **scales,
-        **(work_queue.scratch() if spec.dynamic_schedule else {}),
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
-        "free": _free_barrier(spec),
+        **(work_queue.queue_scratch() if spec.dynamic_schedule else {}),
+        "operands_full": plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages),
+        "operands_free": _stage_free_barriers(spec),
     }
 
 
-def _matrices_scratch(spec: GroupedSpec) -> dict[str, Any]:
+def _matrix_gradient_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `matrix_gradients.Shared`."""
-    tile, out = spec.tile, transforms()
-    if spec.out.itemsize == 4:
+    tile, out = spec.tile, wgmma_transforms()
+    if spec.out_dtype.itemsize == 4:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.
-        out = (plgpu.TilingTransform((8, spec.part)), plgpu.SwizzleTransform(128))
+        out = (plgpu.TilingTransform((8, spec.output_buffer_columns)), plgpu.SwizzleTransform(128))
     return {
-        "left": matrix((tile.stages, STEP_ELEMENTS, BLOCK_M), spec.dtype),
-        "right": matrix((tile.stages, STEP_ELEMENTS, tile.block_n), spec.dtype),
-        "out": plgpu.SMEM((WARPGROUPS * tile.output_buffers, WGMMA_M, spec.part), spec.out, transforms=out),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
-        "free": _free_barrier(spec),
-        "raw": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "left_tiles": wgmma_operand_smem((tile.stages, STEP_ELEMENTS_16_BIT, BLOCK_M), spec.operand_dtype),
+        "right_tiles": wgmma_operand_smem((tile.stages, STEP_ELEMENTS_16_BIT, tile.block_n), spec.operand_dtype),
+        "output_buffers": plgpu.SMEM(
+            (CONSUMER_WARPGROUPS * tile.output_buffers, WGMMA_M, spec.output_buffer_columns),
+            spec.out_dtype,
+            transforms=out,
+        ),
+        "operands_full": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
+        "operands_free": _stage_free_barriers(spec),
+        "copies_done": plgpu.Barrier(num_arrivals=2, num_barriers=tile.stages),
     }

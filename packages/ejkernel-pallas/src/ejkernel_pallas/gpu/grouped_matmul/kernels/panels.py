@@ -15,52 +15,52 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile
-from ejkernel_pallas.gpu.grouped_matmul.spec import GateLayout
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile
+from ejkernel_pallas.gpu.grouped_matmul.spec import GateColumnOrder
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS
 
 
-def copy_gate_panels(call: Call, tile: Tile, k_start: Any, slot: Any) -> None:
+def copy_gate_panels(call: Call, tile: OutputTile, k_start: Any, slot: Any) -> None:
     """Copies a step's panels, of the contracted elements from `k_start` on."""
-    spec, shared = call.spec, call.shared
-    full, count = shared.full.at[slot], spec.panels
-    begin = tile.column
-    if spec.splits:
-        begin = begin + jnp.maximum(tile.half_index, 0) * (spec.tile.block_n // 2)
+    spec, shared = call.spec, call.shared_memory
+    full, count = shared.operands_full.at[slot], spec.panels_per_stage
+    begin = tile.first_column
+    if spec.may_split_last_tiles:
+        begin = begin + jnp.maximum(tile.column_half, 0) * (spec.tile.block_n // 2)
     for number in range(count):
-        source, target = _panel(call, tile.matrix, begin, number, k_start), shared.b.at[slot, number]
+        source, target = _panel_ref(call, tile.matrix_index, begin, number, k_start), shared.b.at[slot, number]
 
         def copy(source: Any = source, target: Any = target) -> None:
             plgpu.copy_gmem_to_smem(source, target, full)
 
-        if spec.splits and number >= count // 2:
+        if spec.may_split_last_tiles and number >= count // 2:
             # Half a tile has half of the panels, but the mbarrier counts all of them.
-            pl.when(tile.half_index < 0)(copy)
-            pl.when(tile.half_index >= 0)(lambda: plgpu.barrier_arrive(full))
+            pl.when(tile.column_half < 0)(copy)
+            pl.when(tile.column_half >= 0)(lambda: plgpu.barrier_arrive(full))
         else:
             copy()
 
 
-def matrix_column(call: Call, column: Any, number: int) -> Any:
-    """Returns the first column of the matrix in panel `number` of output columns from `column` on. The panel's bias has
-    the same column.
+def matrix_column(call: Call, column: Any, panel_index: int) -> Any:
+    """Returns the first column of the matrix in panel `panel_index` of output columns from `column` on. The panel's
+    bias has the same column.
     """
     gate = call.spec.gate
     assert gate is not None  # set for the gated product
-    if gate.layout is GateLayout.HALVES:
-        block, other = divmod(number, 2)
-        return column + (block * SWIZZLE_COLUMNS + other * call.spec.columns)
-    return gate.products * column + number * SWIZZLE_COLUMNS
+    if gate.column_order is GateColumnOrder.HALVES:
+        block, other = divmod(panel_index, 2)
+        return column + (block * SWIZZLE_COLUMNS + other * call.spec.num_columns)
+    return gate.matrix_columns_per_output_column * column + panel_index * SWIZZLE_COLUMNS
 
 
-def _panel(call: Call, matrix: Any, column: Any, number: int, k_start: Any) -> Any:
+def _panel_ref(call: Call, matrix: Any, column: Any, panel_index: int, k_start: Any) -> Any:
     """Returns the reference to a panel in device memory."""
     spec, rhs = call.spec, call.operands["rhs"]
-    gate, k_slice = spec.gate, pl.ds(k_start, spec.step)
+    gate, k_slice = spec.gate, pl.ds(k_start, spec.step_elements)
     assert gate is not None  # set for the gated product
-    if gate.row_pairs:
-        block, other = divmod(number, 2)
-        k_slice = pl.ds(other * spec.contracted + k_start, spec.step)
+    if gate.views_interleaved_rows_as_pairs:
+        block, other = divmod(panel_index, 2)
+        k_slice = pl.ds(other * spec.contracted_size + k_start, spec.step_elements)
         return rhs.at[matrix, pl.ds(column + block * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), k_slice]
-    columns = pl.ds(matrix_column(call, column, number), SWIZZLE_COLUMNS)
-    return rhs.at[matrix, columns, k_slice] if spec.transposed else rhs.at[matrix, k_slice, columns]
+    columns = pl.ds(matrix_column(call, column, panel_index), SWIZZLE_COLUMNS)
+    return rhs.at[matrix, columns, k_slice] if spec.matrices_are_transposed else rhs.at[matrix, k_slice, columns]

@@ -14,15 +14,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels, scaled_products, work_queue
-from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatch
+from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatchingBranch
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
-from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import Tile, has_at_most_64_rows, load_tile
-from ejkernel_pallas.gpu.grouped_matmul.spec import WARPGROUPS
+from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile, has_at_most_64_rows, load_output_tile
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS
 from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
-class CopiedTilePart(NamedTuple):
+class CopiedPart(NamedTuple):
     """Selects the parts of a tile that its steps copy.
 
     Attributes:
@@ -34,58 +34,66 @@ class CopiedTilePart(NamedTuple):
     first_64_rows_only: bool = False
 
 
-def copy_tile_steps(call: Call, before: Any, count: Any, carry: Any) -> Any:
+def copy_tile_steps(call: Call, tile_rows_before: Any, num_tile_rows: Any, carry: Any) -> Any:
     """Copies all steps of a tile."""
     number, steps_done = carry
-    tile, spec = load_tile(call, before, count, number), call.spec
-    first_rows = [tile.first(warpgroup) for warpgroup in range(WARPGROUPS)]
-    row_offsets = _gather_offsets(call, first_rows) if spec.gathers else None
+    tile, spec = load_output_tile(call, tile_rows_before, num_tile_rows, number), call.spec
+    first_rows = [tile.first_row_of_warpgroup(warpgroup) for warpgroup in range(CONSUMER_WARPGROUPS)]
+    row_offsets = _gather_offsets(call, first_rows) if spec.gathers_rows else None
     requested_tile = work_queue.request_next_tile(call, number)
 
-    def fetch(tile_part: CopiedTilePart) -> None:
+    def fetch(tile_part: CopiedPart) -> None:
         lax.fori_loop(
-            0, spec.steps, functools.partial(_copy_step, call, tile, first_rows, row_offsets, tile_part), steps_done
+            0,
+            spec.steps_per_tile,
+            functools.partial(_copy_step, call, tile, first_rows, row_offsets, tile_part),
+            steps_done,
         )
 
     # One loop per kind: with a branch inside the loop, the copies' operands would be moved to uniform registers in
     # every step.
-    branches = FirstMatch()
-    if spec.splits and not spec.gate:
-        branches.when(tile.half_index >= 0, functools.partial(fetch, CopiedTilePart(half_columns=True)))
+    branches = FirstMatchingBranch()
+    if spec.may_split_last_tiles and not spec.gate:
+        branches.when(tile.column_half >= 0, functools.partial(fetch, CopiedPart(half_columns=True)))
     first_64_rows_only = has_at_most_64_rows(call, tile)
     if first_64_rows_only is not None:
-        branches.when(first_64_rows_only, functools.partial(fetch, CopiedTilePart(first_64_rows_only=True)))
-    branches.otherwise(functools.partial(fetch, CopiedTilePart()))
-    return work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + spec.steps
+        branches.when(first_64_rows_only, functools.partial(fetch, CopiedPart(first_64_rows_only=True)))
+    branches.otherwise(functools.partial(fetch, CopiedPart()))
+    return work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + spec.steps_per_tile
 
 
 def _copy_step(
     call: Call,
-    tile: Tile,
+    tile: OutputTile,
     first_rows: list[Any],
     row_offsets: Any,
-    tile_part: CopiedTilePart,
-    index: Any,
+    tile_part: CopiedPart,
+    k_step: Any,
     steps_done: Any,
 ) -> Any:
     """Copies a step once its stage is free."""
-    spec, shared = call.spec, call.shared
+    spec, shared = call.spec, call.shared_memory
     slot = lax.rem(steps_done, I32(spec.tile.stages))
     # `steps_done` counts the steps of all tiles: the ring of stages continues into the next tile, whose first copies
     # overlap with the end of this one. The first round finds the stages free.
-    pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-    k_slice = pl.ds(index * spec.step, spec.step)
+    pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.operands_free.at[slot]))
+    k_slice = pl.ds(k_step * spec.step_elements, spec.step_elements)
     if row_offsets is None:
         _copy_rows(call, first_rows, tile_part, k_slice, slot)
     else:
-        row_gathers.copy_gathered_rows(call.operands["lhs"], row_offsets, index, shared.a.at[slot * WARPGROUPS])
+        row_gathers.copy_gathered_rows(
+            call.operands["lhs"], row_offsets, k_step, shared.a.at[slot * CONSUMER_WARPGROUPS]
+        )
     if spec.gate:
-        panels.copy_gate_panels(call, tile, index * spec.step, slot)
+        panels.copy_gate_panels(call, tile, k_step * spec.step_elements, slot)
     else:
         _copy_matrix(call, tile, tile_part, k_slice, slot)
     if spec.scaling:
         scaled_products.copy_scales(
-            call, spec.scaling, scaled_products.ScaleIndex(tile.matrix, tile.column, index, steps_done), first_rows
+            call,
+            spec.scaling,
+            scaled_products.StepScalePosition(tile.matrix_index, tile.first_column, k_step, steps_done),
+            first_rows,
         )
     if row_offsets is not None:
         # One step later, so that copies of two steps are in flight.
@@ -95,46 +103,46 @@ def _copy_step(
 
 def signal_gathered_rows(call: Call, steps_done: Any, *, in_flight: int) -> None:
     """Signals that the gathered rows of a step have arrived; `in_flight` later steps may still be in flight."""
-    row_gathers.wait_for_rows(in_flight)
-    plgpu.barrier_arrive(call.shared.full.at[lax.rem(steps_done, I32(call.spec.tile.stages))])
+    row_gathers.wait_for_gathered_rows(in_flight)
+    plgpu.barrier_arrive(call.shared_memory.operands_full.at[lax.rem(steps_done, I32(call.spec.tile.stages))])
 
 
 def _gather_offsets(call: Call, first_rows: list[Any]) -> Any:
     """Returns the addresses of the tile's rows that each thread copies."""
     lhs, spec = call.operands["lhs"], call.spec
     return row_gathers.find_row_offsets(
-        call.operands["indices"], first_rows, spec.contracted * spec.dtype.itemsize, lhs.shape[0]
+        call.operands["indices"], first_rows, spec.contracted_size * spec.operand_dtype.itemsize, lhs.shape[0]
     )
 
 
-def _copy_rows(call: Call, first_rows: list[Any], tile_part: CopiedTilePart, k_slice: Any, slot: Any) -> None:
+def _copy_rows(call: Call, first_rows: list[Any], tile_part: CopiedPart, k_slice: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's contiguous rows."""
-    shared, full = call.shared, call.shared.full.at[slot]
+    shared, full = call.shared_memory, call.shared_memory.operands_full.at[slot]
     axes = clusters.CLUSTER_AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
     for warpgroup, first in enumerate(first_rows):
         if tile_part.first_64_rows_only and warpgroup:
             plgpu.barrier_arrive(full)
             continue
         # Copied by rows, not by swizzle atoms of eight rows: a group may start at any row.
-        source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), k_slice], slot * WARPGROUPS + warpgroup
+        source, target = call.operands["lhs"].at[pl.ds(first, WGMMA_M), k_slice], slot * CONSUMER_WARPGROUPS + warpgroup
         plgpu.copy_gmem_to_smem(source, shared.a_rows_view.at[target], full, collective_axes=axes)
 
 
-def _copy_matrix(call: Call, tile: Tile, tile_part: CopiedTilePart, k_slice: Any, slot: Any) -> None:
+def _copy_matrix(call: Call, tile: OutputTile, tile_part: CopiedPart, k_slice: Any, slot: Any) -> None:
     """Copies a step of the matrix's columns."""
-    spec, shared, size = call.spec, call.shared, call.spec.tile.block_n
-    begin, target = tile.column, shared.b.at[slot]
+    spec, shared, size = call.spec, call.shared_memory, call.spec.tile.block_n
+    begin, target = tile.first_column, shared.b.at[slot]
     if tile_part.half_columns:
         size //= 2
-        begin, target = begin + tile.half_index * size, shared.b_half_tiles.at[2 * slot]
+        begin, target = begin + tile.column_half * size, shared.b_half_tiles.at[2 * slot]
     columns = pl.ds(begin, size)
-    matrix_slices = (columns, k_slice) if spec.transposed else (k_slice, columns)
-    source = call.operands["rhs"].at[tile.matrix, *matrix_slices]
-    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, shared.full.at[slot])
+    matrix_slices = (columns, k_slice) if spec.matrices_are_transposed else (k_slice, columns)
+    source = call.operands["rhs"].at[tile.matrix_index, *matrix_slices]
+    copy = functools.partial(plgpu.copy_gmem_to_smem, source, target, shared.operands_full.at[slot])
     if spec.tile.cluster_m > 1:
         # Tiles of one group: each member copies half of the matrix for both. At the boundary of two groups each copies
         # its own.
-        pl.when(tile.shared)(functools.partial(copy, collective_axes=clusters.CLUSTER_AXIS))
-        pl.when(~tile.shared)(copy)
+        pl.when(tile.cluster_shares_matrix)(functools.partial(copy, collective_axes=clusters.CLUSTER_AXIS))
+        pl.when(~tile.cluster_shares_matrix)(copy)
     else:
         copy()

@@ -22,18 +22,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
-from ejkernel_pallas.gpu.grouped_matmul.spec import SCALE_BLOCKS_PER_COPY, WARPGROUPS, Scaling
+from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, SCALE_BLOCKS_PER_COPY, ScaleConstants
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied_scales, load_scale_for_all_rows, load_scales
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
-class ScaleIndex(NamedTuple):
+class StepScalePosition(NamedTuple):
     """The position of a step's column scales: matrix, first column, the step, and the steps of all earlier tiles."""
 
     matrix: Any
-    column: Any
-    step: Any
+    first_column: Any
+    step_in_tile: Any
     steps_done: Any
 
 
@@ -42,54 +42,64 @@ class WarpgroupRows(NamedTuple):
     tiles.
     """
 
-    parts: tuple[Any, ...]
+    row_block_indices: tuple[Any, ...]
     first_rows: tuple[Any, ...]
     steps_done: Any
 
 
-def copy_scales(call: Call, scaling: Scaling, position: ScaleIndex, first_rows: list[Any]) -> None:
+def copy_scales(call: Call, scaling: ScaleConstants, position: StepScalePosition, first_rows: list[Any]) -> None:
     """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `first_rows` on."""
     block, columns = (
-        _scale_block(call, scaling.rhs_blocks, position.step),
-        pl.ds(position.column, call.spec.tile.block_n),
+        _scale_block_index(call, scaling.rhs_scale_blocks, position.step_in_tile),
+        pl.ds(position.first_column, call.spec.tile.block_n),
     )
-    shared, stage = call.shared, lax.rem(position.steps_done, I32(call.spec.tile.stages))
-    target = shared.columns.at[_scale_slot(call, position.steps_done)]
+    shared, stage = call.shared_memory, lax.rem(position.steps_done, I32(call.spec.tile.stages))
+    target = shared.column_scales.at[_scale_slot(call, position.steps_done)]
     plgpu.copy_gmem_to_smem(
-        call.operands["rhs_scale"].at[position.matrix, block, columns], target, shared.full.at[stage]
+        call.operands["rhs_scale"].at[position.matrix, block, columns], target, shared.operands_full.at[stage]
     )
     if not scaling.copies_row_scales:
         return
     blocks_per_copy = I32(SCALE_BLOCKS_PER_COPY)
     blocks = pl.ds(
-        lax.div(_scale_block(call, scaling.lhs_blocks, position.step), blocks_per_copy) * blocks_per_copy,
+        lax.div(_scale_block_index(call, scaling.lhs_scale_blocks, position.step_in_tile), blocks_per_copy)
+        * blocks_per_copy,
         SCALE_BLOCKS_PER_COPY,
     )
     for part, first in enumerate(first_rows):
         source = call.operands["lhs_scale"].at[pl.ds(first, WGMMA_M), blocks]
-        plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.full.at[stage])
+        plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.operands_full.at[stage])
 
 
-def sum_scaled_products(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile) -> list[jax.Array]:
+def sum_scaled_products(call: Call, scaling: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile) -> list[jax.Array]:
     """Returns sums over all steps: [64, product_n] for each part of the columns, or for each part of the rows."""
-    if scaling.rhs_blocks == 1:
-        unscaled_sums = _scan_steps(call, scaling, rows, part, same=False)
+    if scaling.rhs_scale_blocks == 1:
+        unscaled_sums = _sum_over_steps(call, scaling, rows, sub_tile, columns_share_scales=False)
     else:
         # Two loops, since the fast one has no registers left for a choice per step.
-        loops = [lambda same=same: tuple(_scan_steps(call, scaling, rows, part, same=same)) for same in (True, False)]
-        unscaled_sums = lax.cond(call.same, *loops)
-    return apply_common_scales(call, scaling, list(unscaled_sums), rows, part.start)
+        loops = [
+            lambda same=same: tuple(_sum_over_steps(call, scaling, rows, sub_tile, columns_share_scales=same))
+            for same in (True, False)
+        ]
+        unscaled_sums = lax.cond(call.columns_share_scales, *loops)
+    return apply_common_scales(call, scaling, list(unscaled_sums), rows, sub_tile.first_column)
 
 
-def _scan_steps(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile, *, same: bool) -> list[jax.Array]:
-    """Sums without the scales that all blocks share; with `same`, the columns of a product share theirs."""
-    spec, shared, size = call.spec, call.shared, scaling.product_n
-    products = [(row, start) for start in range(0, part.size, size) for row in range(len(rows.parts))]
+def _sum_over_steps(
+    call: Call, scaling: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile, *, columns_share_scales: bool
+) -> list[jax.Array]:
+    """Sums without the scales that all blocks share; with `columns_share_scales`, the columns of a product share
+    theirs.
+    """
+    spec, shared, size = call.spec, call.shared_memory, scaling.product_n
+    products = [
+        (row, start) for start in range(0, sub_tile.num_columns, size) for row in range(len(rows.row_block_indices))
+    ]
 
     def load_row_scales(step: Any) -> tuple[jax.Array, ...]:
-        if scaling.lhs_blocks == 1 or scaling.copies_row_scales:
+        if scaling.lhs_scale_blocks == 1 or scaling.copies_row_scales:
             return ()
-        block = _scale_block(call, scaling.lhs_blocks, jnp.minimum(step, spec.steps - 1))
+        block = _scale_block_index(call, scaling.lhs_scale_blocks, jnp.minimum(step, spec.steps_per_tile - 1))
         return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.first_rows)
 
     def step(index: Any, carry: Any) -> Any:
@@ -98,56 +108,58 @@ def _scan_steps(call: Call, scaling: Scaling, rows: WarpgroupRows, part: SubTile
         slot, scales = lax.rem(steps_done, I32(spec.tile.stages)), _scale_slot(call, steps_done)
         # Prefetched: a load takes as long as a product, since copies keep the memory busy and the L1 cache is small.
         next_scales = load_row_scales(index + 1)
-        plgpu.barrier_wait(shared.full.at[slot])
+        plgpu.barrier_wait(shared.operands_full.at[slot])
         new_sums: list[jax.Array] = []
         for (row, start), acc in zip(products, old_sums, strict=True):
-            number = rows.parts[row]
+            number = rows.row_block_indices[row]
             if scaling.copies_row_scales:
-                block = lax.rem(_scale_block(call, scaling.lhs_blocks, index), I32(SCALE_BLOCKS_PER_COPY))
+                block = lax.rem(_scale_block_index(call, scaling.lhs_scale_blocks, index), I32(SCALE_BLOCKS_PER_COPY))
                 factors = [load_copied_scales(shared.row_scales.at[slot, number], block)]
             else:
                 factors = [row_factors[row]] if row_factors else []
             step_product = wgmma.issue_scores(
-                shared.a.at[slot * WARPGROUPS + number], _rhs_operand(call, part, slot, pl.ds(start, size))
+                shared.a.at[slot * CONSUMER_WARPGROUPS + number], _rhs_operand(call, sub_tile, slot, pl.ds(start, size))
             )
             columns = None
-            if scaling.rhs_blocks > 1:
-                columns = shared.columns.at[scales, pl.ds(part.start + start, size)]
-            if same:
+            if scaling.rhs_scale_blocks > 1:
+                columns = shared.column_scales.at[scales, pl.ds(sub_tile.first_column + start, size)]
+            if columns_share_scales:
                 factors, columns = [*factors, load_scale_for_all_rows(columns)], None
             factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
-            step_product = wgmma.wait(step_product, in_flight=0)
+            step_product = wgmma.wait_for_products(step_product, in_flight=0)
             if len(new_sums) == len(old_sums) - 1:
-                plgpu.barrier_arrive(shared.free.at[slot])
+                plgpu.barrier_arrive(shared.operands_free.at[slot])
             new_sums.append(add_scaled(acc, step_product, factor, columns))
         return tuple(new_sums), next_scales
 
     zeros = tuple(arrays.zero_tile((WGMMA_M, size)) for _ in products)
-    return list(lax.fori_loop(0, spec.steps, step, (zeros, load_row_scales(I32(0))))[0])
+    return list(lax.fori_loop(0, spec.steps_per_tile, step, (zeros, load_row_scales(I32(0))))[0])
 
 
-def _rhs_operand(call: Call, part: SubTile, slot: Any, columns: Any) -> Any:
+def _rhs_operand(call: Call, sub_tile: SubTile, slot: Any, columns: Any) -> Any:
     """Returns the operand of some columns of a part."""
-    if part.split:
-        return call.shared.b_half_tiles.at[2 * slot, columns]
-    return call.shared.b.at[slot, pl.ds(part.start + columns.start, columns.size)]
+    if sub_tile.is_half_tile:
+        return call.shared_memory.b_half_tiles.at[2 * slot, columns]
+    return call.shared_memory.b.at[slot, pl.ds(sub_tile.first_column + columns.start, columns.size)]
 
 
 def apply_common_scales(
-    call: Call, scaling: Scaling, accs: list[jax.Array], rows: WarpgroupRows, start: Any
+    call: Call, scaling: ScaleConstants, accs: list[jax.Array], rows: WarpgroupRows, first_column: Any
 ) -> list[jax.Array]:
     """Returns sums times the scales that all steps share; those of columns are in the last step's slot."""
-    if scaling.lhs_blocks > 1 and scaling.rhs_blocks > 1:
+    if scaling.lhs_scale_blocks > 1 and scaling.rhs_scale_blocks > 1:
         return accs
-    last, row_factors = rows.steps_done + (call.spec.steps - 1), list[Any]([None] * len(rows.first_rows))
-    if scaling.lhs_blocks == 1:
+    last, row_factors = rows.steps_done + (call.spec.steps_per_tile - 1), list[Any]([None] * len(rows.first_rows))
+    if scaling.lhs_scale_blocks == 1:
         row_factors = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.first_rows]
     scaled_sums: list[jax.Array] = []
     for number, acc in enumerate(accs):
         # Sums of one part of the columns and all parts of the rows, or the other way round.
         (column_part, row), columns, size = divmod(number, len(row_factors)), None, acc.shape[1]
-        if scaling.rhs_blocks == 1:
-            columns = call.shared.columns.at[_scale_slot(call, last), pl.ds(start + column_part * size, size)]
+        if scaling.rhs_scale_blocks == 1:
+            columns = call.shared_memory.column_scales.at[
+                _scale_slot(call, last), pl.ds(first_column + column_part * size, size)
+            ]
         scaled_sums.append(add_scaled(None, acc, row_factors[row], columns))
     return scaled_sums
 
@@ -161,6 +173,6 @@ def _scale_slot(call: Call, steps_done: Any) -> Any:
     return lax.rem(steps_done, I32(call.spec.tile.stages + 1))
 
 
-def _scale_block(call: Call, blocks: int, index: Any) -> Any:
+def _scale_block_index(call: Call, num_scale_blocks: int, k_step: Any) -> Any:
     """Returns the block of contracted elements that a step is in."""
-    return lax.div(index, I32(call.spec.steps // blocks))
+    return lax.div(k_step, I32(call.spec.steps_per_tile // num_scale_blocks))

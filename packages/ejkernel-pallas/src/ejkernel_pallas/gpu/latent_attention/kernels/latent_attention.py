@@ -35,23 +35,23 @@ from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily, update_max_lazily
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
-from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
-from ejkernel_pallas.gpu.hopper.sizes import I32, WARP_ROWS, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, Item, for_each_item, program_of
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows_outside
+from ejkernel_pallas.gpu.hopper.sizes import I32, ROWS_PER_WARP, WGMMA_M
+from ejkernel_pallas.gpu.latent_attention.kernels.call import Call, WorkItem, for_each_item, program_and_head_tile
 from ejkernel_pallas.gpu.latent_attention.kernels.producer import produce
 from ejkernel_pallas.gpu.latent_attention.spec import (
     BLOCK_KV,
     CHUNKS_PER_HALF,
+    CONSUMER_WARPGROUPS,
     HALF_COLUMNS,
     KEYS_PER_STEP,
     PIECES_PER_HALF,
-    REGISTERS,
+    REGISTERS_PER_THREAD,
     RESCALE_THRESHOLD,
     SWIZZLE_ATOM_ROWS,
-    WARPGROUPS,
 )
 
-ALL_KEY_GROUPS_VALID = (1 << BLOCK_KV // SWIZZLE_ATOM_ROWS) - 1
+ALL_KEY_GROUPS_VALID_BITS = (1 << BLOCK_KV // SWIZZLE_ATOM_ROWS) - 1
 """The bits of a block whose keys all exist."""
 QueryChunks = dict[int, Any]
 """Chunks of the queries in registers, by index."""
@@ -61,18 +61,18 @@ product.
 """
 
 
-class KeyLimits(NamedTuple):
+class BlockKeyLimits(NamedTuple):
     """The keys of a block that a row attends to.
 
     Attributes:
-        first: Index of the first one in the block.
-        end: Index of the first later key that it does not attend to.
-        partial: Whether the row attends to only some keys of the block.
+        first_key: Index of the first one in the block.
+        key_end: Index of the first later key that it does not attend to.
+        is_partial: Whether the row attends to only some keys of the block.
     """
 
-    first: Any
-    end: Any
-    partial: Any
+    first_key: Any
+    key_end: Any
+    is_partial: Any
 
 
 class ScoresInFlight(NamedTuple):
@@ -81,48 +81,48 @@ class ScoresInFlight(NamedTuple):
     Attributes:
         scores: Accumulator registers, not valid before the product has ended.
         limits: The keys that the row attends to.
-        masked: Whether there may be masked keys.
-        present: Groups of keys that exist, one bit each.
+        may_be_masked: Whether there may be masked keys.
+        valid_key_bits: Groups of keys that exist, one bit each.
     """
 
     scores: Any
-    limits: KeyLimits
-    masked: Any
-    present: Any
+    limits: BlockKeyLimits
+    may_be_masked: Any
+    valid_key_bits: Any
 
 
 class ConsumerState(NamedTuple):
     """The state that a consumer warpgroup carries from step to step.
 
     Attributes:
-        output: [64, 256], its half of the unnormalised output.
+        unnormalised_output: [64, 256], its half of the unnormalised output.
         row_max: [64] running maximum, in base 2.
         row_sum: [64] sums of the weights of the blocks it scores.
-        scores: The first piece of warpgroup 0's next product, in flight.
+        next_scores: The first piece of warpgroup 0's next product, in flight.
     """
 
-    output: Any
+    unnormalised_output: Any
     row_max: Any
     row_sum: Any
-    scores: Any = None
+    next_scores: Any = None
 
 
 def latent_kernel(call: Call) -> None:
     """Runs one thread block of the kernel."""
     warpgroup = lax.axis_index("warpgroup")
     # Each warpgroup has its own code, since their steps wait for different events.
-    for number, step in enumerate((_first_step, _second_step)):
+    for number, step in enumerate((_step_of_first_warpgroup, _step_of_second_warpgroup)):
 
         @pl.when(warpgroup == number)
         def _run_consumer(number: int = number, step: Any = step) -> None:
             # The accumulator takes 128 registers per thread.
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.set_max_registers(REGISTERS_PER_THREAD[0], action="increase")
             for_each_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == CONSUMER_WARPGROUPS)
     def _run_producer() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        program_and_tile = program_of(call)
+        plgpu.set_max_registers(REGISTERS_PER_THREAD[1], action="decrease")
+        program_and_tile = program_and_head_tile(call)
 
         # One warp suffices; the others would use power for the same instructions.
         @plgpu.warp_map
@@ -130,118 +130,122 @@ def latent_kernel(call: Call) -> None:
             pl.when(warp == 0)(lambda: produce(call, program_and_tile))
 
 
-def _consume_item(call: Call, number: int, step: Any, item: Item, carry: Any) -> Any:
+def _consume_item(call: Call, warpgroup: int, run_step: Any, item: WorkItem, carry: Any) -> Any:
     """Computes a warpgroup's half of the output for a program's steps of an item."""
     shared = call.shared
     plgpu.barrier_wait(shared.q_full)
-    queries = {chunk: arrays.load_tile(shared.query.at[chunk]) for chunk in REGISTER_CHUNK_INDICES}
-    lowest_max = arrays.fill_rows(WGMMA_M, call.spec.lowest)
-    state = ConsumerState(arrays.zero_tile((WGMMA_M, HALF_COLUMNS)), lowest_max, arrays.fill_rows(WGMMA_M, 0.0))
-    if number == 0:
-        state = state._replace(scores=_issue_piece(call, item, (0, item.first, 0), queries))
-    body = functools.partial(step, call, item, queries)
-    state = lax.fori_loop(item.first, item.first + item.steps, body, state)
-    if number == 0:
+    queries = {chunk: arrays.load_score_tile(shared.query_chunks.at[chunk]) for chunk in REGISTER_CHUNK_INDICES}
+    lowest_max = arrays.fill_row_vector(WGMMA_M, call.spec.masked_score)
+    state = ConsumerState(arrays.zero_tile((WGMMA_M, HALF_COLUMNS)), lowest_max, arrays.fill_row_vector(WGMMA_M, 0.0))
+    if warpgroup == 0:
+        state = state._replace(next_scores=_issue_scores_of_piece(call, item, (0, item.first_step, 0), queries))
+    body = functools.partial(run_step, call, item, queries)
+    state = lax.fori_loop(item.first_step, item.first_step + item.num_steps, body, state)
+    if warpgroup == 0:
         # The last step has also issued a piece, with keys that are not this item's; the result is not used.
-        wgmma.wait(state.scores, in_flight=0)
+        wgmma.wait_for_products(state.next_scores, in_flight=0)
     # Each warpgroup has summed the weights of the blocks that it scored; both divide by the total. The sums are
     # overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
     # after the other has read the sums of this item.
-    shared.row_sum.at[number][...] = state.row_sum
-    plgpu.barrier_arrive(shared.sums_full.at[number])
-    plgpu.barrier_wait(shared.sums_full.at[1 - number])
-    total = state.row_sum + arrays.load_rows(shared.row_sum.at[1 - number])
+    shared.row_sum.at[warpgroup][...] = state.row_sum
+    plgpu.barrier_arrive(shared.sums_full.at[warpgroup])
+    plgpu.barrier_wait(shared.sums_full.at[1 - warpgroup])
+    total = state.row_sum + arrays.load_row_vector(shared.row_sum.at[1 - warpgroup])
     # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
-    output = state.output * broadcast_to_columns(call.spec.value_scale / total, state.output.shape)
-    _write(call, number, item, output, state.row_max * LN2 + jnp.log(total))
+    output = state.unnormalised_output * broadcast_to_columns(call.spec.value_scale / total, state.unnormalised_output.shape)
+    _write_half_of_output(call, warpgroup, item, output, state.row_max * LN2 + jnp.log(total))
     return carry
 
 
-def _first_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: ConsumerState) -> ConsumerState:
+def _step_of_first_warpgroup(
+    call: Call, item: WorkItem, queries: QueryChunks, step: Any, state: ConsumerState
+) -> ConsumerState:
     """Performs a step of the warpgroup that scores block 0 and accumulates the left half."""
     shared = call.shared
-    issued = _issue(call, item, (0, step), queries, state.scores)
-    ping_pong_pass(WARPGROUPS)
+    issued = _issue_scores(call, item, (0, step), queries, state.next_scores)
+    ping_pong_pass(CONSUMER_WARPGROUPS)
     scores = _wait_for_scores(call, issued, in_flight=0)
     _free_queries(call, item, step)
     row_max = _update_row_max(call, state.row_max, scores)
-    exp2_of_scores = _exponentiate(call, scores, row_max)
+    exp2_of_scores = _unnormalised_weights(call, scores, row_max)
     alpha = jnp.exp2(state.row_max - row_max)
     # Summed here, since the weights take registers until the product has started.
     row_sum = state.row_sum * alpha + exp2_of_scores.sum(axis=1)
     # Before its own product, since warpgroup 1 waits for these weights.
     weights = _publish_weights(call, 0, exp2_of_scores, row_max)
-    output = _rescale(call, state.output, alpha)
-    output = wgmma.accumulate(output, weights, shared.left.at[0])
-    output = wgmma.wait(output, in_flight=0)
+    output = _rescale_output(call, state.unnormalised_output, alpha)
+    output = wgmma.accumulate(output, weights, shared.left_half_chunks.at[0])
+    output = wgmma.wait_for_products(output, in_flight=0)
     # Only this warpgroup reads this half of block 0 as values.
-    plgpu.barrier_arrive(shared.exclusive_free.at[0])
+    plgpu.barrier_arrive(shared.half_of_one_warpgroup_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
     # The maximum after block 1, which P1 is relative to.
-    new_row_max = arrays.load_rows(shared.row_max.at[1])
+    new_row_max = arrays.load_row_vector(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - new_row_max)
-    output = _rescale(call, output, alpha)
+    output = _rescale_output(call, output, alpha)
     # P1 is in the memory of block 1's rotary columns.
-    output = wgmma.accumulate(output, shared.rotary.at[1], shared.left.at[1])
+    output = wgmma.accumulate(output, shared.rotary_columns.at[1], shared.left_half_chunks.at[1])
     # The keys' memory was free before P1 was awaited, so the keys have usually arrived. With the product itself in a
     # branch for the last step, the compiler would wait for it at the branch's end; so only the wait for keys is in a
     # branch.
-    has_next_step = step + 1 < item.first + item.steps
-    scores = _issue_piece(call, item, (0, step + 1, 0), queries, block_exists=has_next_step)
-    output = wgmma.wait(output, in_flight=1)
+    has_next_step = step + 1 < item.first_step + item.num_steps
+    scores = _issue_scores_of_piece(call, item, (0, step + 1, 0), queries, block_exists=has_next_step)
+    output = wgmma.wait_for_products(output, in_flight=1)
     # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
-    plgpu.barrier_arrive(shared.shared_free.at[1])
+    plgpu.barrier_arrive(shared.half_of_both_warpgroups_free.at[1])
     # The sum is rescaled too: sums of both warpgroups are relative to `new_row_max`, since they are added at the end.
     return ConsumerState(output, new_row_max, row_sum * alpha, scores)
 
 
-def _second_step(call: Call, item: Item, queries: QueryChunks, step: Any, state: ConsumerState) -> ConsumerState:
+def _step_of_second_warpgroup(
+    call: Call, item: WorkItem, queries: QueryChunks, step: Any, state: ConsumerState
+) -> ConsumerState:
     """Performs a step of the warpgroup that scores block 1 and accumulates the right half.
 
     The product with the other's weights is in flight while this one exponentiates its scores.
     """
     shared = call.shared
-    ping_pong_wait(WARPGROUPS)
-    issued = _issue(call, item, (1, step), queries)
+    ping_pong_wait(CONSUMER_WARPGROUPS)
+    issued = _issue_scores(call, item, (1, step), queries)
     plgpu.barrier_wait(shared.weights_full.at[0])
-    before = arrays.load_rows(shared.row_max.at[0])
-    output = _rescale(call, state.output, jnp.exp2(state.row_max - before))
-    output = wgmma.accumulate(output, shared.rotary.at[0], shared.right.at[0])
+    before = arrays.load_row_vector(shared.row_max.at[0])
+    output = _rescale_output(call, state.unnormalised_output, jnp.exp2(state.row_max - before))
+    output = wgmma.accumulate(output, shared.rotary_columns.at[0], shared.right_half_chunks.at[0])
     scores = _wait_for_scores(call, issued, in_flight=1)
     _free_queries(call, item, step)
     row_max = _update_row_max(call, before, scores)
-    exp2_of_scores = _exponentiate(call, scores, row_max)
+    exp2_of_scores = _unnormalised_weights(call, scores, row_max)
     row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + exp2_of_scores.sum(axis=1)
     weights = _publish_weights(call, 1, exp2_of_scores, row_max)
-    output = wgmma.wait(output, in_flight=0)
+    output = wgmma.wait_for_products(output, in_flight=0)
     # Warpgroup 0 read this half as keys before it published P0.
-    plgpu.barrier_arrive(shared.shared_free.at[0])
+    plgpu.barrier_arrive(shared.half_of_both_warpgroups_free.at[0])
     # The accumulator is not touched before this point, since the product was writing it.
-    output = _rescale(call, output, jnp.exp2(before - row_max))
-    output = wgmma.wait(wgmma.accumulate(output, weights, shared.right.at[1]), in_flight=0)
-    plgpu.barrier_arrive(shared.exclusive_free.at[1])
+    output = _rescale_output(call, output, jnp.exp2(before - row_max))
+    output = wgmma.wait_for_products(wgmma.accumulate(output, weights, shared.right_half_chunks.at[1]), in_flight=0)
+    plgpu.barrier_arrive(shared.half_of_one_warpgroup_free.at[1])
     return ConsumerState(output, row_max, row_sum)
 
 
-def _free_queries(call: Call, item: Item, step: Any) -> None:
+def _free_queries(call: Call, item: WorkItem, step: Any) -> None:
     """After the last scores of an item, frees the queries for the next item: only scores read them."""
-    last = step + 1 == item.first + item.steps
+    last = step + 1 == item.first_step + item.num_steps
     pl.when(last)(lambda: plgpu.barrier_arrive(call.shared.q_free))
 
 
-def _limits(call: Call, item: Item, block: int, step: Any) -> KeyLimits:
+def _block_key_limits(call: Call, item: WorkItem, block: int, step: Any) -> BlockKeyLimits:
     key = step * KEYS_PER_STEP + block * BLOCK_KV
-    first, end = item.low - key, item.keys - key
+    first, end = item.first_key - key, item.key_end - key
     partial = end < BLOCK_KV
     if call.spec.has_key_starts:
         partial = partial | (first > 0)
-    return KeyLimits(first, end, partial)
+    return BlockKeyLimits(first, end, partial)
 
 
-def _issue_piece(
+def _issue_scores_of_piece(
     call: Call,
-    item: Item,
-    position: tuple[int, Any, int],
+    item: WorkItem,
+    block_step_and_piece: tuple[int, Any, int],
     queries: QueryChunks,
     scores: Any = None,
     block_exists: Any = True,
@@ -251,24 +255,26 @@ def _issue_piece(
     Args:
         call: The launch.
         item: The item whose keys they are.
-        position: Block, step, and index of the piece in the order of copies.
+        block_step_and_piece: Block, step, and index of the piece in the order of copies.
         queries: The chunks in registers.
         scores: The accumulator of the pieces before, if any.
         block_exists: Whether there is such a block. If not, the product reads whatever is in its memory.
     """
-    shared, (block, step, piece) = call.shared, position
-    limits = _limits(call, item, block, step)
+    shared, (block, step, piece) = call.shared, block_step_and_piece
+    limits = _block_key_limits(call, item, block, step)
     # The half that is copied first is multiplied first.
     second_half, piece_in_half = divmod(piece, PIECES_PER_HALF)
     half = second_half if block == 0 else 1 - second_half
-    keys = (shared.left, shared.right)[half].at[block]
-    full = (shared.exclusive_full, shared.shared_full)[second_half].at[block * PIECES_PER_HALF + piece_in_half]
+    keys = (shared.left_half_chunks, shared.right_half_chunks)[half].at[block]
+    full = (shared.half_of_one_warpgroup_full, shared.half_of_both_warpgroups_full)[second_half].at[
+        block * PIECES_PER_HALF + piece_in_half
+    ]
     pl.when(block_exists)(lambda: plgpu.barrier_wait(full))
     chunks_per_piece = CHUNKS_PER_HALF // PIECES_PER_HALF
     chunks = range(piece_in_half * chunks_per_piece, piece_in_half * chunks_per_piece + chunks_per_piece)
-    pl.when(limits.partial & block_exists)(lambda: _zero_masked_rows([keys.at[chunk] for chunk in chunks], limits))
+    pl.when(limits.is_partial & block_exists)(lambda: _zero_masked_rows([keys.at[chunk] for chunk in chunks], limits))
     chunk_indices = {chunk: half * CHUNKS_PER_HALF + chunk for chunk in chunks}
-    pairs = [(shared.query.at[n], keys.at[chunk]) for chunk, n in chunk_indices.items() if n not in queries]
+    pairs = [(shared.query_chunks.at[n], keys.at[chunk]) for chunk, n in chunk_indices.items() if n not in queries]
     # One group of products, as `wait` counts them.
     scores_in_flight: jax.Array = (
         wgmma.issue_scores(*pairs[0], *pairs[1:]) if scores is None else wgmma.add_to_scores(scores, *pairs)
@@ -282,57 +288,57 @@ def _issue_piece(
     return scores_in_flight
 
 
-def _issue(
-    call: Call, item: Item, position: tuple[int, Any], queries: QueryChunks, scores: Any = None
+def _issue_scores(
+    call: Call, item: WorkItem, block_and_step: tuple[int, Any], queries: QueryChunks, scores: Any = None
 ) -> ScoresInFlight:
     """Issues the product of the queries with a block of keys, or the rest of it after the first piece."""
-    shared, (block, step) = call.shared, position
-    limits = _limits(call, item, block, step)
+    shared, (block, step) = call.shared, block_and_step
+    limits = _block_key_limits(call, item, block, step)
     scores_in_flight: Any = scores
     for piece in range(0 if scores is None else 1, 2 * PIECES_PER_HALF):
-        scores_in_flight = _issue_piece(call, item, (block, step, piece), queries, scores_in_flight)
-    rotary = shared.rotary.at[block]
+        scores_in_flight = _issue_scores_of_piece(call, item, (block, step, piece), queries, scores_in_flight)
+    rotary = shared.rotary_columns.at[block]
     plgpu.barrier_wait(shared.rotary_full.at[block])
-    pl.when(limits.partial)(lambda: _zero_masked_rows([rotary], limits))
+    pl.when(limits.is_partial)(lambda: _zero_masked_rows([rotary], limits))
     scores_in_flight = wgmma.add_to_scores_from_registers(scores_in_flight, queries[2 * CHUNKS_PER_HALF], rotary)
-    present, masked = shared.present[block], limits.partial
-    if call.spec.columns:
-        masked = masked | (jnp.bitwise_and(present, ALL_KEY_GROUPS_VALID) != ALL_KEY_GROUPS_VALID)
+    present, masked = shared.valid_key_bits[block], limits.is_partial
+    if call.spec.pages_per_table_row:
+        masked = masked | (jnp.bitwise_and(present, ALL_KEY_GROUPS_VALID_BITS) != ALL_KEY_GROUPS_VALID_BITS)
     return ScoresInFlight(scores_in_flight, limits, masked, present)
 
 
-def _wait_for_scores(call: Call, issued: ScoresInFlight, in_flight: int) -> Any:
+def _wait_for_scores(call: Call, issued_scores: ScoresInFlight, in_flight: int) -> Any:
     """Returns the scores of a block, `masked` for missing keys, once at most `in_flight` later products are unfinished.
 
     They are raw products: the instruction that subtracts the maximum also multiplies by `factor`, to base 2.
     """
-    scores = wgmma.wait(issued.scores, in_flight=in_flight)
-    if call.spec.factor != call.spec.exponent:
-        scores = scores * call.spec.exponent
+    scores = wgmma.wait_for_products(issued_scores.scores, in_flight=in_flight)
+    if call.spec.exp2_factor != call.spec.log2_scale:
+        scores = scores * call.spec.log2_scale
     # Nearly all blocks have all their keys.
-    return lax.cond(issued.masked, lambda x: _mask_scores(call, issued, x), lambda x: x, scores)
+    return lax.cond(issued_scores.may_be_masked, lambda x: _mask_scores(call, issued_scores, x), lambda x: x, scores)
 
 
-def _mask_scores(call: Call, issued: ScoresInFlight, scores: Any) -> Any:
+def _mask_scores(call: Call, issued_scores: ScoresInFlight, scores: Any) -> Any:
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    is_before_end = column < issued.limits.end
+    is_before_end = column < issued_scores.limits.key_end
     if call.spec.has_key_starts:
-        is_before_end = is_before_end & (column >= issued.limits.first)
-    if call.spec.columns:
-        group_bits = jnp.right_shift(issued.present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
+        is_before_end = is_before_end & (column >= issued_scores.limits.first_key)
+    if call.spec.pages_per_table_row:
+        group_bits = jnp.right_shift(issued_scores.valid_key_bits, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
         is_before_end = is_before_end & (jnp.bitwise_and(group_bits, 1) > 0)
-    return jnp.where(is_before_end, scores, call.spec.masked)
+    return jnp.where(is_before_end, scores, call.spec.masked_product)
 
 
-def _exponentiate(call: Call, scores: Any, row_max: Any) -> Any:
+def _unnormalised_weights(call: Call, scores: Any, row_max: Any) -> Any:
     """Returns weights in float32."""
-    return jnp.exp2(scores * call.spec.factor - broadcast_to_columns(row_max, scores.shape))
+    return jnp.exp2(scores * call.spec.exp2_factor - broadcast_to_columns(row_max, scores.shape))
 
 
-def _zero_masked_rows(tiles: list[Any], limits: KeyLimits) -> None:
+def _zero_masked_rows(tiles: list[Any], limits: BlockKeyLimits) -> None:
     """Writes zeros to the masked rows of tiles: they may hold NaN, and a weight of zero times NaN is NaN."""
     for tile in tiles:
-        zero_rows(tile, limits.first, limits.end)
+        zero_rows_outside(tile, limits.first_key, limits.key_end)
     plgpu.commit_smem()
 
 
@@ -342,7 +348,7 @@ def _publish_weights(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     # Rounded once: warpgroup 0 multiplies the registers and warpgroup 1 this memory, with the same values.
     weights = lax.optimization_barrier(weights.astype(call.spec.dtype))
     # The product with the queries, the only one that reads rotary columns, has ended: its scores were awaited.
-    shared.rotary.at[block][...] = weights
+    shared.rotary_columns.at[block][...] = weights
     shared.row_max.at[block][...] = row_max
     # No warpgroup barrier is needed: this one uses its registers, and the other waits for all threads.
     wgmma.fence_writes()
@@ -353,11 +359,11 @@ def _publish_weights(call: Call, block: int, weights: Any, row_max: Any) -> Any:
 def _update_row_max(call: Call, row_max: Any, scores: Any) -> Any:
     """Returns the running maximum after a block."""
     if call.spec.rescales_lazily:
-        return update_max_lazily(row_max, scores, call.spec.factor, RESCALE_THRESHOLD)
-    return jnp.maximum(row_max, scores.max(axis=1) * call.spec.factor)
+        return update_max_lazily(row_max, scores, call.spec.exp2_factor, RESCALE_THRESHOLD)
+    return jnp.maximum(row_max, scores.max(axis=1) * call.spec.exp2_factor)
 
 
-def _rescale(call: Call, output: Any, alpha: Any) -> Any:
+def _rescale_output(call: Call, output: Any, alpha: Any) -> Any:
     return (
         rescale_lazily(output, alpha)
         if call.spec.rescales_lazily
@@ -365,28 +371,33 @@ def _rescale(call: Call, output: Any, alpha: Any) -> Any:
     )
 
 
-def _write(call: Call, number: int, item: Item, output: Any, lse: Any) -> None:
+def _write_half_of_output(call: Call, warpgroup: int, item: WorkItem, output: Any, lse: Any) -> None:
     """Writes a warpgroup's half of the rows of an item, or of a partial result."""
     output_ref, lse_ref, partial_ref, partial_lse_ref = call.outputs
-    _, tile = program_of(call)
-    output_tile, columns = item.row * call.spec.tiles + tile, pl.ds(number * HALF_COLUMNS, HALF_COLUMNS)
+    _, tile = program_and_head_tile(call)
+    output_tile, columns = (
+        item.query_row * call.spec.tiles_per_item + tile,
+        pl.ds(warpgroup * HALF_COLUMNS, HALF_COLUMNS),
+    )
 
-    @pl.when(item.whole)
+    @pl.when(item.is_whole)
     def _write_whole() -> None:
         # Directly from registers: shared memory has no room for an output, which is written once per item.
         target = output_ref.at[pl.ds(output_tile * WGMMA_M, WGMMA_M), columns]
         rounded = output.astype(call.spec.dtype)
-        if call.spec.stored_rows > WGMMA_M - WARP_ROWS:
+        if call.spec.stored_rows_per_tile > WGMMA_M - ROWS_PER_WARP:
             arrays.store_16_byte_rows(target, rounded)
         else:
-            arrays.store_first_rows(target, rounded, call.spec.stored_rows)
+            arrays.store_first_rows(target, rounded, call.spec.stored_rows_per_tile)
         # Both warpgroups have the same lse, so one writes it.
-        if number == 0:
+        if warpgroup == 0:
             lse_ref[output_tile] = lse
 
-    @pl.when(~item.whole)
+    @pl.when(~item.is_whole)
     def _write_partial() -> None:
         # Divided by its own denominator: exp(lse) is its weight when partial results are merged.
-        arrays.store_first_rows(partial_ref.at[item.slot, :, columns], output, call.spec.stored_rows)
-        if number == 0:
-            partial_lse_ref[item.slot] = lse
+        arrays.store_first_rows(
+            partial_ref.at[item.partial_result_slot, :, columns], output, call.spec.stored_rows_per_tile
+        )
+        if warpgroup == 0:
+            partial_lse_ref[item.partial_result_slot] = lse

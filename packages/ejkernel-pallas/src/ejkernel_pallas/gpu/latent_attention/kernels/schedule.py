@@ -21,49 +21,52 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel_pallas.gpu.hopper import arrays
-from ejkernel_pallas.gpu.hopper.registers import i32, int32_constant
-from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS
-from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, limits, make_row_extents
+from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type
+from ejkernel_pallas.gpu.hopper.sizes import I32, THREADS_PER_WARPGROUP
+from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule, key_limits, make_row_key_extents
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
-ITEM_COLUMNS = 5
+ITEM_TABLE_COLUMNS = 5
 """Columns of the table of items."""
 LOG2_KEYS_PER_STEP = KEYS_PER_STEP.bit_length() - 1
 """log2 of the keys per step."""
 
 
-def plan_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
+def make_schedule_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     """Returns the items of a record, and the programs' shares, as `plan.make_plan` does."""
     # A power of two, which every layout of a warpgroup divides.
-    size = max(THREADS, 1 << (spec.rows - 1).bit_length())
+    size = max(THREADS_PER_WARPGROUP, 1 << (spec.num_items - 1).bit_length())
     # If sequences are rows, the kernel reads lengths, and XLA has nothing to compute.
     single = record.query_start is None and record.kv_starts is None
-    operands = (record.kv_lens.astype(I32),) if single else make_row_extents(record, spec)
+    operands = (record.kv_lens.astype(I32),) if single else make_row_key_extents(record, spec)
     memory = plgpu.SMEM((size,), I32)
     # Zeros precede the sums, so that reads before the first one need no bounds check.
     scratch = [memory, memory, memory, memory, memory, plgpu.SMEM((2 * size,), I32)]
-    outputs = [jax.ShapeDtypeStruct((spec.rows, ITEM_COLUMNS), I32), jax.ShapeDtypeStruct((spec.programs + 1, 2), I32)]
+    outputs = [
+        jax.ShapeDtypeStruct((spec.num_items, ITEM_TABLE_COLUMNS), I32),
+        jax.ShapeDtypeStruct((spec.num_programs + 1, 2), I32),
+    ]
     items, shares = plgpu.kernel(
-        lambda *refs: _plan_kernel(record, spec, size, refs[: len(operands)], refs[len(operands) :]),
+        lambda *refs: _schedule_kernel(record, spec, size, refs[: len(operands)], refs[len(operands) :]),
         out_type=outputs,
         scratch_types=scratch,
-        grid=(spec.programs + 1,),
+        grid=(spec.num_programs + 1,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands)
     return LatentSchedule(items, shares)
 
 
-def _plan_kernel(
-    record: PagedAttention, spec: LatentSpec, size: int, input_refs: Any, output_and_scratch_refs: Any
+def _schedule_kernel(
+    record: PagedAttention, spec: LatentSpec, padded_items: int, input_refs: Any, output_and_scratch_refs: Any
 ) -> None:
     items, shares, *columns, sums = output_and_scratch_refs
     # One element per thread and register: rows are read from offsets that may be odd.
-    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=1)
-    row = plgpu.broadcasted_iota(I32, (size,), 0, layout=layout)
-    loaded = [_load_vector(ref, size, layout) for ref in input_refs]
+    layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=1)
+    row = plgpu.broadcasted_iota(I32, (padded_items,), 0, layout=layout)
+    loaded = [_load_vector(ref, padded_items, layout) for ref in input_refs]
     if len(loaded) == 1:
-        keys, low = limits(record, loaded[0], loaded[0] - 1, 0 * row)
+        keys, low = key_limits(record, loaded[0], loaded[0] - 1, 0 * row)
         sequence = row
     else:
         sequence, keys, low = loaded
@@ -71,8 +74,8 @@ def _plan_kernel(
         low, LOG2_KEYS_PER_STEP
     )
     # An item without keys has an output, too; rows past the last item have no steps.
-    steps = jnp.where(row < spec.rows, jnp.maximum(steps, 1), 0)
-    ends = _running_sums(steps, sums, size, layout)
+    steps = jnp.where(row < spec.num_items, jnp.maximum(steps, 1), 0)
+    ends = _running_sums(steps, sums, padded_items, layout)
     block = lax.axis_index("block")
     begin, item = _first_step_of_program(spec, steps, ends, block)
     shares[block, 0] = item
@@ -80,60 +83,67 @@ def _plan_kernel(
     for column_ref, column in zip(columns, (sequence, keys, ends - steps, steps, low), strict=True):
         column_ref[...] = column
     # Blocks write interleaved rows.
-    for first in range(0, spec.rows, spec.programs + 1):
-        lax.cond(first + block < spec.rows, lambda row: _write(items, columns, row), lambda row: None, first + block)
+    for first in range(0, spec.num_items, spec.num_programs + 1):
+        lax.cond(
+            first + block < spec.num_items,
+            lambda row: _write_item(items, columns, row),
+            lambda row: None,
+            first + block,
+        )
 
 
-def _load_vector(ref: Any, size: int, layout: Any) -> Any:
+def _load_vector(ref: Any, padded_size: int, layout: Any) -> Any:
     """Loads an int32 vector from device memory, padded with its last element."""
     count = ref.shape[0]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(()),), return_type=plgpu.ShapeDtypeStruct((size,), ref.dtype, layout=layout)
+        arg_types=(plgpu.RefType(()),), return_type=plgpu.ShapeDtypeStruct((padded_size,), ref.dtype, layout=layout)
     )
     def load(_: Any, ref: Any) -> Any:
-        index, vector_type = ir.IndexType.get(), ir.VectorType.get((1,), i32())
-        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
-        registers = np.empty((size // THREADS,), dtype=object)
-        for n in range(size // THREADS):
-            element_index = arith.minui(arith.addi(thread, int32_constant(n * THREADS)), int32_constant(count - 1))
+        index, vector_type = ir.IndexType.get(), ir.VectorType.get((1,), int32_type())
+        thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
+        registers = np.empty((padded_size // THREADS_PER_WARPGROUP,), dtype=object)
+        for n in range(padded_size // THREADS_PER_WARPGROUP):
+            element_index = arith.minui(
+                arith.addi(thread, int32_constant(n * THREADS_PER_WARPGROUP)), int32_constant(count - 1)
+            )
             registers[n] = vector.from_elements(
                 vector_type, [memref.load(ref, [arith.index_cast(index, element_index)])]
             )
-        strided_layout = mgpu.WGStridedFragLayout((size,), 1)
+        strided_layout = mgpu.WGStridedFragLayout((padded_size,), 1)
         return mgpu.FragmentedArray(_registers=registers, _layout=strided_layout, _is_signed=True)
 
     return load(ref)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _write(items: Any, columns: Any, row: Any) -> None:
+def _write_item(items: Any, columns: Any, item_index: Any) -> None:
     for number, column in enumerate(columns):
-        items[row, number] = column[row]
+        items[item_index, number] = column[item_index]
 
 
-def _running_sums(steps: Any, sums: Any, size: int, layout: Any) -> Any:
-    sums[:size] = jnp.zeros_like(steps)
+def _running_sums(steps: Any, sums_ref: Any, padded_items: int, layout: Any) -> Any:
+    sums_ref[:padded_items] = jnp.zeros_like(steps)
     shift = 1
-    while shift < size:
-        sums[size:] = steps
-        steps = steps + arrays.load_with_layout(sums.at[size - shift : 2 * size - shift], layout)
+    while shift < padded_items:
+        sums_ref[padded_items:] = steps
+        steps = steps + arrays.load_with_layout(sums_ref.at[padded_items - shift : 2 * padded_items - shift], layout)
         shift *= 2
     return steps
 
 
-def _first_step_of_program(spec: LatentSpec, steps: Any, ends: Any, program: Any) -> tuple[Any, Any]:
+def _first_step_of_program(spec: LatentSpec, steps_per_item: Any, step_ends: Any, program: Any) -> tuple[Any, Any]:
     """Returns the first step of a program in the order of all steps, and its item."""
-    total, max_steps = jnp.sum(steps), jnp.max(steps)
-    steps_per_program = lax.div(total + (spec.programs - 1), I32(spec.programs))
-    if spec.max_growth_percent:
+    total, max_steps = jnp.sum(steps_per_item), jnp.max(steps_per_item)
+    steps_per_program = lax.div(total + (spec.num_programs - 1), I32(spec.num_programs))
+    if spec.max_share_growth_percent:
         whole_item_steps = lax.div(steps_per_program + max_steps - 1, max_steps) * max_steps
-        has_equal_steps = total == max_steps * spec.rows
+        has_equal_steps = total == max_steps * spec.num_items
         steps_per_program = jnp.where(
             has_equal_steps
-            & ((whole_item_steps - steps_per_program) * 100 <= steps_per_program * spec.max_growth_percent),
+            & ((whole_item_steps - steps_per_program) * 100 <= steps_per_program * spec.max_share_growth_percent),
             whole_item_steps,
             steps_per_program,
         )
     begin = jnp.minimum(program * steps_per_program, total)
-    item = jnp.sum(jnp.where(ends <= begin, 1, 0))
-    return begin, jnp.minimum(item, spec.rows - 1)
+    item = jnp.sum(jnp.where(step_ends <= begin, 1, 0))
+    return begin, jnp.minimum(item, spec.num_items - 1)

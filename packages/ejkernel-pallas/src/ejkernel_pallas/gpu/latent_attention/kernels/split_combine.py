@@ -24,7 +24,7 @@ from ejkernel_pallas.gpu.latent_attention.spec import MASKED_SCORE, ScheduledSpe
 
 COLUMNS_PER_STAGE = 64
 """Columns that a thread block merges at a time."""
-TARGET_BLOCKS = 528
+TARGET_THREAD_BLOCKS = 528
 """The approximate number of thread blocks: four per multiprocessor."""
 
 
@@ -35,38 +35,43 @@ class KernelOutputs:
     Attributes:
         output: [T * tiles * 64, W] of items of a single program.
         lse: [T * tiles, 64] of the same items.
-        parts: [programs * 2 * tiles, 64, W] float32, partial results of the other items.
-        part_lse: [programs * 2 * tiles, 64], their lse.
+        partial_outputs: [programs * 2 * tiles, 64, W] float32, partial results of the other items.
+        partial_lse: [programs * 2 * tiles, 64], their lse.
     """
 
     output: Any
     lse: Any
-    parts: Any
-    part_lse: Any
+    partial_outputs: Any
+    partial_lse: Any
 
 
 def combine_partial_results(
-    spec: ScheduledSpec, plan: LatentSchedule, outputs: KernelOutputs, stored_rows: int = WGMMA_M
+    spec: ScheduledSpec, schedule: LatentSchedule, outputs: KernelOutputs, stored_rows: int = WGMMA_M
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, W] and lse [T, H] of all items.
 
     Args:
         spec: Constants.
-        plan: Items and shares.
+        schedule: Items and shares.
         outputs: The kernel's outputs.
         stored_rows: The number of leading rows of a tile that it wrote.
     """
-    operands = {"parts": outputs.parts, "part_lse": outputs.part_lse, "items": plan.items, "shares": plan.shares}
+    operands = {
+        "parts": outputs.partial_outputs,
+        "part_lse": outputs.partial_lse,
+        "items": schedule.items,
+        "shares": schedule.program_starts,
+    }
     width = outputs.output.shape[1]
     column_blocks = width // COLUMNS_PER_STAGE
     # Blocks with nothing to merge cost little, but not nothing: with many tiles each block has more columns.
-    while column_blocks % 2 == 0 and spec.rows * spec.tiles * column_blocks > TARGET_BLOCKS:
+    while column_blocks % 2 == 0 and spec.num_items * spec.tiles_per_item * column_blocks > TARGET_THREAD_BLOCKS:
         column_blocks //= 2
 
     def body(operand_refs: dict[str, Any], updated: dict[str, Any]) -> None:
         block = lax.axis_index("block")
         tile, column_block = lax.div(block, I32(column_blocks)), lax.rem(block, I32(column_blocks))
-        _combine(
+        _merge_item_columns(
             spec,
             operand_refs,
             updated,
@@ -76,46 +81,46 @@ def combine_partial_results(
         )
 
     results = {"output": outputs.output, "lse": outputs.lse}
-    results = update_in_place(body, operands, results, spec.rows * spec.tiles * column_blocks)
+    results = update_in_place(body, operands, results, spec.num_items * spec.tiles_per_item * column_blocks)
     output, lse = results["output"], results["lse"]
-    output = output.reshape(spec.rows, spec.tiles * WGMMA_M, width)[:, : spec.heads]
-    return output, lse.reshape(spec.rows, spec.tiles * WGMMA_M)[:, : spec.heads]
+    output = output.reshape(spec.num_items, spec.tiles_per_item * WGMMA_M, width)[:, : spec.stored_rows_per_item]
+    return output, lse.reshape(spec.num_items, spec.tiles_per_item * WGMMA_M)[:, : spec.stored_rows_per_item]
 
 
-def _combine(
+def _merge_item_columns(
     spec: ScheduledSpec,
     operands: dict[str, Any],
-    updated: dict[str, Any],
-    tile_number: Any,
+    updated_refs: dict[str, Any],
+    tile_index: Any,
     column_range: tuple[Any, int],
     stored_rows: int,
 ) -> None:
     """Merges columns of one tile of heads of an item; `column_range` is the first column and their number."""
-    item, tile = lax.div(tile_number, I32(spec.tiles)), lax.rem(tile_number, I32(spec.tiles))
+    item, tile = lax.div(tile_index, I32(spec.tiles_per_item)), lax.rem(tile_index, I32(spec.tiles_per_item))
     start, steps = operands["items"][item, 2], operands["items"][item, 3]
     # All programs have equal shares, except the last ones: program 1 starts where the first share ends.
     steps_per_program = jnp.maximum(operands["shares"][1, 1], 1)
     first, last = lax.div(start, steps_per_program), lax.div(start + steps - 1, steps_per_program)
-    rows = pl.ds(tile_number * WGMMA_M, WGMMA_M)
+    rows = pl.ds(tile_index * WGMMA_M, WGMMA_M)
 
     def merge_columns(stage: Any, carry: Any) -> Any:
         column = column_range[0] + stage * COLUMNS_PER_STAGE
         columns = pl.ds(column, COLUMNS_PER_STAGE)
 
-        def slot(program: Any) -> Any:
-            return (program * 2 + (program == first).astype(I32)) * spec.tiles + tile
+        def partial_result_slot(program: Any) -> Any:
+            return (program * 2 + (program == first).astype(I32)) * spec.tiles_per_item + tile
 
-        def load(program: Any) -> tuple[Any, Any]:
+        def load_partial_result(program: Any) -> tuple[Any, Any]:
             # With an odd number of partial results, the last is loaded twice, the second time with a weight of 0.
-            slot_index = slot(jnp.minimum(program, last))
-            partial_lse = arrays.load_rows(operands["part_lse"].at[slot_index])
+            slot_index = partial_result_slot(jnp.minimum(program, last))
+            partial_lse = arrays.load_row_vector(operands["part_lse"].at[slot_index])
             column_range = arrays.load_first_rows(operands["parts"].at[slot_index, :, columns], stored_rows)
             return jnp.where(program <= last, partial_lse, MASKED_SCORE), column_range
 
-        def add(tile_number: Any, state: Any) -> Any:
+        def add_two_partials(tile_number: Any, state: Any) -> Any:
             output, row_max, row_sum = state
             # Two at a time, so that all their loads are in flight together.
-            partials = [load(first + 2 * tile_number + n) for n in (0, 1)]
+            partials = [load_partial_result(first + 2 * tile_number + n) for n in (0, 1)]
             new_max = jnp.maximum(row_max, jnp.maximum(partials[0][0], partials[1][0]))
             alpha = jnp.exp(row_max - new_max)
             output, row_sum = output * broadcast_to_columns(alpha, output.shape), row_sum * alpha
@@ -131,17 +136,17 @@ def _combine(
 
         zeros = (
             arrays.zero_tile((WGMMA_M, COLUMNS_PER_STAGE)),
-            arrays.fill_rows(WGMMA_M, MASKED_SCORE),
-            arrays.fill_rows(WGMMA_M, 0.0),
+            arrays.fill_row_vector(WGMMA_M, MASKED_SCORE),
+            arrays.fill_row_vector(WGMMA_M, 0.0),
         )
-        output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add, zeros)
+        output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add_two_partials, zeros)
         output = output * broadcast_to_columns(1 / row_sum, output.shape)
-        arrays.store_first_rows(updated["output"].at[rows, columns], output.astype(spec.dtype), stored_rows)
+        arrays.store_first_rows(updated_refs["output"].at[rows, columns], output.astype(spec.dtype), stored_rows)
 
         @pl.when(column == 0)
         # All blocks of columns compute lse; the first writes it.
         def _lse() -> None:
-            updated["lse"][tile_number] = row_max + jnp.log(row_sum)
+            updated_refs["lse"][tile_index] = row_max + jnp.log(row_sum)
 
         return carry
 

@@ -7,17 +7,17 @@ from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     """Shared memory and mbarriers; n is a stage of the pipeline.
 
     Attributes:
         q: [64, D] queries of a tile.
         k: [n, 128, D] blocks of keys.
         v: [n, 128, Dv] their values.
-        present: [n] int32, bit b: the page of keys 8 b to 8 b + 7 exists.
+        valid_key_bits: [n] int32, bit b: the page of keys 8 b to 8 b + 7 exists.
         q_full: Mbarrier: queries have arrived.
         q_free: Mbarrier: all reads of the queries are done.
-        k_full: [n] mbarriers: keys and `present` have arrived.
+        k_full: [n] mbarriers: keys and `valid_key_bits` have arrived.
         k_free: [n] mbarriers: all reads of the keys are done.
         v_full: [n] mbarriers: values have arrived.
         v_free: [n] mbarriers: all reads of the values are done.
@@ -26,7 +26,7 @@ class Shared:
     q: Any
     k: Any
     v: Any
-    present: Any
+    valid_key_bits: Any
     q_full: Any
     q_free: Any
     k_full: Any
@@ -49,4 +49,4 @@ class Call:
     spec: PagedSpec
     operands: dict[str, Any]
     outputs: Any
-    shared: Shared
+    shared: SharedMemory

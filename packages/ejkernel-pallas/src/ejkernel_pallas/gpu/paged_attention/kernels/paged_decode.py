@@ -20,9 +20,9 @@ from ejkernel.arithmetic import LN2
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns, store_tile
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
-from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows_outside
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, for_each_item, program_of
+from ejkernel_pallas.gpu.latent_attention.kernels.call import WorkItem, for_each_item, program_and_head_tile
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import produce
@@ -31,16 +31,16 @@ MASKED_SCORE = -1e30
 """The maximum of no scores, and a masked score: finite, so that differences are not NaN."""
 
 
-class State(NamedTuple):
+class ConsumerState(NamedTuple):
     """The state that the consumer carries from step to step.
 
     Attributes:
-        output: [64, Dv] unnormalised output.
+        unnormalised_output: [64, Dv] unnormalised output.
         row_max: [64] running maximum, in base 2.
         row_sum: [64] sums of the weights.
     """
 
-    output: Any
+    unnormalised_output: Any
     row_max: Any
     row_sum: Any
 
@@ -58,94 +58,103 @@ def paged_kernel(call: Call) -> None:
     pl.when(warpgroup == 1)(lambda: produce(call))
 
 
-def _consume_item(call: Call, item: Item, count: Any) -> Any:
+def _consume_item(call: Call, item: WorkItem, blocks_done: Any) -> Any:
     """Computes a program's steps of an item; returns the number of blocks that it has processed so far."""
     shared, spec = call.shared, call.spec
     plgpu.barrier_wait(shared.q_full)
-    begin = State(
+    begin = ConsumerState(
         arrays.zero_tile((WGMMA_M, spec.value_dim)),
-        arrays.fill_rows(WGMMA_M, MASKED_SCORE),
-        arrays.fill_rows(WGMMA_M, 0.0),
+        arrays.fill_row_vector(WGMMA_M, MASKED_SCORE),
+        arrays.fill_row_vector(WGMMA_M, 0.0),
     )
-    position = call.operands["items"][item.row, 5]
-    state = lax.fori_loop(0, item.steps, lambda n, state: _step(call, item, position, (n, count + n), state), begin)
+    position = call.operands["items"][item.query_row, 5]
+    state = lax.fori_loop(
+        0, item.num_steps, lambda n, state: _attend_block(call, item, position, (n, blocks_done + n), state), begin
+    )
     # The last scores have been awaited.
     plgpu.barrier_arrive(shared.q_free)
     # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(LOWEST - LOWEST) = 1. `forward.py` drops
     # such rows by their lse.
-    output = state.output * broadcast_to_columns(spec.value_scale / state.row_sum, state.output.shape)
-    _write(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
-    return count + item.steps
+    output = state.unnormalised_output * broadcast_to_columns(spec.value_scale / state.row_sum, state.unnormalised_output.shape)
+    _write_output(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
+    return blocks_done + item.num_steps
 
 
-def _step(call: Call, item: Item, position: Any, numbers: tuple[Any, Any], state: State) -> State:
-    """Adds a block of keys; `numbers` are the step of the item and the program's earlier blocks."""
+def _attend_block(
+    call: Call, item: WorkItem, first_position: Any, step_and_blocks_done: tuple[Any, Any], state: ConsumerState
+) -> ConsumerState:
+    """Adds a block of keys; `step_and_blocks_done` are the step of the item and the program's earlier blocks."""
     shared, spec = call.shared, call.spec
-    slot = lax.rem(numbers[1], I32(spec.stages))
-    key = (item.first + numbers[0]) * KEYS_PER_STEP
+    slot = lax.rem(step_and_blocks_done[1], I32(spec.stages))
+    key = (item.first_step + step_and_blocks_done[0]) * KEYS_PER_STEP
     plgpu.barrier_wait(shared.k_full.at[slot])
     # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
-    scores = wgmma.wait(wgmma.issue_scores(shared.q, shared.k.at[slot]), in_flight=0)
+    scores = wgmma.wait_for_products(wgmma.issue_scores(shared.q, shared.k.at[slot]), in_flight=0)
     # Before the stage is freed: the producer then writes the bits of a later block.
-    present = shared.present[slot]
+    present = shared.valid_key_bits[slot]
     # The stage's keys are freed while its values are still needed: they have separate mbarriers.
     plgpu.barrier_arrive(shared.k_free.at[slot])
-    scores = _masked(call, item, scores, (key, position, present))
+    scores = _mask_scores(call, item, scores, (key, first_position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - broadcast_to_columns(row_max, scores.shape))
     # A row without any key so far has weights of 1: its first key makes alpha exp2(LOWEST - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
-    output = _rescale(call, state.output, alpha)
-    first, end = item.low - key, item.keys - key
+    output = _rescale_output(call, state.unnormalised_output, alpha)
+    first, end = item.first_key - key, item.key_end - key
     plgpu.barrier_wait(shared.v_full.at[slot])
     # Slots of keys that no row attends to may hold NaN, and a weight of zero times NaN is NaN.
-    pl.when((end < KEYS_PER_STEP) | (first > 0))(lambda: _zero_rows(shared.v.at[slot], first, end))
+    pl.when((end < KEYS_PER_STEP) | (first > 0))(lambda: _zero_rows_outside(shared.v.at[slot], first, end))
     # Keeps the conversion before the product, during which the registers of its operand must not be written.
     weights = lax.optimization_barrier(weights.astype(spec.dtype))
     output = _multiply_values(output, weights, shared.v.at[slot])
     plgpu.barrier_arrive(shared.v_free.at[slot])
-    return State(output, row_max, row_sum)
+    return ConsumerState(output, row_max, row_sum)
 
 
-def _masked(call: Call, item: Item, scores: Any, numbers: tuple[Any, Any, Any]) -> Any:
+def _mask_scores(call: Call, item: WorkItem, scores: Any, key_position_and_bits: tuple[Any, Any, Any]) -> Any:
     """Returns scores in base 2, `MASKED_SCORE` where a row does not attend.
 
     Args:
         call: The launch.
         item: The item whose keys these are.
         scores: [64, 128].
-        numbers: The block's first key, the position of the tile's first token, and the bits of pages that exist.
+        key_position_and_bits: The block's first key, the position of the tile's first token, and the bits of pages that
+            exist.
     """
-    spec, (key, position, present) = call.spec, numbers
+    spec, (key, position, present) = call.spec, key_position_and_bits
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     # Limits of the whole tile: the first key of its first token, and the last key of its last. Limits of single tokens
     # follow below.
-    is_attended = (column < item.keys - key) & (column >= item.low - key)
-    if spec.columns:
+    is_attended = (column < item.key_end - key) & (column >= item.first_key - key)
+    if spec.pages_per_table_row:
         group_bits = jnp.right_shift(present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
         is_attended = is_attended & (jnp.bitwise_and(group_bits, 1) > 0)
-    if spec.tokens > 1 and (spec.left is not None or spec.right is not None):
+    if spec.tokens_per_tile > 1 and (spec.left_window is not None or spec.right_window is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         # The distance of a key from its row's token.
-        distance = column - lax.div(row, I32(spec.group)) + (key - position)
-        if spec.right is not None:
-            is_attended = is_attended & (distance <= spec.right)
-        if spec.left is not None:
-            is_attended = is_attended & (distance >= -spec.left)
+        distance = column - lax.div(row, I32(spec.rows_per_token)) + (key - position)
+        if spec.right_window is not None:
+            is_attended = is_attended & (distance <= spec.right_window)
+        if spec.left_window is not None:
+            is_attended = is_attended & (distance >= -spec.left_window)
     # Selected, instead of adding -inf: products with invalid slots may be NaN, and keys are not zeroed.
-    return jnp.where(is_attended, scores * spec.exponent, MASKED_SCORE)
+    return jnp.where(is_attended, scores * spec.log2_scale, MASKED_SCORE)
 
 
-def _zero_rows(tile: Any, first: Any, end: Any) -> None:
+def _zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
     """Writes zeros to the rows of a tile before `first` and from `end` on."""
-    zero_rows(tile, first, end)
+    zero_rows_outside(tile, first, end)
     plgpu.commit_smem()
 
 
-def _rescale(call: Call, output: Any, alpha: Any) -> Any:
-    return rescale_lazily(output, alpha) if call.spec.lazy else output * broadcast_to_columns(alpha, output.shape)
+def _rescale_output(call: Call, output: Any, alpha: Any) -> Any:
+    return (
+        rescale_lazily(output, alpha)
+        if call.spec.rescales_lazily
+        else output * broadcast_to_columns(alpha, output.shape)
+    )
 
 
 def _multiply_values(output: Any, weights: Any, values: Any) -> Any:
@@ -154,19 +163,19 @@ def _multiply_values(output: Any, weights: Any, values: Any) -> Any:
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(ref)
 
 
-def _write(call: Call, item: Item, output: Any, lse: Any) -> None:
+def _write_output(call: Call, item: WorkItem, output: Any, lse: Any) -> None:
     """Writes the rows of an item, or of a partial result."""
     output_ref, sums, parts, partial_lse = call.outputs
-    _, head = program_of(call)
-    number = item.row * call.spec.tiles + head
+    _, head = program_and_head_tile(call)
+    number = item.query_row * call.spec.tiles_per_item + head
 
-    @pl.when(item.whole)
+    @pl.when(item.is_whole)
     def _write_whole() -> None:
         store_tile(output_ref.at[pl.ds(number * WGMMA_M, WGMMA_M), :], output.astype(call.spec.dtype))
         sums[number] = lse
 
-    @pl.when(~item.whole)
-    def _part() -> None:
+    @pl.when(~item.is_whole)
+    def _write_partial() -> None:
         # Divided by its own denominator, which its lse includes: the weight when partial results are merged.
-        parts[item.slot] = output
-        partial_lse[item.slot] = lse
+        parts[item.partial_result_slot] = output
+        partial_lse[item.partial_result_slot] = lse

@@ -29,18 +29,18 @@ from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index
 from ejkernel_pallas.gpu.paged_attention.plan.prefill import (
-    KEY_RANGE_FIELDS,
     NUM_LIVE_TILES_FIELD,
-    ROWS_PER_TILE,
-    make_prefill,
+    PAGED_TILE_FIELDS,
+    QUERY_ROWS_PER_TILE,
+    make_prefill_tiles,
 )
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 from ejkernel_pallas.gpu.tiled_attention.config import HopperForward, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.forward import run_plan
+from ejkernel_pallas.gpu.tiled_attention.forward import run_schedule
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import PagedTile
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-STAGES = 2
+KEY_BLOCK_STAGES = 2
 """Blocks of keys, and of values, in shared memory."""
 OPERANDS = ("q", "k", "v", "tables", "table")
 """Operands of the kernel, in the order in which `prefill` passes them."""
@@ -59,7 +59,7 @@ class PagedKeys:
     spec: PagedSpec
 
     @property
-    def copies(self) -> int:
+    def copies_per_block(self) -> int:
         """Returns the number of copies of a block: one per page, or per part of one."""
         return KEYS_PER_STEP // self.spec.slots_per_copy
 
@@ -67,10 +67,10 @@ class PagedKeys:
         """Returns the number of tiles with query tokens, over all heads."""
         return operands["table"][0, 0, NUM_LIVE_TILES_FIELD]
 
-    def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
+    def load_tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
         """Returns a tile of queries."""
         return PagedTile(
-            *(operands["table"][0, number, column] for column in range(KEY_RANGE_FIELDS.start, KEY_RANGE_FIELDS.stop))
+            *(operands["table"][0, number, column] for column in range(PAGED_TILE_FIELDS.start, PAGED_TILE_FIELDS.stop))
         )
 
     def find_pages(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
@@ -79,29 +79,29 @@ class PagedKeys:
         A missing one gets the number of pages: copies from past an array's end write zeros.
         """
         spec, key = self.spec, block * KEYS_PER_STEP
-        if spec.columns == 0:
+        if spec.pages_per_table_row == 0:
             return (tile.sequence,)
         pages: list[Any] = []
         for first in range(0, KEYS_PER_STEP, spec.slots_per_copy):
             column = lax.div(key + first, I32(spec.page_size))
             # Past the table's end its last entry is read; `is_valid_page` is false for it.
-            page = operands["tables"][tile.sequence, jnp.minimum(column, spec.columns - 1)]
-            is_valid_page = (key + first < tile.keys) & (page >= 0) & (page < spec.pages)
-            pages.append(jnp.where(is_valid_page, page, spec.pages))
+            page = operands["tables"][tile.sequence, jnp.minimum(column, spec.pages_per_table_row - 1)]
+            is_valid_page = (key + first < tile.key_end) & (page >= 0) & (page < spec.num_pages)
+            pages.append(jnp.where(is_valid_page, page, spec.num_pages))
         return tuple(pages)
 
     def valid_key_word(self, pages: tuple[Any, ...]) -> Any:
         """Returns a bit per key of a block, set if it exists."""
-        if self.spec.columns == 0:
+        if self.spec.pages_per_table_row == 0:
             # All bits set: keys past the last one are masked by their number.
             return I32(-1)
         valid_key_word, bits = I32(0), THREAD_COLUMNS_PER_EIGHT * (self.spec.slots_per_copy // SWIZZLE_ATOM_ROWS)
         for number, page in enumerate(pages):
             copy_bits = as_int32(((1 << bits) - 1) << (bits * number))
-            valid_key_word = valid_key_word | jnp.where(page < self.spec.pages, I32(copy_bits), I32(0))
+            valid_key_word = valid_key_word | jnp.where(page < self.spec.num_pages, I32(copy_bits), I32(0))
         return valid_key_word
 
-    def copy(
+    def copy_block(
         self,
         operands: dict[str, Any],
         operand_name: str,
@@ -115,7 +115,7 @@ class PagedKeys:
         rows, key_or_value = self.spec.slots_per_copy, ("k", "v").index(operand_name)
         for number, page in enumerate(pages):
             slot = block * KEYS_PER_STEP + number * rows
-            if self.spec.columns:
+            if self.spec.pages_per_table_row:
                 slot = lax.rem(slot, I32(self.spec.page_size))
             index, column = cache_index(self.spec, page, head, key_or_value)
             source = operands[operand_name].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
@@ -135,50 +135,52 @@ def prefill(
         lengths: Query rows of the sequences.
         cache: Keys and values as three axes, as `PagedKeys` reads them.
     """
-    plan, count = make_prefill(record, lengths), record.query.shape[0]
+    plan, count = make_prefill_tiles(record, lengths), record.query.shape[0]
     tables = jnp.zeros((1, 1), I32) if record.block_tables is None else record.block_tables.astype(I32)
-    run = sequential_vmap(functools.partial(_launch, _flash_spec(record, spec), spec))
+    run = sequential_vmap(functools.partial(_launch, _make_flash_spec(record, spec), spec))
     output, lse = run(pad_rows(record.query[None], WGMMA_M), *cache, tables, plan)
     return output[0, :count], lse[0, :, :count].T
 
 
-def _flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
+def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
     left, right = band(record)
     return HopperSpec(
-        batch=1,
-        queries=0,
-        keys=paged_cache.capacity(record),
-        heads=record.query.shape[1],
-        kv_heads=spec.tiles,
+        batch_size=1,
+        q_len=0,
+        kv_len=paged_cache.capacity(record),
+        num_heads=record.query.shape[1],
+        num_kv_heads=spec.tiles_per_item,
         head_dim=spec.key_dim,
         value_dim=spec.value_dim,
         dtype=spec.dtype,
         scale=record.softmax_scale,
         soft_cap=None,
-        left=left,
-        right=right,
-        segments=False,
-        pattern=False,
-        sinks=False,
-        threshold=0,
+        left_window=left,
+        right_window=right,
+        has_segments=False,
+        has_pattern=False,
+        has_sinks=False,
+        dropout_threshold=0,
         dropout_scale=record.value_scale,
-        pages=True,
-        key_starts=record.kv_starts is not None,
+        keys_in_pages=True,
+        has_key_starts=record.kv_starts is not None,
     )
 
 
 def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns outputs [1, T, H, Dv] and lse [1, H, T], padded to groups of eight rows."""
     operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
-    tile = forward_tile(HopperForward(block_q=ROWS_PER_TILE, block_kv=KEYS_PER_STEP, stages=STAGES), spec)
-    # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.
-    plan = tile_scheduler.make_plan(
-        operands["table"].shape[1],
-        batch=1,
-        heads=spec.heads,
-        reverse=False,
-        head_bytes=1,
-        group=spec.group_size,
-        persistent=True,
+    tile = forward_tile(
+        HopperForward(block_q=QUERY_ROWS_PER_TILE, block_kv=KEYS_PER_STEP, stages=KEY_BLOCK_STAGES), spec
     )
-    return run_plan(spec, tile, plan, operands, 1, PagedKeys(layout))
+    # All heads are one bundle, so that tiles are in order over all of them and the live ones come first.
+    plan = tile_scheduler.make_tile_schedule(
+        operands["table"].shape[1],
+        batch_size=1,
+        heads_per_batch_row=spec.num_heads,
+        reverses_tiles=False,
+        head_bytes=1,
+        heads_per_group=spec.group_size,
+        is_persistent=True,
+    )
+    return run_schedule(spec, tile, plan, operands, 1, PagedKeys(layout))

@@ -11,8 +11,8 @@ from jax import lax
 
 from ejkernel.families.paged_attention.pages import COMBINED
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.latent_attention.kernels.call import Item, for_each_item, program_of
-from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import PageSlots, find_page_slots
+from ejkernel_pallas.gpu.latent_attention.kernels.call import WorkItem, for_each_item, program_and_head_tile
+from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import PageAndSlotPerCopy, find_page_and_slot_per_copy
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 from ejkernel_pallas.gpu.paged_attention.kernels.call import Call
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
@@ -21,56 +21,58 @@ from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 def produce(call: Call) -> None:
     """Copies all operands of the program."""
 
-    def one(item: Item, carry: Any) -> Any:
+    def copy_item(item: WorkItem, carry: Any) -> Any:
         count, number = carry
         _copy_queries(call, item, number)
 
         def step(n: Any, count: Any) -> Any:
-            _copy_block(call, item, (item.first + n) * KEYS_PER_STEP, count)
+            _copy_block(call, item, (item.first_step + n) * KEYS_PER_STEP, count)
             return count + 1
 
-        return lax.fori_loop(0, item.steps, step, count), number + 1
+        return lax.fori_loop(0, item.num_steps, step, count), number + 1
 
-    for_each_item(call, one, (I32(0), I32(0)))
+    for_each_item(call, copy_item, (I32(0), I32(0)))
 
 
-def _copy_queries(call: Call, item: Item, number: Any) -> None:
+def _copy_queries(call: Call, item: WorkItem, item_index: Any) -> None:
     """Copies 64 rows of the tile's KV head from its first token on: rows of later tokens are computed and dropped."""
     spec, shared = call.spec, call.shared
-    _, head = program_of(call)
+    _, head = program_and_head_tile(call)
     # The first item finds the queries' memory free.
-    pl.when(number > 0)(lambda: plgpu.barrier_wait(shared.q_free))
-    row = head * spec.query_rows + call.operands["items"][item.row, 6] * spec.group
+    pl.when(item_index > 0)(lambda: plgpu.barrier_wait(shared.q_free))
+    row = head * spec.query_rows_per_kv_head + call.operands["items"][item.query_row, 6] * spec.rows_per_token
     plgpu.copy_gmem_to_smem(call.operands["query"].at[pl.ds(row, WGMMA_M), :], shared.q, shared.q_full)
 
 
-def _copy_block(call: Call, item: Item, key: Any, count: Any) -> None:
+def _copy_block(call: Call, item: WorkItem, first_key: Any, blocks_done: Any) -> None:
     """Copies the keys, then the values of a block, each once its stage is free."""
     spec, shared = call.spec, call.shared
-    slot = lax.rem(count, I32(spec.stages))
+    slot = lax.rem(blocks_done, I32(spec.stages))
     # Before the waits, so that the page table's latency overlaps with them.
-    page_slots, present = find_page_slots(call, item, key, KEYS_PER_STEP)
+    page_slots, present = find_page_and_slot_per_copy(call, item, first_key, KEYS_PER_STEP)
     # The first blocks find their stages free, without an arrival.
-    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    pl.when(blocks_done >= spec.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # After the wait: until then the previous block is masked with its bits.
-    shared.present[slot] = present
-    _copy(call, page_slots, 0, shared.k.at[slot], shared.k_full.at[slot])
+    shared.valid_key_bits[slot] = present
+    _copy_keys_or_values(call, page_slots, 0, shared.k.at[slot], shared.k_full.at[slot])
     plgpu.barrier_arrive(shared.k_full.at[slot])  # after the bits
-    pl.when(count >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
-    _copy(call, page_slots, 1, shared.v.at[slot], shared.v_full.at[slot])
+    pl.when(blocks_done >= spec.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
+    _copy_keys_or_values(call, page_slots, 1, shared.v.at[slot], shared.v_full.at[slot])
 
 
-def _copy(call: Call, page_slots: PageSlots, key_or_value: int, target: Any, full: Any) -> None:
+def _copy_keys_or_values(
+    call: Call, page_slots: PageAndSlotPerCopy, key_or_value: int, target: Any, full_barrier: Any
+) -> None:
     """Copies keys (0) or values (1) of a block, one copy per page or part of one; past an array's end copies write
     zeros.
     """
     rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[key_or_value]]
-    _, head = program_of(call)
+    _, head = program_and_head_tile(call)
     for number, (page, slot) in enumerate(page_slots):
         index, column = cache_index(call.spec, page, head, key_or_value)
         columns = pl.ds(column, target.shape[1])
         plgpu.copy_gmem_to_smem(
-            source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full
+            source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full_barrier
         )
 
 
@@ -81,11 +83,11 @@ def cache_index(spec: PagedSpec, page: Any, head: Any, key_or_value: int) -> tup
     The second axis is the page's slots.
     """
     size = (spec.key_dim, spec.value_dim)[key_or_value]
-    if spec.layout == COMBINED:
-        return page, (head * 2 + key_or_value) * spec.lanes
-    if spec.layout == "pshd":
+    if spec.cache_layout == COMBINED:
+        return page, (head * 2 + key_or_value) * spec.keys_to_values_stride
+    if spec.cache_layout == "pshd":
         return page, head * size
-    if spec.layout == "phsd":
-        return page * spec.tiles + head, 0
+    if spec.cache_layout == "phsd":
+        return page * spec.tiles_per_item + head, 0
     # Heads are outermost: a missing page is past the pages of all heads, not at the next head's first page.
-    return jnp.where(page < spec.pages, head * spec.pages + page, spec.tiles * spec.pages), 0
+    return jnp.where(page < spec.num_pages, head * spec.num_pages + page, spec.tiles_per_item * spec.num_pages), 0

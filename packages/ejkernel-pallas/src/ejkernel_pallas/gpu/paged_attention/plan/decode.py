@@ -16,15 +16,17 @@ from ejkernel_pallas.gpu.latent_attention.plan import LatentSchedule
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP
 
 
-def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered: int = 0) -> LatentSchedule:
+def make_schedule(
+    record: PagedAttention, tiles: QueryTiles, num_programs: int, gathered_tokens_per_tile: int = 0
+) -> LatentSchedule:
     """Returns the items of a record, with two more columns, the first token's position and its query row; and the
     shares.
 
     Args:
         record: The canonical arguments.
         tiles: Tiles of query tokens.
-        programs: Programs that share the steps.
-        gathered: Query rows per tile if they are gathered; 0 if they are in the record's order.
+        num_programs: Programs that share the steps.
+        gathered_tokens_per_tile: Query rows per tile if they are gathered; 0 if they are in the record's order.
     """
     sequence_of_row, kv_lens = tiles.sequence, record.kv_lens.astype(I32)
     keys = jnp.minimum(kv_lens[sequence_of_row], paged_cache.capacity(record))
@@ -45,12 +47,12 @@ def make_plan(record: PagedAttention, tiles: QueryTiles, programs: int, gathered
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
     ends = jnp.cumsum(steps, dtype=I32)
     total = ends[-1]
-    steps_per_program = cdiv(total, programs)
-    begin = jnp.minimum(jnp.arange(programs + 1, dtype=I32) * steps_per_program, total)
+    steps_per_program = cdiv(total, num_programs)
+    begin = jnp.minimum(jnp.arange(num_programs + 1, dtype=I32) * steps_per_program, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
     # Tokens of the batch before this tile's first.
     row = paged_cache.query_ranges(record)[0][sequence_of_row] + tiles.skipped
-    if gathered:
-        row = jnp.arange(sequence_of_row.shape[0], dtype=I32) * gathered
+    if gathered_tokens_per_tile:
+        row = jnp.arange(sequence_of_row.shape[0], dtype=I32) * gathered_tokens_per_tile
     items = jnp.stack((sequence_of_row, keys, ends - steps, steps, low, tiles.position, row), axis=1)
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, len(sequence_of_row) - 1), begin), axis=1))

@@ -11,9 +11,9 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
 
-ROWS_PER_TILE = 128
+QUERY_ROWS_PER_TILE = 128
 """Query rows per work tile."""
-KEY_RANGE_FIELDS = slice(4, 11)
+PAGED_TILE_FIELDS = slice(4, 11)
 """Columns of the table of tiles with the fields of `PagedTile`."""
 NUM_LIVE_TILES_FIELD = 11
 """The column with the number of tiles that have rows."""
@@ -25,17 +25,17 @@ class RowRuns(NamedTuple):
     Padding rows have no keys, so that the kernel writes zeros there.
 
     Attributes:
-        starts: [N + 2] int32, the first row.
-        rows: [N + 2] int32; 0 if the kernel should not write them.
-        keys: [N + 2] int32, tokens of the sequence.
-        low: [N + 2] int32, the first key.
+        first_rows: [N + 2] int32, the first row.
+        num_rows: [N + 2] int32; 0 if the kernel should not write them.
+        num_keys: [N + 2] int32, tokens of the sequence.
+        first_key: [N + 2] int32, the first key.
         has_missing_pages: [N + 2] bool, whether pages of the sequence are absent.
     """
 
-    starts: jax.Array
-    rows: jax.Array
-    keys: jax.Array
-    low: jax.Array
+    first_rows: jax.Array
+    num_rows: jax.Array
+    num_keys: jax.Array
+    first_key: jax.Array
     has_missing_pages: jax.Array
 
 
@@ -43,21 +43,21 @@ class RowTiles(NamedTuple):
     """Tiles of query rows, each of one run. All int32.
 
     Attributes:
-        total: [W], in each tile the number of tiles that have rows, which come first.
-        run: [W].
-        row: [W], the tile's first row, a multiple of eight.
-        first: [W], the first of the tile's rows that belongs to its run.
-        end: [W], the row after the last one of its run.
+        num_live_tiles: [W], in each tile the number of tiles that have rows, which come first.
+        run_index: [W].
+        first_row: [W], the tile's first row, a multiple of eight.
+        run_start: [W], the first of the tile's rows that belongs to its run.
+        run_end: [W], the row after the last one of its run.
     """
 
-    total: jax.Array
-    run: jax.Array
-    row: jax.Array
-    first: jax.Array
-    end: jax.Array
+    num_live_tiles: jax.Array
+    run_index: jax.Array
+    first_row: jax.Array
+    run_start: jax.Array
+    run_end: jax.Array
 
 
-def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> jax.Array:
+def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.RowLimits) -> jax.Array:
     """Returns the work tiles of the sequences with many query rows, and of padding rows.
 
     Returns:
@@ -65,70 +65,83 @@ def make_prefill(record: PagedAttention, lengths: paged_cache.RowLimits) -> jax.
         `tile_scheduler.block_range` reads them, the fields of `PagedTile`, and the number of tiles with rows over all
         heads.
     """
-    runs = _runs(record, lengths)
+    runs = _make_row_runs(record, sequence_row_limits)
     count, sequences = record.query.shape[0], record.kv_lens.shape[0]
     # An upper bound on such sequences; a run that starts at any row has up to seven rows of another one.
-    max_runs = min(sequences, count // max(1, lengths.least)) + 2
-    tiles = _tiles(runs, (count + (SWIZZLE_ATOM_ROWS - 1) * max_runs) // ROWS_PER_TILE + max_runs)
-    position = (runs.keys - runs.rows - runs.starts)[tiles.run] + tiles.row
-    low, keys, blocks = _key_blocks(record, runs, tiles, position)
-    items = (jnp.minimum(tiles.run, sequences - 1), position, low, keys, tiles.row, tiles.first, tiles.end)
+    max_runs = min(sequences, count // max(1, sequence_row_limits.least)) + 2
+    tiles = _make_row_tiles(runs, (count + (SWIZZLE_ATOM_ROWS - 1) * max_runs) // QUERY_ROWS_PER_TILE + max_runs)
+    position = (runs.num_keys - runs.num_rows - runs.first_rows)[tiles.run_index] + tiles.first_row
+    low, keys, blocks = _key_bounds_and_block_ranges(record, runs, tiles, position)
+    items = (
+        jnp.minimum(tiles.run_index, sequences - 1),
+        position,
+        low,
+        keys,
+        tiles.first_row,
+        tiles.run_start,
+        tiles.run_end,
+    )
     # A single array, since XLA would compute each by a separate launch before the kernel.
-    return jnp.stack((*blocks, *items, tiles.total * record.query.shape[1]), axis=1)[None]
+    return jnp.stack((*blocks, *items, tiles.num_live_tiles * record.query.shape[1]), axis=1)[None]
 
 
-def _runs(record: PagedAttention, lengths: paged_cache.RowLimits) -> RowRuns:
+def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.RowLimits) -> RowRuns:
     starts, rows = paged_cache.query_ranges(record)
     count, empty_run = record.query.shape[0], jnp.zeros(2, I32)
     begin = jnp.min(jnp.where(rows > 0, starts, count))
     end = jnp.maximum(jnp.max(jnp.where(rows > 0, starts + rows, 0)), begin)
-    rows = jnp.where((rows >= lengths.least) & (rows <= lengths.most), rows, 0)
+    rows = jnp.where((rows >= sequence_row_limits.least) & (rows <= sequence_row_limits.most), rows, 0)
     low = jnp.zeros_like(rows) if record.kv_starts is None else record.kv_starts.astype(I32)
     return RowRuns(
-        starts=jnp.concatenate((starts, jnp.stack((jnp.zeros_like(end), end)))),
-        rows=jnp.concatenate((rows, jnp.stack((begin, count - end)))),
-        keys=jnp.concatenate((jnp.where(rows > 0, record.kv_lens.astype(I32), 0), empty_run)),
-        low=jnp.concatenate((low, empty_run)),
+        first_rows=jnp.concatenate((starts, jnp.stack((jnp.zeros_like(end), end)))),
+        num_rows=jnp.concatenate((rows, jnp.stack((begin, count - end)))),
+        num_keys=jnp.concatenate((jnp.where(rows > 0, record.kv_lens.astype(I32), 0), empty_run)),
+        first_key=jnp.concatenate((low, empty_run)),
         has_missing_pages=jnp.concatenate((_has_missing_pages_before_end(record), empty_run > 0)),
     )
 
 
-def _tiles(runs: RowRuns, max_tiles: int) -> RowTiles:
+def _make_row_tiles(runs: RowRuns, max_tiles: int) -> RowTiles:
     """Returns the tiles of runs, ordered by the run's keys, the most first, and in a run the last tile first.
 
     Blocks that run together then read keys of the same sequence at about the same time, from L2; and no block is left
     with a long tile at the end.
     """
-    number = jnp.arange(runs.keys.shape[0], dtype=I32)
+    number = jnp.arange(runs.num_keys.shape[0], dtype=I32)
     # Copies start at multiples of eight rows.
-    before = runs.starts % SWIZZLE_ATOM_ROWS
-    count = jnp.where(runs.rows > 0, cdiv(before + runs.rows, ROWS_PER_TILE), 0)
+    before = runs.first_rows % SWIZZLE_ATOM_ROWS
+    count = jnp.where(runs.num_rows > 0, cdiv(before + runs.num_rows, QUERY_ROWS_PER_TILE), 0)
     # Sums of comparisons: a sort, a running sum and a search are at least one launch each.
-    keys, other = runs.keys[:, None], runs.keys[None]
+    keys, other = runs.num_keys[:, None], runs.num_keys[None]
     is_ordered_before = (other > keys) | ((other == keys) & (number[None] < number[:, None]))
     begin = jnp.sum(jnp.where(is_ordered_before, count[None], 0), axis=1)
     total = jnp.sum(jnp.broadcast_to(count[None], is_ordered_before.shape), axis=1)
     tile = jnp.arange(max_tiles, dtype=I32)
     contains_tile = (begin[None] <= tile[:, None]) & (tile[:, None] < (begin + count)[None])
     run, count_live_tiles = jnp.sum(jnp.where(contains_tile, number[None], 0), axis=1), tile < total[0]
-    row = (runs.starts - before)[run] + jnp.where(count_live_tiles, (begin + count)[run] - 1 - tile, 0) * ROWS_PER_TILE
-    first = jnp.maximum(runs.starts[run] - row, 0)
-    end = jnp.where(count_live_tiles, jnp.minimum((runs.starts + runs.rows)[run] - row, ROWS_PER_TILE), 0)
+    row = (runs.first_rows - before)[run] + jnp.where(
+        count_live_tiles, (begin + count)[run] - 1 - tile, 0
+    ) * QUERY_ROWS_PER_TILE
+    first = jnp.maximum(runs.first_rows[run] - row, 0)
+    end = jnp.where(count_live_tiles, jnp.minimum((runs.first_rows + runs.num_rows)[run] - row, QUERY_ROWS_PER_TILE), 0)
     return RowTiles(jnp.broadcast_to(total[0], tile.shape), run, row, first, end)
 
 
-def _key_blocks(
+def _key_bounds_and_block_ranges(
     record: PagedAttention, runs: RowRuns, tiles: RowTiles, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Returns the first key of each tile, the end of its keys, and the four limits of its ranges of blocks."""
     left, right = band(record)
     # Positions of the first row of the run, and after the last one.
-    first_position, last_position = position + tiles.first, position + tiles.end
-    keys, start = jnp.minimum(runs.keys, paged_cache.capacity(record))[tiles.run], runs.low[tiles.run]
+    first_position, last_position = position + tiles.run_start, position + tiles.run_end
+    keys, start = (
+        jnp.minimum(runs.num_keys, paged_cache.capacity(record))[tiles.run_index],
+        runs.first_key[tiles.run_index],
+    )
     if right is not None:
         keys = jnp.minimum(keys, last_position + right)
     low = jnp.maximum(start if left is None else jnp.maximum(start, first_position - left), 0)
-    keys = jnp.where((tiles.end > tiles.first) & (keys > low), keys, 0)
+    keys = jnp.where((tiles.run_end > tiles.run_start) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
     first, end_block = low // KEYS_PER_STEP, jnp.maximum(cdiv(keys, KEYS_PER_STEP), low // KEYS_PER_STEP + 1)
     # Full blocks: all rows attend to all keys from the last row's left limit to the first row's right limit.
@@ -138,7 +151,7 @@ def _key_blocks(
     # At most up to the end of full blocks: the kernel masks blocks before `full_start` only at their lower end.
     full_start = jnp.clip(cdiv(begin, KEYS_PER_STEP), first, full_end)
     # An absent page masks its keys, which full blocks do not.
-    has_missing_pages = runs.has_missing_pages[tiles.run]
+    has_missing_pages = runs.has_missing_pages[tiles.run_index]
     full_start, full_end = (
         jnp.where(has_missing_pages, first, full_start),
         jnp.where(has_missing_pages, first, full_end),

@@ -15,7 +15,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels import tile_masks
 from ejkernel_pallas.gpu.tiled_attention.kernels.padding import zero_padding_rows
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-Buffers = dict[str, Any]
+ArraysByName = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Call:
     Attributes:
         spec: Constants.
         tile: Tile sizes.
-        plan: The assignment of key tiles to blocks.
+        schedule: The assignment of key tiles to blocks.
         loops_by_head: Whether a block loops over all query blocks of a head before those of the group's next head.
         operands: Arrays in device memory.
         outputs: Arrays in device memory: gradients of keys, of values and, in float32 and unscaled, of queries; if
@@ -33,28 +33,28 @@ class Call:
         tile_counter: Counter of the key tiles that blocks, or clusters, have taken.
         dq_add_counts: Semaphores: how many key tiles have added their part of dq, for every query block.
         buffers: Shared memory and barriers.
-        member: Rank of the block in its cluster, whose members share a key tile.
+        cluster_member: Rank of the block in its cluster, whose members share a key tile.
     """
 
     spec: HopperSpec
     tile: BackwardTile
-    plan: tile_scheduler.TileSchedule
+    schedule: tile_scheduler.TileSchedule
     loops_by_head: bool
-    operands: Buffers
+    operands: ArraysByName
     outputs: Any
     tile_counter: Any
     dq_add_counts: Any
-    buffers: Buffers
-    member: Any = 0
+    buffers: ArraysByName
+    cluster_member: Any = 0
 
-    def query_block(self, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
-        """Returns the query block of a step: `place` itself, or with a pattern the entry of the keys' list."""
-        return self.list_entry("blocks", item, head, place) if self.spec.pattern else place
+    def query_block_index(self, item: tile_scheduler.WorkTile, head: Any, list_index: Any) -> Any:
+        """Returns the query block of a step: `list_index` itself, or with a pattern the entry of the keys' list."""
+        return self.list_entry("blocks", item, head, list_index) if self.spec.has_pattern else list_index
 
-    def list_entry(self, name: str, item: tile_scheduler.WorkTile, head: Any, place: Any) -> Any:
+    def list_entry(self, name: str, item: tile_scheduler.WorkTile, head: Any, list_index: Any) -> Any:
         """Returns an entry of a pattern's operand for the item's keys and a head."""
         operand = self.operands[name]
-        return operand[item.row(operand), *item.head_row(operand, 4, head), item.tile, place]
+        return operand[item.batch_row_of(operand), *item.head_index_of(operand, 4, head), item.tile_in_head, list_index]
 
     def list_bounds(self, item: tile_scheduler.WorkTile, head: Any) -> tuple[Any, ...]:
         """Returns positions in the list of a head: its start, the start and end of its full blocks, and its end."""
@@ -62,22 +62,22 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class QueryRuns:
+class QueryBlockRuns:
     """The query blocks that a block loops over.
 
     Attributes:
         item: The key tile whose dk and dv it accumulates.
-        first: The first of the query heads that share the keys.
-        run: Start of the query tiles, start and end of full ones, and end; without a pattern.
+        first_query_head: The first of the query heads that share the keys.
+        block_bounds: Start of the query tiles, start and end of full ones, and end; without a pattern.
     """
 
     item: tile_scheduler.WorkTile
-    first: Any
-    run: tuple[Any, ...]
+    first_query_head: Any
+    block_bounds: tuple[Any, ...]
 
 
 def for_each_query_block(
-    call: Call, query_runs: QueryRuns, body: Callable[..., Any], state: Any, has_masked_loops: bool
+    call: Call, query_runs: QueryBlockRuns, body: Callable[..., Any], state: Any, has_masked_loops: bool
 ) -> Any:
     """Loops over query blocks in reverse, in runs: partial, full, partial; each over all heads, or head by head.
 
@@ -85,7 +85,7 @@ def for_each_query_block(
     """
     item, heads = query_runs.item, 1 if call.loops_by_head else call.spec.group_size
 
-    def run(head: Any, low: Any, high: Any, masked: bool, state: Any) -> Any:
+    def loop_over_run(head: Any, low: Any, high: Any, masked: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
             return body(masked, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
@@ -94,13 +94,15 @@ def for_each_query_block(
         return lax.fori_loop(0, (high - low) * heads, step, state)
 
     def loop_over_runs(n: Any, state: Any) -> Any:
-        head = query_runs.first + n
-        start, full_start, full_end, stop = call.list_bounds(item, head) if call.spec.pattern else query_runs.run
+        head = query_runs.first_query_head + n
+        start, full_start, full_end, stop = (
+            call.list_bounds(item, head) if call.spec.has_pattern else query_runs.block_bounds
+        )
         if not has_masked_loops:
-            return run(head, start, stop, False, state)
+            return loop_over_run(head, start, stop, False, state)
         # Separate loops for full and partial blocks, since masks take registers and instructions in every step.
-        state = run(head, full_start, full_end, False, run(head, full_end, stop, True, state))
-        return run(head, start, full_start, True, state)
+        state = loop_over_run(head, full_start, full_end, False, loop_over_run(head, full_end, stop, True, state))
+        return loop_over_run(head, start, full_start, True, state)
 
     return (
         lax.fori_loop(0, call.spec.group_size, loop_over_runs, state)
@@ -109,91 +111,107 @@ def for_each_query_block(
     )
 
 
-def wait_for_tiles(call: Call, count: Any, masked: bool) -> None:
+def wait_for_tiles(call: Call, steps_done: Any, masked: bool) -> None:
     """With segments, waits for a step's tiles, and zeroes rows that may be padding.
 
     Without segments, products wait for them.
     """
     # Only segments have padding inside a tile, which must be overwritten before a product reads it.
-    if not call.spec.segments:
+    if not call.spec.has_segments:
         return
     buffers = call.buffers
-    slots = {name: lax.rem(count, I32(stages)) for name, stages in call.tile.stages.items()}
+    slots = {name: lax.rem(steps_done, I32(stages)) for name, stages in call.tile.stages_by_operand.items()}
     for name, slot in slots.items():
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
     if masked:
         ids = buffers["q_ids"].at[slots["q"]]
-        zero_padding(ids, *((buffers[name].at[slot], call.tile.swizzle_bytes(name)) for name, slot in slots.items()))
+        zero_padding(
+            ids, *((buffers[name].at[slot], call.tile.array_swizzle_bytes(name)) for name, slot in slots.items())
+        )
 
 
-def adder_warp(call: Call, count: Any, piece: int) -> Any:
+def adder_warp_of_piece(call: Call, steps_done: Any, piece: int) -> Any:
     """Returns which warp adds a piece of a step's part of dq."""
     # Round-robin: a warp that waits for earlier key tiles does not delay the other pieces.
-    return lax.rem(count * call.tile.dq_pieces + piece, I32(call.tile.adder_warps))
+    return lax.rem(steps_done * call.tile.num_dq_pieces + piece, I32(call.tile.num_adder_warps))
 
 
-def dq_full_barrier(call: Call, count: Any, piece: int) -> Any:
+def dq_full_barrier(call: Call, steps_done: Any, piece: int) -> Any:
     """Returns the mbarrier at which the adder warp of a piece of a step's part of dq waits for it.
 
     Each warp has one per piece, since the warpgroups finish in any order.
     """
-    return call.buffers["dq_full"].at[piece * call.tile.adder_warps + adder_warp(call, count, piece)]
+    return call.buffers["dq_full"].at[piece * call.tile.num_adder_warps + adder_warp_of_piece(call, steps_done, piece)]
 
 
 def store_split_gradient(
-    call: Call, item: tile_scheduler.WorkTile, name: Literal["k", "v"], row: Any, gradient: Any
+    call: Call, item: tile_scheduler.WorkTile, operand_name: Literal["k", "v"], first_row: Any, gradient: Any
 ) -> None:
-    """Stores the gradient of 64 keys or values from `row` on, for one part of a split tile."""
+    """Stores the gradient of 64 keys or values from `first_row` on, for one part of a split tile."""
     _, _, _, keys, values = call.outputs
-    parts = keys if name == "k" else values
+    parts = keys if operand_name == "k" else values
     # In float32: XLA adds up the parts, in a fixed order.
-    parts[item.part, pl.ds(row, WGMMA_M)] = gradient
+    parts[item.split_index, pl.ds(first_row, WGMMA_M)] = gradient
 
 
-def key_slice(call: Call, name: str, item: tile_scheduler.WorkTile, place: Any) -> Any:
+def key_slice(call: Call, operand_name: str, item: tile_scheduler.WorkTile, key_block_in_tile: Any) -> Any:
     """Returns 64 of a tile's keys in an operand in device memory."""
-    operand = call.operands[name]
-    return operand.at[item.row(operand), pl.ds(item.tile * call.tile.keys + place * WGMMA_M, WGMMA_M)]
+    operand = call.operands[operand_name]
+    return operand.at[
+        item.batch_row_of(operand), pl.ds(item.tile_in_head * call.tile.block_kv + key_block_in_tile * WGMMA_M, WGMMA_M)
+    ]
 
 
-def query_dropout_keys(call: Call, item: tile_scheduler.WorkTile, head: Any, index: Any) -> Any:
+def query_dropout_keys(call: Call, item: tile_scheduler.WorkTile, head: Any, query_block_index: Any) -> Any:
     """Returns dropout's keys of a step's queries in device memory, if they do not fit shared memory."""
-    dropout_keys, queries = call.operands["q_dropout_keys"], call.tile.queries
-    return arrays.load_columns(dropout_keys.at[item.row(dropout_keys), head, pl.ds(index * queries, queries)])
+    dropout_keys, queries = call.operands["q_dropout_keys"], call.tile.block_q
+    return arrays.load_column_vector(
+        dropout_keys.at[item.batch_row_of(dropout_keys), head, pl.ds(query_block_index * queries, queries)]
+    )
 
 
-def zero_padding(ids: Any, *parts: tuple[Any, int]) -> None:
+def zero_padding(ids: Any, *tiles_and_line_bytes: tuple[Any, int]) -> None:
     """Zeroes padding rows, which may hold anything: a weight of zero times NaN is NaN.
 
     A warpgroup zeroes all that its products read; the other one may write the same zeros.
     """
-    for part, line in parts:
+    for part, line in tiles_and_line_bytes:
         zero_padding_rows(part, ids, line)
     plgpu.commit_smem()
 
 
-def masked_scores(
-    call: Call, key: Any, row_ids: Any, slot: Any, index: Any, words: tuple[Any, ...], scores: Any
+def mask_score_tile(
+    call: Call,
+    first_key: Any,
+    row_ids: Any,
+    slot: Any,
+    query_block_index: Any,
+    mask_words: tuple[Any, ...],
+    scores: Any,
 ) -> Any:
     """Returns scores of 64 keys with a query block, minus infinity for masked pairs.
 
     Args:
         call: The kernel's arguments.
-        key: Index of the first key.
+        first_key: Index of the first key.
         row_ids: Segment ids of the keys, or None.
         slot: The stage of the queries.
-        index: The tile of queries.
-        words: Bits of the pattern, from `pattern_words`.
+        query_block_index: The tile of queries.
+        mask_words: Bits of the pattern, from `pattern_words`.
         scores: Float32 [64, queries].
     """
-    query_limits = tile_masks.query_range(call.spec, WGMMA_M, index * call.tile.queries, key)
+    query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, query_block_index * call.tile.block_q, first_key)
     ids = None if row_ids is None else (row_ids, call.buffers["q_ids"].at[slot])
-    return tile_masks.mask_outside_query_range(scores, *query_limits, ids, words)
+    return tile_masks.mask_outside_query_range(scores, *query_limits, ids, mask_words)
 
 
-def pattern_words(call: Call, item: tile_scheduler.WorkTile, head: Any, place: Any, part: Any) -> tuple[Any, ...]:
-    """Returns bits of the pattern for 64 of the item's keys, from `part` times 64 on, and a query block."""
-    if not call.spec.pattern:
+def load_pattern_words(
+    call: Call, item: tile_scheduler.WorkTile, head: Any, list_index: Any, key_block_in_tile: Any
+) -> tuple[Any, ...]:
+    """Returns bits of the pattern for 64 of the item's keys, from `key_block_in_tile` times 64 on, and a query
+    block.
+    """
+    if not call.spec.has_pattern:
         return ()
-    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", item, head, place)]
-    return tile_masks.load_words(words, part * WGMMA_M, call.tile.queries)
+    words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", item, head, list_index)]
+    return tile_masks.load_mask_words(words, key_block_in_tile * WGMMA_M, call.tile.block_q)

@@ -18,8 +18,8 @@ from ejkernel_pallas.gpu.hopper.registers import (
     as_int32,
     float32_constant,
     int32_constant,
-    scalar,
     unpack_pair,
+    unpack_row_value,
     with_registers,
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
@@ -55,7 +55,7 @@ def dropout_key_operands(record: TiledAttention, spec: HopperSpec, queries: int,
     }
 
 
-def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
+def zero_dropped_weights(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights: jax.Array) -> Any:
     """Returns weights [rows, columns] with dropped ones set to zero.
 
     It multiplies instead of selecting: selections, comparisons and conversions run on one unit, which would be busier
@@ -74,7 +74,7 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
     )
     def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
         new_registers: list[Any] = []
-        for register, products in zip(tile.registers.flat, _key_products(rows, columns), strict=True):
+        for register, products in zip(tile.registers.flat, _row_and_column_key_products(rows, columns), strict=True):
             operands = (
                 [weight, n, _keep_threshold(spec)] for weight, n in zip(unpack_pair(register), products, strict=True)
             )
@@ -87,7 +87,9 @@ def zero_dropped(spec: HopperSpec, rows: jax.Array, columns: jax.Array, weights:
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def select_by_dropout(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *choices: tuple[Any, Any]) -> list[Any]:
+def select_by_dropout(
+    spec: HopperSpec, rows: jax.Array, columns: jax.Array, *kept_and_dropped_values: tuple[Any, Any]
+) -> list[Any]:
     """Returns tiles with one value where dropout keeps a weight, and another where it drops the weight.
 
     Comparisons are scalar: Mosaic's own, of pairs, have results in bytes, and twice as many instructions.
@@ -96,19 +98,26 @@ def select_by_dropout(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *ch
         spec: The kernel's constants.
         rows: Uint32 keys of the rows.
         columns: Uint32 keys of the columns.
-        choices: For every tile the values of kept and of dropped weights: float32 [rows, columns], or a number.
+        kept_and_dropped_values: For every tile the values of kept and of dropped weights: float32 [rows, columns], or a
+            number.
     """
     shape = rows.shape[0], columns.shape[0]
-    tiles = [plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA) for both in choices for x in both]
+    tiles = [
+        plgpu.layout_cast(jnp.broadcast_to(x, shape), plgpu.Layout.WGMMA)
+        for both in kept_and_dropped_values
+        for x in both
+    ]
 
     @plgpu.inline_mgpu(
         arg_types=(ROW_LAYOUT, COLUMN_LAYOUT, *(plgpu.Layout.WGMMA for _ in tiles)),
-        return_type=tuple(plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in choices),
+        return_type=tuple(
+            plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA) for _ in kept_and_dropped_values
+        ),
     )
     def select_registers(_: Any, rows: Any, columns: Any, *tiles: Any) -> Any:
-        new_registers: list[list[Any]] = [[] for _ in choices]
+        new_registers: list[list[Any]] = [[] for _ in kept_and_dropped_values]
         places = zip(*(tile.registers.flat for tile in tiles), strict=True)
-        for registers, products in zip(places, _key_products(rows, columns), strict=True):
+        for registers, products in zip(places, _row_and_column_key_products(rows, columns), strict=True):
             # One comparison for all tiles: the gradient has the same mask as the weight.
             is_kept = [arith.cmpi(arith.CmpIPredicate.uge, product, _keep_threshold(spec)) for product in products]
             for n, tile_registers in enumerate(new_registers):
@@ -120,11 +129,11 @@ def select_by_dropout(spec: HopperSpec, rows: jax.Array, columns: jax.Array, *ch
     return select_registers(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _key_products(rows: Any, columns: Any) -> Iterator[list[Any]]:
+def _row_and_column_key_products(rows: Any, columns: Any) -> Iterator[list[Any]]:
     """Yields the products of row and column keys for every register of a tile; dropout keeps those not below the
     limit.
     """
-    row_keys = [scalar(x) for x in rows.registers.flat]
+    row_keys = [unpack_row_value(x) for x in rows.registers.flat]
     # Registers of a tile are row by row within a pair of columns, so a column's key is used for two of them.
     for met in map(unpack_pair, columns.registers.flat):
         for row in row_keys:
@@ -132,7 +141,7 @@ def _key_products(rows: Any, columns: Any) -> Iterator[list[Any]]:
 
 
 def _keep_threshold(spec: HopperSpec) -> Any:
-    return int32_constant(as_int32(spec.threshold))
+    return int32_constant(as_int32(spec.dropout_threshold))
 
 
 def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any:

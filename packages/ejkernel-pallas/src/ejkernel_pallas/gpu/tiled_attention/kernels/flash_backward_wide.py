@@ -29,8 +29,8 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     Call,
     dq_full_barrier,
     key_slice,
-    masked_scores,
-    pattern_words,
+    load_pattern_words,
+    mask_score_tile,
     query_dropout_keys,
     store_split_gradient,
     wait_for_tiles,
@@ -40,32 +40,40 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
 INIT_ACCUMULATOR = plgpu.WGMMAAccumulatorRef.init
 
 
-def run_wide_consumer(call: Call, item: tile_scheduler.WorkTile, w: Any, for_each_block: Any) -> None:
+def run_wide_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_each_block: Any) -> None:
     """Runs the main loops of the two consumer warpgroups."""
     plgpu.barrier_wait(call.buffers["kv_full"])
-    pl.when(w == 0)(functools.partial(_consume_values, call, item, for_each_block))
-    pl.when(w == 1)(functools.partial(_consume_keys, call, item, for_each_block))
+    pl.when(warpgroup == 0)(functools.partial(_accumulate_dv, call, item, for_each_block))
+    pl.when(warpgroup == 1)(functools.partial(_accumulate_dk, call, item, for_each_block))
 
 
-def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+def _accumulate_dv(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    first, row_ids = _first_key(call, item, call.member), None
+    first, row_ids = _first_key(call, item, call.cluster_member), None
     row_dropout_keys = (
-        arrays.load_rows(key_slice(call, "k_dropout_keys", item, call.member)) if spec.has_dropout else None
+        arrays.load_row_vector(key_slice(call, "k_dropout_keys", item, call.cluster_member))
+        if spec.has_dropout
+        else None
     )
-    if spec.segments:
-        ids, peer_ids = (key_slice(call, "k_ids", item, member) for member in (call.member, 1 - call.member))
-        row_ids = arrays.load_rows(ids)
-        line = tile.swizzle_bytes("k")
-        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.key_parts)))
-        zero_padding(peer_ids, *((buffers["k"].at[tile.key_parts + part], line) for part in range(tile.peer_key_parts)))
+    if spec.has_segments:
+        ids, peer_ids = (
+            key_slice(call, "k_ids", item, member) for member in (call.cluster_member, 1 - call.cluster_member)
+        )
+        row_ids = arrays.load_row_vector(ids)
+        line = tile.array_swizzle_bytes("k")
+        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.key_parts_per_row)))
+        zero_padding(
+            peer_ids, *((buffers["k"].at[tile.key_parts_per_row + part], line) for part in range(tile.peer_key_parts))
+        )
 
-    def step(masking: bool, head: Any, place: Any, state: Any) -> Any:
-        (count, dv, last_strip), index = state, call.query_block(item, head, place)
+    def step(has_masked_pairs: bool, head: Any, list_index: Any, state: Any) -> Any:
+        (count, dv, last_strip), index = state, call.query_block_index(item, head, list_index)
         slot, half = lax.rem(count, I32(tile.query_stages)), lax.rem(count, I32(2))
-        wait_for_tiles(call, count, masking)
-        words = pattern_words(call, item, head, place, call.member) if masking else ()
-        mask_scores = functools.partial(masked_scores, call, first, row_ids, slot, index, words) if masking else None
+        wait_for_tiles(call, count, has_masked_pairs)
+        words = load_pattern_words(call, item, head, list_index, call.cluster_member) if has_masked_pairs else ()
+        mask_scores = (
+            functools.partial(mask_score_tile, call, first, row_ids, slot, index, words) if has_masked_pairs else None
+        )
         row_data = (row_dropout_keys, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
         weights, factors = _compute_weights(call, count, slot, last_strip, mask_scores, row_data)
         # Both members have computed their parts of dq from the previous contents.
@@ -83,66 +91,70 @@ def _consume_values(call: Call, item: tile_scheduler.WorkTile, for_each_block: A
         def products(refs: Any) -> None:
             dv_ref, dq_ref, last_strip_ref = refs
             # dq first, so that waiting for all but one product gives dq while dv's product runs.
-            _issue_dq(call, count - 1, 0, dq_ref)
-            if not spec.segments:
+            _issue_dq_products(call, count - 1, 0, dq_ref)
+            if not spec.has_segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
-            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_zero()])
-            last_strip_ref[...] = _pass_first_strip(call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1))
+            plgpu.wgmma(dv_ref, weights, buffers["do"].at[_opaque_zero()])
+            last_strip_ref[...] = _pass_first_dq_strip(
+                call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+            )
 
-        dv, _, last_strip = pl.run_state(products)((INIT_ACCUMULATOR(dv), INIT_ACCUMULATOR(_zero_dq()), last_strip))
+        dv, _, last_strip = pl.run_state(products)(
+            (INIT_ACCUMULATOR(dv), INIT_ACCUMULATOR(_zero_dq_tile()), last_strip)
+        )
         plgpu.barrier_arrive(buffers["do_free"].at[0])
         return count + 1, dv, last_strip
 
-    start = I32(0), arrays.zero_tile((WGMMA_M, spec.value_dim)), _zero_strip(call)
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.value_dim)), _zero_dq_strip_ref(call)
     count, dv, last_strip = for_each_block(step, start, tile.needs_masks(spec))
     # The pipeline drains: the last strip of the step before the last, then all of the last step.
     _pass_dq_to_adders(call, count - 2, 0, 1, last_strip)
-    _compute_last_dq(call, count - 1, 0)
+    _compute_and_pass_dq(call, count - 1, 0)
     # This warpgroup does not read the keys any more; the other waits for that before it overwrites them with dk.
     plgpu.barrier_arrive(buffers["dq_done"])
     dv = dv * spec.dropout_scale
-    part = functools.partial(store_split_gradient, call, item, "v", call.member * WGMMA_M, dv)
-    tile_scheduler.run_whole_or_split_tile(call.plan, item, functools.partial(_write_values, call, item, dv), part)
+    part = functools.partial(store_split_gradient, call, item, "v", call.cluster_member * WGMMA_M, dv)
+    tile_scheduler.run_whole_or_split_tile(call.schedule, item, functools.partial(_write_dv, call, item, dv), part)
 
 
-def _write_values(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
+def _write_dv(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
     """Writes dv through the memory of the values."""
     place = call.buffers["v"].at[0]
     place[...] = dv.astype(call.spec.dtype)
     plgpu.commit_smem()
-    rows = pl.ds(_first_key(call, item, call.member), WGMMA_M)
-    plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch, rows, item.head])
+    rows = pl.ds(_first_key(call, item, call.cluster_member), WGMMA_M)
+    plgpu.copy_smem_to_gmem(place, call.outputs[1].at[item.batch_row, rows, item.head])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
-    return item.tile * call.tile.keys + member * WGMMA_M
+    return item.tile_in_head * call.tile.block_kv + member * WGMMA_M
 
 
 def _compute_weights(
-    call: Call, count: Any, slot: Any, last_strip: Any, mask_scores: Any, row_data: Any
+    call: Call, steps_done: Any, slot: Any, last_strip: Any, mask_scores: Any, row_data: Any
 ) -> tuple[Any, Any]:
     """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
-    spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.queries)
+    spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.block_q)
 
-    def product(scores_ref: Any) -> None:
-        if not spec.segments:
+    def issue_product(scores_ref: Any) -> None:
+        if not spec.has_segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
-        for part in range(call.tile.key_parts):
+        for part in range(call.tile.key_parts_per_row):
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
-            plgpu.wgmma(scores_ref, buffers["k"].at[_zero() + part], queries.transpose((1, 0)))
+            plgpu.wgmma(scores_ref, buffers["k"].at[_opaque_zero() + part], queries.transpose((1, 0)))
         # During the scores' product: by now the adder has taken the first strip.
-        _pass_dq_to_adders(call, count - 2, 0, 1, last_strip)
+        _pass_dq_to_adders(call, steps_done - 2, 0, 1, last_strip)
 
-    scores: Any = pl.run_state(product)(INIT_ACCUMULATOR(arrays.zero_tile(shape)))
+    scores: Any = pl.run_state(issue_product)(INIT_ACCUMULATOR(arrays.zero_tile(shape)))
     cap_slope = None
     if spec.soft_cap is not None:
-        scores = jnp.tanh(scores * spec.inner_scale)
+        scores = jnp.tanh(scores * spec.product_scale)
         cap_slope = 1 - scores * scores
     if mask_scores is not None:
         scores = mask_scores(scores)
     weights = jnp.exp2(
-        scores * spec.log2_scale - broadcast_to_rows(arrays.load_columns(buffers["shift"].at[slot]), shape)
+        scores * spec.log2_scale - broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
     )
     factors = weights if cap_slope is None else weights * cap_slope
     if row_data is not None:
@@ -150,138 +162,142 @@ def _compute_weights(
     return weights, factors
 
 
-def _issue_dq(call: Call, count: Any, w: int, dq_ref: Any) -> None:
+def _issue_dq_products(call: Call, steps_done: Any, warpgroup: int, dq_accumulator: Any) -> None:
     """Issues the products of a warpgroup's part of a step's dq, once both members' gradients have arrived."""
     tile, buffers = call.tile, call.buffers
     # Before the first step the product reads uninitialised memory, and is not handed over: this saves a branch around
     # the step.
-    pl.when(count >= 0)(functools.partial(clusters.wait_for_both, buffers["pair"], count))
-    place, part = lax.rem(count + 2, I32(2)), call.member * tile.peer_key_parts + w
+    pl.when(steps_done >= 0)(functools.partial(clusters.wait_for_score_gradients, buffers["pair"], steps_done))
+    place, part = lax.rem(steps_done + 2, I32(2)), call.cluster_member * tile.peer_key_parts + warpgroup
     # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other one
     # sent.
-    for source, keys in ((place, part), (place + 2, I32(tile.key_parts + w))):
-        keys = buffers["k"].at[_zero() + keys]
-        plgpu.wgmma(dq_ref, buffers["ds"].at[source].transpose((1, 0)), keys)
+    for source, keys in ((place, part), (place + 2, I32(tile.key_parts_per_row + warpgroup))):
+        keys = buffers["k"].at[_opaque_zero() + keys]
+        plgpu.wgmma(dq_accumulator, buffers["ds"].at[source].transpose((1, 0)), keys)
 
 
-def _zero() -> Any:
+def _opaque_zero() -> Any:
     """Returns zero as an opaque offset: addresses in shared memory that the compiler can hoist would take registers."""
     return lax.optimization_barrier(I32(0))
 
 
-def _zero_dq() -> Any:
+def _zero_dq_tile() -> Any:
     return arrays.zero_tile((WGMMA_M, SWIZZLE_COLUMNS))
 
 
-def _zero_strip(call: Call) -> Any:
-    return arrays.zero_tile((WGMMA_M, call.tile.dq_columns))
+def _zero_dq_strip_ref(call: Call) -> Any:
+    return arrays.zero_tile((WGMMA_M, call.tile.dq_strip_columns))
 
 
-def _pass_dq_to_adders(call: Call, count: Any, w: int, strip: int, dq: Any) -> None:
+def _pass_dq_to_adders(call: Call, steps_done: Any, warpgroup: int, strip: int, dq: Any) -> None:
     """Passes a strip of a step's part of dq to an adder warp; before the first step nothing is added."""
     buffers = call.buffers
     # The first strip of step 0 finds the buffer free.
-    pl.when(count > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[w]))
-    buffers["dq"].at[w][...] = dq
+    pl.when(steps_done > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[warpgroup]))
+    buffers["dq"].at[warpgroup][...] = dq
     plgpu.commit_smem()
-    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, count, w)))
+    pl.when(steps_done >= 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, steps_done, warpgroup)))
 
 
-def _pass_first_strip(call: Call, count: Any, w: int, dq: Any) -> Any:
+def _pass_first_dq_strip(call: Call, steps_done: Any, warpgroup: int, dq: Any) -> Any:
     """Hands over the first strip of a step's part of dq, once gradients of scores have been read; returns the
     second.
     """
-    pl.when(count >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(count, I32(2))]))
-    _pass_dq_to_adders(call, count, w, 0, dq[:, : call.tile.dq_columns])
+    pl.when(steps_done >= 0)(lambda: plgpu.barrier_arrive(call.buffers["ds_free"].at[lax.rem(steps_done, I32(2))]))
+    _pass_dq_to_adders(call, steps_done, warpgroup, 0, dq[:, : call.tile.dq_strip_columns])
     # Copied to new registers: the accumulator's are read only after all products issued so far.
-    return dq[:, call.tile.dq_columns :] * (1 + _zero()).astype(jnp.float32)
+    return dq[:, call.tile.dq_strip_columns :] * (1 + _opaque_zero()).astype(jnp.float32)
 
 
-def _compute_last_dq(call: Call, count: Any, w: int) -> None:
+def _compute_and_pass_dq(call: Call, steps_done: Any, warpgroup: int) -> None:
     """Computes the previous step's part of dq, and hands it over."""
-    dq: Any = pl.run_state(functools.partial(_issue_dq, call, count, w))(INIT_ACCUMULATOR(_zero_dq()))
-    _pass_dq_to_adders(call, count, w, 1, _pass_first_strip(call, count, w, dq))
+    dq: Any = pl.run_state(functools.partial(_issue_dq_products, call, steps_done, warpgroup))(
+        INIT_ACCUMULATOR(_zero_dq_tile())
+    )
+    _pass_dq_to_adders(call, steps_done, warpgroup, 1, _pass_first_dq_strip(call, steps_done, warpgroup, dq))
 
 
-def _consume_keys(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
+def _accumulate_dk(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any) -> None:
     spec, tile, buffers = call.spec, call.tile, call.buffers
-    if spec.segments:
-        zero_padding(key_slice(call, "k_ids", item, call.member), (buffers["v"].at[0], tile.swizzle_bytes("v")))
+    if spec.has_segments:
+        zero_padding(
+            key_slice(call, "k_ids", item, call.cluster_member), (buffers["v"].at[0], tile.array_swizzle_bytes("v"))
+        )
 
     def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
         count, dk, ds, last_strip = state
         wait_for_tiles(call, count, masking)
-        dk, ds, last_strip = _score_gradients(call, count, dk, ds, last_strip)
+        dk, ds, last_strip = _compute_ds(call, count, dk, ds, last_strip)
         return count + 1, dk, ds, last_strip
 
-    zeros = arrays.zero_tile((WGMMA_M, tile.queries)).astype(spec.dtype)
-    start = I32(0), arrays.zero_tile((WGMMA_M, spec.head_dim)), zeros, _zero_strip(call)
-    count, dk, ds, last_strip = for_each_block(step, start, spec.segments)
+    zeros = arrays.zero_tile((WGMMA_M, tile.block_q)).astype(spec.dtype)
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.head_dim)), zeros, _zero_dq_strip_ref(call)
+    count, dk, ds, last_strip = for_each_block(step, start, spec.has_segments)
     _pass_dq_to_adders(call, count - 2, 1, 1, last_strip)
-    _compute_last_dq(call, count - 1, 1)
+    _compute_and_pass_dq(call, count - 1, 1)
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.query_stages))]
     dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INIT_ACCUMULATOR(dk))
     plgpu.barrier_wait(buffers["dq_done"])
     dk = dk * (spec.scale * spec.dropout_scale)
-    part = functools.partial(store_split_gradient, call, item, "k", call.member * WGMMA_M, dk)
-    tile_scheduler.run_whole_or_split_tile(call.plan, item, functools.partial(_write_keys, call, item, dk), part)
+    part = functools.partial(store_split_gradient, call, item, "k", call.cluster_member * WGMMA_M, dk)
+    tile_scheduler.run_whole_or_split_tile(call.schedule, item, functools.partial(_write_dk, call, item, dk), part)
 
 
-def _write_keys(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
+def _write_dk(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     """Writes dk through the memory of the keys."""
-    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.member), WGMMA_M)
-    for part in range(call.tile.key_parts):
+    places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.cluster_member), WGMMA_M)
+    for part in range(call.tile.key_parts_per_row):
         places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
     plgpu.commit_smem()
-    for part in range(call.tile.key_parts):
+    for part in range(call.tile.key_parts_per_row):
         columns = pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
-        plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch, rows, item.head, columns])
+        plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch_row, rows, item.head, columns])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _score_gradients(call: Call, count: Any, dk: Any, ds: Any, last_strip: Any) -> tuple[Any, Any, Any]:
+def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) -> tuple[Any, Any, Any]:
     """Returns dk with the previous step's term, the gradients of this step's scores, and the rest of the previous
     step's dq.
     """
-    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.queries)
-    slot, last = (lax.rem(n, I32(tile.query_stages)) for n in (count, jnp.maximum(count - 1, 0)))
-    place = lax.rem(count, I32(2))
-    if not spec.segments:
+    spec, tile, buffers, shape = call.spec, call.tile, call.buffers, (WGMMA_M, call.tile.block_q)
+    slot, last = (lax.rem(n, I32(tile.query_stages)) for n in (steps_done, jnp.maximum(steps_done - 1, 0)))
+    place = lax.rem(steps_done, I32(2))
+    if not spec.has_segments:
         plgpu.barrier_wait(buffers["q_full"].at[slot])
-    delta = broadcast_to_rows(arrays.load_columns(buffers["delta"].at[slot]), shape)
+    delta = broadcast_to_rows(arrays.load_column_vector(buffers["delta"].at[slot]), shape)
 
     def products(refs: Any) -> None:
         dk_ref, dweights_ref, dq_ref, ds_ref, last_strip_ref = refs
         # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
-        _pass_dq_to_adders(call, count - 2, 1, 1, last_strip)
-        if not spec.segments:
+        _pass_dq_to_adders(call, steps_done - 2, 1, 1, last_strip)
+        if not spec.has_segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
-        plgpu.wgmma(dweights_ref, buffers["v"].at[_zero()], buffers["do"].at[_zero()].transpose((1, 0)))
-        _issue_dq(call, count - 1, 1, dq_ref)
+        plgpu.wgmma(dweights_ref, buffers["v"].at[_opaque_zero()], buffers["do"].at[_opaque_zero()].transpose((1, 0)))
+        _issue_dq_products(call, steps_done - 1, 1, dq_ref)
         # Waits for all but dq's two products.
         new = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=tile.blocks_per_cluster)
         plgpu.barrier_wait(buffers["weights_full"])
         # Not earlier: `weights_full` makes warpgroup 0's writes visible.
-        factors = arrays.widen_to_float32(arrays.load_tile(buffers["ds"].at[place]))
+        factors = arrays.widen_to_float32(arrays.load_score_tile(buffers["ds"].at[place]))
         if spec.has_dropout:
-            delta = arrays.load_columns(buffers["delta"].at[slot])
+            delta = arrays.load_column_vector(buffers["delta"].at[slot])
             # A negative factor marks a dropped weight: its gradient has no term <do, v>, but has delta.
             new, factors = dropout.select_by_sign(factors, new, delta), jnp.abs(factors)
         ds_ref[...] = (factors * new).astype(spec.dtype)
         plgpu.commit_smem()  # all weights have been read
         plgpu.barrier_arrive(buffers["do_free"].at[0])
-        pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
+        pl.when(steps_done > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         buffers["ds"].at[place][...] = ds_ref[...]
         plgpu.commit_smem()
         # Committed, since a bulk copy reads shared memory through the async proxy.
-        clusters.send_score_gradients(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], count)
-        last_strip_ref[...] = _pass_first_strip(call, count - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
+        clusters.send_score_gradients(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], steps_done)
+        last_strip_ref[...] = _pass_first_dq_strip(call, steps_done - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
 
     initial_refs = (
         INIT_ACCUMULATOR(dk),
         INIT_ACCUMULATOR(delta),
-        INIT_ACCUMULATOR(_zero_dq()),
+        INIT_ACCUMULATOR(_zero_dq_tile()),
         arrays.zero_tile(shape).astype(spec.dtype),
         last_strip,
     )

@@ -28,12 +28,17 @@ from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.ping_pong import ping_pong_pass, ping_pong_wait
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.kernels import forward_producer, online_softmax, paged_producer, tile_masks
-from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, QueryTile, next_tile, query_tile_of
+from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import zero_dropped_weights
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import (
+    Call,
+    QueryTile,
+    query_tile_of_warpgroup,
+    wait_for_next_tile,
+)
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_outputs import release_queries, write_output
-from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED
+from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import UNSORTED_MARK
 from ejkernel_pallas.gpu.tiled_attention.spec import (
-    LOWEST,
+    INITIAL_ROW_MAX,
 )
 
 MaskedSides = Literal["lower", "both"] | None
@@ -42,18 +47,18 @@ bound only; None for a full block.
 """
 
 
-class State(NamedTuple):
+class ConsumerState(NamedTuple):
     """The state that a consumer warpgroup carries from key block to key block, all in registers.
 
     Attributes:
-        count: Key blocks since the kernel started; pipeline stage and mbarrier parity follow from it.
+        key_blocks_done: Key blocks since the kernel started; pipeline stage and mbarrier parity follow from it.
         acc: Accumulator of P V, without the last key block.
         row_max: Running maximum of every row, in base 2.
         row_sum: Running sum of every row, over a thread's own columns.
         weights: P of the last key block, not yet multiplied by its values.
     """
 
-    count: Any
+    key_blocks_done: Any
     acc: Any
     row_max: Any
     row_sum: Any
@@ -63,237 +68,256 @@ class State(NamedTuple):
 def forward_kernel(call: Call) -> None:
     """Runs one thread block of the kernel: the main loop of every warpgroup over the block's work tiles."""
     warpgroup, tile = lax.axis_index("warpgroup"), call.tile
-    consumer_registers, producer_registers = tile.registers(call.spec)
+    consumer_registers, producer_registers = tile.registers_per_thread(call.spec)
     first = lax.axis_index("block")
     # Carried from tile to tile: work tiles so far, key blocks so far, the tile's index and its key blocks.
-    start = I32(0), I32(0), first, tile_scheduler.block_range(call.plan, call.operands["table"], first)
+    start = I32(0), I32(0), first, tile_scheduler.block_bounds(call.schedule, call.operands["table"], first)
 
     # Read once: the number of sequences, and so of tiles, is known only on the device.
-    items = call.plan.items if call.pages is None else call.pages.count_live_tiles(call.operands)
+    items = call.schedule.num_items if call.key_pages is None else call.key_pages.count_live_tiles(call.operands)
 
     def for_each_tile(body: Any) -> None:
         lax.while_loop(lambda carry: carry[2] < items, functools.partial(body, call), start)
 
-    @pl.when(warpgroup < tile.warpgroups)
+    @pl.when(warpgroup < tile.consumer_warpgroups)
     def _consume() -> None:
         # Registers move from the producer, which needs few, to the consumers: ptxas allots the same number to all
         # threads.
         plgpu.set_max_registers(consumer_registers, action="increase")
-        if call.spec.ping_pong:
+        if call.spec.uses_ping_pong:
             # The last warpgroup passes first, so that warpgroup 0 finds its barrier open and all others wait.
-            pl.when(warpgroup == tile.warpgroups - 1)(functools.partial(ping_pong_pass, tile.warpgroups))
-        for_each_tile(_query_tile)
+            pl.when(warpgroup == tile.consumer_warpgroups - 1)(
+                functools.partial(ping_pong_pass, tile.consumer_warpgroups)
+            )
+        for_each_tile(_process_query_tile)
         # The block must not end before the last output has been copied out of its shared memory.
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == tile.warpgroups)
+    @pl.when(warpgroup == tile.consumer_warpgroups)
     def _produce() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
-        for_each_tile(forward_producer.produce if call.pages is None else paged_producer.produce)
+        for_each_tile(forward_producer.produce if call.key_pages is None else paged_producer.produce)
 
 
-def _query_tile(call: Call, carry: Any) -> Any:
+def _process_query_tile(call: Call, carry: Any) -> Any:
     """Computes one work tile of a consumer: prologue, main loop over partial and full blocks, last product,
     epilogue.
     """
     nth_tile, step, number, (start, full_start, full_end, stop) = carry
     spec, shared, warpgroup = call.spec, call.shared, lax.axis_index("warpgroup")
-    item, buffer = tile_scheduler.work_tile(call.plan, number), call.buffer(nth_tile, warpgroup)
-    next_item = next_tile(call, nth_tile)
+    item, buffer = tile_scheduler.locate_work_tile(call.schedule, number), call.query_buffer_index(nth_tile, warpgroup)
+    next_item = wait_for_next_tile(call, nth_tile)
     plgpu.barrier_wait(shared.q_full.at[buffer])
-    query_tile = query_tile_of(call, item, buffer, warpgroup)
+    query_tile = query_tile_of_warpgroup(call, item, buffer, warpgroup)
     state = _prologue(call, query_tile, start, step)
-    if call.tile.buffers > 1:
+    if call.tile.query_buffers > 1:
         # Outputs are written through the buffer of their queries. The last tile's buffer is free once TMA has read it,
         # as it has by now, a whole prologue later: this does not stall.
-        pl.when(nth_tile > 0)(lambda: release_queries(call, call.buffer(nth_tile - 1, warpgroup)))
-    process_block = functools.partial(_step, call, query_tile)
-    end = _key_end(call, query_tile, start, stop)
+        pl.when(nth_tile > 0)(lambda: release_queries(call, call.query_buffer_index(nth_tile - 1, warpgroup)))
+    process_block = functools.partial(_process_key_block, call, query_tile)
+    end = _key_block_end(call, query_tile, start, stop)
     if call.tile.needs_masks(spec):
         # The prologue has processed the first key block, with all masks.
         full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
         if call.tile.has_idle_warpgroups(spec):
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
-        if spec.masks_lower:
+        if spec.masks_before_full_tiles:
             state = lax.fori_loop(start + 1, full_start, functools.partial(process_block, "lower"), state)
         state = lax.fori_loop(full_start, full_end, functools.partial(process_block, None), state)
         state = lax.fori_loop(full_end, end, functools.partial(process_block, "both"), state)
     else:
         state = lax.fori_loop(start + 1, stop, functools.partial(process_block, None), state)
-    _epilogue(call, query_tile, _last_product(call, state))
+    _epilogue(call, query_tile, _add_last_product(call, state))
     step = (
-        state.count if end is stop else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.count)
+        state.key_blocks_done
+        if end is stop
+        else lax.fori_loop(end, stop, functools.partial(_skip_key_block, call), state.key_blocks_done)
     )
-    if call.tile.buffers == 1:
+    if call.tile.query_buffers == 1:
         release_queries(call, buffer)
     return nth_tile + 1, step, *next_item
 
 
-def _key_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
+def _key_block_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
     """Returns the end of the key blocks that a warpgroup's rows need; every warpgroup processes the first one."""
     spec, end = call.spec, stop
-    if spec.right is not None and call.tile.has_uneven_ends(spec):
-        last = query_tile.row + (WGMMA_M - 1 + spec.right)
-        end = jnp.clip(lax.div(last, I32(call.tile.keys)) + 1, start + 1, stop)
-    return jnp.where(query_tile.row < spec.queries, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
+    if spec.right_window is not None and call.tile.has_uneven_ends(spec):
+        last = query_tile.first_query + (WGMMA_M - 1 + spec.right_window)
+        end = jnp.clip(lax.div(last, I32(call.tile.block_kv)) + 1, start + 1, stop)
+    return (
+        jnp.where(query_tile.first_query < spec.q_len, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
+    )
 
 
-def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> State:
+def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> ConsumerState:
     """Processes the first key block, before which there are no weights to multiply."""
-    slot = call.slot(step)
+    slot = call.stage_of_key_block(step)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
-    scores = wgmma.wait(wgmma.issue_scores(call.shared.q.at[query_tile.buffer], call.shared.k.at[slot]), in_flight=0)
+    scores = wgmma.wait_for_products(
+        wgmma.issue_scores(call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]), in_flight=0
+    )
     masking: MaskedSides = "both" if call.tile.needs_masks(call.spec) else None
     valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     mask = _tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
-    scores = _masked(call, query_tile, mask, masking, scores)
+    scores = _cap_and_mask_scores(call, query_tile, mask, masking, scores)
     # LOWEST is finite: in a row without any key so far, -inf - -inf would be NaN.
-    row_max, row_sum = arrays.fill_rows(WGMMA_M, 0.0 if call.spec.fixed_max else LOWEST), arrays.fill_rows(WGMMA_M, 0.0)
+    row_max, row_sum = (
+        arrays.fill_row_vector(WGMMA_M, 0.0 if call.spec.fixes_row_max_at_zero else INITIAL_ROW_MAX),
+        arrays.fill_row_vector(WGMMA_M, 0.0),
+    )
     row_max, row_sum, weights, _ = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
     weights = _apply_dropout(call, query_tile, step, weights)
-    return State(
-        step + 1, arrays.zero_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _as_operand(call, weights)
+    return ConsumerState(
+        step + 1, arrays.zero_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _weights_as_operand(call, weights)
     )
 
 
-def _step(call: Call, query_tile: QueryTile, masking: MaskedSides, index: Any, state: State) -> State:
+def _process_key_block(
+    call: Call, query_tile: QueryTile, masked_sides: MaskedSides, index: Any, state: ConsumerState
+) -> ConsumerState:
     """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
-    shared, warpgroups = call.shared, call.tile.warpgroups
-    slot, last = call.slot(state.count), call.slot(state.count - 1)
+    shared, warpgroups = call.shared, call.tile.consumer_warpgroups
+    slot, last = call.stage_of_key_block(state.key_blocks_done), call.stage_of_key_block(state.key_blocks_done - 1)
 
     # A pattern's mask words come from HBM: their loads are in flight while the keys are awaited.
-    mask = _tile_mask(call, query_tile, index, masking)
+    mask = _tile_mask(call, query_tile, index, masked_sides)
 
     def multiply(refs: Any) -> None:
         acc_ref, *softmax_refs = refs
         plgpu.barrier_wait(shared.k_full.at[slot])
-        if call.spec.ping_pong:
+        if call.spec.uses_ping_pong:
             ping_pong_wait(warpgroups)
-        scores = wgmma.issue_scores(shared.q.at[query_tile.buffer], shared.k.at[slot])
+        scores = wgmma.issue_scores(shared.q.at[query_tile.query_buffer_index], shared.k.at[slot])
         plgpu.barrier_wait(shared.v_full.at[last])
         plgpu.wgmma(acc_ref, state.weights, shared.v.at[last])
         # Both products are issued; the next warpgroup may issue its own, which are queued after them.
-        if call.spec.ping_pong:
+        if call.spec.uses_ping_pong:
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
-        scores = wgmma.wait(scores, in_flight=1)
-        valid_key_words = _valid_key_bits(call, masking, slot)
+        scores = wgmma.wait_for_products(scores, in_flight=1)
+        valid_key_words = _valid_key_bits(call, masked_sides, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _masked(call, query_tile, mask.add_words(valid_key_words), masking, scores)
+        scores = _cap_and_mask_scores(call, query_tile, mask.add_words(valid_key_words), masked_sides, scores)
         row_max, row_sum, weights, alpha = online_softmax.exponentiate(
-            call.spec, scores, state.row_max, state.row_sum, masking is None
+            call.spec, scores, state.row_max, state.row_sum, masked_sides is None
         )
-        new = row_max, row_sum, _apply_dropout(call, query_tile, state.count, weights), alpha
+        new = row_max, row_sum, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
         for ref, value in zip(softmax_refs, new, strict=True):
             ref[...] = value
 
-    zeros = arrays.zero_tile((WGMMA_M, call.tile.keys))
+    zeros = arrays.zero_tile((WGMMA_M, call.tile.block_kv))
     refs = (plgpu.WGMMAAccumulatorRef.init(state.acc), state.row_max, state.row_sum, zeros, state.row_max)
     results: Any = pl.run_state(multiply)(refs)
     acc, row_max, row_sum, weights, alpha = results
     plgpu.barrier_arrive(shared.v_free.at[last])
     # Hazard: registers of an accumulator must not be touched while a WGMMA writes them. Leaving run_state waits for it.
-    acc = online_softmax.rescale(call.spec, acc, alpha)
-    return State(state.count + 1, acc, row_max, row_sum, _as_operand(call, weights))
+    acc = online_softmax.rescale_accumulator(call.spec, acc, alpha)
+    return ConsumerState(state.key_blocks_done + 1, acc, row_max, row_sum, _weights_as_operand(call, weights))
 
 
-def _skip_key_block(call: Call, _: Any, count: Any) -> Any:
+def _skip_key_block(call: Call, _: Any, key_blocks_done: Any) -> Any:
     """Skips a key block that only other warpgroups need: keeps mbarriers and ping-pong in step."""
-    shared, warpgroups, slot = call.shared, call.tile.warpgroups, call.slot(count)
-    if call.spec.ping_pong:
+    shared, warpgroups, slot = call.shared, call.tile.consumer_warpgroups, call.stage_of_key_block(key_blocks_done)
+    if call.spec.uses_ping_pong:
         ping_pong_wait(warpgroups)
         ping_pong_pass(warpgroups)
     for full, free in ((shared.k_full, shared.k_free), (shared.v_full, shared.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
-    return count + 1
+    return key_blocks_done + 1
 
 
 class TileMask(NamedTuple):
     """The data that masks the scores of a key block.
 
     Attributes:
-        block: The key block.
-        words: Bits of the pattern, from `tile_masks.load_words`, or of the keys that exist; empty without.
+        key_block: The key block.
+        mask_words: Bits of the pattern, from `tile_masks.load_words`, or of the keys that exist; empty without.
     """
 
-    block: Any
-    words: tuple[Any, ...] = ()
+    key_block: Any
+    mask_words: tuple[Any, ...] = ()
 
     def add_words(self, words: tuple[Any, ...]) -> "TileMask":
         """Returns the mask with further words."""
-        return self._replace(words=(*self.words, *words))
+        return self._replace(mask_words=(*self.mask_words, *words))
 
 
-def _tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masking: MaskedSides) -> TileMask:
+def _tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masked_sides: MaskedSides) -> TileMask:
     """Returns the mask of the key block at an index of the item's list, if it needs one."""
-    if masking is None or not call.spec.pattern:
+    if masked_sides is None or not call.spec.has_pattern:
         return TileMask(list_index)
     words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, list_index)]
-    row = query_tile.row - query_tile.item.tile * call.tile.queries
-    return TileMask(call.key_block(query_tile.item, list_index), tile_masks.load_words(words, row, call.tile.keys))
+    row = query_tile.first_query - query_tile.item.tile_in_head * call.tile.block_q
+    return TileMask(
+        call.key_block_index(query_tile.item, list_index), tile_masks.load_mask_words(words, row, call.tile.block_kv)
+    )
 
 
-def _valid_key_bits(call: Call, masking: MaskedSides, slot: Any) -> tuple[Any, ...]:
+def _valid_key_bits(call: Call, masked_sides: MaskedSides, slot: Any) -> tuple[Any, ...]:
     """Returns the word with the existing keys of a block, if the block needs masks and keys are in pages.
 
     Read before the stage is freed: the producer then writes the word of a later block.
     """
-    if masking is None or call.pages is None:
+    if masked_sides is None or call.key_pages is None:
         return ()
-    return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.present[slot], I32), ROW_LAYOUT),)
+    return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.valid_key_words[slot], I32), ROW_LAYOUT),)
 
 
-def _masked(call: Call, query_tile: QueryTile, mask: TileMask, masking: MaskedSides, scores: Any) -> Any:
+def _cap_and_mask_scores(
+    call: Call, query_tile: QueryTile, mask: TileMask, masked_sides: MaskedSides, scores: Any
+) -> Any:
     """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
-    spec, key = call.spec, mask.block * call.tile.keys
-    if spec.soft_cap is not None and not (masking is None and spec.fuses_soft_cap):
-        scores = jnp.tanh(scores * spec.inner_scale)
-    if masking is None:
+    spec, key = call.spec, mask.key_block * call.tile.block_kv
+    if spec.soft_cap is not None and not (masked_sides is None and spec.fuses_soft_cap):
+        scores = jnp.tanh(scores * spec.product_scale)
+    if masked_sides is None:
         return scores
-    if query_tile.paged is None:
-        first, last, unsorted = *tile_masks.key_range(spec, WGMMA_M, query_tile.row, key), None
+    if query_tile.paged_tile is None:
+        first, last, unsorted = *tile_masks.key_column_range(spec, WGMMA_M, query_tile.first_query, key), None
     else:
-        first, last, unsorted = *tile_masks.paged_key_range(spec, WGMMA_M, query_tile.paged, key), None
-    if spec.segments:
-        first, last, unsorted = _segment_range(call, query_tile, key)
-    last = None if masking == "lower" else last
-    return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.words)
+        first, last, unsorted = *tile_masks.paged_key_column_range(spec, WGMMA_M, query_tile.paged_tile, key), None
+    if spec.has_segments:
+        first, last, unsorted = _segment_column_range(call, query_tile, key)
+    last = None if masked_sides == "lower" else last
+    return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.mask_words)
 
 
-def _segment_range(call: Call, query_tile: QueryTile, key: Any) -> tuple[Any, Any, tile_masks.UnsortedIds]:
+def _segment_column_range(
+    call: Call, query_tile: QueryTile, key: Any
+) -> tuple[Any, Any, tile_masks.UnsortedSegmentIds]:
     """Returns the first and last column of every row with segment ids, and the ids that must be compared."""
-    first, last = (arrays.load_rows(call.shared.ranges.at[query_tile.buffer, n]) for n in (0, 1))
+    first, last = (arrays.load_row_vector(call.shared.key_ranges.at[query_tile.query_buffer_index, n]) for n in (0, 1))
     # `UNSORTED` was added to rows whose segments are not one range of keys: there ids are compared.
-    unsorted = last >= UNSORTED
+    unsorted = last >= UNSORTED_MARK
     # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
-    batch, row = lax.optimization_barrier((query_tile.item.batch, query_tile.row))
+    batch, row = lax.optimization_barrier((query_tile.item.batch_row, query_tile.first_query))
     item, q_ids, k_ids = (
-        dataclasses.replace(query_tile.item, batch=batch),
+        dataclasses.replace(query_tile.item, batch_row=batch),
         call.operands["q_ids"],
         call.operands["k_ids"],
     )
     rows, columns = (
-        q_ids.at[item.row(q_ids), pl.ds(row, WGMMA_M)],
-        k_ids.at[item.row(k_ids), pl.ds(key, call.tile.keys)],
+        q_ids.at[item.batch_row_of(q_ids), pl.ds(row, WGMMA_M)],
+        k_ids.at[item.batch_row_of(k_ids), pl.ds(key, call.tile.block_kv)],
     )
-    last = jnp.where(unsorted, last - UNSORTED, last)
-    return first - key, last - key, tile_masks.UnsortedIds(unsorted.astype(jnp.int32), rows, columns)
+    last = jnp.where(unsorted, last - UNSORTED_MARK, last)
+    return first - key, last - key, tile_masks.UnsortedSegmentIds(unsorted.astype(jnp.int32), rows, columns)
 
 
-def _apply_dropout(call: Call, query_tile: QueryTile, count: Any, weights: Any) -> Any:
+def _apply_dropout(call: Call, query_tile: QueryTile, key_blocks_done: Any, weights: Any) -> Any:
     """Returns the weights, with dropped weights set to zero."""
     if not call.spec.has_dropout:
         return weights
     rows, columns = (
-        arrays.load_rows(call.shared.q_dropout_keys.at[query_tile.buffer]),
-        arrays.load_columns(call.key_block_dropout_keys(count)),
+        arrays.load_row_vector(call.shared.q_dropout_keys.at[query_tile.query_buffer_index]),
+        arrays.load_column_vector(call.key_block_dropout_keys(key_blocks_done)),
     )
-    return zero_dropped(call.spec, rows, columns, weights)
+    return zero_dropped_weights(call.spec, rows, columns, weights)
 
 
-def _as_operand(call: Call, weights: Any) -> Any:
+def _weights_as_operand(call: Call, weights: Any) -> Any:
     """Returns weights in the dtype of the next product, whose A operand they are, in registers.
 
     Hazard: nothing may write registers that a WGMMA in flight reads. The barrier keeps LLVM from sinking the conversion
@@ -302,9 +326,9 @@ def _as_operand(call: Call, weights: Any) -> Any:
     return lax.optimization_barrier(weights.astype(call.spec.dtype))
 
 
-def _last_product(call: Call, state: State) -> State:
+def _add_last_product(call: Call, state: ConsumerState) -> ConsumerState:
     """Adds P V of the last key block, which overlaps with no scores."""
-    slot = call.slot(state.count - 1)
+    slot = call.stage_of_key_block(state.key_blocks_done - 1)
 
     def product(acc_ref: Any) -> None:
         plgpu.barrier_wait(call.shared.v_full.at[slot])
@@ -315,15 +339,17 @@ def _last_product(call: Call, state: State) -> State:
     return state._replace(acc=acc)
 
 
-def _epilogue(call: Call, query_tile: QueryTile, state: State) -> None:
+def _epilogue(call: Call, query_tile: QueryTile, state: ConsumerState) -> None:
     """Adds the sink to the denominator, normalises the accumulator, and writes output and lse."""
     (_, acc, row_max, row_sum, _), spec = state, call.spec
     row_sum = online_softmax.reduce_row_sum(row_sum)
-    if spec.sinks:
+    if spec.has_sinks:
         sinks = call.operands["sinks"]
-        sink = sinks[query_tile.item.row(sinks), query_tile.item.head] * LOG2E
-        if call.plan.split.tiles:  # only the first part of a split tile has the sink
-            sink = jnp.where(lax.rem(query_tile.item.part, I32(call.plan.split.parts)) > 0, -jnp.inf, sink)
+        sink = sinks[query_tile.item.batch_row_of(sinks), query_tile.item.head] * LOG2E
+        if call.schedule.tail_split.num_tiles:  # only the first part of a split tile has the sink
+            sink = jnp.where(
+                lax.rem(query_tile.item.split_index, I32(call.schedule.tail_split.splits_per_tile)) > 0, -jnp.inf, sink
+            )
         # The sink may exceed every score. It has no value, so the accumulator is only rescaled.
         max_with_sink = jnp.maximum(row_max, sink)
         alpha = jnp.exp2(row_max - max_with_sink)

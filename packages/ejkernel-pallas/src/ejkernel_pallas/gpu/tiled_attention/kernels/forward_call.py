@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedMemory:
     """Buffers in shared memory and their mbarriers.
 
     Attributes:
@@ -27,16 +27,17 @@ class Shared:
         k_free: As `q_free`, one per stage.
         v_full: As `q_full`, one per stage.
         v_free: As `q_free`, one per stage.
-        number: Indices of the block's tiles, for even and for odd tile counts, [2].
-        number_full: Mbarriers: an index has been written.
-        number_free: Mbarriers: an index has been read.
+        tile_indices: Indices of the block's tiles, for even and for odd tile counts, [2].
+        tile_index_full: Mbarriers: an index has been written.
+        tile_index_free: Mbarriers: an index has been read.
         q_dropout_keys: Dropout's keys of queries, [buffers * warpgroups, 64], or None.
         k_dropout_keys: Dropout's keys of keys, [stages + 1, block], or None. They arrive with the keys, and are read
             when those may already be overwritten: one slot more than stages.
-        ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
-        v_raw: Mbarrier: values that include padding have arrived, or None.
+        key_ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
+        v_copied: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
-        present: [stages] int32, the existing keys of a block, from `KeyPages.valid_key_word`; None without pages.
+        valid_key_words: [stages] int32, the existing keys of a block, from `KeyPages.valid_key_word`; None without
+            pages.
     """
 
     q: Any
@@ -49,15 +50,15 @@ class Shared:
     k_free: Any
     v_full: Any
     v_free: Any
-    number: Any
-    number_full: Any
-    number_free: Any
+    tile_indices: Any
+    tile_index_full: Any
+    tile_index_free: Any
     q_dropout_keys: Any = None
     k_dropout_keys: Any = None
-    ranges: Any = None
-    v_raw: Any = None
+    key_ranges: Any = None
+    v_copied: Any = None
     output: Any = None
-    present: Any = None
+    valid_key_words: Any = None
 
 
 class PagedTile(NamedTuple):
@@ -65,26 +66,29 @@ class PagedTile(NamedTuple):
 
     Attributes:
         sequence: Index of the sequence.
-        position: Position of the tile's first row; rows of other sequences continue the count.
-        low: The first key that any of its rows attends to.
-        keys: The key after the last one.
-        row: The tile's first row in the arrays of all sequences.
-        first: The first of the tile's rows that belongs to the sequence.
-        end: The row after the last of them.
+        first_position: Position of the tile's first row; rows of other sequences continue the count.
+        first_key: The first key that any of its rows attends to.
+        key_end: The key after the last one.
+        first_row: The tile's first row in the arrays of all sequences.
+        sequence_row_start: The first of the tile's rows that belongs to the sequence.
+        sequence_row_end: The row after the last of them.
     """
 
     sequence: Any
-    position: Any
-    low: Any
-    keys: Any
-    row: Any
-    first: Any
-    end: Any
+    first_position: Any
+    first_key: Any
+    key_end: Any
+    first_row: Any
+    sequence_row_start: Any
+    sequence_row_end: Any
 
-    def part(self, first: Any) -> "PagedTile":
+    def rows_from(self, first: Any) -> "PagedTile":
         """Returns the rows from `first` on."""
         return self._replace(
-            position=self.position + first, row=self.row + first, first=self.first - first, end=self.end - first
+            first_position=self.first_position + first,
+            first_row=self.first_row + first,
+            sequence_row_start=self.sequence_row_start - first,
+            sequence_row_end=self.sequence_row_end - first,
         )
 
 
@@ -92,7 +96,7 @@ class KeyPages(Protocol):
     """Keys and values in pages, as the producer and the masks need them."""
 
     @property
-    def copies(self) -> int:
+    def copies_per_block(self) -> int:
         """Copies per block of keys or of values: arrivals at their mbarrier."""
         ...
 
@@ -100,7 +104,7 @@ class KeyPages(Protocol):
         """Returns the number of work tiles with queries, the first ones of the list."""
         ...
 
-    def tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
+    def load_tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
         """Returns a tile of queries."""
         ...
 
@@ -115,7 +119,7 @@ class KeyPages(Protocol):
         """
         ...
 
-    def copy(
+    def copy_block(
         self,
         operands: dict[str, Any],
         operand_name: str,
@@ -136,43 +140,43 @@ class Call:
     Attributes:
         spec: Constants.
         tile: Tile sizes.
-        plan: The order of work tiles.
+        schedule: The order of work tiles.
         operands: Arrays in HBM.
         outputs: Results in HBM: outputs and lse, and those of parts of tiles if some are split.
         shared: Shared memory and barriers.
         tile_counter: Counter of the tiles that blocks took.
-        pages: Access to the keys' pages, if they are in pages.
+        key_pages: Access to the keys' pages, if they are in pages.
     """
 
     spec: HopperSpec
     tile: ForwardTile
-    plan: tile_scheduler.TileSchedule
+    schedule: tile_scheduler.TileSchedule
     operands: dict[str, Any]
     outputs: Any
-    shared: Shared
+    shared: SharedMemory
     tile_counter: Any
-    pages: KeyPages | None = None
+    key_pages: KeyPages | None = None
 
-    def slot(self, count: Any) -> Any:
+    def stage_of_key_block(self, key_blocks_done: Any) -> Any:
         """Returns the pipeline stage of a key block."""
-        return lax.rem(count, I32(self.tile.stages))
+        return lax.rem(key_blocks_done, I32(self.tile.kv_stages))
 
-    def key_block(self, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
+    def key_block_index(self, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns the key block of a step: the step itself, or with a pattern the entry of the item's list."""
-        return self.list_entry("blocks", item, list_index) if self.spec.pattern else list_index
+        return self.list_entry("blocks", item, list_index) if self.spec.has_pattern else list_index
 
     def list_entry(self, name: str, item: tile_scheduler.WorkTile, list_index: Any) -> Any:
         """Returns an entry of a pattern's operand at an index of the item's list."""
         operand = self.operands[name]
-        return operand[item.row(operand), *item.head_row(operand, 4), item.tile, list_index]
+        return operand[item.batch_row_of(operand), *item.head_index_of(operand, 4), item.tile_in_head, list_index]
 
-    def key_block_dropout_keys(self, count: Any) -> Any:
+    def key_block_dropout_keys(self, key_blocks_done: Any) -> Any:
         """Returns dropout's keys of a key block."""
-        return self.shared.k_dropout_keys.at[lax.rem(count, I32(self.tile.stages + 1))]
+        return self.shared.k_dropout_keys.at[lax.rem(key_blocks_done, I32(self.tile.kv_stages + 1))]
 
-    def buffer(self, nth_tile: Any, warpgroup: Any) -> Any:
+    def query_buffer_index(self, nth_tile: Any, warpgroup: Any) -> Any:
         """Returns the index of the buffer with a warpgroup's queries of the nth tile."""
-        return lax.rem(nth_tile, I32(self.tile.buffers)) * self.tile.warpgroups + warpgroup
+        return lax.rem(nth_tile, I32(self.tile.query_buffers)) * self.tile.consumer_warpgroups + warpgroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,30 +185,30 @@ class QueryTile:
 
     Attributes:
         item: The work tile.
-        row: Index of the warpgroup's first query.
-        buffer: Index of its queries in shared memory.
-        paged: The same queries if keys are in pages.
+        first_query: Index of the warpgroup's first query.
+        query_buffer_index: Index of its queries in shared memory.
+        paged_tile: The same queries if keys are in pages.
     """
 
     item: tile_scheduler.WorkTile
-    row: Any
-    buffer: Any
-    paged: PagedTile | None = None
+    first_query: Any
+    query_buffer_index: Any
+    paged_tile: PagedTile | None = None
 
 
-def query_tile_of(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
+def query_tile_of_warpgroup(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
     """Returns the warpgroup's queries of a work tile."""
-    if call.pages is None:
-        return QueryTile(item, item.tile * call.tile.queries + warpgroup * WGMMA_M, buffer)
-    paged = call.pages.tile(call.operands, item.tile).part(warpgroup * WGMMA_M)
-    return QueryTile(item, paged.row, buffer, paged)
+    if call.key_pages is None:
+        return QueryTile(item, item.tile_in_head * call.tile.block_q + warpgroup * WGMMA_M, buffer)
+    paged = call.key_pages.load_tile(call.operands, item.tile_in_head).rows_from(warpgroup * WGMMA_M)
+    return QueryTile(item, paged.first_row, buffer, paged)
 
 
-def next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
+def wait_for_next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:
     """Returns the index and the key blocks of the work tile after this one."""
     list_index = lax.rem(nth_tile, I32(2))
-    plgpu.barrier_wait(call.shared.number_full.at[list_index])
+    plgpu.barrier_wait(call.shared.tile_index_full.at[list_index])
     # Read before the arrival, after which the producer may overwrite it.
-    number = call.shared.number[list_index]
-    plgpu.barrier_arrive(call.shared.number_free.at[list_index])
-    return number, tile_scheduler.block_range(call.plan, call.operands["table"], number)
+    number = call.shared.tile_indices[list_index]
+    plgpu.barrier_arrive(call.shared.tile_index_free.at[list_index])
+    return number, tile_scheduler.block_bounds(call.schedule, call.operands["table"], number)

@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
-from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, scalar, unpack_pair, with_row_values
+from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, unpack_pair, unpack_row_value, with_row_values
 from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -30,7 +30,7 @@ Weights are then at most 2**8 = 256: float16 does not overflow, and they keep al
 """
 
 
-def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full: bool) -> tuple[Any, ...]:
+def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, is_full_block: bool) -> tuple[Any, ...]:
     """Exponentiates the scores of a key block and updates the rows' maximum and sum.
 
     Args:
@@ -39,13 +39,13 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full
             if the spec `fuses_soft_cap`.
         row_max: Running maximum of every row, in base 2.
         row_sum: Running sum of every row, of a thread's own columns.
-        full: Whether all pairs of the block attend.
+        is_full_block: Whether all pairs of the block attend.
 
     Returns:
         The new `row_max` and `row_sum`, the weights, and alpha, the factor of `row_sum` and the accumulator.
     """
-    if spec.fixed_max:
-        if full and spec.fuses_soft_cap:
+    if spec.fixes_row_max_at_zero:
+        if is_full_block and spec.fuses_soft_cap:
             weights, sums = capped_weights(spec, scores)
         else:
             weights = jnp.exp2(scores * spec.log2_scale)
@@ -61,9 +61,9 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, full
     return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
 
 
-def rescale(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
+def rescale_accumulator(spec: HopperSpec, acc: Any, alpha: jax.Array) -> jax.Array:
     """Rescales the accumulator by alpha; with lazy rescaling only in warps where some alpha is below one."""
-    if spec.fixed_max:
+    if spec.fixes_row_max_at_zero:
         return acc
     if not spec.rescales_lazily:
         return acc * broadcast_to_columns(alpha, acc.shape)
@@ -77,7 +77,7 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
         arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct(row_sum.shape, jnp.float32, layout=ROW_LAYOUT)
     )
     def add(_: Any, rows: Any) -> Any:
-        sums = [scalar(register) for register in rows.registers.flat]
+        sums = [unpack_row_value(register) for register in rows.registers.flat]
         # The four threads of a row are neighbours.
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]

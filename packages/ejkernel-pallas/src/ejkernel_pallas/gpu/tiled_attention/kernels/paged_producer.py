@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel_pallas.gpu.hopper import tile_scheduler
-from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows
+from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows_outside
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedTile, next_tile
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedTile, wait_for_next_tile
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_producer import fetch_next_tile_index
 
 MAX_PREFETCHED_PAGES = 4
 """The largest number of copies per block whose pages are kept in registers: more would not fit with the next
@@ -29,20 +29,20 @@ block's.
 
 def produce(call: Call, carry: Any) -> Any:
     """Copies the operands of one work tile, keys one block ahead of values."""
-    assert call.pages is not None
+    assert call.key_pages is not None
     nth_tile, step, number, (start, _, _, stop) = carry
-    item = tile_scheduler.work_tile(call.plan, number)
+    item = tile_scheduler.locate_work_tile(call.schedule, number)
     # Read once per tile: in the loop, its copies would wait for another load.
-    tile = call.pages.tile(call.operands, item.tile)
-    find_pages = functools.partial(call.pages.find_pages, call.operands, tile)
+    tile = call.key_pages.load_tile(call.operands, item.tile_in_head)
+    find_pages = functools.partial(call.key_pages.find_pages, call.operands, tile)
     keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))
     # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
-    fetch_next(call, nth_tile)
+    fetch_next_tile_index(call, nth_tile)
     first, last = find_pages(start), stop - 1
     keys(first, start, step)
-    for warpgroup in range(call.tile.warpgroups):
+    for warpgroup in range(call.tile.consumer_warpgroups):
         _copy_queries(call, item, tile, nth_tile, warpgroup)
-    next_item = next_tile(call, nth_tile)
+    next_item = wait_for_next_tile(call, nth_tile)
 
     def pair(index: Any, carry: Any) -> Any:
         count, *prefetched_addresses = carry
@@ -52,7 +52,9 @@ def produce(call: Call, carry: Any) -> Any:
         return count + 1, *prefetched_addresses[1:], *next_addresses
 
     prefetched_addresses = (
-        [first, find_pages(jnp.minimum(start + 1, last))] if call.pages.copies <= MAX_PREFETCHED_PAGES else []
+        [first, find_pages(jnp.minimum(start + 1, last))]
+        if call.key_pages.copies_per_block <= MAX_PREFETCHED_PAGES
+        else []
     )
     count, *prefetched_addresses = lax.fori_loop(start, last, pair, (step, *prefetched_addresses))
     values(prefetched_addresses[0] if prefetched_addresses else find_pages(last), last, count)
@@ -60,52 +62,52 @@ def produce(call: Call, carry: Any) -> Any:
 
 
 def _copy_keys(
-    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
+    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, key_blocks_done: Any
 ) -> None:
     """Copies a block of keys once its stage is free; the first `stages` are free from the start."""
-    assert call.pages is not None
-    shared, slot = call.shared, call.slot(count)
+    assert call.key_pages is not None
+    shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     full = shared.k_full.at[slot]
-    pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
+    pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # After the wait: until then the previous block is masked with its word.
-    shared.present[slot] = call.pages.valid_key_word(pages)
-    call.pages.copy(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
+    shared.valid_key_words[slot] = call.key_pages.valid_key_word(pages)
+    call.key_pages.copy_block(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
     plgpu.barrier_arrive(full)  # after the word
 
 
 def _copy_values(
-    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, count: Any
+    call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, key_blocks_done: Any
 ) -> None:
     """Copies a block of values, and zeroes slots that belong to no key of the tile and may hold NaN."""
-    assert call.pages is not None
-    key_pages, shared, slot = call.pages, call.shared, call.slot(count)
-    pl.when(count >= call.tile.stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
+    assert call.key_pages is not None
+    key_pages, shared, slot = call.key_pages, call.shared, call.stage_of_key_block(key_blocks_done)
+    pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
 
     def fetch(full: Any) -> None:
-        key_pages.copy(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
+        key_pages.copy_block(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
 
-    full, key = shared.v_full.at[slot], block * call.tile.keys
-    first, end = tile.low - key, tile.keys - key
-    inside = (first <= 0) & (end >= call.tile.keys)
+    full, key = shared.v_full.at[slot], block * call.tile.block_kv
+    first, end = tile.first_key - key, tile.key_end - key
+    inside = (first <= 0) & (end >= call.tile.block_kv)
     pl.when(inside)(lambda: fetch(full))
 
     @pl.when(~inside)
     def _zero_padding_values() -> None:
-        fetch(shared.v_raw)
-        plgpu.barrier_wait(shared.v_raw)
-        zero_rows(shared.v.at[slot], first, end)
+        fetch(shared.v_copied)
+        plgpu.barrier_wait(shared.v_copied)
+        zero_rows_outside(shared.v.at[slot], first, end)
         plgpu.commit_smem()
         # The same number of arrivals as with copies.
-        for _ in range(key_pages.copies):
+        for _ in range(key_pages.copies_per_block):
             plgpu.barrier_arrive(full)
 
 
 def _copy_queries(call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, nth_tile: Any, warpgroup: int) -> None:
     """Copies the queries of a warpgroup once their buffer is free."""
-    shared, buffer = call.shared, call.buffer(nth_tile, warpgroup)
-    pl.when(nth_tile >= call.tile.buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
-    source, rows = call.operands["q"], pl.ds(tile.row + warpgroup * WGMMA_M, WGMMA_M)
-    plgpu.copy_gmem_to_smem(source.at[item.batch, rows, item.head], shared.q.at[buffer], shared.q_full.at[buffer])
+    shared, buffer = call.shared, call.query_buffer_index(nth_tile, warpgroup)
+    pl.when(nth_tile >= call.tile.query_buffers)(lambda: plgpu.barrier_wait(shared.q_free.at[buffer]))
+    source, rows = call.operands["q"], pl.ds(tile.first_row + warpgroup * WGMMA_M, WGMMA_M)
+    plgpu.copy_gmem_to_smem(source.at[item.batch_row, rows, item.head], shared.q.at[buffer], shared.q_full.at[buffer])
 
 
 def _kv_head(call: Call, item: tile_scheduler.WorkTile) -> Any:

@@ -26,8 +26,8 @@ from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_instruction, exp2_poly
 from ejkernel_pallas.gpu.hopper.registers import (
     fill_rows_like,
     float32_constant,
-    i32,
     int32_constant,
+    int32_type,
     unpack_pair,
     with_registers,
     with_row_values,
@@ -40,12 +40,12 @@ ANY_AT_LEAST_PTX = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p
 """PTX: whether a number is at least another one, or NaN, in any thread of the warp."""
 
 
-def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, jax.Array]:
+def capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns unnormalised weights of raw products of queries and keys, and their row sums.
 
     Args:
         spec: The kernel's constants.
-        products: Float32 [rows, columns].
+        raw_products: Float32 [rows, columns].
 
     Returns:
         Weights, float32 [rows, columns], and float32 [rows] with the sums of a thread's own columns. They are added up
@@ -55,8 +55,8 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=(
-            plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-            plgpu.ShapeDtypeStruct(products.shape[:1], jnp.float32, layout=ROW_LAYOUT),
+            plgpu.ShapeDtypeStruct(raw_products.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+            plgpu.ShapeDtypeStruct(raw_products.shape[:1], jnp.float32, layout=ROW_LAYOUT),
         ),
     )
     def run(_: Any, tile: Any) -> Any:
@@ -73,7 +73,7 @@ def capped_weights(spec: HopperSpec, products: jax.Array) -> tuple[jax.Array, ja
         weights = [vector.from_elements(register_type, results[n : n + 2]) for n in range(0, len(results), 2)]
         return with_registers(tile, weights), with_row_values(fill_rows_like(tile, linear), [linear, second])
 
-    return run(products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(raw_products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def _weights_with_row_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
@@ -90,14 +90,14 @@ def _weights_with_row_sums(weight: Callable[[int, Any], Any], products: list[Any
 def _any_far_from_zero(spec: HopperSpec, products: list[Any]) -> Any:
     """Returns whether any product of the warp is not near zero."""
     operands = [
-        _largest([math.absf(product) for product in products]),
-        float32_constant(MAX_POLYNOMIAL_ARGUMENT / spec.inner_scale),
+        _max_or_nan([math.absf(product) for product in products]),
+        float32_constant(MAX_POLYNOMIAL_ARGUMENT / spec.product_scale),
     ]
-    any_at_least: Any = llvm.inline_asm(i32(), operands, ANY_AT_LEAST_PTX, "=r,f,f", has_side_effects=True)
+    any_at_least: Any = llvm.inline_asm(int32_type(), operands, ANY_AT_LEAST_PTX, "=r,f,f", has_side_effects=True)
     return arith.cmpi(arith.CmpIPredicate.ne, any_at_least, int32_constant(0))
 
 
-def _largest(numbers: list[Any]) -> Any:
+def _max_or_nan(numbers: list[Any]) -> Any:
     """Returns the maximum, or NaN if there is one. It reduces in pairs, for short dependency chains."""
     while len(numbers) > 1:
         pairs = zip(numbers[::2], numbers[1::2], strict=False)
@@ -108,7 +108,7 @@ def _largest(numbers: list[Any]) -> Any:
 def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
     """Returns the weight of a product that is near zero."""
     linear, cubic = (
-        float32_constant(coefficient * spec.inner_scale**degree * spec.log2_scale)
+        float32_constant(coefficient * spec.product_scale**degree * spec.log2_scale)
         for coefficient, degree in zip(TANH_COEFFICIENTS, (1, 3), strict=True)
     )
     return exp2_instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
@@ -116,7 +116,7 @@ def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
 
 def _weight_any_range(spec: HopperSpec, n: int, product: Any) -> Any:
     """Returns the weight of any product, the thread's `n`th."""
-    scaled = arith.mulf(product, float32_constant(spec.inner_scale))
+    scaled = arith.mulf(product, float32_constant(spec.product_scale))
     # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
     return (

@@ -15,81 +15,91 @@ from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     as_int32,
-    i32,
     int32_constant,
-    scalar,
+    int32_type,
     unpack_pair,
+    unpack_row_value,
     with_registers,
     with_row_values,
 )
-from ejkernel_pallas.gpu.hopper.sizes import THREADS, WGMMA_M
-from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS, WORD_BITS, HopperSpec
+from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP, WGMMA_M
+from ejkernel_pallas.gpu.tiled_attention.spec import COLUMNS_PER_MASK_WORD_SPAN, WORD_BITS, HopperSpec
 
-FAR = 2**30
+UNREACHABLE_COLUMN = 2**30
 
 
-class UnsortedIds(NamedTuple):
+class UnsortedSegmentIds(NamedTuple):
     """Segment ids that are not sorted, so that the keys of a query are not contiguous.
 
     Attributes:
-        needs_compare: Whether they are unsorted, int32 [rows], the same for all rows.
+        is_unsorted: Whether they are unsorted, int32 [rows], the same for all rows.
         row_ids: Reference to int32 [rows] in device memory.
         column_ids: Reference to int32 [columns].
     """
 
-    needs_compare: Any
+    is_unsorted: Any
     row_ids: Any
     column_ids: Any
 
 
-def key_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array | None, jax.Array | None]:
+def key_column_range(
+    spec: HopperSpec, num_rows: int, first_query: Any, first_key: Any
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns the first and last column, int32 [rows], that each row may attend to; None if there is no limit.
 
     Args:
         spec: The kernel's constants.
-        rows: Queries of the tile, its rows.
-        query: Index of its first query.
-        key: Index of its first key.
+        num_rows: Queries of the tile, its rows.
+        first_query: Index of its first query.
+        first_key: Index of its first key.
     """
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (query - key)
-    low = None if spec.left is None else row - spec.left
-    last = spec.keys - 1 - key
-    return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
+    row = plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=ROW_LAYOUT) + (first_query - first_key)
+    low = None if spec.left_window is None else row - spec.left_window
+    last = spec.kv_len - 1 - first_key
+    return low, jnp.full((num_rows,), last, jnp.int32) if spec.right_window is None else jnp.minimum(
+        row + spec.right_window, last
+    )
 
 
-def paged_key_range(spec: HopperSpec, rows: int, limits: Any, key: Any) -> tuple[jax.Array | None, jax.Array]:
+def paged_key_column_range(
+    spec: HopperSpec, num_rows: int, paged_tile: Any, first_key: Any
+) -> tuple[jax.Array | None, jax.Array]:
     """Returns the same for a tile whose sequence has its own positions and limits (`forward_call.PagedTile`)."""
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (limits.position - key)
+    row = plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=ROW_LAYOUT) + (paged_tile.first_position - first_key)
     low = None
-    if spec.masks_lower:
-        low = jnp.full((rows,), limits.low - key, jnp.int32)
-        low = low if spec.left is None else jnp.maximum(row - spec.left, low)
-    last = limits.keys - 1 - key
-    return low, jnp.full((rows,), last, jnp.int32) if spec.right is None else jnp.minimum(row + spec.right, last)
+    if spec.masks_before_full_tiles:
+        low = jnp.full((num_rows,), paged_tile.first_key - first_key, jnp.int32)
+        low = low if spec.left_window is None else jnp.maximum(row - spec.left_window, low)
+    last = paged_tile.key_end - 1 - first_key
+    return low, jnp.full((num_rows,), last, jnp.int32) if spec.right_window is None else jnp.minimum(
+        row + spec.right_window, last
+    )
 
 
-def query_range(spec: HopperSpec, rows: int, query: Any, key: Any) -> tuple[jax.Array, jax.Array | None]:
+def query_column_range(
+    spec: HopperSpec, num_rows: int, first_query: Any, first_key: Any
+) -> tuple[jax.Array, jax.Array | None]:
     """Returns the first and last attending column of each row, where keys are a tile's rows and queries its columns."""
-    row = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW_LAYOUT) + (key - query)
-    low = jnp.full((rows,), 0, jnp.int32) if spec.right is None else row - spec.right
+    row = plgpu.broadcasted_iota(jnp.int32, (num_rows,), 0, layout=ROW_LAYOUT) + (first_key - first_query)
+    low = jnp.full((num_rows,), 0, jnp.int32) if spec.right_window is None else row - spec.right_window
     # Rows past the last key attend to no column.
-    low = jnp.where(row < spec.keys - query, low, FAR)
-    return low, None if spec.left is None else row + spec.left
+    low = jnp.where(row < spec.kv_len - first_query, low, UNREACHABLE_COLUMN)
+    return low, None if spec.left_window is None else row + spec.left_window
 
 
-def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
+def load_mask_words(mask_words_ref: Any, first_row: Any, num_columns: int) -> tuple[jax.Array, ...]:
     """Loads the words that a thread tests of 64 rows of a tile mask: per span of columns one for each of its two rows.
 
     Each is int32 [64], a vector of rows in which the four threads of a row have different words.
 
     Args:
-        words: Reference to a mask's words in device memory, int32 [rows * spans * 4].
-        row: The first of the 64 rows.
-        width: Columns.
+        mask_words_ref: Reference to a mask's words in device memory, int32 [rows * spans * 4].
+        first_row: The first of the 64 rows.
+        num_columns: Columns.
     """
-    spans = cdiv(width, SPAN_COLUMNS)
+    spans = cdiv(num_columns, COLUMNS_PER_MASK_WORD_SPAN)
     row_template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
-    first = lax.broadcast_in_dim(jnp.asarray(row, jnp.int32), (WGMMA_M,), ())
+    first = lax.broadcast_in_dim(jnp.asarray(first_row, jnp.int32), (WGMMA_M,), ())
 
     def load(span: int) -> jax.Array:
         @plgpu.inline_mgpu(
@@ -98,74 +108,79 @@ def load_words(words: Any, row: Any, width: int) -> tuple[jax.Array, ...]:
         )
         def load_word_registers(_: Any, source: Any, like: Any, start: Any) -> Any:
             # Each thread loads its own words: the four of a row have different columns.
-            words_row = arith.addi(scalar(start.registers.flat[0]), _first_thread_row())
+            words_row = arith.addi(unpack_row_value(start.registers.flat[0]), _first_thread_row())
             thread = arith.andi(mgpu.utils.thread_idx(), int32_constant(3))
             loaded_words: list[Any] = []
             for half in (0, 1):
                 place = arith.muli(arith.addi(words_row, int32_constant(8 * half)), int32_constant(4 * spans))
-                loaded_words.append(_number(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span)))))
+                loaded_words.append(_load_id(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span)))))
             return with_row_values(like, loaded_words)
 
-        return load_word_registers(words, row_template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
+        return load_word_registers(mask_words_ref, row_template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
 
     return tuple(load(span) for span in range(spans))
 
 
 def mask_outside_key_range(
     scores: jax.Array,
-    low: jax.Array | None,
-    high: jax.Array | None,
-    unsorted: UnsortedIds | None = None,
-    pattern: tuple[jax.Array, ...] = (),
+    first_columns: jax.Array | None,
+    last_columns: jax.Array | None,
+    unsorted_ids: UnsortedSegmentIds | None = None,
+    pattern_words: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Returns scores with -inf in columns before `low` and after `high`, both int32 per row.
+    """Returns scores with -inf in columns before `first_columns` and after `last_columns`, both int32 per row.
 
-    If `unsorted` is set, also where the ids of row and column differ; and where the words of a pattern have no bits.
+    If `unsorted_ids` is set, also where the ids of row and column differ; and where the words of a pattern have no
+    bits.
 
     The columns that a thread keeps of a row are bits of a word, from which the assembler makes seven predicates at a
     time; comparisons would be two or three per score, which is more than its exponential takes.
     """
-    if low is None and high is None and unsorted is None and not pattern:
+    if first_columns is None and last_columns is None and unsorted_ids is None and not pattern_words:
         return scores
-    has_limit = [limit is not None for limit in (low, high)]
-    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
-    refs = () if unsorted is None else (unsorted.row_ids, unsorted.column_ids)
-    needs_compare = () if unsorted is None else (plgpu.layout_cast(unsorted.needs_compare, ROW_LAYOUT),)
+    has_limit = [limit is not None for limit in (first_columns, last_columns)]
+    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (first_columns, last_columns) if limit is not None]
+    refs = () if unsorted_ids is None else (unsorted_ids.row_ids, unsorted_ids.column_ids)
+    needs_compare = () if unsorted_ids is None else (plgpu.layout_cast(unsorted_ids.is_unsorted, ROW_LAYOUT),)
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.Layout.WGMMA,
             *(plgpu.RefType() for _ in refs),
-            *(ROW_LAYOUT for _ in (*needs_compare, *limits, *pattern)),
+            *(ROW_LAYOUT for _ in (*needs_compare, *limits, *pattern_words)),
         ),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
     def select(_: Any, tile: Any, *inputs: Any) -> Any:
         ids, limit_vectors = inputs[: len(refs) + len(needs_compare)], iter(inputs[len(refs) + len(needs_compare) :])
         bounds = [
-            [scalar(register) for register in next(limit_vectors).registers.flat] if is_given else (None, None)
+            [unpack_row_value(register) for register in next(limit_vectors).registers.flat]
+            if is_given
+            else (None, None)
             for is_given in has_limit
         ]
-        numbers = range(cdiv(scores.shape[1], SPAN_COLUMNS))
+        numbers = range(cdiv(scores.shape[1], COLUMNS_PER_MASK_WORD_SPAN))
         # Ranges, ids and patterns are first converted to words, so that a single bit masks a score.
-        words = [[_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)]
-        if unsorted is not None:
-            words = _keep_same_segment(words, ids, scores.shape[1])
+        words = [
+            [_column_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)
+        ]
+        if unsorted_ids is not None:
+            words = _clear_other_segments(words, ids, scores.shape[1])
         for span, bits in enumerate(limit_vectors):
             for half, register in enumerate(bits.registers.flat):
-                words[half][span] = arith.andi(words[half][span], scalar(register))
+                words[half][span] = arith.andi(words[half][span], unpack_row_value(register))
         return _mask_by_words(tile, words)
 
-    operands = *refs, *needs_compare, *limits, *pattern
+    operands = *refs, *needs_compare, *limits, *pattern_words
     return select(scores, *operands)
 
 
 def mask_outside_query_range(
     scores: jax.Array,
-    low: jax.Array,
-    high: jax.Array | None,
-    ids: tuple[jax.Array, Any] | None = None,
-    pattern: tuple[jax.Array, ...] = (),
+    first_columns: jax.Array,
+    last_columns: jax.Array | None,
+    row_and_column_ids: tuple[jax.Array, Any] | None = None,
+    pattern_words: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
     """Returns scores as `mask_outside_key_range` does, without registers for words: columns are constants of the
     instructions that compare.
@@ -176,16 +191,19 @@ def mask_outside_query_range(
 
     Args:
         scores: Float32 [rows, columns].
-        low: As in `mask_outside_key_range`.
-        high: As in `mask_outside_key_range`.
-        ids: Segment ids of rows, and a reference to those of columns.
-        pattern: Words from `load_words`.
+        first_columns: As in `mask_outside_key_range`.
+        last_columns: As in `mask_outside_key_range`.
+        row_and_column_ids: Segment ids of rows, and a reference to those of columns.
+        pattern_words: Words from `load_words`.
     """
-    if pattern:
-        scores = mask_outside_key_range(scores, None, None, pattern=pattern)
-    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (low, high) if limit is not None]
+    if pattern_words:
+        scores = mask_outside_key_range(scores, None, None, pattern_words=pattern_words)
+    limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (first_columns, last_columns) if limit is not None]
     comparisons = ["setp.le", "setp.ge"][: len(limits)]
-    row_ids, refs = () if ids is None else (plgpu.layout_cast(ids[0], ROW_LAYOUT),), () if ids is None else (ids[1],)
+    row_ids, refs = (
+        () if row_and_column_ids is None else (plgpu.layout_cast(row_and_column_ids[0], ROW_LAYOUT),),
+        () if row_and_column_ids is None else (row_and_column_ids[1],),
+    )
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROW_LAYOUT for _ in (*limits, *row_ids))),
@@ -194,18 +212,18 @@ def mask_outside_query_range(
     def select(_: Any, tile: Any, *inputs: Any) -> Any:
         column_ids, rows = (
             inputs[: len(refs)],
-            [[scalar(x) for x in row.registers.flat] for row in inputs[len(refs) :]],
+            [[unpack_row_value(x) for x in row.registers.flat] for row in inputs[len(refs) :]],
         )
         return _mask_columns(tile, comparisons, rows, *column_ids)
 
     return select(scores, *refs, *limits, *row_ids)
 
 
-def _mask_columns(tile: Any, comparisons: list[str], rows: list[list[Any]], column_ids: Any = None) -> Any:
+def _mask_columns(tile: Any, comparisons: list[str], row_values: list[list[Any]], column_ids: Any = None) -> Any:
     """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
     place = _thread_column()
     # Relative to the thread's first column, so that columns are constants of the instructions.
-    limits = [[arith.subi(limit, place) for limit in both] for both in rows[: len(comparisons)]]
+    limits = [[arith.subi(limit, place) for limit in both] for both in row_values[: len(comparisons)]]
     comparisons = [
         f"{comparison}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};"
         for n, comparison in enumerate(comparisons)
@@ -221,8 +239,8 @@ def _mask_columns(tile: Any, comparisons: list[str], rows: list[list[Any]], colu
             operands = [score, int32_constant(column_group * 8 + n), *(limit[half] for limit in limits)]
             if column_ids is not None:
                 operands += [
-                    rows[-1][half],
-                    _number(column_ids, arith.addi(place, int32_constant(column_group * 8 + n))),
+                    row_values[-1][half],
+                    _load_id(column_ids, arith.addi(place, int32_constant(column_group * 8 + n))),
                 ]
             constraints = "=f,f,n" + ",r" * (len(operands) - 2)
             masked_registers.append(
@@ -232,21 +250,31 @@ def _mask_columns(tile: Any, comparisons: list[str], rows: list[list[Any]], colu
     return with_registers(tile, registers)
 
 
-def _range_word(number: int, low: Any, high: Any) -> Any:
+def _column_range_word(span_index: int, low: Any, high: Any) -> Any:
     """Returns the bits of the columns from `low` to `high` among those of a thread in one row: two of every eight."""
-    before = int32_constant(0) if low is None else _columns(number, arith.subi(low, int32_constant(1)))
-    bits_to_last = int32_constant(WORD_BITS) if high is None else _columns(number, high)
+    before = (
+        int32_constant(0)
+        if low is None
+        else _count_thread_columns_up_to(span_index, arith.subi(low, int32_constant(1)))
+    )
+    bits_to_last = int32_constant(WORD_BITS) if high is None else _count_thread_columns_up_to(span_index, high)
     count = arith.maxsi(arith.subi(bits_to_last, before), int32_constant(0))
     # `bmsk` makes a run of ones from a start and a length, and clamps both: no branch for empty or full words.
-    return llvm.inline_asm(i32(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False)
+    return llvm.inline_asm(
+        int32_type(), [before, count], "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", has_side_effects=False
+    )
 
 
-def _columns(number: int, last: Any) -> Any:
+def _count_thread_columns_up_to(span_index: int, last_column: Any) -> Any:
     """Returns how many of a thread's columns in a word are at or before a column of the tile."""
-    last = arith.subi(last, arith.addi(_thread_column(), int32_constant(number * SPAN_COLUMNS)))
-    last = arith.minsi(arith.maxsi(last, int32_constant(-1)), int32_constant(SPAN_COLUMNS - 1))
+    last_column = arith.subi(
+        last_column, arith.addi(_thread_column(), int32_constant(span_index * COLUMNS_PER_MASK_WORD_SPAN))
+    )
+    last_column = arith.minsi(
+        arith.maxsi(last_column, int32_constant(-1)), int32_constant(COLUMNS_PER_MASK_WORD_SPAN - 1)
+    )
     # Two columns of every eight: whole eights count two each, and the last one those at or before the column.
-    pairs, rest = arith.shrsi(last, int32_constant(3)), arith.andi(last, int32_constant(7))
+    pairs, rest = arith.shrsi(last_column, int32_constant(3)), arith.andi(last_column, int32_constant(7))
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, int32_constant(1)), int32_constant(2)))
 
 
@@ -257,21 +285,21 @@ def _thread_column() -> Any:
 
 def _first_thread_row() -> Any:
     """Returns the first of a thread's two rows of 64; the other one is eight rows later."""
-    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS))
+    thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
     return arith.addi(
         arith.muli(arith.divui(thread, int32_constant(32)), int32_constant(16)),
         arith.divui(arith.remui(thread, int32_constant(32)), int32_constant(4)),
     )
 
 
-def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+def _clear_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
     (rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
-    is_set = arith.cmpi(arith.CmpIPredicate.ne, scalar(needs_compare.registers.flat[0]), int32_constant(0))
+    is_set = arith.cmpi(arith.CmpIPredicate.ne, unpack_row_value(needs_compare.registers.flat[0]), int32_constant(0))
     # A uniform branch: ids are loaded only if segments are unsorted.
-    branch: Any = scf.IfOp(is_set, [i32()] * len(all_registers), has_else=True)
+    branch: Any = scf.IfOp(is_set, [int32_type()] * len(all_registers), has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        same = _id_words(rows, columns, width)
+        same = _same_id_words(rows, columns, width)
         scf.yield_([arith.andi(word, other) for word, other in zip(all_registers, same, strict=True)])
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(all_registers)
@@ -279,14 +307,14 @@ def _keep_same_segment(words: list[list[Any]], ids: tuple[Any, ...], width: int)
     return [results[:count], results[count:]]
 
 
-def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
+def _same_id_words(row_ids: Any, column_ids: Any, width: int) -> list[Any]:
     """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
     row = _first_thread_row()
-    ids = [_number(rows, arith.addi(row, int32_constant(8 * half))) for half in (0, 1)]
-    words = [[int32_constant(0)] * cdiv(width, SPAN_COLUMNS) for _ in ids]
+    ids = [_load_id(row_ids, arith.addi(row, int32_constant(8 * half))) for half in (0, 1)]
+    words = [[int32_constant(0)] * cdiv(width, COLUMNS_PER_MASK_WORD_SPAN) for _ in ids]
     for place in range(width // 4):
         column_group, n = divmod(place, 2)
-        column = _number(columns, arith.addi(_thread_column(), int32_constant(column_group * 8 + n)))
+        column = _load_id(column_ids, arith.addi(_thread_column(), int32_constant(column_group * 8 + n)))
         word, bit = divmod(place, WORD_BITS)
         for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)
@@ -296,8 +324,8 @@ def _id_words(rows: Any, columns: Any, width: int) -> list[Any]:
     return [*words[0], *words[1]]
 
 
-def _number(ids: Any, place: Any) -> Any:
-    return memref.load(ids, [arith.index_cast(ir.IndexType.get(), place)])
+def _load_id(ids: Any, index: Any) -> Any:
+    return memref.load(ids, [arith.index_cast(ir.IndexType.get(), index)])
 
 
 def _mask_by_words(tile: Any, words: list[list[Any]]) -> Any:

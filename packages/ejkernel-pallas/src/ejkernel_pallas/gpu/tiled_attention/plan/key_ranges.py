@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import find_tile_extents
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-UNSORTED = 2**30
+UNSORTED_MARK = 2**30
 """Added to the last key of queries whose keys are not contiguous."""
 
 
@@ -30,17 +30,17 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
     is_range_end = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
     ids_to_find = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
     found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(
-        keys, ids_to_find, is_range_end, key_extents.end.max(axis=1)
+        keys, ids_to_find, is_range_end, key_extents.padding_start.max(axis=1)
     )
-    unsorted = key_extents.unsorted[:, :, None]
+    unsorted = key_extents.is_unsorted[:, :, None]
     # Counts of keys before the range's first key and through its last one: the last index is its count minus one.
-    limit = jnp.where(unsorted, jnp.where(is_range_end, spec.keys, 0), found) - jnp.where(is_range_end, 1, 0)
+    limit = jnp.where(unsorted, jnp.where(is_range_end, spec.kv_len, 0), found) - jnp.where(is_range_end, 1, 0)
     row = jnp.arange(queries.shape[1], dtype=jnp.int32)
-    if spec.left is not None:
-        limit = jnp.where(is_range_end, limit, jnp.maximum(limit, row - spec.left))
-    if spec.right is not None:
-        limit = jnp.where(is_range_end, jnp.minimum(limit, row + spec.right), limit)
-    return jnp.where(unsorted & is_range_end, limit + UNSORTED, limit)
+    if spec.left_window is not None:
+        limit = jnp.where(is_range_end, limit, jnp.maximum(limit, row - spec.left_window))
+    if spec.right_window is not None:
+        limit = jnp.where(is_range_end, jnp.minimum(limit, row + spec.right_window), limit)
+    return jnp.where(unsorted & is_range_end, limit + UNSORTED_MARK, limit)
 
 
 def _count_smaller_ids(ids: jax.Array, ids_to_find: jax.Array, includes_equal: jax.Array, end: jax.Array) -> jax.Array:

@@ -22,41 +22,41 @@ import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
-from ejkernel_pallas.gpu.tiled_attention.spec import SPAN_COLUMNS
+from ejkernel_pallas.gpu.tiled_attention.spec import COLUMNS_PER_MASK_WORD_SPAN
 
-THREADS_PER_ROW = 4
+THREADS_PER_SCORE_ROW = 4
 """Threads that share a row."""
 
 
-def key_lists(record: TiledAttention, q_block: int, kv_block: int) -> dict[str, jax.Array]:
+def key_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> dict[str, jax.Array]:
     """Returns the forward kernel's operands for a pattern.
 
     Args:
         record: A record with a pattern.
-        q_block: Queries per tile.
-        kv_block: Keys per block.
+        block_q: Queries per tile.
+        block_kv: Keys per block.
 
     Returns:
         `table` int32 [B|1, H|1, query tiles, 4], `blocks` [B|1, H|1, query tiles, longest list], the `mask_ids` of
         these, and `mask_words` as above.
     """
-    tile_map = _add_empty_blocks(block_map(record, q_block, kv_block))
+    tile_map = _add_empty_blocks(block_map(record, block_q, block_kv))
     lists = block_lists(tile_map)
     return _as_int32(
         table=_block_range_table(lists),
         blocks=lists.blocks,
         mask_ids=lists.mask_ids,
-        mask_words=_pack_words(_tile_masks(tile_map)),
+        mask_words=_pack_mask_words(_tile_masks(tile_map)),
     )
 
 
-def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[dict[str, jax.Array], Any]:
+def query_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> tuple[dict[str, jax.Array], Any]:
     """Returns the backward kernel's operands for a pattern, and the table, as a NumPy array if known when traced.
 
     Args:
         record: A record with a pattern.
-        q_block: Queries per block.
-        kv_block: Keys per tile.
+        block_q: Queries per block.
+        block_kv: Keys per tile.
 
     Returns:
         As in `key_lists` with keys for queries; also the `ranks` of the blocks, the number of key tiles that add to
@@ -65,7 +65,7 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
     Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys at the start that
     all queries attend to: if they were the first to add, all others would wait for the longest list.
     """
-    tile_map = _add_empty_blocks(block_map(record, q_block, kv_block).by_keys())
+    tile_map = _add_empty_blocks(block_map(record, block_q, block_kv).by_keys())
     lists = block_lists(_reverse_blocks(tile_map))
     some, blocks = tile_map.some, tile_map.some.shape[-1] - 1 - lists.blocks
     xp = _array_module(some)
@@ -77,7 +77,7 @@ def query_lists(record: TiledAttention, q_block: int, kv_block: int) -> tuple[di
         blocks=blocks,
         mask_ids=lists.mask_ids,
         ranks=xp.take_along_axis(later_key_tiles, blocks, axis=-1),
-        mask_words=_pack_words(_tile_masks(tile_map).swapaxes(1, 2)),
+        mask_words=_pack_mask_words(_tile_masks(tile_map).swapaxes(1, 2)),
         first=xp.where(some.any(axis=2), 0, some.shape[2]),
     )
     return arrays, table
@@ -128,13 +128,17 @@ def _tile_masks(tile_map: BlockMap) -> np.ndarray:
     return tile_map.tile_masks
 
 
-def _pack_words(masks: np.ndarray) -> np.ndarray:
+def _pack_mask_words(masks: np.ndarray) -> np.ndarray:
     """Returns tile masks [n, rows, columns] as words."""
     count, rows, columns = masks.shape
-    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % SPAN_COLUMNS)))
-    mask_bits = masks.reshape(count, rows, -1, SPAN_COLUMNS // 8, THREADS_PER_ROW, 2).transpose(0, 1, 2, 4, 3, 5)
+    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % COLUMNS_PER_MASK_WORD_SPAN)))
+    mask_bits = masks.reshape(count, rows, -1, COLUMNS_PER_MASK_WORD_SPAN // 8, THREADS_PER_SCORE_ROW, 2).transpose(
+        0, 1, 2, 4, 3, 5
+    )
     packed_bits = np.packbits(
-        mask_bits.reshape(count, rows, -1, THREADS_PER_ROW, SPAN_COLUMNS // THREADS_PER_ROW).astype(bool),
+        mask_bits.reshape(
+            count, rows, -1, THREADS_PER_SCORE_ROW, COLUMNS_PER_MASK_WORD_SPAN // THREADS_PER_SCORE_ROW
+        ).astype(bool),
         axis=-1,
         bitorder="little",
     )

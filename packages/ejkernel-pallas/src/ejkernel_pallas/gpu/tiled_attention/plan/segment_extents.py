@@ -14,35 +14,35 @@ from jax import lax
 MAX_INT32 = np.iinfo(np.int32).max
 Reduction = tuple[Callable[..., Any], Callable[..., Any]]
 MINIMUM: Reduction = (np.minimum.reduce, lax.min)
-MAXIMUM: Reduction = (np.maximum.reduce, lax.max)
-SUM: Reduction = (np.add.reduce, lax.add)
+MAX_REDUCTION: Reduction = (np.maximum.reduce, lax.max)
+SUM_REDUCTION: Reduction = (np.add.reduce, lax.add)
 """The reductions, for an array in NumPy and for two operands in JAX."""
 
 
-class TileExtents(NamedTuple):
+class TileIdExtents(NamedTuple):
     """Bounds of the tiles of queries or keys, each [B|1, tiles].
 
     Attributes:
-        low: Smallest segment id, without padding.
-        high: Largest one; negative if there is only padding.
-        padded: Whether the tile has any padding.
-        order_breaks: How often padding ends in a tile, plus twice how often an id is less than the previous one.
-        end: The end of the last element that is not padding, or 0.
+        min_id: Smallest segment id, without padding.
+        max_id: Largest one; negative if there is only padding.
+        has_padding: Whether the tile has any padding.
+        num_order_breaks: How often padding ends in a tile, plus twice how often an id is less than the previous one.
+        padding_start: The end of the last element that is not padding, or 0.
     """
 
-    low: jax.Array
-    high: jax.Array
-    padded: jax.Array
-    order_breaks: jax.Array
-    end: jax.Array
+    min_id: jax.Array
+    max_id: jax.Array
+    has_padding: jax.Array
+    num_order_breaks: jax.Array
+    padding_start: jax.Array
 
     @property
-    def unsorted(self) -> jax.Array:
+    def is_unsorted(self) -> jax.Array:
         """Returns whether a row's ids are not sorted, ignoring padding before or after them, [B, 1]."""
-        return self.order_breaks.sum(axis=1, keepdims=True) > 1
+        return self.num_order_breaks.sum(axis=1, keepdims=True) > 1
 
 
-def find_tile_extents(ids: jax.Array, block: int) -> TileExtents:
+def find_tile_extents(ids: jax.Array, block: int) -> TileIdExtents:
     """Returns the extent of every tile of ids [B, length], a whole number of tiles."""
     previous_ids = jnp.pad(ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     is_not_padding, index = ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32)
@@ -55,8 +55,10 @@ def find_tile_extents(ids: jax.Array, block: int) -> TileExtents:
         jnp.where(is_not_padding, index + 1, 0),
     )
     reduced_arrays = [jnp.broadcast_to(x, ids.shape).reshape(ids.shape[0], -1, block) for x in reduced_arrays]
-    low, high, min_id, order_breaks, end = reduce_last_axis(reduced_arrays, (MINIMUM, MAXIMUM, MINIMUM, SUM, MAXIMUM))
-    return TileExtents(low, high, min_id < 0, order_breaks, end)
+    low, high, min_id, order_breaks, end = reduce_last_axis(
+        reduced_arrays, (MINIMUM, MAX_REDUCTION, MINIMUM, SUM_REDUCTION, MAX_REDUCTION)
+    )
+    return TileIdExtents(low, high, min_id < 0, order_breaks, end)
 
 
 def reduce_last_axis(arrays: list[Any], reductions: tuple[Reduction, ...]) -> list[Any]:
