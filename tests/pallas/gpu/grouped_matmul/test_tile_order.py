@@ -17,7 +17,11 @@ BLOCKS = 12
 def make_call(columns, *, matrices=5, contracted=640):
     tile = config.HopperGrouped(**config.ROW_KERNEL_TILES[0].config_fields)
     sizes = {"num_rows": 4096, "contracted_size": contracted, "num_columns": columns, "num_matrices": matrices}
-    kinds = {"matrices_are_transposed": False, "operand_dtype": jnp.dtype(jnp.bfloat16), "out_dtype": jnp.dtype(jnp.bfloat16)}
+    kinds = {
+        "matrices_are_transposed": False,
+        "operand_dtype": jnp.dtype(jnp.bfloat16),
+        "out_dtype": jnp.dtype(jnp.bfloat16),
+    }
     made = spec.GroupedSpec(**sizes, **kinds, tile=dataclasses.replace(tile, group_m=3))
     return types.SimpleNamespace(spec=made, num_blocks=BLOCKS, cluster_column=0, cluster_row=0)
 

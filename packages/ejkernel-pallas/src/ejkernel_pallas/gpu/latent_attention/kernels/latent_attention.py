@@ -152,7 +152,9 @@ def _consume_item(call: Call, warpgroup: int, run_step: Any, item: WorkItem, car
     plgpu.barrier_wait(shared.sums_full.at[1 - warpgroup])
     total = state.row_sum + arrays.load_row_vector(shared.row_sum.at[1 - warpgroup])
     # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
-    output = state.unnormalised_output * broadcast_to_columns(call.spec.value_scale / total, state.unnormalised_output.shape)
+    output = state.unnormalised_output * broadcast_to_columns(
+        call.spec.value_scale / total, state.unnormalised_output.shape
+    )
     _write_half_of_output(call, warpgroup, item, output, state.row_max * LN2 + jnp.log(total))
     return carry
 

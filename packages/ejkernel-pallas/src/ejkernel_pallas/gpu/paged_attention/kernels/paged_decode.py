@@ -75,7 +75,9 @@ def _consume_item(call: Call, item: WorkItem, blocks_done: Any) -> Any:
     plgpu.barrier_arrive(shared.q_free)
     # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(LOWEST - LOWEST) = 1. `forward.py` drops
     # such rows by their lse.
-    output = state.unnormalised_output * broadcast_to_columns(spec.value_scale / state.row_sum, state.unnormalised_output.shape)
+    output = state.unnormalised_output * broadcast_to_columns(
+        spec.value_scale / state.row_sum, state.unnormalised_output.shape
+    )
     _write_output(call, item, output, state.row_max * LN2 + jnp.log(state.row_sum))
     return blocks_done + item.num_steps
 
