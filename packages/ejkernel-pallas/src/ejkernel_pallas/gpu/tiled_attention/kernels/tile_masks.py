@@ -165,7 +165,7 @@ def mask_outside_key_range(
             [_column_range_word(number, low, high) for number in numbers] for low, high in zip(*bounds, strict=True)
         ]
         if unsorted_ids is not None:
-            words = _clear_other_segments(words, ids, scores.shape[1])
+            words = _mask_other_segments(words, ids, scores.shape[1])
         for span, bits in enumerate(limit_vectors):
             for half, register in enumerate(bits.registers.flat):
                 words[half][span] = arith.andi(words[half][span], unpack_row_value(register))
@@ -292,7 +292,7 @@ def _first_thread_row() -> Any:
     )
 
 
-def _clear_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
     (rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, unpack_row_value(needs_compare.registers.flat[0]), int32_constant(0))
