@@ -30,8 +30,7 @@ On an H200, K2048 F768 G128: with 4 rows per group 0.250 ms, where Triton's kern
 def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority above Triton's 10: an expert layer of 65536 rows takes 1.20 ms forward instead of 1.31.
 
-    With fewer rows per group Triton's smaller tiles are faster, and this kernel has not run the conformance cases on a
-    chip.
+    With fewer rows per group Triton's smaller tiles are faster. The conformance cases of both kernels pass on a chip.
     """
     return 20 if average_rows(config.plain_product_record(record)) >= MIN_ROWS_PER_GROUP else -1
 

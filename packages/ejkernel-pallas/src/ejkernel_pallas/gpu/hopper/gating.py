@@ -161,7 +161,7 @@ def quad_source_lanes(lane: int) -> tuple[tuple[int, int], int]:
 
 
 def _quad_source_lanes_of_thread() -> tuple[list[Any], Any]:
-    """Returns `quad_sources` of this thread's lane."""
+    """Returns `quad_source_lanes` of this thread's lane."""
     lane, choices = (
         arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW)),
         map(quad_source_lanes, range(4)),

@@ -125,7 +125,7 @@ def _launch(spec: LatentSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array
 
 
 def _scratch(spec: LatentSpec) -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
     copies = BLOCK_KV // spec.slots_per_copy
     pieces, halves = 2 * PIECES_PER_HALF, (2, CHUNKS_PER_HALF, BLOCK_KV, CHUNK_COLUMNS)
     make_barrier = plgpu.Barrier
@@ -142,7 +142,7 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
         # them.
         "q_full": make_barrier(num_arrivals=2 * CHUNKS_PER_HALF + 1),
         "q_free": make_barrier(num_arrivals=CONSUMER_WARPGROUPS),
-        # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `present`.
+        # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `valid_key_bits`.
         "half_of_one_warpgroup_full": make_barrier(
             num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces
         ),

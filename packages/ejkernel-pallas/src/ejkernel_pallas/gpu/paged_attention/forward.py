@@ -186,7 +186,7 @@ def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array,
 
 
 def _scratch(spec: PagedSpec) -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
     copies, stages, barrier = KEYS_PER_STEP // spec.slots_per_copy, spec.stages, plgpu.Barrier
     return {
         "q": wgmma_operand_smem((WGMMA_M, spec.key_dim), spec.dtype),
@@ -195,7 +195,7 @@ def _scratch(spec: PagedSpec) -> dict[str, Any]:
         "valid_key_bits": plgpu.SMEM((stages,), jnp.int32),
         "q_full": barrier(num_arrivals=1),
         "q_free": barrier(num_arrivals=1),
-        # One copy per page, and one more arrival for the bits in `present`.
+        # One copy per page, and one more arrival for the bits in `valid_key_bits`.
         "k_full": barrier(num_arrivals=copies + 1, num_barriers=stages),
         "k_free": barrier(num_arrivals=1, num_barriers=stages),
         "v_full": barrier(num_arrivals=copies, num_barriers=stages),

@@ -129,7 +129,7 @@ def _merge_split_tiles(
 
 
 def _kv_bytes_per_head(spec: HopperSpec) -> int:
-    """Returns bytes of keys and values of a head, lowered so that at least `MIN_BUNDLE` heads form a bundle."""
+    """Returns bytes of keys and values of a head, lowered so that at least `MIN_HEADS_PER_BUNDLE` heads form a bundle."""
     size = spec.kv_len * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
     return (
         min(size, tile_scheduler.L2_BYTES_PER_BUNDLE * spec.group_size // MIN_HEADS_PER_BUNDLE)
@@ -159,7 +159,7 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
 
 
 def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `Shared`."""
+    """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
     queries, copies = tile.query_buffers * tile.consumer_warpgroups, 1 if pages is None else pages.copies_per_block
     named_buffers: dict[str, Any] = {
         **_query_scratch(spec, queries),

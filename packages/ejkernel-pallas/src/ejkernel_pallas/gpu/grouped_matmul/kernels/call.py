@@ -19,7 +19,7 @@ class Call:
         num_blocks: Number of thread blocks, or of clusters.
         operands: Arrays in device memory.
         output: The array in device memory that the kernel writes.
-        shared_memory: Shared memory and barriers: the `Shared` of the kernel's module.
+        shared_memory: Shared memory and barriers: the `SharedMemory` of the kernel's module.
         tile_counter: The counter of tiles in device memory; None if blocks take every `num_blocks`-th tile.
         columns_share_scales: Whether the columns of each product share their scales, for 8-bit matrices with block
             scales; else None.

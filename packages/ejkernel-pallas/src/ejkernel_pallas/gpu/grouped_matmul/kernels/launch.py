@@ -139,7 +139,7 @@ def _matrix_tile_stages(spec: GroupedSpec) -> Any:
 
 
 def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
+    """Returns shared memory and mbarriers, by the names of `consumer.SharedMemory`."""
     tile = spec.tile
     scales: dict[str, Any] = {}
     if spec.scaling:
@@ -168,7 +168,7 @@ def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
 
 
 def _matrix_gradient_scratch(spec: GroupedSpec) -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `matrix_gradients.Shared`."""
+    """Returns shared memory and mbarriers, by the names of `matrix_gradients.SharedMemory`."""
     tile, out = spec.tile, wgmma_transforms()
     if spec.out_dtype.itemsize == 4:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.

@@ -69,7 +69,7 @@ def wait_for_next_tile(call: Call, tile_index: Any, steps_done: Any) -> Any:
 
 
 def queue_scratch() -> dict[str, Any]:
-    """Returns shared memory and mbarriers, by the names of `consumer.Shared`."""
+    """Returns shared memory and mbarriers, by the names of `consumer.SharedMemory`."""
     return {
         "next_tile_index": plgpu.SMEM((TILE_INDEX_SLOTS,), jnp.int32),
         "next_tile_full": plgpu.Barrier(num_arrivals=1, num_barriers=TILE_INDEX_SLOTS),

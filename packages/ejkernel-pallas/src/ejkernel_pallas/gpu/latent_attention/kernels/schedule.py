@@ -33,7 +33,7 @@ LOG2_KEYS_PER_STEP = KEYS_PER_STEP.bit_length() - 1
 
 
 def make_schedule_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
-    """Returns the items of a record, and the programs' shares, as `plan.make_plan` does."""
+    """Returns the items of a record, and the programs' shares, as `plan.make_schedule` does."""
     # A power of two, which every layout of a warpgroup divides.
     size = max(THREADS_PER_WARPGROUP, 1 << (spec.num_items - 1).bit_length())
     # If sequences are rows, the kernel reads lengths, and XLA has nothing to compute.

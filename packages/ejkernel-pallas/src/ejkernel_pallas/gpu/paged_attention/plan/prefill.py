@@ -62,7 +62,7 @@ def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.
 
     Returns:
         [1, W, 12] int32, tiles in the order in which blocks process them: their ranges of key blocks, as
-        `tile_scheduler.block_range` reads them, the fields of `PagedTile`, and the number of tiles with rows over all
+        `tile_scheduler.block_bounds` reads them, the fields of `PagedTile`, and the number of tiles with rows over all
         heads.
     """
     runs = _make_row_runs(record, sequence_row_limits)

@@ -197,7 +197,7 @@ def mask_score_tile(
         row_ids: Segment ids of the keys, or None.
         slot: The stage of the queries.
         query_block_index: The tile of queries.
-        mask_words: Bits of the pattern, from `pattern_words`.
+        mask_words: Bits of the pattern, from `load_pattern_words`.
         scores: Float32 [64, queries].
     """
     query_limits = tile_masks.query_column_range(call.spec, WGMMA_M, query_block_index * call.tile.block_q, first_key)

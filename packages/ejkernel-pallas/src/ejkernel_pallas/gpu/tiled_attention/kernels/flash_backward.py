@@ -105,7 +105,7 @@ def _wait_for_tile_index(call: Call, warpgroup: Any) -> Any:
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
-    # `fetch_next` counts after the blocks' first tiles; here the counter alone assigns tiles. A block's index would not
+    # `fetch_and_store_tile_index` counts after the blocks' first tiles; here the counter alone assigns tiles. A block's index would not
     # do, since blocks need not start in index order.
     return number[0] - call.schedule.num_blocks
 
@@ -153,10 +153,10 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
             ds = weights.pop()
         else:
             ds = broadcast_to_rows(arrays.load_column_vector(buffers["delta"].at[slot]), (WGMMA_M, tile.block_q))
-        # dk's product, the last one to read the previous step's queries, ended with `_make_weights`.
+        # dk's product, the last one to read the previous step's queries, ended with `_compute_weights`.
         pl.when(count > 0)(lambda: plgpu.barrier_arrive(buffers["q_free"].at[last]))
         dv, dq, ds = _compute_ds(call, warpgroup_index, count, dv, ds, *weights)
-        # dv's product, the last one to read this step's do, ended with `_score_gradients`.
+        # dv's product, the last one to read this step's do, ended with `_compute_ds`.
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages_by_operand["do"]))])
         if tile.is_register_bound:
             dq, ds = _compute_dq_late(call, warpgroup_index, count, ds), None
@@ -319,7 +319,7 @@ def _drop_weights(
     has_masked_pairs: bool,
     *weights_and_slope: Any,
 ) -> list[Any]:
-    """Returns the outputs of `_make_weights` with dropout: a step's weights, and those times the cap's slope if there
+    """Returns the outputs of `_compute_weights` with dropout: a step's weights, and those times the cap's slope if there
     is a cap.
 
     A dropped weight p adds nothing to dv, but the gradient of its score is -p delta, and there are too few registers

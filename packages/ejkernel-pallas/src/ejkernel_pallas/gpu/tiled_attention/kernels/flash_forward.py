@@ -233,7 +233,7 @@ class TileMask(NamedTuple):
 
     Attributes:
         key_block: The key block.
-        mask_words: Bits of the pattern, from `tile_masks.load_words`, or of the keys that exist; empty without.
+        mask_words: Bits of the pattern, from `tile_masks.load_mask_words`, or of the keys that exist; empty without.
     """
 
     key_block: Any
@@ -289,7 +289,7 @@ def _segment_column_range(
 ) -> tuple[Any, Any, tile_masks.UnsortedSegmentIds]:
     """Returns the first and last column of every row with segment ids, and the ids that must be compared."""
     first, last = (arrays.load_row_vector(call.shared.key_ranges.at[query_tile.query_buffer_index, n]) for n in (0, 1))
-    # `UNSORTED` was added to rows whose segments are not one range of keys: there ids are compared.
+    # `UNSORTED_MARK` was added to rows whose segments are not one range of keys: there ids are compared.
     unsorted = last >= UNSORTED_MARK
     # Addresses are recomputed for every key block: hoisted out of the loop, they would take registers.
     batch, row = lax.optimization_barrier((query_tile.item.batch_row, query_tile.first_query))

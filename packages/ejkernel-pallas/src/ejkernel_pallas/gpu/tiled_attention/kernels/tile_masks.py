@@ -194,7 +194,7 @@ def mask_outside_query_range(
         first_columns: As in `mask_outside_key_range`.
         last_columns: As in `mask_outside_key_range`.
         row_and_column_ids: Segment ids of rows, and a reference to those of columns.
-        pattern_words: Words from `load_words`.
+        pattern_words: Words from `load_mask_words`.
     """
     if pattern_words:
         scores = mask_outside_key_range(scores, None, None, pattern_words=pattern_words)
