@@ -147,7 +147,8 @@ HALF_COLUMNS_TILE = TileOptions(256, 4, 2, 16, half_columns=True)
 """The tile for groups of few rows: each warpgroup has half of a matrix's columns, so both have work in every tile.
 
 On an H100, as a fraction of the bandwidth that XLA reads with: K2048 N1536 G128 with 64, 128, 256 and 512 rows 0.83,
-0.84, 0.90 and 0.90, the first of `ROW_KERNEL_TILES` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and 0.88.
+0.84, 0.90 and 0.90, the first of `ROW_KERNEL_TILES` 0.76, 0.77, 0.82 and 0.83; K4096 N14336 G8 with 64 rows 0.91 and
+0.88.
 """
 
 ROW_KERNEL_TILES = (

@@ -1,7 +1,7 @@
 """The tile scheduler: assigns work tiles to thread blocks, in an order that balances them.
 
     list of work tiles   [ bundle 0: long tiles ... short tiles | bundle 1 | ... | split tiles of the tail wave ]
-    thread blocks        the first `blocks` of the list, one each; then `fetch_and_store_tile_index`: an atomic counter in HBM
+    thread blocks        the first `blocks` of the list, one each; then by an atomic counter in HBM
 
 Heads whose keys fit into L2 together form a bundle, whose tiles are consecutive in the list. In a bundle, later tiles
 come first if they are longer (causal), so that the tail wave has short ones. A persistent kernel has one block per

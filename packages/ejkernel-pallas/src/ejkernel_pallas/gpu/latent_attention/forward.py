@@ -103,8 +103,8 @@ def attend(record: PagedAttention, rotary_keys: Rotary, params: HopperLatent) ->
         )
 
     output, lse = run(record.query, record.key_pages, rotary_keys.rows, tables, *plan)
-    # Without keys the kernel's lse is that of masked scores, about LOWEST. So is that of a row whose pages are all
-    # absent.
+    # Without keys the kernel's lse is that of masked scores, about MASKED_SCORE. So is that of a row whose pages are
+    # all absent.
     return output, jnp.where((plan.items[:, 1:2] > 0) & (lse > MASKED_SCORE / 2), lse, -jnp.inf)
 
 

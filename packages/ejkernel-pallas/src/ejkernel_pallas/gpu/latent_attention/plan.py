@@ -22,8 +22,8 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
 MAX_ITEMS_PLANNED_IN_KERNEL = 1024
-"""The largest number of items that `schedule.make_schedule_in_kernel` plans in one kernel, each block of which has all in shared
-memory.
+"""The largest number of items that `schedule.make_schedule_in_kernel` plans in one kernel, each block of which has all
+in shared memory.
 """
 
 

@@ -164,7 +164,7 @@ def _outputs_by_query_row(
     ) * WGMMA_M
     place = (place + rows[:, None]).reshape(token.shape[0], -1)  # [T, H]
     output, lse = output.reshape(-1, spec.value_dim)[place], lse.reshape(-1)[place]
-    # A row that attends to nothing has a maximum of about LOWEST, whatever its output is.
+    # A row that attends to nothing has a maximum of about MASKED_SCORE, whatever its output is.
     attends = (sequence >= 0)[:, None] & (lse > MASKED_SCORE / 2)
     return jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 

@@ -129,7 +129,9 @@ def _merge_split_tiles(
 
 
 def _kv_bytes_per_head(spec: HopperSpec) -> int:
-    """Returns bytes of keys and values of a head, lowered so that at least `MIN_HEADS_PER_BUNDLE` heads form a bundle."""
+    """Returns bytes of keys and values of a head, lowered so that at least `MIN_HEADS_PER_BUNDLE` heads form a
+    bundle.
+    """
     size = spec.kv_len * (spec.head_dim + spec.value_dim) * spec.dtype.itemsize
     return (
         min(size, tile_scheduler.L2_BYTES_PER_BUNDLE * spec.group_size // MIN_HEADS_PER_BUNDLE)

@@ -3,8 +3,8 @@ after it.
 
     producer         request | copies of a tile ............... | publish | request | copies of the next tile ...
     HBM                counter + 1
-    shared memory                                                 number[tile mod 2]
-    consumers        products of a tile ................................. | next_number | products of the next ...
+    shared memory                                                 next_tile_index[tile mod 2]
+    consumers        products of a tile ................................. | wait | products of the next ...
 
 Tiles take different times: groups end in tiles of few rows, and the last columns may be half a tile. With a counter (a
 dynamic tile scheduler), all blocks end at about the same time. The latency of the counter overlaps with a tile's

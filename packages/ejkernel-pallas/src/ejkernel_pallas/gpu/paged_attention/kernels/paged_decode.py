@@ -73,8 +73,8 @@ def _consume_item(call: Call, item: WorkItem, blocks_done: Any) -> Any:
     )
     # The last scores have been awaited.
     plgpu.barrier_arrive(shared.q_free)
-    # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(LOWEST - LOWEST) = 1. `forward.py` drops
-    # such rows by their lse.
+    # `row_sum` is not 0: for rows that attend to nothing, weights are exp2(MASKED_SCORE - MASKED_SCORE) = 1.
+    # `forward.py` drops such rows by their lse.
     output = state.unnormalised_output * broadcast_to_columns(
         spec.value_scale / state.row_sum, state.unnormalised_output.shape
     )
@@ -100,7 +100,7 @@ def _attend_block(
     scores = _mask_scores(call, item, scores, (key, first_position, present))
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - broadcast_to_columns(row_max, scores.shape))
-    # A row without any key so far has weights of 1: its first key makes alpha exp2(LOWEST - m) = 0.
+    # A row without any key so far has weights of 1: its first key makes alpha exp2(MASKED_SCORE - m) = 0.
     alpha = jnp.exp2(state.row_max - row_max)
     row_sum = state.row_sum * alpha + weights.sum(axis=1)
     output = _rescale_output(call, state.unnormalised_output, alpha)

@@ -105,8 +105,8 @@ def _wait_for_tile_index(call: Call, warpgroup: Any) -> Any:
         plgpu.barrier_arrive(full)
 
     plgpu.barrier_wait(full)
-    # `fetch_and_store_tile_index` counts after the blocks' first tiles; here the counter alone assigns tiles. A block's index would not
-    # do, since blocks need not start in index order.
+    # `fetch_and_store_tile_index` counts after the blocks' first tiles; here the counter alone assigns tiles. A block's
+    # index would not do, since blocks need not start in index order.
     return number[0] - call.schedule.num_blocks
 
 
@@ -319,8 +319,8 @@ def _drop_weights(
     has_masked_pairs: bool,
     *weights_and_slope: Any,
 ) -> list[Any]:
-    """Returns the outputs of `_compute_weights` with dropout: a step's weights, and those times the cap's slope if there
-    is a cap.
+    """Returns the outputs of `_compute_weights` with dropout: a step's weights, and those times the cap's slope if
+    there is a cap.
 
     A dropped weight p adds nothing to dv, but the gradient of its score is -p delta, and there are too few registers
     for p in addition to the zero. So the gradients of weights start there from -p delta / tiny instead of -delta, and

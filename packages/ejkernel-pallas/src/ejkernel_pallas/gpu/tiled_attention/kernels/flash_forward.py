@@ -161,7 +161,7 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> Consu
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
     mask = _tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
     scores = _cap_and_mask_scores(call, query_tile, mask, masking, scores)
-    # LOWEST is finite: in a row without any key so far, -inf - -inf would be NaN.
+    # INITIAL_ROW_MAX is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = (
         arrays.fill_row_vector(WGMMA_M, 0.0 if call.spec.fixes_row_max_at_zero else INITIAL_ROW_MAX),
         arrays.fill_row_vector(WGMMA_M, 0.0),

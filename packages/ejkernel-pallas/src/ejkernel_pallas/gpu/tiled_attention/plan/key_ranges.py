@@ -22,8 +22,8 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
         kv_block: Keys per tile.
 
     Returns:
-        The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `UNSORTED_MARK` is added to
-        the last.
+        The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `UNSORTED_MARK` is added
+        to the last.
     """
     queries, keys = ids
     key_extents = find_tile_extents(keys, kv_block)

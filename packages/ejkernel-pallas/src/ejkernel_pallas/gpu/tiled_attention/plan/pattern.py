@@ -59,8 +59,8 @@ def query_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> tu
         block_kv: Keys per tile.
 
     Returns:
-        As in `key_block_lists` with keys for queries; also the `ranks` of the blocks, the number of key tiles that add to
-        them before this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles if none adds.
+        As in `key_block_lists` with keys for queries; also the `ranks` of the blocks, the number of key tiles that add
+        to them before this one, and `first` [B|1, H|1, query blocks], which is the number of key tiles if none adds.
 
     Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys at the start that
     all queries attend to: if they were the first to add, all others would wait for the longest list.
