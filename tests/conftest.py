@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 # The setting `pythonpath` of pyproject.toml is not read where tests are run from another folder.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from suite import draws, needs, selection
+from suite import arrays, draws, needs, selection
 from suite.state import Guard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
@@ -20,6 +20,7 @@ SLOW = [HealthCheck.too_slow]
 settings.register_profile("ejkernel", derandomize=True, database=None, deadline=None, suppress_health_check=SLOW)
 settings.load_profile("ejkernel")
 draws.install()
+arrays.install()
 
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()

@@ -1,0 +1,117 @@
+"""Constant arrays for tests, which NumPy makes.
+
+JAX compiles a program for each shape of `jnp.zeros` and `jnp.arange`, and of `jnp.asarray` where a dtype changes. Tests
+have thousands of such arrays. These are JAX's bit by bit. What is traced, sharded, or of a kind that NumPy might
+convert otherwise is left to JAX.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel._compat import under_trace
+
+LONGEST = 2**20
+"""Longer arrays are left to JAX: there, copying takes longer than compiling."""
+
+FLOATS = ("float32", "bfloat16", "float16")
+INTEGERS = ("int32", "int16", "int8", "uint32", "uint16", "uint8")
+
+
+def install() -> None:
+    """Replaces functions of `jax.numpy` in this process; does nothing when called again."""
+    for name, constant in CONSTANTS.items():
+        function = getattr(jnp, name)
+        if function.__module__ != __name__:
+            setattr(jnp, name, _replaced(function, constant))
+
+
+def _replaced(function: Callable[..., jax.Array], constant: Callable[..., np.ndarray | None]) -> Callable[..., Any]:
+    """Returns the function with the arrays that `constant` makes, where it makes one."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def replaced(*args: Any, **kwargs: Any) -> jax.Array:
+        if under_trace() or not jax.sharding.get_abstract_mesh().empty:
+            return function(*args, **kwargs)
+        array = constant(**signature.bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs) if array is None else jax.device_put(array)
+
+    replaced.__module__ = __name__
+    return replaced
+
+
+def _dtype(dtype: Any, default: type) -> np.dtype | None:
+    """Returns the dtype that JAX uses for a given one; None for dtypes that NumPy has not."""
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    return np.dtype(jax.dtypes.canonicalize_dtype(default if dtype is None else dtype))
+
+
+def _filled(value: int, shape: Any, dtype: Any = None, **others: Any) -> np.ndarray | None:
+    sizes = (shape,) if isinstance(shape, int) else shape
+    if others or not isinstance(sizes, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+        return None
+    target = _dtype(dtype, float)
+    if target is None or target.name not in (*FLOATS, *INTEGERS, "bool") or math.prod(sizes) > LONGEST:
+        return None
+    return np.full(sizes, value, target)
+
+
+def _range(start: Any, stop: Any = None, step: Any = None, dtype: Any = None, **others: Any) -> np.ndarray | None:
+    limits = [limit for limit in (start, stop, step) if limit is not None]
+    if (
+        others
+        or dtype is not None
+        or step == 0
+        or (stop is None and step is not None)
+        or not all(type(x) is int and abs(x) <= LONGEST for x in limits)
+    ):
+        return None
+    return np.arange(*limits, dtype=jnp.result_type(int))
+
+
+def _converted(values: Any, dtype: Any = None, **others: Any) -> np.ndarray | None:
+    if others or not (type(values) is np.ndarray or _of_numbers(values)):
+        return None
+    array = np.asarray(values)
+    source, target = _dtype(array.dtype, float), _dtype(dtype, array.dtype)
+    if source is None or target is None or array.size > LONGEST or not _converts_alike(array, source, target):
+        return None
+    # JAX, too, converts to the dtype that it has first.
+    return array.astype(source).astype(target)
+
+
+def _of_numbers(values: Any) -> bool:
+    """Returns whether a list holds Python's numbers alone."""
+    if isinstance(values, list):
+        return bool(values) and all(
+            _of_numbers(value) if isinstance(value, list) else type(value) in (bool, int, float) for value in values
+        )
+    return False
+
+
+def _converts_alike(array: np.ndarray, source: np.dtype, target: np.dtype) -> bool:
+    """Returns whether NumPy and JAX convert an array to the same bits."""
+    if source.name in FLOATS and target.name in FLOATS:
+        return bool(np.all(np.abs(array) < 60000))  # no dtype has less than its largest number
+    if array.dtype.kind not in "iub" or target.name not in (*INTEGERS, "bool", "float32"):
+        return False
+    least, most = (-(2**24), 2**24) if target.kind not in "iu" else (np.iinfo(target).min, np.iinfo(target).max)
+    return not array.size or bool(array.min() >= least and array.max() <= most)
+
+
+CONSTANTS: dict[str, Callable[..., np.ndarray | None]] = {
+    "zeros": functools.partial(_filled, 0),
+    "ones": functools.partial(_filled, 1),
+    "arange": _range,
+    "asarray": lambda a, **given: _converted(a, **given),
+    "array": lambda object, **given: _converted(object, **given),
+}
+"""What makes the arrays of functions of `jax.numpy`; None where JAX has to."""
