@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejkernel.modules import grouped_matmul, quantized_matmul
-from ejkernel.planning.quantized_formats import E2M1, LARGEST_ZEROS, MODES, NF4, integer_steps, make_format
+from ejkernel.planning.quantized_formats import E2M1, MAX_ZERO_POINTS, MODES, NF4, integer_scales, make_format
 from ejkernel.quantization import dequantize, quantize
 
 GROUP = 32
@@ -82,7 +82,7 @@ def test_affine_weights_of_every_size_are_within_half_a_step(bits, dtype, w):
     _, scales, zeros, back = (np.asarray(x, np.float64) for x in round_trip("affine", bits, dtype)(w))
     groups = np.asarray(w, np.float64).reshape(len(w), -1, GROUP)
     largest = np.abs(groups).max(-1)
-    needed = np.maximum(np.ptp(groups, -1) / (2**bits - 1), largest / LARGEST_ZEROS[dtype])
+    needed = np.maximum(np.ptp(groups, -1) / (2**bits - 1), largest / MAX_ZERO_POINTS[dtype])
     assert np.isfinite(zeros).all()
     # Subnormal weights may count as zeros, of which the scale is 1.
     assert (scales <= np.where(largest < MIN_NORMAL, 1, np.maximum(needed * (1 + 2.0**-6), MIN_NORMAL))).all()
@@ -108,7 +108,7 @@ def test_symmetric_weights_of_every_size_are_within_half_a_step(w):
 @settings(max_examples=25, deadline=None)
 @given(weights())
 def test_float16_scales_hold_the_weights_or_refuse_them_by_name(w):
-    steps = integer_steps(jnp.asarray(w).reshape(3, 2, GROUP), make_format("affine", 4, GROUP), "float16").max()
+    steps = integer_scales(jnp.asarray(w).reshape(3, 2, GROUP), make_format("affine", 4, GROUP), "float16").max()
     if steps != 0 and not 2.0**-22 <= steps <= 65504:
         with pytest.raises(ValueError, match=REFUSAL):
             quantize(w, GROUP, axis="col")

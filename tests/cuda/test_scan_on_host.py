@@ -62,7 +62,9 @@ def forward(host, record, lanes):
     """Output, states before intervals and final states."""
     operands, packing, sizes, packed = inputs(record)
     rows = record.x.shape[0]
-    intervals = packed_scan.interval_count(TOKENS, sizes[0]) if packed[0] else -(-TOKENS // packed_scan.INTERVAL)
+    intervals = (
+        packed_scan.interval_count(TOKENS, sizes[0]) if packed[0] else -(-TOKENS // packed_scan.TOKENS_PER_INTERVAL)
+    )
     initial = None if record.initial_state is None else np.array(record.initial_state)
     made = [nothing(*record.x.shape), nothing(rows, intervals, SIZE, CHANNELS), nothing(sizes[0], CHANNELS, SIZE)]
     called(host.selective_scan, [*operands, initial, *packing, *made], [*sizes, lanes, *packed])

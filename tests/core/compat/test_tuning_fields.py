@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel.compat.upstream import listed, unread_fields
+from ejkernel.compat.upstream import handwritten_tables, unread_fields
 from ejkernel.modules import (
     GroupedMatmulConfig,
     MultiLatentRaggedPageAttentionConfig,
@@ -73,7 +73,7 @@ def test_what_a_server_sets_changes_no_result(name):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-UNREAD = {name: frozenset(names) for name, names in listed()["unread"].items()}
+UNREAD = {name: frozenset(names) for name, names in handwritten_tables()["unread"].items()}
 
 
 def pairs(name: str) -> list[tuple[str, BaseOperationConfig]]:

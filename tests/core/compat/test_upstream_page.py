@@ -9,9 +9,9 @@ import ejkernel
 from ejkernel.compat.differences import differences, upstream_surface
 from ejkernel.compat.paths import OLD_NAMES
 from ejkernel.compat.surface import describe
-from ejkernel.compat.upstream import listed, unexplained, upstream_page
+from ejkernel.compat.upstream import coming_from_upstream_page, handwritten_tables, unexplained
 
-TABLES = listed()
+TABLES = handwritten_tables()
 
 
 def test_every_missing_name_and_argument_has_a_reason():
@@ -38,7 +38,7 @@ def test_the_functions_that_a_model_library_calls_are_here_with_all_their_argume
 
 
 def test_the_page_has_every_reason_and_every_difference():
-    page = upstream_page()
+    page = coming_from_upstream_page()
     for reason in TABLES["reason"].values():
         assert f"| {reason} |" in page
     for entry in TABLES["difference"]:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.split_recurrence import SUMMED_AT_ONCE, cumulative_sums
+from ejkernel.families.split_recurrence import TOKENS_PER_SUM, cumulative_sums
 
 
-@pytest.mark.parametrize("tokens", [1, SUMMED_AT_ONCE, SUMMED_AT_ONCE + 1, 3 * SUMMED_AT_ONCE])
+@pytest.mark.parametrize("tokens", [1, TOKENS_PER_SUM, TOKENS_PER_SUM + 1, 3 * TOKENS_PER_SUM])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_they_are_the_sums_of_all_tokens_so_far(tokens, reverse):
     x = -np.random.default_rng(0).exponential(size=(2, tokens, 3))
@@ -27,4 +27,4 @@ def test_no_window_of_a_gpu_program_has_as_many_elements_as_tokens():
 
     windows = re.findall(r"window_dimensions = array<i64: ([\d, ]+)>", lowered)
     assert windows
-    assert max(np.prod([int(n) for n in window.split(",")]) for window in windows) <= SUMMED_AT_ONCE
+    assert max(np.prod([int(n) for n in window.split(",")]) for window in windows) <= TOKENS_PER_SUM

@@ -14,7 +14,7 @@ from ejkernel.types.sparse_masks import (
     LocalMask,
     MultiHeadMask,
     NumpyMask,
-    Spans,
+    TileSpans,
 )
 
 SHAPE = (13, 17)
@@ -45,7 +45,7 @@ def pairs(said, shape=SHAPE):
 
 def spans(length, block):
     low = np.minimum(np.arange(0, length, block), length - block)
-    return Spans(low, low + block - 1)
+    return TileSpans(low, low + block - 1)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -114,7 +114,7 @@ def test_an_array_that_changes_later_changes_no_mask():
 def test_masks_of_heads_combine_head_by_head():
     causal, local = MASKS["causal"][0], MASKS["local"][0]
     heads = MultiHeadMask([causal, local, causal])
-    assert (heads.heads, heads.distinct, heads.which) == (3, (causal, local), (0, 1, 0))
+    assert (heads.heads, heads.distinct_masks, heads.mask_index_by_head) == (3, (causal, local), (0, 1, 0))
     assert (heads & local).of_head(2) == causal & local
     assert (heads | heads).heads == 3
     some, every = heads.tiles(spans(13, 4), spans(17, 4))

@@ -35,7 +35,7 @@ __all__ = [
     "xla_utils",
 ]
 
-paths.install()
+paths.install_old_paths()
 
 # Nothing here imports JAX before it is used: `ejkernel --help` imports this module.
 _MODULE_OF_NAME = {

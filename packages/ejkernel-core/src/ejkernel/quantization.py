@@ -28,10 +28,10 @@ from ejkernel.planning.quantized_formats import (
     Mode,
     decode,
     encode,
-    integer_steps,
+    integer_scales,
     make_format,
     pack,
-    whole_rows,
+    with_row_group_size,
 )
 from ejkernel.promotion import promoting
 from ejkernel.renamed import also_called
@@ -103,7 +103,7 @@ def quantize(
     with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
         w = jnp.asarray(w)
     rows = jnp.swapaxes(w, -1, -2) if axis == "row" else w
-    form = whole_rows(form, rows.shape[-1])
+    form = with_row_group_size(form, rows.shape[-1])
     if rows.shape[-1] == 0 or rows.shape[-1] % form.group_size:
         name = "N" if axis == "row" else "K"
         raise ValueError(
@@ -153,7 +153,7 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     values = rows.astype(jnp.float32)
     groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
     # The largest scale of fp8 is that of the largest weight.
-    largest = integer_steps(groups, form, dtype).max() if form.integers else jnp.abs(values).max() / 448
+    largest = integer_scales(groups, form, dtype).max() if form.integers else jnp.abs(values).max() / 448
     return jnp.isfinite(values).all(), largest
 
 
@@ -190,7 +190,7 @@ def dequantize(
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
-    form = whole_rows(form, packed.shape[-1] * WORD // form.bits)
+    form = with_row_group_size(form, packed.shape[-1] * WORD // form.bits)
     zeros, tensor_scale = split_third(zeros, tensor_scale, form)
     check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
     rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel.families.grouped_matmul import LEFT_OVER, GroupedMatmul
-from ejkernel.families.grouped_matmul.row_tiles import NONE, find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul import UNASSIGNED_ROW_CHOICES, GroupedMatmul
+from ejkernel.families.grouped_matmul.row_tiles import NO_GROUP, find_row_tiles, most_tiles
 
 
 @jax.jit(static_argnums=(2, 3, 4, 5))
@@ -29,7 +29,7 @@ def tiles_of(sizes, offset, rows, matrices, block, left_over):
     offset=st.integers(-2, 6),
     matrices=st.sampled_from([2, 5]),
     block=st.sampled_from([1, 8]),
-    left_over=st.sampled_from(LEFT_OVER),
+    left_over=st.sampled_from(UNASSIGNED_ROW_CHOICES),
 )
 @settings(deadline=None, max_examples=60)
 def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, block, left_over):
@@ -38,7 +38,7 @@ def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, bloc
     before, count, total, _ = table[-1]
     ends = np.minimum(np.cumsum(sizes), rows)
     starts = np.append(0, ends[:-1])
-    owner = np.full(rows, NONE)
+    owner = np.full(rows, NO_GROUP)
     for group, end in enumerate(ends):
         if 0 <= group - offset < matrices:
             owner[starts[group] : end] = group - offset
@@ -49,8 +49,8 @@ def test_every_row_is_in_the_one_tile_of_its_group(sizes, offset, matrices, bloc
         assert begin <= row < end <= rows
         assert (row - begin) % block == 0
         assert (owner[own] == matrix).all()
-        assert (matrix != NONE) == (before <= entry < before + count)
+        assert (matrix != NO_GROUP) == (before <= entry < before + count)
         seen[own] += 1
     # Undefined rows need no tile.
-    assert (seen == ((owner != NONE) | (left_over == "zero"))).all()
+    assert (seen == ((owner != NO_GROUP) | (left_over == "zero"))).all()
     assert not table[total:-1].any()

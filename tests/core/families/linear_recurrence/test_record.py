@@ -5,7 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.families.linear_recurrence.record import as_recorded, segment_roles, with_plain_states
+from ejkernel.families.linear_recurrence.record import (
+    segment_roles,
+    to_recorded_state_layout,
+    with_plain_states,
+)
 
 
 def test_a_token_starts_anew_where_the_latest_real_one_is_of_another_segment():
@@ -31,4 +35,4 @@ def test_transposed_states_are_turned_on_the_way_in_and_out():
     )
     plain = with_plain_states(record)
     np.testing.assert_array_equal(plain.initial_state, state.swapaxes(2, 3))
-    np.testing.assert_array_equal(as_recorded(record, plain.initial_state), state)
+    np.testing.assert_array_equal(to_recorded_state_layout(record, plain.initial_state), state)

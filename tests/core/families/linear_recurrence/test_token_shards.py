@@ -20,7 +20,7 @@ def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
     decay = decay.at[0, 2, 1].set(-jnp.inf)
     state = jax.random.normal(keys[4], (2, 2, 3, 3))
     record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, decay=decay, initial_state=state)
-    summary = token_shards.summary(reference, record, token_shards.borders(record, WHOLE))
+    summary = token_shards.summary(reference, record, token_shards.border_tokens(record, WHOLE))
     (_, final), _ = reference(record)
     np.testing.assert_allclose(summary.factor * state + summary.added, final, rtol=1e-4, atol=1e-5)
 
@@ -31,7 +31,7 @@ def test_values_of_fewer_heads_with_steps():
     query, key = (jax.random.normal(k, (1, 5, 4, 3)) for k in keys[:2])
     value, dt = jax.random.normal(keys[2], (1, 5, 2, 3)), jax.random.uniform(keys[3], (1, 5, 4))
     record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, dt=dt)
-    summary = token_shards.summary(reference, record, token_shards.borders(record, WHOLE))
+    summary = token_shards.summary(reference, record, token_shards.border_tokens(record, WHOLE))
     (_, final), _ = reference(record)
     np.testing.assert_allclose(summary.added, final, rtol=1e-4, atol=1e-5)
     assert summary.factor.shape == (1, 4, 1, 1)
@@ -43,7 +43,7 @@ def test_the_factor_of_a_low_rank_term_is_a_matrix():
     state, decay = jax.random.normal(keys[5], (2, 2, 3, 3)), -jnp.abs(key)
     terms = {"decay": decay, "low_rank_write": write, "low_rank_read": read}
     record = LinearRecurrence(query=query, key=key, value=value, softmax_scale=0.5, initial_state=state, **terms)
-    borders = token_shards.borders(record, WHOLE)
+    borders = token_shards.border_tokens(record, WHOLE)
     summary = token_shards.summary(lambda record: reference(record)[0], record, borders)
     (_, final), _ = reference(record)
     np.testing.assert_allclose(summary.factor @ state + summary.added, final, rtol=1e-4, atol=1e-5)
@@ -60,5 +60,5 @@ def test_the_gradient_of_the_state_that_enters():
         return reference(LinearRecurrence(**{**vars(record), "initial_state": state}))[0][0]
 
     (want,) = jax.vjp(output, state)[1](cotangent)
-    got = token_shards.gradient(record, token_shards.borders(record, WHOLE), None, cotangent)
+    got = token_shards.entering_state_gradient(record, token_shards.border_tokens(record, WHOLE), None, cotangent)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

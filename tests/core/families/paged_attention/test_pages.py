@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.pages import find, query_tiles, token_places, write
+from ejkernel.families.paged_attention.pages import (
+    find_pages_and_slots,
+    query_tiles,
+    token_places,
+    write,
+)
 
 PAGES, SIZE, TOKENS = 5, 4, 9
 TABLES = np.asarray([[2, 0, -1], [3, 7, 1], [4, 4, 4]], np.int32)
@@ -44,7 +49,7 @@ def place(sequence, position, prefix=0):
 def test_find_knows_what_is_absent_and_what_sequences_share(prefix):
     call = record(shared_prefix=None if prefix is None else jnp.int32(prefix))
     sequence, position = np.meshgrid(np.arange(-1, 3), np.arange(-1, 4 * SIZE), indexing="ij")
-    pages, slots = jax.jit(find)(call, sequence, position)
+    pages, slots = jax.jit(find_pages_and_slots)(call, sequence, position)
     for i, j in np.ndindex(sequence.shape):
         page, slot = place(sequence[i, j], position[i, j], prefix or 0)
         assert pages[i, j] == page, (sequence[i, j], position[i, j])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.families.ring_attention import RingAttention
-from ejkernel.families.ring_attention.schedule import reach
+from ejkernel.families.ring_attention.schedule import num_neighbours_with_keys
 
 SIDES = (None, 0, 1, 2, 3, 4, 7)
 
@@ -35,16 +35,19 @@ def test_reach_is_that_of_the_pairs_that_a_window_leaves(queries, keys):
         if (left, right) == (None, None):
             continue
         call = record(queries, keys, sliding_window=(left, right))
-        assert reach(call, size) == senders(size, queries, keys, left, right), (size, left, right)
+        assert num_neighbours_with_keys(call, size) == senders(size, queries, keys, left, right), (size, left, right)
 
 
 def test_reach_of_causal_calls_is_nothing_after():
     for size, left in itertools.product((2, 4), SIDES):
         call = record(4, 4, causal=True, sliding_window=(left, 3))
-        assert reach(call, size) == senders(size, 4, 4, left, 0), (size, left)
+        assert num_neighbours_with_keys(call, size) == senders(size, 4, 4, left, 0), (size, left)
 
 
 def test_reach_is_everyone_where_positions_are_compared_or_nothing_is():
     positions = jnp.arange(4, dtype=jnp.int32)[None]
-    assert reach(record(4, 4), 4) == (3, 0)
-    assert reach(record(4, 4, causal=True, q_positions=positions, kv_positions=positions), 4) == (3, 0)
+    assert num_neighbours_with_keys(record(4, 4), 4) == (3, 0)
+    assert num_neighbours_with_keys(record(4, 4, causal=True, q_positions=positions, kv_positions=positions), 4) == (
+        3,
+        0,
+    )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.selected_attention.block_selection import BlockPlaces, select
+from ejkernel.families.selected_attention.block_selection import BlockPositions, select_blocks
 
 SIZE, BLOCKS, TOKENS = 4, 5, 20
 SCORES = np.asarray([0.0, -300.0, 0.5, 0.5, 2.0], np.float32)  # the second has weight 0, the next two have equal ones
@@ -23,10 +23,10 @@ def selected(position, count):
 def test_blocks_of_most_weight_are_taken_and_those_without_any_last(count):
     query, keys = jnp.ones((1, TOKENS, 1, 1)), jnp.asarray(SCORES).reshape(1, BLOCKS, 1, 1)
     positions = jnp.arange(TOKENS, dtype=jnp.int32)[None]
-    places = BlockPlaces(
+    places = BlockPositions(
         query_positions=positions, starts=jnp.arange(BLOCKS) * SIZE, size=SIZE, q_ids=None, block_ids=None
     )
-    found = jax.jit(lambda query, keys: select(query, keys, 1.0, count, places))(query, keys)
+    found = jax.jit(lambda query, keys: select_blocks(query, keys, 1.0, count, places))(query, keys)
     assert found[0, :, 0].tolist() == [selected(position, count) for position in range(TOKENS)]
 
 
@@ -35,6 +35,6 @@ def test_weights_of_heads_are_those_among_all_complete_blocks():
     scores = np.asarray([[1.0, 0.0, 10.0], [0.0, 0.5, 0.0]], np.float32)  # by head and block
     query = jnp.broadcast_to(jnp.eye(2), (1, 12, 2, 2))
     keys = jnp.asarray(scores.T).reshape(1, 3, 1, 2)
-    places = BlockPlaces(jnp.arange(3) * SIZE, SIZE, jnp.arange(12, dtype=jnp.int32)[None], None, None)
-    found = jax.jit(lambda query, keys: select(query, keys, 1.0, 2, places))(query, keys)
+    places = BlockPositions(jnp.arange(3) * SIZE, SIZE, jnp.arange(12, dtype=jnp.int32)[None], None, None)
+    found = jax.jit(lambda query, keys: select_blocks(query, keys, 1.0, 2, places))(query, keys)
     assert found[0, 10:, 0].tolist() == [[2, 0], [2, 1]]

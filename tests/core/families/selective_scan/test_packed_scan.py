@@ -4,16 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel.families.selective_scan.packed_scan import INTERVAL, first_intervals, packed_intervals
+from ejkernel.families.selective_scan.packed_scan import (
+    TOKENS_PER_INTERVAL,
+    first_intervals,
+    packed_intervals,
+)
 
 
 @pytest.mark.parametrize("lengths", [(0, 130, 64, 0, 65), (1, 1, 200), (64, 128), (0, 0, 3, 0)])
 def test_intervals_are_those_of_each_sequence_in_order(lengths):
     bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)
     expected = [
-        (n, begin, bounds[n + 1], begin == bounds[n], begin + INTERVAL >= bounds[n + 1])
+        (n, begin, bounds[n + 1], begin == bounds[n], begin + TOKENS_PER_INTERVAL >= bounds[n + 1])
         for n in range(len(lengths))
-        for begin in range(bounds[n], bounds[n + 1], INTERVAL)
+        for begin in range(bounds[n], bounds[n + 1], TOKENS_PER_INTERVAL)
     ]
     intervals = jax.jit(packed_intervals, static_argnums=1)(bounds, int(bounds[-1]))
     found = list(zip(*(x.tolist() for x in intervals), strict=True))

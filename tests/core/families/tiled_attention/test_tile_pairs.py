@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import Cut, padding_as_segments, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import TileCut, padding_as_segments, sorted_pairs
 
 QUERIES, KEYS, BLOCK = 10, 13, 4
 SIDES = (None, 0, 1, 3, 4, 6)
@@ -40,7 +40,7 @@ def in_band(left, right):
 
 @pytest.mark.parametrize("moved_back", [False, True])
 def test_a_window_over_indices_is_exact(moved_back):
-    q_cut, kv_cut = Cut(QUERIES, BLOCK, moved_back), Cut(KEYS, BLOCK, moved_back)
+    q_cut, kv_cut = TileCut(QUERIES, BLOCK, moved_back), TileCut(KEYS, BLOCK, moved_back)
     for left, right in itertools.product(SIDES, SIDES):
         some, every, _ = sorted_pairs(record(sliding_window=(left, right)), q_cut, kv_cut)
         expected_some, expected_every = by_tiles(in_band(left, right), q_cut, kv_cut)
@@ -50,7 +50,7 @@ def test_a_window_over_indices_is_exact(moved_back):
 
 def test_no_pair_of_two_segments_is_missed_and_full_tiles_are_full():
     """Tiles of padding alone have equal ids, and no pair."""
-    q_cut, kv_cut = Cut(QUERIES, BLOCK), Cut(KEYS, BLOCK)
+    q_cut, kv_cut = TileCut(QUERIES, BLOCK), TileCut(KEYS, BLOCK)
     call = record(q_segment_ids=jnp.asarray(Q_IDS), kv_segment_ids=jnp.asarray(K_IDS))
     some, every, _ = sorted_pairs(call, q_cut, kv_cut)
     allowed = (Q_IDS[:, :, None] == K_IDS[:, None]) & (Q_IDS >= 0)[:, :, None]

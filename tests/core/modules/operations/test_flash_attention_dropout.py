@@ -48,7 +48,7 @@ def test_backward_drops_what_forward_dropped():
 def test_kept_weights_have_the_rate_that_was_asked_for_and_no_visible_order(prob):
     index = jnp.arange(128)
     rows = dropout.row_keys(jnp.uint32(3), index[:8, None, None], index[:8, None], index)
-    kept = np.asarray(dropout.keep(rows[..., None], index, prob)).astype(float)
+    kept = np.asarray(dropout.is_kept(rows[..., None], index, prob)).astype(float)
     for axes in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
         trials = np.prod([kept.shape[axis] for axis in axes])
         rate = kept.mean(axis=axes)
@@ -64,7 +64,7 @@ def test_no_group_of_rows_and_columns_is_dropped_together(prob):
     """Sums of rows and of columns scatter as those of coins do, and products of close weights have the mean 0."""
     index, size = jnp.arange(1024), 1024 * 1024
     rows = dropout.row_keys(jnp.uint32(9), jnp.uint32(0), jnp.uint32(1), index)
-    coins = np.asarray(dropout.keep(rows[:, None], index, prob)).astype(float)
+    coins = np.asarray(dropout.is_kept(rows[:, None], index, prob)).astype(float)
     coins = (coins - (1 - prob)) / np.sqrt(prob * (1 - prob))
     for axis in (0, 1):
         sums = coins.sum(axis) / np.sqrt(1024)

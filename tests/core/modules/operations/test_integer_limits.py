@@ -9,7 +9,7 @@ import pytest
 
 import ejkernel.modules as m
 from ejkernel.types import MaskInfo
-from ejkernel.types.integers import NO_LIMIT, as_int32, clamp_positions, exact_segment_ids
+from ejkernel.types.integers import NO_LIMIT, clamp_positions, clamp_to_int32, exact_segment_ids
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask
 
 T, H, D = 6, 2, 8
@@ -107,7 +107,7 @@ def test_ids_that_int32_holds_keep_their_values():
         ids = exact_segment_ids(np.array([[7, 3]], dtype), np.array([[3]], dtype))
         assert [x.tolist() for x in ids] == [[[7, 3]], [[3]]]
     assert exact_segment_ids(jnp.array([[7, 3]], jnp.uint32), jnp.array([[3]]))[0].tolist() == [[7, 3]]
-    assert as_int32(np.array([2**40, -(2**40), 5])).tolist() == [MOST, LEAST, 5]
+    assert clamp_to_int32(np.array([2**40, -(2**40), 5])).tolist() == [MOST, LEAST, 5]
     both = exact_segment_ids(np.array([[2**63, 2**32, 0]], np.uint64), np.array([[2**32, -(2**62)]]))
     assert [x.tolist() for x in both] == [[[2, 1, 0]], [[1, -1]]]
 

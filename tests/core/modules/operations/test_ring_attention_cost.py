@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ring_calls import on, ring
 
 from ejkernel.families.ring_attention import RingAttention
-from ejkernel.families.ring_attention.schedule import load_of, local_part, ring_of, step_record
+from ejkernel.families.ring_attention.schedule import local_record, ring_of, step_record, travelling_keys_of
 from ejkernel.modules import ring_attention
 from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.plan import make_plan
@@ -135,10 +135,10 @@ def visited_tiles(size, length, block, **options):
     def count(query):
         record = RingAttention(query=query, key=query, value=query, softmax_scale=1.0, axis_name="sp", **options)
         around = ring_of(record)
-        local, me = local_part(record, around), jax.lax.axis_index("sp")
+        local, me = local_record(record, around), jax.lax.axis_index("sp")
         totals = []
         for hop in range(around.before + 1):
-            met = step_record(local, around, (me - hop) % size, load_of(local))
+            met = step_record(local, around, (me - hop) % size, travelling_keys_of(local))
             key_tiles = find_key_tiles(met, make_plan(met, block, block))
             totals.append(jnp.sum(key_tiles.last - key_tiles.first))
         return jnp.stack(totals)[None]

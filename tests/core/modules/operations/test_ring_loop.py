@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from ring_calls import IDS, PLACES, QUICK, ring
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
 from ejkernel.families.ring_attention import loop as ring_loop
-from ejkernel.families.ring_attention.steps import abstract_steps, kind_of, ring_of_steps
+from ejkernel.families.ring_attention.steps import abstract_steps, ring_kind, ring_of_steps
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import forward as tiled_forward
@@ -91,7 +91,7 @@ def of_lse(lse):
 
 def wanted(record, cotangent):
     """The family's reference on the whole, differentiated by JAX."""
-    whole = tiled(record)
+    whole = as_tiled_attention(record)
     names = [n for n in tiled_attention.FAMILY.differentiable if getattr(whole, n) is not None]
 
     def run(given):
@@ -133,7 +133,7 @@ def test_values_lse_and_gradients_are_those_of_the_whole(name, size):
     kinds = []
 
     def run(record, cotangent):
-        kinds.append(kind_of(record, ring_of_steps(record)))
+        kinds.append(ring_kind(record, ring_of_steps(record)))
         return both_passes(record, cotangent)
 
     call = on_devices(ring(size), run, record, cotangent)

@@ -29,7 +29,7 @@ def test_products_of_numbers_decide_as_everywhere():
     )
     index = jnp.arange(2)[:, None, None], jnp.arange(4)[:, None], jnp.arange(70)
     rows = dropout.row_keys(record.dropout_seed, *index)
-    np.testing.assert_array_equal(kept, dropout.keep(rows[..., None], jnp.arange(130), 0.3))
+    np.testing.assert_array_equal(kept, dropout.is_kept(rows[..., None], jnp.arange(130), 0.3))
 
 
 @pytest.mark.parametrize("prob", [0.0, 2.0**-40])

@@ -36,7 +36,7 @@ class BenchmarkResult:
         """Returns GFLOP/s of dense attention of this size, 4 B H T^2 D operations; 0 where the configuration has no
         sizes.
         """
-        names = [next((name for name in group if name in self.config), None) for group in _SIZES]
+        names = [next((name for name in group if name in self.config), None) for group in _SIZE_NAMES]
         if None in names:
             return 0.0
         batch, heads, length, width = (self.config[name] for name in names if name is not None)
@@ -48,7 +48,7 @@ class BenchmarkResult:
         return self.mean_ms_bwd is not None
 
 
-_SIZES = (("batch", "batch_size"), ("heads", "num_heads"), ("seq", "seq_len"), ("dim", "head_dim"))
+_SIZE_NAMES = (("batch", "batch_size"), ("heads", "num_heads"), ("seq", "seq_len"), ("dim", "head_dim"))
 
 
 class Benchmark:
@@ -85,11 +85,11 @@ class Benchmark:
         """Times one function on one configuration."""
         inputs = self.input_generator(config)
         args = tuple(inputs) if self.unpack_inputs and isinstance(inputs, tuple | list) else (inputs,)
-        forward = self._times(jax.jit(algo_fn, static_argnames=self.static_kwargs), args)
+        forward = self._time_statistics(jax.jit(algo_fn, static_argnames=self.static_kwargs), args)
         backward: dict[str, float] = {}
         if self.bench_bwd:
-            gradient = jax.grad(lambda *args: _scalar(algo_fn(*args)))
-            backward = self._times(jax.jit(gradient), args, "_bwd")
+            gradient = jax.grad(lambda *args: _mean_of_output(algo_fn(*args)))
+            backward = self._time_statistics(jax.jit(gradient), args, "_bwd")
         return BenchmarkResult(algo_name, config, **forward, **backward)
 
     def run(self, verbose: bool = True) -> dict[str, Any]:
@@ -142,7 +142,9 @@ class Benchmark:
         text = json.dumps([dataclasses.asdict(result) for result in self.results], indent=2, default=str)
         Path(filepath).write_text(text, encoding="utf-8")
 
-    def _times(self, function: Callable[..., Any], args: tuple[Any, ...], suffix: str = "") -> dict[str, float]:
+    def _time_statistics(
+        self, function: Callable[..., Any], args: tuple[Any, ...], suffix: str = ""
+    ) -> dict[str, float]:
         times: list[float] = []
         for number in range(self.warmup + self.iterations):
             start = time.perf_counter()
@@ -159,6 +161,6 @@ class Benchmark:
         return {f"{name}{suffix}": value for name, value in measures.items()}
 
 
-def _scalar(output: Any) -> jax.Array:
+def _mean_of_output(output: Any) -> jax.Array:
     first = output[0] if isinstance(output, tuple | list) else output
     return jnp.mean(first)

@@ -9,20 +9,20 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.modules.operations.gated_delta_rule import gated_delta_rule
 from ejkernel.modules.operations.ragged_gated_delta_rule import ragged_gated_delta_rule
 
-Slots = Float[Array, "slots h k v"]
-Tokens = Float[Array, "t h v"]
+StateSlots = Float[Array, "slots h k v"]
+TokenValues = Float[Array, "t h v"]
 
 
 def ragged_gated_delta_rule_decode(
     query: Float[Array, "t h k"],
     key: Float[Array, "t h k"],
-    value: Tokens,
+    value: TokenValues,
     beta: Float[Array, "t h"],
     decay: Float[Array, "t h"] | None,
-    recurrent_state: Slots,
+    recurrent_state: StateSlots,
     state_indices: Integer[Array, " t"],
     use_qk_l2norm: bool = True,
-) -> tuple[Tokens, Slots]:
+) -> tuple[TokenValues, StateSlots]:
     """Returns one decoding step: token t continues the state of slot `state_indices[t]`.
 
     Where several tokens name a slot, the first is stored there: the others are padding. The arguments are those of
@@ -40,16 +40,16 @@ def ragged_gated_delta_rule_decode(
 def ragged_gated_delta_rule_prefill(
     query: Float[Array, "t h k"],
     key: Float[Array, "t h k"],
-    value: Tokens,
+    value: TokenValues,
     beta: Float[Array, "t h"],
     decay: Float[Array, "t h"] | None,
-    recurrent_state: Slots,
+    recurrent_state: StateSlots,
     query_start_loc: Integer[Array, " n+1"],
     state_indices: Integer[Array, " n"],
     chunk_size: int = 64,
     use_qk_l2norm: bool = True,
     compute_dtype: Any = None,
-) -> tuple[Slots, Tokens]:
+) -> tuple[StateSlots, TokenValues]:
     """Returns packed requests, with the slots first; `compute_dtype` changes nothing, for sums are float32."""
     arrays = query, key, value, beta, decay, recurrent_state, query_start_loc, state_indices
     output, slots = ragged_gated_delta_rule(*arrays, chunk_size=chunk_size, use_qk_l2norm=use_qk_l2norm)

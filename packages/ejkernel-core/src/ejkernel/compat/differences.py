@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ejkernel.compat.surface import SAME, VALUE, Described, describe
+from ejkernel.compat.surface import NOT_CALLABLE, SAME_CLASS_PREFIX, Described, describe
 
-UPSTREAM = Path(__file__).with_name("upstream_surface.json")
+UPSTREAM_SURFACE_FILE = Path(__file__).with_name("upstream_surface.json")
 """The names and signatures of upstream 0.0.80.3, which `nox -s upstream` compares with the library itself."""
 
 
 def upstream_surface() -> dict[str, dict[str, Described]]:
     """Returns module -> public name -> what it is, in the earlier library."""
-    return json.loads(UPSTREAM.read_text(encoding="utf-8"))
+    return json.loads(UPSTREAM_SURFACE_FILE.read_text(encoding="utf-8"))
 
 
 def differences() -> dict[str, str]:
@@ -21,8 +21,8 @@ def differences() -> dict[str, str]:
     differing: dict[str, str] = {}
     for module, names in upstream_surface().items():
         for name, theirs in names.items():
-            ours = _lookup(module, name)
-            differing |= _compared(f"{module}.{name}", theirs, ours)
+            ours = _describe_here(module, name)
+            differing |= _compare_name(f"{module}.{name}", theirs, ours)
     return differing
 
 
@@ -31,33 +31,37 @@ def reason(name: str, reasons: dict[str, str]) -> str | None:
     return next((text for pattern, text in reasons.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
-def _lookup(module: str, name: str) -> Described | None:
+def _describe_here(module: str, name: str) -> Described | None:
     modules = describe([module], lambda _: [name])
     return modules.get(module, {}).get(name)
 
 
-def _compared(name: str, theirs: Described, here: Described | None) -> dict[str, str]:
+def _compare_name(name: str, upstream: Described, here: Described | None) -> dict[str, str]:
     if here is None:
         return {name: "missing"}
-    if isinstance(theirs, str) and theirs.startswith(SAME):
+    if isinstance(upstream, str) and upstream.startswith(SAME_CLASS_PREFIX):
         return {}
-    if isinstance(theirs, dict) and isinstance(here, str):
-        theirs = theirs[""]  # a class there, a function here
-    if isinstance(theirs, dict):
+    if isinstance(upstream, dict) and isinstance(here, str):
+        upstream = upstream[""]  # a class there, a function here
+    if isinstance(upstream, dict):
         members: dict[str, Any] = here if isinstance(here, dict) else {}
         differing: dict[str, str] = {}
-        for member, described in theirs.items():
+        for member, described in upstream.items():
             path = f"{name}.{member}" if member else name
-            differing |= _compared(path, described, members.get(member))
+            differing |= _compare_name(path, described, members.get(member))
         return differing
     signature_here = here[""] if isinstance(here, dict) else here
-    difference = "" if VALUE in (theirs, signature_here) else _signatures(theirs.split(), signature_here.split())
+    difference = (
+        ""
+        if NOT_CALLABLE in (upstream, signature_here)
+        else _signature_difference(upstream.split(), signature_here.split())
+    )
     return {name: difference} if difference else {}
 
 
-def _signatures(theirs: list[str], here: list[str]) -> str:
+def _signature_difference(theirs: list[str], here: list[str]) -> str:
     """Returns the arguments that a call of the earlier library has and that are not taken here, or elsewhere."""
-    names = {name for parameter in here for name in _names(parameter)}
+    names = {name for parameter in here for name in _argument_names(parameter)}
     takes_any = any(parameter.endswith("**") for parameter in here)
     expected = [parameter for parameter in theirs if not parameter.endswith("*")]
     missing = [p.rstrip("=") for p in expected if not p.endswith("/") and p.rstrip("=") not in names and not takes_any]
@@ -66,7 +70,7 @@ def _signatures(theirs: list[str], here: list[str]) -> str:
     if not any(parameter.endswith("*") and not parameter.endswith("**") for parameter in here):
         for index, parameter in enumerate(p for p in expected if not p.endswith("=")):
             word = parameter.rstrip("/")
-            at = _names(positional[index]) if index < len(positional) else ()
+            at = _argument_names(positional[index]) if index < len(positional) else ()
             if word not in missing and word not in at and not (parameter.endswith("/") and at):
                 moved.append(word)
     parts = [f"no {', '.join(missing)}"] if missing else []
@@ -74,5 +78,5 @@ def _signatures(theirs: list[str], here: list[str]) -> str:
     return "; ".join(parts)
 
 
-def _names(parameter: str) -> tuple[str, ...]:
+def _argument_names(parameter: str) -> tuple[str, ...]:
     return tuple(parameter.rstrip("/=*").split("|"))

@@ -19,7 +19,7 @@ __all__ = ["ColorFormatter", "LazyLogger", "ProgressLogger", "get_logger"]
 
 ENVIRONMENT_VARIABLE = "LOGGING_LEVEL_ED"
 DEFAULT_LEVEL = "INFO"
-STYLES = {"DEBUG": "blue", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
+LEVEL_STYLES = {"DEBUG": "blue", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
 
 @final
@@ -41,7 +41,7 @@ class ColorFormatter(logging.Formatter):
             from rich.color import ColorSystem
             from rich.style import Style
 
-            style = Style.parse(STYLES.get(record.levelname, "none"))
+            style = Style.parse(LEVEL_STYLES.get(record.levelname, "none"))
             head = style.render(head, color_system=ColorSystem.STANDARD)
         record.__dict__["head"] = head  # how the format finds it
         return super().formatMessage(record)
@@ -64,10 +64,10 @@ class LazyLogger:
     def logger(self) -> logging.Logger:
         """Returns the logger, and configures it when it is first used."""
         logger = logging.getLogger(self._name)
-        logger.setLevel(_level(self._level))
+        logger.setLevel(_level_number(self._level))
         # Where the program has set logging up, it decides where messages go and what they look like.
         if not logger.hasHandlers():
-            logger.addHandler(_handler())
+            logger.addHandler(_stream_handler())
             logger.propagate = False
         return logger
 
@@ -103,7 +103,7 @@ def get_logger(name: str, level: int | str | None = None) -> LazyLogger:
     return LazyLogger(name, level)
 
 
-def _level(argument: int | str | None) -> int:
+def _level_number(argument: int | str | None) -> int:
     source = "level" if argument is not None else ENVIRONMENT_VARIABLE
     level = os.environ.get(ENVIRONMENT_VARIABLE, DEFAULT_LEVEL) if argument is None else argument
     if isinstance(level, str):
@@ -114,7 +114,7 @@ def _level(argument: int | str | None) -> int:
     return level if _compat.process_index() == 0 else max(level, logging.WARNING)
 
 
-def _handler() -> logging.Handler:
+def _stream_handler() -> logging.Handler:
     from rich.console import Console
 
     handler = logging.StreamHandler()
@@ -176,11 +176,11 @@ class ProgressLogger:
         if not 0 <= current <= total:
             raise ValueError(f"current: got {current}, wants a number of steps from 0 to total={total}")
         text = " ".join(filter(None, (self._name, message, extra_info)))
-        self._show(text, current, total, bar_width, show_eta)
+        self._show_progress(text, current, total, bar_width, show_eta)
 
     def update_simple(self, message: str) -> None:
         """Shows what is being done, where the amount of work is unknown."""
-        self._show(f"{self._name} {message}", None, None)
+        self._show_progress(f"{self._name} {message}", None, None)
 
     def complete(self, message: str | None = None, show_time: bool = True) -> None:
         """Takes the line away and logs a message, `"done"` without one, with the time since the object was made."""
@@ -192,7 +192,7 @@ class ProgressLogger:
         else:
             self._logger.info("%s", message or "done")
 
-    def _show(
+    def _show_progress(
         self, text: str, current: int | None, total: int | None, bar_width: int | None = None, show_eta: bool = True
     ) -> None:
         if self._progress is None or self._task is None:

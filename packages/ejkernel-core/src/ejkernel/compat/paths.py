@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_BASE = "ejkernel.compat.base"
-_DELTA_RULE = "ejkernel.compat.delta_rule"
-_ENGINE = "ejkernel.compat.engine"
-_QUANTIZED = "ejkernel.compat.quantized_array"
+_BASE_MODULE = "ejkernel.compat.base"
+_DELTA_RULE_MODULE = "ejkernel.compat.delta_rule"
+_ENGINE_MODULE = "ejkernel.compat.engine"
+_QUANTIZED_ARRAY_MODULE = "ejkernel.compat.quantized_array"
 _RUNTIME = "ejkernel.compat.quantization_runtime"
 
 OLD_PATHS = {
@@ -28,26 +28,26 @@ OLD_PATHS = {
     "ejkernel.kernel_registry": "ejkernel.compat.kernel_registry",
     "ejkernel.kernels": "ejkernel.compat.kernels",
     "ejkernel.kernels._registry": "ejkernel.compat.kernel_registry",
-    "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": _DELTA_RULE,
-    "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
-    "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": _DELTA_RULE,
+    "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": _DELTA_RULE_MODULE,
+    "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": _DELTA_RULE_MODULE,
+    "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": _DELTA_RULE_MODULE,
     "ejkernel.loggings": "ejkernel.compat.loggings",
-    "ejkernel.modules.base": _BASE,
+    "ejkernel.modules.base": _BASE_MODULE,
     "ejkernel.modules.operations.multi_head_latent_attention": "ejkernel.modules.operations.flash_mla",
     "ejkernel.modules.operations.pooling": "ejkernel.modules.operations.mean_pooling",
     "ejkernel.modules.operations.recurrent": "ejkernel.modules.operations.recurrent_attention",
-    "ejkernel.ops.config.cache": _ENGINE,
-    "ejkernel.ops.core": _ENGINE,
-    "ejkernel.ops.core.kernel": _ENGINE,
-    "ejkernel.ops.core.types": _ENGINE,
-    "ejkernel.ops.execution.batch": _ENGINE,
-    "ejkernel.ops.execution.tuning": _ENGINE,
-    "ejkernel.ops.registry": _ENGINE,
-    "ejkernel.ops.utils": _ENGINE,
-    "ejkernel.ops.utils.datacarrier": _ENGINE,
-    "ejkernel.ops.utils.fingerprint": _ENGINE,
-    "ejkernel.ops.utils.serialize": _ENGINE,
-    "ejkernel.quantization.quantized_array": _QUANTIZED,
+    "ejkernel.ops.config.cache": _ENGINE_MODULE,
+    "ejkernel.ops.core": _ENGINE_MODULE,
+    "ejkernel.ops.core.kernel": _ENGINE_MODULE,
+    "ejkernel.ops.core.types": _ENGINE_MODULE,
+    "ejkernel.ops.execution.batch": _ENGINE_MODULE,
+    "ejkernel.ops.execution.tuning": _ENGINE_MODULE,
+    "ejkernel.ops.registry": _ENGINE_MODULE,
+    "ejkernel.ops.utils": _ENGINE_MODULE,
+    "ejkernel.ops.utils.datacarrier": _ENGINE_MODULE,
+    "ejkernel.ops.utils.fingerprint": _ENGINE_MODULE,
+    "ejkernel.ops.utils.serialize": _ENGINE_MODULE,
+    "ejkernel.quantization.quantized_array": _QUANTIZED_ARRAY_MODULE,
     "ejkernel.quantization.runtime": _RUNTIME,
     "ejkernel.utils": "ejkernel.compat.utils",
     "ejkernel.xla_utils": "ejkernel.compat.xla_utils",
@@ -68,9 +68,9 @@ OLD_NAMES: dict[str, dict[str, str]] = {
             "sharding_fingerprint",
             "to_json",
         ),
-        _ENGINE,
+        _ENGINE_MODULE,
     ),
-    "ejkernel.ops.config": {"Tuner": _ENGINE},
+    "ejkernel.ops.config": {"Tuner": _ENGINE_MODULE},
     "ejkernel.ops.config.selection": dict.fromkeys(
         (
             "AutotunePolicy",
@@ -81,9 +81,9 @@ OLD_NAMES: dict[str, dict[str, str]] = {
             "forward_autotune_only",
             "policy_override",
         ),
-        _ENGINE,
+        _ENGINE_MODULE,
     ),
-    "ejkernel.ops.execution": {"benchmark": _ENGINE},
+    "ejkernel.ops.execution": {"benchmark": _ENGINE_MODULE},
     "ejkernel.quantization": dict.fromkeys(
         (
             "QuantizationAxis",
@@ -93,14 +93,14 @@ OLD_NAMES: dict[str, dict[str, str]] = {
             "prepack_quantized_array",
             "quantize_array",
         ),
-        _QUANTIZED,
+        _QUANTIZED_ARRAY_MODULE,
     )
     | {"QuantRuntimeConfig": _RUNTIME},
 }
 """Module -> old name -> module that has it."""
 
 
-class _Alias(importlib.abc.Loader):
+class _AliasLoader(importlib.abc.Loader):
     """Loads a module under an old path: as the module that has its names."""
 
     def __init__(self, target: str) -> None:
@@ -115,7 +115,7 @@ class _Alias(importlib.abc.Loader):
         module.__spec__ = self._spec  # Python has set that of the old path
 
 
-class _Package(importlib.abc.Loader):
+class _OldPackageLoader(importlib.abc.Loader):
     """Loads a package that only holds old paths."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
@@ -125,7 +125,7 @@ class _Package(importlib.abc.Loader):
         module.__doc__ = "Old import paths; `ejkernel.compat.paths` has their table."
 
 
-class OldPaths(importlib.abc.MetaPathFinder):
+class OldPathFinder(importlib.abc.MetaPathFinder):
     """Finds the modules of `OLD_PATHS`, those of the packages among them, and the packages above them."""
 
     def find_spec(
@@ -134,14 +134,14 @@ class OldPaths(importlib.abc.MetaPathFinder):
         if not fullname.startswith("ejkernel."):
             return None
         if fullname in OLD_PATHS:
-            return importlib.machinery.ModuleSpec(fullname, _Alias(OLD_PATHS[fullname]))
+            return importlib.machinery.ModuleSpec(fullname, _AliasLoader(OLD_PATHS[fullname]))
         parent, _, name = fullname.rpartition(".")
         newer = f"{OLD_PATHS[parent]}.{name}" if parent in OLD_PATHS else ""
         if newer and _is_package(OLD_PATHS[parent]) and importlib.util.find_spec(newer) is not None:
-            return importlib.machinery.ModuleSpec(fullname, _Alias(newer))
+            return importlib.machinery.ModuleSpec(fullname, _AliasLoader(newer))
         above = any(old.startswith(f"{fullname}.") for old in OLD_PATHS)
         if above and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
-            return importlib.machinery.ModuleSpec(fullname, _Package(), is_package=True)
+            return importlib.machinery.ModuleSpec(fullname, _OldPackageLoader(), is_package=True)
         return None
 
 
@@ -149,7 +149,7 @@ def _is_package(name: str) -> bool:
     return hasattr(importlib.import_module(name), "__path__")
 
 
-def old_name(module: str, name: str) -> Any:
+def resolve_old_name(module: str, name: str) -> Any:
     """Returns what a module answers to an old name.
 
     Raises:
@@ -161,11 +161,11 @@ def old_name(module: str, name: str) -> Any:
     return getattr(importlib.import_module(home), name)
 
 
-def install() -> None:
+def install_old_paths() -> None:
     """Makes the old paths importable; once is enough.
 
     The finder comes before Python's own, which would find the modules of a listed package by their files and load them
     a second time, under the old path.
     """
-    if not any(isinstance(finder, OldPaths) for finder in sys.meta_path):
-        sys.meta_path.insert(0, OldPaths())
+    if not any(isinstance(finder, OldPathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, OldPathFinder())

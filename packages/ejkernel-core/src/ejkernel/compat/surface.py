@@ -18,10 +18,10 @@ from typing import Any
 Described = dict[str, str] | str
 """A function's parameters; a class as name -> parameters, with those of its constructor under `""`; or `"value"`."""
 
-VALUE = "value"
-SAME = "="
+NOT_CALLABLE = "value"
+SAME_CLASS_PREFIX = "="
 """Begins what is said of a class that another module has too."""
-MARKS = {"POSITIONAL_ONLY": "/", "POSITIONAL_OR_KEYWORD": "", "KEYWORD_ONLY": "=", "VAR_POSITIONAL": "*"}
+PARAMETER_KIND_MARKS = {"POSITIONAL_ONLY": "/", "POSITIONAL_OR_KEYWORD": "", "KEYWORD_ONLY": "=", "VAR_POSITIONAL": "*"}
 
 
 def public_modules() -> Iterator[str]:
@@ -49,16 +49,18 @@ def describe(modules: Iterable[str], names: Callable[[ModuleType], Iterable[str]
             module = importlib.import_module(name)
         except ImportError:
             continue
-        chosen = (names or _public)(module)
+        chosen = (names or _public_names)(module)
         values = {each: getattr(module, each) for each in chosen if hasattr(module, each)}
         described[name] = {}
         for each, value in values.items():
             known = seen.setdefault(value, f"{name}.{each}") if inspect.isclass(value) else f"{name}.{each}"
-            described[name][each] = _described(value) if known == f"{name}.{each}" else f"{SAME}{known}"
+            described[name][each] = (
+                _describe_object(value) if known == f"{name}.{each}" else f"{SAME_CLASS_PREFIX}{known}"
+            )
     return described
 
 
-def _public(module: ModuleType) -> list[str]:
+def _public_names(module: ModuleType) -> list[str]:
     listed = getattr(module, "__all__", None)
     objects = ((n, x) for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__)
     # A stand-in for what is not installed has a private name of its own.
@@ -66,27 +68,29 @@ def _public(module: ModuleType) -> list[str]:
     return sorted(n for n in (defined if listed is None else listed) if not n.startswith("_"))
 
 
-def _described(value: Any) -> Described:
+def _describe_object(value: Any) -> Described:
     if inspect.isclass(value):
-        members = {"": _signature(value)}
+        members = {"": _describe_signature(value)}
         owners = [kind for kind in value.__mro__ if kind.__module__.startswith("ejkernel")]
         for member in sorted({name for owner in owners for name in vars(owner) if not name.startswith("_")}):
             static = inspect.getattr_static(value, member)
             bound = getattr(value, member, None)
             simple = isinstance(static, property) or not callable(bound) or inspect.isclass(bound)
-            members[member] = VALUE if simple else _signature(bound, is_method=inspect.isfunction(static))
+            members[member] = (
+                NOT_CALLABLE if simple else _describe_signature(bound, is_method=inspect.isfunction(static))
+            )
         return members
-    return _signature(value) if callable(value) else VALUE
+    return _describe_signature(value) if callable(value) else NOT_CALLABLE
 
 
-def _signature(value: Any, is_method: bool = False) -> str:
+def _describe_signature(value: Any, is_method: bool = False) -> str:
     try:
         parameters = list(inspect.signature(value).parameters.values())
     except (TypeError, ValueError):
-        return VALUE
+        return NOT_CALLABLE
     older = {name: f"|{old}" for old, name in getattr(value, "also_called", {}).items()}
     shown = parameters[1:] if is_method else parameters
-    return " ".join(f"{p.name}{older.get(p.name, '')}{MARKS.get(p.kind.name, '**')}" for p in shown)
+    return " ".join(f"{p.name}{older.get(p.name, '')}{PARAMETER_KIND_MARKS.get(p.kind.name, '**')}" for p in shown)
 
 
 def main(path: str) -> None:

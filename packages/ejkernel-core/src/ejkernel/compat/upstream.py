@@ -53,41 +53,41 @@ padding differ, as the table of other meanings says of rows with nothing to atte
 yet.
 """
 
-NAMES = """## Names and signatures
+NAMES_SECTION = """## Names and signatures
 
 All {total} public names of the earlier library's {modules} modules, and the methods of its classes, are compared with
 those here: {missing} are missing, and {changed} take other arguments. Each has its reason here.
 """
 
-FIELDS = """## Fields of configurations that nothing reads
+UNREAD_FIELDS_SECTION = """## Fields of configurations that nothing reads
 
 Public fields only tune. These are read by no kernel that is installed, so that they have no effect; `ejkernel.explain`
 says so by name.
 """
 
 
-def listed() -> dict[str, Any]:
+def handwritten_tables() -> dict[str, Any]:
     """Returns the tables written by hand: `reason`, `unread` and `difference`."""
     return tomllib.loads(Path(__file__).with_name("upstream.toml").read_text(encoding="utf-8"))
 
 
-def upstream_page() -> str:
+def coming_from_upstream_page() -> str:
     """Returns the page, as Markdown."""
-    tables = listed()
+    tables = handwritten_tables()
     other = [(entry["topic"], entry["upstream"], entry["here"]) for entry in tables["difference"]]
     return "\n".join(
         (
             INTRODUCTION,
-            names_and_signatures(tables["reason"]),
-            FIELDS,
-            _table(("configuration", "fields"), [_unread_row(*item) for item in tables["unread"].items()]),
+            names_and_signatures_table(tables["reason"]),
+            UNREAD_FIELDS_SECTION,
+            _markdown_table(("configuration", "fields"), [_unread_row(*item) for item in tables["unread"].items()]),
             "## Other meanings\n",
-            _table(("topic", "upstream", "here"), other),
+            _markdown_table(("topic", "upstream", "here"), other),
         )
     )
 
 
-def names_and_signatures(reasons: dict[str, str]) -> str:
+def names_and_signatures_table(reasons: dict[str, str]) -> str:
     """Returns the comparison of names, those with one reason in one row."""
     surface, changes = upstream_surface(), differences()
     rows: dict[tuple[str, str], dict[str, None]] = {}
@@ -102,7 +102,7 @@ def names_and_signatures(reasons: dict[str, str]) -> str:
         "changed": len(changes) - missing,
     }
     lines = [(", ".join(words), difference, why) for (difference, why), words in rows.items()]
-    return "\n".join((NAMES.format(**counts), _table(("upstream", "here", "reason"), lines)))
+    return "\n".join((NAMES_SECTION.format(**counts), _markdown_table(("upstream", "here", "reason"), lines)))
 
 
 def unread_fields(registered: Registry) -> dict[str, list[str]]:
@@ -129,21 +129,21 @@ def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
     return {field for part in parts for field in leaf_names(part)} - set(config.about_call)
 
 
-def _table(head: tuple[str, ...], rows: list[Any]) -> str:
+def _markdown_table(head: tuple[str, ...], rows: list[Any]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
 def unexplained() -> dict[str, str]:
     """Returns the differences without a reason."""
-    reasons = listed()["reason"]
+    reasons = handwritten_tables()["reason"]
     return {name: text for name, text in differences().items() if reason(name, reasons) is None}
 
 
 def main(*options: str) -> int:
     """Prints the page; with `--strict` the differences without a reason, and 1 if there are any."""
     if "--strict" not in options:
-        print(upstream_page())
+        print(coming_from_upstream_page())
         return 0
     remaining = unexplained()
     print("\n".join(f"{name}: {text}" for name, text in remaining.items()) or "Every difference has a reason.")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def _first_dtype(record: Any) -> Any:
+def _dtype_of_first_field(record: Any) -> Any:
     return getattr(record, dataclasses.fields(record)[0].name).dtype
 
 
@@ -13,12 +13,12 @@ def _no_head_dims(record: Any) -> tuple[int, ...]:
     return ()
 
 
-def _as_it_is(record: Any, offsets: Mapping[str, Any]) -> Any:
+def _unchanged_record(record: Any, offsets: Mapping[str, Any]) -> Any:
     return record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Isolation:
+class RequestIsolation:
     """The functions that keep one request's NaN and infinities from reaching other requests of a call.
 
     Attributes:
@@ -33,7 +33,7 @@ class Isolation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverTokens:
+class TokenShardFunctions:
     """The functions of a family whose tokens may be split over devices, though each token depends on those before it.
 
     Attributes:
@@ -90,15 +90,15 @@ class Family:
     shardable: str | Callable[[Any], str]
     reference: Callable[[Any], tuple[Any, Any]]
     differentiable: tuple[str, ...] = ()
-    dtype: Callable[[Any], Any] = _first_dtype
+    dtype: Callable[[Any], Any] = _dtype_of_first_field
     head_dims: Callable[[Any], tuple[int, ...]] = _no_head_dims
     aligned: tuple[tuple[str, str], ...] = ()
-    localise: Callable[[Any, Mapping[str, Any]], Any] = _as_it_is
+    localise: Callable[[Any, Mapping[str, Any]], Any] = _unchanged_record
     lse: str | None = None
-    over_tokens: OverTokens | None = None
+    over_tokens: TokenShardFunctions | None = None
     unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
-    isolate: Isolation | None = None
+    isolate: RequestIsolation | None = None
 
     def __post_init__(self) -> None:
         declared = {f.name: f.metadata for f in dataclasses.fields(self.record) if "axes" in f.metadata}

@@ -27,14 +27,14 @@ from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitio
 from ejkernel.promotion import promoting
 from ejkernel.types.arguments import array_fields
 
-SUMMED_AT_ONCE = 128
+TOKENS_PER_SUM = 128
 """Tokens that one `lax.cumsum` adds up."""
 
 Results = tuple[jax.Array, jax.Array]
 Run = Callable[[Any], Results]
 
 
-class Borders(NamedTuple):
+class BorderTokens(NamedTuple):
     """The tokens of a shard that its borders concern.
 
     Attributes:
@@ -52,15 +52,15 @@ class Borders(NamedTuple):
     packed: PackedBorders | None = None
 
 
-def packed_tokens(packed: PackedBorders, shards: TokenShards) -> Borders:
+def packed_border_tokens(packed: PackedBorders, shards: TokenShards) -> BorderTokens:
     """Returns the tokens of packed sequences that the borders of this device's shard concern."""
     entered = packed.enters[shards.index()]
-    continues = entered & packed.passes & (packed.lead == packed.run)
-    leading, running = (packed.ids == packed.lead) & entered, (packed.ids == packed.run) & packed.passes
-    return Borders(leading, running, continues[None], packed=packed)
+    continues = entered & packed.passes & (packed.entering_sequence == packed.run)
+    leading, running = (packed.ids == packed.entering_sequence) & entered, (packed.ids == packed.run) & packed.passes
+    return BorderTokens(leading, running, continues[None], packed=packed)
 
 
-class Summary(NamedTuple):
+class ShardSummary(NamedTuple):
     """The summary of a shard.
 
     Attributes:
@@ -81,10 +81,10 @@ class SplitRecurrence:
     """The functions of a family of recurrences.
 
     Attributes:
-        borders: (Record, shards) -> `Borders`.
+        borders: (Record, shards) -> `BorderTokens`.
         enters: (`Borders.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border before
             each shard; None if no record has segment ids.
-        summary: (`run`, record, borders) -> `Summary`.
+        summary: (`run`, record, borders) -> `ShardSummary`.
         gradient: (Record, borders, `Summary.saved`, cotangent of the outputs) -> the gradient of the state that enters,
             for which that of the state that leaves is zeros.
         corrected: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
@@ -94,17 +94,17 @@ class SplitRecurrence:
         name: Record -> the name of their field.
     """
 
-    borders: Callable[[Any, TokenShards], Borders]
-    summary: Callable[[Run, Any, Borders], Summary]
-    gradient: Callable[[Any, Borders, Any, jax.Array], jax.Array]
+    borders: Callable[[Any, TokenShards], BorderTokens]
+    summary: Callable[[Run, Any, BorderTokens], ShardSummary]
+    gradient: Callable[[Any, BorderTokens, Any, jax.Array], jax.Array]
     matrices: Callable[[Any], bool]
     states: Callable[[Any], jax.Array]
     name: Callable[[Any], str]
     enters: Callable[[jax.Array], jax.Array] | None = None
-    corrected: Callable[[Any, Borders, Summary, jax.Array], Results] | None = None
+    corrected: Callable[[Any, BorderTokens, ShardSummary, jax.Array], Results] | None = None
 
 
-class _Exchanged(NamedTuple):
+class _ForwardExchange(NamedTuple):
     """What a device knows after the exchange of the forward pass.
 
     Attributes:
@@ -117,14 +117,16 @@ class _Exchanged(NamedTuple):
     """
 
     record: Any
-    borders: Borders
-    summary: Summary
+    borders: BorderTokens
+    summary: ShardSummary
     transitions: Transitions
     entering: jax.Array
     final: jax.Array
 
 
-def over_tokens(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+def run_on_token_shard(
+    rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a device's tokens and the final states of all rows or packed sequences.
 
     Args:
@@ -136,17 +138,17 @@ def over_tokens(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShard
 
     @jax.custom_vjp
     def call(record: Any) -> tuple[jax.Array, jax.Array]:
-        exchanged = _exchange(rule, run, record, shards)
-        read, final = _results(rule, run, exchanged)
-        return read, _finals(shards, exchanged, final)
+        exchanged = _exchange_states(rule, run, record, shards)
+        read, final = _results_of_shard(rule, run, exchanged)
+        return read, _final_states_of_call(shards, exchanged, final)
 
     def forward(marked: Any) -> tuple[Any, Any]:
-        record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
-        exchanged = _exchange(rule, run, record, shards)
+        record = jax.tree.map(lambda x: x.value, marked, is_leaf=_has_perturbed_mark)
+        exchanged = _exchange_states(rule, run, record, shards)
         main = exchanged.record
-        fields = {name: getattr(main, name) for name in _differentiated(rule, marked, exchanged.borders)}
+        fields = {name: getattr(main, name) for name in _differentiated_fields(rule, marked, exchanged.borders)}
         (read, final), pull = jax.vjp(lambda fields: run(dataclasses.replace(main, **fields)), fields)
-        final = _finals(shards, exchanged, final)
+        final = _final_states_of_call(shards, exchanged, final)
         kept = exchanged._replace(summary=exchanged.summary._replace(unread=None))
         return (read, final), (record, kept, pull)
 
@@ -161,7 +163,7 @@ def with_states(rule: SplitRecurrence, record: Any, states: jax.Array | None = N
     return dataclasses.replace(record, **{rule.name(record): states})
 
 
-def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards) -> _Exchanged:
+def _exchange_states(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards) -> _ForwardExchange:
     """Returns the record of this device's kernel, with the states that enter its shard."""
     matrices, borders = rule.matrices(record), rule.borders(record, shards)
     packed = borders.packed
@@ -169,7 +171,9 @@ def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards)
         record = dataclasses.replace(record, cu_seqlens=packed.cu_seqlens)
     states = rule.states(record)
     if packed is not None and getattr(record, rule.name(record)) is not None:
-        states = jnp.where(_lead(packed, shards, states), 0, states)  # it was the state before an earlier shard
+        states = jnp.where(
+            _is_entering_sequence(packed, shards, states), 0, states
+        )  # it was the state before an earlier shard
         record = with_states(rule, record, states)
     summary = rule.summary(run, record, borders)
     factors, continues, added, ends = shards.gather((summary.factor, borders.continues, summary.added, borders.ends))
@@ -180,11 +184,11 @@ def _exchange(rule: SplitRecurrence, run: Run, record: Any, shards: TokenShards)
     transitions = Transitions(factors, continues, enters)
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
-    begin = entering if packed is None else jnp.where(_lead(packed, shards, states), entering, states)
-    return _Exchanged(with_states(rule, record, begin), borders, summary, transitions, entering, final)
+    begin = entering if packed is None else jnp.where(_is_entering_sequence(packed, shards, states), entering, states)
+    return _ForwardExchange(with_states(rule, record, begin), borders, summary, transitions, entering, final)
 
 
-def _results(rule: SplitRecurrence, run: Run, exchanged: _Exchanged) -> Results:
+def _results_of_shard(rule: SplitRecurrence, run: Run, exchanged: _ForwardExchange) -> Results:
     """Returns the results of a shard without gradients, for which a kernel that has run once is not run again."""
     summary = exchanged.summary
     if rule.corrected is None or summary.unread is None:
@@ -192,12 +196,12 @@ def _results(rule: SplitRecurrence, run: Run, exchanged: _Exchanged) -> Results:
     return rule.corrected(exchanged.record, exchanged.borders, summary, exchanged.entering)
 
 
-def _finals(shards: TokenShards, exchanged: _Exchanged, final: jax.Array) -> jax.Array:
+def _final_states_of_call(shards: TokenShards, exchanged: _ForwardExchange, final: jax.Array) -> jax.Array:
     """Returns the final states of the whole call, from those of this device's kernel."""
     packed = exchanged.borders.packed
     if packed is None:
         return exchanged.final
-    return shards.sum(jnp.where(token_shards.flags_of(packed.ends, final), final, 0))
+    return shards.sum(jnp.where(token_shards.broadcast_flags(packed.ends, final), final, 0))
 
 
 def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
@@ -216,12 +220,18 @@ def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent:
         gradients[name] = jnp.where(shards.index() == 0, first, 0).astype(getattr(record, name).dtype)
     elif name in gradients and packed is not None:
         states = gradients[name]
-        gradients[name] = jnp.where(_lead(packed, shards, states), 0, states).astype(getattr(record, name).dtype)
+        gradients[name] = jnp.where(_is_entering_sequence(packed, shards, states), 0, states).astype(
+            getattr(record, name).dtype
+        )
     return (dataclasses.replace(record, **{field: gradients.get(field) for field in array_fields(record)}),)
 
 
 def _exchange_gradients(
-    rule: SplitRecurrence, shards: TokenShards, exchanged: _Exchanged, d_read: jax.Array, d_final: jax.Array | None
+    rule: SplitRecurrence,
+    shards: TokenShards,
+    exchanged: _ForwardExchange,
+    d_read: jax.Array,
+    d_final: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of the final states of this device's kernel, and of the state that enters the first shard.
 
@@ -239,9 +249,9 @@ def _exchange_gradients(
     if packed is None:
         last = last if d_final is None else d_final
     elif d_final is not None:
-        local = jnp.where(token_shards.flags_of(packed.ends, d_final), d_final, 0)
+        local = jnp.where(token_shards.broadcast_flags(packed.ends, d_final), d_final, 0)
         # Where the sequence that enters also ends here, its final state depends on the state that enters.
-        added = added + token_shards.applied_transposed(summary.factor, local[packed.lead][None], matrices)
+        added = added + token_shards.applied_transposed(summary.factor, local[packed.entering_sequence][None], matrices)
     leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)
     leaving = leaving[shards.index()]
     if packed is not None:
@@ -251,27 +261,27 @@ def _exchange_gradients(
     return leaving, first
 
 
-def _lead(packed: PackedBorders, shards: TokenShards, states: jax.Array) -> jax.Array:
+def _is_entering_sequence(packed: PackedBorders, shards: TokenShards, states: jax.Array) -> jax.Array:
     """Returns which of the states [N, ...] is that of the sequence that enters a shard, as bool [N, 1, ...]."""
-    return _one_hot(packed.lead, states) & packed.enters[shards.index()]
+    return _one_hot(packed.entering_sequence, states) & packed.enters[shards.index()]
 
 
 def _one_hot(index: jax.Array, states: jax.Array) -> jax.Array:
-    return token_shards.flags_of(jnp.arange(states.shape[0]) == index, states)
+    return token_shards.broadcast_flags(jnp.arange(states.shape[0]) == index, states)
 
 
-def _differentiated(rule: SplitRecurrence, marked: Any, borders: Borders) -> list[str]:
+def _differentiated_fields(rule: SplitRecurrence, marked: Any, borders: BorderTokens) -> list[str]:
     """Returns the fields that the kernel is differentiated with respect to. The gradient of the state that enters the
     shards of rows comes with the exchange.
     """
     marks = jax.tree.map(
-        lambda x: x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact), marked, is_leaf=_is_marked
+        lambda x: x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact), marked, is_leaf=_has_perturbed_mark
     )
     names = [name for name, perturbed in array_fields(marks).items() if perturbed]
     return [name for name in names if borders.packed is not None or name != rule.name(marked)]
 
 
-def _is_marked(value: Any) -> bool:
+def _has_perturbed_mark(value: Any) -> bool:
     return hasattr(value, "perturbed")
 
 
@@ -282,10 +292,10 @@ def cumulative_sums(x: jax.Array, *, reverse: bool = False) -> jax.Array:
     of `gated_linear_attention` over 65,536 tokens a device took 2.5 s on an H200.
     """
     tokens = x.shape[1]
-    if tokens <= SUMMED_AT_ONCE:
+    if tokens <= TOKENS_PER_SUM:
         return lax.cumsum(x, axis=1, reverse=reverse)
-    x = jnp.pad(x, ((0, 0), (0, -tokens % SUMMED_AT_ONCE), *((0, 0) for _ in x.shape[2:])))
-    pieces = x.reshape(x.shape[0], -1, SUMMED_AT_ONCE, *x.shape[2:])
+    x = jnp.pad(x, ((0, 0), (0, -tokens % TOKENS_PER_SUM), *((0, 0) for _ in x.shape[2:])))
+    pieces = x.reshape(x.shape[0], -1, TOKENS_PER_SUM, *x.shape[2:])
     # The sums of other pieces are shifted, not differences: those of infinite gates would be NaN.
     others = jnp.sum(pieces, axis=2)
     others = jnp.roll(others, -1 if reverse else 1, axis=1).at[:, -1 if reverse else 0].set(0)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ejkernel.families.contract import OverTokens
+from ejkernel.families.contract import TokenShardFunctions
 from ejkernel.ops.model import Op
 from ejkernel.planning.token_shards import TokenShards
 from ejkernel.types.arguments import array_fields, optional_fields
@@ -254,7 +254,7 @@ def _mapped(letters: Letters, record: Any, mesh: Any, split: Mapping[str, MeshAx
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
 
 
-def _over_tokens(letters: Letters, split: Mapping[str, MeshAxes], mesh: Any) -> OverTokens | None:
+def _over_tokens(letters: Letters, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShardFunctions | None:
     """Returns how the family of a call computes tokens that are split; None where they are not, or need no exchange."""
     over_tokens = letters.op.family.over_tokens
     return over_tokens if over_tokens and _splitting(split.get(over_tokens.letter, ()), mesh) else None

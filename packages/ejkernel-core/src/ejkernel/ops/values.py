@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel import _compat
-from ejkernel.types.integers import as_int32
+from ejkernel.types.integers import clamp_to_int32
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
 _checked: Any = jax.make_user_context(False)
@@ -132,7 +132,7 @@ def _check_now(condition: Condition, values: list[np.ndarray], args: Any, valida
 def _check_later(condition: Condition) -> None:
     from jax.experimental import checkify
 
-    arrays = [jnp.asarray(as_int32(x)) for x in condition.reads]
+    arrays = [jnp.asarray(clamp_to_int32(x)) for x in condition.reads]
     wants = condition.wants.replace("{", "{{").replace("}", "}}")
     message = f"{condition.name}: got {{values}}, wants {wants}"
     checkify.check(jnp.all(condition.holds(jnp, *arrays)), message, values=arrays[0])

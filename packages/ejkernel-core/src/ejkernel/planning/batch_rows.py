@@ -27,18 +27,20 @@ def in_rows(
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(run(dict(zip(operands, arrays, strict=True)), batch))
 
-    def folded(size: int, mapped: list[bool], *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        batched_arrays = (_longer(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
+    def run_with_mapped_rows_folded(
+        size: int, mapped: list[bool], *arrays: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
+        batched_arrays = (_repeated_batch_rows(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
         outputs = in_rows(run, dict(zip(operands, batched_arrays, strict=True)), size * batch)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in outputs), (True,) * len(outputs)
 
     mapping = custom_batching.custom_vmap(call)
-    mapping.def_vmap(folded)
+    mapping.def_vmap(run_with_mapped_rows_folded)
     arrays = tuple(operands.values())
     return _compat.as_varying(mapping(*_compat.as_varying(arrays, arrays)), arrays)
 
 
-def _longer(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
+def _repeated_batch_rows(x: jax.Array, size: int, batch: int, mapped: bool) -> jax.Array:
     """Returns an operand for `size` times `batch` rows."""
     if not mapped:
         if x.shape[0] == 1:

@@ -15,7 +15,7 @@ multiplicative hashing (D. E. Knuth, The Art of Computer Programming 3, section 
 import jax
 import jax.numpy as jnp
 
-GOLDEN = 0x9E3779B1  # 2**32 / golden ratio, made odd: spreads consecutive key indices over all bits
+GOLDEN_RATIO_MULTIPLIER = 0x9E3779B1  # 2**32 / golden ratio, made odd: spreads consecutive key indices over all bits
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def row_keys(seed: jax.Array, batch: jax.Array, head: jax.Array, query: jax.Arra
 
 def column_keys(key: jax.Array) -> jax.Array:
     """Returns one odd uint32 per global key index: `mix(key * GOLDEN) | 1`."""
-    return mix(key.astype(jnp.uint32) * jnp.uint32(GOLDEN)) | 1
+    return mix(key.astype(jnp.uint32) * jnp.uint32(GOLDEN_RATIO_MULTIPLIER)) | 1
 
 
 def threshold(dropout_prob: float) -> int:
@@ -51,7 +51,7 @@ def threshold(dropout_prob: float) -> int:
     return min(round(dropout_prob * 2**32), 2**32 - 1)
 
 
-def keep(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.Array:
+def is_kept(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> jax.Array:
     """Returns whether each (row, key) survives: `row_key * column_keys(key_index) >= dropout_prob * 2**32`, modulo
     2**32.
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-COMPARED = 256
+MAX_COMPARED_BOUNDS = 256
 """Cumulative lengths up to which every token is compared with all of them."""
 
 
@@ -22,7 +22,7 @@ def packed_ids(cum_seqlens: jax.Array, total: int) -> tuple[jax.Array, jax.Array
     token = jnp.arange(total, dtype=jnp.int32)
     # Counts the sequences that end at or before a token, which skips empty sequences. A few sequences are compared with
     # every token at once, which is one kernel on a GPU; a search would be a loop of kernels.
-    method = "compare_all" if cum_seqlens.size <= COMPARED else "scan"
+    method = "compare_all" if cum_seqlens.size <= MAX_COMPARED_BOUNDS else "scan"
     ids = jnp.searchsorted(cum_seqlens[1:], token, side="right", method=method).astype(jnp.int32)
     in_sequence = (token >= cum_seqlens[0]) & (token < cum_seqlens[-1])
     start = cum_seqlens[jnp.where(in_sequence, ids, 0)]
@@ -58,12 +58,12 @@ def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array
     return ranks[:, :queries], ranks[:, queries:]
 
 
-def _pair_ranks(first: jax.Array, second: jax.Array) -> jax.Array:
+def _pair_ranks(first: jax.Array, second_ids: jax.Array) -> jax.Array:
     """Returns dense ranks of the pairs (first, second) within each row: equal pairs, equal ranks. [B, N] -> [B, N]
     int32.
     """
-    order = jnp.lexsort((second, first), axis=1)
-    ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first, second)]
+    order = jnp.lexsort((second_ids, first), axis=1)
+    ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first, second_ids)]
     changes = jnp.logical_or(*(ids[:, 1:] != ids[:, :-1] for ids in ordered))
     ranks = jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
     rows = jnp.arange(first.shape[0])[:, None]

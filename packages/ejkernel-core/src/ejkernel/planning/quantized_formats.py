@@ -57,17 +57,17 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-E4M3_MOST, E2M1_MOST = 448.0, 6.0
-EXPONENT_BIAS, LEAST_EXPONENT, MOST_EXPONENT = 127, -126, 127
+MAX_E4M3, MAX_E2M1 = 448.0, 6.0
+EXPONENT_BIAS, MIN_EXPONENT, MAX_EXPONENT = 127, -126, 127
 """The exponents of e8m0. `quantize` never writes -127, since 2 ** -127 is subnormal in float32."""
 SMALLEST_E4M3 = 2.0**-9
 MIN_NORMAL, MAX_FLOAT32 = 2.0**-126, 2.0**128 - 2.0**104
 """Smallest normal float32, devices may flush what is smaller to zero; and the largest."""
-LARGEST_ZEROS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
+MAX_ZERO_POINTS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
 """For each dtype, the largest zero point that is stored with a rounding error of at most a half. The bound of float32
 is lower, because the sum of code and zero is rounded too."""
-GROUPS, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
-DEFAULT_GROUPS = {
+GROUP_SIZES, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
+DEFAULT_GROUP_SIZES = {
     "affine": 64,
     "symmetric": 64,
     "fp8": 128,
@@ -77,7 +77,7 @@ DEFAULT_GROUPS = {
     "nvfp4": 16,
     "nvfp8": 16,
 }
-BITS = {"fp8": 8, "nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
+BITS_BY_MODE = {"fp8": 8, "nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
 """Bits of a code, where the mode says how many."""
 
 
@@ -98,7 +98,7 @@ class Format:
     @property
     def scale_dtypes(self) -> tuple[str, ...]:
         """Returns the dtypes that scales may be stored in, the usual one first."""
-        floating = {"affine": tuple(LARGEST_ZEROS), "symmetric": tuple(LARGEST_ZEROS), "nf4": ("float32",)}
+        floating = {"affine": tuple(MAX_ZERO_POINTS), "symmetric": tuple(MAX_ZERO_POINTS), "nf4": ("float32",)}
         return {**floating, "fp8": ("float32", "bfloat16", "float16")}.get(self.mode, ("uint8",))
 
     @property
@@ -144,18 +144,18 @@ def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) 
     """
     if mode not in MODES:
         raise ValueError(f"mode: got {mode!r}, wants one of {', '.join(MODES)}")
-    num_bits = BITS.get(mode, 4) if bits is None else bits
-    accepted = {"affine": range(1, 9), "symmetric": range(2, 9)}.get(mode, (BITS.get(mode),))
+    num_bits = BITS_BY_MODE.get(mode, 4) if bits is None else bits
+    accepted = {"affine": range(1, 9), "symmetric": range(2, 9)}.get(mode, (BITS_BY_MODE.get(mode),))
     if not isinstance(num_bits, int) or num_bits not in accepted:
-        wants = f"{accepted[0]} to 8" if len(accepted) > 1 else str(BITS[mode])
+        wants = f"{accepted[0]} to 8" if len(accepted) > 1 else str(BITS_BY_MODE[mode])
         raise ValueError(f"bits: got {bits!r}, wants {wants} for {mode}")
-    group = DEFAULT_GROUPS[mode] if group_size is None else group_size
-    if not isinstance(group, int) or group not in (WHOLE_ROW, *GROUPS):
+    group = DEFAULT_GROUP_SIZES[mode] if group_size is None else group_size
+    if not isinstance(group, int) or group not in (WHOLE_ROW, *GROUP_SIZES):
         raise ValueError(f"group_size: got {group_size!r}, wants a power of two from 16 to 1024, or -1 for whole rows")
     return Format(mode, num_bits, group)
 
 
-class Encoded(NamedTuple):
+class EncodedMatrix(NamedTuple):
     """A quantised matrix [..., R, C] before its codes are packed.
 
     Attributes:
@@ -171,7 +171,7 @@ class Encoded(NamedTuple):
     tensor_scale: jax.Array | None = None
 
 
-def whole_rows(form: Format, columns: int) -> Format:
+def with_row_group_size(form: Format, columns: int) -> Format:
     """Returns the format; if a group is a whole row, with the number of columns as group size.
 
     Raises:
@@ -184,19 +184,21 @@ def whole_rows(form: Format, columns: int) -> Format:
     return dataclasses.replace(form, group_size=columns)
 
 
-def in_groups(scales: jax.Array, zeros: jax.Array | None, form: Format) -> tuple[jax.Array, jax.Array | None, Format]:
+def split_row_groups(
+    scales: jax.Array, zeros: jax.Array | None, form: Format
+) -> tuple[jax.Array, jax.Array | None, Format]:
     """Returns scales, zeros and format with groups that kernels take: those of whole rows are repeated for parts of
     them.
     """
-    if form.group_size in GROUPS:
+    if form.group_size in GROUP_SIZES:
         return scales, zeros, form
-    group = next(group for group in reversed(GROUPS) if form.group_size % group == 0)
+    group = next(group for group in reversed(GROUP_SIZES) if form.group_size % group == 0)
     count = form.group_size // group
     zeros = None if zeros is None else jnp.repeat(zeros, count, axis=-1)
     return jnp.repeat(scales, count, axis=-1), zeros, dataclasses.replace(form, group_size=group)
 
 
-def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> Encoded:
+def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> EncodedMatrix:
     """Quantises a matrix [..., R, C]; `scale_dtype` is that of affine codes' scales and zeros."""
     groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group_size)
     if form.integers:
@@ -204,25 +206,25 @@ def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> 
     tensor_scale = None
     if form.has_tensor_scale:
         tensor_scale = _tensor_scale(groups, form)
-        groups = _divided(groups, tensor_scale[..., None, None, None])
+        groups = _divide_by_normal(groups, tensor_scale[..., None, None, None])
     scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), form, scale_dtype)
-    scaled = _divided(groups, scale_values(scales, form)[..., None])
+    scaled = _divide_by_normal(groups, scale_values(scales, form)[..., None])
     if form.mode == "nf4":
-        codes = _nearest(scaled, NF4)
+        codes = _nearest_indices(scaled, NF4)
     elif form.bits == 4:
-        codes = _nearest(jnp.abs(scaled), E2M1) | (jnp.signbit(scaled).astype(jnp.uint8) << 3)
+        codes = _nearest_indices(jnp.abs(scaled), E2M1) | (jnp.signbit(scaled).astype(jnp.uint8) << 3)
     else:
-        clipped = jnp.clip(scaled, -E4M3_MOST, E4M3_MOST)
+        clipped = jnp.clip(scaled, -MAX_E4M3, MAX_E4M3)
         codes = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
     if form.mode != "nf4":
         # The next code towards zero, where rounding up left the range of float32.
         values = code_values(codes, form) * scale_values(scales, form)[..., None]
         values = values if tensor_scale is None else values * tensor_scale[..., None, None, None]
         codes -= jnp.isinf(values).astype(jnp.uint8)
-    return Encoded(codes.reshape(weights.shape), scales, tensor_scale=tensor_scale)
+    return EncodedMatrix(codes.reshape(weights.shape), scales, tensor_scale=tensor_scale)
 
 
-def integer_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
+def integer_scales(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
     """Returns the scales that groups of integer codes need, float32 and not yet rounded; 0 for groups of zeros.
 
     A group far from zero has a zero point that needs more digits than its dtype has. Its scale is then larger, so that
@@ -235,35 +237,35 @@ def integer_steps(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Arra
     else:
         # Half of each, because the difference of two finite numbers may be infinite.
         between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
-        steps = jnp.maximum(between, farthest / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
+        steps = jnp.maximum(between, farthest / MAX_ZERO_POINTS[jnp.dtype(scale_dtype).name])
     return jnp.where(farthest == 0, 0, jnp.maximum(steps, MIN_NORMAL))
 
 
-def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> Encoded:
+def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> EncodedMatrix:
     # The zero point of weights at the end of float32 is rounded, too, and must not leave its range.
-    end = MAX_FLOAT32 * (1 - 1 / LARGEST_ZEROS[jnp.dtype(scale_dtype).name])
+    end = MAX_FLOAT32 * (1 - 1 / MAX_ZERO_POINTS[jnp.dtype(scale_dtype).name])
     groups = jnp.clip(groups, -end, end)
-    steps = integer_steps(groups, form, scale_dtype)
-    scales = jnp.where(steps == 0, 1, _rounded_up(steps, scale_dtype))
+    steps = integer_scales(groups, form, scale_dtype)
+    scales = jnp.where(steps == 0, 1, _round_up_to_dtype(steps, scale_dtype))
     # Zeros and codes are computed from the scale as it is stored, so that its rounding adds no error.
     exact = scales.astype(jnp.float32)
     zeros = None
     if form.center is None:
-        zeros = _as_stored(_divided(-groups.min(axis=-1), exact), scale_dtype)
+        zeros = _round_to_dtype(_divide_by_normal(-groups.min(axis=-1), exact), scale_dtype)
     offset: Any = form.center if zeros is None else zeros.astype(jnp.float32)[..., None]
-    codes = jnp.round(_divided(groups, exact[..., None]) + offset)
+    codes = jnp.round(_divide_by_normal(groups, exact[..., None]) + offset)
     codes = jnp.clip(codes, 0, 2**form.bits - 1)
     # The next code towards zero, where rounding up left the range of float32.
     values = (codes - offset) * exact[..., None]
     codes = (codes - jnp.where(jnp.isinf(values), jnp.sign(values), 0)).astype(jnp.uint8)
-    return Encoded(codes.reshape(*codes.shape[:-2], -1), scales, zeros)
+    return EncodedMatrix(codes.reshape(*codes.shape[:-2], -1), scales, zeros)
 
 
-def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
+def _round_up_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns the least number of a floating dtype that is not below x, which is positive; infinity
     past the largest.
     """
-    nearest = _as_stored(x, dtype)
+    nearest = _round_to_dtype(x, dtype)
     if nearest.dtype.itemsize != 2:
         return nearest
     bits = lax.bitcast_convert_type(nearest, jnp.uint16)
@@ -271,7 +273,7 @@ def _rounded_up(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits, dtype)
 
 
-def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
+def _divide_by_normal(x: jax.Array, by: jax.Array) -> jax.Array:
     """Returns x / by, where by is normal. XLA may multiply by 1 / by, which must not be subnormal: devices flush it to
     zero.
     """
@@ -279,7 +281,7 @@ def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
     return x * divisor_scale / (by * divisor_scale)
 
 
-def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
+def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns x in a narrower dtype, in a way that XLA does not undo: it may leave out a conversion there and back."""
     return lax.optimization_barrier(x.astype(dtype))
 
@@ -287,12 +289,12 @@ def _as_stored(x: jax.Array, dtype: Any) -> jax.Array:
 def _tensor_scale(groups: jax.Array, form: Format) -> jax.Array:
     """Returns the tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
     largest = jnp.max(jnp.abs(groups), axis=(-3, -2, -1), initial=0)
-    return jnp.where(largest == 0, 1, jnp.maximum(largest / (E4M3_MOST * _largest_code(form)), MIN_NORMAL))
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / (MAX_E4M3 * _largest_code(form)), MIN_NORMAL))
 
 
 def _largest_code(form: Format) -> float:
     """Returns the largest magnitude of a floating code."""
-    return E2M1_MOST if form.bits == 4 else E4M3_MOST
+    return MAX_E2M1 if form.bits == 4 else MAX_E4M3
 
 
 def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
@@ -301,21 +303,19 @@ def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Ar
         return jnp.where(largest > 0, largest, 1)
     needed = jnp.where(largest > 0, largest / _largest_code(form), 1)
     if form.mode == "fp8":
-        return _rounded_up(jnp.maximum(needed, MIN_NORMAL), scale_dtype)
+        return _round_up_to_dtype(jnp.maximum(needed, MIN_NORMAL), scale_dtype)
     if form.exponents:
         # log2 rounded up: the exponent field of a float32, plus 1 if the mantissa is not 0.
         bits = lax.bitcast_convert_type(needed, jnp.int32)
         scale_exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        return jnp.clip(scale_exponents, LEAST_EXPONENT + EXPONENT_BIAS, MOST_EXPONENT + EXPONENT_BIAS).astype(
-            jnp.uint8
-        )
-    nearest = _as_stored(jnp.clip(needed, SMALLEST_E4M3, E4M3_MOST), jnp.float8_e4m3fn)
+        return jnp.clip(scale_exponents, MIN_EXPONENT + EXPONENT_BIAS, MAX_EXPONENT + EXPONENT_BIAS).astype(jnp.uint8)
+    nearest = _round_to_dtype(jnp.clip(needed, SMALLEST_E4M3, MAX_E4M3), jnp.float8_e4m3fn)
     codes = lax.bitcast_convert_type(nearest, jnp.uint8)
     # Takes the next larger scale if rounding made it smaller, so that the largest weight is in range.
-    return codes + (nearest.astype(jnp.float32) < jnp.minimum(needed, E4M3_MOST)).astype(jnp.uint8)
+    return codes + (nearest.astype(jnp.float32) < jnp.minimum(needed, MAX_E4M3)).astype(jnp.uint8)
 
 
-def _nearest(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
+def _nearest_indices(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
     """Returns the indices of the nearest entries of an ascending table."""
     between = np.add(table[1:], table[:-1]) / 2
     return jnp.searchsorted(jnp.asarray(between, jnp.float32), x, method="compare_all").astype(jnp.uint8)

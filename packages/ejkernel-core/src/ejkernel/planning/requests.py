@@ -53,7 +53,7 @@ def same_owner(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.where(one == other, one, SHARED)
 
 
-def claimed(owners: np.ndarray, at: Any, request: Any) -> None:
+def claim_entries(owners: np.ndarray, at: Any, request: Any) -> None:
     """Gives entries of an array of owners, `UNUSED` at first, to requests: those of two requests are `SHARED`."""
     free = owners[at] == UNUSED
     owners[at] = np.where(free | (owners[at] == request), request, SHARED)

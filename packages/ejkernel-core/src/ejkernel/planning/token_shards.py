@@ -66,7 +66,7 @@ class PackedBorders(NamedTuple):
         cu_seqlens: [N + 1] int32, cumulative lengths of the tokens that sequences have in this shard.
         ids: [1, T] int32, the sequence of each token; -1 for padding.
         enters: bool [P], whether a sequence crosses the border before each shard.
-        lead: int32, the sequence that enters this shard.
+        entering_sequence: int32, the sequence that enters this shard.
         passes: bool, whether a sequence crosses the border after this shard.
         run: int32, the sequence that crosses the border after this shard.
         ends: bool [N], whether the last token of a sequence is in this shard. Each sequence ends in one shard, empty
@@ -76,7 +76,7 @@ class PackedBorders(NamedTuple):
     cu_seqlens: jax.Array
     ids: jax.Array
     enters: jax.Array
-    lead: jax.Array
+    entering_sequence: jax.Array
     passes: jax.Array
     run: jax.Array
     ends: jax.Array
@@ -101,7 +101,7 @@ def packed_borders(cu_seqlens: jax.Array, shards: TokenShards) -> PackedBorders:
         cu_seqlens=local,
         ids=packing.packed_ids(local, shards.tokens)[0],
         enters=crosses[:-1],
-        lead=crossing[index],
+        entering_sequence=crossing[index],
         passes=crosses[index + 1],
         run=crossing[index + 1],
         ends=last_shard == index,
@@ -135,14 +135,14 @@ def carried_states(
         matrices: Whether the factors are matrices.
     """
 
-    def shard(state: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def fold_shard(state: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        state = _where(transition.enters, state)
+        state = _select_rows(transition.enters, state)
         # Selected after the product: an infinite factor on the zeros that enter would be NaN.
-        kept = _where(transition.continues & transition.enters, _applied(transition.factor, state, matrices))
+        kept = _select_rows(transition.continues & transition.enters, _apply_factor(transition.factor, state, matrices))
         return kept + added, state
 
-    last, states = lax.scan(shard, first, (transitions, added))
+    last, states = lax.scan(fold_shard, first, (transitions, added))
     return states, last
 
 
@@ -158,29 +158,29 @@ def carried_gradients(
         matrices: Whether the factors are matrices.
     """
 
-    def shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def fold_shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        kept = _where(transition.continues, applied_transposed(transition.factor, gradient, matrices))
-        return _where(transition.enters, kept + added), gradient
+        kept = _select_rows(transition.continues, applied_transposed(transition.factor, gradient, matrices))
+        return _select_rows(transition.enters, kept + added), gradient
 
-    first, gradients = lax.scan(shard, last, (transitions, added), reverse=True)
+    first, gradients = lax.scan(fold_shard, last, (transitions, added), reverse=True)
     return gradients, first
 
 
 def applied_transposed(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
     """Returns the gradient of a state from that of its product with a factor."""
-    return _applied(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
+    return _apply_factor(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
 
 
-def _applied(factor: jax.Array, state: jax.Array, matrices: bool) -> jax.Array:
+def _apply_factor(factor: jax.Array, state: jax.Array, matrices: bool) -> jax.Array:
     return jnp.matmul(factor, state, precision=lax.Precision.HIGHEST) if matrices else factor * state
 
 
-def _where(condition: jax.Array, state: jax.Array) -> jax.Array:
+def _select_rows(condition: jax.Array, state: jax.Array) -> jax.Array:
     """Returns the states of the rows for which a condition holds, and zeros for others."""
-    return jnp.where(flags_of(condition, state), state, 0)
+    return jnp.where(broadcast_flags(condition, state), state, 0)
 
 
-def flags_of(flags: jax.Array, states: jax.Array) -> jax.Array:
+def broadcast_flags(flags: jax.Array, states: jax.Array) -> jax.Array:
     """Returns the flags [B] of states [B, ...] as [B, 1, ...], which broadcasts to them."""
     return flags.reshape(-1, *(1,) * (states.ndim - 1))

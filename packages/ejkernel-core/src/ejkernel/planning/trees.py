@@ -53,7 +53,7 @@ def token_trees(parents: jax.Array, cu_seqlens: jax.Array | None = None) -> Toke
     return TokenTrees(jnp.where((local < 0) | (requests < 0), -1, start + local), requests, starts, lengths)
 
 
-def windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Array:
+def path_windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Array:
     """Returns the tokens before each token along its path from the request's state, the oldest first: [B * T, C, S].
 
     Args:

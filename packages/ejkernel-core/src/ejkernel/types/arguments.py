@@ -42,7 +42,7 @@ def arguments(cls: type[T]) -> type[T]:
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
     fixed = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    children, structure = _getter(dynamic), _getter(fixed)
+    children, structure = _fields_getter(dynamic), _fields_getter(fixed)
 
     def flatten(value: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return children(value), structure(value)
@@ -70,7 +70,11 @@ def non_default_fields(record: Any) -> tuple[str, ...]:
 
     A leaf field defaults to `None`, so an array that is there at all is given: comparing values would read the device.
     """
-    return tuple(name for name, default in optional_fields(record).items() if _differs(getattr(record, name), default))
+    return tuple(
+        name
+        for name, default in optional_fields(record).items()
+        if _differs_from_default(getattr(record, name), default)
+    )
 
 
 def array_fields(record: Any) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def array_fields(record: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if jax.tree.leaves(value)}
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+def _fields_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     """Returns a function from a record to the tuple of the named fields; flattening is on the path of
     every eager call.
     """
@@ -89,5 +93,5 @@ def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda value: tuple(getattr(value, name) for name in names)
 
 
-def _differs(value: Any, default: Any) -> bool:
+def _differs_from_default(value: Any, default: Any) -> bool:
     return value is not None if default is None else value != default

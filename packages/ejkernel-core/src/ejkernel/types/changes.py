@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
-from ejkernel.types.mask_parts import BAKED_IN, CU_SEQLENS, SEGMENT_IDS, STATIC, Info
+from ejkernel.types.mask_parts import BAKED_IN_FLAGS, CU_SEQLENS_FIELDS, SEGMENT_ID_FIELDS, STATIC_FIELDS, Info
 
-_PARTS = {
-    "attention_mask": ("_attention_mask", *CU_SEQLENS),
-    "segment_ids": (*SEGMENT_IDS, *CU_SEQLENS),
-    "cu_seqlens": CU_SEQLENS,
+_FIELDS_BY_PART = {
+    "attention_mask": ("_attention_mask", *CU_SEQLENS_FIELDS),
+    "segment_ids": (*SEGMENT_ID_FIELDS, *CU_SEQLENS_FIELDS),
+    "cu_seqlens": CU_SEQLENS_FIELDS,
     "positions": ("q_positions", "kv_positions"),
 }
 
@@ -68,13 +68,13 @@ def replace(
         "_cu_seqlens_kv": cu_seqlens_kv,
     }
     changes = {name: value for name, value in named.items() if value is not None}
-    unknown = fields.keys() - {"q_positions", "kv_positions", *STATIC}
+    unknown = fields.keys() - {"q_positions", "kv_positions", *STATIC_FIELDS}
     if unknown:
         raise ValueError(f"replace() got {sorted(unknown)}, but MaskInfo has no such field")
-    if "_attention_mask" in changes and not changes.keys() & set(SEGMENT_IDS):
-        changes |= dict.fromkeys(SEGMENT_IDS)
-    if changes.keys() - set(CU_SEQLENS):
-        changes = dict.fromkeys(CU_SEQLENS) | changes
+    if "_attention_mask" in changes and not changes.keys() & set(SEGMENT_ID_FIELDS):
+        changes |= dict.fromkeys(SEGMENT_ID_FIELDS)
+    if changes.keys() - set(CU_SEQLENS_FIELDS):
+        changes = dict.fromkeys(CU_SEQLENS_FIELDS) | changes
     return dataclasses.replace(info, **changes, **fields)
 
 
@@ -100,11 +100,11 @@ def without(info: Info, *names: str) -> Info:
         assert info.without("attention_mask").explicit_mask is None
         ```
     """
-    unknown = set(names) - _PARTS.keys()
+    unknown = set(names) - _FIELDS_BY_PART.keys()
     if unknown:
-        raise ValueError(f"without() got {sorted(unknown)}, wants any of {sorted(_PARTS)}")
-    cleared = dict.fromkeys(part for name in names for part in _PARTS[name])
-    flags = dict.fromkeys(BAKED_IN.values(), False) if "attention_mask" in names else {}
+        raise ValueError(f"without() got {sorted(unknown)}, wants any of {sorted(_FIELDS_BY_PART)}")
+    cleared = dict.fromkeys(part for name in names for part in _FIELDS_BY_PART[name])
+    flags = dict.fromkeys(BAKED_IN_FLAGS.values(), False) if "attention_mask" in names else {}
     return dataclasses.replace(info, **cleared, **flags)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.types.integers import as_array, as_int32
+from ejkernel.types.integers import as_array, clamp_to_int32
 
 # The dimensions of every leaf of a MaskInfo. Equal names mean equal sizes; the first leaf to use a name sets its size.
 _LEAF_DIMENSIONS: dict[str, tuple[str, ...]] = {
@@ -21,7 +21,7 @@ _LEAF_DIMENSIONS: dict[str, tuple[str, ...]] = {
 }
 # These serve every row of the batch when their own batch size is 1.
 _BROADCAST_OVER_BATCH = frozenset({"attention_mask", "q_positions", "kv_positions"})
-_PAIRS = (("q_segment_ids", "kv_segment_ids"), ("cu_seqlens_q", "cu_seqlens_kv"))
+_LEAVES_STORED_TOGETHER = (("q_segment_ids", "kv_segment_ids"), ("cu_seqlens_q", "cu_seqlens_kv"))
 
 
 def is_array(value: Any) -> bool:
@@ -43,7 +43,7 @@ def check_leaf_shapes(leaves: Mapping[str, Any]) -> None:
     Raises:
         ValueError: A rank, a size or a dtype does not fit, or only one of two leaves that belong together is given.
     """
-    for first, second in _PAIRS:
+    for first, second in _LEAVES_STORED_TOGETHER:
         if (leaves[first] is None) != (leaves[second] is None):
             raise ValueError(f"{first} and {second} must both be arrays or both be None")
     if leaves["cu_seqlens_q"] is not None and leaves["q_segment_ids"] is None:
@@ -101,7 +101,7 @@ def check_number(name: str, value: Any, minimum: int) -> None:
 
 def integer_array(name: str, value: Any) -> jax.Array:
     """Returns `value` as int32, values beyond it as its ends; raises ValueError for booleans and floats."""
-    return jnp.asarray(as_int32(checked_integers(name, value)))
+    return jnp.asarray(clamp_to_int32(checked_integers(name, value)))
 
 
 def checked_integers(name: str, value: Any) -> Any:

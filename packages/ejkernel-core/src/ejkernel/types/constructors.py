@@ -61,12 +61,12 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     if is_attn_mask:
         q_ids, kv_ids = validity_to_segment_ids(q_segment_ids), validity_to_segment_ids(kv_segment_ids)
     else:
-        q_ids, kv_ids = _segment_ids(q_segment_ids, kv_segment_ids)
+        q_ids, kv_ids = _checked_segment_ids(q_segment_ids, kv_segment_ids)
     return cls(
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        q_positions=_positions("q_positions", q_positions),
-        kv_positions=_positions("kv_positions", kv_positions),
+        q_positions=_checked_positions("q_positions", q_positions),
+        kv_positions=_checked_positions("kv_positions", kv_positions),
         batch_axis_name=batch_axis_name,
         qheads_axis_name=qheads_axis_name,
         kvheads_axis_name=kvheads_axis_name,
@@ -74,7 +74,7 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     )
 
 
-def _segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
+def _checked_segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
     arrays = []
     for name, value in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
         array = as_array(value)
@@ -86,7 +86,7 @@ def _segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
     return q_array, q_array if kv_ids is q_ids else jnp.asarray(kv_ids)
 
 
-def _positions(name: str, value: Any) -> jax.Array | None:
+def _checked_positions(name: str, value: Any) -> jax.Array | None:
     return None if value is None else integer_array(name, value)
 
 
@@ -180,8 +180,8 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
         _attention_mask=pairwise,
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        q_positions=_positions("q_positions", q_positions),
-        kv_positions=_positions("kv_positions", kv_positions),
+        q_positions=_checked_positions("q_positions", q_positions),
+        kv_positions=_checked_positions("kv_positions", kv_positions),
         batch_axis_name=batch_axis_name,
         qheads_axis_name=qheads_axis_name,
         kvheads_axis_name=kvheads_axis_name,
@@ -240,8 +240,8 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
         _kv_segment_ids=kv_ids,
         _cu_seqlens_q=cu_q,
         _cu_seqlens_kv=cu_kv,
-        q_positions=_positions("q_positions", q_positions),
-        kv_positions=_positions("kv_positions", kv_positions),
+        q_positions=_checked_positions("q_positions", q_positions),
+        kv_positions=_checked_positions("kv_positions", kv_positions),
         batch_axis_name=batch_axis_name,
         qheads_axis_name=qheads_axis_name,
         kvheads_axis_name=kvheads_axis_name,
@@ -286,8 +286,8 @@ def from_random(  # noqa: PLR0913 - a public constructor
     shape = (batch_size, 1, q_len, q_len if kv_len is None else kv_len)
     return cls(
         _attention_mask=jax.random.bernoulli(jax.random.key(seed), 1.0 - sparsity, shape),
-        q_positions=_positions("q_positions", q_positions),
-        kv_positions=_positions("kv_positions", kv_positions),
+        q_positions=_checked_positions("q_positions", q_positions),
+        kv_positions=_checked_positions("kv_positions", kv_positions),
         batch_axis_name=batch_axis_name,
         qheads_axis_name=qheads_axis_name,
         kvheads_axis_name=kvheads_axis_name,

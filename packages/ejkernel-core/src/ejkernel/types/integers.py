@@ -53,7 +53,7 @@ def as_array(value: Any) -> Any:
     return jnp.asarray(value) if on_device else np.asarray(value)
 
 
-def bounded(value: int | None) -> int | None:
+def limit_or_none(value: int | None) -> int | None:
     """Returns a window side or a chunk size; None where it is so large that it bounds nothing."""
     return None if value is None or value >= NO_LIMIT else value
 
@@ -63,23 +63,23 @@ def fits_int32(dtype: Any) -> bool:
     return np.can_cast(np.dtype(dtype), np.int32)
 
 
-def as_int32(values: Any) -> Any:
+def clamp_to_int32(values: Any) -> Any:
     """Returns integers as int32; those outside of its range become its nearest end, where a cast would wrap around.
 
     Args:
         values: An integer array, traced or not. A NumPy array stays one, since JAX wraps 64-bit integers around.
     """
     if isinstance(values, np.ndarray | np.generic):
-        return np.clip(values, *_representable(values.dtype)).astype(np.int32)
+        return np.clip(values, *_common_integer_range(values.dtype)).astype(np.int32)
     if values.dtype == jnp.int32:
         return values
     if fits_int32(values.dtype):
         return values.astype(jnp.int32)
-    low, high = _representable(values.dtype)
+    low, high = _common_integer_range(values.dtype)
     return jnp.clip(values, low, high).astype(jnp.int32)
 
 
-def _representable(dtype: Any) -> tuple[Any, Any]:
+def _common_integer_range(dtype: Any) -> tuple[Any, Any]:
     """Returns the ends of what int32 and another integer dtype both hold, in the latter."""
     info = np.iinfo(dtype)
     ends = (max(int(info.min), _INT32.min), min(int(info.max), _INT32.max))
@@ -88,7 +88,7 @@ def _representable(dtype: Any) -> tuple[Any, Any]:
 
 def clamp_positions(values: Any) -> jax.Array:
     """Returns positions as int32 in `[-POSITION_LIMIT, POSITION_LIMIT]`."""
-    return jnp.clip(jnp.asarray(as_int32(values)), -POSITION_LIMIT, POSITION_LIMIT)
+    return jnp.clip(jnp.asarray(clamp_to_int32(values)), -POSITION_LIMIT, POSITION_LIMIT)
 
 
 def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
@@ -106,14 +106,14 @@ def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
             whose shards cannot be numbered alike.
     """
     if fits_int32(queries.dtype) and fits_int32(keys.dtype):
-        return _cast(queries), _cast(keys)
+        return _cast_to_int32(queries), _cast_to_int32(keys)
     on_host = [isinstance(ids, np.ndarray) for ids in (queries, keys)]
     if all(on_host):
-        return _on_host(queries, keys)
+        return _renumber_on_host(queries, keys)
     if any(on_host):
-        queries, keys = (_narrow(name, ids) for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)))
+        queries, keys = (_as_jax_ids(name, ids) for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)))
     for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
-        _check_whole(name, ids)
+        _check_ids_not_sharded(name, ids)
     return _in_order(queries, keys)
 
 
@@ -124,19 +124,19 @@ def exact_ids(name: str, ids: Any) -> Any:
         ValueError: In the same cases as in `exact_segment_ids`; the message has the argument's name.
     """
     if not fits_int32(ids.dtype) and not isinstance(ids, np.ndarray):
-        _check_whole(name, ids)
+        _check_ids_not_sharded(name, ids)
     return exact_segment_ids(ids, ids)[0]
 
 
-def _cast(ids: Any) -> Any:
+def _cast_to_int32(ids: Any) -> Any:
     return ids if ids.dtype == np.int32 else ids.astype(np.int32)
 
 
-def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _renumber_on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     everything = [np.unique(ids) for ids in (queries, keys)]
     ends = [int(end) for ids in everything if ids.size for end in (ids[0], ids[-1])]
     if not ends or max(ends) <= _INT32.max:
-        narrowed = as_int32(queries), as_int32(keys)
+        narrowed = clamp_to_int32(queries), clamp_to_int32(keys)
     else:
         # The comparison never converts both to a common dtype: NumPy's common dtype of int64 and uint64 is float64.
         known = sorted({int(one) for ids in everything for one in ids if one >= 0})
@@ -150,7 +150,7 @@ def _on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndar
     return (narrowed[0], narrowed[0]) if queries is keys else narrowed
 
 
-def _narrow(name: str, ids: Any) -> jax.Array:
+def _as_jax_ids(name: str, ids: Any) -> jax.Array:
     """Returns ids as a JAX array of the same values.
 
     Raises:
@@ -167,7 +167,7 @@ def _narrow(name: str, ids: Any) -> jax.Array:
     return jnp.asarray(ids)
 
 
-def _check_whole(name: str, ids: Any) -> None:
+def _check_ids_not_sharded(name: str, ids: Any) -> None:
     if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _manual_axes():
         raise ValueError(
             f"{name}: got {ids.dtype} in shard_map, wants int32: shards cannot be renumbered alike; make the MaskInfo "

@@ -20,7 +20,7 @@ from ejkernel.types.cu_seqlens import (
     segment_ids_to_cu_seqlens,
 )
 from ejkernel.types.debug import get_debug_mode, set_debug_mode
-from ejkernel.types.mask_parts import BAKED_IN, LEAVES, STATIC, MaskParts
+from ejkernel.types.mask_parts import BAKED_IN_FLAGS, LEAF_FIELDS, STATIC_FIELDS, MaskParts
 from ejkernel.types.segments import (
     mask_to_segment_ids,
     segment_ids_to_mask,
@@ -132,21 +132,21 @@ class MaskInfo(MaskParts):
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         """Returns the leaves with their names, and the static fields."""
-        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAVES)
-        return leaves, tuple(getattr(self, name) for name in STATIC)
+        leaves = tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in LEAF_FIELDS)
+        return leaves, tuple(getattr(self, name) for name in STATIC_FIELDS)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "MaskInfo":
         """Rebuilds a MaskInfo around any objects: JAX also puts axis numbers, specs and sentinels where arrays were."""
         info = object.__new__(cls)
-        for name, value in zip((*LEAVES, *STATIC), (*leaves, *static), strict=True):
+        for name, value in zip((*LEAF_FIELDS, *STATIC_FIELDS), (*leaves, *static), strict=True):
             object.__setattr__(info, name, value)
         return info
 
     def __repr__(self) -> str:
-        stored = [(name, getattr(self, name)) for name in LEAVES]
+        stored = [(name, getattr(self, name)) for name in LEAF_FIELDS]
         parts = [f"{n.removeprefix('_')}={v.shape if is_array(v) else v}" for n, v in stored if v is not None]
-        parts += [flag for flag in BAKED_IN.values() if getattr(self, flag)]
+        parts += [flag for flag in BAKED_IN_FLAGS.values() if getattr(self, flag)]
         return f"MaskInfo({', '.join(parts)})"
 
     @property
@@ -182,13 +182,13 @@ class MaskInfo(MaskParts):
         int32.
         """
         cu_seqlens = self._cu_seqlens_q
-        return _valid_tokens(self.q_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
+        return _count_valid_tokens(self.q_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
 
     @property
     def kv_lens(self) -> jax.Array:
         """Returns the lengths of the keys, in the same form as `q_lens`."""
         cu_seqlens = self._cu_seqlens_kv
-        return _valid_tokens(self.kv_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
+        return _count_valid_tokens(self.kv_segment_ids) if cu_seqlens is None else jnp.diff(cu_seqlens)
 
     @property
     def is_multi_sequence(self) -> jax.Array:
@@ -202,7 +202,7 @@ class MaskInfo(MaskParts):
     @property
     def baked_in_masks(self) -> dict[str, bool]:
         """Returns the flags by short name: causal, sliding_window, chunked, token_type_ids."""
-        return {short: getattr(self, flag) for short, flag in BAKED_IN.items()}
+        return {short: getattr(self, flag) for short, flag in BAKED_IN_FLAGS.items()}
 
     @property
     def q_attention_mask(self) -> jax.Array:
@@ -220,19 +220,22 @@ class MaskInfo(MaskParts):
         return self.create_bias()
 
 
-def _valid_tokens(ids: jax.Array) -> jax.Array:
+def _count_valid_tokens(ids: jax.Array) -> jax.Array:
     return (ids >= 0).sum(axis=-1, dtype=jnp.int32)
 
 
-def _exported(static: tuple[Any, ...]) -> bytes:
+def _static_fields_to_json(static: tuple[Any, ...]) -> bytes:
     return json.dumps(static).encode()
 
 
-def _imported(text: bytes | bytearray) -> tuple[Any, ...]:
+def _static_fields_from_json(text: bytes | bytearray) -> tuple[Any, ...]:
     return tuple(tuple(value) if isinstance(value, list) else value for value in json.loads(text))
 
 
 # `jax.export` has to write down the types of what a function takes and gives.
 export.register_pytree_node_serialization(
-    MaskInfo, serialized_name="ejkernel.types.MaskInfo", serialize_auxdata=_exported, deserialize_auxdata=_imported
+    MaskInfo,
+    serialized_name="ejkernel.types.MaskInfo",
+    serialize_auxdata=_static_fields_to_json,
+    deserialize_auxdata=_static_fields_from_json,
 )

@@ -7,27 +7,33 @@ import jax
 
 from ejkernel.types.checks import check_leaf_shapes, has_values
 from ejkernel.types.debug import check_cu_seqlens_values, check_mask_values, get_debug_mode
-from ejkernel.types.integers import as_int32, exact_segment_ids
+from ejkernel.types.integers import clamp_to_int32, exact_segment_ids
 from ejkernel.types.segments import as_bool_mask
 
 AxisNames = tuple[str, ...] | str | None
 
-BAKED_IN = {
+BAKED_IN_FLAGS = {
     "causal": "causal_mask_baked_in",
     "sliding_window": "sliding_window_baked_in",
     "chunked": "chunked_mask_baked_in",
     "token_type_ids": "token_type_ids_baked_in",
 }
-CU_SEQLENS = ("_cu_seqlens_q", "_cu_seqlens_kv")
-SEGMENT_IDS = ("_q_segment_ids", "_kv_segment_ids")
-LEAVES = (
+CU_SEQLENS_FIELDS = ("_cu_seqlens_q", "_cu_seqlens_kv")
+SEGMENT_ID_FIELDS = ("_q_segment_ids", "_kv_segment_ids")
+LEAF_FIELDS = (
     "_attention_mask",
-    *SEGMENT_IDS,
-    *CU_SEQLENS,
+    *SEGMENT_ID_FIELDS,
+    *CU_SEQLENS_FIELDS,
     "q_positions",
     "kv_positions",
 )
-STATIC = (*BAKED_IN.values(), "batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_axis_name")
+STATIC_FIELDS = (
+    *BAKED_IN_FLAGS.values(),
+    "batch_axis_name",
+    "qheads_axis_name",
+    "kvheads_axis_name",
+    "sequence_axis_name",
+)
 
 Info = TypeVar("Info", bound="MaskParts")
 
@@ -53,7 +59,7 @@ class MaskParts:
     sequence_axis_name: AxisNames = "sp"
 
     def __post_init__(self) -> None:
-        leaves = {name.removeprefix("_"): getattr(self, name) for name in LEAVES}
+        leaves = {name.removeprefix("_"): getattr(self, name) for name in LEAF_FIELDS}
         check_leaf_shapes(leaves)
         self._narrow_integers()
         if get_debug_mode():
@@ -69,7 +75,7 @@ class MaskParts:
                 object.__setattr__(self, name, ids)
         for name in ("q_positions", "kv_positions"):
             if has_values(getattr(self, name)):
-                object.__setattr__(self, name, as_int32(getattr(self, name)))
+                object.__setattr__(self, name, clamp_to_int32(getattr(self, name)))
 
     @property
     def explicit_mask(self) -> jax.Array | None:
@@ -101,7 +107,7 @@ class MaskParts:
         """Returns whether neither a mask nor ids are stored, so that everything attends; positions may be stored."""
         return self._attention_mask is None and self._q_segment_ids is None
 
-    def _size(self, leaf_axes: dict[str, int]) -> int | None:
+    def _dimension_size(self, leaf_axes: dict[str, int]) -> int | None:
         """Returns the size of a dimension from the first of these leaves that is stored."""
         leaves = ((getattr(self, name), axis) for name, axis in leaf_axes.items())
         return next((leaf.shape[axis] for leaf, axis in leaves if leaf is not None), None)
@@ -109,17 +115,17 @@ class MaskParts:
     @property
     def batch_size(self) -> int | None:
         """Returns the number of rows of the stored parts, or None if nothing is stored."""
-        return self._size({"_q_segment_ids": 0, "_attention_mask": 0, "q_positions": 0, "kv_positions": 0})
+        return self._dimension_size({"_q_segment_ids": 0, "_attention_mask": 0, "q_positions": 0, "kv_positions": 0})
 
     @property
     def q_len(self) -> int | None:
         """Queries in a row, or None if nothing stored tells."""
-        return self._size({"_q_segment_ids": -1, "_attention_mask": -2, "q_positions": -1})
+        return self._dimension_size({"_q_segment_ids": -1, "_attention_mask": -2, "q_positions": -1})
 
     @property
     def kv_len(self) -> int | None:
         """Returns the number of keys in a row, or None if nothing stored says it."""
-        return self._size({"_kv_segment_ids": -1, "_attention_mask": -1, "kv_positions": -1})
+        return self._dimension_size({"_kv_segment_ids": -1, "_attention_mask": -1, "kv_positions": -1})
 
     @property
     def shape(self) -> tuple[int | None, int | None, int | None]:

@@ -61,7 +61,7 @@ def segment_ids_to_positions(segment_ids: ArrayLike, *, pad_value: int = -1) -> 
     Returns:
         [..., length] int32.
     """
-    ids = _exact(segment_ids)
+    ids = _exact_ids(segment_ids)
     index = jnp.arange(ids.shape[-1], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones_like(ids[..., :1], bool), ids[..., 1:] != ids[..., :-1]], axis=-1)
     run_start = jax.lax.cummax(jnp.where(starts, index, 0), axis=ids.ndim - 1)
@@ -137,7 +137,7 @@ def segment_ids_to_mask(
         ValueError: The ids have another rank, or two different ones.
     """
     pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    q_ids, kv_ids = _exact_pair(*pair)
+    q_ids, kv_ids = _exact_id_pair(*pair)
     check_rank("segment_ids", q_ids.shape, _SEGMENT_SHAPES)
     check_rank("kv segment_ids", kv_ids.shape, {q_ids.ndim: _SEGMENT_SHAPES[q_ids.ndim]})
     mask = segment_rule(q_ids, kv_ids).astype(dtype)
@@ -145,11 +145,11 @@ def segment_ids_to_mask(
     return ((q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), mask) if return_separate_masks else mask
 
 
-def _exact(ids: Any) -> jax.Array:
-    return _exact_pair(ids, ids)[0]
+def _exact_ids(ids: Any) -> jax.Array:
+    return _exact_id_pair(ids, ids)[0]
 
 
-def _exact_pair(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
+def _exact_id_pair(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]:
     """Returns ids as int32; NumPy's are converted exactly, where JAX would wrap them around."""
     q_ids, kv_ids = as_array(queries), as_array(keys)
     q_ids, kv_ids = exact_segment_ids(q_ids, q_ids if queries is keys else kv_ids)

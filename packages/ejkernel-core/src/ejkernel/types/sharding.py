@@ -72,27 +72,27 @@ def get_shardings(info: MaskParts, sequence_parallel: bool = False, *, mesh: Mes
         "q_positions": (info.q_positions, token_axes),
         "kv_positions": (info.kv_positions, token_axes),
     }
-    return MaskSharding(**{name: _spec(array, names, mesh) for name, (array, names) in parts.items()})
+    return MaskSharding(**{name: _spec_of_array(array, names, mesh) for name, (array, names) in parts.items()})
 
 
-def _as_tuple(names: AxisNames) -> tuple[str, ...]:
+def _axis_names_tuple(names: AxisNames) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else names
 
 
 def _check_axes(label: str, names: AxisNames, mesh: Mesh | AbstractMesh) -> None:
-    missing = [name for name in _as_tuple(names) if name not in mesh.shape]
+    missing = [name for name in _axis_names_tuple(names) if name not in mesh.shape]
     if missing:
         raise ValueError(
             f"{label}={names!r}: the mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.axis_names)}"
         )
 
 
-def _spec(array: Any, names: tuple[AxisNames, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
+def _spec_of_array(array: Any, names: tuple[AxisNames, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     if array is None:
         return None
 
     def axes_that_divide(size: int, dimension_names: AxisNames) -> AxisNames:
-        devices = math.prod(mesh.shape[name] for name in _as_tuple(dimension_names))
+        devices = math.prod(mesh.shape[name] for name in _axis_names_tuple(dimension_names))
         return dimension_names if size % devices == 0 else None
 
     return PartitionSpec(*map(axes_that_divide, array.shape, names))

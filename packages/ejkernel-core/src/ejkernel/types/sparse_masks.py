@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.types.integers import NO_LIMIT, as_offset, bounded, check_int, is_int
+from ejkernel.types.integers import NO_LIMIT, as_offset, check_int, is_int, limit_or_none
 
 Shape = tuple[int, int]
 
 
-class Spans(NamedTuple):
+class TileSpans(NamedTuple):
     """Runs of indices, one per tile: `low <= index <= high`, int arrays of one shape."""
 
     low: np.ndarray
@@ -84,7 +84,7 @@ class Mask(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         """Sorts tiles, on the host; nothing as large as `shape` is made but by masks that hold it already.
 
         Args:
@@ -93,10 +93,10 @@ class Mask(abc.ABC):
         """
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _combine(_Both, self, other)
+        return _combine(_IntersectionMask, self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
-        return _combine(_Either, self, other)
+        return _combine(_UnionMask, self, other)
 
 
 @final
@@ -107,7 +107,7 @@ class FullMask(Mask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return jnp.ones(sizes, bool)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         ones = np.ones((queries.low.size, keys.low.size), bool)
         return Tiles(ones, ones)
 
@@ -128,7 +128,7 @@ class _Band(Mask, abc.ABC):
         inside = inside if least is None else inside & (steps >= least)
         return inside if most is None else inside & (steps <= most)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         least, most = self.band
         low, high = keys.low - queries.high[:, None], keys.high - queries.low[:, None]
         some = every = np.ones(low.shape, bool)
@@ -183,7 +183,7 @@ class LocalMask(_Band):
         for side in window:
             if side is not None:
                 check_int("window_size", side, least=0)
-        object.__setattr__(self, "window_size", tuple(map(bounded, window)))
+        object.__setattr__(self, "window_size", tuple(map(limit_or_none, window)))
 
     @property
     def band(self) -> tuple[int | None, int | None]:
@@ -212,7 +212,7 @@ class ChunkedCausalMask(Mask):
         k = key + jnp.arange(sizes[1], dtype=jnp.int32)
         return (q // self.chunk_size == k // self.chunk_size) & (k <= q)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         q_low, q_high, k_low, k_high = queries.low[:, None], queries.high[:, None], keys.low, keys.high
         first, last = (np.minimum(q_low, k_low), np.maximum(q_high, k_high))
         one = first // self.chunk_size == last // self.chunk_size
@@ -257,7 +257,7 @@ class NumpyMask(Mask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return lax.dynamic_slice(jnp.asarray(self.array), (jnp.int32(query), jnp.int32(key)), sizes)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         some = np.zeros((queries.low.size, keys.low.size), bool)
         every = some.copy()
         for row, (low, high) in enumerate(zip(*queries, strict=True)):
@@ -299,30 +299,30 @@ class MultiHeadMask(Mask):
         return self.masks[head]
 
     @functools.cached_property
-    def distinct(self) -> tuple[Mask, ...]:
+    def distinct_masks(self) -> tuple[Mask, ...]:
         """Returns the different ones among the masks."""
         return tuple(dict.fromkeys(self.masks))
 
     @functools.cached_property
-    def which(self) -> tuple[int, ...]:
+    def mask_index_by_head(self) -> tuple[int, ...]:
         """Returns, for every head, the index of its mask among the distinct masks."""
-        index = {mask: n for n, mask in enumerate(self.distinct)}
+        index = {mask: n for n, mask in enumerate(self.distinct_masks)}
         return tuple(index[mask] for mask in self.masks)
 
     def __repr__(self) -> str:
-        return f"MultiHeadMask(distinct={self.distinct}, which={self.which})"
+        return f"MultiHeadMask(distinct={self.distinct_masks}, which={self.mask_index_by_head})"
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         """Returns the tiles in which a pair of some head attends, and those in which all pairs of all heads do."""
-        parts = [mask.tiles(queries, keys) for mask in self.distinct]
+        parts = [mask.tiles(queries, keys) for mask in self.distinct_masks]
         return Tiles(np.any([part.some for part in parts], axis=0), np.all([part.every for part in parts], axis=0))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Combination(Mask, abc.ABC):
+class _CombinedMask(Mask, abc.ABC):
     """Two masks of one shape."""
 
     shape: Shape = dataclasses.field(init=False)
@@ -336,22 +336,22 @@ class _Combination(Mask, abc.ABC):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Both(_Combination):
+class _IntersectionMask(_CombinedMask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return self.one.allowed(query, key, sizes) & self.other.allowed(query, key, sizes)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
         return Tiles(one.some & other.some, one.every & other.every)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Either(_Combination):
+class _UnionMask(_CombinedMask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return self.one.allowed(query, key, sizes) | self.other.allowed(query, key, sizes)
 
-    def tiles(self, queries: Spans, keys: Spans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
         return Tiles(one.some | other.some, one.every | other.every)
 
@@ -366,7 +366,7 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
         return None, None
     if isinstance(mask, _Band):
         return mask.band
-    if not isinstance(mask, _Both):
+    if not isinstance(mask, _IntersectionMask):
         return None
     one, other = band_of(mask.one), band_of(mask.other)
     if one is None or other is None:
@@ -377,7 +377,7 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
     return max(lower, default=None), min(upper, default=None)
 
 
-def _combine(kind: type[_Combination], one: Any, other: Any) -> Mask:
+def _combine(kind: type[_CombinedMask], one: Any, other: Any) -> Mask:
     if not isinstance(other, Mask):
         return NotImplemented
     _check_shapes(one, other)

@@ -18,13 +18,13 @@ from ejkernel.promotion import promoting
 from ejkernel.types import changes
 from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
 from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
-from ejkernel.types.integers import NO_LIMIT, as_int32, bounded, clamp_positions, exact_segment_ids
+from ejkernel.types.integers import NO_LIMIT, clamp_positions, clamp_to_int32, exact_segment_ids, limit_or_none
 from ejkernel.types.mask_parts import Info, MaskParts
 from ejkernel.types.segments import segment_rule
 
 # The token types whose zeros match nothing, by zero_policy: (of the queries, of the keys).
 _ZEROS_DISABLED = {"q": (True, False), "kv": (False, True), "both": (True, True), "none": (False, False)}
-_COMBINATIONS = ("union", "intersect", "replace")
+_COMBINE_MODES = ("union", "intersect", "replace")
 _WINDOW_MODES = (None, "default", "decode", "prefill")
 
 
@@ -43,8 +43,8 @@ def apply_causal(info: Info, offset: ArrayLike = 0) -> Info:
     """
     mask = get_or_compute_attention_mask(info)
     q_positions, kv_positions = _positions(info)
-    causal = kv_positions <= q_positions + _offset(offset, mask)
-    return _restricted(info, mask & causal, causal_mask_baked_in=True)
+    causal = kv_positions <= q_positions + _offset_by_row(offset, mask)
+    return _restrict_mask(info, mask & causal, causal_mask_baked_in=True)
 
 
 def apply_sliding_window(
@@ -79,21 +79,25 @@ def apply_sliding_window(
     for side in (left, right):
         if side is not None:
             check_number("sliding_window", side, minimum=0)
-    left_distance, right_distance = (None if side is None else _distance(side) for side in (left, right))
+    left_distance, right_distance = (None if side is None else _int32_window_side(side) for side in (left, right))
     mask = get_or_compute_attention_mask(info)
     q_positions, kv_positions = _positions(info)
-    q_positions = q_positions + _offset(offset, mask)
+    q_positions = q_positions + _offset_by_row(offset, mask)
     if left_distance is not None:
         mask = mask & (kv_positions >= q_positions - left_distance)
     if right_distance is not None:
         mask = mask & (kv_positions <= q_positions + right_distance)
-    windowed_info = _restricted(info, mask, sliding_window_baked_in=True)
+    windowed_info = _restrict_mask(info, mask, sliding_window_baked_in=True)
     if mode == "decode":
-        return _decode_part(windowed_info, left, right, offset, index)
+        return _mask_of_decode_row(windowed_info, left, right, offset, index)
     if mode == "prefill":
-        width = _width(left, right) if isinstance(sliding_window, tuple | list) else max(_width(left, 0) - 1, 1)
+        width = (
+            _window_width(left, right)
+            if isinstance(sliding_window, tuple | list)
+            else max(_window_width(left, 0) - 1, 1)
+        )
         width = min(width, mask.shape[3])
-        return _cut(windowed_info, columns=_Span(jnp.full(mask.shape[0], mask.shape[3] - width), width))
+        return _cut(windowed_info, columns=_IndexSpan(jnp.full(mask.shape[0], mask.shape[3] - width), width))
     return windowed_info
 
 
@@ -117,7 +121,7 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
     q_positions, kv_positions = _positions(info)
     size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
     q_chunk_index, kv_chunk_index = q_positions // size, kv_positions // size
-    mask = mask & (q_chunk_index == kv_chunk_index) & (kv_positions <= q_positions + _offset(offset, mask))
+    mask = mask & (q_chunk_index == kv_chunk_index) & (kv_positions <= q_positions + _offset_by_row(offset, mask))
     q_ids, kv_ids = get_or_compute_segment_ids(info)
     return changes.replace(
         info,
@@ -162,15 +166,15 @@ def apply_kv_lengths(
         raise ValueError(f"q_len is {q_len}, but the mask has only {rows} rows")
     lengths = per_row("kv_lengths", kv_lengths, batch_size)
     filled = jnp.arange(columns) < lengths[:, None]
-    limited_info = _restricted(info, mask & filled[:, None, None, :])
+    limited_info = _restrict_mask(info, mask & filled[:, None, None, :])
     if info.explicit_kv_segment_ids is not None:
         kv_ids = jnp.where(filled, info.explicit_kv_segment_ids, -1)
         limited_info = changes.replace(limited_info, kv_segment_ids=kv_ids)
     width = columns if sliding_window is None else min(check_static_size("sliding_window", sliding_window), columns)
     return _cut(
         limited_info,
-        rows=_Span(per_row("end_index", end_index, batch_size) - q_len, q_len),
-        columns=_Span(lengths - width, width),
+        rows=_IndexSpan(per_row("end_index", end_index, batch_size) - q_len, q_len),
+        columns=_IndexSpan(lengths - width, width),
     )
 
 
@@ -200,7 +204,7 @@ def apply_token_type_ids(
     Raises:
         ValueError: The mask is empty, a choice is unknown, shapes do not fit, or the ids of a union are to be updated.
     """
-    check_choice("combine", combine, _COMBINATIONS)
+    check_choice("combine", combine, _COMBINE_MODES)
     check_choice("zero_policy", zero_policy, tuple(_ZEROS_DISABLED))
     update = combine != "union" if update_segment_ids is None else update_segment_ids
     if update and combine == "union":
@@ -212,8 +216,8 @@ def apply_token_type_ids(
     if update:
         ids = {"q_segment_ids": q_types, "kv_segment_ids": kv_types}
     elif combine != "intersect" and info.explicit_q_segment_ids is not None:
-        ids = {"q_segment_ids": _padding_only(info.explicit_q_segment_ids)}
-        ids["kv_segment_ids"] = _padding_only(info.explicit_kv_segment_ids)
+        ids = {"q_segment_ids": _ids_of_padding(info.explicit_q_segment_ids)}
+        ids["kv_segment_ids"] = _ids_of_padding(info.explicit_kv_segment_ids)
     new_mask = {"union": mask | same, "intersect": mask & same, "replace": same}[combine]
     return changes.replace(info, attention_mask=new_mask, token_type_ids_baked_in=True, **ids)
 
@@ -240,14 +244,14 @@ def create_chunked_attention_mask(
     return ((query // chunk_size == key // chunk_size) & (key <= query + offset)).astype(dtype)
 
 
-class _Span(NamedTuple):
+class _IndexSpan(NamedTuple):
     """Rows or columns `start` to `start + size` of each row of the batch."""
 
     start: jax.Array
     size: int
 
 
-def _restricted(info: Info, mask: jax.Array, **fields: Any) -> Info:
+def _restrict_mask(info: Info, mask: jax.Array, **fields: Any) -> Info:
     """Returns a new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences
     do.
     """
@@ -263,44 +267,44 @@ def _stored_ids(info: MaskParts) -> dict[str, jax.Array | None]:
 
 def _positions(info: MaskParts) -> tuple[jax.Array, jax.Array]:
     """Returns the places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
-    q_positions = _indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
-    kv_positions = _indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
+    q_positions = _column_indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
+    kv_positions = _column_indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
     return q_positions[:, None, :, None], kv_positions[:, None, None, :]
 
 
-def _indices(length: int | None) -> jax.Array:
+def _column_indices(length: int | None) -> jax.Array:
     return jnp.arange(length or 0, dtype=jnp.int32)[None]
 
 
-def _offset(offset: Any, mask: jax.Array) -> jax.Array:
+def _offset_by_row(offset: Any, mask: jax.Array) -> jax.Array:
     return clamp_positions(per_row("offset", offset, mask.shape[0]))[:, None, None, None]
 
 
-def _distance(side: Any) -> Any:
+def _int32_window_side(side: Any) -> Any:
     """Returns a side of a window that leaves int32 neither added to a place nor subtracted from it; None bounds
     nothing.
     """
     if isinstance(side, jax.Array):
-        return jnp.minimum(as_int32(side), NO_LIMIT - 1)
-    return bounded(int(np.asarray(side)))
+        return jnp.minimum(clamp_to_int32(side), NO_LIMIT - 1)
+    return limit_or_none(int(np.asarray(side)))
 
 
-def _width(left: Any, right: Any) -> int:
+def _window_width(left: Any, right: Any) -> int:
     if left is None or right is None:
         raise ValueError("sliding_window: got a side without a limit, wants a limit on both sides to cut columns")
     return check_static_size("sliding_window", left) + check_static_size("sliding_window", right) + 1
 
 
-def _decode_part(info: Info, left: Any, right: Any, offset: Any, index: Any) -> Info:
+def _mask_of_decode_row(info: Info, left: Any, right: Any, offset: Any, index: Any) -> Info:
     if index is None:
         raise ValueError('mode="decode" needs index, the query whose row is kept')
     batch_size, _, rows, columns = get_or_compute_attention_mask(info).shape
     row = jnp.clip(per_row("index", index, batch_size), 0, rows - 1)
     first = row + per_row("offset", offset, batch_size) - left
-    return _cut(info, rows=_Span(row, 1), columns=_Span(first, min(_width(left, right), columns)))
+    return _cut(info, rows=_IndexSpan(row, 1), columns=_IndexSpan(first, min(_window_width(left, right), columns)))
 
 
-def _cut(info: Info, *, rows: _Span | None = None, columns: _Span | None = None) -> Info:
+def _cut(info: Info, *, rows: _IndexSpan | None = None, columns: _IndexSpan | None = None) -> Info:
     """Cuts every stored leaf to the given rows and columns; a span that sticks out is moved inside."""
     mask = get_or_compute_attention_mask(info)
     q_side = {"q_segment_ids": info.explicit_q_segment_ids, "q_positions": info.q_positions}
@@ -309,18 +313,18 @@ def _cut(info: Info, *, rows: _Span | None = None, columns: _Span | None = None)
     for span, axis, side in ((rows, 2, q_side), (columns, 3, kv_side)):
         if span is None:
             continue
-        mask = _take(mask, span, axis)
-        cut |= {name: _take(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
+        mask = _slice_leaf(mask, span, axis)
+        cut |= {name: _slice_leaf(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
     return changes.replace(info, attention_mask=mask, **cut)
 
 
-def _take(leaf: jax.Array, span: _Span, axis: int) -> jax.Array:
+def _slice_leaf(leaf: jax.Array, span: _IndexSpan, axis: int) -> jax.Array:
     rows = jnp.broadcast_to(leaf, (span.start.shape[0], *leaf.shape[1:]))
     start = jnp.clip(span.start, 0, leaf.shape[axis] - span.size)
     return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, span.size, axis - 1))(rows, start)
 
 
-def _padding_only(ids: jax.Array | None) -> jax.Array | None:
+def _ids_of_padding(ids: jax.Array | None) -> jax.Array | None:
     return None if ids is None else jnp.where(ids < 0, -1, 0)
 
 

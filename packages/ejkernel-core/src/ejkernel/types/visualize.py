@@ -15,10 +15,10 @@ from ejkernel.types.segments import mask_to_segment_ids
 # How a block is drawn: no pair attends, some do, all do.
 _CHARSETS = {"unicode": "·▒█", "ascii": ".+#"}
 _SEGMENT_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_PADDING, _SEVERAL = -1, -2
+_PADDING_LABEL, _SEVERAL_LABEL = -1, -2
 
 
-class _Side(NamedTuple):
+class _PictureAxis(NamedTuple):
     """One axis of the picture: where its blocks start, how many tokens there are, and the segment of each block."""
 
     length: int
@@ -33,10 +33,10 @@ class _Side(NamedTuple):
     def sizes(self) -> np.ndarray:
         return np.minimum(self.length - self.starts, self.block)
 
-    def labels(self) -> list[int]:
-        """Returns the segment id of every block, `_PADDING`, or `_SEVERAL` if it holds more than one of those."""
-        blocks = (np.maximum(self.ids[start : start + self.block], _PADDING) for start in self.starts)
-        return [int(ids[0]) if (ids == ids[0]).all() else _SEVERAL for ids in blocks]
+    def segment_labels(self) -> list[int]:
+        """Returns the segment id of every block, `_PADDING_LABEL`, or `_SEVERAL_LABEL` if it has more than one."""
+        blocks = (np.maximum(self.ids[start : start + self.block], _PADDING_LABEL) for start in self.starts)
+        return [int(ids[0]) if (ids == ids[0]).all() else _SEVERAL_LABEL for ids in blocks]
 
 
 def visualize(  # noqa: PLR0913 - a public method
@@ -80,8 +80,8 @@ def visualize(  # noqa: PLR0913 - a public method
         raise ValueError("visualize needs values, but this MaskInfo is traced; call it outside jit, vmap and grad")
     mask, q_ids, kv_ids = _host_parts(info, batch, head)
     q_block, kv_block = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    rows = _side(q_ids, q_block, ("max_rows", max_rows if fit_in_screen else None))
-    columns = _side(kv_ids, kv_block, ("max_cols", max_cols if fit_in_screen else None))
+    rows = _picture_axis(q_ids, q_block, ("max_rows", max_rows if fit_in_screen else None))
+    columns = _picture_axis(kv_ids, kv_block, ("max_cols", max_cols if fit_in_screen else None))
     width = 1 if fit_in_screen and 2 * len(columns.starts) > max_cols else 2
     lines = _draw_cells(_attended_fractions(mask, rows, columns), _CHARSETS[charset], width)
     if show_segments:
@@ -113,17 +113,17 @@ def _host_parts(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray
     return mask, np.asarray(q_ids[batch]), np.asarray(kv_ids[batch])
 
 
-def _side(ids: np.ndarray, block_size: Any, limit: tuple[str, int | None]) -> _Side:
+def _picture_axis(ids: np.ndarray, block_size: Any, limit: tuple[str, int | None]) -> _PictureAxis:
     """Returns one axis, with blocks large enough for at most `limit` cells."""
     block = check_static_size("block_size", block_size, minimum=1)
     name, most_cells = limit
     if most_cells is not None:
         cells = cdiv(len(ids), block)
         block *= max(1, cdiv(cells, check_static_size(name, most_cells, minimum=1)))
-    return _Side(len(ids), block, ids)
+    return _PictureAxis(len(ids), block, ids)
 
 
-def _attended_fractions(mask: Any, rows: _Side, columns: _Side) -> np.ndarray:
+def _attended_fractions(mask: Any, rows: _PictureAxis, columns: _PictureAxis) -> np.ndarray:
     """Returns the share of attending pairs of every cell, one row of cells at a time so that no second full mask is
     made.
     """
@@ -146,12 +146,12 @@ def _draw_cells(fractions: np.ndarray, blocks: str, width: int) -> list[str]:
     return ["".join(mark * width for mark in line) for line in marks.tolist()]
 
 
-def _add_segments(lines: list[str], rows: _Side, columns: _Side, width: int) -> list[str]:
-    words = {_PADDING: "pad", _SEVERAL: "mix"}
-    labels = [words.get(label, str(label)) for label in rows.labels()]
+def _add_segments(lines: list[str], rows: _PictureAxis, columns: _PictureAxis, width: int) -> list[str]:
+    words = {_PADDING_LABEL: "pad", _SEVERAL_LABEL: "mix"}
+    labels = [words.get(label, str(label)) for label in rows.segment_labels()]
     margin = max((len(label) for label in labels), default=0)
-    digits = {_PADDING: "-", _SEVERAL: "?"}
-    ruler = "".join(digits.get(i, _SEGMENT_DIGITS[i % len(_SEGMENT_DIGITS)]) * width for i in columns.labels())
+    digits = {_PADDING_LABEL: "-", _SEVERAL_LABEL: "?"}
+    ruler = "".join(digits.get(i, _SEGMENT_DIGITS[i % len(_SEGMENT_DIGITS)]) * width for i in columns.segment_labels())
     drawn = [f"{label:>{margin}} {line}" for label, line in zip(labels, lines, strict=True)]
     return [" " * (margin + 1) + ruler, *drawn]
 

@@ -5,8 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.causal_convolution import CausalConvolution, accumulator, activate, places, states
-from ejkernel.families.causal_convolution.final_states import final_states, state_sums
+from ejkernel.families.causal_convolution import (
+    CausalConvolution,
+    accumulator,
+    activate,
+    places,
+    states,
+)
+from ejkernel.families.causal_convolution.final_states import final_states, output_sums_from_states
 
 
 def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -42,7 +48,7 @@ def output_of(record: CausalConvolution) -> jax.Array:
         sums = sums + weight[:, width - 1 - k] * back
     # States reach the first W - 1 tokens of each sequence: a few rows, added where they belong.
     if record.sequence_state is not None and width > 1:
-        token, rows = state_sums(record)
+        token, rows = output_sums_from_states(record)
         sums = sums.at[0, token].add(rows, mode="drop")
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)

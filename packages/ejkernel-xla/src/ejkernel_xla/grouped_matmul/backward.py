@@ -13,7 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, gradients_of_rows, group_rows, spread
+from ejkernel.families.grouped_matmul import (
+    GroupedMatmul,
+    accumulator,
+    columns,
+    gradients_of_rows,
+    group_rows,
+    spread,
+)
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
 from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, load, over_groups, over_tiles

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.kl_divergence import KLDivergence, divergence, log_mixture, log_softmax
+from ejkernel.families.kl_divergence import KLDivergence, divergence_terms, log_mixture, log_softmax
 from ejkernel.types.pullback import Pullback
 
 
@@ -36,7 +36,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
 
 def _log_p_gradient(record: KLDivergence, log_p: jax.Array, log_other: jax.Array) -> jax.Array:
     """Returns `p (log p - log other - KL(p, other))`, 0 where p is."""
-    terms = divergence(log_p, log_other)
+    terms = divergence_terms(log_p, log_other)
     total = jnp.sum(terms, axis=1, keepdims=True)
     if record.vocab_axis is not None:
         total = lax.psum(total, record.vocab_axis)

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.paged_attention import PagedAttention, as_computed, band, in_chunk, pair_bias
+from ejkernel.families.paged_attention import PagedAttention, band, in_same_chunk, pair_bias, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take
-from ejkernel.families.tiled_attention import soft_capped
+from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take_batch
+from ejkernel.families.tiled_attention import apply_soft_cap
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.config import PagedTiles, PagedTiling, tiles
 
@@ -62,7 +62,7 @@ def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...
     work = longest_first(find_work(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        at = take(work, step, cut.stack)
+        at = take_batch(work, step, cut.stack)
         query, rows = _load_queries(record, cut, at)
 
         def key_tile(tile: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
@@ -101,7 +101,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
     kv_heads = paged_cache.kv_heads(record)
     # Rows that a tile does not have are T, after the array: read as 0 here, dropped in `_store`.
-    query = as_computed(record.query.at[rows].get(mode="fill", fill_value=0), record)
+    query = round_to_compute_dtype(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
     )
@@ -114,9 +114,12 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     """
     in_range = positions < at.high[:, None]
     # Positions after `high` have no page, and `load` gives 0 for them: no NaN of a free page meets a weight of 0.
-    page, slot = paged_cache.find(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
+    page, slot = paged_cache.find_pages_and_slots(record, at.sequence[:, None], jnp.where(in_range, positions, -1))
     head = jnp.arange(paged_cache.kv_heads(record), dtype=jnp.int32)[:, None]
-    keys, values = (as_computed(x, record) for x in paged_cache.load(record, page[:, None], slot[:, None], head))
+    keys, values = (
+        round_to_compute_dtype(x, record)
+        for x in paged_cache.load_keys_and_values(record, page[:, None], slot[:, None], head)
+    )
     stored = record.key_pages if record.value_pages is None else record.value_pages
     values = values.astype(_wider_dtype(record.query.dtype, stored.dtype))
     return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
@@ -151,7 +154,7 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     if terms is not None:
         scores = scores + terms.astype(scores.dtype)[:, None, :, :, None]
     if record.logits_soft_cap is not None:
-        scores = soft_capped(scores, record.logits_soft_cap)
+        scores = apply_soft_cap(scores, record.logits_soft_cap)
     return scores
 
 
@@ -163,7 +166,7 @@ def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.
     left, right = band(record)
     row = (at.position[:, None] + jnp.arange(cut.queries, dtype=jnp.int32))[:, None, None, :, None]
     key = positions[:, None, :, None, None]
-    chunk = in_chunk(record, row, key)
+    chunk = in_same_chunk(record, row, key)
     allowed = allowed if chunk is None else allowed & chunk
     if left is not None:
         allowed = allowed & (key >= row - left)

@@ -18,10 +18,10 @@ from ejkernel.families.recurrent_network import (
     RecurrentNetwork,
     State,
     accumulator,
-    after_token,
-    gates_of,
-    separated,
+    input_and_recurrent_cotangents,
     shape,
+    split_gates,
+    state_after_token,
 )
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.recurrent_network.config import TokenBlocks
@@ -88,7 +88,7 @@ def _direction(
         after, sums = carry
         inputs, tokens = parts[0], parts[1:]
         before, to_gates = lax.scan(token, after, tokens, reverse=not at.backwards, unroll=config.unroll)
-        to_inputs, to_recurrent = separated(record.cell, to_gates)
+        to_inputs, to_recurrent = input_and_recurrent_cotangents(record.cell, to_gates)
         # These sums over t * B rows run after the token loop as one product, instead of one outer product per token.
         contributions = {
             "weight_ih": _outer(record, to_inputs, inputs),
@@ -118,9 +118,12 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
         count = gates.shape[-1] // state[0].shape[-1]
         # JAX differentiates the elementwise part alone. Products with weights are written out, so that the gradients of
         # weights are products over a whole block.
-        _, pull = jax.vjp(lambda gates, state: after_token(cell, gates_of(gates, count), state), gates, state)
+        _, pull = jax.vjp(lambda gates, state: state_after_token(cell, split_gates(gates, count), state), gates, state)
         to_gates, direct_gradient = pull((after[0] + cotangent, *after[1:]))
-        before = (direct_gradient[0] + product(at.record, separated(cell, to_gates)[1], weights), *direct_gradient[1:])
+        before = (
+            direct_gradient[0] + product(at.record, input_and_recurrent_cotangents(cell, to_gates)[1], weights),
+            *direct_gradient[1:],
+        )
         # The gradient of padding is 0, and padding passes the cotangent of the state on unchanged.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
         return select_state(is_real, before, after), to_gates

@@ -8,10 +8,10 @@ from ejkernel.families.recurrent_network import (
     NetworkResiduals,
     RecurrentNetwork,
     State,
-    after_token,
     combined,
     shape,
-    stacked,
+    stack_states,
+    state_after_token,
 )
 from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
@@ -39,7 +39,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
         layer_states += [tuple(map(time_major, each)) for _, each in runs]
         inputs = concatenated([each[1] for _, each in runs], tokens)
     output = time_major(inputs).astype(record.x.dtype)
-    return (output, *stacked(finals)), NetworkResiduals.of(stacked(layer_states))
+    return (output, *stack_states(finals)), NetworkResiduals.of(stack_states(layer_states))
 
 
 def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, State]:
@@ -56,7 +56,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         gates = combined(at.record.cell, projected, at.from_state(state[0]))
         # 0 in padding: the backward pass reads them, and must find no NaN.
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
-        after = select_state(is_real, after_token(at.record.cell, gates, state), state)
+        after = select_state(is_real, state_after_token(at.record.cell, gates, state), state)
         return (after, following), (jnp.concatenate(gates, axis=-1), *after)
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _compat
-from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
 from ejkernel.families.ring_attention.schedule import (
-    Load,
     Ring,
+    TravellingKeys,
     columns,
-    load_of,
-    local_part,
-    put_columns,
+    local_record,
+    put_key_columns,
     ring_of,
     step_record,
+    travelling_keys_of,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
 from ejkernel.types.pullback import Pullback
@@ -47,10 +47,10 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """
     ring = ring_of(pullback.record)
     if ring is None:
-        return tiles.backward(dataclasses.replace(pullback, record=tiled(pullback.record)), params)
+        return tiles.backward(dataclasses.replace(pullback, record=as_tiled_attention(pullback.record)), params)
     local = dataclasses.replace(
         pullback,
-        record=local_part(pullback.record, ring),
+        record=local_record(pullback.record, ring),
         residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
         output=ring.stripe(pullback.output, 1),
         cotangent=ring.stripe(pullback.cotangent, 1),
@@ -64,7 +64,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
 
 def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
-    record, dtype = pullback.record, accumulator(tiled(pullback.record))
+    record, dtype = pullback.record, accumulator(as_tiled_attention(pullback.record))
     names = sorted(pullback.grad_fields - {"softmax_aux"})
     zeros = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in names}
     zeros = _compat.as_varying(zeros, pullback)
@@ -72,24 +72,26 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
     travelling_gradients = {name: zeros[name] for name in ("key", "value") if name in zeros}
     stationary_gradients = {name: x for name, x in zeros.items() if name not in travelling_gradients}
 
-    def ring_step(source: jax.Array, load: Load, stationary_gradients: Gradients) -> tuple[Load, Gradients]:
-        keys, partial = load["key"].shape[1], {**stationary_gradients, **travelling_gradients}
+    def ring_step(
+        source: jax.Array, travelling_keys: TravellingKeys, stationary_gradients: Gradients
+    ) -> tuple[TravellingKeys, Gradients]:
+        keys, partial = travelling_keys["key"].shape[1], {**stationary_gradients, **travelling_gradients}
         if "bias" in stationary_gradients:
             partial["bias"] = columns(stationary_gradients["bias"], ring, source, keys)
         part = dataclasses.replace(
             pullback,
-            record=step_record(record, ring, source, load),
+            record=step_record(record, ring, source, travelling_keys),
             grad_fields=pullback.grad_fields - {"softmax_aux"},
         )
         # float32 throughout: what travels is not rounded at every step.
         grads = tiles.accumulate(part, params, partial)
         if "bias" in stationary_gradients:
-            grads["bias"] = put_columns(stationary_gradients["bias"], grads["bias"], ring, source, keys)
+            grads["bias"] = put_key_columns(stationary_gradients["bias"], grads["bias"], ring, source, keys)
         return {name: grads[name] for name in travelling_gradients}, {
             name: grads[name] for name in stationary_gradients
         }
 
-    collected, local = ring.walk(load_of(record), travelling_gradients, ring_step, stationary_gradients)
+    collected, local = ring.run_ring(travelling_keys_of(record), travelling_gradients, ring_step, stationary_gradients)
     return {**collected, **local}
 
 
@@ -103,7 +105,7 @@ def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> 
 
 def _sink_gradient(pullback: Pullback) -> jax.Array:
     """Returns the gradient of the sinks, [H]: `-sum_i exp(sink - lse_i) (<cotangent_i, output_i> - dlse_i)`."""
-    record, dtype = pullback.record, accumulator(tiled(pullback.record))
+    record, dtype = pullback.record, accumulator(as_tiled_attention(pullback.record))
     output = pullback.output.astype(dtype)
     # Padding rows have an output of 0 and contribute 0, even if their cotangent is NaN.
     delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
 from ejkernel.ops.params import Direction
 from ejkernel_xla.tiled_attention import config
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
@@ -11,12 +11,12 @@ from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> ChunkedSoftmax:
     """Returns tile sizes for a record on a device, not measured."""
-    return _halve_blocks(record, config.heuristic(tiled(record), device, direction))
+    return _halve_blocks(record, config.heuristic(as_tiled_attention(record), device, direction))
 
 
 def candidates(record: RingAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    whole_shard_candidates = config.candidates(tiled(record), device, direction)
+    whole_shard_candidates = config.candidates(as_tiled_attention(record), device, direction)
     return tuple(dict.fromkeys(_halve_blocks(record, params) for params in whole_shard_candidates))
 
 

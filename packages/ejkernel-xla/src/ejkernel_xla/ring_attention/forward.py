@@ -4,8 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import _compat
-from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_attention.schedule import Load, load_of, local_part, ring_of, step_record
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
+from ejkernel.families.ring_attention.schedule import (
+    TravellingKeys,
+    local_record,
+    ring_of,
+    step_record,
+    travelling_keys_of,
+)
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_xla.tiled_attention import forward as tiles
@@ -25,23 +31,27 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
     """
     ring = ring_of(record)
     if ring is None:
-        return tiles.forward(tiled(record), params)
-    local, dtype = local_part(record, ring), accumulator(tiled(record))
+        return tiles.forward(as_tiled_attention(record), params)
+    local, dtype = local_record(record, ring), accumulator(as_tiled_attention(record))
 
-    def ring_step(source: jax.Array, load: Load, so_far: Partial) -> tuple[Load, Partial]:
+    def ring_step(
+        source: jax.Array, travelling_keys: TravellingKeys, so_far: Partial
+    ) -> tuple[TravellingKeys, Partial]:
         # In the accumulator's dtype: rounding would add up over the ring steps.
-        output, residuals = tiles.attend(step_record(local, ring, source, load), params, dtype)
+        output, residuals = tiles.attend(step_record(local, ring, source, travelling_keys), params, dtype)
         return {}, merge(so_far, Partial(output, residuals.lse))
 
     # Keys of the next step travel while this step computes; the softmax merges by (output, lse), in any order.
-    _, done = ring.walk(load_of(local), {}, ring_step, _compat.as_varying(_attend_to_sinks(record), record))
+    _, done = ring.run_ring(
+        travelling_keys_of(local), {}, ring_step, _compat.as_varying(_attend_to_sinks(record), record)
+    )
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
 
 def _attend_to_sinks(record: RingAttention) -> Partial:
     """Returns attention to no key: the sinks alone, which are thereby counted once."""
-    (b, t, h, _), dtype = record.query.shape, accumulator(tiled(record))
+    (b, t, h, _), dtype = record.query.shape, accumulator(as_tiled_attention(record))
     sinks = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     output = jnp.zeros((b, t, h, record.value.shape[3]), dtype)
     return Partial(output, jnp.broadcast_to(sinks[:, None], (b, h, t)))

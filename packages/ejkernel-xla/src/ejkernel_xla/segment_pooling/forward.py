@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.segment_pooling import SegmentPooling, accumulator, spans
+from ejkernel.families.segment_pooling import SegmentPooling, accumulator, pool_bounds
 from ejkernel_xla.segment_pooling.config import TokenTiles, block_size, rows_per_step
 
 
@@ -28,7 +28,7 @@ def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tupl
 
 def counts(record: SegmentPooling) -> jax.Array:
     """Returns tokens of every pool, at least 1: [B|1, M, 1, 1]."""
-    first, end = spans(record)
+    first, end = pool_bounds(record)
     return jnp.maximum(end - first, 1)[..., None, None].astype(accumulator(record))
 
 

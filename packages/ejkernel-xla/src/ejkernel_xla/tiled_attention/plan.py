@@ -16,7 +16,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import Cut
+from ejkernel.families.tiled_attention.tile_pairs import TileCut
 
 SCORES_PER_STEP = 2**20
 """Scores computed at once: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
@@ -57,9 +57,9 @@ class Axis:
         return self.start(tile) + jnp.arange(self.block, dtype=jnp.int32) >= tile * self.block
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> TileCut:
         """Returns the axis as `tile_pairs` takes it, for a length that is known."""
-        return Cut(self.length, self.block, moved_back=True)
+        return TileCut(self.length, self.block, moved_back=True)
 
 
 @dataclasses.dataclass(frozen=True)

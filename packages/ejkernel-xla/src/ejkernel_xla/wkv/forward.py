@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.wkv import WKV, State, accumulator, after_token, first_state
+from ejkernel.families.wkv import WKV, State, accumulator, first_state, state_after_token
 from ejkernel_xla.wkv.config import TokenLoop
 
 
@@ -43,7 +43,7 @@ def scan(
     @functools.partial(jax.checkpoint, prevent_cse=False)  # in a scan, nothing could be merged
     def token(state: State, token: tuple[jax.Array, jax.Array]) -> tuple[State, jax.Array]:
         key, value = (x.astype(dtype) for x in token)
-        state, output = after_token((decay, bonus), state, (key, value))
+        state, output = state_after_token((decay, bonus), state, (key, value))
         return state, output.astype(record.value.dtype)
 
     time_major = functools.partial(jnp.moveaxis, source=1, destination=0)

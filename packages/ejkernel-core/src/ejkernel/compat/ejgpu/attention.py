@@ -25,7 +25,7 @@ from ejkernel.types.segments import as_bool_mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sides:
+class QueriesAndKeys:
     """Dense rows or packed sequences, seen alike.
 
     Attributes:
@@ -106,8 +106,8 @@ def flash_attn_varlen(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, wants one of {', '.join(map(repr, LAYOUTS))}")
-    sides = _sides(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlens_q, max_seqlens_k))
-    _check_extras(sides, b, alibi_slopes)
+    sides = _queries_and_keys(layout, (q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlens_q, max_seqlens_k))
+    _check_bias_and_slopes(sides, b, alibi_slopes)
     options = {
         "softmax_scale": sm_scale,
         "causal": as_flag("causal", causal),
@@ -115,12 +115,12 @@ def flash_attn_varlen(
         "dropout_seed": dropout_seed,
     }
     if sides.cu_seqlens is None:
-        output = lowering.dense(sides.arrays, b, alibi_slopes, None, options)
+        output = lowering.dense_attention(sides.arrays, b, alibi_slopes, None, options)
         return output if layout == "bshd" else output.swapaxes(1, 2)
     if b is None and (alibi_slopes is None or causal):
         return lowering.packed(sides.arrays, sides.cu_seqlens, alibi_slopes, options)[0]
-    widths = _widths(sides, sides.cu_seqlens, (1, 1) if b is None else b.shape[2:])
-    return lowering.padded(sides.arrays, sides.cu_seqlens, widths, (b, alibi_slopes), options)
+    widths = _padded_row_widths(sides, sides.cu_seqlens, (1, 1) if b is None else b.shape[2:])
+    return lowering.attention_in_padded_rows(sides.arrays, sides.cu_seqlens, widths, (b, alibi_slopes), options)
 
 
 def flash_attention(
@@ -171,8 +171,8 @@ def flash_attention(
         assert not output[1, 9:].any()
         ```
     """
-    sides = _sides("bshd", (q, k, v), (None, None), (None, None))
-    parts = {} if attention_mask is None else _mask(attention_mask, q, k, as_flag("varlen_mode", varlen_mode))
+    sides = _queries_and_keys("bshd", (q, k, v), (None, None), (None, None))
+    parts = {} if attention_mask is None else _mask_fields(attention_mask, q, k, as_flag("varlen_mode", varlen_mode))
     if as_flag("causal", causal) and q.shape[1] != k.shape[1]:
         ends = jnp.arange(q.shape[1], dtype=jnp.int32)[None] + (k.shape[1] - q.shape[1])
         parts |= {"q_positions": ends, "kv_positions": jnp.arange(k.shape[1], dtype=jnp.int32)[None]}
@@ -187,7 +187,7 @@ def flash_attention(
     )
 
 
-def _mask(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) -> dict[str, Any]:
+def _mask_fields(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) -> dict[str, Any]:
     """Returns the parts of a MaskInfo that a mask is."""
     (rows, queries, heads, _), keys = q.shape, k.shape[1]
     sizes = {"B": rows, "H": heads, "T": queries, "S": keys}
@@ -204,11 +204,13 @@ def _mask(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: bool) ->
     return {"_q_segment_ids": ids if varlen_mode else jnp.zeros((rows, queries), jnp.int32), "_kv_segment_ids": ids}
 
 
-def _widths(sides: Sides, cu_seqlens: tuple[jax.Array, jax.Array], of_bias: tuple[int, ...]) -> tuple[int, int]:
+def _padded_row_widths(
+    sides: QueriesAndKeys, cu_seqlens: tuple[jax.Array, jax.Array], bias_widths: tuple[int, ...]
+) -> tuple[int, int]:
     """Returns tokens of a padded row of queries and of keys: as given, as a bias has them, or the longest there are."""
     widths: list[int] = []
-    for side, bound, size, lengths in zip("qk", sides.max_seqlens, of_bias, cu_seqlens, strict=True):
-        longest = _longest(lengths)
+    for side, bound, size, lengths in zip("qk", sides.max_seqlens, bias_widths, cu_seqlens, strict=True):
+        longest = _longest_sequence(lengths)
         width = bound if bound is not None else size if size > 1 else longest
         if width is None:
             raise ValueError(
@@ -222,12 +224,12 @@ def _widths(sides: Sides, cu_seqlens: tuple[jax.Array, jax.Array], of_bias: tupl
     return widths[0], widths[1]
 
 
-def _sides(
+def _queries_and_keys(
     layout: Layout,
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     cu_seqlens: tuple[jax.Array | None, jax.Array | None],
     max_seqlens: tuple[int | None, int | None],
-) -> Sides:
+) -> QueriesAndKeys:
     axes = {"thd": "{} {} {}", "bshd": "B {} {} {}", "bhsd": "B {1} {0} {2}"}[layout]
     sizes: dict[str, int] = {}
     for name, array, names in zip("qkv", arrays, ("T H D", "S Hk D", "S Hk V"), strict=True):
@@ -238,9 +240,9 @@ def _sides(
         raise ValueError(
             f"k: got shape {arrays[1].shape} with {sizes['Hk']} heads, wants a divisor of q's {sizes['H']}"
         )
-    bounds = _bounds(max_seqlens)
+    bounds = _checked_max_seqlens(max_seqlens)
     if layout == "thd":
-        return _packed_sides(arrays, cu_seqlens, bounds)
+        return _packed_queries_and_keys(arrays, cu_seqlens, bounds)
     for name, lengths in zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True):
         if lengths is not None:
             raise ValueError(
@@ -250,10 +252,10 @@ def _sides(
         if bound is not None and bound < size:
             raise ValueError(f"{name}: got {bound}, wants at least the {size} tokens of a row")
     q, k, v = arrays if layout == "bshd" else tuple(x.swapaxes(1, 2) for x in arrays)
-    return Sides(arrays=(q, k, v), cu_seqlens=None, max_seqlens=(sizes["T"], sizes["S"]), sequences=sizes["B"])
+    return QueriesAndKeys(arrays=(q, k, v), cu_seqlens=None, max_seqlens=(sizes["T"], sizes["S"]), sequences=sizes["B"])
 
 
-def _bounds(max_seqlens: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+def _checked_max_seqlens(max_seqlens: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
     q, k = (
         None if bound is None else as_count(name, bound)
         for name, bound in zip(("max_seqlens_q", "max_seqlens_k"), max_seqlens, strict=True)
@@ -261,11 +263,11 @@ def _bounds(max_seqlens: tuple[int | None, int | None]) -> tuple[int | None, int
     return q, k
 
 
-def _packed_sides(
+def _packed_queries_and_keys(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     cu_seqlens: tuple[jax.Array | None, jax.Array | None],
     bounds: tuple[int | None, int | None],
-) -> Sides:
+) -> QueriesAndKeys:
     cu_q, cu_k = cu_seqlens
     if cu_q is None:
         raise ValueError("cu_seqlens_q: got None with layout 'thd', wants [N + 1] ints")
@@ -282,24 +284,24 @@ def _packed_sides(
         if sizes["N+1"] < 2:
             raise ValueError(f"{name}: got shape {lengths.shape}, wants [N + 1] with at least 1 sequence")
         check_cumulative(name, lengths, 1, array.shape[0])
-        longest = _longest(lengths)
+        longest = _longest_sequence(lengths)
         if bound is not None and longest is not None and longest > bound:
             raise ValueError(f"max_seqlens_{side}: got {bound}, wants at least {longest}, the longest sequence")
         per_side.append(jnp.asarray(lengths).astype(jnp.int32))
     q, k, v = (x[None] for x in arrays)
     # One array for both sides says that they are packed alike, which `packed` makes use of.
     pair = (per_side[0], per_side[0] if cu_k is None or cu_k is cu_q else per_side[1])
-    return Sides(arrays=(q, k, v), cu_seqlens=pair, max_seqlens=bounds, sequences=sizes["N+1"] - 1)
+    return QueriesAndKeys(arrays=(q, k, v), cu_seqlens=pair, max_seqlens=bounds, sequences=sizes["N+1"] - 1)
 
 
-def _longest(cu_seqlens: Any) -> int | None:
+def _longest_sequence(cu_seqlens: Any) -> int | None:
     """Returns the longest sequence; None where that cannot be read."""
     if _compat.is_tracer(cu_seqlens) or not getattr(cu_seqlens, "is_fully_addressable", True):
         return None
     return int(np.diff(np.asarray(cu_seqlens)).max(initial=0))
 
 
-def _check_extras(sides: Sides, bias: Any, slopes: Any) -> None:
+def _check_bias_and_slopes(sides: QueriesAndKeys, bias: Any, slopes: Any) -> None:
     heads = sides.arrays[0].shape[2]
     if bias is not None:
         sizes = {"N": sides.sequences, "H": heads}

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Integer
 
 from ejkernel import modules
 
-States = tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]
+OutputAndStates = tuple[Float[Array, "b t h v"], Float[Array, "n h k v"]]
 
 
 def recurrent(
@@ -21,7 +21,7 @@ def recurrent(
     initial_state: Float[Array, "n h k v"] | None = None,
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
-) -> States:
+) -> OutputAndStates:
     """Calls `ejkernel.modules.recurrent_attention`, which documents the arguments, and returns the output and the
     states.
 
@@ -67,7 +67,7 @@ def recurrent(
         reverse=reverse,
         return_state=True,
     )
-    return cast(States, result)
+    return cast(OutputAndStates, result)
 
 
 def recurrent_gla(
@@ -80,7 +80,7 @@ def recurrent_gla(
     initial_state: Float[Array, "n h k v"] | None = None,
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
-) -> States:
+) -> OutputAndStates:
     """Calls `ejkernel.modules.gated_linear_attention`, which documents the arguments, and returns the output and the
     states.
 
@@ -104,7 +104,7 @@ def recurrent_gla(
     result = modules.gated_linear_attention(
         q, k, v, g, g_gamma, initial_state, cu_seqlens, softmax_scale=scale, reverse=reverse, return_state=True
     )
-    return cast(States, result)
+    return cast(OutputAndStates, result)
 
 
 def lightning_attn(
@@ -117,7 +117,7 @@ def lightning_attn(
     initial_state: Float[Array, "n h k v"] | None = None,
     reverse: bool = False,
     cu_seqlens: Integer[Array, " n+1"] | None = None,
-) -> States:
+) -> OutputAndStates:
     """Calls `ejkernel.modules.lightning_attention`, which documents the arguments, and returns the output and the
     states.
 
@@ -150,7 +150,7 @@ def lightning_attn(
         reverse=reverse,
         return_state=True,
     )
-    return cast(States, result)
+    return cast(OutputAndStates, result)
 
 
 def mean_pooling(

@@ -9,11 +9,13 @@ from ejkernel import modules
 from ejkernel.planning.packing import packed_ids
 from ejkernel.types import MaskInfo
 
-Pair = tuple[jax.Array, jax.Array]
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
+QueryAndKeyArrays = tuple[jax.Array, jax.Array]
+QueryKeyValue = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options: dict[str, Any]) -> jax.Array:
+def dense_attention(
+    arrays: QueryKeyValue, bias: Any, slopes: Any, lengths: QueryAndKeyArrays | None, options: dict[str, Any]
+) -> jax.Array:
     """Returns attention of rows, [B, T, H, V].
 
     Args:
@@ -37,12 +39,12 @@ def dense(arrays: Arrays, bias: Any, slopes: Any, lengths: Pair | None, options:
         mask |= {"q_positions": ends, "kv_positions": k_positions}
     if slopes is not None:
         distance = -k_positions[:, None] if options["causal"] else jnp.abs(ends[:, :, None] - k_positions[:, None])
-        alibi = _wide(slopes)[:, :, None, None] * -distance[:, None]
+        alibi = _to_float32_or_wider(slopes)[:, :, None, None] * -distance[:, None]
         bias = alibi if bias is None else bias + alibi
     return modules.flash_attention(*arrays, bias, mask_info=MaskInfo(**mask) if mask else None, **options)
 
 
-def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any]) -> jax.Array:
+def packed(arrays: QueryKeyValue, cu_seqlens: QueryAndKeyArrays, slopes: Any, options: dict[str, Any]) -> jax.Array:
     """Returns attention of packed sequences in their layout, [1, total_q, H, V], in memory linear in the lengths.
 
     Among the keys that a causal query sees, `-slope * (i + L_k - L_q - j)` is `slope * j` and a number that all of them
@@ -58,7 +60,7 @@ def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any
     k_ids, k_positions = packed_ids(cu_k, arrays[1].shape[1])
     bias = mask = None
     if slopes is not None:
-        of_keys = _wide(slopes)[jnp.maximum(k_ids[0], 0)] * k_positions[0][:, None]
+        of_keys = _to_float32_or_wider(slopes)[jnp.maximum(k_ids[0], 0)] * k_positions[0][:, None]
         bias = of_keys.T[None, :, None]
     if options["causal"] and cu_q is not cu_k:
         q_ids, q_positions = packed_ids(cu_q, arrays[0].shape[1])
@@ -68,8 +70,12 @@ def packed(arrays: Arrays, cu_seqlens: Pair, slopes: Any, options: dict[str, Any
     return modules.flash_attention(*arrays, bias, *lengths, mask_info=mask, **options)
 
 
-def padded(
-    arrays: Arrays, cu_seqlens: Pair, widths: tuple[int, int], extras: tuple[Any, Any], options: dict[str, Any]
+def attention_in_padded_rows(
+    arrays: QueryKeyValue,
+    cu_seqlens: QueryAndKeyArrays,
+    widths: tuple[int, int],
+    extras: tuple[Any, Any],
+    options: dict[str, Any],
 ) -> jax.Array:
     """Returns attention of packed sequences, each in a padded row of its own, [total_q, H, V].
 
@@ -82,19 +88,19 @@ def padded(
     """
     cu_q, cu_k = cu_seqlens
     query, key, value = (
-        _rows(x, cu, width)
+        _padded_rows(x, cu, width)
         for x, cu, width in zip(arrays, (cu_q, cu_k, cu_k), (widths[0], widths[1], widths[1]), strict=True)
     )
-    output = dense((query, key, value), *extras, (jnp.diff(cu_q), jnp.diff(cu_k)), options)
+    output = dense_attention((query, key, value), *extras, (jnp.diff(cu_q), jnp.diff(cu_k)), options)
     ids, positions = (x[0] for x in packed_ids(cu_q, arrays[0].shape[1]))
     return jnp.where((ids >= 0)[:, None, None], output[jnp.maximum(ids, 0), positions], 0)
 
 
-def _rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:
+def _padded_rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:
     """Returns [N, width, ...] from [1, total, ...]; what lies after a sequence is somebody else's, and masked."""
     token = cu_seqlens[:-1, None] + jnp.arange(width, dtype=jnp.int32)
     return x[0][jnp.minimum(token, x.shape[1] - 1)]
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _to_float32_or_wider(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.compat.xla_utils.packed import as_lengths
+from ejkernel.compat.xla_utils.packed import as_cumulative_lengths
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, check_dtype, got
 from ejkernel.planning.packing import packed_ids
@@ -54,7 +54,7 @@ def chunk_local_cumsum(
         ```
     """
     size = as_count("chunk_size", chunk_size, least=1)
-    return _cumsum("g", g, size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
+    return _checked_cumsum("g", g, size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
 
 
 @promoting
@@ -91,10 +91,10 @@ def chunk_global_cumsum(
         assert sums[0, :, 0].tolist() == [3, 2, 1, 2, 1]
         ```
     """
-    return _cumsum("s", s, None, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
+    return _checked_cumsum("s", s, None, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
 
 
-def _cumsum(
+def _checked_cumsum(
     name: str,
     values: jax.Array,
     chunk_size: int | None,
@@ -105,22 +105,22 @@ def _cumsum(
     output_dtype: DTypeLike | None,
 ) -> jax.Array:
     axis = 2 if as_flag("head_first", head_first) else 1
-    _check_values(name, values, cu_seqlens, "B, H, T" if axis == 2 else "B, T, H")
+    _check_rank_and_dtype(name, values, cu_seqlens, "B, H, T" if axis == 2 else "B, T, H")
     scale = 1.0 if softmax_scale is None else as_number("softmax_scale", softmax_scale)
     tokens, backwards = values.shape[axis], as_flag("reverse", reverse)
-    bounds = jnp.array([0, tokens], jnp.int32) if cu_seqlens is None else as_lengths(cu_seqlens, tokens)
+    bounds = jnp.array([0, tokens], jnp.int32) if cu_seqlens is None else as_cumulative_lengths(cu_seqlens, tokens)
     wide = jnp.moveaxis(values.astype(jnp.promote_types(values.dtype, jnp.float32)), axis, 1)
     if tokens == 0 or bounds.shape[0] == 1:
         sums = jnp.zeros_like(wide)
     elif chunk_size is None:
-        sums = _over_sequences(wide, bounds, backwards)
+        sums = _sums_within_sequences(wide, bounds, backwards)
     else:
-        sums = _over_chunks(wide, bounds, min(chunk_size, tokens), backwards)
+        sums = _sums_within_chunks(wide, bounds, min(chunk_size, tokens), backwards)
     sums = jnp.moveaxis(sums * scale, 1, axis)
     return sums.astype(values.dtype if output_dtype is None else output_dtype)
 
 
-def _check_values(name: str, values: Any, cu_seqlens: Any, axes: str) -> None:
+def _check_rank_and_dtype(name: str, values: Any, cu_seqlens: Any, axes: str) -> None:
     rank = getattr(values, "ndim", None)
     if rank not in (3, 4):
         raise ValueError(f"{name}: got {got(values)}, wants [{axes}] or [{axes}, K]")
@@ -129,12 +129,12 @@ def _check_values(name: str, values: Any, cu_seqlens: Any, axes: str) -> None:
         raise ValueError(f"{name}: got shape {values.shape} with cu_seqlens, wants one row: [{axes.replace('B', '1')}]")
 
 
-def _over_chunks(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
+def _sums_within_chunks(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
     """Returns sums within chunks, [B, T, ...]."""
-    return _unrolled(_rows(values, bounds, size, backwards), bounds, size, values.shape[1])
+    return _tokens_from_chunks(_rows(values, bounds, size, backwards), bounds, size, values.shape[1])
 
 
-def _over_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> jax.Array:
+def _sums_within_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> jax.Array:
     """Returns sums within sequences, [B, T, ...]: within chunks of about sqrt(T) tokens, then over the chunks before.
 
     Sums over the whole row, of which two would be subtracted, lose digits and turn gates of -inf into NaN.
@@ -153,7 +153,7 @@ def _over_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> ja
 
     totals = jnp.moveaxis(sums[:, :, 0 if backwards else -1], 1, 0)
     before = jax.lax.scan(step, jnp.zeros_like(totals[0]), (begins, totals), reverse=backwards)[1]
-    return _unrolled(sums + jnp.moveaxis(before, 0, 1)[:, :, None], bounds, size, tokens)
+    return _tokens_from_chunks(sums + jnp.moveaxis(before, 0, 1)[:, :, None], bounds, size, tokens)
 
 
 def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
@@ -165,7 +165,7 @@ def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> j
     return jax.lax.cumsum(jnp.where(inside, rows, 0), axis=2, reverse=backwards)
 
 
-def _unrolled(rows: jax.Array, bounds: jax.Array, size: int, tokens: int) -> jax.Array:
+def _tokens_from_chunks(rows: jax.Array, bounds: jax.Array, size: int, tokens: int) -> jax.Array:
     """Returns the values of the tokens, [B, T, ...], from those of their chunks; 0 for padding tokens."""
     ids, positions = (x[0] for x in packed_ids(bounds, tokens))
     chunks = -(-jnp.diff(bounds) // size)

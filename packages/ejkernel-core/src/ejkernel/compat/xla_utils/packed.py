@@ -34,7 +34,7 @@ def prepare_lens(cu_seqlens: Integer[Array, " n+1"]) -> Integer[Array, " n"]:
         assert prepare_lens(jnp.array([0, 2, 2, 5])).tolist() == [2, 0, 3]
         ```
     """
-    return jnp.diff(as_lengths(cu_seqlens))
+    return jnp.diff(as_cumulative_lengths(cu_seqlens))
 
 
 def prepare_lens_from_mask(mask: Bool[Array, "b t"] | Integer[Array, "b t"]) -> Integer[Array, " b"]:
@@ -89,7 +89,7 @@ def prepare_sequence_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
         assert ids.tolist() == [0, 0, 2, 2, 2, -1]
         ```
     """
-    return packed_ids(*_row(cu_seqlens, total))[0][0]
+    return packed_ids(*_cumulative_lengths_and_total(cu_seqlens, total))[0][0]
 
 
 def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, " total"]:
@@ -102,7 +102,7 @@ def prepare_position_ids(cu_seqlens: Integer[Array, " n+1"], total: int | None =
     Raises:
         ValueError: In the same cases as in `prepare_sequence_ids`.
     """
-    return packed_ids(*_row(cu_seqlens, total))[1][0]
+    return packed_ids(*_cumulative_lengths_and_total(cu_seqlens, total))[1][0]
 
 
 def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None = None) -> Integer[Array, "total 2"]:
@@ -115,7 +115,7 @@ def prepare_token_indices(cu_seqlens: Integer[Array, " n+1"], total: int | None 
     Raises:
         ValueError: In the same cases as in `prepare_sequence_ids`.
     """
-    ids, positions = packed_ids(*_row(cu_seqlens, total))
+    ids, positions = packed_ids(*_cumulative_lengths_and_total(cu_seqlens, total))
     return jnp.stack([ids[0], positions[0]], axis=1)
 
 
@@ -130,7 +130,7 @@ def prepare_chunk_offsets(cu_seqlens: Integer[Array, " n+1"], chunk_size: int) -
         ValueError: `cu_seqlens` is not such a vector, or `chunk_size` is no int of at least 1.
     """
     size = as_count("chunk_size", chunk_size, least=1)
-    chunks = -(-jnp.diff(as_lengths(cu_seqlens)) // size)
+    chunks = -(-jnp.diff(as_cumulative_lengths(cu_seqlens)) // size)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(chunks, dtype=jnp.int32)])
 
 
@@ -159,12 +159,12 @@ def prepare_chunk_indices(
         ```
     """
     offsets = prepare_chunk_offsets(cu_seqlens, chunk_size)
-    chunks = _size("num_chunks", num_chunks, offsets, "the number of chunks")
+    chunks = _checked_size("num_chunks", num_chunks, offsets, "the number of chunks")
     ids, numbers = packed_ids(offsets, chunks)
     return jnp.stack([ids[0], numbers[0]], axis=1)
 
 
-def as_lengths(cu_seqlens: ArrayLike, total: int | None = None) -> jax.Array:
+def as_cumulative_lengths(cu_seqlens: ArrayLike, total: int | None = None) -> jax.Array:
     """Returns cumulative lengths as an int32 array; raises ValueError if they are none, or do not fit in `total`
     tokens.
     """
@@ -177,12 +177,12 @@ def as_lengths(cu_seqlens: ArrayLike, total: int | None = None) -> jax.Array:
     return array.astype(jnp.int32)
 
 
-def _row(cu_seqlens: ArrayLike, total: int | None) -> tuple[jax.Array, int]:
-    lengths = as_lengths(cu_seqlens)
-    return lengths, _size("total", total, lengths, "the number of tokens")
+def _cumulative_lengths_and_total(cu_seqlens: ArrayLike, total: int | None) -> tuple[jax.Array, int]:
+    lengths = as_cumulative_lengths(cu_seqlens)
+    return lengths, _checked_size("total", total, lengths, "the number of tokens")
 
 
-def _size(name: str, requested: int | None, ends: jax.Array, what: str) -> int:
+def _checked_size(name: str, requested: int | None, ends: jax.Array, what: str) -> int:
     """Returns the size of a result: as given, or the last of `ends`, which may not exceed it where it can be read."""
     if _compat.is_tracer(ends):
         if requested is None:

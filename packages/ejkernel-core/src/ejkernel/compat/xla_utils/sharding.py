@@ -40,11 +40,11 @@ def get_corrected_named_sharding(shape: Sequence[int], partition_spec: Partition
         raise ValueError(
             f"partition_spec: got {partition_spec} for shape {tuple(shape)}, wants at most {len(shape)} entries"
         )
-    entries = [_entry(size, entry, mesh) for size, entry in zip(shape, partition_spec, strict=False)]
+    entries = [_fitting_spec_entry(size, entry, mesh) for size, entry in zip(shape, partition_spec, strict=False)]
     return NamedSharding(mesh, PartitionSpec(*entries))
 
 
-def _entry(size: int, entry: Any, mesh: Mesh) -> Any:
+def _fitting_spec_entry(size: int, entry: Any, mesh: Mesh) -> Any:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return entry
     axes: list[str] = []

@@ -4,10 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
+from ejkernel.families.causal_convolution.record import (
+    CausalConvolution,
+    accumulator,
+    activate,
+    places,
+    states,
+)
 from ejkernel.families.causal_convolution.reference import reference
-from ejkernel.families.causal_convolution.token_shards import on_device, over_tokens
-from ejkernel.families.contract import Family, OverTokens
+from ejkernel.families.causal_convolution.token_shards import record_on_device, run_on_token_shard
+from ejkernel.families.contract import Family, TokenShardFunctions
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [
@@ -47,7 +53,7 @@ FAMILY = Family(
     },
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    over_tokens=OverTokens(run=over_tokens, on_device=on_device),
+    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_on_device),
     reference=reference,
     requests=requests,
 )

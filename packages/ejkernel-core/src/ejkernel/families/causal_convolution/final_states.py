@@ -15,21 +15,21 @@ def final_states(record: CausalConvolution) -> States:
     if record.cu_seqlens is None:
         last = jnp.swapaxes(record.x[:, max(0, tokens - num_state_tokens) :], 1, 2)
         return jnp.concatenate([before, last], axis=2)[:, :, before.shape[2] + last.shape[2] - num_state_tokens :]
-    token, slot, inside = _packed(record)
+    token, slot, inside = _packed_final_state_sources(record)
     rows = record.x[0].at[token].get(mode="clip")
     carried = jnp.take_along_axis(before, jnp.clip(slot, 0, max(0, num_state_tokens - 1))[:, None], axis=2)
     return jnp.where(inside[:, None], jnp.swapaxes(rows, 1, 2), carried)
 
 
 def add_state_gradients(
-    record: CausalConvolution, dx: jax.Array, dbefore: States, cotangent: States
+    record: CausalConvolution, dx: jax.Array, dstates_before: States, cotangent: States
 ) -> tuple[jax.Array, States]:
     """Adds the final states' cotangents to the gradients of what they hold.
 
     Args:
         record: The canonical arguments.
         dx: [B, T, C], gradient of x by way of the output.
-        dbefore: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, as above.
+        dstates_before: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, as above.
         cotangent: Cotangent of the final states, same shape.
 
     Returns:
@@ -37,22 +37,22 @@ def add_state_gradients(
     """
     num_state_tokens, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if num_state_tokens == 0:
-        return dx, dbefore
+        return dx, dstates_before
     if record.cu_seqlens is None:
         num_last = min(num_state_tokens, tokens)
         last = jnp.swapaxes(cotangent[:, :, num_state_tokens - num_last :], 1, 2).astype(dx.dtype)
-        carried = cotangent[:, :, : num_state_tokens - num_last].astype(dbefore.dtype)
-        return dx.at[:, tokens - num_last :].add(last), dbefore.at[:, :, num_last:].add(carried)
-    token, slot, inside = _packed(record)
+        carried = cotangent[:, :, : num_state_tokens - num_last].astype(dstates_before.dtype)
+        return dx.at[:, tokens - num_last :].add(last), dstates_before.at[:, :, num_last:].add(carried)
+    token, slot, inside = _packed_final_state_sources(record)
     rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
     dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
-    carried = jnp.where(inside[:, None], 0, cotangent).astype(dbefore.dtype)
+    carried = jnp.where(inside[:, None], 0, cotangent).astype(dstates_before.dtype)
     sequence = jnp.arange(slot.shape[0])[:, None]
     columns = jnp.where(inside, num_state_tokens, slot)
-    return dx, dbefore.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
+    return dx, dstates_before.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
 
 
-def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
+def output_sums_from_states(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
     """Returns what the states before packed sequences add to the sums of their first W - 1 tokens.
 
     Returns:
@@ -71,7 +71,7 @@ def state_sums(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
     return jnp.where(token < bounds[1:, None], token, tokens), jnp.stack([jnp.asarray(row) for row in rows], axis=1)
 
 
-def _packed(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _packed_final_state_sources(record: CausalConvolution) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what every slot of the final states holds, [N, W - 1]: a token, or a slot of the states before; and
     which.
     """

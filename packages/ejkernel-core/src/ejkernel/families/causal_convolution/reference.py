@@ -14,7 +14,13 @@ Source: the short convolution of H3 (Fu et al. 2022, arXiv:2212.14052) and of Ma
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.causal_convolution.record import CausalConvolution, accumulator, activate, places, states
+from ejkernel.families.causal_convolution.record import (
+    CausalConvolution,
+    accumulator,
+    activate,
+    places,
+    states,
+)
 
 
 def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -28,14 +34,14 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
     sequence, before = places(record)[0], states(record)
     sums = jnp.zeros(record.x.shape, dtype)
     for k in range(width):
-        sums = sums + record.weight[:, width - 1 - k].astype(dtype) * _back(record, before, k).astype(dtype)
+        sums = sums + record.weight[:, width - 1 - k].astype(dtype) * _tokens_before(record, before, k).astype(dtype)
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)
     output = jnp.where((sequence >= 0)[..., None], activate(record, sums), 0)
     return (output.astype(record.x.dtype), _final_state(record, before)), ()
 
 
-def _back(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
+def _tokens_before(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
     """Returns, for every token, the token k positions before it, [B, T, C]."""
     (sequence, position), width = places(record), record.weight.shape[1]
     shifted = jnp.pad(record.x, ((0, 0), (k, 0), (0, 0)))[:, : record.x.shape[1]]

@@ -22,7 +22,7 @@ from ejkernel.planning.token_shards import PackedBorders, TokenShards, packed_bo
 Run = Callable[[Any], tuple[jax.Array, jax.Array]]
 
 
-def over_tokens(run: Run, record: CausalConvolution, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+def run_on_token_shard(run: Run, record: CausalConvolution, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a device's tokens and the final states of the call.
 
     Args:
@@ -30,23 +30,23 @@ def over_tokens(run: Run, record: CausalConvolution, shards: TokenShards) -> tup
         record: The record of this device's tokens.
         shards: How tokens are split.
     """
-    before, final = _states_between(record, shards)
+    before, final = _states_at_shard_borders(record, shards)
     if record.cu_seqlens is None:
         read, _ = run(dataclasses.replace(record, initial_state=before))
         return read, final
     packed = packed_borders(record.cu_seqlens, shards)
-    entering = _entering(record, before, packed, record.cu_seqlens, shards)
+    entering = _sequence_states(record, before, packed, record.cu_seqlens, shards)
     read, final = run(dataclasses.replace(record, cu_seqlens=packed.cu_seqlens, sequence_state=entering))
     return read, shards.sum(jnp.where(packed.ends[:, None, None], final, 0))
 
 
-def on_device(record: CausalConvolution) -> CausalConvolution:
+def record_on_device(record: CausalConvolution) -> CausalConvolution:
     """Returns a device's record as its kernel gets it."""
     name = "initial_state" if record.cu_seqlens is None else "sequence_state"
     return dataclasses.replace(record, **{name: states(record)})
 
 
-def _states_between(record: CausalConvolution, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+def _states_at_shard_borders(record: CausalConvolution, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
     """Returns the W - 1 tokens before this device's shard and those before the end of the row, [B, C, W - 1]."""
     held, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     sent = min(held, tokens)
@@ -59,15 +59,15 @@ def _states_between(record: CausalConvolution, shards: TokenShards) -> tuple[jax
     return before, tokens_in_order[:, :, shards.count * sent :]
 
 
-def _entering(
+def _sequence_states(
     record: CausalConvolution, before: jax.Array, packed: PackedBorders, cu_seqlens: jax.Array, shards: TokenShards
 ) -> jax.Array:
     """Returns the tokens before the first ones that each packed sequence has in this shard, [N, C, W - 1]."""
     held, state = before.shape[2], states(record)
     # Columns of `before` from the first token of the sequence on are its tokens; those before are of its state.
-    begin = cu_seqlens[packed.lead].astype(jnp.int32)
+    begin = cu_seqlens[packed.entering_sequence].astype(jnp.int32)
     position = shards.index() * shards.tokens - held + jnp.arange(held, dtype=jnp.int32) - begin
-    earlier = jnp.take(state[packed.lead], jnp.clip(position + held, 0, max(0, held - 1)), axis=1)
+    earlier = jnp.take(state[packed.entering_sequence], jnp.clip(position + held, 0, max(0, held - 1)), axis=1)
     entering = jnp.where(position >= 0, before[0], earlier)
-    lead = (jnp.arange(state.shape[0]) == packed.lead) & packed.enters[shards.index()]
+    lead = (jnp.arange(state.shape[0]) == packed.entering_sequence) & packed.enters[shards.index()]
     return jnp.where(lead[:, None, None], entering, state)

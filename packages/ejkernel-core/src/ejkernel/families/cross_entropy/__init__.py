@@ -9,7 +9,7 @@ from ejkernel.families.cross_entropy.record import (
     CrossEntropy,
     CrossEntropyResiduals,
     accumulator,
-    smoothed,
+    smoothed_targets,
     target_mass,
     vocabulary,
 )
@@ -24,7 +24,7 @@ __all__ = [
     "axes",
     "reference",
     "requests",
-    "smoothed",
+    "smoothed_targets",
     "target_mass",
     "vocabulary",
 ]

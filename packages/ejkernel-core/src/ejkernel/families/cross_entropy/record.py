@@ -76,7 +76,7 @@ def target_mass(record: CrossEntropy) -> jax.Array:
     return (1 - part) * sums + part
 
 
-def smoothed(record: CrossEntropy, targets: jax.Array) -> jax.Array:
+def smoothed_targets(record: CrossEntropy, targets: jax.Array) -> jax.Array:
     """Returns the distribution that tokens are to predict, from that without smoothing."""
     part = record.label_smoothing
     return (1 - part) * targets + part / vocabulary(record) if part else targets

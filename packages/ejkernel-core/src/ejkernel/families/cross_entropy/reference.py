@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.cross_entropy.record import CrossEntropy, CrossEntropyResiduals, accumulator, smoothed
+from ejkernel.families.cross_entropy.record import CrossEntropy, CrossEntropyResiduals, accumulator, smoothed_targets
 
 
 def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], CrossEntropyResiduals]:
@@ -47,7 +47,7 @@ def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Arr
     if record.logits_soft_cap is not None:
         logits = record.logits_soft_cap * jnp.tanh(logits / record.logits_soft_cap)
     hard = jax.nn.one_hot(record.targets, logits.shape[1], dtype=dtype)
-    q = smoothed(record, hard if record.soft_targets is None else record.soft_targets.astype(dtype))
+    q = smoothed_targets(record, hard if record.soft_targets is None else record.soft_targets.astype(dtype))
     q = jnp.where(active[:, None], q, 0)
     lse = jnp.where(active, jax.nn.logsumexp(logits, axis=1), 0)
     expected = jnp.sum(jnp.where(q != 0, q * logits, 0), axis=1)

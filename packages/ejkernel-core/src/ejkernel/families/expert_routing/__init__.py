@@ -5,11 +5,19 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.expert_routing.record import ExpertRouting, Routing, ordered, sorted_by_expert
+from ejkernel.families.expert_routing.record import ExpertRouting, Routing, order_preserving_integers, sorted_by_expert
 from ejkernel.families.expert_routing.reference import reference
-from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
+from ejkernel.families.grouped_matmul import EXPERT_PARALLELISM_HINT
 
-__all__ = ["FAMILY", "ExpertRouting", "Routing", "ordered", "reference", "requests", "sorted_by_expert"]
+__all__ = [
+    "FAMILY",
+    "ExpertRouting",
+    "Routing",
+    "order_preserving_integers",
+    "reference",
+    "requests",
+    "sorted_by_expert",
+]
 
 
 def requests(record: ExpertRouting) -> tuple[dict[str, Any], ...]:
@@ -25,7 +33,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.logits.shape[-1],),
     axes={"logits": "t e", "output": ("t k", "t k", "r", "e")},
     shardable="",
-    unsplit={"e": EXPERTS_OVER_DEVICES},
+    unsplit={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

@@ -23,7 +23,7 @@ class ExpertRouting:
     top_k: int = static()
 
 
-def ordered(logits: jax.Array) -> jax.Array:
+def order_preserving_integers(logits: jax.Array) -> jax.Array:
     """Returns integers in the order of logits. A sort of floats puts -0 below 0, and a NaN whose sign
     bit is set last.
     """

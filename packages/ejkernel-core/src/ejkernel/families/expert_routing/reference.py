@@ -16,10 +16,10 @@ Source: the routing of the dropless mixture of experts of Gale et al. 2022, arXi
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.expert_routing.record import ExpertRouting, Routing, ordered, sorted_by_expert
+from ejkernel.families.expert_routing.record import ExpertRouting, Routing, order_preserving_integers, sorted_by_expert
 
 
 def reference(record: ExpertRouting) -> tuple[Routing, tuple[()]]:
     """Computes the result of the family in plain jnp. There are no residuals."""
-    chosen = lax.top_k(ordered(record.logits), record.top_k)[1].astype(jnp.int32)
+    chosen = lax.top_k(order_preserving_integers(record.logits), record.top_k)[1].astype(jnp.int32)
     return sorted_by_expert(chosen, record.logits.shape[1]), ()

@@ -10,35 +10,35 @@ from ejkernel.families import grouped_matmul
 from ejkernel.families.contract import Family
 from ejkernel.families.gated_grouped_matmul.record import (
     ACTIVATIONS,
-    PLAIN_ACTIVATIONS,
+    UNGATED_ACTIVATIONS,
     GatedGroupedMatmul,
     GateFunction,
-    activated,
-    combined,
-    gate,
-    gathered,
-    named,
+    activated_gate_times_factor,
+    activated_products,
+    apply_gate,
+    gathered_tokens,
     product_record,
+    rows_with_a_token,
 )
 from ejkernel.families.gated_grouped_matmul.reference import reference
-from ejkernel.families.grouped_matmul import EXPERTS_OVER_DEVICES
-from ejkernel.planning.requests import PADDING, UNUSED, claimed
+from ejkernel.families.grouped_matmul import EXPERT_PARALLELISM_HINT
+from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
 
 __all__ = [
     "ACTIVATIONS",
     "FAMILY",
-    "PLAIN_ACTIVATIONS",
+    "UNGATED_ACTIVATIONS",
     "GateFunction",
     "GatedGroupedMatmul",
-    "activated",
+    "activated_gate_times_factor",
+    "activated_products",
+    "apply_gate",
     "axes",
-    "combined",
-    "gate",
-    "gathered",
-    "named",
+    "gathered_tokens",
     "product_record",
     "reference",
     "requests",
+    "rows_with_a_token",
 ]
 
 
@@ -71,7 +71,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
     left_over = PADDING if record.left_over == "zero" else UNUSED
     groups, used = np.full(tokens, UNUSED), (group >= 0) & (token >= 0)
     for m in np.flatnonzero(used):
-        claimed(groups, token[m], group[m])
+        claim_entries(groups, token[m], group[m])
     return (
         {
             "lhs": groups[:, None],
@@ -90,7 +90,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,
     shardable="",
-    unsplit={"e": EXPERTS_OVER_DEVICES},
+    unsplit={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

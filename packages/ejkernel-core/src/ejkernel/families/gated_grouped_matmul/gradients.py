@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gated_grouped_matmul.record import GatedGroupedMatmul, gate, gathered, named, product_record
+from ejkernel.families.gated_grouped_matmul.record import (
+    GatedGroupedMatmul,
+    apply_gate,
+    gathered_tokens,
+    product_record,
+    rows_with_a_token,
+)
 from ejkernel.families.grouped_matmul import GroupedMatmul, dtype_of_sums
 from ejkernel.types.pullback import Pullback
 
@@ -27,20 +33,20 @@ def gradients_of_products(
         Each requested gradient, in its field's shape and dtype.
     """
     record: GatedGroupedMatmul = pullback.record
-    product = product_record(record, gathered(record), dtype_of_sums(record.lhs.dtype))
+    product = product_record(record, gathered_tokens(record), dtype_of_sums(record.lhs.dtype))
     products = multiply(product)
-    _, gate_pullback = jax.vjp(lambda products: gate(record, products), products)
+    _, gate_pullback = jax.vjp(lambda products: apply_gate(record, products), products)
     (cotangent,) = gate_pullback(pullback.cotangent)
     inner = Pullback(
         record=product, residuals=(), output=products, cotangent=cotangent, grad_fields=frozenset(pullback.grad_fields)
     )
     found = gradients(inner)
     if "lhs" in pullback.grad_fields and record.indices is not None:
-        found["lhs"] = _sums_of_tokens(record, record.indices, found["lhs"])
+        found["lhs"] = _sum_rows_by_token(record, record.indices, found["lhs"])
     return found
 
 
-def _sums_of_tokens(record: GatedGroupedMatmul, indices: jax.Array, rows: jax.Array) -> jax.Array:
+def _sum_rows_by_token(record: GatedGroupedMatmul, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the sums [T, K] of the rows [M, K] of each token, in the order of rows, so that two runs give the same
     bits.
 
@@ -49,17 +55,17 @@ def _sums_of_tokens(record: GatedGroupedMatmul, indices: jax.Array, rows: jax.Ar
     tokens, count = record.lhs.shape[0], rows.shape[0]
     if not tokens or not count:
         return jnp.zeros_like(record.lhs)
-    token = jnp.where(named(record), indices, tokens)
+    token = jnp.where(rows_with_a_token(record), indices, tokens)
     order = jnp.argsort(token, stable=True)
     bounds = jnp.searchsorted(token[order], jnp.arange(tokens + 1)).astype(jnp.int32)
     first, end = bounds[:-1], bounds[1:]
 
-    def add(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add_row_of_token(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, sums = carry
         at = first + index
         row = rows[order[jnp.minimum(at, count - 1)]]
         return index + 1, sums + jnp.where((at < end)[:, None], row, 0).astype(sums.dtype)
 
     start = jnp.int32(0), jnp.zeros(record.lhs.shape, dtype_of_sums(record.lhs.dtype))
-    _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add, start)
+    _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add_row_of_token, start)
     return sums.astype(record.lhs.dtype)

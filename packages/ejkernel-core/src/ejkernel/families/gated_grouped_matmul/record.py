@@ -12,7 +12,7 @@ from ejkernel.types.arguments import arguments, static
 ACTIVATIONS = ("silu", "gelu")
 """Activations of a gate."""
 
-PLAIN_ACTIVATIONS = (*ACTIVATIONS, "relu2")
+UNGATED_ACTIVATIONS = (*ACTIVATIONS, "relu2")
 """Activations without a gate; `"relu2"` is the squared ReLU."""
 
 
@@ -77,38 +77,38 @@ def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> Grouped
     )
 
 
-def named(record: GatedGroupedMatmul) -> jax.Array:
+def rows_with_a_token(record: GatedGroupedMatmul) -> jax.Array:
     """Returns which rows name a token, bool [M]."""
     if record.indices is None:
         return jnp.ones(record.lhs.shape[0], bool)
     return (record.indices >= 0) & (record.indices < record.lhs.shape[0])
 
 
-def gathered(record: GatedGroupedMatmul) -> jax.Array:
+def gathered_tokens(record: GatedGroupedMatmul) -> jax.Array:
     """Returns the token of every row, [M, K]; 0 for none."""
     if record.indices is None:
         return record.lhs
     if not record.lhs.shape[0]:  # no index names a token
         return jnp.zeros((record.indices.shape[0], record.lhs.shape[1]), record.lhs.dtype)
-    of_token = named(record)
+    of_token = rows_with_a_token(record)
     return jnp.where(of_token[:, None], record.lhs[jnp.where(of_token, record.indices, 0)], 0)
 
 
-def gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
+def apply_gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
     """Returns the output of products [M, 2 F], or [M, F] without a gate."""
     if not record.gated:
-        output = activated(record, products)
+        output = activated_products(record, products)
     elif record.interleaved:
-        output = combined(record, products[:, ::2], products[:, 1::2])
+        output = activated_gate_times_factor(record, products[:, ::2], products[:, 1::2])
     else:
-        output = combined(record, *jnp.split(products, 2, axis=-1))
+        output = activated_gate_times_factor(record, *jnp.split(products, 2, axis=-1))
     if record.rhs_bias is not None and record.indices is not None:  # the product of a row without a token is the bias
-        output = jnp.where(named(record)[:, None], output, 0)
+        output = jnp.where(rows_with_a_token(record)[:, None], output, 0)
     return output.astype(record.lhs.dtype)
 
 
 class GateFunction(Protocol):
-    """The record fields that `combined` and `activated` read. `GatedGroupedMatmul` documents them."""
+    """The record fields that an activation reads. `GatedGroupedMatmul` documents them."""
 
     @property
     def activation(self) -> str: ...
@@ -120,14 +120,14 @@ class GateFunction(Protocol):
     def limit(self) -> float | None: ...
 
 
-def combined(function: GateFunction, gate: jax.Array, factor: jax.Array) -> jax.Array:
+def activated_gate_times_factor(function: GateFunction, gate: jax.Array, factor: jax.Array) -> jax.Array:
     """Returns the activation of the gate times the factor, of products of the same shape."""
     if function.limit is not None:
         gate, factor = jnp.minimum(gate, function.limit), jnp.clip(factor, -function.limit, function.limit)
-    return activated(function, gate) * (factor + function.beta if function.beta else factor)
+    return activated_products(function, gate) * (factor + function.beta if function.beta else factor)
 
 
-def activated(function: GateFunction, x: jax.Array) -> jax.Array:
+def activated_products(function: GateFunction, x: jax.Array) -> jax.Array:
     """Returns the activation of products."""
     if function.activation == "relu2":
         return jnp.square(jax.nn.relu(x))

@@ -19,7 +19,12 @@ Source: the gated linear units of Shazeer 2020, arXiv:2002.05202, in the experts
 import jax
 
 from ejkernel.families import grouped_matmul
-from ejkernel.families.gated_grouped_matmul.record import GatedGroupedMatmul, gate, gathered, product_record
+from ejkernel.families.gated_grouped_matmul.record import (
+    GatedGroupedMatmul,
+    apply_gate,
+    gathered_tokens,
+    product_record,
+)
 
 
 def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -29,5 +34,5 @@ def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
         [M, F] in lhs's dtype. There are no residuals.
     """
     wide = grouped_matmul.dtype_of_sums(record.lhs.dtype)
-    products, _ = grouped_matmul.reference(product_record(record, gathered(record), wide))
-    return gate(record, products), ()
+    products, _ = grouped_matmul.reference(product_record(record, gathered_tokens(record), wide))
+    return apply_gate(record, products), ()

@@ -7,7 +7,7 @@ import numpy as np
 from ejkernel.families.contract import Family
 from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, named, take_rows
 from ejkernel.families.gather_reduce.reference import reference
-from ejkernel.planning.requests import PADDING, UNUSED, claimed
+from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
 
 __all__ = ["FAMILY", "GatherReduce", "accumulator", "named", "reference", "requests", "take_rows"]
 
@@ -17,7 +17,7 @@ def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:
     indices, owners = np.asarray(record.indices), np.full(record.rows.shape[0], UNUSED)
     for token, row in np.argwhere(np.ones(indices.shape, bool)):
         if 0 <= indices[token, row] < owners.size:
-            claimed(owners, indices[token, row], token)
+            claim_entries(owners, indices[token, row], token)
     # Rows that no token names have no gradient.
     return ({"m": np.where(owners == UNUSED, PADDING, owners), "t": np.arange(indices.shape[0])},)
 

@@ -10,25 +10,25 @@ import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.families.grouped_matmul.record import (
-    LEFT_OVER,
+    UNASSIGNED_ROW_CHOICES,
     GroupedMatmul,
     accumulator,
     columns,
     dtype_of_sums,
     gradients_of_rows,
     group_rows,
-    matrix,
     rows,
     running_sum,
+    scaled_matrices,
     spread,
 )
 from ejkernel.families.grouped_matmul.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED
 
 __all__ = [
-    "EXPERTS_OVER_DEVICES",
+    "EXPERT_PARALLELISM_HINT",
     "FAMILY",
-    "LEFT_OVER",
+    "UNASSIGNED_ROW_CHOICES",
     "GroupedMatmul",
     "accumulator",
     "axes",
@@ -37,11 +37,11 @@ __all__ = [
     "gradients_of_rows",
     "group_rows",
     "localise",
-    "matrix",
     "reference",
     "requests",
     "rows",
     "running_sum",
+    "scaled_matrices",
     "spread",
 ]
 
@@ -70,7 +70,7 @@ def axes(record: GroupedMatmul) -> dict[str, str]:
     }
 
 
-EXPERTS_OVER_DEVICES = (
+EXPERT_PARALLELISM_HINT = (
     "give each device its own experts inside jax.shard_map, as examples/moe.py does: "
     "docs/operations/grouped_matmul.md, 'A whole expert layer'"
 )
@@ -78,7 +78,7 @@ EXPERTS_OVER_DEVICES = (
 
 def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the groups, with their matrices, and the rows, which share those."""
-    owner, matrices = _group_of_rows(record), np.arange(record.rhs.shape[0])
+    owner, matrices = _group_by_row(record), np.arange(record.rhs.shape[0])
     rows = np.where(owner >= 0, np.arange(owner.size), PADDING)
     if record.existing_out is None and record.left_over == "zero":
         return {"m": owner, "e": matrices}, {"m": rows}
@@ -89,7 +89,7 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     return {"m": owner, "e": matrices, **unassigned[0]}, {"m": rows, **unassigned[1]}
 
 
-def _group_of_rows(record: GroupedMatmul) -> np.ndarray:
+def _group_by_row(record: GroupedMatmul) -> np.ndarray:
     """Returns the matrix of every row, [M]; `PADDING` for rows without one."""
     (first, end), row = (np.asarray(x) for x in group_rows(record)), np.arange(record.lhs.shape[0])
     owns = (row >= first[:, None]) & (row < end[:, None])
@@ -105,7 +105,7 @@ FAMILY = Family(
     axes=axes,
     shardable="mn",
     localise=localise,
-    unsplit={"e": EXPERTS_OVER_DEVICES},
+    unsplit={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

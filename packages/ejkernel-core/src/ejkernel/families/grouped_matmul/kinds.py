@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, columns
 
-LARGE = 2**24
+LARGE_MATRIX_ELEMENTS = 2**24
 """Elements of a matrix from which on it is large: caches hold no two of them."""
 
 
@@ -21,7 +21,7 @@ def kind_of(record: GroupedMatmul) -> str:
     rows = average_rows(record)
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"
-    size = "large" if record.lhs.shape[1] * columns(record) >= LARGE else "small"
+    size = "large" if record.lhs.shape[1] * columns(record) >= LARGE_MATRIX_ELEMENTS else "small"
     present = [
         name
         for name in ("existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "precision")

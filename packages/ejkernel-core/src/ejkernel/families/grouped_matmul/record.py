@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.types.arguments import arguments, static
 
-LEFT_OVER = ("zero", "undefined")
+UNASSIGNED_ROW_CHOICES = ("zero", "undefined")
 """The values of `left_over`: what unassigned rows hold. With `"undefined"` they may hold any number, infinity or NaN.
 """
 
@@ -31,7 +31,8 @@ class GroupedMatmul:
             blocks as `rhs_scale` has, if need be.
         transpose_rhs: Whether the matrices lie with their columns first.
         precision: Of the matrix products; None for what `ejkernel.planning.precision` says.
-        left_over: Of `LEFT_OVER`; `"undefined"` without `existing_out` alone. Gradients of such rows are 0 either way.
+        left_over: Of `UNASSIGNED_ROW_CHOICES`; `"undefined"` without `existing_out` alone. Gradients of such rows are 0
+            either way.
     """
 
     lhs: jax.Array
@@ -85,7 +86,7 @@ def running_sum(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(index[:, None] >= index, x, 0), axis=1, dtype=jnp.int32)
 
 
-def matrix(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:
+def scaled_matrices(record: GroupedMatmul, rhs: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Returns the matrices with their scales applied, as they are multiplied.
 
     Args:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, group_rows, matrix, rows
+from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, group_rows, rows, scaled_matrices
 
 
 def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -31,7 +31,7 @@ def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
     row = jnp.arange(record.lhs.shape[0], dtype=jnp.int32)
     owns = (row >= first[:, None]) & (row < end[:, None])
     lhs = jnp.where(owns.any(axis=0)[:, None], rows(record, record.lhs, record.lhs_scale).astype(dtype), 0)
-    rhs = matrix(record, record.rhs, record.rhs_scale).astype(dtype)
+    rhs = scaled_matrices(record, record.rhs, record.rhs_scale).astype(dtype)
     rhs = jnp.swapaxes(rhs, 1, 2) if record.transpose_rhs else rhs
     products = jnp.einsum("mk,ekn->emn", lhs, rhs, precision=lax.Precision.HIGHEST)
     if record.rhs_bias is not None:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
 
-NONE = -1
+NO_GROUP = -1
 """The matrix index of tiles whose rows belong to no group with a matrix."""
 FIELDS = 4
-"""Fields of an entry: number of the matrix, or `NONE`; the tile's first row; the row after the last of its group;
+"""Fields of an entry: number of the matrix, or `NO_GROUP`; the tile's first row; the row after the last of its group;
 and the first row of its group.
 
 Entries that are not real are zeros. After the entries comes a line with how many have no matrix and come first, how
@@ -31,7 +31,7 @@ many have one and follow, and how many are real.
 """
 
 
-class Segments(NamedTuple):
+class RowSegments(NamedTuple):
     """Unassigned rows, the groups of all matrices, and unassigned rows again: together all rows. int32 [E + 2].
 
     Attributes:
@@ -56,9 +56,9 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
         block: Rows of a tile.
     """
     matrices = record.rhs.shape[0]
-    segments, length = _segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
+    segments, length = _row_segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
-    matrix = jnp.where(matrix < matrices, matrix, NONE)
+    matrix = jnp.where(matrix < matrices, matrix, NO_GROUP)
     fields = (matrix, segments.first - (segments.stop - segments.tiles) * block, segments.end, segments.first)
     # A single masked sum gives the fields of the segment of every entry, and in the last line the numbers of tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
@@ -77,7 +77,7 @@ def most_tiles(rows: int, matrices: int, block: int) -> int:
     return rows // block + matrices + 2
 
 
-def _segments(record: GroupedMatmul, block: int) -> Segments:
+def _row_segments(record: GroupedMatmul, block: int) -> RowSegments:
     rows = record.lhs.shape[0]
     begins, ends = group_rows(record)
     first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
@@ -86,4 +86,4 @@ def _segments(record: GroupedMatmul, block: int) -> Segments:
     if record.left_over == "undefined":
         segment = jnp.arange(tiles.shape[0])
         tiles = jnp.where((segment > 0) & (segment <= record.rhs.shape[0]), tiles, 0)
-    return Segments(first, end, tiles, running_sum(tiles))
+    return RowSegments(first, end, tiles, running_sum(tiles))

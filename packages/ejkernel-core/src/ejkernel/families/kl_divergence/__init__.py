@@ -6,7 +6,7 @@ import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.families.kl_divergence.record import DIRECTIONS, KLDivergence, accumulator
-from ejkernel.families.kl_divergence.reference import divergence, log_mixture, log_softmax, reference
+from ejkernel.families.kl_divergence.reference import divergence_terms, log_mixture, log_softmax, reference
 from ejkernel.planning.requests import PADDING
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "FAMILY",
     "KLDivergence",
     "accumulator",
-    "divergence",
+    "divergence_terms",
     "log_mixture",
     "log_softmax",
     "reference",

@@ -36,7 +36,7 @@ def log_softmax(record: KLDivergence, logits: jax.Array) -> jax.Array:
     return scaled - largest - jnp.log(total)
 
 
-def divergence(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
+def divergence_terms(log_a: jax.Array, log_b: jax.Array) -> jax.Array:
     """Returns the terms of KL(a, b); 0 where a is."""
     positive = log_a > -jnp.inf
     return jnp.where(positive, jnp.exp(log_a) * (jnp.where(positive, log_a, 0) - jnp.where(positive, log_b, 0)), 0)
@@ -56,12 +56,12 @@ def reference(record: KLDivergence) -> tuple[tuple[jax.Array, jax.Array], tuple[
     """
     log_p, log_q = log_softmax(record, record.student), lax.stop_gradient(log_softmax(record, record.teacher))
     if record.direction == "forward":
-        terms = divergence(log_q, log_p)
+        terms = divergence_terms(log_q, log_p)
     elif record.direction == "reverse":
-        terms = divergence(log_p, log_q)
+        terms = divergence_terms(log_p, log_q)
     else:
         log_m = log_mixture(record, log_p, log_q)
-        terms = record.beta * divergence(log_q, log_m) + (1 - record.beta) * divergence(log_p, log_m)
+        terms = record.beta * divergence_terms(log_q, log_m) + (1 - record.beta) * divergence_terms(log_p, log_m)
     temperature_squared, active = record.temperature**2, record.active
-    entropy = -temperature_squared * jnp.sum(divergence(log_q, jnp.zeros_like(log_q)), axis=1)
+    entropy = -temperature_squared * jnp.sum(divergence_terms(log_q, jnp.zeros_like(log_q)), axis=1)
     return (jnp.where(active, temperature_squared * jnp.sum(terms, axis=1), 0), jnp.where(active, entropy, 0)), ()

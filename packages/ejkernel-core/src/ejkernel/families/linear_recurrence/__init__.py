@@ -4,32 +4,31 @@ from typing import Any
 
 import numpy as np
 
-from ejkernel.families.contract import Family, OverTokens
+from ejkernel.families.contract import Family, TokenShardFunctions
 from ejkernel.families.linear_recurrence.record import (
     TOKEN_FIELDS,
-    InSlots,
     LinearRecurrence,
+    SlottedStates,
     accumulator,
-    as_recorded,
     by_channel,
     final_states_shape,
     head_count,
     in_slots,
     segment_roles,
     states,
+    to_recorded_state_layout,
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
-from ejkernel.families.linear_recurrence.token_shards import on_device, over_tokens
+from ejkernel.families.linear_recurrence.token_shards import on_device, run_on_token_shard
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 
 __all__ = [
     "FAMILY",
     "TOKEN_FIELDS",
-    "InSlots",
     "LinearRecurrence",
+    "SlottedStates",
     "accumulator",
-    "as_recorded",
     "axes",
     "by_channel",
     "final_states_shape",
@@ -39,6 +38,7 @@ __all__ = [
     "requests",
     "segment_roles",
     "states",
+    "to_recorded_state_layout",
     "with_plain_states",
 ]
 
@@ -98,7 +98,7 @@ FAMILY = Family(
     # Each shard is a separate call, since rows and heads are independent.
     shardable="bhg",
     aligned=(("h", "g"),),
-    over_tokens=OverTokens(run=over_tokens, on_device=on_device),
+    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=on_device),
     reference=reference,
     requests=requests,
 )

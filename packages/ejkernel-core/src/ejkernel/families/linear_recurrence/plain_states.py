@@ -19,56 +19,60 @@ from ejkernel.families.linear_recurrence import record as family
 from ejkernel.families.linear_recurrence.record import LinearRecurrence
 from ejkernel.types.pullback import Pullback
 
-Forward = Callable[[LinearRecurrence, Any], Any]
-Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
+ForwardFunction = Callable[[LinearRecurrence, Any], Any]
+BackwardFunction = Callable[[Pullback, Any], dict[str, jax.Array]]
 
 HANDLES = frozenset({"state_slots", "transposed_states"})
 """Optional fields that a kernel honours with the decorators."""
 
 
-def with_plain_states(forward: Forward) -> Forward:
+def with_plain_states(forward: ForwardFunction) -> ForwardFunction:
     """Returns the forward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(forward)
     def run(record: LinearRecurrence, config: Any) -> Any:
-        if not _moved(record):
+        if not _has_rearranged_states(record):
             return forward(record, config)
         (read, final), *rest = forward(family.with_plain_states(record), config)
-        return (read, family.as_recorded(record, final)), *rest
+        return (read, family.to_recorded_state_layout(record, final)), *rest
 
     return run
 
 
-def with_plain_state_gradients(backward: Backward) -> Backward:
+def with_plain_state_gradients(backward: BackwardFunction) -> BackwardFunction:
     """Returns the backward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(backward)
     def run(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         record: LinearRecurrence = pullback.record
-        if not _moved(record):
+        if not _has_rearranged_states(record):
             return backward(pullback, config)
         name = "initial_state" if record.cu_seqlens is None else "sequence_state"
 
-        def plain(held: jax.Array | None) -> LinearRecurrence:
+        def record_with_plain_states(held: jax.Array | None) -> LinearRecurrence:
             return family.with_plain_states(dataclasses.replace(record, **{name: held}))
 
-        def stored(held: jax.Array | None, final: jax.Array) -> jax.Array:
-            return family.as_recorded(dataclasses.replace(record, **{name: held}), final)
+        def final_states_as_recorded(held: jax.Array | None, final: jax.Array) -> jax.Array:
+            return family.to_recorded_state_layout(dataclasses.replace(record, **{name: held}), final)
 
         held, (read, final) = getattr(record, name), pullback.cotangent
         # Both functions are linear: their derivatives do not depend on the values, so XLA drops the values.
-        _, pull_stored = jax.vjp(stored, held, jnp.zeros(family.final_states_shape(record), family.accumulator(record)))
+        _, pull_stored = jax.vjp(
+            final_states_as_recorded, held, jnp.zeros(family.final_states_shape(record), family.accumulator(record))
+        )
         kept, final = pull_stored(final)
-        inner = dataclasses.replace(pullback, record=plain(held), output=None, cotangent=(read, final))
+        inner = dataclasses.replace(
+            pullback, record=record_with_plain_states(held), output=None, cotangent=(read, final)
+        )
         gradients = backward(inner, config)
         if name in pullback.grad_fields:
-            _, pull_read = jax.vjp(lambda held: getattr(plain(held), name), held)
+            _, pull_read = jax.vjp(lambda held: getattr(record_with_plain_states(held), name), held)
             gradients[name] = kept + pull_read(gradients[name])[0]
         return gradients
 
     return run
 
 
-def _moved(record: LinearRecurrence) -> bool:
+def _has_rearranged_states(record: LinearRecurrence) -> bool:
     """Returns whether a record's states are not as a kernel for plain ones takes them."""
     return record.transposed_states or family.in_slots(record) is not None

@@ -68,7 +68,7 @@ class LinearRecurrence:
     precision: lax.Precision | None = static(default=None)
 
 
-class InSlots(NamedTuple):
+class SlottedStates(NamedTuple):
     """States in slots.
 
     Attributes:
@@ -127,17 +127,17 @@ def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
     return dataclasses.replace(record, **initial_states, state_slots=None, transposed_states=False)
 
 
-def as_recorded(record: LinearRecurrence, final: jax.Array) -> jax.Array:
+def to_recorded_state_layout(record: LinearRecurrence, final: jax.Array) -> jax.Array:
     """Returns the final states of a record, from those of the same record with plain states."""
     final = final.swapaxes(-2, -1) if record.transposed_states else final
     held = None if record.parents is not None else in_slots(record)
     return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
 
 
-def in_slots(record: LinearRecurrence) -> InSlots | None:
+def in_slots(record: LinearRecurrence) -> SlottedStates | None:
     """Returns the states of packed sequences in slots; None where a record has them elsewhere, or none."""
     held, indices, starts = record.sequence_state, record.state_slots, record.cu_seqlens
-    return None if held is None or indices is None or starts is None else InSlots(held, indices, starts)
+    return None if held is None or indices is None or starts is None else SlottedStates(held, indices, starts)
 
 
 def states(record: LinearRecurrence) -> jax.Array:

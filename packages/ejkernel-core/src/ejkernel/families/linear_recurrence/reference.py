@@ -30,10 +30,10 @@ from ejkernel.families.linear_recurrence.record import (
     TOKEN_FIELDS,
     LinearRecurrence,
     accumulator,
-    as_recorded,
     head_count,
     segment_roles,
     states,
+    to_recorded_state_layout,
     with_plain_states,
 )
 from ejkernel.planning import packing, trees
@@ -49,20 +49,20 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
     """
     original, record = record, with_plain_states(record)
     if record.parents is not None:
-        return _trees(original, record, record.parents)
+        return _reference_of_trees(original, record, record.parents)
     packed = record.cu_seqlens is not None
 
     def step(table: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         old = table[token["row"]][None] if packed else table
-        new, output = _token(old, token, record.softmax_scale)
+        new, output = _token_step(old, token, record.softmax_scale)
         new = jnp.where(token["real"][:, None, None, None], new, old)
         return (table.at[token["row"]].set(new[0]) if packed else new), output
 
-    final, outputs = lax.scan(step, states(record), _tokens(record))
-    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(original, final)), ()
+    final, outputs = lax.scan(step, states(record), _token_inputs(record))
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), to_recorded_state_layout(original, final)), ()
 
 
-def _trees(
+def _reference_of_trees(
     original: LinearRecurrence, record: LinearRecurrence, parents: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns outputs and the states after all tokens of a record with trees; a step has one token of every row."""
@@ -74,19 +74,19 @@ def _trees(
     def step(every: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         root = (token["parent"] < 0)[:, None, None, None]
         old = jnp.where(root, first[jnp.maximum(token["owner"], 0)], every[jnp.maximum(token["parent"], 0)])
-        new, output = _token(old, token, record.softmax_scale)
+        new, output = _token_step(old, token, record.softmax_scale)
         new = jnp.where(token["real"][:, None, None, None], new, 0)
         return every.at[token["index"]].set(new), output
 
     index = jnp.arange(rows * length).reshape(rows, length)
-    tokens = {name: x for name, x in _tokens(record).items() if name != "row"}
+    tokens = {name: x for name, x in _token_inputs(record).items() if name != "row"}
     tokens |= {"parent": parent_tokens.T, "owner": owners.T, "index": index.T}
     every, outputs = lax.scan(step, every, tokens)
     every = every.reshape(rows, length, *every.shape[1:])
-    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), as_recorded(original, every)), ()
+    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), to_recorded_state_layout(original, every)), ()
 
 
-def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
+def _token_step(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
     """Returns one step: states [B, H, K, V] after it, and its output [B, H, V]."""
     highest = lax.Precision.HIGHEST
     state = jnp.where(token["starts_from_zero"][:, None, None, None], 0, state)
@@ -109,7 +109,7 @@ def _token(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple
     return state, jnp.where(token["real"][:, None, None], output, 0)
 
 
-def _tokens(record: LinearRecurrence) -> dict[str, jax.Array]:
+def _token_inputs(record: LinearRecurrence) -> dict[str, jax.Array]:
     """Returns what each token brings, each [T, B, ...] with all heads."""
     (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
     fields = {name: getattr(record, name) for name in TOKEN_FIELDS}

@@ -17,19 +17,26 @@ from ejkernel.families import split_recurrence
 from ejkernel.families.linear_recurrence.record import (
     LinearRecurrence,
     accumulator,
-    as_recorded,
     head_count,
     mixes_channels,
     segment_roles,
     states,
+    to_recorded_state_layout,
     with_plain_states,
 )
-from ejkernel.families.split_recurrence import Borders, Results, Run, SplitRecurrence, Summary, cumulative_sums
+from ejkernel.families.split_recurrence import (
+    BorderTokens,
+    Results,
+    Run,
+    ShardSummary,
+    SplitRecurrence,
+    cumulative_sums,
+)
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.token_shards import TokenShards, packed_borders
 
 
-def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+def run_on_token_shard(run: Run, record: LinearRecurrence, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a device's tokens and the final states of the call.
 
     Args:
@@ -38,14 +45,16 @@ def over_tokens(run: Run, record: LinearRecurrence, shards: TokenShards) -> tupl
         shards: How tokens are split.
     """
     _check_no_trees(record)
-    read, final = split_recurrence.over_tokens(RULE, run, with_plain_states(record), shards)
-    return read, as_recorded(record, final)
+    read, final = split_recurrence.run_on_token_shard(
+        SPLIT_RECURRENCE_FUNCTIONS, run, with_plain_states(record), shards
+    )
+    return read, to_recorded_state_layout(record, final)
 
 
 def on_device(record: LinearRecurrence) -> LinearRecurrence:
     """Returns a device's record as its kernel gets it."""
     _check_no_trees(record)
-    return split_recurrence.with_states(RULE, with_plain_states(record))
+    return split_recurrence.with_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
 
 
 def _check_no_trees(record: LinearRecurrence) -> None:
@@ -55,66 +64,73 @@ def _check_no_trees(record: LinearRecurrence) -> None:
         )
 
 
-def borders(record: LinearRecurrence, shards: TokenShards) -> Borders:
+def border_tokens(record: LinearRecurrence, shards: TokenShards) -> BorderTokens:
     """Returns the tokens of a shard that its borders concern."""
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
-        return split_recurrence.packed_tokens(packed_borders(record.cu_seqlens, shards), shards)
+        return split_recurrence.packed_border_tokens(packed_borders(record.cu_seqlens, shards), shards)
     if record.segment_ids is None:
         every = jnp.ones((rows, tokens), bool)
-        return Borders(every, every, jnp.ones(rows, bool))
+        return BorderTokens(every, every, jnp.ones(rows, bool))
     real, restart = segment_roles(record.segment_ids)
     restarts = jnp.cumsum(restart, axis=1, dtype=jnp.int32)
     index = jnp.arange(tokens, dtype=jnp.int32)
     first, last = jnp.min(jnp.where(real, index, tokens), axis=1), jnp.max(jnp.where(real, index, -1), axis=1)
     at = jnp.clip(jnp.stack([first, last], axis=1), 0, tokens - 1)
     ends = jnp.where(last[:, None] < 0, -1, jnp.take_along_axis(record.segment_ids, at, axis=1))
-    return Borders(real & (restarts == 0), real & (restarts == restarts[:, -1:]), restarts[:, -1] == 0, ends)
+    return BorderTokens(real & (restarts == 0), real & (restarts == restarts[:, -1:]), restarts[:, -1] == 0, ends)
 
 
-def enters(ends: jax.Array) -> jax.Array:
+def segment_crosses_border(ends: jax.Array) -> jax.Array:
     """Returns whether a segment crosses the border before each shard, bool [P, B], from the shards' ends [P, B, 2]."""
     count, rows, _ = ends.shape
     _, restart = segment_roles(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
     return ~restart[:, ::2].T
 
 
-def summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
+def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard."""
     if mixes_channels(record):
-        return _delta_summary(run, record, borders)
-    key_gates, value_gates = _gates(record, borders.running)
-    keys = _weighted(record.key, _after(key_gates), borders.running, record)
-    values = _weighted(_written(record), _after(value_gates), borders.running, record)
-    added = _product(keys, values, record)
-    packed = borders.packed
+        return _delta_summary(run, record, border_tokens)
+    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.running)
+    keys = _tokens_times_weights(record.key, _gate_sums_after_token(key_gates), border_tokens.running, record)
+    values = _tokens_times_weights(
+        _written_values(record), _gate_sums_after_token(value_gates), border_tokens.running, record
+    )
+    added = _sum_of_outer_products(keys, values, record)
+    packed = border_tokens.packed
     if packed is not None and record.sequence_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
-        begun = states(record)[packed.run][None] * _total(key_gates, value_gates, record)
-        added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
-    return Summary(_total(*_gates(record, borders.leading), record), added)
+        begun = states(record)[packed.run][None] * _total_decay_factor(key_gates, value_gates, record)
+        added = added + jnp.where(packed.passes & ~border_tokens.continues[0], begun, 0)
+    return ShardSummary(_total_decay_factor(*_log_gates_of_tokens(record, border_tokens.leading), record), added)
 
 
-def _delta_summary(run: Run, record: LinearRecurrence, borders: Borders) -> Summary:
+def _delta_summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard with a delta rule, in two calls of the kernel."""
-    packed, heads, channels = borders.packed, head_count(record), record.query.shape[3]
-    zeros, name = jnp.zeros((*record.value.shape[:3], channels), record.value.dtype), RULE.name(record)
+    packed, heads, channels = border_tokens.packed, head_count(record), record.query.shape[3]
+    zeros, name = (
+        jnp.zeros((*record.value.shape[:3], channels), record.value.dtype),
+        SPLIT_RECURRENCE_FUNCTIONS.name(record),
+    )
     identity = jnp.broadcast_to(jnp.eye(channels, dtype=accumulator(record)), (heads, channels, channels))
     if packed is None:
         begin = jnp.broadcast_to(identity, (record.query.shape[0], *identity.shape))
         unread = dataclasses.replace(record, initial_state=None)
     else:
         sequence = jnp.arange(states(record).shape[0])[:, None, None, None]
-        begin, unread = jnp.where(sequence == packed.lead, identity, 0), record
+        begin, unread = jnp.where(sequence == packed.entering_sequence, identity, 0), record
     effect, factor = run(dataclasses.replace(record, value=zeros, skip=None, **{name: begin}))
     read, final = run(unread)
     added = final
     if packed is not None:
-        factor, added = factor[packed.lead][None], jnp.where(packed.passes, final[packed.run], 0)[None]
-    return Summary(factor, added, effect, (read, final))
+        factor, added = factor[packed.entering_sequence][None], jnp.where(packed.passes, final[packed.run], 0)[None]
+    return ShardSummary(factor, added, effect, (read, final))
 
 
-def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, entering: jax.Array) -> Results:
+def results_with_entering_state(
+    record: LinearRecurrence, border_tokens: BorderTokens, summary: ShardSummary, entering: jax.Array
+) -> Results:
     """Returns the results of a shard from those without the state that enters, [B, H, K, V]."""
     assert summary.unread is not None  # the caller looked
     read, final = summary.unread
@@ -124,39 +140,47 @@ def corrected(record: LinearRecurrence, borders: Borders, summary: Summary, ente
     state = entering.astype(jnp.float32 if summary.saved.dtype == jnp.float16 else summary.saved.dtype)
     more = jnp.einsum("bthk,bhkv->bthv", summary.saved, state, precision=precision, preferred_element_type=dtype)
     # Selected after the product: the state of the sequence that enters may be NaN, which reaches no other sequence.
-    more = jnp.where(borders.leading[..., None, None], more, 0)
-    packed = borders.packed
+    more = jnp.where(border_tokens.leading[..., None, None], more, 0)
+    packed = border_tokens.packed
     if packed is not None:
         sequence = jnp.arange(final.shape[0])[:, None, None, None]
         ended = final + jnp.matmul(summary.factor, entering, precision=lax.Precision.HIGHEST)
         # Where no state enters, a factor that has overflowed would make NaN of the zeros.
-        final = jnp.where((sequence == packed.lead) & jnp.any(borders.leading), ended, final)
+        final = jnp.where((sequence == packed.entering_sequence) & jnp.any(border_tokens.leading), ended, final)
     return (read.astype(dtype) + more).astype(read.dtype), final
 
 
-def gradient(record: LinearRecurrence, borders: Borders, saved: jax.Array | None, d_read: jax.Array) -> jax.Array:
+def entering_state_gradient(
+    record: LinearRecurrence, border_tokens: BorderTokens, saved: jax.Array | None, d_read: jax.Array
+) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
     if saved is not None:
-        effect = jnp.where(borders.leading[..., None, None], saved, 0)
-        return _product(effect, jnp.where(borders.leading[..., None, None], d_read, 0), record)
-    key_gates, value_gates = _gates(record, borders.leading)
-    queries = _weighted(record.query, _up_to(key_gates), borders.leading, record, record.softmax_scale)
-    return _product(queries, _weighted(d_read, _up_to(value_gates), borders.leading, record), record)
+        effect = jnp.where(border_tokens.leading[..., None, None], saved, 0)
+        return _sum_of_outer_products(effect, jnp.where(border_tokens.leading[..., None, None], d_read, 0), record)
+    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.leading)
+    queries = _tokens_times_weights(
+        record.query, _gate_sums_up_to_token(key_gates), border_tokens.leading, record, record.softmax_scale
+    )
+    return _sum_of_outer_products(
+        queries,
+        _tokens_times_weights(d_read, _gate_sums_up_to_token(value_gates), border_tokens.leading, record),
+        record,
+    )
 
 
 Gates = jax.Array | None
 
 
-def _gates(record: LinearRecurrence, chosen: jax.Array) -> tuple[Gates, Gates]:
+def _log_gates_of_tokens(record: LinearRecurrence, chosen: jax.Array) -> tuple[Gates, Gates]:
     """Returns the logs of the gates of chosen tokens [B, T, H, ...], 0 for others, in the accumulator's dtype."""
 
-    def of_chosen(gate: jax.Array | None) -> Gates:
+    def log_gate_of_chosen_tokens(gate: jax.Array | None) -> Gates:
         return None if gate is None else jnp.where(chosen[..., None, None], gate.astype(accumulator(record)), 0)
 
-    return of_chosen(record.decay), of_chosen(record.value_decay)
+    return log_gate_of_chosen_tokens(record.decay), log_gate_of_chosen_tokens(record.value_decay)
 
 
-def _total(key_gates: Gates, value_gates: Gates, record: LinearRecurrence) -> jax.Array:
+def _total_decay_factor(key_gates: Gates, value_gates: Gates, record: LinearRecurrence) -> jax.Array:
     """Returns the factor of all gates on a state, [B, H, K|1, V|1]; ones without gates."""
     if key_gates is None and value_gates is None:
         return jnp.ones((record.query.shape[0], head_count(record), 1, 1), accumulator(record))
@@ -165,19 +189,19 @@ def _total(key_gates: Gates, value_gates: Gates, record: LinearRecurrence) -> ja
     return jnp.exp(keys + values)
 
 
-def _written(record: LinearRecurrence) -> jax.Array:
+def _written_values(record: LinearRecurrence) -> jax.Array:
     """Returns the values that are written: times their steps, [B, T, H, V], where the record has some."""
     if record.dt is None:
         return record.value
     return jnp.repeat(record.value, head_count(record) // record.value.shape[2], axis=2) * record.dt[..., None]
 
 
-def _up_to(gates: Gates) -> Gates:
+def _gate_sums_up_to_token(gates: Gates) -> Gates:
     """Returns the sum of the gates of all tokens up to each, its own included."""
     return None if gates is None else cumulative_sums(gates)
 
 
-def _after(gates: Gates) -> Gates:
+def _gate_sums_after_token(gates: Gates) -> Gates:
     """Returns the sum of the gates of all tokens after each. Differences of sums would be NaN after a gate of -inf."""
     if gates is None:
         return None
@@ -185,25 +209,27 @@ def _after(gates: Gates) -> Gates:
     return cumulative_sums(later, reverse=True)
 
 
-def _weighted(x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0) -> jax.Array:
+def _tokens_times_weights(
+    x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0
+) -> jax.Array:
     """Returns [B, T, H, ...]: an array of all heads, weighted by the exponentials of logs; 0 for tokens not chosen."""
     x = jnp.repeat(x, head_count(record) // x.shape[2], axis=2).astype(accumulator(record)) * scale
     x = x if logs is None else x * jnp.exp(logs)
     return jnp.where(chosen[..., None, None], x, 0).astype(record.query.dtype)
 
 
-def _product(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
+def _sum_of_outer_products(keys: jax.Array, values: jax.Array, record: LinearRecurrence) -> jax.Array:
     """Returns the sum over tokens of keys times values, [B, H, K, V]."""
     precision, dtype = product_precision(record.query.dtype, record.precision), accumulator(record)
     return jnp.einsum("bthk,bthv->bhkv", keys, values, precision=precision, preferred_element_type=dtype)
 
 
-RULE = SplitRecurrence(
-    borders=borders,
-    enters=enters,
+SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
+    borders=border_tokens,
+    enters=segment_crosses_border,
     summary=summary,
-    gradient=gradient,
-    corrected=corrected,
+    gradient=entering_state_gradient,
+    corrected=results_with_entering_state,
     matrices=mixes_channels,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",

@@ -12,28 +12,28 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import (
     PagedAttention,
     Window,
-    as_computed,
     band,
-    in_chunk,
+    in_same_chunk,
     pair_bias,
     qq_starts,
+    round_to_compute_dtype,
 )
 from ejkernel.families.paged_attention.reference import reference
-from ejkernel.planning.requests import PADDING, UNUSED, claimed
+from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
 
 __all__ = [
     "FAMILY",
     "PagedAttention",
     "Window",
-    "as_computed",
     "axes",
     "band",
-    "in_chunk",
+    "in_same_chunk",
     "localise",
     "pair_bias",
     "qq_starts",
     "reference",
     "requests",
+    "round_to_compute_dtype",
 ]
 
 
@@ -79,7 +79,10 @@ def axes(record: PagedAttention) -> dict[str, Any]:
 
 def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
-    sequences, tokens = np.arange(record.kv_lens.shape[0]), np.asarray(paged_cache.token_places(record)[0])
+    sequences, tokens = (
+        np.arange(record.kv_lens.shape[0]),
+        np.asarray(paged_cache.token_places(record)[0]),
+    )
     live = paged_cache.live_sequences(record)
     lens, starts = np.asarray(record.kv_lens), np.zeros_like(sequences)
     if record.kv_starts is not None:
@@ -87,9 +90,11 @@ def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
     pages = np.full((paged_cache.page_count(record), paged_cache.page_size(record)), UNUSED)
     for n in sequences if live is None else sequences[: int(live)]:
         position = np.arange(starts[n], min(lens[n], paged_cache.capacity(record)), dtype=np.int32)
-        page, slot = (np.asarray(x) for x in paged_cache.find(record, jnp.int32(n), jnp.asarray(position)))
+        page, slot = (
+            np.asarray(x) for x in paged_cache.find_pages_and_slots(record, jnp.int32(n), jnp.asarray(position))
+        )
         in_pages = page < pages.shape[0]
-        claimed(pages, (page[in_pages], slot[in_pages]), n)
+        claim_entries(pages, (page[in_pages], slot[in_pages]), n)
     places = "r s" if record.block_tables is None else "p s"
     return (
         {

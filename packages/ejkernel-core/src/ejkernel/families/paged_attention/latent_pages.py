@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import PagedAttention
 from ejkernel.families.tiled_attention import TiledAttention
 
-WIDEST = 512
+MAX_KEY_BLOCK_WIDTH = 512
 """Columns that one accumulator has. Of wider rows that are keys and values, the rest goes to a second one."""
 
 
@@ -48,9 +48,9 @@ def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
         size = values.shape[-1]
         rows, rotary = values, Rotary(keys[..., size:], 0)
     else:
-        size = min(keys.shape[-1], WIDEST)
+        size = min(keys.shape[-1], MAX_KEY_BLOCK_WIDTH)
         rows, rotary = keys, Rotary(keys, size % keys.shape[-1], values=size < keys.shape[-1])
-    starts, lengths = _ranges(record)
+    starts, lengths = _key_ranges(record)
     pages = PagedAttention(
         query=record.query[:, 0],
         key_pages=rows,
@@ -69,7 +69,7 @@ def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
     return pages, rotary
 
 
-def _ranges(record: TiledAttention) -> tuple[jax.Array | None, jax.Array]:
+def _key_ranges(record: TiledAttention) -> tuple[jax.Array | None, jax.Array]:
     """Returns first key of each row, None for 0, and one more than the last: what segments and the window leave of its
     tokens.
 

@@ -28,7 +28,7 @@ LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED, LATENT)
 """Orders of a cache's axes, a letter each: page, slot, head, component, size."""
 
 
-def packing(dtype: Any) -> int:
+def values_per_32_bits(dtype: Any) -> int:
     """Returns rows of a combined cache that are kept side by side: as many numbers as 32 bits hold."""
     return max(1, 4 // jnp.dtype(dtype).itemsize)
 
@@ -151,7 +151,9 @@ def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     return jnp.where(in_sequence, sequence, -1), jnp.where(in_sequence, position, 0)
 
 
-def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:
+def find_pages_and_slots(
+    record: PagedAttention, sequence: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the page and the slot of each position of some sequences.
 
     Args:
@@ -176,13 +178,15 @@ def find(record: PagedAttention, sequence: jax.Array, position: jax.Array) -> tu
     return jnp.where(present & (page >= 0) & (page < pages), page, pages), slot
 
 
-def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+def load_keys_and_values(
+    record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values at given places; 0 where the page does not belong to the cache, whatever the
     cache holds.
 
     Args:
         record: The record.
-        page: int32, as `find` gives it.
+        page: int32, as `find_pages_and_slots` gives it.
         slot: int32, broadcastable with it.
         head: int32 KV heads, broadcastable with both.
 
@@ -195,12 +199,12 @@ def load(record: PagedAttention, page: jax.Array, slot: jax.Array, head: jax.Arr
         return _latent_keys(record, rows_at), rows_at[..., : record.latent[0]]
     places = {"p": page, "s": slot, "h": head}
 
-    def rows(pages: jax.Array, component: int, size: int) -> jax.Array:
+    def load_component(pages: jax.Array, component: int, size: int) -> jax.Array:
         index = tuple(jnp.int32(component) if axis == "c" else places[axis] for axis in record.kv_layout[:-1])
         return pages.at[index].get(mode="fill", fill_value=0)[..., :size]
 
     values = record.key_pages if record.value_pages is None else record.value_pages
-    return rows(record.key_pages, 0, record.query.shape[-1]), rows(values, 1, value_size(record))
+    return load_component(record.key_pages, 0, record.query.shape[-1]), load_component(values, 1, value_size(record))
 
 
 def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
@@ -219,24 +223,24 @@ def write(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]
     """
     if record.new_keys is None:
         return record, ()
-    at = find(record, *token_places(record))
+    at = find_pages_and_slots(record, *token_places(record))
     if record.latent is not None:
         pages = (_write_latent(record, *at),)
-        return _without_news(record, key_pages=pages[0]), pages
+        return _without_new_tokens(record, key_pages=pages[0]), pages
     if record.new_values is None:
         return record, ()
     if record.kv_layout == COMBINED:
         shape = record.key_pages.shape
         stored = record.key_pages.reshape(_stored_shape(record.key_pages))
-        tokens = _combined(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])
+        tokens = _combined_rows(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])
         pages = (stored.at[at].set(tokens, mode="drop").reshape(shape),)
-        return _without_news(record, key_pages=pages[0]), pages
+        return _without_new_tokens(record, key_pages=pages[0]), pages
     pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
     keys, values = (x.at[at].set(new.astype(x.dtype), mode="drop") for x, new in pairs if x is not None)
-    return _without_news(record, key_pages=keys, value_pages=values), (keys, values)
+    return _without_new_tokens(record, key_pages=keys, value_pages=values), (keys, values)
 
 
-def _without_news(record: PagedAttention, **pages: Any) -> PagedAttention:
+def _without_new_tokens(record: PagedAttention, **pages: Any) -> PagedAttention:
     return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
 
 
@@ -247,7 +251,7 @@ def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
     gives that axis a layout of its own and has to undo it.
     """
     count, slots, heads, components, size = pages.shape
-    pack, lanes = packing(pages.dtype), max(size, LANES)
+    pack, lanes = values_per_32_bits(pages.dtype), max(size, LANES)
     rows, rest = divmod(heads * components * size, pack * lanes)
     return pages.shape if rest else (count, slots, rows, pack, lanes)
 
@@ -259,7 +263,7 @@ def _write_latent(record: PagedAttention, page: jax.Array, slot: jax.Array) -> j
     """
     assert record.latent is not None
     assert record.new_keys is not None
-    (count, slots, lanes), pack = record.key_pages.shape, packing(record.key_pages.dtype)
+    (count, slots, lanes), pack = record.key_pages.shape, values_per_32_bits(record.key_pages.dtype)
     pack = pack if slots % pack == 0 else 1
     tokens = _latent_rows(record.new_keys[:, 0], record.latent, record.key_pages)
     stored = record.key_pages.reshape(count, slots // pack, pack, lanes)
@@ -274,7 +278,7 @@ def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -
     return jnp.concatenate((first, jnp.pad(tokens[:, size:], ((0, 0), (0, rest)))), axis=-1)
 
 
-def _combined(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
+def _combined_rows(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
     """Returns tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
     rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
     padding = [(0, 0), *((0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True))]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.planning.precision import rounded
 from ejkernel.types.arguments import arguments, static
-from ejkernel.types.integers import as_int32, fits_int32
+from ejkernel.types.integers import clamp_to_int32, fits_int32
 
 Window = tuple[int | None, int | None]
 
@@ -80,7 +80,7 @@ class PagedAttention:
             if hasattr(values, "dtype") and not fits_int32(
                 values.dtype
             ):  # a cast would turn invalid entries into page numbers
-                object.__setattr__(self, name, as_int32(values))
+                object.__setattr__(self, name, clamp_to_int32(values))
 
 
 def _without_empty_tables(record: PagedAttention) -> None:
@@ -149,12 +149,12 @@ def qq_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
 
-def in_chunk(record: PagedAttention, position: jax.Array, key: jax.Array) -> jax.Array | None:
+def in_same_chunk(record: PagedAttention, position: jax.Array, key: jax.Array) -> jax.Array | None:
     """Returns whether queries and keys at these positions are of one chunk; None where there are no chunks."""
     size = record.chunk_size
     return None if size is None else position // size == key // size
 
 
-def as_computed(x: jax.Array, record: PagedAttention) -> jax.Array:
+def round_to_compute_dtype(x: jax.Array, record: PagedAttention) -> jax.Array:
     """Returns queries, keys or values rounded to `compute_dtype`, in their own dtype."""
     return x if record.compute_dtype is None else rounded(x, record.compute_dtype)

@@ -32,8 +32,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.record import PagedAttention, as_computed, band, in_chunk, pair_bias
-from ejkernel.families.tiled_attention import soft_capped
+from ejkernel.families.paged_attention.record import (
+    PagedAttention,
+    band,
+    in_same_chunk,
+    pair_bias,
+    round_to_compute_dtype,
+)
+from ejkernel.families.tiled_attention import apply_soft_cap
 
 
 def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
@@ -45,7 +51,7 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
     record, pages = paged_cache.write(record)
     sequence, position = paged_cache.token_places(record)
-    keys, values, present = _gathered(record, sequence, accumulate)
+    keys, values, present = _gather_pages(record, sequence, accumulate)
     scores = _scores(record, keys, sequence, position, accumulate)
     allowed = (present & _in_band(record, position))[:, None]
     sink = jnp.full(record.query.shape[1], -jnp.inf) if record.softmax_aux is None else record.softmax_aux
@@ -60,28 +66,32 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     return (output.astype(record.query.dtype), lse, *pages), None
 
 
-def _gathered(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+def _gather_pages(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
     """Returns, for every query row, the keys [T, K, H, D], values and presence bool [T, K] of the K slots of its block
     table.
     """
     heads, kv_heads = record.query.shape[1], paged_cache.kv_heads(record)
     position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32)
-    page, slot = paged_cache.find(record, sequence[:, None], position[None])
+    page, slot = paged_cache.find_pages_and_slots(record, sequence[:, None], position[None])
     row = jnp.maximum(sequence, 0)
     present = (page < paged_cache.page_count(record)) & (position < record.kv_lens[row][:, None])
     if record.kv_starts is not None:
         present &= position >= record.kv_starts[row][:, None]
     page = jnp.where(present, page, paged_cache.page_count(record))
     head = jnp.arange(heads, dtype=jnp.int32) // (heads // kv_heads)
-    keys, values = paged_cache.load(record, page[..., None], slot[..., None], head)
-    return as_computed(keys, record).astype(dtype), as_computed(values, record).astype(dtype), present
+    keys, values = paged_cache.load_keys_and_values(record, page[..., None], slot[..., None], head)
+    return (
+        round_to_compute_dtype(keys, record).astype(dtype),
+        round_to_compute_dtype(values, record).astype(dtype),
+        present,
+    )
 
 
 def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, position: jax.Array, dtype: Any) -> jax.Array:
     """Returns scores before masking, [T, H, K]."""
-    query = as_computed(record.query, record).astype(dtype)
+    query = round_to_compute_dtype(record.query, record).astype(dtype)
     scores = jnp.einsum("thd,tkhd->thk", query, keys, precision=lax.Precision.HIGHEST) * record.softmax_scale
-    context = _contexts(record)[jnp.maximum(sequence, 0)]
+    context = _lengths_before_queries(record)[jnp.maximum(sequence, 0)]
     column = jnp.arange(scores.shape[-1], dtype=jnp.int32) - context[:, None]
     if record.alibi_slopes is not None:
         scores = scores + record.alibi_slopes.astype(dtype)[:, None] * column[:, None].astype(dtype)
@@ -90,11 +100,11 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
     if terms is not None:
         scores = scores + terms[:, None].astype(dtype)
     if record.logits_soft_cap is not None:
-        scores = soft_capped(scores, record.logits_soft_cap)
+        scores = apply_soft_cap(scores, record.logits_soft_cap)
     return scores
 
 
-def _contexts(record: PagedAttention) -> jax.Array:
+def _lengths_before_queries(record: PagedAttention) -> jax.Array:
     """Returns tokens of each sequence before its queries."""
     return record.kv_lens.astype(jnp.int32) - paged_cache.query_ranges(record)[1]
 
@@ -103,7 +113,7 @@ def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
     """Returns bool [T, K]."""
     left, right = band(record)
     key, position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32), position[:, None]
-    allowed = in_chunk(record, position, key)
+    allowed = in_same_chunk(record, position, key)
     allowed = jnp.ones((position.shape[0], key.shape[0]), bool) if allowed is None else allowed
     if left is not None:
         allowed &= key >= position - left

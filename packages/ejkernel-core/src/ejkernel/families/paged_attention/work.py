@@ -1,8 +1,8 @@
 """The work list of paged attention: one entry for every tile of query rows of one sequence.
 
 It is made on the device from lengths that may be traced, and has a fixed size: q rows of n sequences have at most
-`q // block + n` tiles of `block` rows that are not empty. `deal` gives the key tiles of all entries to programs in
-equal shares, so that one long sequence among short ones does not set the time.
+`q // block + n` tiles of `block` rows that are not empty. `deal` gives the key tiles of all entries to
+programs in equal shares, so that one long sequence among short ones does not set the time.
 """
 
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
     """
     starts, _ = paged_cache.query_ranges(record)
     _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, queries, multiple)
-    low, high = _reach(record, sequence, position, rows)
+    low, high = _key_ranges_of_tiles(record, sequence, position, rows)
     live = jnp.sum(rows > 0, dtype=jnp.int32)
     return Work(live, sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)
 
@@ -104,13 +104,13 @@ def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
     return Deal(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
 
 
-def take(work: Work, batch: jax.Array, stack: int) -> Work:
+def take_batch(work: Work, batch: jax.Array, stack: int) -> Work:
     """Returns the entries of one batch, `stack` of them."""
     parts = (jax.lax.dynamic_slice(x, (batch * stack,), (stack,)) for x in work[1:])
     return Work(work.live, *parts)
 
 
-def _reach(
+def _key_ranges_of_tiles(
     record: PagedAttention, sequence: jax.Array, position: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns first key and one more than the last key of tiles of `rows` rows from `position` on."""

@@ -6,43 +6,43 @@ import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.families.recurrent_network.record import (
-    GATES,
+    GATES_PER_CELL,
     NetworkResiduals,
     RecurrentNetwork,
     State,
     accumulator,
-    after_token,
     combined,
     first_state,
-    gates_of,
+    input_and_recurrent_cotangents,
     input_weights,
     real_tokens,
-    separated,
     shape,
-    stacked,
+    split_gates,
+    stack_states,
+    state_after_token,
 )
 from ejkernel.families.recurrent_network.reference import reference
 from ejkernel.planning.requests import PADDING
 
 __all__ = [
     "FAMILY",
-    "GATES",
+    "GATES_PER_CELL",
     "NetworkResiduals",
     "RecurrentNetwork",
     "State",
     "accumulator",
-    "after_token",
     "axes",
     "combined",
     "first_state",
-    "gates_of",
+    "input_and_recurrent_cotangents",
     "input_weights",
     "real_tokens",
     "reference",
     "requests",
-    "separated",
     "shape",
-    "stacked",
+    "split_gates",
+    "stack_states",
+    "state_after_token",
 ]
 
 

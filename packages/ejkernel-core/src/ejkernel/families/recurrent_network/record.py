@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.types.arguments import arguments, static
 
-GATES = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
+GATES_PER_CELL = {"tanh": 1, "relu": 1, "gru": 3, "lstm": 4}
 
 
 @arguments
@@ -18,7 +18,7 @@ class RecurrentNetwork:
         x: [B, T, F] floating.
         weight_ih: [R, G * H, F] floating, of the first layer.
         weight_hh: [L, R, G * H, H] floating.
-        cell: A key of `GATES`.
+        cell: A key of `GATES_PER_CELL`.
         weight_ih_deep: [L - 1, R, G * H, R * H] floating, of the other layers; None is zeros.
         bias_ih: [L, R, G * H] floating; None is zeros.
         bias_hh: [L, R, G * H] floating; None is zeros.
@@ -103,25 +103,25 @@ def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
     state.
 
     Args:
-        cell: A key of `GATES`.
+        cell: A key of `GATES_PER_CELL`.
         inputs: W_ih x + b_ih, [..., G * H].
         recurrent: W_hh h + b_hh, [..., G * H].
 
     Returns:
         Their sum gate by gate, but both parts of gru's third; each [..., H]. Residuals have them in one array.
     """
-    count = GATES[cell]
-    pairs = list(zip(gates_of(inputs, count), gates_of(recurrent, count), strict=True))
+    count = GATES_PER_CELL[cell]
+    pairs = list(zip(split_gates(inputs, count), split_gates(recurrent, count), strict=True))
     sums = tuple(x + y for x, y in (pairs[:2] if cell == "gru" else pairs))
     return (*sums, *pairs[2]) if cell == "gru" else sums
 
 
-def gates_of(side_by_side: jax.Array, count: int) -> State:
+def split_gates(side_by_side: jax.Array, count: int) -> State:
     """Returns the gates [..., H] that stand side by side in an array."""
     return tuple(jnp.split(side_by_side, count, axis=-1))
 
 
-def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def input_and_recurrent_cotangents(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
     if cell != "gru":
         return cotangent, cotangent
@@ -130,11 +130,11 @@ def separated(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate((sums, inputs), axis=-1), jnp.concatenate((sums, recurrent), axis=-1)
 
 
-def after_token(cell: str, gates: State, state: State) -> State:
+def state_after_token(cell: str, gates: State, state: State) -> State:
     """Returns the state after a token, entry by entry.
 
     Args:
-        cell: A key of `GATES`.
+        cell: A key of `GATES_PER_CELL`.
         gates: What `combined` gives.
         state: The state before it.
     """
@@ -149,6 +149,6 @@ def after_token(cell: str, gates: State, state: State) -> State:
     return (jnp.tanh(gates[0]) if cell == "tanh" else jnp.maximum(gates[0], 0),)
 
 
-def stacked(states: list[State]) -> State:
+def stack_states(states: list[State]) -> State:
     """Returns the states of several layers and directions, in one array each."""
     return tuple(jnp.stack(each) for each in zip(*states, strict=True))

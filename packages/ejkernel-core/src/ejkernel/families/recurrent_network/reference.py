@@ -27,13 +27,13 @@ from ejkernel.families.recurrent_network.record import (
     RecurrentNetwork,
     State,
     accumulator,
-    after_token,
     combined,
     first_state,
     input_weights,
     real_tokens,
     shape,
-    stacked,
+    stack_states,
+    state_after_token,
 )
 
 
@@ -56,7 +56,7 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
         inputs = jnp.concatenate([each[1] for each, _ in runs], axis=-1)
         if real is not None:
             inputs = jnp.where(real[..., None], inputs, 0)
-    return (inputs.astype(record.x.dtype), *stacked(finals)), NetworkResiduals.of(stacked(tokens))
+    return (inputs.astype(record.x.dtype), *stack_states(finals)), NetworkResiduals.of(stack_states(tokens))
 
 
 def _reference_direction(
@@ -70,16 +70,16 @@ def _reference_direction(
     real = real_tokens(record)
     real = jnp.ones(inputs.shape[:2], bool) if real is None else real
 
-    def token(state: State, parts: tuple[jax.Array, jax.Array]) -> tuple[State, State]:
+    def run_token(state: State, parts: tuple[jax.Array, jax.Array]) -> tuple[State, State]:
         x, is_real = parts
         projected = jnp.matmul(x, weight_ih.T, precision=highest) + biases[0]
         recurrent = jnp.matmul(state[0], weight_hh.T, precision=highest) + biases[1]
         gates = tuple(jnp.where(is_real[:, None], x, 0) for x in combined(record.cell, projected, recurrent))
-        after = after_token(record.cell, gates, state)
+        after = state_after_token(record.cell, gates, state)
         after = tuple(jnp.where(is_real[:, None], new, old) for new, old in zip(after, state, strict=True))
         return after, (jnp.concatenate(gates, axis=-1), *after)
 
     start = first_state(record, layer * shape(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))
-    last, stacked = lax.scan(token, start, tokens, reverse=direction == 1)
+    last, stacked = lax.scan(run_token, start, tokens, reverse=direction == 1)
     return tuple(jnp.moveaxis(x, 0, 1) for x in stacked), last

@@ -7,10 +7,25 @@ import jax
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.contract import Family
-from ejkernel.families.ring_attention.record import RingAttention, axis_bound, axis_size, gathered, tiled
+from ejkernel.families.ring_attention.record import (
+    RingAttention,
+    as_tiled_attention,
+    axis_size,
+    gathered,
+    is_axis_bound,
+)
 from ejkernel.families.ring_attention.reference import reference
 
-__all__ = ["FAMILY", "RingAttention", "axis_bound", "axis_size", "gathered", "localise", "reference", "tiled"]
+__all__ = [
+    "FAMILY",
+    "RingAttention",
+    "as_tiled_attention",
+    "axis_size",
+    "gathered",
+    "is_axis_bound",
+    "localise",
+    "reference",
+]
 
 
 def localise(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
@@ -19,7 +34,7 @@ def localise(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAtt
     """
     if record.axis_name is not None:
         return record
-    moved = tiled_attention.localise(tiled(record), offsets)
+    moved = tiled_attention.localise(as_tiled_attention(record), offsets)
     return dataclasses.replace(record, q_positions=moved.q_positions)
 
 

@@ -22,15 +22,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.ring_attention.record import RingAttention, tiled
-from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, local_part, put_columns
+from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention
+from ejkernel.families.ring_attention.schedule import (
+    Ring,
+    TravellingKeys,
+    columns,
+    local_record,
+    put_key_columns,
+    travelling_keys_of,
+)
 from ejkernel.families.ring_attention.steps import (
     Distance,
     Gradients,
-    Step,
+    RingStep,
     ZigzagStep,
-    kind_of,
     local_step,
+    ring_kind,
     ring_of_steps,
     step_at,
 )
@@ -52,7 +59,7 @@ class StepKernel:
     backward: Callable[[Pullback, Any], Gradients]
 
 
-RemoteStep = Callable[[Distance, Load, Any], tuple[Gradients, Any]]
+RemoteStep = Callable[[Distance, TravellingKeys, Any], tuple[Gradients, Any]]
 
 
 def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -68,25 +75,27 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
     """
     ring = ring_of_steps(record)
     if ring is None:
-        output, residuals, *_ = kernel.forward(tiled(record), config)
+        output, residuals, *_ = kernel.forward(as_tiled_attention(record), config)
         return output, residuals
-    local = local_part(record, ring)
+    local = local_record(record, ring)
 
-    def attend(step: Step | ZigzagStep) -> Partial:
+    def attend(step: RingStep | ZigzagStep) -> Partial:
         output, residuals, *_ = kernel.forward(step.record, config)
         return Partial(output.astype(accumulator(record)), residuals.lse)
 
-    def remote_step(distance: Distance, load: Load, so_far: Partial) -> tuple[Gradients, Partial]:
-        step = step_at(local, ring, distance, load)
+    def remote_step(distance: Distance, travelling_keys: TravellingKeys, so_far: Partial) -> tuple[Gradients, Partial]:
+        step = step_at(local, ring, distance, travelling_keys)
         return {}, merge(so_far, *step.partials(attend(step)))
 
-    def first_step(load: Load) -> tuple[Gradients, Partial]:
+    def first_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Partial]:
         # Only this step adds the sinks to its denominator, so they are counted once.
-        step = local_step(local, ring, load)
+        step = local_step(local, ring, travelling_keys)
         return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))
 
     sinks = record.softmax_aux
-    _, done = _around(ring, load_of(local), first_step, remote_step, unrolled=kind_of(local, ring) == "banded")
+    _, done = _run_ring(
+        ring, travelling_keys_of(local), first_step, remote_step, unrolled=ring_kind(local, ring) == "banded"
+    )
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
@@ -106,12 +115,12 @@ def backward(pullback: Pullback, config: Any, kernel: StepKernel) -> Gradients:
     record, grad_fields = pullback.record, pullback.grad_fields
     ring = ring_of_steps(record)
     if ring is None:
-        return kernel.backward(dataclasses.replace(pullback, record=tiled(record)), config)
+        return kernel.backward(dataclasses.replace(pullback, record=as_tiled_attention(record)), config)
     grads: Gradients = {}
     if grad_fields - {"softmax_aux"}:
         local = dataclasses.replace(
             pullback,
-            record=local_part(record, ring),
+            record=local_record(record, ring),
             residuals=SoftmaxResiduals(lse=ring.stripe(pullback.residuals.lse, 2)),
             output=ring.stripe(pullback.output, 1),
             cotangent=ring.stripe(pullback.cotangent, 1),
@@ -129,70 +138,78 @@ def accumulator(record: RingAttention) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def _around(
+def _run_ring(
     ring: Ring,
-    load: Load,
-    first_step: Callable[[Load], tuple[Gradients, Any]],
+    travelling_keys: TravellingKeys,
+    first_step: Callable[[TravellingKeys], tuple[Gradients, Any]],
     remote_step: RemoteStep,
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Sends the loads of all devices around the ring, and runs one step for each load that arrives here.
+    """Sends the keys of all devices around the ring, and runs one step for each device's keys that arrive here.
 
     Args:
         ring: How it goes.
-        load: This device's keys and what belongs to them.
-        first_step: With the keys that the device holds: load -> (gradients of the load, state).
-        remote_step: (distance, load, state) -> (gradients of the load, state).
+        travelling_keys: This device's keys and what belongs to them.
+        first_step: With the keys that the device holds: keys -> (their gradients, state).
+        remote_step: (distance, keys, state) -> (gradients of the keys, state).
         unrolled: Whether `remote_step` wants an int for a distance.
 
     Returns:
-        The gradients of this device's load, back home, and the state.
+        The gradients of this device's keys, back home, and the state.
     """
-    after_first_hop = {hop: ring.shift(load, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)}
-    home, state = first_step(load)
+    after_first_hop = {
+        hop: ring.shift(travelling_keys, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)
+    }
+    home, state = first_step(travelling_keys)
     directions = [(1, ring.before), (-1, ring.after)]
     totals: list[Gradients] = []
-    cargo = home
+    travelling_gradients = home
     for hop, last in directions:
         if last:
-            total, state = _leg(ring, hop, last, after_first_hop[hop], cargo, remote_step, state, unrolled=unrolled)
+            total, state = _run_ring_direction(
+                ring, hop, last, after_first_hop[hop], travelling_gradients, remote_step, state, unrolled=unrolled
+            )
             totals.append(total)
-            cargo = jax.tree.map(jnp.zeros_like, cargo)
+            travelling_gradients = jax.tree.map(jnp.zeros_like, travelling_gradients)
     return (_sum_gradients(*totals) if totals else home), state
 
 
-def _leg(
+def _run_ring_direction(
     ring: Ring,
     hop: int,
     last: int,
-    load: Load,
-    cargo: Gradients,
+    travelling_keys: TravellingKeys,
+    travelling_gradients: Gradients,
     remote_step: RemoteStep,
     state: Any,
     *,
     unrolled: bool,
 ) -> tuple[Gradients, Any]:
-    """Runs ring steps 1 to `last` in one direction; the load is the first step's, the cargo arrives one step later."""
+    """Runs ring steps 1 to `last` in one direction; the keys are the first step's, their
+    gradients arrive one step later.
+    """
 
-    def process_arrival(distance: Distance, load: Load, cargo: Gradients, state: Any) -> tuple[Gradients, Any]:
-        arriving_cargo = ring.shift(cargo, hop)
-        new_gradients, state = remote_step(hop * distance, load, state)
-        return _sum_gradients(arriving_cargo, new_gradients), state
+    def process_arrival(
+        distance: Distance, travelling_keys: TravellingKeys, travelling_gradients: Gradients, state: Any
+    ) -> tuple[Gradients, Any]:
+        arriving_gradients = ring.shift(travelling_gradients, hop)
+        new_gradients, state = remote_step(hop * distance, travelling_keys, state)
+        return _sum_gradients(arriving_gradients, new_gradients), state
 
-    def step(distance: Distance, carry: tuple[Load, Gradients, Any]) -> tuple[Load, Gradients, Any]:
-        load, cargo, state = carry
-        next_load = ring.shift(load, hop)
-        return next_load, *process_arrival(distance, load, cargo, state)
+    def step(distance: Distance, carry: tuple[TravellingKeys, Gradients, Any]) -> tuple[TravellingKeys, Gradients, Any]:
+        travelling_keys, travelling_gradients, state = carry
+        next_travelling_keys = ring.shift(travelling_keys, hop)
+        return next_travelling_keys, *process_arrival(distance, travelling_keys, travelling_gradients, state)
 
-    carry = (load, cargo, state)
+    carry = (travelling_keys, travelling_gradients, state)
     if unrolled:
         for distance in range(1, last):
             carry = step(distance, carry)
     elif last > 1:
         carry = lax.fori_loop(1, last, step, carry)
-    cargo, state = process_arrival(last, *carry)
-    return ring.shift(cargo, -hop * last), state
+    travelling_gradients, state = process_arrival(last, *carry)
+    return ring.shift(travelling_gradients, -hop * last), state
 
 
 def _sum_gradients(*trees: Gradients) -> Gradients:
@@ -203,7 +220,7 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(pullback.record)
 
-    def grads_of(step: Step | ZigzagStep, load: Load) -> Gradients:
+    def gradients_of_step(step: RingStep | ZigzagStep, travelling_keys: TravellingKeys) -> Gradients:
         lse, output, cotangent = pullback.residuals.lse, pullback.output, pullback.cotangent
         of_lse = pullback.lse_cotangent
         part = Pullback(
@@ -215,22 +232,28 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
             grad_fields=pullback.grad_fields,
         )
         gradients = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
-        return step.spread({name: gradients[name] for name in sorted(pullback.grad_fields)}, load["key"].shape[1])
-
-    def remote_step(distance: Distance, load: Load, staying: Gradients) -> tuple[Gradients, Gradients]:
-        grads = grads_of(step_at(record, ring, distance, load), load)
-        source = (lax.axis_index(ring.axis_name) - distance) % ring.size
-        return _travelling_gradients(grads), _add_stationary_gradients(grads, staying, ring, source, load)
-
-    def first_step(load: Load) -> tuple[Gradients, Gradients]:
-        grads = grads_of(local_step(record, ring, load), load)
-        zero_gradients = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
-        return _travelling_gradients(grads), _add_stationary_gradients(
-            grads, zero_gradients, ring, lax.axis_index(ring.axis_name), load
+        return step.spread(
+            {name: gradients[name] for name in sorted(pullback.grad_fields)}, travelling_keys["key"].shape[1]
         )
 
-    unrolled = kind_of(record, ring) == "banded"
-    home, kept = _around(ring, load_of(record), first_step, remote_step, unrolled=unrolled)
+    def remote_step(
+        distance: Distance, travelling_keys: TravellingKeys, stationary_gradients: Gradients
+    ) -> tuple[Gradients, Gradients]:
+        grads = gradients_of_step(step_at(record, ring, distance, travelling_keys), travelling_keys)
+        source = (lax.axis_index(ring.axis_name) - distance) % ring.size
+        return _travelling_gradients(grads), _add_stationary_gradients(
+            grads, stationary_gradients, ring, source, travelling_keys
+        )
+
+    def first_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Gradients]:
+        grads = gradients_of_step(local_step(record, ring, travelling_keys), travelling_keys)
+        zero_gradients = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
+        return _travelling_gradients(grads), _add_stationary_gradients(
+            grads, zero_gradients, ring, lax.axis_index(ring.axis_name), travelling_keys
+        )
+
+    unrolled = ring_kind(record, ring) == "banded"
+    home, kept = _run_ring(ring, travelling_keys_of(record), first_step, remote_step, unrolled=unrolled)
     return {**home, **kept}
 
 
@@ -239,14 +262,14 @@ def _travelling_gradients(grads: Gradients) -> Gradients:
 
 
 def _add_stationary_gradients(
-    grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, load: Load
+    grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, travelling_keys: TravellingKeys
 ) -> Gradients:
     """Returns gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
     kept = {name: grads[name] + so_far[name] if name in so_far else grads[name] for name in {"query"} & set(grads)}
     if "bias" in grads:
-        keys, total = load["key"].shape[1], so_far["bias"]
+        keys, total = travelling_keys["key"].shape[1], so_far["bias"]
         part = grads["bias"] + columns(total, ring, source, keys)
-        kept["bias"] = put_columns(total, part, ring, source, keys)
+        kept["bias"] = put_key_columns(total, part, ring, source, keys)
     return kept
 
 
@@ -256,7 +279,7 @@ def _sink_gradient(pullback: Pullback) -> jax.Array:
     output = pullback.output.astype(dtype)
     # The output of padding is 0 and contributes nothing, even if its cotangent is NaN.
     delta = jnp.sum(jnp.where(output == 0, 0, pullback.cotangent.astype(dtype)) * output, axis=-1).swapaxes(1, 2)
-    return sinks_gradient(dataclasses.replace(pullback, record=tiled(pullback.record)), delta)
+    return sinks_gradient(dataclasses.replace(pullback, record=as_tiled_attention(pullback.record)), delta)
 
 
 def _return_to_field_layout(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:

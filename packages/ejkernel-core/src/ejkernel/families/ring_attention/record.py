@@ -50,7 +50,7 @@ class RingAttention:
     logits_soft_cap: float | None = static(None)
 
 
-def axis_bound(axis_name: str) -> bool:
+def is_axis_bound(axis_name: str) -> bool:
     """Returns whether the caller runs once for every device along a mesh axis."""
     try:
         lax.axis_size(axis_name)
@@ -61,10 +61,10 @@ def axis_bound(axis_name: str) -> bool:
 
 def axis_size(axis_name: str | None) -> int:
     """Returns devices along a mesh axis; 1 where it is not bound."""
-    return lax.axis_size(axis_name) if axis_name is not None and axis_bound(axis_name) else 1
+    return lax.axis_size(axis_name) if axis_name is not None and is_axis_bound(axis_name) else 1
 
 
-def tiled(record: RingAttention) -> TiledAttention:
+def as_tiled_attention(record: RingAttention) -> TiledAttention:
     """Returns the record of a sequence that is all here, as tiled attention."""
     names = {field.name for field in dataclasses.fields(record)} - {"axis_name"}
     return TiledAttention(**{name: getattr(record, name) for name in names})

@@ -16,15 +16,15 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.ring_attention import stripes
-from ejkernel.families.ring_attention.record import RingAttention, axis_size, tiled
+from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention, axis_size
 from ejkernel.families.tiled_attention import TiledAttention, band
 
 Tree = TypeVar("Tree")
-Load = dict[str, jax.Array]
-StepFunction = Callable[[jax.Array, Load, Any], tuple[Load, Any]]
+TravellingKeys = dict[str, jax.Array]
+StepFunction = Callable[[jax.Array, TravellingKeys, Any], tuple[TravellingKeys, Any]]
 
-QUERY_ROWS = {"query": 1, "q_segment_ids": 1, "bias": 2, "mask": 2}
-TRAVELLING = ("key", "value", "kv_segment_ids", "kv_positions")
+QUERY_AXIS_BY_FIELD = {"query": 1, "q_segment_ids": 1, "bias": 2, "mask": 2}
+TRAVELLING_FIELDS = ("key", "value", "kv_segment_ids", "kv_positions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,57 +63,75 @@ class Ring:
         """Returns the inverse of `stripe`."""
         return stripes.unstripe(x, axis, self.axis_name) if self.striped else x
 
-    def pieces(self, source: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
+    def sequence_pieces(self, source: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
         """Returns (start, length) in the whole sequence of each piece that a device works on."""
         if not self.striped:
             return [(source * length, length)]
-        return [(start, length // 2) for start in stripes.starts(source, length // 2, self.size)]
+        return [(start, length // 2) for start in stripes.half_starts(source, length // 2, self.size)]
 
     def indices(self, source: jax.Array, length: int) -> jax.Array:
         """Returns int32 [1, length], the index in the whole sequence of each row that a device works on."""
-        pieces = [jnp.arange(n, dtype=jnp.int32) + start for start, n in self.pieces(source, length)]
+        pieces = [jnp.arange(n, dtype=jnp.int32) + start for start, n in self.sequence_pieces(source, length)]
         return jnp.concatenate(pieces)[None]
 
-    def walk(self, load: Load, cargo: Load, step_of: StepFunction, state: Any) -> tuple[Load, Any]:
-        """Sends the loads of all devices around the ring, and runs one step for each load that arrives here.
+    def run_ring(
+        self, travelling_keys: TravellingKeys, travelling_gradients: TravellingKeys, step_of: StepFunction, state: Any
+    ) -> tuple[TravellingKeys, Any]:
+        """Sends the keys of all devices around the ring, and runs one step for each device's keys that arrive here.
 
         Args:
-            load: This device's keys and what belongs to them.
-            cargo: Zeros for what is collected for each load on its way.
-            step_of: (device that the load is from, load, state) -> (what it adds to the load's cargo, state).
+            travelling_keys: This device's keys and what belongs to them.
+            travelling_gradients: Zeros for what is collected for each device's keys on their way.
+            step_of: (device that the keys are from, keys, state) -> (what it adds to their gradients, state).
             state: What stays here.
 
         Returns:
-            The cargo of this device's own load, back home, and the state.
+            What was collected for this device's keys, back home, and the state.
         """
-        after = self.shift(load, -1) if self.after else load
-        total, state = self._leg(1, self.before, load, cargo, step_of, state, first=0)
+        after = self.shift(travelling_keys, -1) if self.after else travelling_keys
+        total, state = self._run_ring_direction(
+            1, self.before, travelling_keys, travelling_gradients, step_of, state, first=0
+        )
         if self.after:
-            more, state = self._leg(-1, self.after, after, cargo, step_of, state, first=1)
+            more, state = self._run_ring_direction(-1, self.after, after, travelling_gradients, step_of, state, first=1)
             total = jax.tree.map(jnp.add, total, more)
         return total, state
 
-    def _leg(
-        self, direction: int, last: int, load: Load, cargo: Load, step_of: StepFunction, state: Any, *, first: int
-    ) -> tuple[Load, Any]:
-        """Runs ring steps `first` to `last` in one direction; the load is the first step's."""
+    def _run_ring_direction(
+        self,
+        direction: int,
+        last: int,
+        travelling_keys: TravellingKeys,
+        travelling_gradients: TravellingKeys,
+        step_of: StepFunction,
+        state: Any,
+        *,
+        first: int,
+    ) -> tuple[TravellingKeys, Any]:
+        """Runs ring steps `first` to `last` in one direction; the keys are the first step's."""
         me = lax.axis_index(self.axis_name)
 
-        def meet(hop: Any, load: Load, cargo: Load, state: Any) -> tuple[Load, Any]:
+        def process_arrival(
+            hop: Any, travelling_keys: TravellingKeys, travelling_gradients: TravellingKeys, state: Any
+        ) -> tuple[TravellingKeys, Any]:
             # Neither transfer depends on the kernel of this step, so both run while it computes.
-            arriving = self.shift(cargo, direction)
-            added, state = step_of((me - direction * jnp.int32(hop)) % self.size, load, state)
+            arriving = self.shift(travelling_gradients, direction)
+            added, state = step_of((me - direction * jnp.int32(hop)) % self.size, travelling_keys, state)
             return jax.tree.map(jnp.add, arriving, added), state
 
-        def step(hop: jax.Array, carry: tuple[Load, Load, Any]) -> tuple[Load, Load, Any]:
-            load, cargo, state = carry
-            upcoming = self.shift(load, direction)
-            return upcoming, *meet(hop, load, cargo, state)
+        def step(
+            hop: jax.Array, carry: tuple[TravellingKeys, TravellingKeys, Any]
+        ) -> tuple[TravellingKeys, TravellingKeys, Any]:
+            travelling_keys, travelling_gradients, state = carry
+            upcoming = self.shift(travelling_keys, direction)
+            return upcoming, *process_arrival(hop, travelling_keys, travelling_gradients, state)
 
         if last > first:
-            load, cargo, state = lax.fori_loop(first, last, step, (load, cargo, state))
-        cargo, state = meet(last, load, cargo, state)
-        return self.shift(cargo, -direction * last), state
+            travelling_keys, travelling_gradients, state = lax.fori_loop(
+                first, last, step, (travelling_keys, travelling_gradients, state)
+            )
+        travelling_gradients, state = process_arrival(last, travelling_keys, travelling_gradients, state)
+        return self.shift(travelling_gradients, -direction * last), state
 
 
 def ring_of(record: RingAttention) -> Ring | None:
@@ -121,13 +139,13 @@ def ring_of(record: RingAttention) -> Ring | None:
     size = axis_size(record.axis_name)
     if record.axis_name is None or size == 1:
         return None
-    before, after = reach(record, size)
+    before, after = num_neighbours_with_keys(record, size)
     if before + after >= size - 1:  # one direction reaches every device
         before, after = size - 1, 0
     return Ring(record.axis_name, size, before, after, _is_striped(record))
 
 
-def _by_index(record: RingAttention) -> bool:
+def _masks_compare_indices(record: RingAttention) -> bool:
     """Returns whether causal and window compare indices, which are known when the call is traced."""
     return record.q_positions is None and record.kv_positions is None
 
@@ -136,16 +154,16 @@ def _is_striped(record: RingAttention) -> bool:
     """Returns a mask that is causal, and nothing more, over queries and keys that are cut alike."""
     length = record.query.shape[1]
     whole = length == record.key.shape[1] and length % 2 == 0 and length > 0
-    return _by_index(record) and band(tiled(record)) == (None, 0) and whole
+    return _masks_compare_indices(record) and band(as_tiled_attention(record)) == (None, 0) and whole
 
 
-def reach(record: RingAttention, size: int) -> tuple[int, int]:
+def num_neighbours_with_keys(record: RingAttention, size: int) -> tuple[int, int]:
     """Returns how many devices before it, and after it, have keys that a device may have to see, not counted around the
     end.
     """
     everyone = size - 1, 0
-    left, right = band(tiled(record))
-    if not _by_index(record) or (left is None and right is None):
+    left, right = band(as_tiled_attention(record))
+    if not _masks_compare_indices(record) or (left is None and right is None):
         return everyone
     device, (queries, keys) = np.arange(size), (record.query.shape[1], record.key.shape[1])
     low = -1 if left is None else (device * queries - left)[:, None]
@@ -155,11 +173,11 @@ def reach(record: RingAttention, size: int) -> tuple[int, int]:
     return int(distances.max()), int(-distances.min())
 
 
-def local_part(record: RingAttention, ring: Ring) -> RingAttention:
+def local_record(record: RingAttention, ring: Ring) -> RingAttention:
     """Returns the record of what this device works on."""
-    rows = {name: axis for name, axis in QUERY_ROWS.items() if _has_rows(getattr(record, name), axis)}
+    rows = {name: axis for name, axis in QUERY_AXIS_BY_FIELD.items() if _has_rows(getattr(record, name), axis)}
     moved = {name: ring.stripe(getattr(record, name), axis) for name, axis in rows.items()}
-    loads = {name: ring.stripe(x, 1) for name, x in load_of(record).items()}
+    loads = {name: ring.stripe(x, 1) for name, x in travelling_keys_of(record).items()}
     return dataclasses.replace(record, **moved, **loads)
 
 
@@ -167,41 +185,45 @@ def _has_rows(x: Any, axis: int) -> bool:
     return x is not None and x.shape[axis] > 1
 
 
-def load_of(record: RingAttention) -> Load:
+def travelling_keys_of(record: RingAttention) -> TravellingKeys:
     """Returns what travels."""
-    return {name: x for name in TRAVELLING if (x := getattr(record, name)) is not None}
+    return {name: x for name in TRAVELLING_FIELDS if (x := getattr(record, name)) is not None}
 
 
-def step_record(record: RingAttention, ring: Ring, source: jax.Array, load: Load) -> TiledAttention:
+def step_record(
+    record: RingAttention, ring: Ring, source: jax.Array, travelling_keys: TravellingKeys
+) -> TiledAttention:
     """Returns the record of one ring step: this device's queries and the keys of device `source`. It has no sinks; the
     caller counts them once.
     """
-    keys = load["key"].shape[1]
+    keys = travelling_keys["key"].shape[1]
     pairs = {
         name: columns(x, ring, source, keys) for name in ("bias", "mask") if (x := getattr(record, name)) is not None
     }
     position_fields: dict[str, jax.Array] = {}
-    if band(tiled(record)) != (None, None):
+    if band(as_tiled_attention(record)) != (None, None):
         me, queries = lax.axis_index(record.axis_name), record.query.shape[1]
         position_fields["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
-        position_fields["kv_positions"] = load.get("kv_positions", ring.indices(source, keys))
-    return dataclasses.replace(tiled(record), **{**load, **pairs, **position_fields}, softmax_aux=None)
+        position_fields["kv_positions"] = travelling_keys.get("kv_positions", ring.indices(source, keys))
+    return dataclasses.replace(
+        as_tiled_attention(record), **{**travelling_keys, **pairs, **position_fields}, softmax_aux=None
+    )
 
 
 def columns(x: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
     """Returns the columns of a device's keys, of [B, H, T, K]; of [B, H, T, 1] all there is."""
     if x.shape[3] == 1:
         return x
-    pieces = [lax.dynamic_slice_in_dim(x, start, n, axis=3) for start, n in ring.pieces(source, keys)]
+    pieces = [lax.dynamic_slice_in_dim(x, start, n, axis=3) for start, n in ring.sequence_pieces(source, keys)]
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=3)
 
 
-def put_columns(x: jax.Array, part: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
+def put_key_columns(x: jax.Array, part: jax.Array, ring: Ring, source: jax.Array, keys: int) -> jax.Array:
     """Returns x with other values in the columns of a device's keys."""
     if x.shape[3] == 1:
         return part
     done = 0
-    for start, n in ring.pieces(source, keys):
+    for start, n in ring.sequence_pieces(source, keys):
         x = lax.dynamic_update_slice_in_dim(x, part[..., done : done + n], start, axis=3)
         done += n
     return x

@@ -27,12 +27,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.families.ring_attention.record import RingAttention, tiled
-from ejkernel.families.ring_attention.schedule import Load, Ring, load_of, reach, ring_of, step_record
+from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention
+from ejkernel.families.ring_attention.schedule import (
+    Ring,
+    TravellingKeys,
+    num_neighbours_with_keys,
+    ring_of,
+    step_record,
+    travelling_keys_of,
+)
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.planning.softmax_merge import Partial
 
-Kind = Literal["full", "zig-zag", "banded", "positioned"]
+RingKind = Literal["full", "zig-zag", "banded", "positioned"]
 Gradients = dict[str, jax.Array]
 Distance = Any
 """How many positions before this device the device of the keys is; negative if it comes after. An int, or int32 if it
@@ -40,9 +47,9 @@ is traced.
 """
 
 
-def kind_of(record: RingAttention, ring: Ring) -> Kind:
+def ring_kind(record: RingAttention, ring: Ring) -> RingKind:
     """Returns which of the four kinds the steps of a record are."""
-    if band(tiled(record)) == (None, None):
+    if band(as_tiled_attention(record)) == (None, None):
         return "full"
     by_index = record.q_positions is None and record.kv_positions is None
     plain = by_index and record.bias is None and record.mask is None
@@ -52,7 +59,7 @@ def kind_of(record: RingAttention, ring: Ring) -> Kind:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RingStep:
     """A step as one call of tiled attention, and what its results belong to.
 
     Attributes:
@@ -75,17 +82,18 @@ class Step:
 
     def partials(self, part: Partial) -> tuple[Partial, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
-        output = _put(part.output, self.rows, self.length, 1)
-        lse = _put(part.lse, self.rows, self.length, 2, -jnp.inf)
-        return (Partial(self._if_present(output, 0), self._if_present(lse, -jnp.inf)),)
+        output = _pad_axis(part.output, self.rows, self.length, 1)
+        lse = _pad_axis(part.lse, self.rows, self.length, 2, -jnp.inf)
+        return (Partial(self._or_neutral(output, 0), self._or_neutral(lse, -jnp.inf)),)
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
         """Returns gradients as those of all of the device's queries and of all keys that are here."""
         rows = {"query": (self.rows, self.length), "key": (self.columns, keys), "value": (self.columns, keys)}
-        padded_gradients = {name: _put(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
-        return {name: self._if_present(x, 0) for name, x in padded_gradients.items()}
+        padded_gradients = {name: _pad_axis(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
+        return {name: self._or_neutral(x, 0) for name, x in padded_gradients.items()}
 
-    def _if_present(self, x: jax.Array, otherwise: float) -> jax.Array:
+    def _or_neutral(self, x: jax.Array, otherwise: float) -> jax.Array:
+        """Returns x, or `otherwise` where the keys of the step are not present."""
         return x if self.present is True else jnp.where(self.present, x, jnp.asarray(otherwise, x.dtype))
 
 
@@ -138,99 +146,107 @@ def ring_of_steps(record: RingAttention) -> Ring | None:
     distance to the queries would differ.
     """
     ring = ring_of(record)
-    if ring is None or kind_of(record, ring) != "banded":
+    if ring is None or ring_kind(record, ring) != "banded":
         return ring
-    before, after = reach(record, ring.size)
+    before, after = num_neighbours_with_keys(record, ring.size)
     return dataclasses.replace(ring, before=before, after=after)
 
 
-def local_step(record: RingAttention, ring: Ring, load: Load) -> Step:
+def local_step(record: RingAttention, ring: Ring, travelling_keys: TravellingKeys) -> RingStep:
     """Returns the step with the keys that the device holds. Local indices order a zig-zag: early is before late."""
     queries, keys = record.query.shape[1], record.key.shape[1]
-    if kind_of(record, ring) in ("zig-zag", "banded"):
-        met = dataclasses.replace(tiled(record), softmax_aux=None)
+    if ring_kind(record, ring) in ("zig-zag", "banded"):
+        met = dataclasses.replace(as_tiled_attention(record), softmax_aux=None)
     else:
-        met = step_record(record, ring, lax.axis_index(ring.axis_name), load)
-    return Step(met, (0, queries), (0, keys), queries)
+        met = step_record(record, ring, lax.axis_index(ring.axis_name), travelling_keys)
+    return RingStep(met, (0, queries), (0, keys), queries)
 
 
-def step_at(record: RingAttention, ring: Ring, distance: Distance, load: Load) -> Step | ZigzagStep:
+def step_at(
+    record: RingAttention, ring: Ring, distance: Distance, travelling_keys: TravellingKeys
+) -> RingStep | ZigzagStep:
     """Returns the step with the keys of the device `distance` places before; of a banded ring, an int."""
-    me, queries, keys = lax.axis_index(ring.axis_name), record.query.shape[1], load["key"].shape[1]
-    kind = kind_of(record, ring)
+    me, queries, keys = lax.axis_index(ring.axis_name), record.query.shape[1], travelling_keys["key"].shape[1]
+    kind = ring_kind(record, ring)
     if kind == "zig-zag":
-        return _zigzag(record, (me - distance) % ring.size < me, load)
+        return _zigzag_step(record, (me - distance) % ring.size < me, travelling_keys)
     if kind == "banded":
         source = me - distance
-        return _banded(record, int(distance), load, (source >= 0) & (source < ring.size))
-    met = step_record(record, ring, (me - distance) % ring.size, load)
-    return Step(met, (0, queries), (0, keys), queries)
+        return _banded_step(record, int(distance), travelling_keys, (source >= 0) & (source < ring.size))
+    met = step_record(record, ring, (me - distance) % ring.size, travelling_keys)
+    return RingStep(met, (0, queries), (0, keys), queries)
 
 
 def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
     """Returns the shapes of a ring's calls, of each kind of step once, for a kernel to say what it refuses in them."""
     ring = ring_of_steps(record)
     if ring is None:
-        return (tiled(record),)
+        return (as_tiled_attention(record),)
 
     def make(record: RingAttention) -> tuple[TiledAttention, ...]:
-        load = load_of(record)  # of other devices' keys; the shapes do not depend on whether halves are exchanged
-        by_device = dataclasses.replace(local_step(record, ring, load).record, softmax_aux=record.softmax_aux)
-        distances = ring.distances if kind_of(record, ring) == "banded" else ring.distances[:1]
-        return by_device, *(step_at(record, ring, distance, load).record for distance in distances)
+        travelling_keys = travelling_keys_of(
+            record
+        )  # of other devices' keys; the shapes do not depend on whether halves are exchanged
+        by_device = dataclasses.replace(
+            local_step(record, ring, travelling_keys).record, softmax_aux=record.softmax_aux
+        )
+        distances = ring.distances if ring_kind(record, ring) == "banded" else ring.distances[:1]
+        return by_device, *(step_at(record, ring, distance, travelling_keys).record for distance in distances)
 
     return jax.eval_shape(lambda record: _compat.call_without_varying_axes(make, record), record)
 
 
-def _zigzag(record: RingAttention, before: jax.Array, load: Load) -> ZigzagStep:
-    def pick(x: jax.Array, shared: int) -> jax.Array:
+def _zigzag_step(record: RingAttention, before: jax.Array, travelling_keys: TravellingKeys) -> ZigzagStep:
+    def pick_halves(x: jax.Array, shared: int) -> jax.Array:
         halves = jnp.split(x, 2, 1)
         return jnp.concatenate([jnp.where(before, *halves), halves[shared]])
 
-    loads = {name: pick(x, 0) for name, x in load.items()}
-    moved = {"query": pick(record.query, 1)}
+    loads = {name: pick_halves(x, 0) for name, x in travelling_keys.items()}
+    moved = {"query": pick_halves(record.query, 1)}
     if record.q_segment_ids is not None:
-        moved["q_segment_ids"] = pick(record.q_segment_ids, 1)
-    met = dataclasses.replace(tiled(record), **loads, **moved, softmax_aux=None, causal=False, sliding_window=None)
+        moved["q_segment_ids"] = pick_halves(record.q_segment_ids, 1)
+    met = dataclasses.replace(
+        as_tiled_attention(record), **loads, **moved, softmax_aux=None, causal=False, sliding_window=None
+    )
     return ZigzagStep(met, before)
 
 
-def _banded(record: RingAttention, distance: int, load: Load, present: jax.Array) -> Step:
+def _banded_step(record: RingAttention, distance: int, travelling_keys: TravellingKeys, present: jax.Array) -> RingStep:
     """Returns the corner of the block in which pairs attend, whose band has no negative side.
 
     `-left <= k - q <= right` in the whole is `-(left - shift) <= k - q <= right + shift` of local indices, with
     `shift = distance * length`. Where that leaves out a whole diagonal, a square at the corner has the pairs that are
     left.
     """
-    length, (left, right) = record.query.shape[1], band(tiled(record))
+    length, (left, right) = record.query.shape[1], band(as_tiled_attention(record))
     shift = distance * length
     left, right = None if left is None else left - shift, None if right is None else right + shift
     rows = columns = (0, length)
     if left is not None and left < 0:
         size = length + left
-        rows, columns, left, right = (0, size), (length - size, length), 0, _wider(right, left)
+        rows, columns, left, right = (0, size), (length - size, length), 0, _band_side_in_corner(right, left)
     elif right is not None and right < 0:
         size = length + right
-        rows, columns, left, right = (length - size, length), (0, size), _wider(left, right), 0
+        rows, columns, left, right = (length - size, length), (0, size), _band_side_in_corner(left, right), 0
     size = rows[1] - rows[0]
     window = tuple(None if side is None or side >= size - 1 else side for side in (left, right))
-    cut = {name: lax.slice_in_dim(x, *columns, axis=1) for name, x in load.items()}
+    cut = {name: lax.slice_in_dim(x, *columns, axis=1) for name, x in travelling_keys.items()}
     cut["query"] = lax.slice_in_dim(record.query, *rows, axis=1)
     if record.q_segment_ids is not None:
         cut["q_segment_ids"] = lax.slice_in_dim(record.q_segment_ids, *rows, axis=1)
     unmasked = window == (None, None)
     met = dataclasses.replace(
-        tiled(record), **cut, softmax_aux=None, causal=False, sliding_window=None if unmasked else window
+        as_tiled_attention(record), **cut, softmax_aux=None, causal=False, sliding_window=None if unmasked else window
     )
-    return Step(met, rows, columns, length, present)
+    return RingStep(met, rows, columns, length, present)
 
 
-def _wider(side: int | None, cut: int) -> int | None:
+def _band_side_in_corner(side: int | None, cut: int) -> int | None:
     """Returns a side of the band within a corner, whose diagonal is `-cut` places further."""
     return None if side is None else side + cut
 
 
-def _put(x: jax.Array, span: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
+def _pad_axis(x: jax.Array, span: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
     """Returns an axis of `length` with x at an index, and `fill` around it."""
     if span == (0, length):
         return x

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Pairs = list[tuple[int, int]]
+DevicePairs = list[tuple[int, int]]
 
 
 def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
@@ -20,19 +20,19 @@ def stripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     first.
     """
     even_half, odd_half = jnp.split(x, 2, axis)
-    send_pairs = _sends(lax.axis_size(axis_name))
+    send_pairs = _half_transfers(lax.axis_size(axis_name))
     even_half, odd_half = (
         lax.ppermute(even_half, axis_name, send_pairs[0]),
         lax.ppermute(odd_half, axis_name, send_pairs[1]),
     )
-    return _ordered(even_half, odd_half, axis, axis_name)
+    return _order_halves(even_half, odd_half, axis, axis_name)
 
 
 def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the inverse of `stripe`."""
     early_half, late_half = jnp.split(x, 2, axis)
-    return_pairs = [[(to, source) for source, to in pairs] for pairs in _sends(lax.axis_size(axis_name))]
-    swapped = _is_odd(axis_name)
+    return_pairs = [[(to, source) for source, to in pairs] for pairs in _half_transfers(lax.axis_size(axis_name))]
+    swapped = _is_odd_device(axis_name)
     even_half, odd_half = jnp.where(swapped, late_half, early_half), jnp.where(swapped, early_half, late_half)
     return jnp.concatenate(
         [lax.ppermute(even_half, axis_name, return_pairs[0]), lax.ppermute(odd_half, axis_name, return_pairs[1])],
@@ -40,27 +40,27 @@ def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     )
 
 
-def starts(source: Any, half: int, size: int) -> tuple[Any, Any]:
+def half_starts(source: Any, half: int, size: int) -> tuple[Any, Any]:
     """Returns where the two halves of a device begin in the whole sequence."""
     return source * half, (2 * size - 1 - source) * half
 
 
-def _sends(size: int) -> tuple[Pairs, Pairs]:
+def _half_transfers(size: int) -> tuple[DevicePairs, DevicePairs]:
     """Returns (from, to) of the even halves, and of the odd ones."""
 
-    def owner(half: int) -> int:
+    def owner_of_half(half: int) -> int:
         return min(half, 2 * size - 1 - half)
 
-    return [(i, owner(2 * i)) for i in range(size)], [(i, owner(2 * i + 1)) for i in range(size)]
+    return [(i, owner_of_half(2 * i)) for i in range(size)], [(i, owner_of_half(2 * i + 1)) for i in range(size)]
 
 
-def _ordered(even_half: jax.Array, odd_half: jax.Array, axis: int, axis_name: str) -> jax.Array:
+def _order_halves(even_half: jax.Array, odd_half: jax.Array, axis: int, axis_name: str) -> jax.Array:
     """Returns the two received halves in order. Half i comes first on device i: the even half if i is even."""
-    swapped = _is_odd(axis_name)
+    swapped = _is_odd_device(axis_name)
     return jnp.concatenate(
         [jnp.where(swapped, odd_half, even_half), jnp.where(swapped, even_half, odd_half)], axis=axis
     )
 
 
-def _is_odd(axis_name: str) -> jax.Array:
+def _is_odd_device(axis_name: str) -> jax.Array:
     return lax.axis_index(axis_name) % 2 == 1

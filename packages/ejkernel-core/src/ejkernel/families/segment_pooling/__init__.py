@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, chunk_ranges, spans
+from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, chunk_ranges, pool_bounds
 from ejkernel.families.segment_pooling.reference import reference
 from ejkernel.planning.requests import PADDING
 
-__all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "reference", "requests", "spans"]
+__all__ = ["FAMILY", "SegmentPooling", "accumulator", "chunk_ranges", "pool_bounds", "reference", "requests"]
 
 
 def requests(record: SegmentPooling) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the pools, since none has a token of another."""
-    (first, end), token = (np.asarray(x) for x in spans(record)), np.arange(record.values.shape[1])
+    (first, end), token = (np.asarray(x) for x in pool_bounds(record)), np.arange(record.values.shape[1])
     rows, pools = record.values.shape[0], first.shape[1]
     first, end = (np.broadcast_to(x, (rows, pools)) for x in (first, end))
     inside = (token >= first[..., None]) & (token < end[..., None])

@@ -33,7 +33,7 @@ def accumulator(record: SegmentPooling) -> Any:
     return jnp.promote_types(record.values.dtype, jnp.float32)
 
 
-def spans(record: SegmentPooling) -> tuple[jax.Array, jax.Array]:
+def pool_bounds(record: SegmentPooling) -> tuple[jax.Array, jax.Array]:
     """Returns first token of every pool and the token after its last, both int32 [B|1, M]."""
     if record.ranges is not None:
         return record.ranges[None, :, 0], record.ranges[None, :, 1]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, spans
+from ejkernel.families.segment_pooling.record import SegmentPooling, accumulator, pool_bounds
 
 
 def reference(record: SegmentPooling) -> tuple[jax.Array, tuple[()]]:
@@ -25,7 +25,7 @@ def reference(record: SegmentPooling) -> tuple[jax.Array, tuple[()]]:
     Returns:
         [B, M, H, D] in the values' dtype. There are no residuals.
     """
-    values, (first, end) = record.values.astype(accumulator(record)), spans(record)
+    values, (first, end) = record.values.astype(accumulator(record)), pool_bounds(record)
     token = jnp.arange(values.shape[1], dtype=jnp.int32)
     inside = (token >= first[..., None]) & (token < end[..., None])
     inside = jnp.broadcast_to(inside, (values.shape[0], *inside.shape[1:]))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ejkernel.families.contract import Family, Isolation
+from ejkernel.families.contract import Family, RequestIsolation
 from ejkernel.families.selected_attention.isolation import isolate_selected, isolate_selected_pullback
 from ejkernel.families.selected_attention.record import (
     GATES,
@@ -16,12 +16,12 @@ from ejkernel.families.selected_attention.record import (
     SelectedResiduals,
     blocks,
     compressed,
-    gated,
     places,
     query_positions,
     select,
     slots,
     starts,
+    sum_of_gated_branches,
     window,
 )
 from ejkernel.families.selected_attention.reference import reference
@@ -36,7 +36,6 @@ __all__ = [
     "SelectedResiduals",
     "blocks",
     "compressed",
-    "gated",
     "localise",
     "places",
     "query_positions",
@@ -45,6 +44,7 @@ __all__ = [
     "select",
     "slots",
     "starts",
+    "sum_of_gated_branches",
     "window",
 ]
 
@@ -99,5 +99,5 @@ FAMILY = Family(
     localise=localise,
     reference=reference,
     requests=requests,
-    isolate=Isolation(record=isolate_selected, pullback=isolate_selected_pullback, concerns=has_segments),
+    isolate=RequestIsolation(record=isolate_selected, pullback=isolate_selected_pullback, concerns=has_segments),
 )

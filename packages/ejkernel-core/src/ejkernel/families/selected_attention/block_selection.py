@@ -9,11 +9,11 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.planning.precision import product_precision
 
-SCORES = 2**20
+MAX_SCORES_AT_ONCE = 2**20
 """Scores of queries and blocks held at once."""
 
 
-class BlockPlaces(NamedTuple):
+class BlockPositions(NamedTuple):
     """The positions of blocks and queries. B batch, T queries, M blocks in ascending order of their first keys.
 
     Attributes:
@@ -31,7 +31,7 @@ class BlockPlaces(NamedTuple):
     block_ids: jax.Array | None
 
 
-def current_blocks(places: BlockPlaces) -> jax.Array:
+def current_blocks(places: BlockPositions) -> jax.Array:
     """Returns the block that holds each query's position, [B|1, T] int32; -1 for padding."""
     shape = places.query_positions.shape
     after = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
@@ -39,12 +39,13 @@ def current_blocks(places: BlockPlaces) -> jax.Array:
     return current if places.q_ids is None else jnp.where(places.q_ids >= 0, current, -1)
 
 
-def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: BlockPlaces) -> jax.Array:
+def select_blocks(query: jax.Array, keys: jax.Array, scale: float, count: int, places: BlockPositions) -> jax.Array:
     """Returns the blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N]
     int32.
 
     A query's own block comes first. Later blocks are never selected. Of two blocks with equal weights, the later one is
-    selected. N is `count`; -1 fills up what is left. Holds `SCORES` scores at once, but for a query that has more.
+    selected. N is `count`; -1 fills up what is left. Holds `MAX_SCORES_AT_ONCE` scores at once, but for a query that
+    has more.
 
     Args:
         query: [B, T, H, D].
@@ -55,7 +56,7 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
     """
     query, keys = lax.stop_gradient((query, keys))
     rows, tokens, heads, _ = query.shape
-    tile = max(1, min(tokens, SCORES // max(1, rows * heads * keys.shape[1])))
+    tile = max(1, min(tokens, MAX_SCORES_AT_ONCE // max(1, rows * heads * keys.shape[1])))
     tiles = cdiv(tokens, tile)
     others = max(0, min(count, keys.shape[1]) - 1)
     current = current_blocks(places)
@@ -63,27 +64,29 @@ def select(query: jax.Array, keys: jax.Array, scale: float, count: int, places: 
         shape = (rows, tokens, keys.shape[2], count)
         return jnp.where(jnp.arange(count) > 0, -1, jnp.broadcast_to(current[:, :, None, None], shape))
 
-    def split(x: jax.Array) -> jax.Array:
+    def split_into_tiles(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, tiles * tile - tokens), *((0, 0),) * (x.ndim - 2)))
         return x.reshape(x.shape[0], tiles, tile, *x.shape[2:]).swapaxes(0, 1)
 
-    def pick(inputs: tuple[Any, ...]) -> jax.Array:
+    def select_blocks_of_tile(inputs: tuple[Any, ...]) -> jax.Array:
         part, query_positions, current_block, q_ids = inputs
-        return _largest(
-            _weights(part, keys, scale, places._replace(query_positions=query_positions, q_ids=q_ids), current_block),
+        return _indices_of_largest(
+            _block_weights(
+                part, keys, scale, places._replace(query_positions=query_positions, q_ids=q_ids), current_block
+            ),
             others,
         )
 
-    parts = jax.tree.map(split, (query, places.query_positions, current, places.q_ids))
-    picked_blocks = lax.map(pick, parts)
+    parts = jax.tree.map(split_into_tiles, (query, places.query_positions, current, places.q_ids))
+    picked_blocks = lax.map(select_blocks_of_tile, parts)
     picked_blocks = picked_blocks.swapaxes(0, 1).reshape(rows, tiles * tile, *picked_blocks.shape[3:])[:, :tokens]
     current = jnp.broadcast_to(current[:, :, None, None], (rows, tokens, keys.shape[2], 1))
     selected = jnp.concatenate([current, jnp.where(current >= 0, picked_blocks, -1)], axis=-1)
     return jnp.pad(selected, ((0, 0),) * 3 + ((0, max(0, count - selected.shape[3])),), constant_values=-1)
 
 
-def _weights(
-    query: jax.Array, keys: jax.Array, scale: float, places: BlockPlaces, current_block: jax.Array
+def _block_weights(
+    query: jax.Array, keys: jax.Array, scale: float, places: BlockPositions, current_block: jax.Array
 ) -> jax.Array:
     """Returns softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to
     take.
@@ -105,7 +108,7 @@ def _weights(
     return jnp.where(before, weights.sum(axis=3), -1)
 
 
-def _largest(weights: jax.Array, count: int) -> jax.Array:
+def _indices_of_largest(weights: jax.Array, count: int) -> jax.Array:
     """Returns the indices of the `count` largest weights that are not negative, ties to the later; -1 fills up."""
     *leading_shape, blocks = weights.shape
     if not count:

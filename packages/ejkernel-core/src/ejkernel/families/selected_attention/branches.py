@@ -19,7 +19,7 @@ from ejkernel.families.selected_attention.record import (
     SelectedAttention,
     SelectedResiduals,
     compressed,
-    gated,
+    sum_of_gated_branches,
     window,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
@@ -27,10 +27,10 @@ from ejkernel.families.tiled_attention.isolation import isolate_rows
 from ejkernel.types.pullback import Pullback
 
 Gradients = dict[str, jax.Array]
-SHARED = frozenset({"query", "key", "value"})
-Selected = Callable[[SelectedAttention], Branch]
-Select = Callable[[SelectedAttention, Branch | None], jax.Array]
-SelectedGradients = Callable[[SelectedAttention, Branch, jax.Array, frozenset[str]], Gradients]
+SHARED_FIELDS = frozenset({"query", "key", "value"})
+SelectedBranchFunction = Callable[[SelectedAttention], Branch]
+SelectBlocksFunction = Callable[[SelectedAttention, Branch | None], jax.Array]
+SelectedGradientsFunction = Callable[[SelectedAttention, Branch, jax.Array, frozenset[str]], Gradients]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DenseKernel:
 
 
 def forward(
-    record: SelectedAttention, selected: Selected, select: Select, dense: DenseKernel
+    record: SelectedAttention, selected: SelectedBranchFunction, select: SelectBlocksFunction, dense: DenseKernel
 ) -> tuple[jax.Array, SelectedResiduals]:
     """Returns output and residuals of a record.
 
@@ -60,7 +60,7 @@ def forward(
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    record, chosen = clean(record), None
+    record, chosen = with_zeroed_padding(record), None
     branches: dict[str, Branch] = {}
     for name, branch in (("compressed", compressed(record)), ("window", window(record))):
         if branch is not None:
@@ -71,10 +71,10 @@ def forward(
         chosen = select(record, branches.get("compressed"))
         listed = dataclasses.replace(record, block_indices=chosen)
     branches["selected"] = selected(listed)
-    return gated(record, branches), SelectedResiduals(**branches, block_indices=chosen)
+    return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=chosen)
 
 
-def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel) -> Gradients:
+def backward(pullback: Pullback, selected: SelectedGradientsFunction, dense: DenseKernel) -> Gradients:
     """Returns gradients of the requested fields of a record.
 
     Args:
@@ -86,14 +86,14 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    record, grad_fields = clean(pullback.record), pullback.grad_fields
+    record, grad_fields = with_zeroed_padding(pullback.record), pullback.grad_fields
     if record.block_indices is None:
         record = dataclasses.replace(record, block_indices=pullback.residuals.block_indices)
     wide = jnp.promote_types(record.query.dtype, jnp.float32)
     cotangent = zero_padding(pullback.cotangent, record.q_segment_ids).astype(wide)
     grads: Gradients = {}
 
-    def collect(branch_grads: Mapping[str, jax.Array]) -> None:
+    def add_branch_gradients(branch_grads: Mapping[str, jax.Array]) -> None:
         for name in sorted(branch_grads.keys() & grad_fields):
             gradient = branch_grads[name].astype(wide)
             grads[name] = grads[name] + gradient if name in grads else gradient
@@ -104,20 +104,20 @@ def backward(pullback: Pullback, selected: SelectedGradients, dense: DenseKernel
             continue
         factor, gated_cotangent = getattr(record, gate), cotangent
         if factor is not None:
-            collect({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
+            add_branch_gradients({gate: jnp.sum(cotangent * branch.output.astype(wide), axis=-1)})
             gated_cotangent = cotangent * factor[..., None].astype(wide)
         gated_cotangent = gated_cotangent.astype(record.query.dtype)
         if record.q_segment_ids is not None:  # the product may overflow its dtype
             gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
             branch = dataclasses.replace(branch, lse=lse)
         if name != "selected":
-            collect(_dense(record, name, branch, gated_cotangent, grad_fields, dense))
-        elif grad_fields & SHARED:
-            collect(selected(record, branch, gated_cotangent, grad_fields & SHARED))
+            add_branch_gradients(_dense_branch_gradients(record, name, branch, gated_cotangent, grad_fields, dense))
+        elif grad_fields & SHARED_FIELDS:
+            add_branch_gradients(selected(record, branch, gated_cotangent, grad_fields & SHARED_FIELDS))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(grad_fields)}
 
 
-def _dense(
+def _dense_branch_gradients(
     record: SelectedAttention,
     name: str,
     branch: Branch,
@@ -142,7 +142,7 @@ def _dense(
     return {outer[x]: gradient for x, gradient in dense.backward(pullback).items()}
 
 
-def clean(record: SelectedAttention) -> SelectedAttention:
+def with_zeroed_padding(record: SelectedAttention) -> SelectedAttention:
     """Returns the record with zeros in the padding of what the selected branch and the gates multiply."""
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record

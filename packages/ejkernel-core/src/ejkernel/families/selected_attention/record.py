@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import block_selection
-from ejkernel.families.selected_attention.block_selection import BlockPlaces
+from ejkernel.families.selected_attention.block_selection import BlockPositions
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.arguments import arguments, static
 
@@ -121,9 +121,9 @@ def query_positions(record: SelectedAttention) -> jax.Array:
     return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q_positions is None else q_positions
 
 
-def places(record: SelectedAttention) -> BlockPlaces:
+def places(record: SelectedAttention) -> BlockPositions:
     """Returns the positions of the blocks, to select among them."""
-    return BlockPlaces(
+    return BlockPositions(
         starts=starts(record),
         size=record.block_size,
         query_positions=query_positions(record),
@@ -141,14 +141,14 @@ def select(record: SelectedAttention) -> jax.Array:
     keys, scale = record.compressed_key, record.softmax_scale
     if keys is None:  # without keys all weights are 0
         keys = record.key[:, :0]
-    return block_selection.select(record.query, keys, scale, slots(record), places(record))
+    return block_selection.select_blocks(record.query, keys, scale, slots(record), places(record))
 
 
 def compressed(record: SelectedAttention) -> TiledAttention | None:
     """Returns the compressed branch: a block's position is that of the last key it has room for."""
     if record.compressed_key is None or record.compressed_value is None:
         return None
-    return as_tiled(
+    return as_tiled_attention(
         record,
         key=record.compressed_key,
         value=record.compressed_value,
@@ -164,10 +164,10 @@ def window(record: SelectedAttention) -> TiledAttention | None:
     if record.window_size is None:
         return None
     newest = (record.window_size - 1, 0)
-    return as_tiled(record, q_positions=record.q_positions, causal=True, sliding_window=newest)
+    return as_tiled_attention(record, q_positions=record.q_positions, causal=True, sliding_window=newest)
 
 
-def as_tiled(record: SelectedAttention, **fields: Any) -> TiledAttention:
+def as_tiled_attention(record: SelectedAttention, **fields: Any) -> TiledAttention:
     """Returns attention of the queries to the keys, or to what `fields` says instead."""
     shared: dict[str, Any] = {
         "query": record.query,
@@ -180,7 +180,7 @@ def as_tiled(record: SelectedAttention, **fields: Any) -> TiledAttention:
     return TiledAttention(**{**shared, **fields})
 
 
-def gated(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Array:
+def sum_of_gated_branches(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Array:
     """Returns the sum of the branches, each times its gate, [B, T, H, Dv] in the query's dtype."""
     dtype = jnp.promote_types(record.query.dtype, jnp.float32)
     total: Any = 0

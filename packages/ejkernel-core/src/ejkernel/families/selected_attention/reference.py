@@ -25,12 +25,12 @@ from ejkernel.families.selected_attention.record import (
     Branch,
     SelectedAttention,
     SelectedResiduals,
-    as_tiled,
+    as_tiled_attention,
     compressed,
-    gated,
     query_positions,
     select,
     starts,
+    sum_of_gated_branches,
     window,
 )
 from ejkernel.families.tiled_attention import TiledAttention
@@ -42,7 +42,7 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
     """
     indices = select(record)
     records: dict[str, TiledAttention | None] = {
-        "selected": _masked(record, indices),
+        "selected": _selected_branch_as_masked(record, indices),
         "compressed": compressed(record),
         "window": window(record),
     }
@@ -52,14 +52,14 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
             output, residuals = tiled_attention.reference(one)
             branches[name] = Branch(output=output, lse=residuals.lse)
     selected = indices if record.block_indices is None else None
-    return gated(record, branches), SelectedResiduals(**branches, block_indices=selected)
+    return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=selected)
 
 
-def _masked(record: SelectedAttention, indices: jax.Array) -> TiledAttention:
+def _selected_branch_as_masked(record: SelectedAttention, indices: jax.Array) -> TiledAttention:
     """Returns the selected branch as attention under a mask."""
     key = jnp.arange(record.key.shape[1], dtype=jnp.int32)
     first = starts(record)[jnp.maximum(indices, 0)][..., None]
     listed = (indices[..., None] >= 0) & (key >= first) & (key < first + record.block_size)
     allowed = listed.any(axis=3) & (key <= query_positions(record)[:, :, None, None])
     group = record.query.shape[2] // record.key.shape[2]
-    return as_tiled(record, mask=jnp.repeat(allowed, group, axis=2).swapaxes(1, 2))
+    return as_tiled_attention(record, mask=jnp.repeat(allowed, group, axis=2).swapaxes(1, 2))

@@ -1,8 +1,9 @@
 """Packed sequences of a selective scan: the sequence of every token, and where states are stored between intervals.
 
 A kernel begins each sequence with the sequence's own state, and reads no token of another: nothing is multiplied away,
-so what one sequence holds, NaN or infinity, stays there. Intervals of `INTERVAL` tokens count from the first token of
-each sequence; the states before them are stored one after the other, those of sequence n from number `first[n]` on:
+so what one sequence holds, NaN or infinity, stays there. Intervals of `TOKENS_PER_INTERVAL` tokens count from the
+first token of each sequence; the states before them are stored one after the other, those of sequence n from number
+`first[n]` on:
 
     tokens      | sequence 0                 | sequence 1 |    | sequence 3                          |
     intervals   |  0           |  1          |  2         |    |  3           |  4           |  5    |
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 
-INTERVAL = 64
+TOKENS_PER_INTERVAL = 64
 """Tokens between the states that a forward pass leaves for the backward pass."""
 
 
@@ -42,13 +43,13 @@ class PackedIntervals(NamedTuple):
 
 def interval_count(tokens: int, sequences: int) -> int:
     """Returns the most intervals that so many packed sequences of together so many tokens have."""
-    return tokens // INTERVAL + sequences
+    return tokens // TOKENS_PER_INTERVAL + sequences
 
 
 def first_intervals(cu_seqlens: jax.Array) -> jax.Array:
     """Returns the number of every sequence's first interval, and of the one after the last; [N + 1] int32."""
     lengths = jnp.maximum(jnp.diff(cu_seqlens.astype(jnp.int32)), 0)
-    return jnp.pad(jnp.cumsum(cdiv(lengths, INTERVAL), dtype=jnp.int32), (1, 0))
+    return jnp.pad(jnp.cumsum(cdiv(lengths, TOKENS_PER_INTERVAL), dtype=jnp.int32), (1, 0))
 
 
 def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
@@ -64,7 +65,7 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
     # Counts the sequences whose intervals all come before; this skips empty sequences.
     sequence = jnp.searchsorted(first[1:], number, side="right").astype(jnp.int32)
     at = jnp.minimum(sequence, max(0, sequences - 1))
-    begin = bounds[at] + (number - first[at]) * INTERVAL
+    begin = bounds[at] + (number - first[at]) * TOKENS_PER_INTERVAL
     opens, closes = number == first[at], number == first[at + 1] - 1
     return PackedIntervals(sequence, begin, bounds[at + 1], opens, closes)
 

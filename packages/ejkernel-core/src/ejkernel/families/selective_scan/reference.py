@@ -31,7 +31,7 @@ def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanR
     """
     if record.cu_seqlens is not None:
         return _packed_reference(record, record.cu_seqlens)
-    _, outputs, before, final = _scan(record, first_state(record), None)
+    _, outputs, before, final = _scan_tokens(record, first_state(record), None)
     residuals = ScanResiduals(states=jnp.moveaxis(before[::INTERVAL], 0, 1))
     return (jnp.moveaxis(outputs, 0, 1).astype(record.x.dtype), jnp.swapaxes(final, 1, 2)), residuals
 
@@ -49,7 +49,7 @@ def _packed_reference(
     # Padding tokens do not change the state, even if they hold NaN.
     clean = {name: jnp.where(real, getattr(record, name), 0) for name in ("x", "step", "write", "read")}
     start = jnp.where((ids >= 0) & (position == 0), ids, -1)
-    after, outputs, before, _ = _scan(dataclasses.replace(record, **clean), first, start)
+    after, outputs, before, _ = _scan_tokens(dataclasses.replace(record, **clean), first, start)
     last = cu_seqlens[1:].astype(jnp.int32) - 1
     final = jnp.where((jnp.diff(cu_seqlens) > 0)[:, None, None], after[jnp.maximum(last, 0), 0], first)
     final = jnp.swapaxes(final, 1, 2)
@@ -61,7 +61,7 @@ def _packed_reference(
     return (output, final), ScanResiduals(states=states)
 
 
-def _scan(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> tuple[jax.Array, ...]:
+def _scan_tokens(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> tuple[jax.Array, ...]:
     """Returns the states after every token, outputs, and the states before every token, all token-major; and the final
     states.
 
@@ -75,7 +75,7 @@ def _scan(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> t
     fields = (record.x, record.step, record.write, record.read)
     tokens = tuple(jnp.moveaxis(field, 1, 0).astype(dtype) for field in fields)
 
-    def token(state: jax.Array, parts: tuple[Any, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def run_token(state: jax.Array, parts: tuple[Any, ...]) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (x, step, write, read), sequence = parts
         if sequence is not None:
             state = jnp.where(sequence >= 0, first[jnp.maximum(sequence, 0)][None], state)
@@ -84,5 +84,5 @@ def _scan(record: SelectiveScan, first: jax.Array, start: jax.Array | None) -> t
         return after, (after, output, state)
 
     begin = first if start is None else jnp.zeros((1, *first.shape[1:]), first.dtype)
-    final, per_token = lax.scan(token, begin, (tokens, start))
+    final, per_token = lax.scan(run_token, begin, (tokens, start))
     return *per_token, final

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from ejkernel.families import split_recurrence
 from ejkernel.families.selective_scan.record import SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.scan_sequences import with_plain_states
-from ejkernel.families.split_recurrence import Borders, Run, SplitRecurrence, Summary, cumulative_sums
+from ejkernel.families.split_recurrence import BorderTokens, Run, ShardSummary, SplitRecurrence, cumulative_sums
 from ejkernel.planning import slots
 from ejkernel.planning.token_shards import TokenShards, packed_borders
 
 
-def over_tokens(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
+def run_on_token_shard(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs of a device's tokens and the final states of the call.
 
     Args:
@@ -24,7 +24,7 @@ def over_tokens(run: Run, record: SelectiveScan, shards: TokenShards) -> tuple[j
         shards: How tokens are split.
     """
     held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
-    read, final = split_recurrence.over_tokens(RULE, run, with_plain_states(record), shards)
+    read, final = split_recurrence.run_on_token_shard(RULE, run, with_plain_states(record), shards)
     if held is None or indices is None or starts is None:
         return read, final
     return read, slots.write_slots(held, indices, starts, final)
@@ -35,32 +35,32 @@ def on_device(record: SelectiveScan) -> SelectiveScan:
     return split_recurrence.with_states(RULE, with_plain_states(record))
 
 
-def borders(record: SelectiveScan, shards: TokenShards) -> Borders:
+def borders(record: SelectiveScan, shards: TokenShards) -> BorderTokens:
     """Returns the tokens of a shard that its borders concern."""
     if record.cu_seqlens is not None:
-        return split_recurrence.packed_tokens(packed_borders(record.cu_seqlens, shards), shards)
+        return split_recurrence.packed_border_tokens(packed_borders(record.cu_seqlens, shards), shards)
     every = jnp.ones(record.x.shape[:2], bool)
-    return Borders(every, every, every[:, 0])
+    return BorderTokens(every, every, every[:, 0])
 
 
-def summary(run: Run, record: SelectiveScan, borders: Borders) -> Summary:
+def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard."""
-    steps = _steps(record, borders.running)
+    steps = _chosen_steps(record, borders.running)
     later = cumulative_sums(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), reverse=True)
-    values, numbers = (_chosen(x, borders.running, record) for x in (record.x, record.write))
+    values, numbers = (_zero_unless_chosen(x, borders.running, record) for x in (record.x, record.write))
     added = _weighted_sum(record, later, steps * values, numbers)
     packed = borders.packed
     if packed is not None and record.initial_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
-        begun = states(record)[packed.run][None] * _factor(record, steps)
+        begun = states(record)[packed.run][None] * _state_decay_factor(record, steps)
         added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
-    return Summary(_factor(record, _steps(record, borders.leading)), added)
+    return ShardSummary(_state_decay_factor(record, _chosen_steps(record, borders.leading)), added)
 
 
-def gradient(record: SelectiveScan, borders: Borders, saved: None, d_read: jax.Array) -> jax.Array:
+def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, d_read: jax.Array) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
-    so_far = cumulative_sums(_steps(record, borders.leading))
-    values, numbers = (_chosen(x, borders.leading, record) for x in (d_read, record.read))
+    so_far = cumulative_sums(_chosen_steps(record, borders.leading))
+    values, numbers = (_zero_unless_chosen(x, borders.leading, record) for x in (d_read, record.read))
     return _weighted_sum(record, so_far, values, numbers)
 
 
@@ -69,16 +69,16 @@ def states(record: SelectiveScan) -> jax.Array:
     return jnp.swapaxes(first_state(record), 1, 2)
 
 
-def _steps(record: SelectiveScan, chosen: jax.Array) -> jax.Array:
-    return _chosen(record.step, chosen, record)
+def _chosen_steps(record: SelectiveScan, chosen: jax.Array) -> jax.Array:
+    return _zero_unless_chosen(record.step, chosen, record)
 
 
-def _chosen(x: jax.Array, chosen: jax.Array, record: SelectiveScan) -> jax.Array:
+def _zero_unless_chosen(x: jax.Array, chosen: jax.Array, record: SelectiveScan) -> jax.Array:
     """Returns x of chosen tokens [B, T, ...] in the accumulator's dtype, and 0 for others."""
     return jnp.where(chosen[..., None], x.astype(accumulator(record)), 0)
 
 
-def _factor(record: SelectiveScan, steps: jax.Array) -> jax.Array:
+def _state_decay_factor(record: SelectiveScan, steps: jax.Array) -> jax.Array:
     """Returns the factor of all steps on a state, [B, I, E]."""
     return jnp.exp(jnp.sum(steps, axis=1)[..., None] * record.decay.astype(accumulator(record)))
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.contract import Family, Isolation
+from ejkernel.families.contract import Family, RequestIsolation
 from ejkernel.families.tiled_attention.gradients import (
     added_up,
     less_lse_cotangent,
@@ -26,7 +26,7 @@ from ejkernel.families.tiled_attention.record import (
     positions,
 )
 from ejkernel.families.tiled_attention.reference import reference, reference_scores
-from ejkernel.families.tiled_attention.scores import coarse, soft_capped
+from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
 from ejkernel.planning.requests import same_owner, segment_owners
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "TiledAttention",
     "Window",
     "added_up",
+    "apply_soft_cap",
     "band",
-    "coarse",
     "dropout_numbers",
     "less_lse_cotangent",
     "localise",
@@ -49,8 +49,8 @@ __all__ = [
     "reference",
     "reference_scores",
     "requests",
+    "round_to_logits_dtype",
     "sinks_gradient",
-    "soft_capped",
     "split_unnormalised_backward",
 ]
 
@@ -88,7 +88,7 @@ FAMILY = Family(
     localise=localise,
     reference=reference,
     requests=requests,
-    isolate=Isolation(record=move_nonfinite_values_to_keys, pullback=isolate_pullback, concerns=has_segments),
+    isolate=RequestIsolation(record=move_nonfinite_values_to_keys, pullback=isolate_pullback, concerns=has_segments),
     lse="b h t",
 )
 

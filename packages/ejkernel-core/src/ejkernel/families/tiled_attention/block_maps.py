@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention.record import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import Cut, cuts, sorted_pairs
-from ejkernel.types.sparse_masks import Mask, MultiHeadMask, Spans
+from ejkernel.families.tiled_attention.tile_pairs import TileCut, cuts, sorted_pairs
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask, TileSpans
 
 FULL, EMPTY = 0, 1
 """Ids of the tile masks in which every pair, and no pair, attends."""
-AT_ONCE = 2**26
+MAX_MASK_PAIRS_AT_ONCE = 2**26
 """Pairs of tiles whose masks are computed in one call: 64 MiB of them."""
 
 
@@ -150,7 +150,7 @@ def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> Patter
     if pattern is None:
         return None
     some, every, ids, tile_masks = _cut(pattern, queries, q_block, kv_block)
-    head_patterns = np.array(pattern.which if isinstance(pattern, MultiHeadMask) else (0,))
+    head_patterns = np.array(pattern.mask_index_by_head if isinstance(pattern, MultiHeadMask) else (0,))
     if origin is None:
         tile_offsets: Any = (head_patterns[:heads], 0)
         some, every, ids = some[tile_offsets], every[tile_offsets], ids[tile_offsets]
@@ -163,26 +163,28 @@ def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> Patter
     return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
 
 
-def cut_pattern(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[np.ndarray, np.ndarray]:
+def cut_pattern(pattern: Mask, q_cut: TileCut, kv_cut: TileCut) -> tuple[np.ndarray, np.ndarray]:
     """Returns what a whole pattern makes of its tiles: which it reaches, and which it fills.
 
     Returns:
         Two bool [different heads, parts of `q_cut.length` queries, query tiles, key tiles].
     """
-    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    heads, rows, columns = _distinct_masks_and_tile_spans(pattern, q_cut, kv_cut)
     head_tiles = [mask.tiles(rows, columns) for mask in heads]
     shape = (len(heads), -1, q_cut.tiles, kv_cut.tiles)
     return np.stack([x.some for x in head_tiles]).reshape(shape), np.stack([x.every for x in head_tiles]).reshape(shape)
 
 
-def _tiled(pattern: Mask, q_cut: Cut, kv_cut: Cut) -> tuple[tuple[Mask, ...], Spans, Spans]:
+def _distinct_masks_and_tile_spans(
+    pattern: Mask, q_cut: TileCut, kv_cut: TileCut
+) -> tuple[tuple[Mask, ...], TileSpans, TileSpans]:
     """Returns the different heads of a pattern, and first and last index of its tiles of queries, in all parts, and of
     keys.
     """
     starts = np.arange(0, pattern.shape[0], q_cut.length)[:, None]
-    rows = Spans((starts + q_cut.low).reshape(-1), (starts + q_cut.high).reshape(-1))
-    heads = pattern.distinct if isinstance(pattern, MultiHeadMask) else (pattern,)
-    return heads, rows, Spans(kv_cut.low, kv_cut.high)
+    rows = TileSpans((starts + q_cut.low).reshape(-1), (starts + q_cut.high).reshape(-1))
+    heads = pattern.distinct_masks if isinstance(pattern, MultiHeadMask) else (pattern,)
+    return heads, rows, TileSpans(kv_cut.low, kv_cut.high)
 
 
 @functools.lru_cache(maxsize=16)
@@ -190,15 +192,15 @@ def _cut(
     pattern: Mask, queries: int, q_block: int, kv_block: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Tables [different heads, parts of so many queries, query tiles, key tiles] of a whole pattern, and tile masks."""
-    q_cut, kv_cut = Cut(queries, q_block), Cut(pattern.shape[1], kv_block)
-    heads, rows, columns = _tiled(pattern, q_cut, kv_cut)
+    q_cut, kv_cut = TileCut(queries, q_block), TileCut(pattern.shape[1], kv_block)
+    heads, rows, columns = _distinct_masks_and_tile_spans(pattern, q_cut, kv_cut)
     some, every = cut_pattern(pattern, q_cut, kv_cut)
     ids = np.where(every, FULL, EMPTY).astype(np.int32)
     flat_ids, partial = (x.reshape(len(heads), rows.low.size, columns.low.size) for x in (ids, some & ~every))
     whole = np.ones((q_block, kv_block), bool)
     known = {np.packbits(whole).tobytes(): FULL, np.packbits(~whole).tobytes(): EMPTY}
     for head, mask in enumerate(heads):
-        for places, masks in _partial(mask, rows, columns, partial[head], (q_block, kv_block)):
+        for places, masks in _partial_tile_masks(mask, rows, columns, partial[head], (q_block, kv_block)):
             packed = np.packbits(masks.reshape(len(masks), -1), axis=1)
             flat_ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
     bits = np.stack([np.frombuffer(x, np.uint8) for x in known])
@@ -206,8 +208,8 @@ def _cut(
     return some, every, ids, tile_masks
 
 
-def _partial(
-    mask: Mask, rows: Spans, columns: Spans, selected: np.ndarray, block: tuple[int, int]
+def _partial_tile_masks(
+    mask: Mask, rows: TileSpans, columns: TileSpans, selected: np.ndarray, block: tuple[int, int]
 ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
     """Yields the masks of the wanted tiles, many at once: their places, and bool [n, *block].
 
@@ -215,7 +217,7 @@ def _partial(
     """
     at = np.argwhere(selected)
     sizes = np.stack([(rows.high - rows.low)[at[:, 0]], (columns.high - columns.low)[at[:, 1]]], axis=1) + 1
-    limit = max(1, AT_ONCE // (block[0] * block[1]))
+    limit = max(1, MAX_MASK_PAIRS_AT_ONCE // (block[0] * block[1]))
     for size in np.unique(sizes, axis=0):
         same_size_tiles = at[(sizes == size).all(axis=1)]
         for part in np.split(same_size_tiles, range(limit, len(same_size_tiles), limit)):

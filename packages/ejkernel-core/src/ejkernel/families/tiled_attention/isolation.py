@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 FIELDS = ("query", "key", "value")
 
-LARGEST = (2 - 2.0**-10) * 2.0**127
+MAX_TF32 = (2 - 2.0**-10) * 2.0**127
 """The largest number of TF32, to which float32 products on tensor cores round their operands."""
 
 
@@ -82,7 +82,7 @@ def isolate_rows(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.A
 
 def finite_or_zero(x: jax.Array) -> jax.Array:
     """Returns x with 0 instead of NaN and infinities, and float32 numbers no larger than TF32 has."""
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST) if x.dtype == jnp.float32 else x, 0)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -MAX_TF32, MAX_TF32) if x.dtype == jnp.float32 else x, 0)
 
 
 def finite_rows(x: jax.Array) -> jax.Array:

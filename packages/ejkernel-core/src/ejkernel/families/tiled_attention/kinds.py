@@ -9,12 +9,12 @@ from ejkernel.families.tiled_attention.record import TiledAttention, band
 KIBI = 1024
 
 
-def power_of_two(size: int) -> int:
+def padded_head_dim(size: int) -> int:
     """Returns head size as most kernels pad it: a power of two from 16 on."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) -> str:
+def kind(record: TiledAttention, padded: Callable[[int], int] = padded_head_dim) -> str:
     """Returns sizes in coarse steps, the kind of mask, and what else there is to compute of a score.
 
     Args:
@@ -35,7 +35,7 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = power_of_two) ->
         str(record.precision): record.precision is not None,
     }
     bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
-    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_length(t)}x{_length(s)}", _mask(record))
+    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_length_class(t)}x{_length_class(s)}", _mask_class(record))
     return " ".join((*words, *(name for name, present in extras.items() if present)))
 
 
@@ -47,11 +47,11 @@ def kind_of_large(record: TiledAttention) -> str | None:
     return None if b * h * t < 2**18 or min(t, s) < KIBI else kind(record)
 
 
-def _length(length: int) -> str:
+def _length_class(length: int) -> str:
     return "short" if length <= 4 * KIBI else "medium" if length <= 16 * KIBI else "long"
 
 
-def _mask(record: TiledAttention) -> str:
+def _mask_class(record: TiledAttention) -> str:
     left, right = band(record)
     if left is None and right is None:
         return "full"

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.tiled_attention.record import SoftmaxResiduals, TiledAttention, band, positions
-from ejkernel.families.tiled_attention.scores import coarse, soft_capped
+from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
 from ejkernel.planning import dropout
 from ejkernel.types.sparse_masks import Mask
 
@@ -73,10 +73,10 @@ def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array
         distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulate)
         scores = scores - record.alibi_slopes.astype(accumulate)[:, :, None, None] * distance
     if record.logits_soft_cap is not None:
-        scores = soft_capped(scores, record.logits_soft_cap)
+        scores = apply_soft_cap(scores, record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:
-        scores = coarse(record.logits_dtype, scores)
-    return scores, _allowed(record)
+        scores = round_to_logits_dtype(record.logits_dtype, scores)
+    return scores, _allowed_pairs(record)
 
 
 def _bias_from_distance_table(record: TiledAttention, table: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ def _bias_from_distance_table(record: TiledAttention, table: jax.Array) -> jax.A
     return table[:, farthest + jnp.clip(key - query[:, None], -farthest, farthest)][None]
 
 
-def _allowed(record: TiledAttention) -> jax.Array:
+def _allowed_pairs(record: TiledAttention) -> jax.Array:
     q, k = positions(record)
     q, k = q[:, None, :, None], k[:, None, None, :]
     left, right = band(record)
@@ -101,11 +101,11 @@ def _allowed(record: TiledAttention) -> jax.Array:
         q_ids, k_ids = record.q_segment_ids[:, None, :, None], record.kv_segment_ids[:, None, None, :]
         allowed &= (q_ids == k_ids) & (q_ids >= 0)
     if record.pattern is not None:
-        allowed &= _in_pattern(record, record.pattern)
+        allowed &= _pattern_allows(record, record.pattern)
     return allowed if record.mask is None else allowed & record.mask
 
 
-def _in_pattern(record: TiledAttention, pattern: Mask) -> jax.Array:
+def _pattern_allows(record: TiledAttention, pattern: Mask) -> jax.Array:
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     (_, t, h, _), s = record.query.shape, record.key.shape[1]
     if pattern.heads is None:
@@ -121,7 +121,7 @@ def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | floa
     origin = jnp.zeros(4, jnp.int32) if record.dropout_origin is None else record.dropout_origin
     batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
     rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
-    kept = dropout.keep(rows[..., None], key, record.dropout_prob)
+    kept = dropout.is_kept(rows[..., None], key, record.dropout_prob)
     return kept.astype(accumulate) / (1.0 - record.dropout_prob)
 
 

@@ -4,7 +4,7 @@ tile by tile.
 For every tile the extremes of its positions and segment ids decide: a pair is *empty* when no query of it can see any
 key, and *full* when every query sees every key. Without explicit positions and segment ids the answers are constants.
 
-A length that is no multiple of the tile leaves a last tile which kernels cut in one of two ways (`Cut`):
+A length that is no multiple of the tile leaves a last tile which kernels cut in one of two ways (`TileCut`):
 
     length 10, tiles of 4       0 1 2 3 | 4 5 6 7 | 8 9 - -     ends past its array; GPU and TPU kernels mask the rest
     moved back                  0 1 2 3 | 4 5 6 7 |
@@ -28,7 +28,7 @@ def tiles(length: int, block: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class TileCut:
     """How a sequence axis is cut into tiles.
 
     Attributes:
@@ -65,9 +65,9 @@ class Cut:
         return jnp.pad(values, ((0, 0), (0, missing)), mode="edge").reshape(-1, self.tiles, self.block)
 
 
-def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[Cut, Cut]:
+def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[TileCut, TileCut]:
     """Returns how queries and keys are cut into tiles that may end past them."""
-    return Cut(record.query.shape[1], q_block), Cut(record.key.shape[1], kv_block)
+    return TileCut(record.query.shape[1], q_block), TileCut(record.key.shape[1], kv_block)
 
 
 def padding_as_segments(record: TiledAttention) -> TiledAttention:
@@ -91,7 +91,7 @@ def padding_as_segments(record: TiledAttention) -> TiledAttention:
     )
 
 
-def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, Any, Any]:
+def sorted_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut) -> tuple[Any, Any, Any]:
     """Returns which pairs of tiles have work and which are full.
 
     Args:
@@ -108,7 +108,7 @@ def sorted_pairs(record: TiledAttention, q_cut: Cut, kv_cut: Cut) -> tuple[Any, 
     xp = jnp if traced else np
     some, every = _banded(record, q_cut, kv_cut, xp)
     if ids[0] is not None and ids[1] is not None:
-        same, all_same = _segmented(_extremes(ids[0], q_cut), _extremes(ids[1], kv_cut))
+        same, all_same = _tiles_with_equal_segments(_tile_min_and_max(ids[0], q_cut), _tile_min_and_max(ids[1], kv_cut))
         some, every = some & same, every & all_same
     whole_queries, whole_keys = (cut.high - cut.low + 1 == cut.block for cut in (q_cut, kv_cut))
     whole = whole_queries[:, None] & whole_keys & (record.mask is None)
@@ -135,11 +135,11 @@ def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     return first, xp.where(none, last, full_start), xp.where(none, last, full_end), last
 
 
-def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[Any, Any]:
+def _banded(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut, xp: Any) -> tuple[Any, Any]:
     """Returns whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
     left, right = band(record)
-    q_low, q_high = _extremes(record.q_positions, q_cut)
-    k_low, k_high = _extremes(record.kv_positions, kv_cut)
+    q_low, q_high = _tile_min_and_max(record.q_positions, q_cut)
+    k_low, k_high = _tile_min_and_max(record.kv_positions, kv_cut)
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]
     some = xp.ones((1, q_low.shape[1], k_low.shape[2]), bool)
     every = some
@@ -150,7 +150,7 @@ def _banded(record: TiledAttention, q_cut: Cut, kv_cut: Cut, xp: Any) -> tuple[A
     return some, every
 
 
-def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
+def _tiles_with_equal_segments(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, Any]:
     """Returns the tiles in which some pair, and in which every pair, has equal segment ids >= 0.
 
     Ranges of ids that overlap need not have an id in common, so some tiles of the first kind have no such pair.
@@ -162,7 +162,7 @@ def _segmented(queries: tuple[Any, Any], keys: tuple[Any, Any]) -> tuple[Any, An
     return some, every
 
 
-def _extremes(values: jax.Array | None, cut: Cut) -> tuple[Any, Any]:
+def _tile_min_and_max(values: jax.Array | None, cut: TileCut) -> tuple[Any, Any]:
     """Returns smallest and largest value of every tile, [B|1, tiles]; the indices themselves where values is None."""
     if values is None:
         return cut.low[None], cut.high[None]

@@ -1,10 +1,19 @@
 """The WKV family: the record its operations lower to and its meaning."""
 
 from ejkernel.families.contract import Family
-from ejkernel.families.wkv.record import START, WKV, State, accumulator, after_token, first_state
+from ejkernel.families.wkv.record import INITIAL_MAX_EXPONENT, WKV, State, accumulator, first_state, state_after_token
 from ejkernel.families.wkv.reference import reference
 
-__all__ = ["FAMILY", "START", "WKV", "State", "accumulator", "after_token", "first_state", "reference"]
+__all__ = [
+    "FAMILY",
+    "INITIAL_MAX_EXPONENT",
+    "WKV",
+    "State",
+    "accumulator",
+    "first_state",
+    "reference",
+    "state_after_token",
+]
 
 FAMILY = Family(
     name="wkv",

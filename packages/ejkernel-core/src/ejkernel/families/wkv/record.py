@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.types.arguments import arguments, array
 
-START = -1e30
+INITIAL_MAX_EXPONENT = -1e30
 """The running maximum before the first token."""
 
 
@@ -21,7 +21,7 @@ class WKV:
         key: [B, T, C] floating.
         value: [B, T, C], same dtype as key.
         initial_state: [B, 3, C] floating: numerator and denominator, both over the exponential of the third, the
-            running maximum of the keys; None is 0, 0 and `START`.
+            running maximum of the keys; None is 0, 0 and `INITIAL_MAX_EXPONENT`.
     """
 
     decay: jax.Array = array("i", gradient=True)
@@ -47,10 +47,10 @@ def first_state(record: WKV) -> State:
         return state[:, 0], state[:, 1], state[:, 2]
     rows, _, channels = record.key.shape
     zeros = jnp.zeros((rows, channels), accumulator(record))
-    return zeros, zeros, jnp.full_like(zeros, START)
+    return zeros, zeros, jnp.full_like(zeros, INITIAL_MAX_EXPONENT)
 
 
-def after_token(
+def state_after_token(
     parameters: tuple[jax.Array, jax.Array], state: State, token: tuple[jax.Array, jax.Array]
 ) -> tuple[State, jax.Array]:
     """Returns the state after a token and the token's output, entry by entry.
@@ -61,13 +61,13 @@ def after_token(
         token: Its key and value.
     """
     (decay, bonus), (numerator, denominator, row_max), (key, value) = parameters, state, token
-    output = _average(numerator, denominator, row_max, bonus + key, value)
+    output = _weighted_average(numerator, denominator, row_max, bonus + key, value)
     new_max = jnp.maximum(decay + row_max, key)
     alpha, weight = jnp.exp(decay + row_max - new_max), jnp.exp(key - new_max)
     return (alpha * numerator + weight * value, alpha * denominator + weight, new_max), output
 
 
-def _average(
+def _weighted_average(
     numerator: jax.Array, denominator: jax.Array, row_max: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
     """Returns the average of the state and a value with the weight exp(key); 0 where neither has a weight."""

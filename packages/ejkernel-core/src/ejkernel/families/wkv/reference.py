@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.wkv.record import WKV, accumulator, after_token, first_state
+from ejkernel.families.wkv.record import WKV, accumulator, first_state, state_after_token
 
 
 def reference(record: WKV) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -30,7 +30,7 @@ def reference(record: WKV) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
         are no residuals.
     """
     dtype = accumulator(record)
-    token = functools.partial(after_token, (record.decay.astype(dtype), record.bonus.astype(dtype)))
+    token = functools.partial(state_after_token, (record.decay.astype(dtype), record.bonus.astype(dtype)))
     tokens = (jnp.moveaxis(record.key, 1, 0).astype(dtype), jnp.moveaxis(record.value, 1, 0).astype(dtype))
     state, outputs = lax.scan(token, first_state(record), tokens)
     return (jnp.moveaxis(outputs, 0, 1).astype(record.value.dtype), jnp.stack(state, axis=1)), ()

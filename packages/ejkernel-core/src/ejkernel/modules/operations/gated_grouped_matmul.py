@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Num
 
 from ejkernel.families import gated_grouped_matmul as family
-from ejkernel.families.grouped_matmul import LEFT_OVER
+from ejkernel.families.grouped_matmul import UNASSIGNED_ROW_CHOICES
 from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
@@ -124,7 +124,7 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
 
     def __post_init__(self) -> None:
         settle_format(self)
-        left_over = as_choice("left_over", self.left_over, LEFT_OVER)
+        left_over = as_choice("left_over", self.left_over, UNASSIGNED_ROW_CHOICES)
         settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
         settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
         limit = None if self.limit is None else as_number("limit", self.limit, above=0)
@@ -172,7 +172,7 @@ _OF_GATES = {"interleaved": False, "beta": 0.0, "limit": None}
 
 def _check_activation(args: GatedGroupedMatmulArguments) -> None:
     """Refuses an activation that there is not, and arguments that it does not have."""
-    activations = family.ACTIVATIONS if args.gated else family.PLAIN_ACTIVATIONS
+    activations = family.ACTIVATIONS if args.gated else family.UNGATED_ACTIVATIONS
     if args.activation not in activations:
         gate = " with a gate" if args.gated else ""
         raise ValueError(f"activation: got {args.activation!r}{gate}, wants one of {', '.join(activations)}")

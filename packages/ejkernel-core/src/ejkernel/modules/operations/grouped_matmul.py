@@ -156,7 +156,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
             preferred_element_type=None if out_dtype is None else as_float_dtype("preferred_element_type", out_dtype),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
             precision=as_precision("precision", self.precision),
-            left_over=as_choice("left_over", self.left_over, family.LEFT_OVER),
+            left_over=as_choice("left_over", self.left_over, family.UNASSIGNED_ROW_CHOICES),
             # Dispatch chooses the kernel, and no kernel pads, so these arguments have no effect. Calls that differ only
             # in them are equal.
             use_v2=as_flag("use_v2", self.use_v2) and False,

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Integer, Num
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.pages import LANES, packing
+from ejkernel.families.paged_attention.pages import LANES, values_per_32_bits
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import has_rank
@@ -174,7 +174,7 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
     if args.kv_cache.dtype != jnp.int8:
         check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
     check_same_dtype({"kv_cache": args.kv_cache, "keys_values": args.keys_values, "keys_pe": args.keys_pe})
-    tail = (packing(args.kv_cache.dtype), sum(columns(args)))
+    tail = (values_per_32_bits(args.kv_cache.dtype), sum(columns(args)))
     if args.kv_cache.shape[2:] != tail:
         raise ValueError(
             f"kv_cache: got shape {tuple(args.kv_cache.shape)}, wants [P, S / {tail[0]}, {tail[0]}, {tail[1]}] "

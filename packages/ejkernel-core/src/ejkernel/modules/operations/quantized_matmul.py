@@ -17,7 +17,14 @@ from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, Tolerance
 from ejkernel.ops.operation import document_options, run_operation
-from ejkernel.planning.quantized_formats import WORD, Format, Mode, in_groups, make_format, whole_rows
+from ejkernel.planning.quantized_formats import (
+    WORD,
+    Format,
+    Mode,
+    make_format,
+    split_row_groups,
+    with_row_group_size,
+)
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 # The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
@@ -163,12 +170,12 @@ def validate(args: QuantizedMatmulArguments) -> None:
 def _form(args: QuantizedMatmulArguments) -> Format:
     """Returns the format of a call's weights; groups of whole rows have the rows' size."""
     form = make_format(args.mode, args.bits, args.group_size)
-    return whole_rows(form, args.w.shape[-1] * WORD // form.bits)
+    return with_row_group_size(form, args.w.shape[-1] * WORD // form.bits)
 
 
 def lower(args: QuantizedMatmulArguments) -> Record:
     """Returns the quantised-matmul record of a call."""
-    scales, zeros, form = in_groups(as_stored(args.scales), args.zeros, _form(args))
+    scales, zeros, form = split_row_groups(as_stored(args.scales), args.zeros, _form(args))
     return Record(
         x=args.x.reshape(-1, args.x.shape[-1]),
         packed=as_words(args.w),

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer, Num
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.pages import LANES, packing
+from ejkernel.families.paged_attention.pages import LANES, values_per_32_bits
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
@@ -198,7 +198,7 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
             None.
     """
     (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
-    pack = packing(args.kv_cache.dtype)
+    pack = values_per_32_bits(args.kv_cache.dtype)
     tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
     if 2 * size == LANES:
         tails["lanes"] = (-(-kv_heads // pack), pack, LANES)

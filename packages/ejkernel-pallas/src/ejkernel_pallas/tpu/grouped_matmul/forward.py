@@ -3,7 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, gathered, named, product_record
+from ejkernel.families.gated_grouped_matmul import (
+    GatedGroupedMatmul,
+    gathered_tokens,
+    product_record,
+    rows_with_a_token,
+)
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
@@ -43,10 +48,10 @@ def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Ar
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
     """
-    product = product_record(record, gathered(record), record.lhs.dtype)
+    product = product_record(record, gathered_tokens(record), record.lhs.dtype)
     spec, extra = gated_spec(record, product, blocks_of(config)), dict[str, jax.Array]()
     if record.rhs_bias is not None:
         extra["bias"] = record.rhs_bias.astype(jnp.float32)
         if record.indices is not None:  # the product of a row without a token is the bias
-            extra["has_token"] = named(record).astype(jnp.float32)
+            extra["has_token"] = rows_with_a_token(record).astype(jnp.float32)
     return multiply(product, product.lhs, spec, extra, record.lhs.dtype), ()

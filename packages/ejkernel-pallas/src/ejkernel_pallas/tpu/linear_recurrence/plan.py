@@ -18,7 +18,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, segment_roles
-from ejkernel.families.linear_recurrence.record import InSlots
+from ejkernel.families.linear_recurrence.record import SlottedStates
 from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
@@ -148,7 +148,7 @@ def _chunk_table(places: Places) -> jax.Array:
     return 4 * owner + 2 * first.astype(jnp.int32) + last.astype(jnp.int32)
 
 
-def _slot_table(places: Places, slots_record: InSlots) -> jax.Array:
+def _slot_table(places: Places, slots_record: SlottedStates) -> jax.Array:
     """Returns the table of packed chunks whose states are in slots.
 
     A sequence without a slot names that of the sequence before it, and sequences before the first one with a slot name

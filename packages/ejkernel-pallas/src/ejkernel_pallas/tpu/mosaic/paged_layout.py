@@ -105,7 +105,7 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
         if record.kv_layout != paged_cache.LATENT:
             both = (x for x in (pages, record.value_pages) if x is not None)
             return tuple(_columns(record, x) if along_lanes(x.shape[-1]) else x for x in both)
-        pack = paged_cache.packing(pages.dtype)
+        pack = paged_cache.values_per_32_bits(pages.dtype)
         return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
     if record.kv_layout != paged_cache.COMBINED:
         assert record.value_pages is not None  # the layout has separate values
@@ -113,7 +113,7 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     count, slots, heads, _, size = pages.shape
     if record.new_keys is None:
         return (pages.reshape(count, slots, heads * 2, size),)
-    pack, lanes = paged_cache.packing(pages.dtype), max(size, LANES)
+    pack, lanes = paged_cache.values_per_32_bits(pages.dtype), max(size, LANES)
     return (pages.reshape(count, slots, -1, pack, lanes),)
 
 
@@ -149,7 +149,7 @@ def token_rows(record: PagedAttention) -> int:
 def make_cache(record: PagedAttention) -> Cache:
     """Returns the layout of a record's cache; the result is meaningful if `reasons` yields none."""
     letters, pages = record.kv_layout, record.key_pages
-    pack, size, slots = paged_cache.packing(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
+    pack, size, slots = paged_cache.values_per_32_bits(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
     if letters in ("phsd", "hpsd"):
         return Cache(

@@ -115,7 +115,7 @@ def _pages(record: PagedAttention) -> Generator[str]:
         return
     if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))} elements; above {LANES} wants equal multiples of it"
-    rows, pack = token_rows(record), paged_cache.packing(dtype)
+    rows, pack = token_rows(record), paged_cache.values_per_32_bits(dtype)
     if record.new_keys is not None and layout == paged_cache.COMBINED:
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
@@ -126,7 +126,7 @@ def _pages(record: PagedAttention) -> Generator[str]:
 
 def _latent_pages(record: PagedAttention) -> Generator[str]:
     slots, pages, (_, start) = paged_cache.page_size(record), record.key_pages, record.latent or (0, 0)
-    pack = paged_cache.packing(pages.dtype)
+    pack = paged_cache.values_per_32_bits(pages.dtype)
     if slots % pack:
         yield f"kv_cache: pages of {slots} slots of {pages.dtype.name}; wants a multiple of {pack}"
     if pages.shape[-1] % LANES or start % LANES:

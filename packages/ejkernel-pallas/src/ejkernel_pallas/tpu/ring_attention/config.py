@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.ring_attention import RingAttention, tiled
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import config as tiled_config
@@ -19,7 +19,7 @@ def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuFo
     A kernel with remote copies has tiles of both backward passes in memory, so large ones are used for heads of up to
     128. Where dq has large tiles, dkv has them on every chip: smaller ones spill on v7x, and take longer.
     """
-    tiles = tiled_config.heuristic(tiled(record), device, direction, max_head_dim=LANES)
+    tiles = tiled_config.heuristic(as_tiled_attention(record), device, direction, max_head_dim=LANES)
     return dataclasses.replace(tiles, dkv=tiles.dq) if isinstance(tiles, TpuBackward) else tiles
 
 
@@ -27,7 +27,7 @@ def candidates(
     record: RingAttention, device: Any, direction: Direction
 ) -> tuple[TpuForward, ...] | tuple[TpuBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    return tiled_config.candidates(tiled(record), device, direction)
+    return tiled_config.candidates(as_tiled_attention(record), device, direction)
 
 
 def fitted(record: RingAttention, blocks: Blocks) -> Blocks:

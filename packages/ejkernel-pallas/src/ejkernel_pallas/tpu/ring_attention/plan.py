@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.ring_attention import RingAttention, axis_size, tiled
-from ejkernel.families.ring_attention.schedule import Load, Ring, local_part, step_record
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention, axis_size
+from ejkernel.families.ring_attention.schedule import Ring, TravellingKeys, local_record, step_record
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel_pallas.tpu.interpret import interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -67,9 +67,9 @@ class RingPlan:
     @classmethod
     def of(cls, record: RingAttention, ring: Ring) -> Self:
         """Returns the plan for a record, rearranged into the ring's layout."""
-        local = local_part(record, ring)
+        local = local_record(record, ring)
         indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
-        if band(tiled(record)) == (None, None):
+        if band(as_tiled_attention(record)) == (None, None):
             return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
         return cls(local if indexed else _with_positions(local, ring), ring, indexed)
 
@@ -77,7 +77,7 @@ class RingPlan:
         """Returns the constants of the kernels of every ring step."""
         return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
 
-    def shard(self, source: jax.Array, load: Load) -> TiledAttention:
+    def shard(self, source: jax.Array, load: TravellingKeys) -> TiledAttention:
         """Returns the local queries and one load of keys as the record of a kernel."""
         shard = canonical(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard

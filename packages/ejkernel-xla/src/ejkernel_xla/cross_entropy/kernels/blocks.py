@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.cross_entropy import CrossEntropy, accumulator, smoothed
+from ejkernel.families.cross_entropy import CrossEntropy, accumulator, smoothed_targets
 from ejkernel.planning.precision import product_precision
 
 
@@ -99,7 +99,7 @@ def logits(record: CrossEntropy, span: Span) -> Logits:
         entry = span.start + jnp.arange(span.size, dtype=record.targets.dtype)
         targets = (entry == record.targets[:, None]).astype(dtype)
     counted = (record.weights != 0)[:, None] & span.new
-    return Logits(values, jnp.where(counted, smoothed(record, targets), 0), span.new)
+    return Logits(values, jnp.where(counted, smoothed_targets(record, targets), 0), span.new)
 
 
 def product(left: jax.Array, right: jax.Array, contract: Any, dtype: Any) -> jax.Array:

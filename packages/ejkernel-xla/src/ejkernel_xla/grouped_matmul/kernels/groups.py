@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, matrix, rows
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, rows, scaled_matrices
 from ejkernel.planning.precision import product_precision
 
 
@@ -83,7 +83,7 @@ def load(record: GroupedMatmul, g: jax.Array) -> jax.Array:
     """Returns the matrix of a group as an operand, [K, N] or [N, K]: with its scales applied."""
     rhs = lax.dynamic_index_in_dim(record.rhs, g, keepdims=False)
     scale = None if record.rhs_scale is None else lax.dynamic_index_in_dim(record.rhs_scale, g, keepdims=False)
-    return matrix(record, rhs, scale)
+    return scaled_matrices(record, rhs, scale)
 
 
 def dot(record: GroupedMatmul, left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:

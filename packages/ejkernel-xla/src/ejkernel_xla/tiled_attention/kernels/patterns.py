@@ -109,7 +109,7 @@ def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[n
     some, every = cut_pattern(pattern, queries.cut, keys.cut)
     if not isinstance(pattern, MultiHeadMask):
         return some, every
-    heads = np.array(pattern.which).reshape(-1, group)
+    heads = np.array(pattern.mask_index_by_head).reshape(-1, group)
     return np.any(some[heads], axis=1), np.all(every[heads], axis=1)
 
 

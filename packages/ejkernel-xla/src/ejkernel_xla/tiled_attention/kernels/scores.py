@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention import FAR, TiledAttention, band, coarse
+from ejkernel.families.tiled_attention import FAR, TiledAttention, band, round_to_logits_dtype
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
@@ -129,7 +129,7 @@ def score(
             scores = jnp.where(masked, -jnp.inf, scores)
     # Rounded as a kernel that keeps its logits in that dtype rounds them, before masks.
     if record.logits_dtype != jnp.float32:
-        scores = coarse(record.logits_dtype, scores)
+        scores = round_to_logits_dtype(record.logits_dtype, scores)
     return Scores(scores, slope, None)
 
 
@@ -216,8 +216,8 @@ def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Curso
     if not isinstance(pattern, MultiHeadMask):
         return pattern.allowed(query, key, sizes)
     heads = at.head * plan.group + _origin(record, 1) + jnp.arange(plan.heads * plan.group, dtype=jnp.int32)
-    branches = [functools.partial(mask.allowed, query, key, sizes) for mask in pattern.distinct]
-    which = jnp.asarray(pattern.which, jnp.int32)[heads]
+    branches = [functools.partial(mask.allowed, query, key, sizes) for mask in pattern.distinct_masks]
+    which = jnp.asarray(pattern.mask_index_by_head, jnp.int32)[heads]
     # One head at a time: under vmap a switch would compute every branch for every head.
     allowed = lax.map(lambda n: lax.switch(n, branches), which)
     return allowed.reshape(plan.heads, plan.group, *sizes)
@@ -244,7 +244,7 @@ def drop(weights: jax.Array, rows: jax.Array | None, record: TiledAttention, sta
     if rows is None:
         return weights
     keys = jnp.arange(weights.shape[-1], dtype=jnp.int32) + start + _origin(record, 3)
-    kept = dropout.keep(rows[..., None], keys, record.dropout_prob)
+    kept = dropout.is_kept(rows[..., None], keys, record.dropout_prob)
     return jnp.where(kept, weights * (1.0 / (1.0 - record.dropout_prob)), 0)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.recurrent_network import GATES
+from ejkernel.families.recurrent_network import GATES_PER_CELL
 from ejkernel.modules.operations.cases.tables import fill, tagged
 from ejkernel.ops.model import Case
 
@@ -81,7 +81,7 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
     names = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in fields]
 
     def make(key: jax.Array) -> Any:
-        shapes, keys = sizes.shapes(GATES[cell]), jax.random.split(key, len(names))
+        shapes, keys = sizes.shapes(GATES_PER_CELL[cell]), jax.random.split(key, len(names))
         arrays = {field: _normal(field, shapes[field], k) for field, k in zip(names, keys, strict=True)}
         arrays = {field: x.astype(sizes.dtype) for field, x in arrays.items()}
         return arguments(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))

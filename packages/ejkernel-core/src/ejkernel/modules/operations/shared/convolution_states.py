@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.planning.trees import token_trees, windows
+from ejkernel.planning.trees import path_windows, token_trees
 
 
 def before(args: Any) -> jax.Array | None:
@@ -58,7 +58,7 @@ def tree_windows(args: Any) -> TreeWindows:
     x = jnp.where(real[:, None], args.x.reshape(-1, args.x.shape[2]), 0)
     if state is None:
         state = jnp.zeros((trees.starts.shape[0], x.shape[1], args.weight.shape[1] - 1), x.dtype)
-    before = jnp.where(real[:, None, None], windows(x, state, trees), 0)
+    before = jnp.where(real[:, None, None], path_windows(x, state, trees), 0)
     return TreeWindows(x, before, real)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families import recurrent_network
-from ejkernel.families.recurrent_network import GATES, RecurrentNetwork
+from ejkernel.families.recurrent_network import GATES_PER_CELL, RecurrentNetwork
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
 from ejkernel.ops.model import Tolerance
 
@@ -47,8 +47,8 @@ def validate(args: Any, cell: str) -> None:
     check_shape("weight_hh", args.weight_hh, "L R G*H H", sizes)
     check_not_empty("weight_hh", args.weight_hh, "L R G*H H", "L H")
     layers, directions, rows, hidden = args.weight_hh.shape
-    if rows != GATES[cell] * hidden or directions not in (1, 2):
-        wants = f"[L, 1 or 2, {GATES[cell]} * H, H]"
+    if rows != GATES_PER_CELL[cell] * hidden or directions not in (1, 2):
+        wants = f"[L, 1 or 2, {GATES_PER_CELL[cell]} * H, H]"
         raise ValueError(f"weight_hh: got shape {tuple(args.weight_hh.shape)}, wants {wants}")
     sizes |= {"L-1": layers - 1, "L*R": layers * directions, "R*H": directions * hidden}
     for name, axes in _SHAPES.items():

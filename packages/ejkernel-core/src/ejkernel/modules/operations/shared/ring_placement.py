@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ejkernel import _compat
-from ejkernel.families.ring_attention import axis_bound
+from ejkernel.families.ring_attention import is_axis_bound
 
 
 def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
     """
     options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
     split = in_specs is not None or out_specs is not None
-    if split or args.axis_name is None or axis_bound(args.axis_name):
+    if split or args.axis_name is None or is_axis_bound(args.axis_name):
         if all(value is not None for value in options.values()):
             _check_axis(args.axis_name, mesh)
             _check_specs(args.axis_name, in_specs, mesh)

@@ -12,7 +12,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.ops.callers import passed_tracer
-from ejkernel.types.integers import bounded, is_int
+from ejkernel.types.integers import is_int, limit_or_none
 
 
 def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broadcast: str = "") -> None:
@@ -182,7 +182,7 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
             f"{name}: got {got(window)}, wants an int >= 1, or a tuple (left, right) of ints >= 0 or None; "
             "(0, 0) is the diagonal"
         )
-    left, right = (None if side is None else bounded(int(side)) for side in pair)
+    left, right = (None if side is None else limit_or_none(int(side)) for side in pair)
     return None if left is None and right is None else (left, right)
 
 
@@ -192,7 +192,7 @@ def as_chunk(name: str, size: Any) -> int | None:
     Raises:
         ValueError: The size is neither None nor an int of at least 1.
     """
-    return None if size is None else bounded(as_count(name, size, least=1))
+    return None if size is None else limit_or_none(as_count(name, size, least=1))
 
 
 def as_precision(name: str, value: Any) -> lax.Precision | None:

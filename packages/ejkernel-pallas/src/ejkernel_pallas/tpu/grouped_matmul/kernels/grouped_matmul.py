@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.gated_grouped_matmul import activated, combined
+from ejkernel.families.gated_grouped_matmul import activated_gate_times_factor, activated_products
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
@@ -334,16 +334,18 @@ def _sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec) -> jax.
 def _gated_sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, gate: Gate) -> jax.Array:
     """Returns a subtile of the output: the activation of sums, times their factors where there is a gate."""
     if gate.layout is GateLayout.NONE:
-        output = activated(gate, _sum(refs, at, sub, spec))
+        output = activated_products(gate, _sum(refs, at, sub, spec))
     elif gate.layout is GateLayout.HALVES:
-        output = combined(gate, *(_sum(product_refs, at, sub, spec) for product_refs in refs.products))
+        output = activated_gate_times_factor(
+            gate, *(_sum(product_refs, at, sub, spec) for product_refs in refs.products)
+        )
     elif gate.layout is GateLayout.WHOLE:
         factor = sub._replace(column=sub.column + spec.columns)
-        output = combined(gate, _sum(refs, at, sub, spec), _sum(refs, at, factor, spec))
+        output = activated_gate_times_factor(gate, _sum(refs, at, sub, spec), _sum(refs, at, factor, spec))
     else:
         lanes = cdiv(sub.columns, LANES) * 2 * LANES
         pairs = _sum(refs, at, sub._replace(column=sub.column * 2, columns=lanes), spec)
-        output = combined(gate, *(x[:, : sub.columns] for x in deinterleave(pairs)))
+        output = activated_gate_times_factor(gate, *(x[:, : sub.columns] for x in deinterleave(pairs)))
     if refs.has_token is not None:
         has_token = widen(vectors.column(refs.has_token[:, pl.ds(sub.row, sub.rows)]), output.shape[1])
         output = jnp.where(has_token != 0, output, 0.0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, as_computed
+from ejkernel.families.paged_attention import PagedAttention, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -16,7 +16,7 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
     """Returns the queries as [Hk, rows, D]: a token's query heads of one KV head are adjacent, and every sequence
     begins at a row where a copy may begin.
     """
-    query = as_computed(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
+    query = round_to_compute_dtype(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
     if record.latent is not None:  # the rotary part is moved to where cache rows have it
         size, start = record.latent
         query = jnp.concatenate(

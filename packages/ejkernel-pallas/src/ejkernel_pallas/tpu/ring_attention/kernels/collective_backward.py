@@ -13,8 +13,15 @@ import jax.numpy as jnp
 
 from ejkernel import _compat
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_attention.schedule import Load, Ring, columns, load_of, put_columns, ring_of
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
+from ejkernel.families.ring_attention.schedule import (
+    Ring,
+    TravellingKeys,
+    columns,
+    put_key_columns,
+    ring_of,
+    travelling_keys_of,
+)
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, sinks_gradient
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
@@ -60,13 +67,15 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     record = pullback.record
     ring = ring_of(record)
     if ring is None:
-        return tiled_backward.backward(dataclasses.replace(pullback, record=tiled(record)), config)
+        return tiled_backward.backward(dataclasses.replace(pullback, record=as_tiled_attention(record)), config)
     query_rows = query_rows_of(pullback)
     grads = _ring_gradients(
         RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.grad_fields - {"softmax_aux"}
     )
     if "softmax_aux" in pullback.grad_fields:
-        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
+        grads["softmax_aux"] = sinks_gradient(
+            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.products
+        )
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 
@@ -107,24 +116,24 @@ def _ring_gradients(
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
-    def ring_step(source: jax.Array, load: Load, staying: Gradients) -> tuple[Load, Gradients]:
+    def ring_step(source: jax.Array, load: TravellingKeys, staying: Gradients) -> tuple[TravellingKeys, Gradients]:
         added = _step(plan, source, load, query_rows, config, grad_fields)
         if "bias" in staying:
             keys = load["key"].shape[1]
             sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
-            added["bias"] = put_columns(staying["bias"], sum_, ring, source, keys)
+            added["bias"] = put_key_columns(staying["bias"], sum_, ring, source, keys)
         if "query" in staying:
             added["query"] = staying["query"] + added["query"]
         return {name: added[name] for name in travelling}, {name: added[name] for name in staying}
 
-    collected, stationary = ring.walk(load_of(record), travelling, ring_step, staying)
+    collected, stationary = ring.run_ring(travelling_keys_of(record), travelling, ring_step, staying)
     return {**collected, **stationary}
 
 
 def _step(
     plan: RingPlan,
     source: jax.Array,
-    load: Load,
+    load: TravellingKeys,
     query_rows: QueryRows,
     config: TpuBackward,
     grad_fields: frozenset[str],

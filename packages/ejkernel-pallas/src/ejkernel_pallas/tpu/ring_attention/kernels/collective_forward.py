@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from ejkernel import _compat
-from ejkernel.families.ring_attention import RingAttention, tiled
-from ejkernel.families.ring_attention.schedule import Load, load_of, ring_of
+from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
+from ejkernel.families.ring_attention.schedule import TravellingKeys, ring_of, travelling_keys_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
@@ -36,17 +36,17 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
     """
     ring = ring_of(record)
     if ring is None:
-        return tiled_forward.forward(tiled(record), config)
+        return tiled_forward.forward(as_tiled_attention(record), config)
     plan, blocks = RingPlan.of(record, ring), forward_blocks(config)
 
-    def ring_step(source: jax.Array, load: Load, state: State) -> tuple[Load, State]:
+    def ring_step(source: jax.Array, load: TravellingKeys, state: State) -> tuple[TravellingKeys, State]:
         shard = plan.shard(source, load)
         spec = plan.spec(shard, blocks)
         return {}, _attend(shard, spec, plan.pairs(shard, spec, source, pairs_by_query), state)
 
     # The loop's state differs between devices after the first step, so it has to be marked as varying before the loop.
     begin = _compat.as_varying(empty_state(record), record)
-    _, (output, lse) = ring.walk(load_of(plan.record), {}, ring_step, begin)
+    _, (output, lse) = ring.run_ring(travelling_keys_of(plan.record), {}, ring_step, begin)
     output = ring.unstripe(output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(lse, 2))
 

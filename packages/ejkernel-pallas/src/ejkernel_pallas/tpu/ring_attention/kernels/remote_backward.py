@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel.families.ring_attention import tiled
-from ejkernel.families.ring_attention.schedule import load_of, ring_of
+from ejkernel.families.ring_attention import as_tiled_attention
+from ejkernel.families.ring_attention.schedule import ring_of, travelling_keys_of
 from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
@@ -52,7 +52,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         return collective_backward.backward(pullback, config)
     query_rows = query_rows_of(pullback)
     plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
-    local_load = load_of(plan.record)
+    local_load = travelling_keys_of(plan.record)
     shard = plan.shard(lax.axis_index(ring.axis_name), local_load)
     # Loads come from one direction and then from the other. Gradients of queries stay on the device; the second
     # direction adds to them.
@@ -65,7 +65,9 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         kv_gradients = [one + other for one, other in zip(kv_gradients, other_gradients, strict=True)]
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
     if "softmax_aux" in pullback.grad_fields:
-        grads["softmax_aux"] = sinks_gradient(dataclasses.replace(pullback, record=tiled(record)), query_rows.products)
+        grads["softmax_aux"] = sinks_gradient(
+            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.products
+        )
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 

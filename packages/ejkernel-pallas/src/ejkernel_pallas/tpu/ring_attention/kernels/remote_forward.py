@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel import _compat
 from ejkernel.families.ring_attention import RingAttention
-from ejkernel.families.ring_attention.schedule import load_of, ring_of
+from ejkernel.families.ring_attention.schedule import ring_of, travelling_keys_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.kernels import remote_call
@@ -40,7 +40,7 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
     ring = ring_of(record)
     assert ring is not None  # the implementation's requirements guarantee a ring
     plan = RingPlan.of(record, ring)
-    me, local_load = lax.axis_index(ring.axis_name), load_of(plan.record)
+    me, local_load = lax.axis_index(ring.axis_name), travelling_keys_of(plan.record)
     shard = plan.shard(me, local_load)
     spec, state = plan.spec(shard, forward_blocks(config)), _compat.as_varying(empty_state(record), record)
     state = _one_direction(plan, spec, shard, state, range(0, ring.before + 1))
