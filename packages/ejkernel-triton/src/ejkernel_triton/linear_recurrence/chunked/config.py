@@ -210,7 +210,8 @@ def _gradient_tile_and_warps(record: LinearRecurrence, num_warps: int, is_hopper
         # 4.716 (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
         num_heads = head_count(record) if record.beta is None else 0
         return (16 if not is_hopper or num_heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
-    return (32, 4) if _heads_share_keys(record) else (64, num_warps)
+    # Without the delta rule, registers hold the sums over the heads that share a key.
+    return (32, 4) if record.beta is None and _heads_share_keys(record) else (64, num_warps)
 
 
 def _heads_share_keys(record: LinearRecurrence) -> bool:

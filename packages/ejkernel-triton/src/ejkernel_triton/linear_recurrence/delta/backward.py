@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
-from ejkernel.ops.chips import gpu_of
-from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.backward import (
@@ -30,6 +28,11 @@ from ejkernel_triton.linear_recurrence.delta.forward import (
     segment_states,
     tokens_per_chunk,
     wy_form,
+)
+from ejkernel_triton.linear_recurrence.delta.plan import (
+    key_gradient_shapes,
+    key_heads_summed_per_program,
+    state_gradient_stages,
 )
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, find_chunks_until_decayed
@@ -269,7 +272,7 @@ def _launch_chunk_bwd_dhu(
         batch=batch,
         grid=batch * spec.NUM_SEQUENCES * spec.H * cdiv(spec.V, config.dh_block_v),
         num_warps=config.dh_warps,
-        num_stages=_state_gradient_stages(call),
+        num_stages=state_gradient_stages(call),
         constants={
             "spec": spec,
             "BLOCK_K": padded(spec.K, MIN_TILE),
@@ -288,18 +291,6 @@ def _launch_chunk_bwd_dhu(
 def _end_gradient_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
     """Returns a configuration for two programs per multiprocessor, as in `stages.end_states`."""
     return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
-
-
-def _state_gradient_stages(call: RecurrenceCall) -> int:
-    """Returns the pipeline stages of the reverse scan: as many chunks as fit shared memory, at most the
-    configuration's.
-    """
-    spec, config = call.spec, delta_config(call)
-    key_channels = padded(spec.K, MIN_TILE)
-    # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
-    bytes_per_chunk = spec.CHUNK_SIZE * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
-    shared_memory_budget = gpu_of(current_device()).shared_memory * 4 // 5
-    return max(1, min(config.dh_stages, shared_memory_budget // bytes_per_chunk))
 
 
 def inverse_gradients(
@@ -364,7 +355,11 @@ def key_gradients(
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     num_tiles = cdiv(spec.K, config.gradient_block_k)
-    dquery, dkey, dgates, dbeta = launch(
+    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
+    heads_per_program = key_heads_summed_per_program(spec, batch * spec.NUM_CHUNKS * num_tiles)
+    gradients, sums = zip(*(key_gradient_shapes(call, n, heads_per_program) for n in (spec.HQ, spec.HK)), strict=True)
+    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
+    dquery, dkey, _, _, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
         (
             call.query,
@@ -379,9 +374,14 @@ def key_gradients(
             gate_sum_matrices(call),
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        _key_gradient_shapes(call, num_tiles, dgates_dtype),
+        [
+            *gradients,
+            *sums,
+            Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
+            Shape(partial_sum_shape, jnp.float32),
+        ],
         batch=batch,
-        grid=batch * spec.NUM_CHUNKS * spec.H * num_tiles,
+        grid=batch * spec.NUM_CHUNKS * (spec.H // heads_per_program) * num_tiles,
         num_warps=config.gradient_warps,
         num_stages=config.gradient_stages,
         constants={
@@ -389,22 +389,10 @@ def key_gradients(
             "T": 1 if call.decay is None else call.decay.shape[1],
             "BLOCK_K": config.gradient_block_k,
             "BLOCK_V": config.gradient_block_v,
+            "HEADS_PER_PROGRAM": heads_per_program,
             "COMPUTE_GATE_GRADIENTS": dgates_dtype is not None,
         },
     )
     if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
         dgates = dgates.sum(1)[..., None]
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates, dbeta.sum(1)
-
-
-def _key_gradient_shapes(call: RecurrenceCall, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
-    """Returns the shapes of the outputs of `chunk_bwd_dqkwg_kernel`: gradients of query, key, gates and beta."""
-    spec, batch = call.spec, call.query.shape[0]
-    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
-    row_gradient_dtypes = [call.query.dtype if n == spec.H else jnp.float32 for n in (spec.HQ, spec.HK)]
-    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
-    return [
-        *(Shape(token_shape, dtype) for dtype in row_gradient_dtypes),
-        Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
-        Shape(partial_sum_shape, jnp.float32),
-    ]

@@ -134,6 +134,49 @@ def cotangent_products(
 
 
 @triton.jit
+def store_or_add_to_group(
+    gradient,
+    group_sum,
+    tile,
+    group,
+    head_in_group,
+    tile_location,
+    FIELD_HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    spec: tl.constexpr,
+):
+    """Stores a head's gradient of queries or keys, which is added to that of the group's earlier heads if they share
+    these queries or keys.
+
+    Args:
+        gradient: [B, T, H, K] of unshared queries or keys, [B, T, groups, K] of shared ones.
+        group_sum: [B, T, groups, K] float32, the sum over the heads so far; not read if nothing is shared.
+        tile: [CHUNK_SIZE, BLOCK_K] float32, the head's gradient.
+        group: Index of the group, which is the program's heads.
+        head_in_group: Index of the head in its group.
+        tile_location: The batch row, the chunk's first token, its sequence's end, and the first key channel.
+    """
+    row, first_token, sequence_end, k_start = tile_location
+    NUM_GROUPS: tl.constexpr = spec.H // HEADS_PER_PROGRAM
+    if FIELD_HEADS == spec.H or HEADS_PER_PROGRAM == 1:
+        head = group * HEADS_PER_PROGRAM + head_in_group
+        address = chunk_address(gradient, row, first_token, head, spec.T, spec.H, spec.K)
+        store_token_rows(address, tile, first_token, sequence_end, k_start, spec.H, spec.K, spec)
+    else:
+        # The sum waits in memory, which L2 holds for a program's few heads: in registers it would spill.
+        sum_address = chunk_address(group_sum, row, first_token, group, spec.T, NUM_GROUPS, spec.K)
+        if head_in_group > 0:
+            tl.debug_barrier()  # other threads may have stored the elements that a thread loads
+            tile += load_token_rows(sum_address, first_token, sequence_end, k_start, NUM_GROUPS, spec.K, BLOCK_K, spec)
+        if head_in_group < HEADS_PER_PROGRAM - 1:
+            store_token_rows(sum_address, tile, first_token, sequence_end, k_start, NUM_GROUPS, spec.K, spec)
+        else:
+            address = chunk_address(gradient, row, first_token, group, spec.T, NUM_GROUPS, spec.K)
+            store_token_rows(address, tile, first_token, sequence_end, k_start, NUM_GROUPS, spec.K, spec)
+
+
+@triton.jit
 def chunk_bwd_dqkwg_kernel(
     query,
     key,
@@ -150,6 +193,8 @@ def chunk_bwd_dqkwg_kernel(
     sequence_ends,
     dquery,
     dkey,
+    dquery_sum,
+    dkey_sum,
     dgates,
     dbeta,
     spec: tl.constexpr,
@@ -157,132 +202,158 @@ def chunk_bwd_dqkwg_kernel(
     T: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
     COMPUTE_GATE_GRADIENTS: tl.constexpr,
 ):
-    """Computes gradients of BLOCK_K channels of one head's queries and keys in one chunk, of its gates and of beta."""
+    """Computes gradients of BLOCK_K channels of queries and keys in one chunk, of gates and of beta, for the
+    HEADS_PER_PROGRAM heads of a group, one after the other.
+
+    If these share queries or keys, the gradients of those are summed over the group; see `store_or_add_to_group`.
+    """
     NUM_K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
+    NUM_GROUPS: tl.constexpr = spec.H // HEADS_PER_PROGRAM
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     program = tl.program_id(0)
     tile = program % NUM_K_TILES
     k_start = tile * BLOCK_K
     program = program // NUM_K_TILES
-    head = program % spec.H
-    program = program // spec.H
+    group = program % NUM_GROUPS
+    program = program // NUM_GROUPS
     chunk = program % spec.NUM_CHUNKS
     row = program // spec.NUM_CHUNKS
     first_token, sequence_end = chunk_start_and_sequence_end(chunk_starts, sequence_ends, row, chunk, spec, per)
     rows = tl.arange(0, CHUNK)
-    v_new_base = chunk_address(v_new, row // per.V_NEW, first_token, head, spec.T, spec.H, spec.V)
-    do_base = chunk_address(cotangent, row // per.COTANGENT, first_token, head, spec.T, spec.H, spec.V)
-    dy_base = chunk_address(dy, row // per.DY, first_token, head, spec.T, spec.H, spec.V)
-    states_base = state_address(states, row, head, chunk, spec)
-    dstates_base = state_address(dstates, row, head, chunk, spec)
-    query_base = chunk_address(
-        query, row // per.QUERY, first_token, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K
-    )
-    key_base = chunk_address(key, row // per.KEY, first_token, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
-    betas = load_token_scalars(beta, row // per.BETA, first_token, sequence_end, head, spec)
-    value_operands = (v_new_base, states_base, dstates_base, first_token, sequence_end)
     strictly_earlier = rows[:, None] > rows[None, :]
-
-    # Ordered by register pressure: queries, then keys read as queries, then keys; each is stored before the next.
-    dscores, dq = cotangent_products(
-        do_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
-    )
-    q = load_token_rows(query_base, first_token, sequence_end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
-    k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
-    dq *= spec.OUTPUT_SCALE
-    dscores *= spec.OUTPUT_SCALE
-    dquery_address = chunk_address(dquery, row, first_token, head, spec.T, spec.H, spec.K)
-    dkey_address = chunk_address(dkey, row, first_token, head, spec.T, spec.H, spec.K)
-    if spec.GATE_CHANNELS > 1:
-        # Gates per key channel: each level adds to all gradients. Pairs are kept at 16 bits, in half of the registers.
-        dqk_scores = dscores.to(q.dtype)
-        dscores, dr = cotangent_products(
-            dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
+    tile_location = (row, first_token, sequence_end, k_start)
+    # Nothing is moved out of the loop: offsets of whole tiles would take registers throughout.
+    for head_in_group in tl.range(0, HEADS_PER_PROGRAM, num_stages=1, disable_licm=True):
+        head = group * HEADS_PER_PROGRAM + head_in_group
+        v_new_base = chunk_address(v_new, row // per.V_NEW, first_token, head, spec.T, spec.H, spec.V)
+        do_base = chunk_address(cotangent, row // per.COTANGENT, first_token, head, spec.T, spec.H, spec.V)
+        dy_base = chunk_address(dy, row // per.DY, first_token, head, spec.T, spec.H, spec.V)
+        states_base = state_address(states, row, head, chunk, spec)
+        dstates_base = state_address(dstates, row, head, chunk, spec)
+        query_base = chunk_address(
+            query, row // per.QUERY, first_token, head // (spec.H // spec.HQ), spec.T, spec.HQ, spec.K
         )
-        # The second read: the key as a query, with -dy as its cotangent. A key reads what earlier tokens wrote, not its
-        # own write: strictly below the diagonal.
-        dkk_scores = tl.where(strictly_earlier, -dscores, 0.0).to(k.dtype)
-        dk, state_product = state_gradient_products(
-            value_operands, k_start, COMPUTE_GATE_GRADIENTS, spec.H, BLOCK_K, BLOCK_V, spec
+        key_base = chunk_address(key, row // per.KEY, first_token, head // (spec.H // spec.HK), spec.T, spec.HK, spec.K)
+        betas = load_token_scalars(beta, row // per.BETA, first_token, sequence_end, head, spec)
+        value_operands = (v_new_base, states_base, dstates_base, first_token, sequence_end)
+        # Ordered by register pressure: queries, then keys read as queries, then keys; each is stored before the next.
+        dscores, dq = cotangent_products(
+            do_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
         )
-        dstates_base = chunk_address(decay, row // per.DECAY, first_token * (T > 1), head, T, spec.H, spec.K)
-        gate_cumsum = load_log_gates(
-            dstates_base, first_token, sequence_end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec
-        )
-        gates_high, gates_low = split_gates(gate_cumsum, k.dtype)
-        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
-        dq *= decay_since
-        dr *= -decay_since
-        dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
-        state_product = state_product * tl.exp2(tl.sum(gate_cumsum, 0)) + tl.sum(dk * k.to(tl.float32), 0)
-        dq, dr, dk = delta_channel_gradients(
-            dq, dr, dk, dqk_scores, dkk_scores, q, k, betas, gates_high, gates_low, gate_sum_matrix_address, spec
-        )
-        store_token_rows(dquery_address, dq, first_token, sequence_end, k_start, spec.H, spec.K, spec)
-        dgate = dq * q.to(tl.float32)
-        store_token_scalars(
-            dbeta, tl.sum(dr * k.to(tl.float32), 1), row, first_token, sequence_end, tile, NUM_K_TILES, head, spec
-        )
-        # dbeta above needs the product without beta; from here on it includes beta, so that no gradient is divided by
-        # beta.
-        dr *= betas[:, None]
-        store_token_rows(dkey_address, dk + dr, first_token, sequence_end, k_start, spec.H, spec.K, spec)
-        if COMPUTE_GATE_GRADIENTS:
-            # G_t has a positive sign in the exponents of what token t reads, a negative one in those of what it wrote.
-            dgate += (dr - dk) * k.to(tl.float32)
-            # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
-            dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
-            dgate = tl.where(gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
-            output_base = chunk_address(dgates, row, first_token, head, spec.T, spec.H, spec.K)
-            store_token_rows(output_base, dgate, first_token, sequence_end, k_start, spec.H, spec.K, spec)
-    else:
-        if spec.GATE_CHANNELS == 1:
-            gates_base = gates_address(gates, row, head, chunk, spec, per)
-            gate_cumsum = tl.load(gates_base + rows)
-            dq *= tl.exp2(gate_cumsum)[:, None]
-            dscores *= pairwise_decay(gate_cumsum)
+        q = load_token_rows(query_base, first_token, sequence_end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
+        k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
+        dq *= spec.OUTPUT_SCALE
+        dscores *= spec.OUTPUT_SCALE
+        if spec.GATE_CHANNELS > 1:
+            # Gates per key channel: each level adds to all gradients. Pairs are kept at 16 bits, in half of the
+            # registers.
+            dqk_scores = dscores.to(q.dtype)
+            dscores, dr = cotangent_products(
+                dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
+            )
+            # The second read: the key as a query, with -dy as its cotangent. A key reads what earlier tokens wrote, not
+            # its own write: strictly below the diagonal.
+            dkk_scores = tl.where(strictly_earlier, -dscores, 0.0).to(k.dtype)
+            dk, state_product = state_gradient_products(
+                value_operands, k_start, COMPUTE_GATE_GRADIENTS, spec.H, BLOCK_K, BLOCK_V, spec
+            )
+            dstates_base = chunk_address(decay, row // per.DECAY, first_token * (T > 1), head, T, spec.H, spec.K)
+            gate_cumsum = load_log_gates(
+                dstates_base, first_token, sequence_end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec
+            )
+            gates_high, gates_low = split_gates(gate_cumsum, k.dtype)
+            decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
+            dq *= decay_since
+            dr *= -decay_since
+            dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
+            state_product = state_product * tl.exp2(tl.sum(gate_cumsum, 0)) + tl.sum(dk * k.to(tl.float32), 0)
+            dq, dr, dk = delta_channel_gradients(
+                dq, dr, dk, dqk_scores, dkk_scores, q, k, betas, gates_high, gates_low, gate_sum_matrix_address, spec
+            )
+            store_or_add_to_group(
+                dquery, dquery_sum, dq, group, head_in_group, tile_location, spec.HQ, HEADS_PER_PROGRAM, BLOCK_K, spec
+            )
+            dgate = dq * q.to(tl.float32)
+            store_token_scalars(
+                dbeta, tl.sum(dr * k.to(tl.float32), 1), row, first_token, sequence_end, tile, NUM_K_TILES, head, spec
+            )
+            # dbeta above needs the product without beta; from here on it includes beta, so that no gradient is divided
+            # by beta.
+            dr *= betas[:, None]
+            store_or_add_to_group(
+                dkey, dkey_sum, dk + dr, group, head_in_group, tile_location, spec.HK, HEADS_PER_PROGRAM, BLOCK_K, spec
+            )
+            if COMPUTE_GATE_GRADIENTS:
+                # G_t has a positive sign in the exponents of what token t reads, a negative one in those of what it
+                # wrote.
+                dgate += (dr - dk) * k.to(tl.float32)
+                # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier
+                # tokens.
+                dgate = (tl.sum(dgate, 0) + state_product)[None, :] - (tl.cumsum(dgate, 0) - dgate)
+                dgate = tl.where(gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
+                output_base = chunk_address(dgates, row, first_token, head, spec.T, spec.H, spec.K)
+                store_token_rows(output_base, dgate, first_token, sequence_end, k_start, spec.H, spec.K, spec)
         else:
-            dscores = tl.where(rows[:, None] >= rows[None, :], dscores, 0.0)
-        # Kept for dk below in the operands' dtype: at 16 bits half of the registers of float32 pairs.
-        dqk_scores = dscores.to(q.dtype)
-        dq = add_dot(dq, dqk_scores, k, spec)
-        store_token_rows(dquery_address, dq, first_token, sequence_end, k_start, spec.H, spec.K, spec)
-        dgate = tl.sum(dq * q.to(tl.float32), 1)
-        dscores, dr = cotangent_products(
-            dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
-        )
-        if spec.GATE_CHANNELS == 1:
-            dr *= tl.exp2(gate_cumsum)[:, None]
-            dscores *= pairwise_decay(gate_cumsum)
-        dscores = tl.where(strictly_earlier, dscores, 0.0)
-        dr = add_dot(dr, dscores.to(k.dtype), k, spec)
-        # dr is -r until here; the sign changes here and where dk is stored.
-        key_dot_gradient = -tl.sum(dr * k.to(tl.float32), 1)
-        store_token_scalars(dbeta, key_dot_gradient, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)
-        dgate += key_dot_gradient * betas
-        # The gradients of the second read's scores, with beta and the sign of r, for dk as a key of that read.
-        dkk_scores_with_beta = (dscores * -betas[:, None]).to(k.dtype)
-        dk, state_product = state_gradient_products(
-            value_operands, k_start, COMPUTE_GATE_GRADIENTS, spec.H, BLOCK_K, BLOCK_V, spec
-        )
-        if spec.GATE_CHANNELS == 1:
-            gate_sum = tl.load(gates_base + (CHUNK - 1))
-            dk *= tl.exp2(gate_sum - gate_cumsum)[:, None]
-            state_product *= tl.exp2(gate_sum)
-        if COMPUTE_GATE_GRADIENTS:
-            # Before the chunk's own terms are added to dk: the last gate scales only what passes through dS.
-            gate_sum_gradient = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
-        dk = add_dot(dk, tl.trans(dqk_scores), q, spec)
-        dk = add_dot(dk, tl.trans(dkk_scores_with_beta), k, spec)
-        store_token_rows(
-            dkey_address, dk - dr * betas[:, None], first_token, sequence_end, k_start, spec.H, spec.K, spec
-        )
-        if COMPUTE_GATE_GRADIENTS:
-            dgate -= tl.sum(dk * k.to(tl.float32), 1)
-            # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier tokens.
-            dgate = tl.sum(dgate, 0) + gate_sum_gradient - (tl.cumsum(dgate, 0) - dgate)
-            previous_gate_cumsum = tl.load(gates_base + rows - 1, mask=rows > 0, other=0.0)
-            dgate = tl.where(gate_cumsum - previous_gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
-            store_token_scalars(dgates, dgate, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)
+            if spec.GATE_CHANNELS == 1:
+                gates_base = gates_address(gates, row, head, chunk, spec, per)
+                gate_cumsum = tl.load(gates_base + rows)
+                dq *= tl.exp2(gate_cumsum)[:, None]
+                dscores *= pairwise_decay(gate_cumsum)
+            else:
+                dscores = tl.where(rows[:, None] >= rows[None, :], dscores, 0.0)
+            # Kept for dk below in the operands' dtype: at 16 bits half of the registers of float32 pairs.
+            dqk_scores = dscores.to(q.dtype)
+            dq = add_dot(dq, dqk_scores, k, spec)
+            store_or_add_to_group(
+                dquery, dquery_sum, dq, group, head_in_group, tile_location, spec.HQ, HEADS_PER_PROGRAM, BLOCK_K, spec
+            )
+            dgate = tl.sum(dq * q.to(tl.float32), 1)
+            dscores, dr = cotangent_products(
+                dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
+            )
+            if spec.GATE_CHANNELS == 1:
+                dr *= tl.exp2(gate_cumsum)[:, None]
+                dscores *= pairwise_decay(gate_cumsum)
+            dscores = tl.where(strictly_earlier, dscores, 0.0)
+            dr = add_dot(dr, dscores.to(k.dtype), k, spec)
+            # dr is -r until here; the sign changes here and where dk is stored.
+            key_dot_gradient = -tl.sum(dr * k.to(tl.float32), 1)
+            store_token_scalars(dbeta, key_dot_gradient, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)
+            dgate += key_dot_gradient * betas
+            # The gradients of the second read's scores, with beta and the sign of r, for dk as a key of that read.
+            dkk_scores_with_beta = (dscores * -betas[:, None]).to(k.dtype)
+            dk, state_product = state_gradient_products(
+                value_operands, k_start, COMPUTE_GATE_GRADIENTS, spec.H, BLOCK_K, BLOCK_V, spec
+            )
+            if spec.GATE_CHANNELS == 1:
+                gate_sum = tl.load(gates_base + (CHUNK - 1))
+                dk *= tl.exp2(gate_sum - gate_cumsum)[:, None]
+                state_product *= tl.exp2(gate_sum)
+            if COMPUTE_GATE_GRADIENTS:
+                # Before the chunk's own terms are added to dk: the last gate scales only what passes through dS.
+                gate_sum_gradient = tl.sum(state_product, 0) + tl.sum(tl.sum(dk * k.to(tl.float32), 1), 0)
+            dk = add_dot(dk, tl.trans(dqk_scores), q, spec)
+            dk = add_dot(dk, tl.trans(dkk_scores_with_beta), k, spec)
+            store_or_add_to_group(
+                dkey,
+                dkey_sum,
+                dk - dr * betas[:, None],
+                group,
+                head_in_group,
+                tile_location,
+                spec.HK,
+                HEADS_PER_PROGRAM,
+                BLOCK_K,
+                spec,
+            )
+            if COMPUTE_GATE_GRADIENTS:
+                dgate -= tl.sum(dk * k.to(tl.float32), 1)
+                # Reverse cumulative sum, from each token to the chunk's end: the total minus the sum of the earlier
+                # tokens.
+                dgate = tl.sum(dgate, 0) + gate_sum_gradient - (tl.cumsum(dgate, 0) - dgate)
+                previous_gate_cumsum = tl.load(gates_base + rows - 1, mask=rows > 0, other=0.0)
+                dgate = tl.where(gate_cumsum - previous_gate_cumsum < MIN_LOG2_GATE_WITH_GRADIENT, 0.0, dgate)
+                store_token_scalars(dgates, dgate, row, first_token, sequence_end, tile, NUM_K_TILES, head, spec)

@@ -1,0 +1,61 @@
+"""Plans the launches of the delta rule's backward pass: pipeline stages, heads per program, shapes of gradients."""
+
+import math
+
+import jax.numpy as jnp
+
+from ejkernel.ops.chips import gpu_of
+from ejkernel.ops.device import current_device
+from ejkernel_triton.launch import Shape, interpreting
+from ejkernel_triton.linear_recurrence.chunked.backward import MAX_HEADS_SUMMED_PER_PROGRAM
+from ejkernel_triton.linear_recurrence.config import MIN_TILE
+from ejkernel_triton.linear_recurrence.delta.forward import delta_config
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall
+from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
+from ejkernel_triton.sizes import padded
+
+
+def state_gradient_stages(call: RecurrenceCall) -> int:
+    """Returns the pipeline stages of the reverse scan: as many chunks as fit shared memory, at most the
+    configuration's.
+    """
+    spec, config = call.spec, delta_config(call)
+    key_channels = padded(spec.K, MIN_TILE)
+    # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
+    bytes_per_chunk = spec.CHUNK_SIZE * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
+    shared_memory_budget = gpu_of(current_device()).shared_memory * 4 // 5
+    return max(1, min(config.dh_stages, shared_memory_budget // bytes_per_chunk))
+
+
+def key_heads_summed_per_program(spec: RecurrenceSpec, programs_per_head: int) -> int:
+    """Returns how many heads that share queries or keys a program has, which adds up their gradients.
+
+    Args:
+        spec: Constants of the kernels.
+        programs_per_head: Programs of the call, if each had one head.
+    """
+    heads_per_field_head = [spec.H // n for n in (spec.HQ, spec.HK) if n < spec.H]
+    if not heads_per_field_head:
+        return 1
+    most, shared = MAX_HEADS_SUMMED_PER_PROGRAM, math.gcd(*heads_per_field_head)
+    if not interpreting():
+        # Fewer heads where the chip would have less than two programs per multiprocessor.
+        programs = programs_per_head * spec.H
+        most = min(most, max(1, programs // (2 * gpu_of(current_device()).multiprocessors)))
+    return next(n for n in range(most, 0, -1) if shared % n == 0)
+
+
+def key_gradient_shapes(call: RecurrenceCall, field_heads: int, heads_per_program: int) -> tuple[Shape, Shape]:
+    """Returns the shapes of the gradient of queries or keys with `field_heads` heads, as the kernel stores it, and of
+    the sum over a group of heads while it is not complete.
+    """
+    spec, batch, dtype = call.spec, call.query.shape[0], call.query.dtype
+    if field_heads == spec.H:
+        return Shape((batch, spec.T, spec.H, spec.K), dtype), Shape((batch,), jnp.float32)
+    groups = spec.H // heads_per_program
+    # Several groups of a field's head are added up by XLA.
+    shape = (batch, spec.T, groups, spec.K)
+    return (
+        Shape(shape, dtype if groups == field_heads else jnp.float32),
+        Shape(shape if heads_per_program > 1 else (batch,), jnp.float32),
+    )
