@@ -12,7 +12,15 @@ from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
 from ejkernel.planning.softmax_merge import Partial, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.plan import SharedPrefix, make_paged_spec, plan_work, prefix_config, split_prefix
+from ejkernel_triton.paged_attention.plan import (
+    SharedPrefix,
+    copies_prefix,
+    copy_prefix,
+    make_paged_spec,
+    plan_work,
+    prefix_config,
+    split_prefix,
+)
 from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, page_slot_head_strides
 from ejkernel_triton.sizes import padded_for_dot
 
@@ -42,7 +50,9 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     if prefix is not None:
         # After the write, which is in place only if nothing reads the pages as they were.
         prefix_record = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
-        prefix = dataclasses.replace(prefix, record=prefix_record)
+        prefix = dataclasses.replace(
+            prefix, record=copy_prefix(prefix_record) if copies_prefix(prefix_record) else prefix_record
+        )
         output_and_lse = merge_prefix(_attend_prefix(prefix), output_and_lse)
     return (*output_and_lse, *written_pages), None
 

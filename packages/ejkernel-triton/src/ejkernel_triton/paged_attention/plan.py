@@ -13,13 +13,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import Rotary
 from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.paged_attention.config import PagedForward, heuristic
+from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, heuristic
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
 from ejkernel_triton.sizes import padded_for_dot
 
@@ -88,6 +89,13 @@ def _stack_shares(schedule: Deal) -> jax.Array:
     """Returns the programs' starts and, last, the tiles per share and in total."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
+
+
+MIN_COPYING_TILES = 4
+"""Tiles of query rows per KV head from which on a prefix of 8 bits is copied in 16 bits."""
+
+MAX_COPY_SHARE = 8
+"""A prefix is copied only if a table has at most this part of the cache's pages."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +170,53 @@ def _first_visible_key(record: PagedAttention, positions: jax.Array) -> jax.Arra
     first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position))
     starts = [0 if left is None else first - left, 0 if size is None else first // size * size]
     return jnp.clip(jnp.maximum(*starts), 0, record.shared_prefix)[None]
+
+
+def copies_prefix(record: PagedAttention) -> bool:
+    """Returns whether the prefix of a record is copied in the query's dtype, in which each of many tiles reads it."""
+    tables = record.block_tables
+    if tables is None or record.latent is not None:
+        return False
+    if record.key_pages.dtype.itemsize > 1 or record.query.dtype.itemsize != 2:
+        return False
+    rows_per_kv_head = record.query.shape[0] * (record.query.shape[1] // paged_cache.kv_heads(record))
+    has_many_tiles = interpreting() or rows_per_kv_head >= MIN_COPYING_TILES * PREFILL_SCORE_ROWS
+    # A copy has room for as many tokens as a table, so long tables in a small cache would cost too much memory.
+    return has_many_tiles and tables.shape[1] * MAX_COPY_SHARE <= paged_cache.page_count(record)
+
+
+def copy_prefix(record: PagedAttention) -> PagedAttention:
+    """Returns the record of a prefix with a copy of its keys and values in the query's dtype.
+
+    The copy has the pages of the table in their order, and entries that are no page stay such.
+    """
+    from ejkernel_triton.paged_attention.kernels.prefix_copy import prefix_copy_kernel
+
+    assert record.block_tables is not None
+    config = prefix_config(record)
+    spec = make_spec(record, config, 1)
+    num_pages, tables = record.block_tables.shape[1], record.block_tables.astype(jnp.int32)
+    shape = (1, num_pages, spec.PAGE_SIZE, spec.HK)
+    values = record.key_pages if record.value_pages is None else record.value_pages
+    keys, values = launch(
+        prefix_copy_kernel,
+        (record.key_pages[None], values[None], tables[None], record.kv_lens.astype(jnp.int32)[None]),
+        (Shape((*shape, spec.D), record.query.dtype), Shape((*shape, spec.DV), record.query.dtype)),
+        batch=1,
+        grid=cdiv(num_pages * spec.PAGE_SIZE, spec.BLOCK_KV) * spec.HK,
+        num_warps=4,
+        num_stages=1,
+        constants={"spec": spec},
+    )
+    is_page = (tables >= 0) & (tables < paged_cache.page_count(record))
+    return dataclasses.replace(
+        record,
+        key_pages=keys[0],
+        value_pages=values[0],
+        kv_layout="pshd",
+        kv_heads=None,
+        block_tables=jnp.where(is_page, jnp.arange(num_pages, dtype=jnp.int32), -1),
+    )
 
 
 def prefix_config(record: PagedAttention) -> PagedForward:
