@@ -9,8 +9,10 @@ from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.modules import gated_grouped_matmul
 from ejkernel.ops import explain
 from ejkernel.ops.device import target_device
+from ejkernel.types.pullback import Pullback
 from ejkernel_triton import launch
 from ejkernel_triton.gated_grouped_matmul import config
+from ejkernel_triton.gated_grouped_matmul.backward import backward
 from ejkernel_triton.gated_grouped_matmul.forward import forward
 
 TESTS = "(test_value and not eager) or test_gradient"
@@ -58,3 +60,27 @@ def test_both_passes_are_served_on_a_gpu(terms):
     for choice in (decision.forward, decision.backward):
         (triton,) = (verdict for verdict in choice.verdicts if verdict.implementation.name == "triton")
         assert all(reason.startswith("module jax_triton") for reason in triton.reasons)
+
+
+@pytest.mark.parametrize(("bias_dtype", "summed"), [(jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32)])
+def test_biases_are_summed_from_the_cotangent_that_the_products_read(bias_dtype, summed):
+    """A float32 cotangent of 16-bit rows was stored for the biases alone."""
+    shape = jax.ShapeDtypeStruct
+    record = GatedGroupedMatmul(
+        lhs=shape((4096, 256), jnp.bfloat16),
+        rhs=shape((4, 256, 1024), jnp.bfloat16),
+        group_sizes=shape((4,), jnp.int32),
+        rhs_bias=shape((4, 1, 1024), bias_dtype),
+        left_over="zeros",
+    )
+    cotangent, names = shape((4096, 512), jnp.bfloat16), frozenset({"lhs", "rhs", "rhs_bias"})
+
+    def run(record, cotangent):
+        saved = Pullback(record=record, residuals=(), output=cotangent, cotangent=cotangent, grad_fields=names)
+        return backward(saved, config.heuristic(record, CHIPS["sm_90"], "backward"))
+
+    with target_device(CHIPS["sm_90"]), launch.collected() as calls:
+        gradients = jax.eval_shape(lambda *x: run(*x), record, cotangent)
+    (sums,) = (call for call in calls if call.kernel.__name__ == "grouped_dbias_kernel")
+    assert sums.inputs[0].dtype == summed
+    assert gradients["rhs_bias"].dtype == bias_dtype

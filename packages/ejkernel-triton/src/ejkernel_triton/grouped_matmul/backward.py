@@ -43,7 +43,7 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     if "existing_out" in requested:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
     if "rhs_bias" in requested:
-        gradients["rhs_bias"] = _bias_gradients(record, cotangent).astype(record.rhs_bias.dtype)
+        gradients["rhs_bias"] = _bias_gradients(record, _bias_cotangent(record, cotangent)).astype(record.rhs_bias.dtype)
     if "lhs" in requested:
         scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
         operand = cotangent.astype(operand_dtype(record, cotangent.dtype, *scale_dtypes))
@@ -112,6 +112,17 @@ def _lhs_cotangent_products(
         constants={"spec": spec},
     )
     return sums[0]
+
+
+def _bias_cotangent(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
+    """Returns the cotangent in the dtype in which it is summed for the biases: that of the products' operand, unless
+    the biases have more digits.
+
+    A float32 cotangent of 16-bit rows is then never stored, neither for the products nor for the biases.
+    """
+    dtype = operand_dtype(record, cotangent.dtype)
+    assert record.rhs_bias is not None  # its gradient is requested
+    return cotangent.astype(dtype) if record.rhs_bias.dtype.itemsize <= dtype.itemsize else cotangent
 
 
 def _bias_gradients(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
