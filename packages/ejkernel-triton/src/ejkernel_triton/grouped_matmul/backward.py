@@ -43,7 +43,8 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     if "existing_out" in requested:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
     if "rhs_bias" in requested:
-        gradients["rhs_bias"] = _bias_gradients(record, _bias_cotangent(record, cotangent)).astype(record.rhs_bias.dtype)
+        bias_gradients = _bias_gradients(record, _bias_cotangent(record, cotangent))
+        gradients["rhs_bias"] = bias_gradients.astype(record.rhs_bias.dtype)
     if "lhs" in requested:
         scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
         operand = cotangent.astype(operand_dtype(record, cotangent.dtype, *scale_dtypes))
