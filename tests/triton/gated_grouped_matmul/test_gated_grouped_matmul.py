@@ -79,7 +79,7 @@ def test_biases_are_summed_from_the_cotangent_that_the_products_read(bias_dtype,
         saved = Pullback(record=record, residuals=(), output=cotangent, cotangent=cotangent, grad_fields=names)
         return backward(saved, config.heuristic(record, CHIPS["sm_90"], "backward"))
 
-    with target_device(CHIPS["sm_90"]), launch.collected() as calls:
+    with target_device(CHIPS["sm_90"]), launch.collect_launches() as calls:
         gradients = jax.eval_shape(lambda *x: run(*x), record, cotangent)
     (sums,) = (call for call in calls if call.kernel.__name__ == "grouped_dbias_kernel")
     assert sums.inputs[0].dtype == summed
