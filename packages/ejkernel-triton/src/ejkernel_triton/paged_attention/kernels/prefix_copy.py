@@ -9,7 +9,7 @@ which would convert the prefix again, between the copy of a tile to shared memor
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import at_batch
+from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import load_cache_rows, load_page_indices
 
 
@@ -39,11 +39,11 @@ def prefix_copy_kernel(
     head = program % spec.HK
     tile = program // spec.HK % NUM_TILES
     batch = tl.cast(program // (spec.HK * NUM_TILES), tl.int64)
-    prefix_len = tl.load(at_batch(prefix_lens, batch, per.PREFIX_LENS, 1))
+    prefix_len = tl.load(batch_row_address(prefix_lens, batch, per.PREFIX_LENS, 1))
     if tile * spec.BLOCK_KV < prefix_len:
-        keys = at_batch(keys, batch, per.KEYS, spec.KEY_ELEMENTS)
-        values = at_batch(values, batch, per.VALUES, spec.VALUE_ELEMENTS)
-        block_tables = at_batch(block_tables, batch, per.BLOCK_TABLES, spec.PAGES_PER_SEQUENCE)
+        keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_ELEMENTS)
+        values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_ELEMENTS)
+        block_tables = batch_row_address(block_tables, batch, per.BLOCK_TABLES, spec.PAGES_PER_SEQUENCE)
         d = tl.arange(0, spec.BD)
         dv = tl.arange(0, spec.BV)
         k = tile * spec.BLOCK_KV + tl.arange(0, spec.BLOCK_KV)
