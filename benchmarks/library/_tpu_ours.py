@@ -222,6 +222,26 @@ def recurrent_steps(kind: str, tokens: int = 1, sequences: int = 64) -> Workload
     return Workload(function=function, args=args, flops=4.0 * total * heads * SIZE * SIZE, bytes=size)
 
 
+def scan_steps(tokens: int = 1, sequences: int = 64) -> Workload:
+    """Decode steps of the selective scan in slots: 4096 channels with 16 numbers, `tokens` tokens of each sequence."""
+    channels, size, slots, total = 4096, 16, 2 * sequences, tokens * sequences
+    wide, narrow = (jax.ShapeDtypeStruct((1, total, n), jnp.bfloat16) for n in (channels, size))
+    decay = jax.ShapeDtypeStruct((channels, size), jnp.float32)
+    skip = jax.ShapeDtypeStruct((channels,), jnp.float32)
+    held = jax.ShapeDtypeStruct((slots, channels, size), jnp.float32)
+    starts = (np.arange(sequences + 1) * tokens).astype(np.int32)
+    indices = np.random.default_rng(0).permutation(slots)[:sequences].astype(np.int32)
+
+    def function(*args: Any) -> Any:
+        *fields, held, starts, indices = args
+        options: Any = {"cu_seqlens": starts, "initial_state": held, "state_indices": indices, "platform": "pallas"}
+        return state_space_v1(*fields, **options)[:2]
+
+    args = (wide, decay, narrow, narrow, skip, wide, held, starts, indices)
+    states = 2 * sequences * channels * size * 4
+    return Workload(function=function, args=args, flops=6.0 * total * channels * size, bytes=states)
+
+
 def pages(queries: int, page: int = 16) -> Workload:
     """Ragged paged attention: 16 sequences with 2048 tokens in the cache, of which `queries` are new."""
     sequences, length, heads, kv_heads = 16, 2048, 32, 8

@@ -135,6 +135,9 @@ STEPS = tuple(
     )
     for kind in KINDS[1:]
     for n in (1, 8)
+) + tuple(
+    case(f"decode steps of {n} token{'s' * (n > 1)} in slots, selective scan, ejkernel", "scan_steps", OURS, tokens=n)
+    for n in (1, 8)
 )
 VECTORS = tuple(
     case(f"{what}{', and its gradients' * gradient}, ejkernel", build, OURS, gradient=gradient)

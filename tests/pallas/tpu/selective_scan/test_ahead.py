@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from tpu_chips import CHIPS, compiled, shaped
+from jax.sharding import NamedSharding, PartitionSpec
+from tpu_chips import CHIPS, chip, compiled, on_chips, shaped
 
 from ejkernel.modules import state_space_v1
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -37,3 +38,30 @@ def test_both_passes_and_the_states_stay_where_they_are(name):
     assert not copies
     # Chunks of three sequences in either pass; nothing has a state for every token.
     assert made.memory_analysis().temp_size_in_bytes < 64 * T * C * jnp.dtype(jnp.bfloat16).itemsize
+
+
+@pytest.mark.parametrize(("tokens", "name"), on_chips([1, 8]))
+def test_steps_update_donated_slots_without_a_copy(tokens, name):
+    def step(x, decay, write, read, skip, step, slots, starts, indices):
+        states = {"initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
+        return state_space_v1(x, decay, write, read, skip, step, **states, platform="pallas")[:2]
+
+    sequences, slots = 8, shaped((16, C, E), "float32")
+    wide, narrow = shaped((1, tokens * sequences, C)), shaped((1, tokens * sequences, E))
+    fields = (wide, shaped((C, E), "float32"), narrow, narrow, shaped((C,), "float32"), wide)
+    given = (*fields, slots, shaped((sequences + 1,), "int32"), shaped((sequences,), "int32"))
+    mesh = chip(name)
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for x in given]
+    device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)
+    with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        made = jax.jit(step, donate_argnums=6).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    memory, size = made.memory_analysis(), 4 * slots.size
+    assert memory.alias_size_in_bytes >= size
+    # Chunks of 64 tokens with one each would take 64 times the memory of x.
+    assert memory.temp_size_in_bytes < 2 * size
+    shapes = (f"f32[16,{E},{C}]", f"f32[16,{C},{E}]")
+    copies = [line for line in made.as_text().splitlines() if " copy" in line and any(x in line for x in shapes)]
+    assert not copies
+    # The residuals of the backward pass are dropped, and with them their kernel.
+    assert "ejkernel_selective_scan_selective_state_update" in made.as_text()
+    assert "selective_scan_fwd" not in made.as_text()

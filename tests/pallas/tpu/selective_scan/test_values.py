@@ -18,7 +18,7 @@ from ejkernel_pallas.tpu.selective_scan.forward import forward
 FIELDS = ("x", "step", "decay", "write", "read", "skip", "initial_state")
 
 
-def record(shape=(1, 70, 24, 3), dtype="float32", bounds=None, states=0):
+def record(shape=(1, 70, 24, 3), dtype="float32", bounds=None, states=0, slots=None, of_slots="float32"):
     """A record of (B, T, I, E), with step sizes log-uniform in 1e-3 to 0.1 and rates 1 to 16, as Mamba begins."""
     rows, tokens, channels, size = shape
     random = np.random.default_rng(5)
@@ -33,8 +33,9 @@ def record(shape=(1, 70, 24, 3), dtype="float32", bounds=None, states=0):
         write=normal(rows, tokens, size),
         read=normal(rows, tokens, size),
         skip=normal(channels),
-        initial_state=normal(states, channels, size).astype(jnp.float32) if states else None,
+        initial_state=normal(states, channels, size).astype(of_slots) if states else None,
         cu_seqlens=None if bounds is None else jnp.asarray(bounds, jnp.int32),
+        state_slots=None if slots is None else jnp.asarray(slots, jnp.int32),
     )
 
 
@@ -43,6 +44,16 @@ CASES = {
     "more numbers than registers hold": record((1, 20, 24, 18)),
     "packed with states": record((1, 100, 24, 3), bounds=[0, 70, 70, 71, 90], states=4),
     "bfloat16": record((2, 64, 24, 3), "bfloat16"),
+    "steps in slots, none of the first": record((1, 4, 24, 3), bounds=[0, 1, 2, 3, 4], states=6, slots=[-1, 4, 9, 2]),
+}
+UPDATES = {
+    "a token each": record((1, 3, 1280, 16), bounds=[0, 1, 2, 3], states=5, slots=[4, 0, 2]),
+    "no slot, an empty sequence, padding": record(
+        (1, 14, 24, 3), bounds=[0, 3, 3, 4, 12], states=5, slots=[-1, 1, 4, 0]
+    ),
+    "a prompt among steps": record((1, 67, 600, 9), bounds=[0, 1, 65, 66, 67], states=5, slots=[3, 0, 7, 1]),
+    "bfloat16": record((1, 16, 24, 16), "bfloat16", bounds=[0, 8, 16], states=3, slots=[2, 1], of_slots="bfloat16"),
+    "no tokens": record((1, 2, 24, 3), bounds=[0, 0, 0], states=3, slots=[0, 2]),
 }
 
 
@@ -77,6 +88,33 @@ def compare(made, got):
 def test_numbers(name):
     with interpreted():
         compare(CASES[name], jax.jit(passes)(CASES[name]))
+
+
+def check_update(made):
+    """Compares outputs and slots; slots of no sequence hold NaN, and stay as they are."""
+    used = [slot for slot in np.asarray(made.state_slots) if 0 <= slot < made.initial_state.shape[0]]
+    others = np.setdiff1d(np.arange(made.initial_state.shape[0]), used)
+    made = dataclasses.replace(made, initial_state=made.initial_state.at[others].set(jnp.nan))
+    (output, slots), _ = jax.jit(lambda made: forward(made, TpuScan(block_channels=1024, unroll=1)))(made)
+    expected, _ = reference(made)
+    assert (slots.dtype, slots.shape) == (made.initial_state.dtype, made.initial_state.shape)
+    assert np.isnan(np.asarray(slots[others], np.float32)).all()
+    bound, chosen = 2e-6 if made.x.dtype == jnp.float32 else 1e-2, jnp.array(used, int)
+    for mine, theirs in ((output, expected[0]), (slots[chosen], expected[1][chosen])):
+        mine, theirs = np.asarray(mine, np.float64), np.asarray(theirs, np.float64)
+        assert np.linalg.norm(mine - theirs) <= bound * max(np.linalg.norm(theirs), 1e-3)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_of_slots(name):
+    with interpreted():
+        check_update(UPDATES[name])
+
+
+def test_no_races_in_updates_of_slots():
+    with simulated():
+        check_update(UPDATES["no slot, an empty sequence, padding"])
+    assert not found()
 
 
 def test_no_races():

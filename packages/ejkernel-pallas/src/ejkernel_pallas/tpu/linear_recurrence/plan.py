@@ -10,7 +10,7 @@ Packed sequences start a new chunk each: their tokens are gathered so that no ch
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +18,13 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, segment_roles
-from ejkernel.families.linear_recurrence.record import SlottedStates
 from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
+from ejkernel_pallas.tpu.mosaic.packed_chunks import Places, chunk_places, chunk_table, slot_table
 
 MIN_LOG_DECAY = -104.0
 """exp of it is 0 in float32: log gates that channels share are clamped to it, including -inf."""
-
-
-class Places(NamedTuple):
-    """The positions of tokens in the kernels' arrays, for packed sequences.
-
-    Attributes:
-        source: int32 [T'] the token at each position; T if there is none.
-        target: int32 [T] the position of each token.
-        owner: int32 [chunks] the sequence of each chunk; that of the last chunk with tokens for later ones.
-        used: int32 scalar, chunks with tokens; at least 1.
-    """
-
-    source: jax.Array
-    target: jax.Array
-    owner: jax.Array
-    used: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +75,12 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     """Returns the chunks of a record."""
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
-        places = _places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
+        places = chunk_places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
         slots_record = in_slots(record)
-        table = _chunk_table(places) if slots_record is None else _slot_table(places, slots_record)
+        if slots_record is None:
+            table = chunk_table(places)
+        else:
+            table = slot_table(places, slots_record.indices, slots_record.slots.shape[0])
         # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
         places = places._replace(used=places.used + 0 * table[0])
         return Plan(spec, rows, tokens, len(places.owner), places, table, None, slots_record is not None)
@@ -107,60 +94,6 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     count = jnp.where(real.reshape(run.shape), run, 0).max(axis=2) + 1
     runs = jnp.where(real, run.reshape(rows, -1), -1).astype(jnp.float32)
     return dataclasses.replace(plan, table=count.reshape(-1), runs=runs)
-
-
-def _places(bounds: jax.Array, tokens: int, chunk: int) -> Places:
-    """Returns the positions of tokens that give every sequence whole chunks."""
-    lengths = jnp.diff(bounds)
-    counts = cdiv(lengths, chunk)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    # A sequence with tokens has one chunk, and one more for each `chunk` tokens after its first.
-    max_started_sequences = min(lengths.shape[0], tokens)
-    chunks = max_started_sequences + (tokens - max_started_sequences) // chunk
-    number = jnp.arange(chunks, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.searchsorted(ends, number, side="right").astype(jnp.int32), lengths.shape[0] - 1)
-    # Unused chunks are assigned to the last sequence with tokens, and have none.
-    owner = jnp.where(number < ends[-1], owner, jnp.max(jnp.where(number < ends[-1], owner, 0)))
-    begin = ends - counts
-    offset = (number - begin[owner])[:, None] * chunk + jnp.arange(chunk, dtype=jnp.int32)
-    source = jnp.where(offset < lengths[owner][:, None], bounds[:-1][owner][:, None] + offset, tokens).reshape(-1)
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence_of_token = jnp.clip(
-        jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1
-    )
-    target = jnp.where(
-        token < bounds[-1], begin[sequence_of_token] * chunk + token - bounds[:-1][sequence_of_token], chunks * chunk
-    )
-    return Places(source, target, owner, jnp.maximum(ends[-1], 1))
-
-
-def _chunk_table(places: Places) -> jax.Array:
-    """Returns the table of packed chunks.
-
-    A sequence's last chunk may have chunks without tokens after it: the last of these is marked too, for kernels that
-    run them.
-    """
-    owner = places.owner
-    is_new_owner = owner[1:] != owner[:-1]
-    one = jnp.ones(1, bool)
-    first, last = jnp.concatenate([one, is_new_owner]), jnp.concatenate([is_new_owner, one])
-    last = last | (jnp.arange(owner.shape[0], dtype=jnp.int32) == places.used - 1)
-    return 4 * owner + 2 * first.astype(jnp.int32) + last.astype(jnp.int32)
-
-
-def _slot_table(places: Places, slots_record: SlottedStates) -> jax.Array:
-    """Returns the table of packed chunks whose states are in slots.
-
-    A sequence without a slot names that of the sequence before it, and sequences before the first one with a slot name
-    that one: the block of a slot is then copied once, and a step that keeps nothing leaves it as it is.
-    """
-    owner = places.owner
-    slot = slots_record.indices.astype(jnp.int32)[owner]
-    keeps = (slot >= 0) & (slot < slots_record.slots.shape[0])
-    chunk = jnp.arange(owner.shape[0], dtype=jnp.int32)
-    nearest_kept_chunk = jnp.maximum(lax.cummax(jnp.where(keeps, chunk, -1)), jnp.argmax(keeps))
-    slot = jnp.clip(slot[nearest_kept_chunk], 0, slots_record.slots.shape[0] - 1)
-    return 8 * slot + 4 * keeps.astype(jnp.int32) + _chunk_table(places) % 4
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ def _reasons(record: Any) -> Iterable[str]:
         yield "an array is empty"
     if str(record.step.dtype) not in DTYPES:
         yield f"dt of {record.step.dtype} is not among {', '.join(sorted(DTYPES))}"
-    if (chunks := plan.table_size(record)) > plan.MAX_CHUNKS:
+    # The backward pass reads states out of the slots, and has chunks of 64 tokens.
+    in_slots = record.state_slots is not None
+    if (chunks := max(plan.table_size(record), plan.update_table_size(record) * in_slots)) > plan.MAX_CHUNKS:
         yield f"x: {chunks} chunks of tokens are more than the {plan.MAX_CHUNKS} whose table scalar memory holds"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, first_state, packed_scan
@@ -14,14 +15,25 @@ from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.config import TpuScan
 from ejkernel_pallas.tpu.selective_scan.kernels.selective_scan_fwd import selective_scan_fwd
+from ejkernel_pallas.tpu.selective_scan.kernels.selective_state_update import (
+    UpdateRefs,
+    selective_state_update,
+    strip_channels,
+)
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, sequence_of
-from ejkernel_pallas.tpu.selective_scan.plan import LOG2E, Plan, make_plan
+from ejkernel_pallas.tpu.selective_scan.plan import (
+    LOG2E,
+    SLOT_FACTOR,
+    Plan,
+    UpdatePlan,
+    make_plan,
+    make_update_plan,
+)
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
 Blocks = dict[str, Operand]
 
 
-@with_states
 def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns the output and the final states of a record.
 
@@ -33,6 +45,17 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
         Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
         between chunks.
     """
+    held, indices, bounds = record.initial_state, record.state_slots, record.cu_seqlens
+    if held is None or indices is None or bounds is None:
+        return _scan(record, config)
+    chunks = make_update_plan(record, bounds, indices, held.shape[0], config)
+    # XLA computes the residuals of calls with a backward pass, and drops those of the others.
+    return _update_slots(record, chunks, held), _scan(record, config)[1]
+
+
+@with_states
+def _scan(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+    """Returns the output and the final states of a record, by chunks of 64 tokens."""
     plan = make_plan(record, config)
     spec, first = plan.spec, first_state(record)
     x = plan.align(record.x)
@@ -53,6 +76,52 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
     if record.cu_seqlens is not None:
         states = packed_scan.stored_states(record.cu_seqlens, states)
     return (plan.unalign(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+
+
+def _update_slots(record: SelectiveScan, plan: UpdatePlan, held: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the slots after the sequences that have one, in the memory of the slots before."""
+    spec, slots = plan.spec, jnp.swapaxes(held, 1, 2)
+    block, x = (None, spec.size, spec.block), plan.align(record.x)
+
+    def tokens(x: Any) -> Operand:
+        return Operand(x, (None, *x.shape[1:3], spec.block), lambda tile, chunk, *_: (chunk, 0, 0, tile))
+
+    def slot(tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
+        return lax.div(table[chunk], jnp.int32(SLOT_FACTOR)), 0, tile
+
+    def channels(x: jax.Array) -> Operand:
+        return Operand(x, (x.shape[0], spec.block), lambda tile, *_: (0, tile))
+
+    columns = plan.columns(record.write, record.read)
+    results = launch(
+        KernelCall(
+            name="ejkernel_selective_scan_selective_state_update",
+            kernel=functools.partial(selective_state_update, spec=spec),
+            refs=UpdateRefs,
+            grid=(spec.tiles, plan.places.used),
+            parallel=1,
+            tables={"table": plan.table},
+            inputs={
+                "x": tokens(x),
+                "step": tokens(plan.align(record.step)),
+                "columns": Operand(columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)),
+                "decay": channels(record.decay.T.astype(jnp.float32) * LOG2E),
+                "skip": channels(record.skip.astype(jnp.float32)[None]),
+                "initial": Operand(slots, block, slot),
+            },
+            outputs={
+                "output": tokens(jax.ShapeDtypeStruct(x.shape, x.dtype)),
+                "final": Operand(jax.ShapeDtypeStruct(slots.shape, slots.dtype), block, slot),
+            },
+            scratch={
+                "state": pltpu.VMEM((spec.size, spec.block), jnp.float32),
+                "spread": pltpu.VMEM((2 * spec.tokens, spec.size, LANES), jnp.float32),
+                "rows": pltpu.VMEM((2 * spec.tokens, strip_channels(spec)), jnp.float32),
+            },
+            aliases={"initial": "final"},
+        )
+    )
+    return plan.unalign(results["output"]), jnp.swapaxes(results["final"], 1, 2)
 
 
 def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:

@@ -16,8 +16,16 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan, packed_scan
+from ejkernel_pallas.tpu.mosaic import packed_chunks
 from ejkernel_pallas.tpu.selective_scan.config import TpuScan
-from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec, make_spec
+from ejkernel_pallas.tpu.selective_scan.spec import (
+    CHUNK,
+    ScanSpec,
+    UpdateSpec,
+    make_spec,
+    make_update_spec,
+    update_chunk,
+)
 
 LOG2E = 1.4426950408889634
 MAX_CHUNKS = 2**17
@@ -26,6 +34,10 @@ LAST, FIRST, REAL, SEQUENCE_FACTOR = 1, 2, 4, 8
 """Entries of the table are `SEQUENCE_FACTOR * owner` plus these: whether a chunk is its sequence's last, its first, and
 any's.
 """
+
+
+SLOT_FACTOR = 8
+"""Entries of the table of chunks whose states are in slots are this times the slot, plus the flags of `slot_table`."""
 
 
 class Places(NamedTuple):
@@ -86,6 +98,12 @@ def table_size(record: SelectiveScan) -> int:
     return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
 
 
+def update_table_size(record: SelectiveScan) -> int:
+    """Returns the number of chunks of a call whose states are in slots."""
+    sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    return sequences + record.x.shape[1] // update_chunk(record)
+
+
 def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
     """Returns the chunks of a record."""
     rows, count = record.x.shape[0], table_size(record)
@@ -111,3 +129,43 @@ def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -
     places = jnp.arange(source.shape[0], dtype=jnp.int32)
     target = jnp.full(tokens, source.shape[0], jnp.int32).at[source].set(places, mode="drop")
     return Plan(spec, 1, (SEQUENCE_FACTOR * owner + flags).astype(jnp.int32), Places(source, target))
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePlan:
+    """The chunks of a record whose states are in slots: [B, T, I] is [chunks, octets, tokens of an octet, I].
+
+    Attributes:
+        spec: Constants of the kernel.
+        places: The positions of tokens.
+        table: int32 [chunks] of `slot_table`.
+    """
+
+    spec: UpdateSpec
+    places: packed_chunks.Places
+    table: jax.Array
+
+    def align(self, x: jax.Array) -> jax.Array:
+        """Converts [1, T, ...] to whole chunks, with zeros where there is no token."""
+        x = jnp.take(x[0], self.places.source, axis=0, mode="fill", fill_value=0)
+        return x.reshape(-1, self.spec.octets, self.spec.tokens, *x.shape[1:])
+
+    def unalign(self, x: jax.Array) -> jax.Array:
+        """Converts whole chunks back to [1, T, ...]."""
+        return jnp.take(x.reshape(-1, *x.shape[3:]), self.places.target, axis=0, mode="fill", fill_value=0)[None]
+
+    def columns(self, write: jax.Array, read: jax.Array) -> jax.Array:
+        """Returns B and C as columns, float32 [chunks, octets, E, 2 * tokens of an octet]."""
+        both = jnp.concatenate([self.align(write), self.align(read)], axis=2)
+        return jnp.swapaxes(both, 2, 3).astype(jnp.float32)
+
+
+def make_update_plan(
+    record: SelectiveScan, cu_seqlens: jax.Array, indices: jax.Array, slots: int, config: TpuScan
+) -> UpdatePlan:
+    """Returns the chunks of packed sequences whose states are in so many slots."""
+    spec = make_update_spec(record, config)
+    places = packed_chunks.chunk_places(cu_seqlens.astype(jnp.int32), record.x.shape[1], spec.chunk)
+    table = packed_chunks.slot_table(places, indices, slots)
+    # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
+    return UpdatePlan(spec, places._replace(used=places.used + 0 * table[0]), table)

@@ -4,6 +4,7 @@ import dataclasses
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.selective_scan.config import GROUP, TpuScan
 
 CHUNK = INTERVAL
@@ -63,3 +64,51 @@ def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
         chunks=chunks,
         packed=record.cu_seqlens is not None,
     )
+
+
+OCTET = 8
+"""Tokens of a register's rows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateSpec:
+    """Constants of the kernel that updates states in slots.
+
+    Attributes:
+        size: E.
+        block: Channels of a grid step: all, or a multiple of 128.
+        tokens: Tokens of an octet: 8, or fewer where sequences have fewer.
+        octets: Octets of a chunk.
+        tiles: Grid steps over channels.
+    """
+
+    size: int
+    block: int
+    tokens: int
+    octets: int
+    tiles: int
+
+    @property
+    def chunk(self) -> int:
+        """Returns the tokens of a chunk."""
+        return self.tokens * self.octets
+
+
+def make_update_spec(record: SelectiveScan, config: TpuScan) -> UpdateSpec:
+    """Returns the constants of the kernel for a record whose states are in slots."""
+    chunk, channels = update_chunk(record), record.x.shape[2]
+    tiles = cdiv(channels, config.block_channels)
+    return UpdateSpec(
+        size=record.decay.shape[1],
+        block=channels if tiles == 1 else cdiv(cdiv(channels, tiles), LANES) * LANES,
+        tokens=min(chunk, OCTET),
+        octets=max(1, chunk // OCTET),
+        tiles=tiles,
+    )
+
+
+def update_chunk(record: SelectiveScan) -> int:
+    """Returns the tokens of a chunk: the mean of the tokens of a sequence, rounded up to a power of two up to 64."""
+    sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
+    mean = cdiv(record.x.shape[1], max(1, sequences))
+    return min(CHUNK, 1 << (mean - 1).bit_length())
