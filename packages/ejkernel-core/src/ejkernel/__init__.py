@@ -48,7 +48,7 @@ _MODULE_OF_NAME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("ejkernel.compat.version").reported()
+        return importlib.import_module("ejkernel.compat.version").reported_version()
     if name in _MODULE_OF_NAME:
         return getattr(importlib.import_module(f"ejkernel.{_MODULE_OF_NAME[name]}"), name)
     if name in __all__ or f"ejkernel.{name}" in paths.OLD_PATHS:
