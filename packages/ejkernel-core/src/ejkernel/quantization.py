@@ -299,4 +299,4 @@ def _check_axis(axis: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)
+    return importlib.import_module("ejkernel.compat.paths").resolve_old_name(__name__, name)

@@ -106,4 +106,4 @@ def foreign_part(op: Op, implementation: Implementation, part: Any, direction: D
 
 
 def __getattr__(name: str) -> Any:
-    return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)
+    return importlib.import_module("ejkernel.compat.paths").resolve_old_name(__name__, name)

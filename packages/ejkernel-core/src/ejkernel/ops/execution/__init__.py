@@ -40,5 +40,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        return importlib.import_module("ejkernel.compat.paths").old_name(__name__, name)
+        return importlib.import_module("ejkernel.compat.paths").resolve_old_name(__name__, name)
     return getattr(importlib.import_module(_MODULES[name]), name)
