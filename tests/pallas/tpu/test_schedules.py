@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from ejkernel.modules import flash_attention, ragged_page_attention_v2, ring_attention
-from ejkernel_pallas.tpu.mosaic.launch import VMEM_LIMIT
+from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES
 from ejkernel_pallas.tpu.profile import CHIPS, Case, Workload, profile_many
 
 pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.timeout(600)]
@@ -45,7 +45,7 @@ def test_spills_and_memory(target):
         assert report.error is None
         for kernel in report.kernels:
             (name,) = (name for name in KERNELS if name in kernel.name)
-            assert kernel.vmem_bytes < min(VMEM_LIMIT, CHIPS[target].vmem)
+            assert kernel.vmem_bytes < min(DEFAULT_VMEM_LIMIT_BYTES, CHIPS[target].vmem)
             assert not any(loop.spills for loop in kernel.loops if loop.depth > 1), kernel.name
             spilled[target, report.label, name] = kernel.spills
     assert len(spilled) == len(cases) * len(KERNELS)

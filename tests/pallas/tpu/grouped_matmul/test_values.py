@@ -17,14 +17,14 @@ from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
-    BEFORE_ALL_GROUPS,
-    FIRST,
-    LAST,
-    WHOLE,
-    WORK,
+    BEFORE_ALL_GROUPS_FLAG,
+    FIRST_ITEM_FLAG,
+    HAS_WORK_FLAG,
+    LAST_ITEM_FLAG,
+    WHOLE_TILE_FLAG,
     WorkItem,
-    by_matrices,
-    by_rows,
+    work_list_by_matrices,
+    work_list_by_row_tiles,
 )
 
 
@@ -93,7 +93,7 @@ def listed(work):
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def tables(groups, offset, rows, matrices):
     made = record(groups, (rows, 8, 8), matrices=matrices, group_offset=offset)
-    return by_rows(made, 128), by_matrices(made, 128)
+    return work_list_by_row_tiles(made, 128), work_list_by_matrices(made, 128)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -114,8 +114,8 @@ def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
             assert 0 <= v.tile < tiles
             assert 0 <= v.source < tiles
             assert 0 <= v.matrix < matrices
-            assert bool(v.flags & WHOLE) == (v.high - v.low == 128)
-            if v.flags & WORK:
+            assert bool(v.flags & WHOLE_TILE_FLAG) == (v.high - v.low == 128)
+            if v.flags & HAS_WORK_FLAG:
                 part = slice(v.tile * 128 + v.low, v.tile * 128 + v.high)
                 assert v.high > v.low
                 assert (found[part] == -1).all()
@@ -125,17 +125,17 @@ def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
         assert sorted(set(order)) == list(range(tiles if own == "tile" else matrices))
         assert order == sorted(order)
         changes = [i == 0 or order[i] != order[i - 1] for i in range(len(order))]
-        assert changes == [bool(v.flags & FIRST) for v in visits]
+        assert changes == [bool(v.flags & FIRST_ITEM_FLAG) for v in visits]
         if own == "matrix":
             ends = [i + 1 == len(order) or order[i + 1] != order[i] for i in range(len(order))]
-            assert ends == [bool(v.flags & LAST) for v in visits]
+            assert ends == [bool(v.flags & LAST_ITEM_FLAG) for v in visits]
 
 
 def test_tiles_without_work_name_the_blocks_of_their_neighbours():
     visits = listed(tables(np.array([300, 200, 500]), np.int32(1), 1100, 1)[0])
-    work = [v for v in visits if v.flags & WORK]
-    leading = [v for v in visits if v.flags & BEFORE_ALL_GROUPS]
-    trailing = [v for v in visits if not v.flags & (WORK | BEFORE_ALL_GROUPS)]
+    work = [v for v in visits if v.flags & HAS_WORK_FLAG]
+    leading = [v for v in visits if v.flags & BEFORE_ALL_GROUPS_FLAG]
+    trailing = [v for v in visits if not v.flags & (HAS_WORK_FLAG | BEFORE_ALL_GROUPS_FLAG)]
     assert ([v.tile for v in leading], [v.tile for v in work]) == ([0, 1], [2, 3])
     assert [v.tile for v in trailing] == [4, 5, 6, 7, 8]
     assert {v.source for v in leading} == {work[0].source}

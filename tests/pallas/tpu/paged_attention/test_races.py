@@ -52,7 +52,7 @@ def records():
 @pytest.mark.parametrize("name", ["decoding", "several blocks", "slopes and chunks", "absent pages", "written"])
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
-    monkeypatch.setattr(load_keys, "_words", read_words)
+    monkeypatch.setattr(load_keys, "_load_words", read_words)
     with simulated():
         got = jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
     assert not found()
@@ -62,8 +62,8 @@ def test_there_is_none(name, monkeypatch):
 
 def test_reading_pages_before_their_tokens_are_there_is_one(monkeypatch):
     record = records()["written"]
-    monkeypatch.setattr(load_keys, "_words", read_words)
-    monkeypatch.setattr(copies, "wait_writes", lambda refs, spec: None)
+    monkeypatch.setattr(load_keys, "_load_words", read_words)
+    monkeypatch.setattr(copies, "wait_for_cache_writes", lambda refs, spec: None)
     # A copy that nobody waits for is made nonetheless.
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
     with pltpu.force_tpu_interpret_mode(params):

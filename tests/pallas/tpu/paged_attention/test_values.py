@@ -13,10 +13,10 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.paged_attention import SMEM_WORDS, config, reasons
+from ejkernel_pallas.tpu.paged_attention import MAX_SMEM_WORDS, config, reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
 V2, V3 = "ragged_page_attention_v2", "ragged_page_attention_v3"
@@ -105,7 +105,7 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
     sizes = PagedSizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
-        spec = make_spec(record, config.paged_tiles(SINGLE))
+        spec = make_spec(record, config.tile_sizes_of(SINGLE))
         assert spec.copy_slices
         assert spec.keeps_limits == ("7x" in kind)
         check(record, SINGLE)
@@ -120,7 +120,7 @@ def test_large_products_in_slices():
     tables[1, :] = -1
     record = dataclasses.replace(record, block_tables=jnp.asarray(tables))
     params = TpuPaged(block_q=48, block_kv=128)
-    assert make_spec(record, config.paged_tiles(params)).row_block == 144
+    assert make_spec(record, config.tile_sizes_of(params)).row_block == 144
     check(record, params)
 
 
@@ -141,7 +141,7 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
 
 def with_slopes(record):
     """The slopes need one more word of scalar memory per sequence: the table alone would just fit."""
-    entries = SMEM_WORDS - record.kv_lens.size * len(FIELDS)
+    entries = MAX_SMEM_WORDS - record.kv_lens.size * len(ITEM_FIELDS)
     tables = jax.ShapeDtypeStruct((record.kv_lens.size, entries // record.kv_lens.size), jnp.int32)
     record = dataclasses.replace(record, block_tables=tables)
     assert not list(reasons(record))

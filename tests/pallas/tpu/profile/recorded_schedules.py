@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ejkernel_pallas.tpu.profile import CHIPS, Case, KernelReport, profile_many
-from ejkernel_pallas.tpu.profile.simulate import Schedule
+from ejkernel_pallas.tpu.profile.simulate import CompiledKernel
 
 FOLDER = Path(__file__).parent / "recorded"
 FIGURES = FOLDER / "figures.json"
@@ -31,9 +31,9 @@ def texts(name: str) -> tuple[str, str, str]:
     return bundles, utilisation, allocations
 
 
-def schedule(name: str) -> Schedule:
+def schedule(name: str) -> CompiledKernel:
     """A recorded schedule."""
-    return Schedule(CHIPS[name.split()[1]], *texts(name))
+    return CompiledKernel(CHIPS[name.split()[1]], *texts(name))
 
 
 def figures() -> Mapping[str, Any]:

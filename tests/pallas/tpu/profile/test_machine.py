@@ -3,7 +3,7 @@
 import pytest
 
 from ejkernel_pallas.tpu.profile import CHIPS
-from ejkernel_pallas.tpu.profile.machine import GRANULE, POINTER, Machine, operand_address
+from ejkernel_pallas.tpu.profile.machine import ADDRESS_UNIT, GRANULE_BYTES, SimulatedCore, operand_address
 
 V5E = CHIPS["v5e"]
 RATE = V5E.bandwidth / V5E.clock  # bytes a cycle
@@ -12,7 +12,7 @@ READ, WRITE = V5E.latencies.dma_read, V5E.latencies.dma_write
 
 @pytest.fixture
 def machine():
-    return Machine(V5E, {0: [7, 8]})
+    return SimulatedCore(V5E, {0: [7, 8]})
 
 
 def read(machine, cycle, granules, semaphore=1):
@@ -21,14 +21,14 @@ def read(machine, cycle, granules, semaphore=1):
 
 def test_a_copy_takes_its_bytes_and_a_latency(machine):
     read(machine, 100, 1000)
-    assert machine.wait(100, 1, 1000) == pytest.approx(1000 * GRANULE / RATE + READ)
-    assert machine.waited == pytest.approx(1000 * GRANULE / RATE + READ)
+    assert machine.wait(100, 1, 1000) == pytest.approx(1000 * GRANULE_BYTES / RATE + READ)
+    assert machine.waited == pytest.approx(1000 * GRANULE_BYTES / RATE + READ)
 
 
 def test_copies_queue_in_both_directions_and_overlap_their_latencies(machine):
     read(machine, 0, 1000, semaphore=1)
     machine.start(0, "vmem_to_hbm", 1000, 2, 0, 0)
-    assert machine.wait(0, 2, 1000) == pytest.approx(2 * 1000 * GRANULE / RATE + WRITE)
+    assert machine.wait(0, 2, 1000) == pytest.approx(2 * 1000 * GRANULE_BYTES / RATE + WRITE)
     assert machine.copied == {"hbm_to_vmem": 32000, "vmem_to_hbm": 32000}
 
 
@@ -40,7 +40,7 @@ def test_what_has_arrived_is_not_waited_for(machine):
 def test_waiting_takes_the_granules_that_it_asks_for(machine):
     read(machine, 0, 10)
     read(machine, 0, 10)
-    one, two = (k * 10 * GRANULE / RATE + READ for k in (1, 2))
+    one, two = (k * 10 * GRANULE_BYTES / RATE + READ for k in (1, 2))
     assert machine.wait(0, 1, 6) == pytest.approx(one)
     assert machine.wait(0, 1, 4) == pytest.approx(one)
     assert machine.wait(0, 1, 4) == pytest.approx(two)
@@ -51,15 +51,15 @@ def test_waiting_takes_the_granules_that_it_asks_for(machine):
 def test_copies_inside_a_core_do_not_queue_for_hbm(machine):
     read(machine, 0, 100000)
     machine.start(0, "vmem_to_vmem", 8, 2, 0, 0)
-    assert machine.wait(0, 2, 8) == pytest.approx(100 + 8 * GRANULE / 256)
+    assert machine.wait(0, 2, 8) == pytest.approx(100 + 8 * GRANULE_BYTES / 256)
 
 
-REMOTE, SENT, ARRIVED = 1 << 14, 2 * POINTER, 3 * POINTER + 1
+REMOTE, SENT, ARRIVED = 1 << 14, 2 * ADDRESS_UNIT, 3 * ADDRESS_UNIT + 1
 
 
 def test_a_copy_inside_hbm_is_read_and_written(machine):
     machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED, 0)
-    assert machine.wait(0, ARRIVED, 1000) == pytest.approx(2 * 1000 * GRANULE / RATE + READ)
+    assert machine.wait(0, ARRIVED, 1000) == pytest.approx(2 * 1000 * GRANULE_BYTES / RATE + READ)
     assert machine.copied == {"hbm_to_hbm": 32000}
 
 
@@ -68,17 +68,17 @@ def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine)
     for _ in range(2):  # the other's semaphore is named with bits that say whose it is
         machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
     assert machine.copied == {"hbm_to_ici": 64000, "ici_to_hbm": 64000}
-    one, two = (count * 1000 * GRANULE / link + WRITE for count in (1, 2))
+    one, two = (count * 1000 * GRANULE_BYTES / link + WRITE for count in (1, 2))
     assert machine.wait(0, SENT, 1000) == pytest.approx(one)
     assert machine.wait(0, ARRIVED, 1000) == pytest.approx(one)
     assert machine.wait(0, ARRIVED, 1000) == pytest.approx(two)
     read(machine, 0, 10)
-    assert machine.wait(0, 1, 10) == pytest.approx(10 * GRANULE / RATE + READ)  # HBM's queue is another
+    assert machine.wait(0, 1, 10) == pytest.approx(10 * GRANULE_BYTES / RATE + READ)  # HBM's queue is another
 
 
 def test_tables_arrive_in_scalar_memory(machine):
-    machine.start(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * POINTER)
-    assert [machine.load(5 * POINTER + k) for k in range(3)] == [7, 8, 0]
+    machine.start(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * ADDRESS_UNIT)
+    assert [machine.load(5 * ADDRESS_UNIT + k) for k in range(3)] == [7, 8, 0]
     assert machine.unknown_reads({"allocation4": 5}) == {"allocation4": 1}
 
 
@@ -94,8 +94,8 @@ def test_both_cores_of_a_v5p_share_its_bandwidth():
 
 
 def test_a_copy_to_scalar_memory_takes_the_words_of_its_block():
-    machine = Machine(V5E, {1: list(range(512))})
-    machine.start(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * POINTER)
-    assert [machine.load(7 * POINTER + n) for n in (0, 31)] == [256, 287]
-    assert machine.load(7 * POINTER + 32) == 0
+    machine = SimulatedCore(V5E, {1: list(range(512))})
+    machine.start(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * ADDRESS_UNIT)
+    assert [machine.load(7 * ADDRESS_UNIT + n) for n in (0, 31)] == [256, 287]
+    assert machine.load(7 * ADDRESS_UNIT + 32) == 0
     assert sum(machine.unknown.values()) == 1

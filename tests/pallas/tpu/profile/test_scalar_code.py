@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel_pallas.tpu.profile import CHIPS
-from ejkernel_pallas.tpu.profile.machine import POINTER, shift_left, shift_right, wrap
-from ejkernel_pallas.tpu.profile.simulate import Schedule
+from ejkernel_pallas.tpu.profile.machine import ADDRESS_UNIT, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.simulate import CompiledKernel
 
 # Copies `%s8` granules; every test puts what it computes there.
 COPY = "{ %9 = dma.hbm_to_vmem /*hbm=*/%s1_s0, /*size_in_granules=*/%s8_s8, /*vmem=*/%s1_s0, /*dst_syncflagno=*/[#allocation4] }"  # noqa: E501
@@ -15,7 +15,7 @@ COPY = "{ %9 = dma.hbm_to_vmem /*hbm=*/%s1_s0, /*size_in_granules=*/%s8_s8, /*vm
 
 def run(*bundles: str, operands=None):
     lines = [f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(bundles)]
-    return Schedule(CHIPS["v5e"], "".join(lines)).run(operands or {})
+    return CompiledKernel(CHIPS["v5e"], "".join(lines)).run(operands or {})
 
 
 def computed(*instructions: str, operands=None) -> int:
@@ -147,7 +147,7 @@ LOOP = (
 
 
 def test_loops_run_as_often_as_they_say():
-    schedule = Schedule(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
+    schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
     found = schedule.run({})
     assert found.copies == {"hbm_to_vmem": 5}
     assert found.copied == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
@@ -159,7 +159,7 @@ def test_loops_run_as_often_as_they_say():
 
 def test_a_schedule_that_never_ends_is_stopped():
     forever = ("{ %s1_s0 = smov 0 } /* Start region 1 */", "{ %6 = sbr.rel target = $region1 }", *["{}"] * 4)
-    schedule = Schedule(CHIPS["v5e"], "".join(f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(forever)))
+    schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(forever)))
     assert not schedule.run({}, seconds=0.01).complete
 
 
@@ -169,6 +169,6 @@ def test_numbers_wrap(value):
 
 
 def test_addresses_stay():
-    address = 3 * POINTER + 5
+    address = 3 * ADDRESS_UNIT + 5
     assert wrap(address) == shift_left(address, 4) == shift_right(address, 4) == address
     assert (shift_left(-1, 4), shift_right(-1, 28)) == (-16, 15)

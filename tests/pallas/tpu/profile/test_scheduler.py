@@ -6,22 +6,22 @@ import pytest
 
 from ejkernel_pallas.tpu.profile.bundles import Bundle, Instruction
 from ejkernel_pallas.tpu.profile.chips import Latencies
-from ejkernel_pallas.tpu.profile.flow import Block
-from ejkernel_pallas.tpu.profile.scheduler import Kind, Ratios, time_block, work
+from ejkernel_pallas.tpu.profile.flow import BasicBlock
+from ejkernel_pallas.tpu.profile.scheduler import InstructionKind, ResultRatios, opcode_properties, time_block
 
 LATENCIES = Latencies(
     branch_delay=4, matmul=16, matmul_f32=8, matmul_result=110, push=4, push_transposed=8, xlu=8, reduction=95,
     rotation=100, transposition=60, transcendental=6, dma_read=900, dma_write=390,
 )  # fmt: skip
-EVEN = Ratios(1.0, 1.0)
+EVEN = ResultRatios(1.0, 1.0)
 BF16 = "vmatmul.mubr.bf16.gmra.mxu0"
 F32 = "vmatmul.mubr.f32.gmra.mxu0"
 
 
-def issued(*bundles: tuple[str, ...], ratios: Ratios = EVEN) -> list[int]:
+def issued(*bundles: tuple[str, ...], ratios: ResultRatios = EVEN) -> list[int]:
     """Cycles at which bundles are issued; an instruction is `result=opcode operand`."""
     made = [Bundle(0, (), tuple(map(instruction, bundle))) for bundle in bundles]
-    return list(time_block(Block(0, len(made), None, len(made)), made, LATENCIES, ratios).issued)
+    return list(time_block(BasicBlock(0, len(made), None, len(made)), made, LATENCIES, ratios).issued)
 
 
 def instruction(text: str) -> Instruction:
@@ -85,26 +85,26 @@ def test_transcendental_results_are_popped():
 def test_ratios_are_counted_over_a_kernel():
     pops = [instruction("v1=vpop.f32.mrf.mxu0")] * 3
     bundles = [Bundle(0, (), (instruction(BF16), instruction(BF16), instruction(BF16), *pops))]
-    assert Ratios.of(bundles) == Ratios(0.5, 1.0)
-    assert Ratios.of([]) == EVEN
+    assert ResultRatios.of(bundles) == ResultRatios(0.5, 1.0)
+    assert ResultRatios.of([]) == EVEN
     pop = "v1=vpop.f32.mrf.mxu0"
-    assert issued((BF16,), (BF16,), (pop,), (pop,), ratios=Ratios(0.5, 1.0)) == [0, 16, 110, 126]
+    assert issued((BF16,), (BF16,), (pop,), (pop,), ratios=ResultRatios(0.5, 1.0)) == [0, 16, 110, 126]
 
 
 @pytest.mark.parametrize(
     ("opcode", "kind", "unit"),
     [
-        ("vmatprep.subr.bf16.mxu1", Kind.OTHER, 1),
-        ("vmatpush2.bf16.msrb.mxu3", Kind.PUSH, 3),
-        ("vmatmul.mubr.f32.mxu2", Kind.MATMUL, 2),
-        ("vmax.xlane.f32.xlu2", Kind.REDUCE, 2),
-        ("vpop.trf.xlu1", Kind.POP_TRANSPOSED, 1),
-        ("vrcp.f32", Kind.TRANSCENDENTAL, 0),
-        ("vadd.f32", Kind.OTHER, 0),
+        ("vmatprep.subr.bf16.mxu1", InstructionKind.OTHER, 1),
+        ("vmatpush2.bf16.msrb.mxu3", InstructionKind.PUSH, 3),
+        ("vmatmul.mubr.f32.mxu2", InstructionKind.MATMUL, 2),
+        ("vmax.xlane.f32.xlu2", InstructionKind.REDUCE, 2),
+        ("vpop.trf.xlu1", InstructionKind.POP_TRANSPOSED, 1),
+        ("vrcp.f32", InstructionKind.TRANSCENDENTAL, 0),
+        ("vadd.f32", InstructionKind.OTHER, 0),
     ],
 )
 def test_opcodes_are_told_apart(opcode, kind, unit):
-    assert (work(opcode).kind, work(opcode).unit) == (kind, unit)
+    assert (opcode_properties(opcode).kind, opcode_properties(opcode).unit) == (kind, unit)
 
 
 def test_latencies_are_complete():

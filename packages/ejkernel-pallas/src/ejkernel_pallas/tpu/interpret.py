@@ -9,11 +9,11 @@ import os
 INTERPRET_VARIABLE = "EJKERNEL_TPU_INTERPRET"
 
 
-def interpreting() -> bool:
+def is_interpreting() -> bool:
     """Returns whether this process interprets TPU kernels, for `interpret=` of `pallas_call`."""
     return os.environ.get(INTERPRET_VARIABLE, "0").lower() in ("1", "true", "yes", "on")
 
 
-def devices() -> frozenset[str]:
+def device_kinds() -> frozenset[str]:
     """Returns the device kinds that implementations for TPUs serve."""
-    return frozenset({"tpu", "cpu"}) if interpreting() else frozenset({"tpu"})
+    return frozenset({"tpu", "cpu"}) if is_interpreting() else frozenset({"tpu"})

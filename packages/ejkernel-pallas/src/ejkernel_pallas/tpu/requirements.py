@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
 from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import devices
+from ejkernel_pallas.tpu.interpret import device_kinds
 
 DTYPES = frozenset({"bfloat16", "float32"})
 
@@ -22,7 +22,7 @@ def tpu_requires(
         head_dims: Head dimensions that the kernels support; None for operations without heads.
     """
     return Requires(
-        devices=devices(),
+        devices=device_kinds(),
         modules=JAX,
         dtypes=DTYPES,
         head_dims=head_dims,

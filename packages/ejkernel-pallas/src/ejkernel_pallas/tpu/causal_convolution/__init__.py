@@ -12,7 +12,7 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.causal_convolution import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
-WIDTHS = range(2, 9)
+FILTER_WIDTHS = range(2, 9)
 """The largest number of weights per channel: the rows of one vector register hold the tokens before a block."""
 MAX_SEQUENCES = 2**16
 """Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
@@ -29,7 +29,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
-    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=WIDTHS)
+    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=FILTER_WIDTHS)
     return (
         mosaic_tpu(FAMILY, config, forward=config.TpuConvolution, backward=config.TpuConvolution, requires=requires),
     )

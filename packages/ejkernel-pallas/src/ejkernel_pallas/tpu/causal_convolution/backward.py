@@ -10,7 +10,7 @@ from ejkernel.families.causal_convolution import CausalConvolution, reference, s
 from ejkernel.families.causal_convolution.final_states import add_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.causal_convolution import plan
-from ejkernel_pallas.tpu.causal_convolution.config import ROWS, TpuConvolution
+from ejkernel_pallas.tpu.causal_convolution.config import ROWS_PER_REGISTER, TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.forward import block_operand, run
 from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO_TOKENS
@@ -34,13 +34,13 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     record: CausalConvolution = pullback.record
     spec = make_spec(record, config)
     outputs, final = pullback.cotangent
-    dx, dweights = _gradients(record, spec, outputs)
+    dx, dweights = _input_and_weight_gradients(record, spec, outputs)
     found: Gradients = {"weight": dweights[:-1][::-1].T, "bias": dweights[-1]}
     before = jnp.zeros(states(record).shape, jnp.float32)
     if spec.separate_first:
-        first = plan.first_tokens(record)
-        first_gradients = _first_gradients(first, spec, outputs)
-        dx = plan.add_first(first, spec.packed, dx, first_gradients["x"].astype(dx.dtype))
+        first = plan.find_first_tokens(record)
+        first_gradients = _gradients_of_first_tokens(first, spec, outputs)
+        dx = plan.add_to_first_tokens(first, spec.packed, dx, first_gradients["x"].astype(dx.dtype))
         before = first_gradients["initial_state"]
         found = {
             name: found[name] + first_gradients[name] if name in first_gradients else found[name] for name in found
@@ -50,12 +50,14 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     return {name: found[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
-def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _input_and_weight_gradients(
+    record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns dx [B, T, C], and the gradients of the weights and the bias, float32 [W + 1, C]."""
     rows, _, channels = record.x.shape
 
     def before(*step: Any) -> tuple[Any, ...]:
-        block = (spec.blocks - 1 - step[2]) * (spec.block_t // ROWS) - 1
+        block = (spec.blocks - 1 - step[2]) * (spec.block_t // ROWS_PER_REGISTER) - 1
         return step[0], jnp.maximum(block, 0), step[1]
 
     sums = 8 * (spec.width + 1)
@@ -65,7 +67,7 @@ def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Ar
         record,
         spec,
         inputs={
-            "before": Operand(record.x, (None, ROWS, spec.block_c), before),
+            "before": Operand(record.x, (None, ROWS_PER_REGISTER, spec.block_c), before),
             "cotangent": block_operand(spec, outputs.astype(record.x.dtype), backwards=True),
         },
         outputs={
@@ -82,7 +84,7 @@ def _gradients(record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Ar
     return results["dx"], dweights * 0.5 if spec.halves_sums else dweights
 
 
-def _first_gradients(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
+def _gradients_of_first_tokens(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
     """Returns the gradients that come from the outputs of the first tokens, in float32."""
     record = first.record
     names = [name for name in ("x", "weight", "bias", "initial_state") if getattr(record, name) is not None]

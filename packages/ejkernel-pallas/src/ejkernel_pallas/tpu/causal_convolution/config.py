@@ -7,7 +7,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.params import Direction
 
-LANES, ROWS = 128, 16
+LANES_PER_REGISTER, ROWS_PER_REGISTER = 128, 16
 """Channels of a vector register, and tokens of one in bfloat16."""
 BLOCK_TOKENS = (128, 256, 512)
 BLOCK_CHANNELS = (256, 512, 1024)
@@ -28,10 +28,10 @@ class TpuConvolution:
     block_c: int
 
     def __post_init__(self) -> None:
-        if self.block_t < ROWS or self.block_t % ROWS:
-            raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {ROWS}")
-        if self.block_c < LANES or self.block_c % LANES:
-            raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {LANES}")
+        if self.block_t < ROWS_PER_REGISTER or self.block_t % ROWS_PER_REGISTER:
+            raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {ROWS_PER_REGISTER}")
+        if self.block_c < LANES_PER_REGISTER or self.block_c % LANES_PER_REGISTER:
+            raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {LANES_PER_REGISTER}")
         if self.block_t * self.block_c > MAX_BLOCK_ELEMENTS:
             raise ValueError(
                 f"block_t and block_c: got {self.block_t} and {self.block_c}, wants at most "
@@ -57,6 +57,7 @@ def candidates(record: CausalConvolution, device: Any, direction: Direction) -> 
 def _fit_block_sizes(record: CausalConvolution, block_t: int, block_c: int) -> TpuConvolution:
     """Returns a block size no larger than the array, rounded up to whole registers."""
     tokens, channels = (
-        cdiv(size, multiple) * multiple for size, multiple in zip(record.x.shape[1:], (ROWS, LANES), strict=True)
+        cdiv(size, multiple) * multiple
+        for size, multiple in zip(record.x.shape[1:], (ROWS_PER_REGISTER, LANES_PER_REGISTER), strict=True)
     )
     return TpuConvolution(block_t=min(block_t, tokens), block_c=min(block_c, channels))

@@ -41,9 +41,9 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
     )
     output = results["output"]
     if spec.separate_first:
-        first = plan.first_tokens(record)
+        first = plan.find_first_tokens(record)
         (rows, _), _ = reference(first.record)
-        output = plan.replace_first(first, spec.packed, output, rows)
+        output = plan.replace_first_tokens(first, spec.packed, output, rows)
     return (output, final_states(record)), ()
 
 
@@ -68,7 +68,7 @@ def run(
 ) -> dict[str, jax.Array]:
     """Runs a kernel on all blocks; x and the weights are among its inputs."""
     backwards = bool(inputs)
-    weights = Operand(plan.weights(record, spec), (spec.width + 1, spec.block_c), lambda *step: (0, step[1]))
+    weights = Operand(plan.weights_and_bias(record, spec), (spec.width + 1, spec.block_c), lambda *step: (0, step[1]))
     tokens = pltpu.VMEM((spec.block_c // LANES, HALO_TOKENS + spec.block_t, LANES), jnp.float32)
     return launch(
         KernelCall(
@@ -78,7 +78,7 @@ def run(
             grid=(record.x.shape[0], spec.tiles, spec.blocks),
             # Rows and channels; the blocks of a row follow each other.
             parallel=2,
-            tables=plan.tables(record, spec),
+            tables=plan.scalar_tables(record, spec),
             inputs={"x": block_operand(spec, record.x, backwards=backwards), "weights": weights, **inputs},
             outputs=outputs,
             scratch={"tokens": tokens, **scratch},

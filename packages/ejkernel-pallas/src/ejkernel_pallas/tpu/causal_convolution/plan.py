@@ -32,7 +32,7 @@ class FirstTokens(NamedTuple):
     token: jax.Array
 
 
-def first_tokens(record: CausalConvolution) -> FirstTokens:
+def find_first_tokens(record: CausalConvolution) -> FirstTokens:
     """Returns the first tokens of the sequences or the rows of a record."""
     first, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if record.cu_seqlens is None:
@@ -49,21 +49,21 @@ def first_tokens(record: CausalConvolution) -> FirstTokens:
     )
 
 
-def replace_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+def replace_first_tokens(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns [B, T, C] with the rows of first tokens replaced."""
     if not packed:
         return x.at[:, : rows.shape[1]].set(rows)
     return x.at[0, first.token].set(rows, mode="drop")
 
 
-def add_first(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+def add_to_first_tokens(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns [B, T, C] with rows added to the rows of first tokens."""
     if not packed:
         return x.at[:, : rows.shape[1]].add(rows)
     return x.at[0, first.token].add(rows, mode="drop")
 
 
-def tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Array]:
+def scalar_tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Array]:
     """Returns the arrays that the kernels read as scalars.
 
     Returns:
@@ -81,7 +81,7 @@ def tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Ar
     return {"bounds": bounds, "starts": jnp.concatenate([first, after]).astype(jnp.int32)}
 
 
-def weights(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
+def weights_and_bias(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
     """Returns the weights and then the bias, float32 [W + 1, C]. Row k is multiplied with the token k positions
     earlier.
     """

@@ -27,7 +27,7 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.lhs.shape[0]:
         yield "lhs has no rows"
-    yield from _table_reasons(record)
+    yield from _work_list_reasons(record)
     if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
         yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
@@ -35,9 +35,9 @@ def _reasons(record: Any) -> Iterable[str]:
             yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
 
 
-def _table_reasons(record: Any) -> Iterable[str]:
+def _work_list_reasons(record: Any) -> Iterable[str]:
     """Yields a reason to refuse a record whose work list does not fit scalar memory."""
-    needed_bytes, rows = config.table_bytes(record), record.lhs.shape[0]
+    needed_bytes, rows = config.work_list_bytes(record), record.lhs.shape[0]
     if needed_bytes > config.WORK_LIST_SMEM_BYTES:
         yield (
             f"the work list of {rows} rows and {record.rhs.shape[0]} matrices takes {needed_bytes} bytes of "
@@ -47,12 +47,12 @@ def _table_reasons(record: Any) -> Iterable[str]:
 
 def _gated_reasons(record: Any) -> Iterable[str]:
     """Yields the same reasons for a gated product."""
-    product = config.product_of(record)
+    product = config.ungated_product_record(record)
     if not product.lhs.shape[0]:
         yield "there are no rows"
     if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in DTYPES:
         yield f"rhs_bias has dtype {record.rhs_bias.dtype}, which is not among {', '.join(DTYPES)}"
-    yield from _table_reasons(product)
+    yield from _work_list_reasons(product)
     needed_bytes = config.whole_columns_bytes(record)
     if needed_bytes > config.WHOLE_COLUMNS_VMEM_BYTES:
         half = record.rhs.shape[1 if record.transpose_rhs else 2] // 2

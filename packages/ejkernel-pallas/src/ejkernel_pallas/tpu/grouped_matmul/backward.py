@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
 from ejkernel_pallas.tpu.grouped_matmul.kernels.matrix_gradients import matrix_gradients
-from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrices_spec
+from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrix_gradients_spec
 
 
 def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
@@ -46,7 +46,7 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
     matrix_fields = grad_fields & {"rhs", "rhs_scale", "rhs_bias"}
     if matrix_fields:
         rows = cotangent if "rhs_bias" in matrix_fields else rounded
-        gradients |= matrix_gradients(record, rows, matrices_spec(record, blocks), matrix_fields)
+        gradients |= matrix_gradients(record, rows, matrix_gradients_spec(record, blocks), matrix_fields)
     return gradients
 
 

@@ -35,7 +35,7 @@ PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n
 LANES = 128
 WHOLE_COLUMNS_VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for a tile that has to have all columns of a matrix."""
-ROW_TILES = (1024, 512, 256, 128)
+TILE_ROW_SIZES = (1024, 512, 256, 128)
 MAX_UNROLLED_COLUMNS = 1024
 """Columns of a forward tile whose multiplications are counted in `max_block_k`; wider tiles have a loop."""
 
@@ -59,7 +59,7 @@ class TileLimits(NamedTuple):
     default_vmem_bytes: int = 64 * MEBI
 
 
-LIMITS = {
+TILE_LIMITS_BY_CHIP = {
     "v5e": TileLimits(60 * MEBI),
     "v5p": TileLimits(36 * MEBI),
     "v6e": TileLimits(64 * MEBI),
@@ -71,34 +71,34 @@ LIMITS = {
 def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """Returns the default tiles for a record on a device: those with the lowest estimate of operations and bytes."""
     tpu = tpu_of(device)
-    limits = LIMITS[tpu.name]
+    limits = TILE_LIMITS_BY_CHIP[tpu.name]
     limits = limits._replace(memory=min(limits.memory, limits.default_vmem_bytes))
-    return min(_fitting(record, limits, direction), key=lambda tiles: _estimate_seconds(record, tpu, tiles))
+    return min(_tiles_that_fit(record, limits, direction), key=lambda tiles: _estimate_seconds(record, tpu, tiles))
 
 
 def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """Returns the tiles of a gated product; columns are those of the output."""
     if direction == "forward" and whole_columns_bytes(record):
-        return _whole_columns(record)
-    tiles = heuristic(product_of(record), device, direction)
+        return _largest_tiles_with_whole_columns(record)
+    tiles = heuristic(ungated_product_record(record), device, direction)
     return _halve_columns(tiles) if record.gated and direction == "forward" else tiles
 
 
 def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
     """Returns tiles of a gated product that are worth measuring."""
     if direction == "forward" and whole_columns_bytes(record):
-        return (_whole_columns(record),)
-    tiles = candidates(product_of(record), device, direction)
+        return (_largest_tiles_with_whole_columns(record),)
+    tiles = candidates(ungated_product_record(record), device, direction)
     return tuple(map(_halve_columns, tiles)) if record.gated and direction == "forward" else tiles
 
 
-def product_of(record: GatedGroupedMatmul) -> GroupedMatmul:
+def ungated_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     """Returns the record of the products, with shapes only."""
     rows = record.lhs.shape[0] if record.indices is None else record.indices.shape[0]
     return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)
 
 
-def table_bytes(record: GroupedMatmul) -> int:
+def work_list_bytes(record: GroupedMatmul) -> int:
     """Returns the bytes of SMEM of the work list with the smallest tiles of rows that the heuristic chooses."""
     rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
     return 6 * 4 * (cdiv(rows, max(LANES, _tile_rows(record) // 2)) + matrices)
@@ -109,14 +109,14 @@ def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
     if not record.gated or record.interleaved or width // 2 % LANES == 0:
         return 0
-    return _vmem_bytes(product_of(record), "forward", LANES, LANES, _pad_to_lanes(width))
+    return _vmem_bytes(ungated_product_record(record), "forward", LANES, LANES, _pad_to_lanes(width))
 
 
-def _whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
+def _largest_tiles_with_whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
     """Returns the largest tiles with all columns of a matrix that fit VMEM."""
-    product = product_of(record)
+    product = ungated_product_record(record)
     width, most = _pad_to_lanes(columns(product)), (_tile_rows(product), min(1024, _pad_to_lanes(product.lhs.shape[1])))
-    sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in ROW_TILES if m <= most[0] and k <= most[1]]
+    sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in TILE_ROW_SIZES if m <= most[0] and k <= most[1]]
     fitting_sizes = (
         size for size in sizes if _vmem_bytes(product, "forward", *size, width) <= WHOLE_COLUMNS_VMEM_BYTES
     )
@@ -131,7 +131,7 @@ def _halve_columns(tiles: TpuMatmul) -> TpuMatmul:
 
 def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    return tuple(_fitting(record, LIMITS[tpu_of(device).name], direction))
+    return tuple(_tiles_that_fit(record, TILE_LIMITS_BY_CHIP[tpu_of(device).name], direction))
 
 
 def kind(record: GroupedMatmul) -> str:
@@ -144,10 +144,10 @@ def kind(record: GroupedMatmul) -> str:
 def _tile_rows(record: GroupedMatmul) -> int:
     """Returns the rows of a tile: about at most the rows of a group."""
     rows_per_group = record.lhs.shape[0] / record.group_sizes.shape[0]
-    return next((rows for rows in ROW_TILES if rows <= rows_per_group), ROW_TILES[-1])
+    return next((rows for rows in TILE_ROW_SIZES if rows <= rows_per_group), TILE_ROW_SIZES[-1])
 
 
-def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
+def _tiles_that_fit(record: GroupedMatmul, limits: TileLimits, direction: Direction) -> Iterator[TpuMatmul]:
     """Yields each of the tiles that fit memory once."""
     depth, width, listed_tiles = (
         _pad_to_lanes(record.lhs.shape[1]),
@@ -155,7 +155,7 @@ def _fitting(record: GroupedMatmul, limits: TileLimits, direction: Direction) ->
         set[tuple[int, int, int]](),
     )
     sizes = [(1024, 1024), (2048, 1024), (1024, 2048), (depth, 512), (depth, 1024)]
-    if direction == "forward" and _tile_rows(record) == ROW_TILES[0]:
+    if direction == "forward" and _tile_rows(record) == TILE_ROW_SIZES[0]:
         sizes.append((depth, 2048))  # reads rows half as often: with few rows, reading matrices is the bottleneck
     for height in (_tile_rows(record), _tile_rows(record) // 2):
         for k, n in sizes:

@@ -16,11 +16,11 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
 
-WORK, WHOLE, FIRST, LAST, BEFORE_ALL_GROUPS = 1, 2, 4, 8, 16
+HAS_WORK_FLAG, WHOLE_TILE_FLAG, FIRST_ITEM_FLAG, LAST_ITEM_FLAG, BEFORE_ALL_GROUPS_FLAG = 1, 2, 4, 8, 16
 """Flags of an item: some of the tile's rows belong to the matrix; all of them do; first, and last, item of a tile
 that is accumulated; the tile is before the rows of any matrix.
 """
-FLAGS = 5
+NUM_FLAGS = 5
 """The number of flags."""
 
 
@@ -63,7 +63,7 @@ class WorkItem(NamedTuple):
     @property
     def zero(self) -> Any:
         """Returns an opaque zero, which the compiler cannot fold: the bits above the flags."""
-        return lax.shift_right_logical(self.flags, np.int32(FLAGS))
+        return lax.shift_right_logical(self.flags, np.int32(NUM_FLAGS))
 
 
 def read_item(table: Any, step: Any) -> WorkItem:
@@ -84,7 +84,7 @@ def coordinates_of(axis: int) -> Callable[..., tuple[Any, ...]]:
     return where
 
 
-def by_rows(record: GroupedMatmul, size: int) -> WorkList:
+def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
     """Returns work items for a kernel that accumulates for tiles of rows: every tile at least once, its items
     consecutive.
     """
@@ -107,20 +107,20 @@ def by_rows(record: GroupedMatmul, size: int) -> WorkList:
     is_leading = matrix == 0
     matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, first_nonempty, most))
     source = jnp.where(work, tile, jnp.where(is_leading, before, jnp.maximum(after - 1, 0)))
-    flags = work * WORK + is_leading * BEFORE_ALL_GROUPS + _changes(tile) * FIRST
+    flags = work * HAS_WORK_FLAG + is_leading * BEFORE_ALL_GROUPS_FLAG + _differs_from_previous(tile) * FIRST_ITEM_FLAG
     return _pack_items(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 
-def by_matrices(record: GroupedMatmul, size: int) -> WorkList:
+def work_list_by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     """Returns the work items of a kernel that accumulates for tiles of matrices: every matrix at least once."""
     first, end = group_rows(record)
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
     start = jnp.minimum(first // size, tiles - 1)
     matrix, tile, count = _repeat_owners(start, counts, tiles + first.shape[0])
-    flags = jnp.take(nonempty, matrix) * WORK + _changes(matrix) * FIRST
+    flags = jnp.take(nonempty, matrix) * HAS_WORK_FLAG + _differs_from_previous(matrix) * FIRST_ITEM_FLAG
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST
+    flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST_ITEM_FLAG
     return _pack_items(WorkItem(matrix, tile, tile, first, end, flags), count, size)
 
 
@@ -133,7 +133,7 @@ def _repeat_owners(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.
     return owner, jnp.take(start, owner) + step - jnp.take(ends - counts, owner), ends[-1]
 
 
-def _changes(x: jax.Array) -> jax.Array:
+def _differs_from_previous(x: jax.Array) -> jax.Array:
     """Returns where a list's value differs from the previous one."""
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
@@ -143,6 +143,6 @@ def _pack_items(items: WorkItem, count: jax.Array, size: int) -> WorkList:
     # Relative to the tile: kernels compare them with the indices of its rows.
     low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)
     high = jnp.clip(jnp.take(items.high, items.matrix) - items.tile * size, 0, size)
-    whole = (low == 0) & (high == size) & (items.flags & WORK != 0)
-    table = items._replace(low=low, high=high, flags=items.flags + whole * WHOLE)
+    whole = (low == 0) & (high == size) & (items.flags & HAS_WORK_FLAG != 0)
+    table = items._replace(low=low, high=high, flags=items.flags + whole * WHOLE_TILE_FLAG)
     return WorkList(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))

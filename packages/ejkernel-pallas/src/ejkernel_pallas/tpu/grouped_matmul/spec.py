@@ -14,11 +14,11 @@ from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, product
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product
 
-CHUNK = 256
+MXU_CHUNK = 256
 """Columns per product, and contracted elements per product if sums are in registers."""
 MAX_UNROLLED_MULTIPLICATIONS = 2**30
 """Multiplications of the largest tile whose products are unrolled: libtpu takes seconds for more."""
@@ -118,7 +118,7 @@ class GroupedSpec:
         """Returns the starts and sizes of a tile's products along contracted elements; none has two scales."""
         depth = self.blocks.contracted
         per_scale = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
-        most = per_scale if self.accumulates else CHUNK
+        most = per_scale if self.accumulates else MXU_CHUNK
         return tuple(
             (at, min(most, start + per_scale - at))
             for start in range(0, depth, per_scale)
@@ -128,14 +128,14 @@ class GroupedSpec:
     @property
     def subtile_rows(self) -> int:
         """Returns rows per subtile of a tile that groups share: at most the width of matrix units."""
-        return math.gcd(self.blocks.rows, CHUNK if self.wide else LANES)
+        return math.gcd(self.blocks.rows, MXU_CHUNK if self.wide else LANES)
 
     @property
     def strip(self) -> int:
         """Returns the columns per product of the kernel that sums over rows; its other operand is transposed once
         per strip.
         """
-        return 2 * CHUNK if self.wide else 4 * CHUNK
+        return 2 * MXU_CHUNK if self.wide else 4 * MXU_CHUNK
 
     @property
     def unrolls(self) -> bool:
@@ -195,19 +195,19 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the output's kernel."""
     (rows, contracted), width = record.lhs.shape, columns(record)
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
-    operand, precision = operands(record, broadcasts_scales=scales > 1)
+    operand, precision = product_dtype_and_precision(record, broadcasts_scales=scales > 1)
     return GroupedSpec(
         rows=rows,
         contracted=contracted,
         columns=width,
-        blocks=fitting(blocks, contracted, width),
+        blocks=fit_blocks_to_arrays(blocks, contracted, width),
         transposed=record.transpose_rhs,
         operand=operand,
         precision=precision,
         scales=scales,
         per_scale=contracted // max(1, scales),
         accumulates=is_v7x(current_device().kind),
-        wide=is_wide(current_device().kind),
+        wide=has_256_wide_mxu(current_device().kind),
     )
 
 
@@ -250,12 +250,12 @@ def gated_columns(layout: GateLayout, width: int, block: int) -> int:
 def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the kernel of lhs's gradient, which multiplies with transposed matrices."""
     forward = forward_spec(record, blocks)
-    operand, precision = operands(record, broadcasts_scales=True)
+    operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
     return dataclasses.replace(
         forward,
         contracted=forward.columns,
         columns=forward.contracted,
-        blocks=fitting(blocks, forward.columns, forward.contracted),
+        blocks=fit_blocks_to_arrays(blocks, forward.columns, forward.contracted),
         transposed=not record.transpose_rhs,
         operand=operand,
         precision=precision,
@@ -263,13 +263,13 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     )
 
 
-def matrices_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+def matrix_gradients_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the kernel of the matrices' gradients."""
-    operand, precision = operands(record, broadcasts_scales=True)
+    operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
     return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
 
 
-def operands(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.Precision | None]:
+def product_dtype_and_precision(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.Precision | None]:
     """Returns dtype and precision of products; matrix units multiply lhs's dtype, or float32 in one or six passes.
 
     Args:
@@ -283,7 +283,7 @@ def operands(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.P
     return record.lhs.dtype, None
 
 
-def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
+def fit_blocks_to_arrays(blocks: Blocks, contracted: int, columns: int) -> Blocks:
     """Returns blocks no longer than the arrays; sizes that are not multiples of lanes must be the array's own.
 
     Raises:
@@ -296,13 +296,15 @@ def fitting(blocks: Blocks, contracted: int, columns: int) -> Blocks:
     return Blocks(blocks.rows, inner, columns if blocks.columns >= columns else blocks.columns)
 
 
-def padded_scales(scale: jax.Array) -> jax.Array:
+def pad_scales_to_sublanes(scale: jax.Array) -> jax.Array:
     """Returns scales [E, blocks, 1, N] as float32 [E, blocks padded to whole sublanes, N], with zeros."""
     flat = scale[:, :, 0].astype(jnp.float32)
     return jnp.pad(flat, ((0, 0), (0, -flat.shape[1] % SUBLANES), (0, 0)))
 
 
-def factors(scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns_first: bool) -> jax.Array:
+def spread_scales_over_tile(
+    scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns_first: bool
+) -> jax.Array:
     """Returns the factors of a tile of a matrix: every row has the scales of its block, by a product with ones.
 
     Args:
@@ -312,12 +314,12 @@ def factors(scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns
         spec: The kernel's constants.
         columns_first: Whether the tile, and the result, is [n, size] instead of [size, n].
     """
-    ones = in_block(scales.shape[0], first, size, spec)
+    ones = scale_block_membership(scales.shape[0], first, size, spec)
     pair = (scales, ones) if columns_first else (ones, scales)
-    return product(*pair, (0, 0), lax.Precision.HIGHEST)
+    return matrix_product(*pair, (0, 0), lax.Precision.HIGHEST)
 
 
-def in_block(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
+def scale_block_membership(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
     """Returns 1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
     index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
     block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale

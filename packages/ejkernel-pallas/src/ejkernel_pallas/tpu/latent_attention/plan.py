@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.paged_attention import PagedAttention, latent_pages
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel_pallas.tpu.mosaic.paged_layout import along_lanes
+from ejkernel_pallas.tpu.mosaic.paged_layout import stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-SLOTS = (512, 256, 128)
+SLOTS_PER_PAGE = (512, 256, 128)
 """Slots per page; a row of the cache must be whole pages, and larger pages take fewer copies."""
 
 
@@ -27,15 +27,15 @@ def as_pages(record: TiledAttention) -> PagedAttention:
     keys, size = record.key[:, :, 0], record.value.shape[-1]
     rotary = keys.shape[-1] - size
     batch, length = keys.shape[:2]
-    length += -length % SLOTS[-1]
-    slots = next(n for n in SLOTS if length % n == 0)
+    length += -length % SLOTS_PER_PAGE[-1]
+    slots = next(n for n in SLOTS_PER_PAGE if length % n == 0)
     entries = length // slots
 
     def cut(cache: jax.Array) -> jax.Array:
         cache = jnp.pad(cache, ((0, 0), (0, length - cache.shape[1]), (0, 0)))
         return cache.reshape(batch * entries, 1, slots, cache.shape[-1])
 
-    separate = rotary > 0 and size % LANES == 0 and along_lanes(rotary)
+    separate = rotary > 0 and size % LANES == 0 and stores_tokens_along_lanes(rotary)
     return dataclasses.replace(
         pages,
         key_pages=cut(record.value[:, :, 0] if separate else keys),

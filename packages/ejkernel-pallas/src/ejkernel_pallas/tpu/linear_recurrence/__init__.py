@@ -22,8 +22,8 @@ def _reasons(record: Any) -> Iterable[str]:
     if (needed := config.state_bytes(record)) > config.STATES_VMEM_BYTES:
         sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
         yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_VMEM_BYTES}"
-    if (needed := config.table_bytes(record)) > config.TABLE_LIMIT:
-        yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.TABLE_LIMIT}"
+    if (needed := config.table_bytes(record)) > config.CHUNK_TABLE_SMEM_BYTES:
+        yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.CHUNK_TABLE_SMEM_BYTES}"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -13,7 +13,7 @@ CHUNK_LENGTHS = (32, 64, 128, 256)
 HEADS_PER_STEP = (1, 2, 4, 8, 16)
 STATES_VMEM_BYTES = 24 * 2**20
 """Bytes of VMEM for the states of a step's heads: one kept between chunks, and two blocks each read and written."""
-TABLE_LIMIT = 2**20 - 2**16
+CHUNK_TABLE_SMEM_BYTES = 2**20 - 2**16
 """Bytes of SMEM for the table of chunks: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 

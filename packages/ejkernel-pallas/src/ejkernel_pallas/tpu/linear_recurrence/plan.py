@@ -18,7 +18,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, segment_roles
-from ejkernel_pallas.tpu.linear_recurrence.spec import COLUMNS, RecurrenceSpec
+from ejkernel_pallas.tpu.linear_recurrence.spec import SCALAR_FIELDS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.packed_chunks import Places, chunk_places, chunk_table, slot_table
@@ -141,7 +141,9 @@ def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array 
     """
     spec = plan.spec
     shape = (plan.rows, plan.tokens, spec.total_heads)
-    numbers = {name: plan.align(_as_scalar(getattr(record, name), shape)) for name in COLUMNS if name in spec.columns}
+    numbers = {
+        name: plan.align(_as_scalar(getattr(record, name), shape)) for name in SCALAR_FIELDS if name in spec.columns
+    }
     if spec.sums:
         numbers |= zip(spec.sums, _sums(plan, plan.align(_as_scalar(record.decay, shape))), strict=True)
     parts = [numbers[name].reshape(plan.rows, plan.length, spec.steps, spec.heads) for name in spec.columns]

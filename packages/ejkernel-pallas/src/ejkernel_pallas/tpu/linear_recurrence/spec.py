@@ -9,9 +9,9 @@ from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.linear_recurrence.config import STATES_VMEM_BYTES, TpuRecurrence, state_bytes
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Numbers
 
-COLUMNS = ("beta", "dt", "skip")
+SCALAR_FIELDS = ("beta", "dt", "skip")
 """Fields with one element per token and head."""
-SUMS = ("coarse", "fine")
+GATE_SUM_PARTS = ("coarse", "fine")
 """The two numbers that represent sums of log gates that channels share; see `gates.HeadDecay`."""
 
 
@@ -76,8 +76,8 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
     wide |= {"value_decay": record.value_decay} if record.value_decay is not None else {}
     counts = {name: x.shape[2] for name, x in wide.items() if x is not None}
     exact = product_precision(record.query.dtype, record.precision) in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    sums = SUMS[: 1 + exact] if shared else ()
-    columns = sums + tuple(name for name in COLUMNS if getattr(record, name) is not None)
+    sums = GATE_SUM_PARTS[: 1 + exact] if shared else ()
+    columns = sums + tuple(name for name in SCALAR_FIELDS if getattr(record, name) is not None)
     return RecurrenceSpec(
         numbers=Numbers(scale=record.softmax_scale, exact=exact),
         chunk=config.chunk_size,

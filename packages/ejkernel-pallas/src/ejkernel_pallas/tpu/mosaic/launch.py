@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel import _compat
-from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.interpret import is_interpreting
 
 Ref = Any
 """A reference to VMEM, SMEM, HBM or a semaphore, inside a kernel."""
 Index = tuple[Any, ...]
 
-VMEM_LIMIT = 48 * 2**20
+DEFAULT_VMEM_LIMIT_BYTES = 48 * 2**20
 """Bytes of VMEM of a kernel: those of the chip with the least VMEM, minus what XLA keeps there."""
 COMPILER_RESERVE_BYTES = 8 * 2**20
 """Bytes reserved for the compiler, in addition to blocks and scratch memory, where a limit is computed from these."""
@@ -67,7 +67,7 @@ class Operand:
         return pl.BlockSpec(self.block, lambda *step: self.index(*where(*step)), memory_space=self.memory_space)
 
 
-def resident(array: Any) -> Operand:
+def resident_operand(array: Any) -> Operand:
     """Returns an operand that stays in VMEM as a whole for all grid steps."""
     return Operand(array, array.shape, lambda *_: (0,) * array.ndim)
 
@@ -104,7 +104,7 @@ class KernelCall:
     scratch: Mapping[str, Any]
     where: Callable[..., Index] = identity_index
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
-    vmem_limit: int = VMEM_LIMIT
+    vmem_limit: int = DEFAULT_VMEM_LIMIT_BYTES
     pipelines: bool = False
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
@@ -149,7 +149,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
             vmem_limit_bytes=call.vmem_limit,
             **call.options,
         ),
-        interpret=interpreting(),
+        interpret=is_interpreting(),
         name=call.name,
     )
     with _compat.trace_without_tpu() if call.pipelines else contextlib.nullcontext():
@@ -161,23 +161,23 @@ def _in_hbm(array: Any) -> Any:
 
     Only an array that is updated in place needs this: the kernel copies the few blocks that it changes itself.
     """
-    return array if interpreting() else _constrained(array)
+    return array if is_interpreting() else _constrain_to_hbm(array)
 
 
 @jax.custom_batching.custom_vmap
-def _constrained(array: Any) -> Any:
+def _constrain_to_hbm(array: Any) -> Any:
     return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def _constrain_batch(axis_size: int, in_batched: list[bool], array: Any) -> tuple[Any, bool]:
     """Returns the constraint on all arrays of a batch; JAX has no rule of its own."""
-    return _constrained(array), in_batched[0]
+    return _constrain_to_hbm(array), in_batched[0]
 
 
-_constrained.def_vmap(_constrain_batch)
+_constrain_to_hbm.def_vmap(_constrain_batch)
 
 
-def vmem_limit(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
+def vmem_limit_bytes(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
     """Returns bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
     kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
     used_bytes = 2 * sum(x.bytes for x in operands) + kept

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 
-def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> Any:
+def fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     """Like `lax.fori_loop`, with traced bounds.
 
     Mosaic emits a `fori_loop` with traced bounds twice, the second time for the remainder of an unrolled loop. A nest
@@ -16,18 +16,18 @@ def loop(first: Any, end: Any, step: Callable[[Any, Any], Any], carry: Any) -> A
     whose bound is not carried, as a `fori_loop`.
     """
     end = jnp.int32(end)
-    state = lax.while_loop(lambda x: x[0] < end, lambda x: (x[0] + 1, step(*x)), (jnp.int32(first), carry))
+    state = lax.while_loop(lambda x: x[0] < end, lambda x: (x[0] + 1, body(*x)), (jnp.int32(first), carry))
     return state[1]
 
 
-def each(count: int, act: Callable[[Any], None]) -> None:
-    """Calls `act` with 0 to `count - 1` in a loop, so that its code is emitted once."""
-    if count == 1:
-        act(0)
+def for_each_index(num_iterations: int, body: Callable[[Any], None]) -> None:
+    """Calls `body` with 0 to `count - 1` in a loop, so that its code is emitted once."""
+    if num_iterations == 1:
+        body(0)
         return
 
     def step(k: Any, carry: Any) -> Any:
-        act(k)
+        body(k)
         return carry
 
-    lax.fori_loop(np.int32(0), np.int32(count), step, np.int32(0))
+    lax.fori_loop(np.int32(0), np.int32(num_iterations), step, np.int32(0))

@@ -5,7 +5,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 
-def opaque_offset(start: Any, by: Any, zero: Any) -> Any:
+def opaque_offset(start: Any, step: Any, opaque_zero: Any) -> Any:
     """Returns `start` as an offset that the compiler cannot fold: `start + by * zero`.
 
     The compiler loads from equal addresses once, and forwards a value that was just stored instead of loading it. In
@@ -13,8 +13,8 @@ def opaque_offset(start: Any, by: Any, zero: Any) -> Any:
 
     Args:
         start: The offset.
-        by: A multiple of the alignment that the offset must have; different values are different addresses to the
+        step: A multiple of the alignment that the offset must have; different values are different addresses to the
             compiler. With 0, or with a traced value, the offset is returned unchanged.
-        zero: 0, read from scalar memory.
+        opaque_zero: 0, read from scalar memory.
     """
-    return start + pl.multiple_of(by * zero, by) if isinstance(by, int) and by else start
+    return start + pl.multiple_of(step * opaque_zero, step) if isinstance(step, int) and step else start

@@ -14,12 +14,12 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-TILE = 8
+MEMORY_TILE_ROWS = 8
 """Sublanes: rows of 32-bit words in one tile of memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
+class CacheLayout:
     """The layout of keys and values in memory.
 
     Attributes:
@@ -32,7 +32,7 @@ class Cache:
         groups: Groups of 128 lanes that a row is copied in.
         latent: Whether a token has a single row, whose first elements are also its value. A word then contains several
             tokens.
-        transposed: Whether a page is stored as [D, S], with tokens along lanes; see `along_lanes`.
+        transposed: Whether a page is stored as [D, S], with tokens along lanes; see `stores_tokens_along_lanes`.
         rotary: Elements per key in a second cache, stored as [Dr, S], next to latent rows; 0 without one.
     """
 
@@ -78,7 +78,7 @@ class Cache:
         """Returns the number of groups of a token's word rows, one memory tile each; 1 if a token is less than a
         tile.
         """
-        return self.words // TILE if self.words % TILE == 0 else 1
+        return self.words // MEMORY_TILE_ROWS if self.words % MEMORY_TILE_ROWS == 0 else 1
 
     @property
     def heads_per_group(self) -> int:
@@ -96,7 +96,7 @@ class Cache:
         return not alone and words & (words - 1) == 0
 
 
-def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
+def caches_as_stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     """Returns the caches in the shapes in which callers store them, so that nothing is copied: one array, or keys
     and values.
     """
@@ -104,7 +104,9 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     if record.latent is not None:
         if record.kv_layout != paged_cache.LATENT:
             both = (x for x in (pages, record.value_pages) if x is not None)
-            return tuple(_columns(record, x) if along_lanes(x.shape[-1]) else x for x in both)
+            return tuple(
+                _pages_with_tokens_along_lanes(record, x) if stores_tokens_along_lanes(x.shape[-1]) else x for x in both
+            )
         pack = paged_cache.values_per_32_bits(pages.dtype)
         return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
     if record.kv_layout != paged_cache.COMBINED:
@@ -117,42 +119,42 @@ def stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     return (pages.reshape(count, slots, -1, pack, lanes),)
 
 
-def along_lanes(size: int) -> bool:
+def stores_tokens_along_lanes(size: int) -> bool:
     """Returns whether a dense latent cache [B, T, D] with D = `size` is read as [B, D, T], which is how XLA stores
     it.
 
     By default XLA chooses the order of axes with the least padding. Rows of 576 elements would be padded to 640 lanes;
     columns of 576 are whole tiles of 8 sublanes. If the kernel required rows, XLA would copy the cache in every call.
     """
-    return cdiv(size, TILE) * TILE < cdiv(size, LANES) * LANES
+    return cdiv(size, MEMORY_TILE_ROWS) * MEMORY_TILE_ROWS < cdiv(size, LANES) * LANES
 
 
-def _columns(record: PagedAttention, pages: jax.Array) -> jax.Array:
+def _pages_with_tokens_along_lanes(record: PagedAttention, pages: jax.Array) -> jax.Array:
     """Returns the pages of a dense cache, which are consecutive, as [B, D, T], without a copy by XLA."""
     assert record.block_tables is not None  # a dense cache has been cut into pages before
     rows = pages.reshape(record.block_tables.shape[0], -1, pages.shape[-1])
     return rows.swapaxes(1, 2)
 
 
-def in_lanes(record: PagedAttention) -> bool:
+def key_and_value_share_row(record: PagedAttention) -> bool:
     """Returns whether a head's key and value share a row, in a cache that new tokens are written to."""
     written = record.kv_layout == paged_cache.COMBINED and record.new_keys is not None
     return written and record.key_pages.shape[-1] < LANES
 
 
-def token_rows(record: PagedAttention) -> int:
+def rows_per_token(record: PagedAttention) -> int:
     """Returns the number of rows per token in an array of keys, or of keys and values."""
     heads = record.key_pages.shape[record.kv_layout.index("h")]
-    return heads * 2 if record.kv_layout == paged_cache.COMBINED and not in_lanes(record) else heads
+    return heads * 2 if record.kv_layout == paged_cache.COMBINED and not key_and_value_share_row(record) else heads
 
 
-def make_cache(record: PagedAttention) -> Cache:
+def make_cache_layout(record: PagedAttention) -> CacheLayout:
     """Returns the layout of a record's cache; the result is meaningful if `reasons` yields none."""
     letters, pages = record.kv_layout, record.key_pages
     pack, size, slots = paged_cache.values_per_32_bits(pages.dtype), pages.shape[-1], paged_cache.page_size(record)
     latent = record.latent is not None
     if letters in ("phsd", "hpsd"):
-        return Cache(
+        return CacheLayout(
             layout=letters,
             lanes=False,
             slots=slots,
@@ -161,21 +163,21 @@ def make_cache(record: PagedAttention) -> Cache:
             size=size,
             groups=1,
             latent=latent,
-            transposed=latent and along_lanes(size),
+            transposed=latent and stores_tokens_along_lanes(size),
             rotary=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
         )
     if latent:
         groups = size // LANES
-        return Cache(
+        return CacheLayout(
             layout=letters, lanes=False, slots=slots, words=1, packing=pack, size=size, groups=groups, latent=True
         )
-    lanes = in_lanes(record)
+    lanes = key_and_value_share_row(record)
     size = max(size, LANES) if lanes else size
-    return Cache(
+    return CacheLayout(
         layout=letters,
         lanes=lanes,
         slots=slots,
-        words=max(1, token_rows(record) // pack),
+        words=max(1, rows_per_token(record) // pack),
         packing=pack,
         size=size,
         groups=cdiv(size, LANES),

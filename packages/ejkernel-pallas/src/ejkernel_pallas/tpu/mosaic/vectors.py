@@ -20,7 +20,7 @@ def lane_groups(x: jax.Array) -> list[jax.Array]:
     return [x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES)]
 
 
-def widen(x: jax.Array, width: int) -> jax.Array:
+def repeat_lanes(x: jax.Array, width: int) -> jax.Array:
     """Repeats [n, 128], the same in every lane, to [n, width]."""
     if width <= LANES:
         return x if width == LANES else x[:, :width]
@@ -28,12 +28,12 @@ def widen(x: jax.Array, width: int) -> jax.Array:
     return results[:, :width] if width % LANES else results
 
 
-def column(row: jax.Array) -> jax.Array:
+def row_to_column(row: jax.Array) -> jax.Array:
     """Turns a row [1, n] into a column [n, 128], the same in every lane."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
-def lane_row(x: jax.Array) -> jax.Array:
+def column_to_row(x: jax.Array) -> jax.Array:
     """Turns a column [128, 128], the same in every lane, into a row [1, 128], without the slow transpose unit."""
     sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1))
     folded = x[:SUBLANES]
@@ -55,13 +55,13 @@ def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return taken(even), taken(even + 1)
 
 
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
+def matrix_product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
     """Returns product of two matrices over one axis of each, accumulated in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def zero_outside(x: jax.Array, low: Any, high: Any, axis: int) -> jax.Array:
-    """Returns x with 0 where an index is below `low`, or not below `high`."""
+def zero_outside(x: jax.Array, first: Any, end: Any, axis: int) -> jax.Array:
+    """Returns x with 0 where an index is below `first`, or not below `end`."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-    return jnp.where((index >= low) & (index < high), x, jnp.zeros_like(x))
+    return jnp.where((index >= first) & (index < end), x, jnp.zeros_like(x))

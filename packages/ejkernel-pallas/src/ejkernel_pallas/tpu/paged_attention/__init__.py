@@ -13,10 +13,10 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.mosaic.paged_layout import token_rows
+from ejkernel_pallas.tpu.mosaic.paged_layout import rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
-from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.requirements import tpu_requires
 
 HANDLES = frozenset(
@@ -37,7 +37,7 @@ HANDLES = frozenset(
 )
 """Optional fields that the kernel honours."""
 
-OPS = frozenset(
+SUPPORTED_OPERATIONS = frozenset(
     {
         "chunked_prefill_paged_decode",
         "decode_attention",
@@ -53,16 +53,16 @@ OPS = frozenset(
 """The operations on pages that the kernel serves."""
 
 
-DENSE_ROWS = (1, 2, 4)
+DENSE_TOKEN_ROWS = (1, 2, 4)
 """Numbers of rows that memory stores without padding, in addition to multiples of 8."""
 
 CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 """The largest head dimension, and that of latent vectors with their rotary part."""
-SMEM_WORDS = 2**18 - 2**13
+MAX_SMEM_WORDS = 2**18 - 2**13
 """Words of scalar memory for tables and the work list: all of it, minus the kernel's own use."""
 
-BLOCK = 2**12
+MAX_COMMON_BLOCK_KEYS = 2**12
 """The largest common multiple of page size and lanes, in keys."""
 
 
@@ -78,35 +78,35 @@ def reasons(record: PagedAttention) -> Generator[str]:
     if record.block_tables is None:
         yield "block_tables: the kernel does not read a cache without pages"
         return
-    tiles, entries = _tiles(record), record.block_tables.size
+    tiles, entries = _max_query_tiles(record), record.block_tables.size
     if record.alibi_slopes is not None:
         entries += record.kv_lens.size  # tokens before each sequence's queries
-    if entries + tiles * len(FIELDS) > SMEM_WORDS:
+    if entries + tiles * len(ITEM_FIELDS) > MAX_SMEM_WORDS:
         yield (
             f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
-            f"wants entries + {len(FIELDS)} * tiles <= {SMEM_WORDS}"
+            f"wants entries + {len(ITEM_FIELDS)} * tiles <= {MAX_SMEM_WORDS}"
         )
     computes_narrower = (
         record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
     )
     if computes_narrower and jnp.dtype(record.compute_dtype) != jnp.bfloat16:
         yield f"compute_dtype: keys and values are rounded to bfloat16, not to {jnp.dtype(record.compute_dtype).name}"
-    yield from _pages(record)
+    yield from _page_reasons(record)
 
 
-def _tiles(record: PagedAttention) -> int:
+def _max_query_tiles(record: PagedAttention) -> int:
     """Returns an upper bound on tiles of query rows by default; the kernel may split tiles, but at most in halves."""
     sequences, rows = record.kv_lens.shape[0], record.query.shape[0]
-    return sequences if record.query_start is None else rows // cdiv(config.tile_rows(record), 2) + sequences
+    return sequences if record.query_start is None else rows // cdiv(config.default_tile_tokens(record), 2) + sequences
 
 
-def _pages(record: PagedAttention) -> Generator[str]:
+def _page_reasons(record: PagedAttention) -> Generator[str]:
     slots, layout, dtype = paged_cache.page_size(record), record.kv_layout, record.key_pages.dtype
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
-    if math.lcm(slots, LANES) > BLOCK:
-        yield f"key_pages: no block of at most {BLOCK} keys has whole pages of {slots} and whole lanes"
+    if math.lcm(slots, LANES) > MAX_COMMON_BLOCK_KEYS:
+        yield f"key_pages: no block of at most {MAX_COMMON_BLOCK_KEYS} keys has whole pages of {slots} and whole lanes"
     if layout == paged_cache.LATENT:
-        yield from _latent_pages(record)
+        yield from _latent_page_reasons(record)
         return
     if layout in ("phsd", "hpsd"):
         row_multiple = 32 // dtype.itemsize
@@ -115,16 +115,16 @@ def _pages(record: PagedAttention) -> Generator[str]:
         return
     if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))} elements; above {LANES} wants equal multiples of it"
-    rows, pack = token_rows(record), paged_cache.values_per_32_bits(dtype)
+    rows, pack = rows_per_token(record), paged_cache.values_per_32_bits(dtype)
     if record.new_keys is not None and layout == paged_cache.COMBINED:
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return
-    if (rows not in DENSE_ROWS and rows % 8) or rows % pack:
+    if (rows not in DENSE_TOKEN_ROWS and rows % 8) or rows % pack:
         yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 2, 4, or a multiple of 8"
 
 
-def _latent_pages(record: PagedAttention) -> Generator[str]:
+def _latent_page_reasons(record: PagedAttention) -> Generator[str]:
     slots, pages, (_, start) = paged_cache.page_size(record), record.key_pages, record.latent or (0, 0)
     pack = paged_cache.values_per_32_bits(pages.dtype)
     if slots % pack:
@@ -138,7 +138,7 @@ def implementations() -> tuple[Implementation, ...]:
     return (
         Implementation(
             family="paged_attention",
-            only=OPS,
+            only=SUPPORTED_OPERATIONS,
             name="mosaic_tpu",
             platform="pallas",
             forward="ejkernel_pallas.tpu.paged_attention.forward:forward",

@@ -8,7 +8,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.generations import is_v7x
-from ejkernel_pallas.tpu.mosaic.paged_layout import TILE, along_lanes
+from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
 
@@ -31,10 +31,10 @@ class TpuPaged:
 PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k": "block_kv", "seq_blocksize": "parts"}
 """Maps fields of the public configuration to fields of this one."""
 
-TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+TWO_CORE_DEVICE_KINDS = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
 
-BYTES = 4 * 2**20
+DEFAULT_BLOCK_BYTES = 4 * 2**20
 """Bytes of a key block: large enough to hide the lookups in the page table, small enough that three fit into VMEM.
 
 Half as many if every sequence has one query and heads share products. Copies then take longer than products, and a
@@ -45,29 +45,29 @@ MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 """The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
 
-def paged_tiles(config: TpuPaged) -> PagedTiles:
+def tile_sizes_of(config: TpuPaged) -> PagedTiles:
     """Returns the tile sizes of a configuration."""
     return PagedTiles(queries=config.block_q, keys=config.block_kv, parts=config.parts)
 
 
 def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
     """Returns the default tile sizes for a record on a device, from the static profile."""
-    parts = 2 if device.kind in TWO_CORES else 1
-    return TpuPaged(block_q=tile_rows(record), block_kv=_keys(record, device.kind), parts=parts)
+    parts = 2 if device.kind in TWO_CORE_DEVICE_KINDS else 1
+    return TpuPaged(block_q=default_tile_tokens(record), block_kv=_default_block_keys(record, device.kind), parts=parts)
 
 
 def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[TpuPaged, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    parts = 2 if device.kind in TWO_CORES else 1
-    keys = _keys(record, device.kind)
+    parts = 2 if device.kind in TWO_CORE_DEVICE_KINDS else 1
+    keys = _default_block_keys(record, device.kind)
     return tuple(
         TpuPaged(block_q=queries, block_kv=block, parts=parts)
-        for queries in dict.fromkeys((tile_rows(record), max(1, tile_rows(record) // 2)))
+        for queries in dict.fromkeys((default_tile_tokens(record), max(1, default_tile_tokens(record) // 2)))
         for block in dict.fromkeys((keys, max(128, keys // 2), keys * 2))
     )
 
 
-def tile_rows(record: PagedAttention) -> int:
+def default_tile_tokens(record: PagedAttention) -> int:
     """Returns query tokens per tile by default: 1 for decode, where no sequence needs more.
 
     The average length of a mixed batch says nothing: one sequence may have nearly all of its tokens.
@@ -82,14 +82,18 @@ def tile_rows(record: PagedAttention) -> int:
     return max(1, min(most, tokens))
 
 
-def _keys(record: PagedAttention, kind: str) -> int:
-    most = BYTES // 2 if tile_rows(record) == 1 and shares_products(record) and not is_v7x(kind) else BYTES
+def _default_block_keys(record: PagedAttention, kind: str) -> int:
+    most = (
+        DEFAULT_BLOCK_BYTES // 2
+        if default_tile_tokens(record) == 1 and shares_products(record) and not is_v7x(kind)
+        else DEFAULT_BLOCK_BYTES
+    )
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
     dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
     # memory pads rows to multiples of these
-    units = [TILE if dense and along_lanes(x.shape[-1]) else LANES for x in arrays]
+    units = [MEMORY_TILE_ROWS if dense and stores_tokens_along_lanes(x.shape[-1]) else LANES for x in arrays]
     token = sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:

@@ -11,21 +11,21 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident
-from ejkernel_pallas.tpu.mosaic.paged_layout import stored
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
+from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, paged_tiles
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
-from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS_PER_STEP
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
-from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import BUFFERS, staged
-from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import kernel
+from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import STAGED_BUFFERS, staged_scratch
+from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
-from ejkernel_pallas.tpu.paged_attention.plan import FIELDS, WorkList, find_work
-from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec, make_spec
+from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, WorkList, find_work
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, make_spec
 
 # Page indices are valid, and a bounds check takes longer than starting a copy.
-OPTIONS = {"disable_bounds_checks": True}
+COMPILER_OPTIONS = {"disable_bounds_checks": True}
 
 
 def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, ...], None]:
@@ -40,10 +40,10 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     """
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
     record, written = paged_cache.write(record) if record.latent is not None else (record, ())
-    spec = make_spec(record, paged_tiles(config))
+    spec = make_spec(record, tile_sizes_of(config))
     work = find_work(record, spec)
     # A mapped call runs sequentially: scalar memory has room for the tables of one.
-    run = custom_batching.sequential_vmap(lambda record, work: tuple(_run(record, spec, work)))
+    run = custom_batching.sequential_vmap(lambda record, work: tuple(_run_kernel(record, spec, work)))
     output, lse, *pages = run(record, work)
     shape = None if record.value_pages is not None else record.key_pages.shape
     pages = [x if shape is None else x.reshape(shape) for x in pages]
@@ -51,26 +51,26 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     return (*results, *pages, *written), None
 
 
-def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
+def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
-    caches: dict[str, jax.Array] = dict(zip(("keys", "values"), stored(record), strict=False))
-    tokens = dict(zip(("new_keys", "new_values"), operands.pack_tokens(record), strict=False))
+    caches: dict[str, jax.Array] = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
+    tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     # lse is written in whole rows of 128 lanes.
     lanes = cdiv(spec.rows, LANES) * LANES
     outputs = {
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
-        "lse": jax.ShapeDtypeStruct((work.items.size // len(FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((work.items.size // len(ITEM_FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
     written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
     # A cache that the kernel writes to is an input that shares memory with an output; the kernel uses only the output's
     # ref.
     cache_inputs = {f"{name}_before" if written else name: x for name, x in caches.items()}
-    constants = {name: resident(x) for name, x in _constants(record, spec).items()}
+    constants = {name: resident_operand(x) for name, x in _resident_operands(record, spec).items()}
     results = launch(
         KernelCall(
             name="paged_attention",
-            kernel=functools.partial(kernel, spec=spec),
+            kernel=functools.partial(paged_attention_kernel, spec=spec),
             refs=PagedRefs,
             # One grid step per core; the loop over work items is inside the kernel.
             grid=(spec.parts,),
@@ -81,21 +81,21 @@ def _run(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Ar
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
             scratch=_scratch(record, spec, lanes, caches, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
-            options=OPTIONS,
+            options=COMPILER_OPTIONS,
         )
     )
     return list(results.values())
 
 
-def _constants(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
+def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
     """Returns the arrays that stay in VMEM during the whole kernel."""
     constants: dict[str, jax.Array] = {}
     if record.softmax_aux is not None:
-        constants["sinks"] = operands.pack_heads(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
+        constants["sinks"] = operands.head_values_by_row(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
     if record.alibi_slopes is not None:
         # Added to scores as powers of two, or to the argument of the soft cap.
         factor = LOG2E if spec.soft_cap is None else 1 / spec.soft_cap
-        constants["slopes"] = operands.pack_heads(record.alibi_slopes.astype(jnp.float32) * factor, spec)
+        constants["slopes"] = operands.head_values_by_row(record.alibi_slopes.astype(jnp.float32) * factor, spec)
     if spec.tokens > 1:
         tokens = jnp.arange(spec.rows, dtype=jnp.int32) // spec.group_size
         constants["row_tokens"] = jnp.broadcast_to(tokens[:, None], (spec.rows, LANES))
@@ -117,8 +117,8 @@ def _scratch(
         "acc": pltpu.VMEM((heads, spec.rows, spec.value_dim), jnp.float32),
     }
     chunks = heads // head_groups(spec) * spec.chunks_per_step
-    rows, keys = cdiv(chunks, BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
-    scratch["small"] = staged(rows, keys, spec.weights)
+    rows, keys = cdiv(chunks, STAGED_BUFFERS) * spec.small_rows, spec.chunk_kv * spec.heads_per_product
+    scratch["small"] = staged_scratch(rows, keys, spec.weights)
     if spec.keeps_limits:
         scratch["score_limits"] = pltpu.VMEM(
             (cache.heads_per_unit if cache.interleaved else 1, spec.small_rows, LANES), jnp.float32
@@ -126,13 +126,15 @@ def _scratch(
     if spec.tokens == 1:
         scratch["key_mask"] = pltpu.VMEM((spec.chunks_per_step, spec.chunk_kv * spec.heads_per_product), jnp.float32)
     if spec.rows > spec.small_rows:
-        scratch["large"] = staged(max(spec.row_block, HEADS // BUFFERS * spec.row_chunk), spec.part_kv, spec.weights)
+        scratch["large"] = staged_scratch(
+            max(spec.row_block, HEADS_PER_STEP // STAGED_BUFFERS * spec.row_chunk), spec.part_kv, spec.weights
+        )
     scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches.items()}
     if spec.rows > spec.small_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights)
     scratch |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
-    scratch["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCH + 1,))
+    scratch["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCHED_BLOCKS + 1,))
     if writes:
         scratch |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
     return scratch
@@ -147,4 +149,4 @@ def _block_buffer(spec: PagedSpec, stored: jax.Array, second: bool) -> Any:
     else:
         groups = cdiv(stored.shape[-1], LANES)
         shape = (groups, spec.pages, *stored.shape[1:-1], min(stored.shape[-1], LANES))
-    return pltpu.VMEM((PREFETCH + 1, *shape), stored.dtype)
+    return pltpu.VMEM((PREFETCHED_BLOCKS + 1, *shape), stored.dtype)

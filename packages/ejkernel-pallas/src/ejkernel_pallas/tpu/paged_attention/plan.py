@@ -14,7 +14,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-FIELDS = (
+ITEM_FIELDS = (
     "sequence", "row", "tokens", "position", "low", "high", "first_page", "end_page", "first_block", "end_block",
     "missing_pages", "token", "fresh",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
     low, high = _key_range(record, spec, sequence, position, tokens)
-    tables = _tables(record)
+    tables = _page_tables(record)
     first = (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
@@ -78,12 +78,12 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
         "fresh": jnp.where(first, lengths[sequence], 0),
     }
     return WorkList(
-        items=jnp.concatenate([fields[name].astype(jnp.int32) for name in FIELDS]),
+        items=jnp.concatenate([fields[name].astype(jnp.int32) for name in ITEM_FIELDS]),
         # The fixed cost of an item is estimated as that of one more chunk of keys.
-        spans=_spans(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
+        spans=_item_ranges_by_core(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
         # The kernel looks up several pages at once, which may go beyond the last sequence's pages.
         tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
-        tokens=_packed(record, spec, base + padded, starts - base, base + lengths),
+        tokens=_token_of_packed_row(record, spec, base + padded, starts - base, base + lengths),
         contexts=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
         **_token_fields(record, spec, starts, base, first_item),
     )
@@ -122,7 +122,7 @@ def _key_range(
     return low, jnp.where(tokens > 0, jnp.maximum(high, low), low)
 
 
-def _tables(record: PagedAttention) -> jax.Array:
+def _page_tables(record: PagedAttention) -> jax.Array:
     """Returns the page tables, int32 [N, entries], with -1 for entries that are not pages of the cache."""
     if record.block_tables is None:
         return jnp.arange(record.kv_lens.shape[0], dtype=jnp.int32)[:, None]
@@ -140,7 +140,7 @@ def _has_missing_pages(
     return (num_absent[sequence, end] - num_absent[sequence, jnp.minimum(first, end)]) > 0
 
 
-def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
+def _item_ranges_by_core(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
     """Returns the first item of each core's part: always the first of a sequence, chosen so that parts cost about
     the same.
     """
@@ -154,7 +154,7 @@ def _spans(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) 
     return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), live])
 
 
-def _packed(
+def _token_of_packed_row(
     record: PagedAttention, spec: PagedSpec, ends: jax.Array, shift: jax.Array, is_filled: jax.Array
 ) -> jax.Array:
     """Returns the token at every index of the packed queries; T at padding."""

@@ -14,19 +14,19 @@ from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.generations import is_v7x, is_wide
-from ejkernel_pallas.tpu.mosaic.paged_layout import Cache, make_cache
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
+from ejkernel_pallas.tpu.mosaic.paged_layout import CacheLayout, make_cache_layout
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 """The largest numbers of query rows per product: where pairs are masked or tokens few, and elsewhere."""
 KEYS_PER_PART, KEYS_PER_CHUNK, DEFAULT_BLOCK_KEYS = 256, 512, 1024
 """Numbers of keys: per product of many rows, per product of few rows, and of all products of a decode step together."""
-LATENT_PART, LATENT_STEP = 512, 4
+LATENT_KEYS_PER_PART, LATENT_CHUNKS_PER_STEP = 512, 4
 """Keys per product of latent rows, and products per decode step. The accumulator of 512 columns is rescaled once per
 product, so products of many rows take more keys than elsewhere; docs/lab/tpu_kernels.md has the estimates.
 """
-PREFETCH = 2
+PREFETCHED_BLOCKS = 2
 """Number of pipeline stages beyond the block being computed: how many blocks' copies are in flight at the same time."""
 MAX_KEYS_AT_ONCE = 128
 """The largest number of copies that are started without a loop; the code grows with it."""
@@ -99,7 +99,7 @@ class PagedSpec:
     keeps_limits: bool
     copies_per_slice: int
     entries: int
-    cache: Cache
+    cache: CacheLayout
     operand: Any
     weights: Any
     rounded: bool
@@ -159,28 +159,30 @@ class PagedTiles:
 
 def shares_products(record: PagedAttention) -> bool:
     """Returns whether keys of several heads share one product if every sequence has one query."""
-    return make_cache(record).can_share_products and _operand(record).itemsize == 2
+    return make_cache_layout(record).can_share_products and _operand_dtype(record).itemsize == 2
 
 
 def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     """Returns the constants of a record's kernel with given tiles."""
-    cache = make_cache(record)
+    cache = make_cache_layout(record)
     left, right = band(record)
-    operand = _operand(record)
+    operand = _operand_dtype(record)
     heads = cdiv(paged_cache.kv_heads(record), cache.heads_per_unit) * cache.heads_per_unit
-    heads_per_product = cache.heads_per_group if _single(record, sizes) and shares_products(record) else 1
+    heads_per_product = (
+        cache.heads_per_group if _has_single_token_tiles(record, sizes) and shares_products(record) else 1
+    )
     return PagedSpec(
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
         head_dim=cache.size + cache.rotary if cache.lanes or cache.latent else record.query.shape[-1],
         value_dim=cache.size if cache.lanes else record.latent[1] if record.latent else paged_cache.value_size(record),
-        **_query_rows(record, sizes, heads_per_product),
-        **_key_blocks(record, sizes, cache, heads_per_product),
-        **_pipeline(heads_per_product),
+        **_query_row_fields(record, sizes, heads_per_product),
+        **_key_block_fields(record, sizes, cache, heads_per_product),
+        **_pipeline_fields(heads_per_product),
         entries=1 if record.block_tables is None else record.block_tables.shape[1],
         cache=cache,
         operand=operand,
-        weights=_weights(record),
+        weights=_weights_dtype(record),
         rounded=record.compute_dtype is not None and operand.itemsize < record.key_pages.dtype.itemsize,
         precision=_precision(record),
         scale=record.softmax_scale,
@@ -194,18 +196,18 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     )
 
 
-def _single(record: PagedAttention, sizes: PagedTiles) -> bool:
+def _has_single_token_tiles(record: PagedAttention, sizes: PagedTiles) -> bool:
     """Returns whether a tile has one query token."""
     return record.query_start is None or sizes.queries == 1
 
 
-def _query_rows(record: PagedAttention, sizes: PagedTiles, heads_per_product: int) -> dict[str, int]:
+def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_product: int) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about query rows."""
     group = record.query.shape[1] // paged_cache.kv_heads(record) * heads_per_product
-    row_align = 32 // _operand(record).itemsize
+    row_align = 32 // _operand_dtype(record).itemsize
     token_align, small_rows = row_align // math.gcd(row_align, group), cdiv(group, row_align) * row_align
-    tokens = 1 if _single(record, sizes) else max(1, sizes.queries // token_align) * token_align
-    rows = small_rows if _single(record, sizes) else tokens * group
+    tokens = 1 if _has_single_token_tiles(record, sizes) else max(1, sizes.queries // token_align) * token_align
+    rows = small_rows if _has_single_token_tiles(record, sizes) else tokens * group
 
     def largest(limit: int) -> int:
         return max(n for n in range(row_align, max(limit, small_rows) + 1, row_align) if rows % n == 0)
@@ -222,26 +224,30 @@ def _query_rows(record: PagedAttention, sizes: PagedTiles, heads_per_product: in
     }
 
 
-def _key_blocks(record: PagedAttention, sizes: PagedTiles, cache: Cache, heads_per_product: int) -> dict[str, int]:
+def _key_block_fields(
+    record: PagedAttention, sizes: PagedTiles, cache: CacheLayout, heads_per_product: int
+) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about keys per copy and per product."""
-    single = _single(record, sizes)
-    block = _block(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
-    chunk, per_step = _products(block, single, heads_per_product, 16 if is_wide(current_device().kind) else 8)
+    single = _has_single_token_tiles(record, sizes)
+    block = _whole_page_block_keys(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
+    chunk, per_step = _product_sizes(
+        block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
+    )
     if cache.latent and single:
-        chunk = math.gcd(block, LATENT_PART)
-        per_step = math.gcd(block // chunk, LATENT_STEP)
-    part = math.gcd(chunk, LATENT_PART if cache.latent else KEYS_PER_PART)
+        chunk = math.gcd(block, LATENT_KEYS_PER_PART)
+        per_step = math.gcd(block // chunk, LATENT_CHUNKS_PER_STEP)
+    part = math.gcd(chunk, LATENT_KEYS_PER_PART if cache.latent else KEYS_PER_PART)
     return {"part_kv": part, "block_kv": block, "chunk_kv": chunk, "chunks_per_step": per_step}
 
 
-def _pipeline(heads_per_product: int) -> dict[str, Any]:
+def _pipeline_fields(heads_per_product: int) -> dict[str, Any]:
     """Returns the fields of `PagedSpec` about what is computed and copied early.
 
     Computing scores early hides the MXU's latency, but takes registers. Where copies take longer than products, or keys
     are few, a smaller lookahead costs nothing.
     """
     kind = current_device().kind
-    shared, v7x, lookahead = heads_per_product > 1, is_v7x(kind), 5 if is_wide(kind) else 2
+    shared, v7x, lookahead = heads_per_product > 1, is_v7x(kind), 5 if has_256_wide_mxu(kind) else 2
     return {
         "lookahead": 2 if shared and not v7x else lookahead,
         "masked_lookahead": min(lookahead, 4) if shared else lookahead,
@@ -250,7 +256,7 @@ def _pipeline(heads_per_product: int) -> dict[str, Any]:
     }
 
 
-def _products(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
+def _product_sizes(block: int, single: bool, heads_per_product: int, most: int) -> tuple[int, int]:
     """Returns keys per product, and products per step: at most `most`, the number that registers hold."""
     if heads_per_product == 1:
         return math.gcd(block, DEFAULT_BLOCK_KEYS if single else KEYS_PER_CHUNK), 1
@@ -258,23 +264,23 @@ def _products(block: int, single: bool, heads_per_product: int, most: int) -> tu
     return chunk, math.gcd(block // chunk, most)
 
 
-def _block(slots: int, keys: int) -> int:
+def _whole_page_block_keys(slots: int, keys: int) -> int:
     """Returns a number of keys that is whole pages and whole lanes, and at least the requested one where possible."""
     step = math.lcm(slots, LANES)
     return max(1, cdiv(keys, step)) * step
 
 
-def _weights(record: PagedAttention) -> Any:
+def _weights_dtype(record: PagedAttention) -> Any:
     """Returns the wider dtype of queries and cache; 8-bit caches are converted to the query's dtype."""
     query, cache = record.query.dtype, record.key_pages.dtype
     return jnp.dtype(query if cache.itemsize == 1 else jnp.promote_types(query, cache))
 
 
-def _operand(record: PagedAttention) -> Any:
-    return _weights(record) if record.compute_dtype is None else jnp.dtype(record.compute_dtype)
+def _operand_dtype(record: PagedAttention) -> Any:
+    return _weights_dtype(record) if record.compute_dtype is None else jnp.dtype(record.compute_dtype)
 
 
 def _precision(record: PagedAttention) -> lax.Precision | None:
     """Returns the nearest precision that Mosaic has: products in one bfloat16 pass or in six."""
-    requested_precision = product_precision(_weights(record))
+    requested_precision = product_precision(_weights_dtype(record))
     return lax.Precision.HIGHEST if requested_precision == lax.Precision.HIGH else requested_precision

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 # A register in an operand: its name, without the physical register that it was assigned.
-REGISTER = re.compile(r"%([a-z]*\d+)(?:_[a-z]+\d+)?")
+REGISTER_PATTERN = re.compile(r"%([a-z]*\d+)(?:_[a-z]+\d+)?")
 
 _RECORD = re.compile(r"^[ \t]*(0x[0-9a-f]+|0)[ \t]+(?:(LB|LH|LE|PB|PF|CT)[ \t]*)?:[ \t]*((?:>[ \t]*)*)\{", re.M)
 _COMMENT = re.compile(r"/\*(.*?)\*/", re.S)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _USER_MODULE = "_ejkernel_profiled"
-ONE: Mapping[str, int] = {"x": 1}
+SINGLE_DEVICE_MESH: Mapping[str, int] = {"x": 1}
 """The axes of the mesh of a single device."""
 
 
@@ -33,7 +33,7 @@ class Workload:
     args: Sequence[Any]
     flops: float | None = None
     bytes: float | None = None
-    axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: ONE)
+    axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: SINGLE_DEVICE_MESH)
     specs: Sequence[Any] | None = None
 
 
@@ -100,7 +100,7 @@ def function_path(function: Callable[..., Any]) -> str:
     return f"{module.__name__}:{name}"
 
 
-def plain(function: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]) -> Workload:
+def workload_of_path(function: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]) -> Workload:
     """Builds the workload of a function given by its path; `static` are keyword arguments."""
     found = find_function(function)
     return Workload(function=lambda *arrays: found(*arrays, **static), args=args, flops=flops)

@@ -15,11 +15,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.profile.cases import ONE, Case, Workload
+from ejkernel_pallas.tpu.profile.cases import SINGLE_DEVICE_MESH, Case, Workload
 from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.report import KernelReport, Report
 from ejkernel_pallas.tpu.profile.scalars import PallasCall, pack_words, pallas_calls
-from ejkernel_pallas.tpu.profile.simulate import Schedule
+from ejkernel_pallas.tpu.profile.simulate import CompiledKernel
 
 _KERNEL = re.compile(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"")
 _BUNDLES = "final_bundles.txt"
@@ -53,7 +53,7 @@ def profile_case(chip: Chip, case: Case, dumps: Path) -> Report:
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip, axes: Mapping[str, int] = ONE) -> Generator[NamedSharding]:
+def compiling_for(chip: Chip, axes: Mapping[str, int] = SINGLE_DEVICE_MESH) -> Generator[NamedSharding]:
     """Dispatches operations for the chip inside the context, and yields a sharding that puts arrays on every device."""
     mesh = _mesh(chip, tuple(axes.items()))
     device = DeviceInfo(platform="tpu", vendor="google", kind=chip.kind)
@@ -115,7 +115,7 @@ def _kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dumps: P
     bundles, utilisation, allocations = (_dump(dumps, name, kind) for kind in (_BUNDLES, _UTILISATION, _ALLOCATIONS))
     if not bundles:
         raise FileNotFoundError(f"libtpu wrote no bundles of kernel {name}")
-    schedule = Schedule(chip, bundles, utilisation, allocations)
+    schedule = CompiledKernel(chip, bundles, utilisation, allocations)
     scalars = call.scalars if call else ()
     known = {number: pack_words(value) for number, value in enumerate(scalars) if value is not None}
     simulation = schedule.run(known, seconds=case.seconds)

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Mapping
 
-from ejkernel_pallas.tpu.profile.bundles import REGISTER, Instruction
-from ejkernel_pallas.tpu.profile.machine import POINTER, operand_address
+from ejkernel_pallas.tpu.profile.bundles import REGISTER_PATTERN, Instruction
+from ejkernel_pallas.tpu.profile.machine import ADDRESS_UNIT, operand_address
 
 _NUMBER = re.compile(r"-?(0x[0-9a-f]+|\d+)")
 _UNSIGNED = "&0xffffffff"
@@ -55,7 +55,7 @@ class Names:
 
     def address(self, allocation: str) -> int:
         """Returns the address where an allocation starts."""
-        return POINTER * self.allocations.setdefault(allocation, len(self.allocations) + 1)
+        return ADDRESS_UNIT * self.allocations.setdefault(allocation, len(self.allocations) + 1)
 
     def operand(self, text: str) -> str:
         """Returns the expression of a register, a sum in brackets, an allocation or a literal; 0 if it has no value
@@ -63,7 +63,7 @@ class Names:
         """
         text = text.strip()
         if text.startswith("%"):
-            match = REGISTER.match(text)
+            match = REGISTER_PATTERN.match(text)
             return self.register(match[1]) if match else "0"
         if text.startswith("["):
             inner = text[1 : text.rfind("]")].replace("smem:", "").strip().strip("[]")
@@ -73,7 +73,7 @@ class Names:
         if text.startswith("$"):
             return str(int(text[1:], 0))
         match = _NUMBER.match(text)
-        return str(_signed(int(match[0], 0))) if match else "0"
+        return str(_signed_constant(int(match[0], 0))) if match else "0"
 
 
 def expression(instruction: Instruction, names: Names, cycle: int) -> str:
@@ -88,7 +88,7 @@ def expression(instruction: Instruction, names: Names, cycle: int) -> str:
         return _start_copy(instruction, names, cycle)
     operands = [names.operand(text) for text in instruction.operands]
     if opcode.startswith(("smin", "smax")):
-        return _extreme(opcode, operands)
+        return _min_or_max(opcode, operands)
     if opcode.startswith("scmp"):
         return _comparison(opcode, operands)
     if opcode.startswith("scalar_lea"):
@@ -101,7 +101,7 @@ def _find_by_prefix(opcode: str, by_prefix: Mapping[str, str]) -> str:
     return next((template for prefix, template in by_prefix.items() if opcode.startswith(prefix)), "0")
 
 
-def _extreme(opcode: str, operands: list[str]) -> str:
+def _min_or_max(opcode: str, operands: list[str]) -> str:
     unsigned = _UNSIGNED if ".u32" in opcode else ""
     return f"wrap({opcode[1:4]}({operands[0]}{unsigned},{operands[1]}{unsigned}))"
 
@@ -145,5 +145,5 @@ _SPECIAL: dict[str, Callable[[Instruction, Names, int], str]] = {
 }
 
 
-def _signed(value: int) -> int:
+def _signed_constant(value: int) -> int:
     return value - (1 << 32) if value >= 0x80000000 else value

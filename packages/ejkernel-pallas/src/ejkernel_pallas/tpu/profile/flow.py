@@ -22,7 +22,7 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class BasicBlock:
     """A basic block: bundles `start` to `end`, exclusive; only the first is a jump target.
 
     The delay slots of a branch may run into the next block; they belong to both.
@@ -41,14 +41,14 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class ControlFlow:
     """Blocks by their first bundle, and branches by their bundle."""
 
-    blocks: Mapping[int, Block]
+    blocks: Mapping[int, BasicBlock]
     branches: Mapping[int, Branch]
 
 
-def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
+def find_flow(bundles: Sequence[Bundle], delay: int) -> ControlFlow:
     """Splits bundles into blocks, given that up to `delay` bundles after a branch are still executed."""
     regions: dict[int, int] = {}
     for k, bundle in enumerate(bundles):
@@ -65,8 +65,11 @@ def find_flow(bundles: Sequence[Bundle], delay: int) -> Flow:
         k for k in {0, *targets, *(k + branch.delay + 1 for k, branch in branches.items())} if k < len(bundles)
     )
     ends = [*block_starts[1:], len(bundles)]
-    blocks = {start: _block(start, end, branches, len(bundles)) for start, end in zip(block_starts, ends, strict=True)}
-    return Flow(blocks, branches)
+    blocks = {
+        start: _make_basic_block(start, end, branches, len(bundles))
+        for start, end in zip(block_starts, ends, strict=True)
+    }
+    return ControlFlow(blocks, branches)
 
 
 def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
@@ -77,14 +80,14 @@ def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
     return next((count for count, bundle in enumerate(after) if bundle.regions), most)
 
 
-def _block(start: int, end: int, branches: Mapping[int, Branch], count: int) -> Block:
+def _make_basic_block(start: int, end: int, branches: Mapping[int, Branch], count: int) -> BasicBlock:
     branch = next((k for k in reversed(range(start, end)) if k in branches), None)
     if branch is None:
-        return Block(start, end, None, end)
+        return BasicBlock(start, end, None, end)
     after = branch + branches[branch].delay + 1
     end = min(max(end, after), count)
     taken_somewhere = branches[branch].target is not None
-    return Block(start, end, branch, min(after, end) if taken_somewhere else end)
+    return BasicBlock(start, end, branch, min(after, end) if taken_somewhere else end)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,7 @@ class LoopSpan:
     depth: int
 
 
-def find_loops(bundles: Sequence[Bundle], flow: Flow) -> tuple[LoopSpan, ...]:
+def find_loops(bundles: Sequence[Bundle], flow: ControlFlow) -> tuple[LoopSpan, ...]:
     """Returns the loops (backward branches), outer before inner."""
     found = [
         LoopSpan(branch.target, min(k + branch.delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))

@@ -82,7 +82,9 @@ def profile(
     """
     path = function if isinstance(function, str) else function_path(function)
     kwargs = {"function": path, "args": args, "flops": flops, "static": static}
-    case = Case(label=path.rpartition(":")[2], build="ejkernel_pallas.tpu.profile.cases:plain", kwargs=kwargs)
+    case = Case(
+        label=path.rpartition(":")[2], build="ejkernel_pallas.tpu.profile.cases:workload_of_path", kwargs=kwargs
+    )
     return profile_many([case], target=target)[0]
 
 

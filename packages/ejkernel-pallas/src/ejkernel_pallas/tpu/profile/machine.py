@@ -5,26 +5,28 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ejkernel_pallas.tpu.profile.chips import Chip
-from ejkernel_pallas.tpu.profile.report import FROM_ICI, TO_ICI
+from ejkernel_pallas.tpu.profile.report import FROM_ICI_PREFIX, TO_ICI_SUFFIX
 
-GRANULE = 32  # bytes per granule, the unit in which copies are counted
+GRANULE_BYTES = 32  # bytes per granule, the unit in which copies are counted
 _HBM_ADDRESS_WORDS = 128  # 32-bit words per unit of an address in HBM
-POINTER = 1 << 40  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
+ADDRESS_UNIT = (
+    1 << 40
+)  # an address is a multiple of this plus an offset, so that addresses and integers can be told apart
 _OPERAND_ADDRESS_BASE = 1 << 20
 _LOCAL_LATENCY = 100  # cycles, of copies between memories of a core; assumed, as is their bandwidth
 _LOCAL_BANDWIDTH = 256.0  # bytes per cycle
-_REMOTE = 1 << 14  # set in the word that identifies a copy's target device if that is another device
+_REMOTE_FLAG = 1 << 14  # set in the word that identifies a copy's target device if that is another device
 _FLAGS = (1 << 13) - 1  # mask of the semaphore's number; the bits above it identify its device
 
 
 def operand_address(number: int) -> int:
     """Returns the address where an operand of the kernel starts."""
-    return POINTER * (_OPERAND_ADDRESS_BASE + number)
+    return ADDRESS_UNIT * (_OPERAND_ADDRESS_BASE + number)
 
 
 def wrap(value: int) -> int:
     """Returns an integer wrapped to 32 bits with a sign; addresses stay unchanged."""
-    if -0x80000000 <= value < 0x80000000 or value >= POINTER:
+    if -0x80000000 <= value < 0x80000000 or value >= ADDRESS_UNIT:
         return value
     return ((value + 0x80000000) & 0xFFFFFFFF) - 0x80000000
 
@@ -41,12 +43,12 @@ def multiply_high(first: int, second: int) -> int:
 
 def shift_left(value: int, count: int) -> int:
     """Shifts an integer left; addresses stay unchanged, since their unit does not matter here."""
-    return value if value >= POINTER else wrap(value << (count & 31))
+    return value if value >= ADDRESS_UNIT else wrap(value << (count & 31))
 
 
 def shift_right(value: int, count: int) -> int:
     """Shifts an integer right, unsigned; addresses stay unchanged."""
-    return value if value >= POINTER else (value & 0xFFFFFFFF) >> (count & 31)
+    return value if value >= ADDRESS_UNIT else (value & 0xFFFFFFFF) >> (count & 31)
 
 
 @dataclasses.dataclass
@@ -57,7 +59,7 @@ class _Arrival:
     granules: int
 
 
-class Machine:
+class SimulatedCore:
     """The state of a core while its kernel runs.
 
     Attributes:
@@ -90,7 +92,7 @@ class Machine:
         """Reads a word. If its value is not known, it returns 0 and counts the read in `unknown`."""
         value = self.memory.get(address)
         if value is None:
-            self.unknown[address // POINTER] += 1
+            self.unknown[address // ADDRESS_UNIT] += 1
             return 0
         return value
 
@@ -100,7 +102,7 @@ class Machine:
 
     def start(self, cycle: float, kind: str, granules: int, semaphore: int, source: int, target: int) -> None:
         """Starts a copy. Copies from and to HBM are executed one after another, at its bandwidth."""
-        size = granules * GRANULE
+        size = granules * GRANULE_BYTES
         self._count(kind, size)
         if "hbm" in kind:
             crossings = 2 if kind == "hbm_to_hbm" else 1
@@ -111,8 +113,8 @@ class Machine:
             done = cycle + _LOCAL_LATENCY + size / _LOCAL_BANDWIDTH
         self._arrivals[semaphore].append(_Arrival(done, granules))
         if kind.endswith("_to_smem"):
-            words = self._operands.get(source // POINTER - _OPERAND_ADDRESS_BASE, ())
-            first = source % POINTER * _HBM_ADDRESS_WORDS
+            words = self._operands.get(source // ADDRESS_UNIT - _OPERAND_ADDRESS_BASE, ())
+            first = source % ADDRESS_UNIT * _HBM_ADDRESS_WORDS
             self._write(target, words[first : first + size // 4])
 
     def start_general(self, cycle: float, kind: str, granules: int, source: int, target: int, overrides: int) -> None:
@@ -121,16 +123,16 @@ class Machine:
         Neighbours are assumed to run in step: when a copy to one has left, the copy from the other has arrived. The HBM
         traffic of both is counted, but does not delay other copies.
         """
-        if not overrides & _REMOTE:
+        if not overrides & _REMOTE_FLAG:
             self.start(cycle, kind, granules, target, 0, 0)
             return
-        size, (here, _, there) = granules * GRANULE, kind.partition("_to_")
-        self._count(f"{here}{TO_ICI}", size)
-        self._count(f"{FROM_ICI}{there}", size)
+        size, (here, _, there) = granules * GRANULE_BYTES, kind.partition("_to_")
+        self._count(f"{here}{TO_ICI_SUFFIX}", size)
+        self._count(f"{FROM_ICI_PREFIX}{there}", size)
         self._link_free = max(cycle, self._link_free) + size / self._link_bytes_per_cycle
         done = self._link_free + self._latencies.dma_write
         for semaphore in (source, target):
-            slot = semaphore // POINTER * POINTER + (semaphore % POINTER & _FLAGS)
+            slot = semaphore // ADDRESS_UNIT * ADDRESS_UNIT + (semaphore % ADDRESS_UNIT & _FLAGS)
             self._arrivals[slot].append(_Arrival(done, granules))
 
     def _count(self, kind: str, size: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from ejkernel_pallas.tpu.profile.report import KernelReport, Report
-from ejkernel_pallas.tpu.profile.text import bound, microseconds
+from ejkernel_pallas.tpu.profile.text import describe_bound, microseconds
 
 _COLUMNS = 400
 _ROW_HEIGHT = 0.28
@@ -58,6 +58,6 @@ def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
         share = 100 / max(1, kernel.simulation.bundles)
         for boundary in (before * share, (before + share_of_loop) * share):
             axis.axvline(boundary, color="white", linewidth=0.6, alpha=0.8)
-    summary = f"{microseconds(kernel.seconds)} µs predicted, bound by {bound(kernel)}"
+    summary = f"{microseconds(kernel.seconds)} µs predicted, bound by {describe_bound(kernel)}"
     title = f"{report.label}, on {report.target}, kernel {kernel.name}: {summary}"
     axis.set_title(title, loc="left", fontsize=8, wrap=True)

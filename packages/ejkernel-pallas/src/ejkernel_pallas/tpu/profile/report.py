@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from ejkernel_pallas.tpu.profile.bundles import Utilisation
 from ejkernel_pallas.tpu.profile.chips import Chip, chip
 
-FILL, SPILL = "VLOAD:FILL", "VSTORE:SPILL"
-TO_ICI, FROM_ICI = "_to_ici", "ici_to_"
+FILL_SLOT, SPILL_SLOT = "VLOAD:FILL", "VSTORE:SPILL"
+TO_ICI_SUFFIX, FROM_ICI_PREFIX = "_to_ici", "ici_to_"
 """Parts of the names of copy kinds: of those that go to another device, and of those that come from one."""
 
 
@@ -80,7 +80,7 @@ class Simulation:
     @property
     def sent(self) -> int:
         """Returns the bytes sent to other devices."""
-        return sum(size for kind, size in self.copied.items() if kind.endswith(TO_ICI))
+        return sum(size for kind, size in self.copied.items() if kind.endswith(TO_ICI_SUFFIX))
 
     @property
     def bundles(self) -> int:
@@ -155,12 +155,12 @@ class KernelReport:
     @property
     def fills(self) -> int:
         """Returns the number of spilled vector registers that are reloaded during the whole run."""
-        return self.utilisation.total(FILL, self.simulation.issues)
+        return self.utilisation.total(FILL_SLOT, self.simulation.issues)
 
     @property
     def spills(self) -> int:
         """Returns the number of vector registers that are spilled during the whole run."""
-        return self.utilisation.total(SPILL, self.simulation.issues)
+        return self.utilisation.total(SPILL_SLOT, self.simulation.issues)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ejkernel_pallas.tpu.profile.bundles import REGISTER, Bundle, Instruction
+from ejkernel_pallas.tpu.profile.bundles import REGISTER_PATTERN, Bundle, Instruction
 from ejkernel_pallas.tpu.profile.expressions import Names, expression
-from ejkernel_pallas.tpu.profile.flow import Block, Flow
-from ejkernel_pallas.tpu.profile.machine import Machine, multiply, multiply_high, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.flow import BasicBlock, ControlFlow
+from ejkernel_pallas.tpu.profile.machine import SimulatedCore, multiply, multiply_high, shift_left, shift_right, wrap
 from ejkernel_pallas.tpu.profile.scheduler import BlockTime
 
-BlockFunction = Callable[[list[int], Machine, dict[int, int]], int]
+BlockFunction = Callable[[list[int], SimulatedCore, dict[int, int]], int]
 
 _SCALAR = re.compile(r"[sp]\d")
 _PHI_OPCODES = ("sphi", "pphi")
@@ -23,7 +23,7 @@ _COPY_SIZES = ("size_in_granules", "dst_syncflagno", "src_syncflagno", "override
 _COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
 
 
-class _Slice:
+class _ScalarSlice:
     """Collects the instructions that control flow and copies depend on."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
@@ -59,7 +59,7 @@ class _Slice:
             self._require_register(predicate.otherwise or "")
 
     def _require_register(self, text: str) -> None:
-        for name in REGISTER.findall(text):
+        for name in REGISTER_PATTERN.findall(text):
             if _SCALAR.match(name) and name not in self._wanted:
                 self._wanted.add(name)
                 self._pending.append(name)
@@ -81,10 +81,10 @@ class ScalarCode:
         functions: Maps the first bundle of a block to `(registers, machine, memory) -> first bundle of the next block`.
     """
 
-    def __init__(self, bundles: Sequence[Bundle], flow: Flow, times: Mapping[int, BlockTime]) -> None:
+    def __init__(self, bundles: Sequence[Bundle], flow: ControlFlow, times: Mapping[int, BlockTime]) -> None:
         self.names = Names()
         self._bundles, self._flow = bundles, flow
-        self._kept = _Slice(bundles).kept
+        self._kept = _ScalarSlice(bundles).kept
         self._merged = self._merge_sources()
         source = "\n".join(self._block(block, times[start]) for start, block in flow.blocks.items())
         scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, multiply_high, shift_left, shift_right)}
@@ -99,11 +99,11 @@ class ScalarCode:
         for bundle in self._bundles:
             for merge in bundle.instructions:
                 if merge.opcode in _PHI_OPCODES and merge.result:
-                    for match in filter(None, map(REGISTER.match, merge.operands)):
+                    for match in filter(None, map(REGISTER_PATTERN.match, merge.operands)):
                         found[match[1]].append(merge.result)
         return found
 
-    def _block(self, block: Block, time: BlockTime) -> str:
+    def _block(self, block: BasicBlock, time: BlockTime) -> str:
         lines = [f"def b{block.start}(R,S,M):", "t=S.t"]
         for k, cycle in zip(range(block.start, block.end), time.issued, strict=True):
             merges = [i for i in self._bundles[k].instructions if i.opcode in _PHI_OPCODES]

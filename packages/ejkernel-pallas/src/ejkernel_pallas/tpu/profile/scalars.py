@@ -13,10 +13,10 @@ from ejkernel.arithmetic import cdiv
 
 _LANES = 128
 _SUBLANES = 8
-_CONTROL_FLOW = ("while", "scan", "cond")
-_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+_CONTROL_FLOW_PRIMITIVES = ("while", "scan", "cond")
+_INNER_JAXPR_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 
-Thunk = Callable[[], Any]
+LazyValue = Callable[[], Any]
 
 
 class _UnknownError(Exception):
@@ -48,8 +48,8 @@ def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequ
         values: For every leaf its value, or None if only the shape is known.
     """
     walk = _JaxprEvaluator()
-    leaves = [_unknown if value is None else functools.partial(_constant, value) for value in values]
-    walk.run(*_parts(jax.jit(function).trace(*args).jaxpr), leaves)
+    leaves = [_raise_unknown if value is None else functools.partial(_constant, value) for value in values]
+    walk.run(*_jaxpr_and_constants(jax.jit(function).trace(*args).jaxpr), leaves)
     return walk.calls
 
 
@@ -59,11 +59,11 @@ class _JaxprEvaluator:
     def __init__(self) -> None:
         self.calls: list[PallasCall] = []
 
-    def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[Thunk]) -> list[Thunk]:
-        known: dict[Any, Thunk] = dict(zip(jaxpr.invars, inputs, strict=True))
+    def run(self, jaxpr: Any, constants: Sequence[Any], inputs: Sequence[LazyValue]) -> list[LazyValue]:
+        known: dict[Any, LazyValue] = dict(zip(jaxpr.invars, inputs, strict=True))
         known |= {v: functools.partial(_constant, c) for v, c in zip(jaxpr.constvars, constants, strict=True)}
 
-        def read(variable: Any) -> Thunk:
+        def read(variable: Any) -> LazyValue:
             if isinstance(variable, jex_core.Literal):
                 return functools.partial(_constant, variable.val)
             return known[variable]
@@ -73,34 +73,39 @@ class _JaxprEvaluator:
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[Thunk]) -> Sequence[Thunk]:
+    def _equation(self, equation: Any, inputs: list[LazyValue]) -> Sequence[LazyValue]:
         name, params = equation.primitive.name, equation.params
         if name == "pallas_call":
             self.calls.append(_describe_pallas_call(params, inputs))
-            return [_unknown] * len(equation.outvars)
+            return [_raise_unknown] * len(equation.outvars)
         if name == "axis_index":  # the first device is simulated
             return [functools.partial(_constant, np.int32(0))]
         if name == "pvary":
             return inputs
         if _is_collective(params):
-            return [_unknown] * len(equation.outvars)
-        inner = next((params[key] for key in _INNER if key in params), None)
-        if inner is not None and name not in _CONTROL_FLOW:
-            jaxpr, constants = _parts(inner)
+            return [_raise_unknown] * len(equation.outvars)
+        inner = next((params[key] for key in _INNER_JAXPR_PARAMS if key in params), None)
+        if inner is not None and name not in _CONTROL_FLOW_PRIMITIVES:
+            jaxpr, constants = _jaxpr_and_constants(inner)
             if name == "shard_map":
-                inputs = [functools.partial(_first, x, v.aval.shape) for x, v in zip(inputs, jaxpr.invars, strict=True)]
+                inputs = [
+                    functools.partial(_first_shard, x, v.aval.shape) for x, v in zip(inputs, jaxpr.invars, strict=True)
+                ]
             return self.run(jaxpr, constants, inputs)
-        results = _once(functools.partial(_evaluate, equation, inputs))
-        return [_once(functools.partial(_item, results, k)) for k in range(len(equation.outvars))]
+        results = _cache_value(functools.partial(_evaluate, equation, inputs))
+        return [_cache_value(functools.partial(_result_item, results, k)) for k in range(len(equation.outvars))]
 
 
-def _describe_pallas_call(params: Any, inputs: Sequence[Thunk]) -> PallasCall:
+def _describe_pallas_call(params: Any, inputs: Sequence[LazyValue]) -> PallasCall:
     mapping = params["grid_mapping"]
     count = mapping.num_dynamic_grid_bounds + mapping.num_index_operands
     name = params.get("name") or str(params.get("name_and_src_info", ""))
     grid = tuple(size if isinstance(size, int) else str(size) for size in mapping.grid)
     blocks = mapping.block_mappings[: len(inputs) - count]
-    known = [*inputs[:count], *(x if _is_scalar(b) else _unknown for x, b in zip(inputs[count:], blocks, strict=True))]
+    known = [
+        *inputs[:count],
+        *(x if _is_scalar(b) else _raise_unknown for x, b in zip(inputs[count:], blocks, strict=True)),
+    ]
     return PallasCall(name.split(" ")[0], grid, tuple(map(_value, known)))
 
 
@@ -115,19 +120,19 @@ def _is_collective(params: Any) -> bool:
     return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
-def _first(thunk: Thunk, shape: tuple[int, ...]) -> Any:
+def _first_shard(thunk: LazyValue, shape: tuple[int, ...]) -> Any:
     """Returns the first device's shard of an array."""
     return np.asarray(thunk())[tuple(slice(size) for size in shape)]
 
 
-def _value(thunk: Thunk) -> np.ndarray[Any, Any] | None:
+def _value(thunk: LazyValue) -> np.ndarray[Any, Any] | None:
     try:
         return np.asarray(thunk())
     except _UnknownError:
         return None
 
 
-def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
+def _evaluate(equation: Any, inputs: Sequence[LazyValue]) -> Sequence[Any]:
     values = [thunk() for thunk in inputs]
     with equation.ctx.manager:
         bound = equation.primitive.get_bind_params(equation.params)
@@ -136,7 +141,7 @@ def _evaluate(equation: Any, inputs: Sequence[Thunk]) -> Sequence[Any]:
     return result if equation.primitive.multiple_results else [result]
 
 
-def _once(thunk: Thunk) -> Thunk:
+def _cache_value(thunk: LazyValue) -> LazyValue:
     """Caches the value of a thunk, and also that it is unknown, because programs use intermediate values more than
     once.
     """
@@ -157,7 +162,7 @@ def _once(thunk: Thunk) -> Thunk:
     return value
 
 
-def _item(results: Thunk, index: int) -> Any:
+def _result_item(results: LazyValue, index: int) -> Any:
     return results()[index]
 
 
@@ -165,11 +170,11 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def _unknown() -> Any:
+def _raise_unknown() -> Any:
     raise _UnknownError
 
 
-def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def _jaxpr_and_constants(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants; an open jaxpr has none, and its constant variables are inputs."""
     return getattr(jaxpr, "jaxpr", jaxpr), list(getattr(jaxpr, "consts", ()))
 

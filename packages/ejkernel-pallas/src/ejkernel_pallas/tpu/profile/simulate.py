@@ -14,17 +14,23 @@ from ejkernel_pallas.tpu.profile.bundles import (
 )
 from ejkernel_pallas.tpu.profile.chips import Chip
 from ejkernel_pallas.tpu.profile.flow import find_flow, find_loops
-from ejkernel_pallas.tpu.profile.machine import Machine
-from ejkernel_pallas.tpu.profile.report import FILL, SPILL, Loop, Simulation
+from ejkernel_pallas.tpu.profile.machine import SimulatedCore
+from ejkernel_pallas.tpu.profile.report import FILL_SLOT, SPILL_SLOT, Loop, Simulation
 from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
-from ejkernel_pallas.tpu.profile.scheduler import BlockTime, Kind, Ratios, time_block, work
+from ejkernel_pallas.tpu.profile.scheduler import (
+    BlockTime,
+    InstructionKind,
+    ResultRatios,
+    opcode_properties,
+    time_block,
+)
 
-_CHECK_EVERY = 1 << 14  # blocks between checks of the time limit
+_TIME_CHECK_INTERVAL = 1 << 14  # blocks between checks of the time limit
 # Words that are 0: identifiers of the simulated core and device, which are the first, and the null operand.
-_ZEROS = ("core index", "chip ID", "partition id location", "replica id location", "null")
+_ZERO_OPERANDS = ("core index", "chip ID", "partition id location", "replica id location", "null")
 
 
-class Schedule:
+class CompiledKernel:
     """A kernel as scheduled by libtpu.
 
     Args:
@@ -41,7 +47,7 @@ class Schedule:
         self.allocations: Sequence[Allocation] = parse_allocations(allocations)
         latencies = chip.latencies
         self.flow = find_flow(self.bundles, latencies.branch_delay)
-        ratios = Ratios.of(self.bundles)
+        ratios = ResultRatios.of(self.bundles)
         self.times: dict[int, BlockTime] = {
             start: time_block(block, self.bundles, latencies, ratios) for start, block in self.flow.blocks.items()
         }
@@ -59,9 +65,9 @@ class Schedule:
             seconds: The time limit.
         """
         code = ScalarCode(self.bundles, self.flow, self.times)
-        machine = Machine(self.chip, operands)
+        machine = SimulatedCore(self.chip, operands)
         for allocation in self.allocations:
-            if allocation.tag.endswith(_ZEROS):
+            if allocation.tag.endswith(_ZERO_OPERANDS):
                 machine.memory[code.names.address(allocation.name)] = 0
         blocks, complete = self._execute(code, machine, seconds)
         issues = collections.Counter[int]()
@@ -81,7 +87,7 @@ class Schedule:
             unknown=machine.unknown_reads(code.names.allocations),
         )
 
-    def _execute(self, code: ScalarCode, machine: Machine, seconds: float) -> tuple[Mapping[int, int], bool]:
+    def _execute(self, code: ScalarCode, machine: SimulatedCore, seconds: float) -> tuple[Mapping[int, int], bool]:
         """Returns how often each block runs, and whether the end was reached."""
         blocks = collections.Counter[int]()
         functions, memory, end = code.functions, machine.memory, len(self.bundles)
@@ -90,7 +96,7 @@ class Schedule:
         while bundle < end:
             blocks[bundle] += 1
             count += 1
-            if count % _CHECK_EVERY == 0 and time.monotonic() > deadline:
+            if count % _TIME_CHECK_INTERVAL == 0 and time.monotonic() > deadline:
                 return blocks, False
             bundle = functions[bundle](registers, machine, memory)
         return blocks, True
@@ -99,8 +105,8 @@ class Schedule:
         latencies, cycles = self.chip.latencies, 0
         for k, count in issues.items():
             for instruction in self.bundles[k].instructions:
-                of = work(instruction.opcode)
-                if of.kind is Kind.MATMUL:
+                of = opcode_properties(instruction.opcode)
+                if of.kind is InstructionKind.MATMUL:
                     cycles += count * (latencies.matmul if of.narrow else latencies.matmul_f32)
         return cycles / self.chip.mxus
 
@@ -114,8 +120,8 @@ class Schedule:
                 depth=span.depth,
                 trips=blocks.get(span.start, 0),
                 slots=self.utilisation.shares(once := dict.fromkeys(range(span.start, span.end + 1), 1)),
-                fills=self.utilisation.total(FILL, once),
-                spills=self.utilisation.total(SPILL, once),
+                fills=self.utilisation.total(FILL_SLOT, once),
+                spills=self.utilisation.total(SPILL_SLOT, once),
             )
             for span in found
         )

@@ -21,7 +21,7 @@ def print_report(out: Console, report: Report) -> None:
     if not report.kernels:
         print_unmarked_text(out, f"{title}: no Pallas kernel; XLA computes it all, and is not modelled\n", "red")
         return
-    print_unmarked_text(out, f"{title}: {headline(report)}", "bold")
+    print_unmarked_text(out, f"{title}: {prediction_line(report)}", "bold")
     print_unmarked_text(
         out, f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s\n", "dim"
     )
@@ -29,7 +29,7 @@ def print_report(out: Console, report: Report) -> None:
         _print_kernel(out, kernel)
 
 
-def headline(report: Report) -> str:
+def prediction_line(report: Report) -> str:
     """Returns the prediction as one line."""
     parts = [f"{microseconds(report.seconds)} µs predicted"]
     if report.flops and report.mfu and report.roofline_seconds:
@@ -39,7 +39,7 @@ def headline(report: Report) -> str:
     return ", ".join(parts)
 
 
-def facts(kernel: KernelReport) -> list[tuple[str, str]]:
+def kernel_facts(kernel: KernelReport) -> list[tuple[str, str]]:
     """Returns the facts about a kernel, except its loops and slots."""
     simulation, seconds = kernel.simulation, kernel.seconds
     waited = simulation.waited_cycles / max(1.0, simulation.cycles)
@@ -51,26 +51,26 @@ def facts(kernel: KernelReport) -> list[tuple[str, str]]:
         ("of which computing", f"{microseconds(kernel.compute_seconds)} µs"),
         ("waiting for copies", percent(waited)),
         ("roofline of HBM", f"{microseconds(kernel.memory_seconds)} µs at {kernel.chip.bandwidth / 1e9:.0f} GB/s"),
-        ("bound by", bound(kernel)),
+        ("bound by", describe_bound(kernel)),
         ("matrix units busy", percent(kernel.mxu)),
         ("VMEM", f"{kernel.vmem_bytes / MIB:.1f} MiB of {limit / MIB:.0f}"),
         ("HBM", f"{simulation.hbm_read / 1e6:.4g} MB read, {simulation.hbm_written / 1e6:.4g} MB written"),
         ("copies", "; ".join(by_kind) or "none"),
-        *_link(kernel),
+        *_describe_link(kernel),
         ("registers", f"{kernel.spills} spilled, {kernel.fills} reloaded"),
         ("schedule", f"{kernel.bundles} bundles, {simulation.bundles} issued"),
         *_warnings(kernel),
     ]
 
 
-def _link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
+def _describe_link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
     sent, rate = kernel.simulation.sent, kernel.chip.link_bandwidth
     if sent:
         time = f"{microseconds(kernel.link_seconds)} µs at {rate / 1e9:.0f} GB/s of a link"
         yield "to the next device", f"{sent / 1e6:.4g} MB, {time}"
 
 
-def bound(kernel: KernelReport) -> str:
+def describe_bound(kernel: KernelReport) -> str:
     """Returns what limits the speed of a kernel."""
     if kernel.memory_seconds > 0.9 * kernel.seconds:
         return "HBM"
@@ -89,22 +89,22 @@ def _warnings(kernel: KernelReport) -> Iterable[tuple[str, str]]:
 
 
 def _print_kernel(out: Console, kernel: KernelReport) -> None:
-    print_table(out, f"kernel {kernel.name}", "figure", "value", rows=facts(kernel))
+    print_table(out, f"kernel {kernel.name}", "figure", "value", rows=kernel_facts(kernel))
     slots = [slot for slot in kernel.utilisation.slots if slot not in _SPILL_SLOTS]
     headings = ("loop", "bundles", "trips", *slots, "spills", "fills")
     rows: list[tuple[Any, ...]] = [
-        (_place(loop), loop.bundles, loop.trips, *_shares(loop, slots)) for loop in kernel.loops
+        (_loop_position(loop), loop.bundles, loop.trips, *_loop_slot_shares(loop, slots)) for loop in kernel.loops
     ]
     whole = [percent(kernel.slots[slot]) for slot in slots]
     rows.append(("whole run", kernel.simulation.bundles, "", *whole, kernel.spills, kernel.fills))
     print_table(out, "slots in use; a loop's over one trip", *headings, rows=rows, right_aligned_columns=headings[1:])
 
 
-def _place(loop: Loop) -> str:
+def _loop_position(loop: Loop) -> str:
     return f"{'  ' * (loop.depth - 1)}{loop.start}..{loop.end}"
 
 
-def _shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
+def _loop_slot_shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
     return (*(percent(loop.slots[slot]) for slot in slots), loop.spills, loop.fills)
 
 

@@ -25,13 +25,13 @@ def targets() -> Mapping[str, Target]:
 
 
 def _target(name: str) -> Target:
-    def tuner(show_progress: bool) -> Measures:
+    def make_tuner(show_progress: bool) -> Measures:
         if importlib.util.find_spec("libtpu") is None:
             raise TunerError(NEEDS_LIBTPU)
         return ProfileTuner(target=name, show_progress=show_progress)
 
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[name].kind)
-    return Target(device=device, tuner=tuner)
+    return Target(device=device, tuner=make_tuner)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

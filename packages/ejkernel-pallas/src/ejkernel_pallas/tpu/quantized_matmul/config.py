@@ -38,7 +38,7 @@ TRANSPOSED_TILE_SIZES = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 
 VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for blocks and sums: available on every chip, with room for the compiler."""
 
-MULTIPLICATIONS = 2**30
+MAX_MULTIPLICATIONS_PER_TILE = 2**30
 """The largest number of multiplications per tile. Its products are unrolled, and libtpu takes minutes to compile
 more.
 """
@@ -60,7 +60,7 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
         for r, w in (ROW_TILE_SIZES if over_rows else TRANSPOSED_TILE_SIZES)
     ]
     codes = WORD // record.format.bits
-    quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MULTIPLICATIONS]
+    quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MAX_MULTIPLICATIONS_PER_TILE]
     fitting = [x for x in quick if _bytes(record, x, over_rows) <= VMEM_BYTES]
     return tuple(dict.fromkeys(fitting or tiles[-1:]))
 

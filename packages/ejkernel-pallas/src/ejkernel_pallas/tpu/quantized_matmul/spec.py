@@ -14,7 +14,7 @@ from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD, Format
-from ejkernel_pallas.tpu.generations import is_wide
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.quantized_matmul.config import ROWS, TpuQuantized
 
@@ -90,7 +90,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         output=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
         precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
-        piece=2 * LANES if is_wide(current_device().kind) else LANES,
+        piece=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
     )
 
 

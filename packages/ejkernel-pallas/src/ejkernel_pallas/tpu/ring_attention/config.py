@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.tiled_attention import config as tiled_config
 from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackward, TpuForward
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
 
-__all__ = ["PUBLIC_FIELDS", "candidates", "fitted", "heuristic"]
+__all__ = ["PUBLIC_FIELDS", "candidates", "fit_blocks_to_shard", "heuristic"]
 
 
 def heuristic(record: RingAttention, device: Any, direction: Direction) -> TpuForward | TpuBackward:
@@ -30,14 +30,16 @@ def candidates(
     return tiled_config.candidates(as_tiled_attention(record), device, direction)
 
 
-def fitted(record: RingAttention, blocks: Blocks) -> Blocks:
+def fit_blocks_to_shard(record: RingAttention, blocks: Blocks) -> Blocks:
     """Returns the blocks, no larger than half of a shard where that can be divided into whole tiles."""
     pieces = 2 if record.causal else 1
     queries, keys = record.query.shape[1] // pieces, record.key.shape[1] // pieces
-    return blocks._replace(queries=_dividing(queries, blocks.queries), keys=_dividing(keys, blocks.keys))
+    return blocks._replace(
+        queries=_largest_dividing_block(queries, blocks.queries), keys=_largest_dividing_block(keys, blocks.keys)
+    )
 
 
-def _dividing(length: int, block: int) -> int:
+def _largest_dividing_block(length: int, block: int) -> int:
     """Returns the largest tile size up to `block` that divides a length, or `block` itself if none does."""
     sizes = range(LANES, min(block, length) + 1, LANES)
     return max((size for size in sizes if length % size == 0), default=block)

@@ -21,14 +21,14 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.ring_attention import RingAttention, as_tiled_attention, axis_size
 from ejkernel.families.ring_attention.schedule import Ring, TravellingKeys, local_record, step_record
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.interpret import is_interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.ring_attention.config import fitted
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical
+from ejkernel_pallas.tpu.ring_attention.config import fit_blocks_to_shard
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical_record
 from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
 
 PairLister = Callable[[TiledAttention, TiledSpec], Any]
-MAX_PAIRS = 2**15
+MAX_LOAD_PAIRS = 2**15
 """The largest number of pairs of tiles (of 512 by 512, or what divides a shard) of all loads of a call that fit the
 table.
 """
@@ -40,14 +40,14 @@ def uses_remote_copies(record: RingAttention) -> bool:
     """
     shards, lengths = axis_size(record.axis_name), (record.query.shape[1], record.key.shape[1])
     # Remote copies are interpreted only in tests, which call these kernels directly.
-    if shards == 1 or record.bias is not None or record.mask is not None or interpreting():
+    if shards == 1 or record.bias is not None or record.mask is not None or is_interpreting():
         return False
     if any(length % (2 * LANES if record.causal else LANES) for length in lengths):
         return False
     rows = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
     batch = max(1 if x is None else x.shape[0] for x in rows)
-    blocks = fitted(record, Blocks(512, 512, 512, 512))
-    return shards * batch * cdiv(lengths[0], blocks.queries) * cdiv(lengths[1], blocks.keys) <= MAX_PAIRS
+    blocks = fit_blocks_to_shard(record, Blocks(512, 512, 512, 512))
+    return shards * batch * cdiv(lengths[0], blocks.queries) * cdiv(lengths[1], blocks.keys) <= MAX_LOAD_PAIRS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +75,11 @@ class RingPlan:
 
     def spec(self, shard: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
         """Returns the constants of the kernels of every ring step."""
-        return make_spec(shard, fitted(self.record, blocks), by_key=by_key)
+        return make_spec(shard, fit_blocks_to_shard(self.record, blocks), by_key=by_key)
 
     def shard(self, source: jax.Array, load: TravellingKeys) -> TiledAttention:
         """Returns the local queries and one load of keys as the record of a kernel."""
-        shard = canonical(step_record(self.record, self.ring, source, load))
+        shard = canonical_record(step_record(self.record, self.ring, source, load))
         return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
 
     def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: PairLister) -> Any:

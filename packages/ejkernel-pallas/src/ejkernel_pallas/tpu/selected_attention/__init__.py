@@ -25,7 +25,7 @@ def _reasons(record: Any) -> Iterable[str]:
     if group > MAX_GROUP_SIZE:
         yield f"{group} query heads per KV head are more than {MAX_GROUP_SIZE}"
         return
-    smallest = config.fitted(record, config.SMALLEST)
+    smallest = config.fit_config(record, config.SMALLEST_CONFIG)
     if (needed := config.work_list_bytes(record, smallest)) > config.WORK_LIST_SMEM_BYTES:
         yield (
             f"the list of {smallest.block_q} queries' blocks takes {needed} bytes of SMEM, where kernels have "

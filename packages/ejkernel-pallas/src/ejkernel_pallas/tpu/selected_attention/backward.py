@@ -23,12 +23,12 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.selected_attention import plan
 from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
 from ejkernel_pallas.tpu.selected_attention.forward import (
-    DENSE,
+    DENSE_KERNEL,
     item_scratch,
-    run,
-    tile_of_keys,
-    tile_of_queries,
-    tile_of_rows,
+    key_tile_operand,
+    query_tile_operand,
+    row_statistics_operand,
+    run_kernel,
 )
 from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dkdv import selected_bwd_dkdv
 from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dq import selected_bwd_dq
@@ -47,10 +47,12 @@ def backward(pullback: Pullback, config: TpuSelected) -> Gradients:
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    return selected_branches.backward(pullback, functools.partial(_selected, config=config), DENSE)
+    return selected_branches.backward(
+        pullback, functools.partial(_selected_branch_gradients, config=config), DENSE_KERNEL
+    )
 
 
-def _selected(
+def _selected_branch_gradients(
     record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str], config: TpuSelected
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
@@ -85,13 +87,16 @@ def _scratch(spec: SelectedSpec) -> dict[str, Any]:
 def _query_gradient(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> jax.Array:
     (batch, kv_heads, tokens), shape = rows["cotangent"].shape[:3], (spec.rows, spec.width)
     dquery = jax.ShapeDtypeStruct((batch, kv_heads, tokens, *shape), jnp.float32)
-    results = run(
+    results = run_kernel(
         "bwd_dq",
         selected_bwd_dq,
         record,
         spec,
-        inputs={name: (tile_of_queries if name == "cotangent" else tile_of_rows)(spec, x) for name, x in rows.items()},
-        outputs={"dquery": tile_of_queries(spec, dquery)},
+        inputs={
+            name: (query_tile_operand if name == "cotangent" else row_statistics_operand)(spec, x)
+            for name, x in rows.items()
+        },
+        outputs={"dquery": query_tile_operand(spec, dquery)},
         scratch={"acc": pltpu.VMEM((spec.block_q + 1, *shape), jnp.float32), **_scratch(spec)},
     )
     return plan.from_query_rows(results["dquery"], spec, record.query.shape[3])
@@ -99,17 +104,18 @@ def _query_gradient(record: SelectedAttention, rows: dict[str, jax.Array], spec:
 
 def _key_gradients(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> Gradients:
     lead = (*rows["cotangent"].shape[:2], spec.key_tiles * spec.tile_parts, spec.keys)
-    results = run(
+    results = run_kernel(
         "bwd_dkdv",
         selected_bwd_dkdv,
         record,
         spec,
         inputs={
-            name: (tile_of_queries if name == "cotangent" else tile_of_rows)(spec, x, True) for name, x in rows.items()
+            name: (query_tile_operand if name == "cotangent" else row_statistics_operand)(spec, x, True)
+            for name, x in rows.items()
         },
         outputs={
-            "dkey": tile_of_keys(spec, jax.ShapeDtypeStruct((*lead, spec.width), jnp.float32), True),
-            "dvalue": tile_of_keys(spec, jax.ShapeDtypeStruct((*lead, spec.value_width), jnp.float32), True),
+            "dkey": key_tile_operand(spec, jax.ShapeDtypeStruct((*lead, spec.width), jnp.float32), True),
+            "dvalue": key_tile_operand(spec, jax.ShapeDtypeStruct((*lead, spec.value_width), jnp.float32), True),
         },
         scratch={"weights": item_scratch(spec, spec.dtype), **_scratch(spec)},
         by_key=True,

@@ -15,7 +15,7 @@ MAX_BLOCK_Q = 2**10
 """The largest number of queries of a tile, which an entry of the work list has bits for."""
 MAX_SUB_BLOCK = 128
 """The largest number of keys of a product; longer blocks are split."""
-STAGES = 3
+PIPELINE_STAGES = 3
 """Stages of the pipeline of products."""
 WORK_LIST_SMEM_BYTES = 400 * 2**10
 """Bytes of SMEM of the work list of a tile of queries, of which there are two."""
@@ -48,17 +48,17 @@ class TpuSelected:
 PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
 """Fields of the public configuration and what they set here."""
 
-SMALLEST = TpuSelected(block_q=1, block_kv=1, readers=1)
+SMALLEST_CONFIG = TpuSelected(block_q=1, block_kv=1, readers=1)
 """The configuration that takes the least memory."""
 
 
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> TpuSelected:
     """Returns the configuration for a record: the largest tiles that fit."""
-    rows = token_rows(record)
+    rows = rows_per_token(record)
     product_rows = 256 if record.query.dtype.itemsize == 2 else 128
     block_q = min(MAX_BLOCK_Q, MAX_TILE_ROWS // rows)
     readers = max(1, product_rows // rows)
-    return fitted(record, TpuSelected(block_q=block_q, block_kv=4096, readers=readers))
+    return fit_config(record, TpuSelected(block_q=block_q, block_kv=4096, readers=readers))
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[TpuSelected, ...]:
@@ -69,12 +69,12 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
         for divisor in (1, 2)
         for readers in (default.readers, max(1, default.readers // 2), 2 * default.readers)
     )
-    return tuple(dict.fromkeys((default, *(fitted(record, one) for one in others))))
+    return tuple(dict.fromkeys((default, *(fit_config(record, one) for one in others))))
 
 
-def fitted(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
+def fit_config(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
     """Returns a configuration with whole tiles, no larger than the call and, if possible, than memory."""
-    multiple = max(8, MIN_TILE_ROWS // token_rows(record))
+    multiple = max(8, MIN_TILE_ROWS // rows_per_token(record))
     tokens = cdiv(record.query.shape[1], multiple) * multiple
     block_q = min(tokens, MAX_BLOCK_Q, cdiv(config.block_q, multiple) * multiple)
     block_kv = min(config.block_kv, cdiv(record.key.shape[1], LANES) * LANES)
@@ -90,13 +90,13 @@ def fitted(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
     return config
 
 
-def token_rows(record: SelectedAttention) -> int:
+def rows_per_token(record: SelectedAttention) -> int:
     """Returns the rows of a token: the query heads of a KV head, padded to a power of two of at least 8."""
     group = record.query.shape[2] // record.key.shape[2]
     return max(8, 1 << (group - 1).bit_length())
 
 
-def sub_blocks(record: SelectedAttention) -> tuple[int, int]:
+def split_of_blocks(record: SelectedAttention) -> tuple[int, int]:
     """Returns the parts that a block is split into, and the keys of a part."""
     splits = cdiv(record.block_size, MAX_SUB_BLOCK)
     return splits, cdiv(record.block_size, splits)
@@ -107,9 +107,9 @@ def padded_lanes(size: int) -> int:
     return cdiv(size, LANES) * LANES
 
 
-def key_tile(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
+def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
     """Returns the keys of a padded part of a block, the parts of a tile, and the number of tiles."""
-    splits, size = sub_blocks(record)
+    splits, size = split_of_blocks(record)
     keys, parts = cdiv(size, 16) * 16, splits * blocks(record)
     per_tile = max(1, min(parts, config.block_kv // keys))
     return keys, per_tile, cdiv(parts, per_tile)
@@ -117,12 +117,12 @@ def key_tile(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, 
 
 def max_items(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the largest number of products of a tile of queries."""
-    splits, _ = sub_blocks(record)
+    splits, _ = split_of_blocks(record)
     entries = config.block_q * slots(record) * splits
     # A block's last product may have fewer readers. Before and after the products of each tile of keys, the pipeline
     # runs stages of empty ones.
-    _, _, tiles = key_tile(record, config)
-    empty = (STAGES - 1) * (tiles + 1)
+    _, _, tiles = key_tile_sizes(record, config)
+    empty = (PIPELINE_STAGES - 1) * (tiles + 1)
     return min(entries, blocks(record) * splits + entries // config.readers) + empty
 
 
@@ -133,7 +133,7 @@ def header_words(tiles: int) -> int:
 
 def work_list_words(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the 32-bit words of the work list of a tile of queries."""
-    _, _, tiles = key_tile(record, config)
+    _, _, tiles = key_tile_sizes(record, config)
     words = header_words(tiles) + max_items(record, config) * (config.readers + 1)
     return cdiv(words, LANES) * LANES
 
@@ -145,10 +145,10 @@ def work_list_bytes(record: SelectedAttention, config: TpuSelected) -> int:
 
 def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the bytes of VMEM of blocks and scratch memory of the largest kernel."""
-    rows, itemsize = token_rows(record), record.query.dtype.itemsize
+    rows, itemsize = rows_per_token(record), record.query.dtype.itemsize
     row_bytes = 4 if rows < 16 else itemsize
     width, value_width = (padded_lanes(x) for x in (record.query.shape[3], record.value.shape[3]))
-    keys, per_tile, _ = key_tile(record, config)
+    keys, per_tile, _ = key_tile_sizes(record, config)
     tile_rows = config.block_q * rows
     stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)
     states = stages + (tile_rows + rows) * 4 * (2 * LANES + max(width, value_width))

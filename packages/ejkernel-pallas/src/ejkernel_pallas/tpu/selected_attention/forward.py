@@ -23,7 +23,7 @@ from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec, make_spec
 
 DENSE_OPERATION = "flash_attention"
 """The operation that computes the branches that are tiled attention."""
-DENSE = DenseKernel(
+DENSE_KERNEL = DenseKernel(
     functools.partial(dispatched_forward, DENSE_OPERATION), functools.partial(dispatched_backward, DENSE_OPERATION)
 )
 
@@ -38,27 +38,29 @@ def forward(record: SelectedAttention, config: TpuSelected) -> tuple[jax.Array, 
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select, DENSE)
+    return selected_branches.forward(
+        record, lambda listed: _selected_branch(listed, config), _select_blocks, DENSE_KERNEL
+    )
 
 
-def _select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def _select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     return selected_attention.select(record)
 
 
-def _selected(record: SelectedAttention, config: TpuSelected) -> Branch:
+def _selected_branch(record: SelectedAttention, config: TpuSelected) -> Branch:
     """Returns the selected branch of a record."""
     spec = make_spec(record, config)
     batch, kv_heads = record.query.shape[0], record.key.shape[2]
     tokens, rows = spec.query_tiles * spec.block_q, spec.rows
     lse = jax.ShapeDtypeStruct((batch, kv_heads, tokens * rows // LANES, LANES), jnp.float32)
     output = jax.ShapeDtypeStruct((batch, kv_heads, tokens, rows, spec.value_width), spec.row_dtype)
-    results = run(
+    results = run_kernel(
         "fwd",
         selected_fwd,
         record,
         spec,
         inputs={},
-        outputs={"output": tile_of_queries(spec, output), "lse": tile_of_rows(spec, lse)},
+        outputs={"output": query_tile_operand(spec, output), "lse": row_statistics_operand(spec, lse)},
         scratch={
             "row_max": pltpu.VMEM((spec.block_q + 1, rows, LANES), jnp.float32),
             "row_sum": pltpu.VMEM((spec.block_q + 1, rows, spec.keys), jnp.float32),
@@ -77,23 +79,23 @@ def item_scratch(spec: SelectedSpec, dtype: Any) -> Any:
     return pltpu.VMEM((spec.readers * spec.rows, spec.keys), dtype)
 
 
-def _query_index(by_key: bool) -> Any:
+def _query_index_map(by_key: bool) -> Any:
     """Returns the index map of arrays of a tile of queries, whose third axis are the tiles."""
     return lambda b, h, i, j, *_: (b, h, j if by_key else i, 0, 0)
 
 
-def tile_of_queries(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def query_tile_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
     """Returns the operand that gives a grid step its queries of [B, Hk, T, rows, n]."""
-    return Operand(x, (None, None, spec.block_q, *x.shape[3:]), _query_index(by_key))
+    return Operand(x, (None, None, spec.block_q, *x.shape[3:]), _query_index_map(by_key))
 
 
-def tile_of_rows(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def row_statistics_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
     """Returns the operand that gives a grid step its rows of [B, Hk, rows of all tokens / 128, 128]."""
-    index = _query_index(by_key)
+    index = _query_index_map(by_key)
     return Operand(x, (None, None, spec.block_q * spec.rows // LANES, LANES), lambda *step: index(*step)[:4])
 
 
-def tile_of_keys(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def key_tile_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
     """Returns the operand that gives a grid step its parts of [B, Hk, parts, keys, n]. After the last tile of keys that
     a tile of queries reads, the index stays, so that nothing is copied.
     """
@@ -107,7 +109,7 @@ def tile_of_keys(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
     return Operand(x, (None, None, spec.tile_parts, *x.shape[3:]), index)
 
 
-def run(
+def run_kernel(
     name: str,
     kernel: Any,
     record: SelectedAttention,
@@ -144,10 +146,12 @@ def run(
             parallel=3,
             tables={"table": plan.last_key_tiles(work, spec)},
             inputs={
-                "work": Operand(work, (None, None, None, 1, spec.words), _query_index(by_key), memory_space=pltpu.SMEM),
-                "query": tile_of_queries(spec, query, by_key),
-                "key": tile_of_keys(spec, key, by_key),
-                "value": tile_of_keys(spec, value, by_key),
+                "work": Operand(
+                    work, (None, None, None, 1, spec.words), _query_index_map(by_key), memory_space=pltpu.SMEM
+                ),
+                "query": query_tile_operand(spec, query, by_key),
+                "key": key_tile_operand(spec, key, by_key),
+                "value": key_tile_operand(spec, value, by_key),
                 **inputs,
             },
             outputs=outputs,

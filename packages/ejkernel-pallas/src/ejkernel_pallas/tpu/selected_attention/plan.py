@@ -21,14 +21,14 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, query_positions, starts
-from ejkernel_pallas.tpu.selected_attention.config import STAGES, header_words
+from ejkernel_pallas.tpu.selected_attention.config import PIPELINE_STAGES, header_words
 from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
 
-EMPTY = STAGES - 1
+NUM_EMPTY_ITEMS = PIPELINE_STAGES - 1
 """Empty items before and after the items of each tile of keys."""
 
 
-class Parts(NamedTuple):
+class BlockParts(NamedTuple):
     """The parts of blocks.
 
     Attributes:
@@ -40,13 +40,13 @@ class Parts(NamedTuple):
     ends: jax.Array
 
 
-def find_parts(record: SelectedAttention, spec: SelectedSpec) -> Parts:
+def find_parts(record: SelectedAttention, spec: SelectedSpec) -> BlockParts:
     """Returns the parts of a record's blocks; a block ends where the next one starts."""
     block_starts, keys = starts(record), record.key.shape[1]
     next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
     ends = jnp.minimum(jnp.minimum(block_starts + record.block_size, next_starts), keys)
     first = block_starts[:, None] + jnp.arange(spec.splits, dtype=jnp.int32) * spec.size
-    return Parts(first.reshape(-1).astype(jnp.int32), jnp.repeat(ends, spec.splits).astype(jnp.int32))
+    return BlockParts(first.reshape(-1).astype(jnp.int32), jnp.repeat(ends, spec.splits).astype(jnp.int32))
 
 
 def work_lists(record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
@@ -59,8 +59,8 @@ def work_lists(record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
     item_ends = jnp.cumsum(cdiv(jnp.diff(bounds), spec.readers), axis=-1, dtype=jnp.int32)
     tiles = jnp.arange(header_words(spec.key_tiles), dtype=jnp.int32)
     tile_parts = jnp.minimum(tiles * spec.tile_parts, spec.parts)
-    header = jnp.pad(item_ends, ((0, 0), (1, 0)))[:, tile_parts] + EMPTY * (tiles + 1)
-    items = jax.vmap(functools.partial(_items, spec=spec))(entry, bounds, item_ends, header)
+    header = jnp.pad(item_ends, ((0, 0), (1, 0)))[:, tile_parts] + NUM_EMPTY_ITEMS * (tiles + 1)
+    items = jax.vmap(functools.partial(_items_of_query_tile, spec=spec))(entry, bounds, item_ends, header)
     words = jnp.concatenate([header, items.reshape(items.shape[0], -1)], axis=1)
     words = jnp.pad(words, ((0, 0), (0, spec.words - words.shape[1])))
     return words.reshape(*shape, 1, spec.words)
@@ -92,7 +92,7 @@ def _sorted_entries(record: SelectedAttention, spec: SelectedSpec) -> tuple[jax.
     return first, second
 
 
-def _items(
+def _items_of_query_tile(
     entry: jax.Array, bounds: jax.Array, item_ends: jax.Array, header: jax.Array, spec: SelectedSpec
 ) -> jax.Array:
     """Returns the items of one tile of queries, int32 [items, 1 + readers]: the part, and the entries of its readers.
@@ -100,8 +100,8 @@ def _items(
     """
     index = jnp.arange(spec.max_items, dtype=jnp.int32)
     tile = jnp.searchsorted(header[:-1], index, side="right", method="scan_unrolled").astype(jnp.int32) - 1
-    empty = (tile < 0) | (index >= header[jnp.maximum(tile, 0) + 1] - EMPTY)
-    item = index - EMPTY * (tile + 1)
+    empty = (tile < 0) | (index >= header[jnp.maximum(tile, 0) + 1] - NUM_EMPTY_ITEMS)
+    item = index - NUM_EMPTY_ITEMS * (tile + 1)
     part = jnp.minimum(jnp.searchsorted(item_ends, item, side="right", method="scan_unrolled"), spec.parts - 1)
     first_item = jnp.where(part > 0, item_ends[part - 1], 0)
     position = (bounds[part] + (item - first_item) * spec.readers)[:, None] + jnp.arange(spec.readers)
@@ -113,7 +113,7 @@ def _items(
 def last_key_tiles(work: jax.Array, spec: SelectedSpec) -> jax.Array:
     """Returns the last tile of keys that each tile of queries reads, int32 [B * Hk * query tiles]."""
     words = header_words(spec.key_tiles)
-    header = work[..., 0, :words] - EMPTY * jnp.arange(words, dtype=jnp.int32)
+    header = work[..., 0, :words] - NUM_EMPTY_ITEMS * jnp.arange(words, dtype=jnp.int32)
     return jnp.maximum(jnp.sum(header[..., :-1] < header[..., -1:], axis=-1, dtype=jnp.int32) - 1, 0).reshape(-1)
 
 

@@ -74,11 +74,11 @@ class SelectedSpec:
 
 def make_spec(record: SelectedAttention, config: TpuSelected) -> SelectedSpec:
     """Returns the constants of a record's kernels."""
-    config = tiles.fitted(record, config)
+    config = tiles.fit_config(record, config)
     (_, tokens, heads, head_dim), (kv_heads, value_dim) = record.query.shape, record.value.shape[2:]
-    rows, dtype = tiles.token_rows(record), record.query.dtype
-    splits, size = tiles.sub_blocks(record)
-    keys, per_tile, key_tiles = tiles.key_tile(record, config)
+    rows, dtype = tiles.rows_per_token(record), record.query.dtype
+    splits, size = tiles.split_of_blocks(record)
+    keys, per_tile, key_tiles = tiles.key_tile_sizes(record, config)
     return SelectedSpec(
         tokens=tokens,
         block_q=config.block_q,

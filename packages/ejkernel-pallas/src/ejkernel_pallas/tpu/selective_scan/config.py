@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.tpu.interpret import interpreting
+from ejkernel_pallas.tpu.interpret import is_interpreting
 
 GROUP = 1024
 """Channels of a register of float32: one token's, eight rows of 128."""
@@ -50,7 +50,7 @@ def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuSc
     # A grid step that updates a slot takes 0.3 us besides its channels, so it has as many as VMEM holds.
     groups = 2 if record.state_slots is None or direction == "backward" else MAX_CHANNEL_GROUPS
     # An interpreter gains nothing from long code, and takes long to compile it.
-    return TpuScan(block_channels=min(groups, _groups(record)) * GROUP, unroll=1 if interpreting() else 8)
+    return TpuScan(block_channels=min(groups, _groups(record)) * GROUP, unroll=1 if is_interpreting() else 8)
 
 
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[TpuScan, ...]:

@@ -16,7 +16,7 @@ from ejkernel_pallas.tpu.tiled_attention import config
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels support."""
 
-MAX_PAIRS = 2**17
+MAX_TILE_PAIRS = 2**17
 """The largest number of tile pairs: their list then takes half of scalar memory."""
 MAX_TILES = 2**14
 """The largest number of query tiles, and twice that of key tiles, that the bits of a list entry can hold."""
@@ -41,7 +41,11 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
         pairs = queries * keys if (left, right) == (None, None) else queries * (keys + 1) // 2
     if max(queries, 2 * keys) > MAX_TILES:
         return (f"{queries} tiles of queries and {keys} of keys: wants at most {MAX_TILES} and {MAX_TILES // 2}",)
-    return (f"{pairs} tile pairs are more than the {MAX_PAIRS} that fit scalar memory",) if pairs > MAX_PAIRS else ()
+    return (
+        (f"{pairs} tile pairs are more than the {MAX_TILE_PAIRS} that fit scalar memory",)
+        if pairs > MAX_TILE_PAIRS
+        else ()
+    )
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -62,7 +66,7 @@ def implementations() -> tuple[Implementation, ...]:
             config=ConfigSpace(
                 heuristic=config.heuristic,
                 candidates=config.candidates,
-                kind=config.kind,
+                kind=config.tuned_table_kind,
                 forward=config.TpuForward,
                 backward=config.TpuBackward,
                 public_fields=config.PUBLIC_FIELDS,

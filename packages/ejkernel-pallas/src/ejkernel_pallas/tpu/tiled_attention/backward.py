@@ -21,11 +21,17 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dbias import bias_gradient
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical, operands, per_query, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import query_gradient_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
+    canonical_record,
+    operands,
+    per_query_operand,
+    rows_operand,
+    undo_rows_layout,
+)
 from ejkernel_pallas.tpu.tiled_attention.plan import pair_flags, pairs_by_key, pairs_by_query
-from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, Blocks, TiledSpec, make_spec
+from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, Blocks, TiledSpec, make_spec
 
 Gradients = dict[str, jax.Array]
 QueryRows = tuple[jax.Array, jax.Array, jax.Array]
@@ -44,9 +50,13 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    (by_key, by_query), record, grad_fields = backward_blocks(config), canonical(pullback.record), pullback.grad_fields
-    cotangent, shift, products = _rows(pullback, record)
-    query_rows = cotangent, shift, delta_of(products, pullback, record.q_segment_ids)
+    (by_key, by_query), record, grad_fields = (
+        backward_blocks(config),
+        canonical_record(pullback.record),
+        pullback.grad_fields,
+    )
+    cotangent, shift, products = _make_query_rows(pullback, record)
+    query_rows = cotangent, shift, kernel_delta(products, pullback, record.q_segment_ids)
     gradients: Gradients = {}
     if grad_fields & {"key", "value"}:
         gradients |= _key_gradients(record, query_rows, make_spec(record, by_key, by_key=True), grad_fields)
@@ -59,7 +69,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     return {name: gradients[name] for name in sorted(grad_fields)}
 
 
-def _rows(pullback: Pullback, record: TiledAttention) -> QueryRows:
+def _make_query_rows(pullback: Pullback, record: TiledAttention) -> QueryRows:
     """Returns, for every query, the cotangent [B, T, H, Dv], lse as a power of two and <do, o>, both [B, H, T]."""
     lse, cotangent = pullback.residuals.lse, pullback.cotangent.astype(record.query.dtype)
     if record.q_segment_ids is not None:  # the cotangent of padding may be anything
@@ -67,10 +77,10 @@ def _rows(pullback: Pullback, record: TiledAttention) -> QueryRows:
     delta = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     # A row that attends nothing has lse = -inf; any finite value can replace it, since all of the row's pairs are
     # masked.
-    return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, LOWEST), delta
+    return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, MASKED_SCORE), delta
 
 
-def delta_of(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> jax.Array:
+def kernel_delta(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> jax.Array:
     """Returns delta [B, H, T] for the kernels from <do, o>; padding (negative segment ids) gets a finite value."""
     if pullback.lse_cotangent is None:
         return products
@@ -78,12 +88,12 @@ def delta_of(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> 
     return delta if ids is None else jnp.where(ids[:, None] >= 0, delta, 0)
 
 
-def _inputs(record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
+def _backward_operands(record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
     cotangent, shift, delta = query_rows
     return operands(record, spec) | {
-        "cotangent": rows(cotangent, spec.block_q),
-        "shift": per_query(shift, spec),
-        "delta": per_query(delta, spec),
+        "cotangent": rows_operand(cotangent, spec.block_q),
+        "shift": per_query_operand(shift, spec),
+        "delta": per_query_operand(delta, spec),
     }
 
 
@@ -92,19 +102,19 @@ def _key_gradients(
 ) -> Gradients:
     fields = {name: getattr(record, name) for name in ("key", "value") if name in grad_fields}
     shapes = {f"d{name}": jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in fields.items()}
-    inputs, table = _inputs(record, query_rows, spec), pairs_by_key(record, spec)
-    gradients = launch(keys_call("ejkernel_attention_backward_keys", table, inputs, shapes, spec))
-    return {name: unrows(gradients[f"d{name}"], x.shape) for name, x in fields.items()}
+    inputs, table = _backward_operands(record, query_rows, spec), pairs_by_key(record, spec)
+    gradients = launch(key_gradients_call("ejkernel_attention_backward_keys", table, inputs, shapes, spec))
+    return {name: undo_rows_layout(gradients[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
 def _query_gradient(record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> jax.Array:
     query = record.query
-    inputs, table = _inputs(record, query_rows, spec), pairs_by_query(record, spec)
+    inputs, table = _backward_operands(record, query_rows, spec), pairs_by_query(record, spec)
     shape = jax.ShapeDtypeStruct(query.shape, query.dtype)
-    gradients = launch(queries_call("ejkernel_attention_backward_queries", table, inputs, shape, spec))
-    return unrows(gradients["dquery"], query.shape)
+    gradients = launch(query_gradient_call("ejkernel_attention_backward_queries", table, inputs, shape, spec))
+    return undo_rows_layout(gradients["dquery"], query.shape)
 
 
 def _bias_gradient(record: TiledAttention, query_rows: QueryRows) -> jax.Array:
     spec = make_spec(record, Blocks(256, 256, 256, 256))
-    return bias_gradient(record, pair_flags(record, spec), _inputs(record, query_rows, spec), spec)
+    return bias_gradient(record, pair_flags(record, spec), _backward_operands(record, query_rows, spec), spec)

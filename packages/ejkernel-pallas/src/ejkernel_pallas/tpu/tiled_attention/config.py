@@ -7,9 +7,9 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.tpu.generations import is_v7x, is_wide
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, pad_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def heuristic(
         direction: Forward or backward.
         max_head_dim: The largest head dimension for which VMEM has room for large tiles.
     """
-    wide, v7x = is_wide(device.kind), is_v7x(device.kind)
+    wide, v7x = has_256_wide_mxu(device.kind), is_v7x(device.kind)
     block = 512 if is_narrow(record) else 1024
     large = _is_long(record, max_head_dim if wide else LANES)
     if direction == "backward":
@@ -128,7 +128,7 @@ def candidates(
     """Returns tile sizes worth measuring for a record on a device."""
     small, large = (
         (512, 1024)
-        if is_narrow(record) or min(_clamped(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
+        if is_narrow(record) or min(_clamp_tile_size(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
         else (1024, LARGE_TILE)
     )
     if direction == "backward":
@@ -138,14 +138,14 @@ def candidates(
     return tuple(dict.fromkeys(_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks))
 
 
-def kind(record: TiledAttention) -> str | None:
+def tuned_table_kind(record: TiledAttention) -> str | None:
     """Returns a key that long calls share if one entry of a shipped table serves them; None for others, which use
     the rule.
 
     A head of 64 is padded to 128 by the kernels.
     """
     long = min(record.query.shape[1], record.key.shape[1]) >= LARGE_TILE_MIN_LENGTH
-    return attention_kinds.kind(record, padded) if long else None
+    return attention_kinds.kind(record, pad_head_dim) if long else None
 
 
 def is_narrow(record: TiledAttention) -> bool:
@@ -170,12 +170,12 @@ def _is_long(record: TiledAttention, max_head_dim: int) -> bool:
 
 
 def _forward(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:
-    queries, keys = _clamped(record, tile)
+    queries, keys = _clamp_tile_size(record, tile)
     return TpuForward(block_q=queries, block_kv=keys, chunk_q=min(chunk[0], queries), chunk_kv=min(chunk[1], keys))
 
 
 def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackward:
-    (queries, keys), (rows, columns) = _clamped(record, dkv), _clamped(record, dq)
+    (queries, keys), (rows, columns) = _clamp_tile_size(record, dkv), _clamp_tile_size(record, dq)
     return TpuBackward(
         dkv=GradientTile(block_q=queries, block_kv=keys),
         dq=GradientTile(block_q=rows, block_kv=columns),
@@ -183,7 +183,7 @@ def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackw
     )
 
 
-def _clamped(record: TiledAttention, size: int) -> TileShape:
+def _clamp_tile_size(record: TiledAttention, size: int) -> TileShape:
     """Returns a tile no larger than needed to cover the lengths."""
     queries, keys = (min(size, cdiv(x.shape[1], LANES) * LANES) for x in (record.query, record.key))
     return queries, keys

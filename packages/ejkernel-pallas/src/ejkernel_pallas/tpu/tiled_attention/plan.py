@@ -26,7 +26,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import block_map
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
-WORK, MASKED, FIRST, LAST = 1, 2, 4, 8
+HAS_WORK_FLAG, MASKED_FLAG, FIRST_PAIR_FLAG, LAST_PAIR_FLAG = 1, 2, 4, 8
 """Flags of an entry: some pair attends; some pair does not; first, and last, entry of the tile that is accumulated."""
 
 
@@ -49,10 +49,10 @@ def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
 def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    return (blocks.some * WORK + (blocks.some & ~blocks.every) * MASKED).astype(np.int32)
+    return (blocks.some * HAS_WORK_FLAG + (blocks.some & ~blocks.every) * MASKED_FLAG).astype(np.int32)
 
 
-def distinct_rows(table: Any) -> tuple[bool, bool]:
+def has_distinct_rows_and_heads(table: Any) -> tuple[bool, bool]:
     """Returns whether batch rows, and heads, have tile pairs of their own in a table [B|1, H|1, ...]."""
     return table.shape[0] > 1, table.shape[1] > 1
 
@@ -72,7 +72,7 @@ def pair_coordinates(
     """
     *member, table = rest
     entry = entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
-    i, j = query_tile(entry), key_tile(entry)
+    i, j = query_tile_of_entry(entry), key_tile_of_entry(entry)
     return b, h * group + member[0] if member else h, i, j
 
 
@@ -91,12 +91,12 @@ def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any,
     return table[row * sizes[1] + step]
 
 
-def query_tile(entry: Any) -> Any:
+def query_tile_of_entry(entry: Any) -> Any:
     """Returns the query tile of an entry."""
     return entry >> 18
 
 
-def key_tile(entry: Any) -> Any:
+def key_tile_of_entry(entry: Any) -> Any:
     """Returns the key tile of an entry."""
     return (entry >> 4) & 0x3FFF
 
@@ -113,12 +113,14 @@ def _pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
     listed = attends | ((np.arange(attends.shape[2]) == 0) & ~attends.any(axis=2, keepdims=True))
     count = xp.cumsum(listed, axis=2)
     first, last = listed & (count == 1), listed & (count == count[:, :, -1:])
-    flags = attends * WORK + (attends & ~full) * MASKED + first * FIRST + last * LAST
+    flags = attends * HAS_WORK_FLAG + (attends & ~full) * MASKED_FLAG + first * FIRST_PAIR_FLAG + last * LAST_PAIR_FLAG
     entries = (pairs | flags).reshape(attends.shape[0], -1)
     listed = listed.reshape(attends.shape[0], -1)
     order = xp.argsort(~listed, axis=1, stable=True)
     entries, total = xp.take_along_axis(entries, order, axis=1), listed.sum(axis=1, keepdims=True)
-    final = xp.take_along_axis(entries, total - 1, axis=1) & ~(WORK | MASKED | FIRST | LAST)
+    final = xp.take_along_axis(entries, total - 1, axis=1) & ~(
+        HAS_WORK_FLAG | MASKED_FLAG | FIRST_PAIR_FLAG | LAST_PAIR_FLAG
+    )
     entries = xp.where(np.arange(entries.shape[1]) < total, entries, final)
     entries = entries[:, : total.max()] if xp is np else entries
     return entries.reshape(*rows, -1).astype(np.int32)

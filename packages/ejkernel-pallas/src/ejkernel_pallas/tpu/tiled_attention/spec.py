@@ -17,10 +17,10 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.generations import is_wide
+from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LOWEST = -3e38
+MASKED_SCORE = -3e38
 """The smallest score as a power of two: a bias of the smallest finite float32 must stay finite when multiplied by
 log2(e).
 """
@@ -118,7 +118,7 @@ class TiledSpec:
 def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
-    block_q, block_kv = _fitting(queries, blocks.queries), _fitting(keys, blocks.keys)
+    block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
     left, right = band(record)
     scale_only = record.bias is None and record.logits_soft_cap is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
@@ -154,19 +154,19 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> T
 
 def _sums_on_mxu(record: TiledAttention) -> bool:
     small = record.value.shape[3] <= LANES and record.value.dtype.itemsize == 2
-    return small and is_wide(current_device().kind) and record.dropout_prob == 0.0
+    return small and has_256_wide_mxu(current_device().kind) and record.dropout_prob == 0.0
 
 
-def padded(size: int) -> int:
+def pad_head_dim(size: int) -> int:
     """Returns the head dimension padded to whole lanes, which it takes in VMEM anyway."""
     return cdiv(size, LANES) * LANES
 
 
-def _fitting(length: int, block: int) -> int:
+def _fit_block(length: int, block: int) -> int:
     """Returns the block size, no larger than needed to cover the length."""
     if block < 1 or block % LANES:
         raise ValueError(f"tile of {block}: wants a multiple of {LANES}")
-    return min(block, padded(length))
+    return min(block, pad_head_dim(length))
 
 
 def _precision(record: TiledAttention) -> lax.Precision | None:

@@ -16,25 +16,25 @@ from ejkernel_pallas.tpu.causal_convolution.kernels.tile import (
     HALO_TOKENS,
     ConvolutionRefs,
     Strip,
+    activation_derivative,
     convolve_strip,
-    derivative,
     has_padding,
     load_tokens,
     strips,
     zero_padding,
 )
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
-from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 
 
 def causal_conv_bwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
     """Computes one block of dx, and adds what it adds to the gradients of the weights."""
     block = spec.blocks - 1 - pl.program_id(2)
-    _begin(refs, spec, block)
+    _load_block(refs, spec, block)
     for strip in strips(spec):
         cotangent = refs.cotangent[strip.rows, strip.lanes].astype(jnp.float32)
         if spec.silu:
-            cotangent = cotangent * derivative(spec, convolve_strip(refs, spec, strip))
+            cotangent = cotangent * activation_derivative(spec, convolve_strip(refs, spec, strip))
         refs.sums[strip.group, strip.rows] = cotangent
     if spec.packed or spec.tail < spec.block_t:
 
@@ -42,12 +42,12 @@ def causal_conv_bwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
         def _() -> None:
             zero_padding(refs, spec, block, refs.sums, 0)
 
-    _zero_first(refs, spec, block)
+    _zero_gradients_of_first_tokens(refs, spec, block)
     for strip in strips(spec):
-        _store(refs, spec, strip)
+        _store_strip_gradients(refs, spec, strip)
 
 
-def _begin(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
+def _load_block(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
     """Loads the tokens of a block and what other blocks have for it."""
 
     @pl.when(block == spec.blocks - 1)
@@ -70,7 +70,7 @@ def _begin(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> No
             zero_padding(refs, spec, block, refs.tokens, HALO_TOKENS)
 
 
-def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
+def _zero_gradients_of_first_tokens(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
     """Zeros the gradients of first tokens, which are computed outside of the kernel."""
     first, zero_sums = spec.width - 1, jnp.zeros_like(refs.sums[:, :1])
     if spec.packed:
@@ -85,7 +85,7 @@ def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) 
 
             return carry
 
-        loop(refs.starts[block], refs.starts[spec.blocks + block], zero, jnp.int32(0))
+        fori_loop(refs.starts[block], refs.starts[spec.blocks + block], zero, jnp.int32(0))
     elif spec.separate_first:
 
         @pl.when(block == 0)
@@ -94,7 +94,7 @@ def _zero_first(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) 
                 refs.sums[:, token : token + 1] = zero_sums
 
 
-def _store(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> None:
+def _store_strip_gradients(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> None:
     """Stores dx of a strip, and adds its sums to the gradients of the weights and the bias."""
     sums = refs.sums[strip.group, strip.rows]
     dx = refs.weights[0:1, strip.lanes] * sums

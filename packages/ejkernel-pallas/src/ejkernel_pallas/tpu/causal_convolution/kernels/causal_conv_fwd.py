@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import (
     HALO_TOKENS,
     ConvolutionRefs,
-    activation,
+    apply_activation,
     convolve_strip,
     has_padding,
     load_tokens,
@@ -36,7 +36,7 @@ def causal_conv_fwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
 
     load_tokens(refs, spec)
     for strip in strips(spec):
-        output = activation(spec, convolve_strip(refs, spec, strip))
+        output = apply_activation(spec, convolve_strip(refs, spec, strip))
         refs.output[strip.rows, strip.lanes] = output.astype(refs.output.dtype)
     if spec.packed:
 

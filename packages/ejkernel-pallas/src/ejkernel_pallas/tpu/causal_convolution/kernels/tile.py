@@ -22,8 +22,8 @@ class ConvolutionRefs:
     """Refs of both kernels; a field that is None is not needed.
 
     Attributes:
-        bounds: int32 [N + 1] of `plan.tables`, in scalar memory.
-        starts: int32 [2 * blocks] of `plan.tables`, in scalar memory.
+        bounds: int32 [N + 1] of `plan.scalar_tables`, in scalar memory.
+        starts: int32 [2 * blocks] of `plan.scalar_tables`, in scalar memory.
         x: [block_t, block_c].
         weights: float32 [W + 1, block_c]; the last row is the bias.
         before: [16, block_c], the tokens before the block.
@@ -106,23 +106,23 @@ def convolve_strip(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -
     return total
 
 
-def activation(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
-    """Returns the activation of the sums; `total` holds half of each sum if `spec.halves_sums`."""
+def apply_activation(spec: ConvolutionSpec, sums: jax.Array) -> jax.Array:
+    """Returns the activation of the sums; `sums` holds half of each sum if `spec.halves_sums`."""
     if not spec.silu:
-        return total
+        return sums
     # sigmoid(p) = (1 + tanh(p / 2)) / 2
-    return total + total * jnp.tanh(total) if spec.halves_sums else jax.nn.silu(total)
+    return sums + sums * jnp.tanh(sums) if spec.halves_sums else jax.nn.silu(sums)
 
 
-def derivative(spec: ConvolutionSpec, total: jax.Array) -> jax.Array:
-    """Returns the derivative of the activation at `total`. If `total` is half of the sum, the result is twice the
+def activation_derivative(spec: ConvolutionSpec, sums: jax.Array) -> jax.Array:
+    """Returns the derivative of the activation at `sums`. If `sums` is half of the sum, the result is twice the
     derivative at the sum.
     """
     if spec.halves_sums:
-        tangent = jnp.tanh(total)
-        return (1.0 + tangent) * (1.0 + total * (1.0 - tangent))
-    sigmoid = jax.nn.sigmoid(total)
-    return sigmoid * (1.0 + total * (1.0 - sigmoid))
+        tangent = jnp.tanh(sums)
+        return (1.0 + tangent) * (1.0 + sums * (1.0 - tangent))
+    sigmoid = jax.nn.sigmoid(sums)
+    return sigmoid * (1.0 + sums * (1.0 - sigmoid))
 
 
 def has_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any) -> Any:

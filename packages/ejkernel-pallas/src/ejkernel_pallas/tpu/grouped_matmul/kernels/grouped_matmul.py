@@ -27,25 +27,32 @@ from ejkernel.families.gated_grouped_matmul import activated_gate_times_factor, 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
-    BEFORE_ALL_GROUPS,
-    FIRST,
-    WHOLE,
-    WORK,
+    BEFORE_ALL_GROUPS_FLAG,
+    FIRST_ITEM_FLAG,
+    HAS_WORK_FLAG,
+    WHOLE_TILE_FLAG,
     WorkItem,
-    by_rows,
     coordinates_of,
     read_item,
+    work_list_by_row_tiles,
 )
-from ejkernel_pallas.tpu.grouped_matmul.spec import CHUNK, Gate, GateLayout, GroupedSpec, factors, padded_scales
+from ejkernel_pallas.tpu.grouped_matmul.spec import (
+    MXU_CHUNK,
+    Gate,
+    GateLayout,
+    GroupedSpec,
+    pad_scales_to_sublanes,
+    spread_scales_over_tile,
+)
 from ejkernel_pallas.tpu.mosaic import vectors
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
-from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
+from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, deinterleave, product, widen, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, deinterleave, matrix_product, repeat_lanes, zero_outside
 
 
-class TileIndex(NamedTuple):
+class TilePosition(NamedTuple):
     """Tile of columns, tile of contracted elements, and an opaque zero, which the compiler cannot fold."""
 
     n: Any
@@ -88,7 +95,7 @@ def multiply(
     Returns:
         [M, N]; unassigned rows are `"existing"`, or 0.
     """
-    work, (height, _, width) = by_rows(record, spec.blocks.rows), spec.blocks
+    work, (height, _, width) = work_list_by_row_tiles(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
     scratch: dict[str, Any] = {}
     if spec.sums_in_memory:
@@ -96,10 +103,10 @@ def multiply(
         if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
             scratch["factor_acc"] = scratch["acc"]
         if spec.stages_last_product:
-            scratch["last"] = pltpu.VMEM((height, CHUNK), jnp.float32)
+            scratch["last"] = pltpu.VMEM((height, MXU_CHUNK), jnp.float32)
     if spec.stages_row_mask:
         scratch["row_mask"] = pltpu.VMEM((spec.subtile_rows, LANES), jnp.int32)
-    inputs = _inputs(record, rows, spec, extra)
+    inputs = _input_operands(record, rows, spec, extra)
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
     results = launch(
         KernelCall(
@@ -114,7 +121,7 @@ def multiply(
             outputs=outputs,
             scratch=scratch,
             where=coordinates_of(1),
-            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+            vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
     return results["output"]
@@ -132,18 +139,18 @@ def _sum_lanes(spec: GroupedSpec) -> int:
     return cdiv(spec.block_columns, 2 * LANES) * 2 * LANES if pairs else spec.block_columns
 
 
-def _inputs(
+def _input_operands(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
 ) -> dict[str, Operand]:
     (height, depth, _), width = spec.blocks, spec.block_columns
-    inputs = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _step(v, k, spec)))}
+    inputs = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _contracted_tile_of_item(v, k, spec)))}
     if spec.transposed:
-        block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _step(v, k, spec))
+        block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _contracted_tile_of_item(v, k, spec))
     else:
-        block, index = (None, depth, width), lambda v, n, k: (v.matrix, _step(v, k, spec), n)
+        block, index = (None, depth, width), lambda v, n, k: (v.matrix, _contracted_tile_of_item(v, k, spec), n)
     inputs["matrices"] = Operand(record.rhs, block, index)
     if record.rhs_scale is not None:
-        inputs["scales"] = _scale_operand(padded_scales(record.rhs_scale), spec)
+        inputs["scales"] = _scale_operand(pad_scales_to_sublanes(record.rhs_scale), spec)
     if "bias" in extra:
         bias, lanes = extra["bias"], _sum_lanes(spec)
         if lanes > width:
@@ -166,18 +173,20 @@ def _other_half_operand(operand: Operand, blocks: int) -> Operand:
     return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks, k))
 
 
-def _step(v: WorkItem, k: Any, spec: GroupedSpec) -> Any:
+def _contracted_tile_of_item(work_item: WorkItem, k: Any, spec: GroupedSpec) -> Any:
     """Returns the tile of contracted elements. An item without work gets the tile of a neighbouring item, so that
     nothing is copied.
     """
-    return jnp.where(v.has(WORK), k, jnp.where(v.has(BEFORE_ALL_GROUPS), 0, spec.steps - 1))
+    return jnp.where(
+        work_item.has(HAS_WORK_FLAG), k, jnp.where(work_item.has(BEFORE_ALL_GROUPS_FLAG), 0, spec.steps - 1)
+    )
 
 
 def _scale_operand(scales: jax.Array, spec: GroupedSpec) -> Operand:
     size = spec.blocks.contracted if spec.backward else spec.blocks.columns
     block = (None, scales.shape[1], size)
     if spec.backward:
-        return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _step(v, k, spec)))
+        return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _contracted_tile_of_item(v, k, spec)))
     return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
 
 
@@ -189,12 +198,12 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
         spec: The kernel's constants.
     """
     v = read_item(refs.table, pl.program_id(1))
-    at = TileIndex(pl.program_id(0), pl.program_id(2), v.zero)
-    whole, partial = v.has(WHOLE), (v.flags & (WORK | WHOLE)) == WORK
+    at = TilePosition(pl.program_id(0), pl.program_id(2), v.zero)
+    whole, partial = v.has(WHOLE_TILE_FLAG), (v.flags & (HAS_WORK_FLAG | WHOLE_TILE_FLAG)) == HAS_WORK_FLAG
     last = at.k == spec.steps - 1
     if spec.steps > 1:
 
-        @pl.when(v.has(WORK) & (at.k == 0))
+        @pl.when(v.has(HAS_WORK_FLAG) & (at.k == 0))
         def _() -> None:
             for product_refs in refs.products:
                 product_refs.acc[...] = jnp.zeros_like(product_refs.acc)
@@ -205,11 +214,11 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
             add = functools.partial(_add_all_products, refs, at, spec=spec, masks_tail=masks_tail)
             pl.when(whole & when)(functools.partial(_for_each_column_subtile, spec, spec.block_columns, 0, add))
             pl.when(partial & when)(functools.partial(_for_each_subtile, spec, spec.block_columns, v, add))
-    write = functools.partial(_write, refs, at, spec=spec)
+    write = functools.partial(_write_subtile, refs, at, spec=spec)
     width = spec.blocks.columns
     pl.when(whole & last)(functools.partial(_for_each_column_subtile, spec, width, 0, write))
-    pl.when(v.has(FIRST) & ~whole & last)(functools.partial(_write_ungrouped, refs))
-    pl.when(partial & last)(functools.partial(_for_each_subtile, spec, width, v, functools.partial(write, v=v)))
+    pl.when(v.has(FIRST_ITEM_FLAG) & ~whole & last)(functools.partial(_write_unassigned_rows, refs))
+    pl.when(partial & last)(functools.partial(_for_each_subtile, spec, width, v, functools.partial(write, work_item=v)))
 
 
 def _for_each_column_subtile(
@@ -221,17 +230,17 @@ def _for_each_column_subtile(
     height = spec.blocks.rows
 
     def add_columns(n: Any, carry: Any) -> Any:
-        work(SubTile(row, rows or height, pl.multiple_of(n * CHUNK, CHUNK), CHUNK))
+        work(SubTile(row, rows or height, pl.multiple_of(n * MXU_CHUNK, MXU_CHUNK), MXU_CHUNK))
         return carry
 
-    looped_subtiles = 0 if spec.unrolls else width // CHUNK
+    looped_subtiles = 0 if spec.unrolls else width // MXU_CHUNK
     if looped_subtiles:
         lax.fori_loop(np.int32(0), np.int32(looped_subtiles), add_columns, np.int32(0))
-    for column in range(looped_subtiles * CHUNK, width, CHUNK):
-        work(SubTile(row, rows or height, column, min(CHUNK, width - column)))
+    for column in range(looped_subtiles * MXU_CHUNK, width, MXU_CHUNK):
+        work(SubTile(row, rows or height, column, min(MXU_CHUNK, width - column)))
 
 
-def _for_each_subtile(spec: GroupedSpec, width: int, v: WorkItem, work: Callable[[SubTile], None]) -> None:
+def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: Callable[[SubTile], None]) -> None:
     """Calls `work` with subtiles that cover all rows of the item and few rows of other items."""
     rows = spec.subtile_rows
 
@@ -239,67 +248,80 @@ def _for_each_subtile(spec: GroupedSpec, width: int, v: WorkItem, work: Callable
         _for_each_column_subtile(spec, width, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    loop(divide(v.low, rows), divide(v.high + (rows - 1), rows), process_row_subtile, np.int32(0))
+    fori_loop(divide(work_item.low, rows), divide(work_item.high + (rows - 1), rows), process_row_subtile, np.int32(0))
 
 
-def _add_all_products(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, masks_tail: bool) -> None:
+def _add_all_products(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
+) -> None:
     """Adds to each of a tile's sums."""
     for product_refs in refs.products:
-        _add(product_refs, at, sub, spec, masks_tail)
+        _add_subtile_products(product_refs, tile_position, subtile, spec, masks_tail)
 
 
-def _add(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, masks_tail: bool) -> None:
+def _add_subtile_products(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
+) -> None:
     """Adds the products of a subtile; with `masks_tail`, tiles extend past the contracted elements."""
     for start, size in spec.pieces:
-        partial_sum = _product(refs, at, sub, spec, (start, size), masks_tail)
+        partial_sum = _subtile_product(refs, tile_position, subtile, spec, (start, size), masks_tail)
         if start == 0 and spec.steps == 1:
-            row = opaque_offset(sub.row, SUBLANES, at.zero) if spec.reloads_first else sub.row
-            refs.acc[pl.ds(row, sub.rows), sub.c] = partial_sum
+            row = opaque_offset(subtile.row, SUBLANES, tile_position.zero) if spec.reloads_first else subtile.row
+            refs.acc[pl.ds(row, subtile.rows), subtile.c] = partial_sum
             continue
         if spec.stages_last_product and (start, size) == spec.pieces[-1]:
-            last = refs.last.at[sub.r, : sub.columns]
+            last = refs.last.at[subtile.r, : subtile.columns]
             last[...] = partial_sum
             partial_sum = last[...]
-        refs.acc[sub.r, sub.c] += partial_sum
+        refs.acc[subtile.r, subtile.c] += partial_sum
 
 
-def _product(
-    refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int], masks_tail: bool = False
+def _subtile_product(
+    refs: RowsRefs,
+    tile_position: TilePosition,
+    subtile: SubTile,
+    spec: GroupedSpec,
+    piece: tuple[int, int],
+    masks_tail: bool = False,
 ) -> jax.Array:
     """Returns the product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
-    row = sub.row
+    row = subtile.row
     if spec.sums_in_memory:  # their loads and stores need the registers in which rows would be kept for other columns
-        row = opaque_offset(row, sub.column, at.zero)
-    rows = refs.rows[pl.ds(row, sub.rows), inner]
-    matrix = refs.matrices[sub.c, inner] if spec.transposed else refs.matrices[inner, sub.c]
+        row = opaque_offset(row, subtile.column, tile_position.zero)
+    rows = refs.rows[pl.ds(row, subtile.rows), inner]
+    matrix = refs.matrices[subtile.c, inner] if spec.transposed else refs.matrices[inner, subtile.c]
     if refs.scales is not None and not spec.scales_products:
-        matrix = matrix.astype(jnp.float32) * _factors(refs, at, sub, spec, piece)
+        matrix = matrix.astype(jnp.float32) * _matrix_scales(refs, tile_position, subtile, spec, piece)
     if masks_tail:
         # In both operands: past the end either may hold NaN, and 0 times NaN is NaN.
-        left = spec.contracted - at.k * spec.blocks.contracted - start
+        left = spec.contracted - tile_position.k * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
     pair = rows.astype(spec.operand), matrix.astype(spec.operand)
-    partial_sum = product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
+    partial_sum = matrix_product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
     if refs.scales is not None and spec.scales_products and not spec.scales_sum:
-        block = divide(at.k * spec.blocks.contracted + start, spec.per_scale)
-        partial_sum = partial_sum * refs.scales[pl.ds(block, 1), sub.c]
+        block = divide(tile_position.k * spec.blocks.contracted + start, spec.per_scale)
+        partial_sum = partial_sum * refs.scales[pl.ds(block, 1), subtile.c]
     return partial_sum
 
 
-def _factors(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, piece: tuple[int, int]) -> jax.Array:
+def _matrix_scales(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, piece: tuple[int, int]
+) -> jax.Array:
     """Returns the scales of a matrix, in the shape of its subtile."""
     columns_first = spec.transposed != spec.backward
     if spec.backward:
         scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]
-        return factors(scales, at.n * spec.blocks.columns + sub.column, sub.columns, spec, columns_first)
-    first = at.k * spec.blocks.contracted + piece[0]
-    return factors(refs.scales[:, sub.c], first, piece[1], spec, columns_first)
+        return spread_scales_over_tile(
+            scales, tile_position.n * spec.blocks.columns + subtile.column, subtile.columns, spec, columns_first
+        )
+    first = tile_position.k * spec.blocks.contracted + piece[0]
+    return spread_scales_over_tile(refs.scales[:, subtile.c], first, piece[1], spec, columns_first)
 
 
-def _write_ungrouped(refs: RowsRefs) -> None:
+def _write_unassigned_rows(refs: RowsRefs) -> None:
     """Writes unassigned rows."""
     output = refs.output
     if refs.existing is not None:
@@ -308,60 +330,78 @@ def _write_ungrouped(refs: RowsRefs) -> None:
         output[...] = jnp.zeros_like(output)
 
 
-def _write(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem | None = None) -> None:
+def _write_subtile(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, work_item: WorkItem | None = None
+) -> None:
     """Writes a subtile of the output; with an item, only its rows."""
-    total = _sum(refs, at, sub, spec) if spec.gate is None else _gated_sum(refs, at, sub, spec, spec.gate)
+    total = (
+        _subtile_sum(refs, tile_position, subtile, spec)
+        if spec.gate is None
+        else _gated_subtile_output(refs, tile_position, subtile, spec, spec.gate)
+    )
     output = refs.output
-    if v is not None:
+    if work_item is not None:
         # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
-        mask = _group_row_mask(refs, at, sub, spec, v)
-        total = jnp.where(mask, total, output[sub.r, sub.c].astype(jnp.float32))
-    output[sub.r, sub.c] = total.astype(output.dtype)
+        mask = _group_row_mask(refs, tile_position, subtile, spec, work_item)
+        total = jnp.where(mask, total, output[subtile.r, subtile.c].astype(jnp.float32))
+    output[subtile.r, subtile.c] = total.astype(output.dtype)
 
 
-def _sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec) -> jax.Array:
+def _subtile_sum(refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec) -> jax.Array:
     """Returns the sum of a subtile, with bias and existing output."""
-    total = refs.acc[sub.r, sub.c] if refs.acc is not None else _product(refs, at, sub, spec, spec.pieces[0])
+    total = (
+        refs.acc[subtile.r, subtile.c]
+        if refs.acc is not None
+        else _subtile_product(refs, tile_position, subtile, spec, spec.pieces[0])
+    )
     if spec.scales_sum:
-        total = total * refs.scales[:1, sub.c]
+        total = total * refs.scales[:1, subtile.c]
     if refs.bias is not None:
-        total = total + refs.bias[:, sub.c]
+        total = total + refs.bias[:, subtile.c]
     if refs.existing is not None:
-        total = total + refs.existing[sub.r, sub.c].astype(jnp.float32)
+        total = total + refs.existing[subtile.r, subtile.c].astype(jnp.float32)
     return total
 
 
-def _gated_sum(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, gate: Gate) -> jax.Array:
+def _gated_subtile_output(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, gate: Gate
+) -> jax.Array:
     """Returns a subtile of the output: the activation of sums, times their factors where there is a gate."""
     if gate.layout is GateLayout.NONE:
-        output = activated_products(gate, _sum(refs, at, sub, spec))
+        output = activated_products(gate, _subtile_sum(refs, tile_position, subtile, spec))
     elif gate.layout is GateLayout.HALVES:
         output = activated_gate_times_factor(
-            gate, *(_sum(product_refs, at, sub, spec) for product_refs in refs.products)
+            gate, *(_subtile_sum(product_refs, tile_position, subtile, spec) for product_refs in refs.products)
         )
     elif gate.layout is GateLayout.WHOLE:
-        factor = sub._replace(column=sub.column + spec.columns)
-        output = activated_gate_times_factor(gate, _sum(refs, at, sub, spec), _sum(refs, at, factor, spec))
+        factor = subtile._replace(column=subtile.column + spec.columns)
+        output = activated_gate_times_factor(
+            gate, _subtile_sum(refs, tile_position, subtile, spec), _subtile_sum(refs, tile_position, factor, spec)
+        )
     else:
-        lanes = cdiv(sub.columns, LANES) * 2 * LANES
-        pairs = _sum(refs, at, sub._replace(column=sub.column * 2, columns=lanes), spec)
-        output = activated_gate_times_factor(gate, *(x[:, : sub.columns] for x in deinterleave(pairs)))
+        lanes = cdiv(subtile.columns, LANES) * 2 * LANES
+        pairs = _subtile_sum(refs, tile_position, subtile._replace(column=subtile.column * 2, columns=lanes), spec)
+        output = activated_gate_times_factor(gate, *(x[:, : subtile.columns] for x in deinterleave(pairs)))
     if refs.has_token is not None:
-        has_token = widen(vectors.column(refs.has_token[:, pl.ds(sub.row, sub.rows)]), output.shape[1])
+        has_token = repeat_lanes(
+            vectors.row_to_column(refs.has_token[:, pl.ds(subtile.row, subtile.rows)]), output.shape[1]
+        )
         output = jnp.where(has_token != 0, output, 0.0)
     return output
 
 
-def _group_row_mask(refs: RowsRefs, at: TileIndex, sub: SubTile, spec: GroupedSpec, v: WorkItem) -> jax.Array:
+def _group_row_mask(
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, work_item: WorkItem
+) -> jax.Array:
     """Returns which rows of a subtile belong to the item, over all of its columns; the same for all subtiles of
     these rows.
     """
     if not spec.stages_row_mask:
-        row = sub.row + lax.broadcasted_iota(jnp.int32, (sub.rows, sub.columns), 0)
-        return (row >= v.low) & (row < v.high)
+        row = subtile.row + lax.broadcasted_iota(jnp.int32, (subtile.rows, subtile.columns), 0)
+        return (row >= work_item.low) & (row < work_item.high)
     row_mask = refs.row_mask
-    if sub.column == 0:
-        row = sub.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
-        row_mask[...] = jnp.where((row >= v.low) & (row < v.high), 1, 0)
-    mask = row_mask[pl.ds(opaque_offset(0, sub.column, at.zero), sub.rows)]
-    return jnp.concatenate([mask] * cdiv(sub.columns, LANES), axis=1)[:, : sub.columns] != 0
+    if subtile.column == 0:
+        row = subtile.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
+        row_mask[...] = jnp.where((row >= work_item.low) & (row < work_item.high), 1, 0)
+    mask = row_mask[pl.ds(opaque_offset(0, subtile.column, tile_position.zero), subtile.rows)]
+    return jnp.concatenate([mask] * cdiv(subtile.columns, LANES), axis=1)[:, : subtile.columns] != 0

@@ -23,27 +23,27 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import MatricesRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
-    FIRST,
-    LAST,
-    WHOLE,
-    WORK,
+    FIRST_ITEM_FLAG,
+    HAS_WORK_FLAG,
+    LAST_ITEM_FLAG,
+    WHOLE_TILE_FLAG,
     WorkItem,
-    by_matrices,
     coordinates_of,
     read_item,
+    work_list_by_matrices,
 )
 from ejkernel_pallas.tpu.grouped_matmul.spec import (
-    CHUNK,
+    MXU_CHUNK,
     GroupedSpec,
-    factors,
-    in_block,
-    padded_scales,
+    pad_scales_to_sublanes,
+    scale_block_membership,
+    spread_scales_over_tile,
 )
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit
-from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, vmem_limit_bytes
+from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
-from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, product, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, matrix_product, zero_outside
 
 GROUP = 64
 """Rows per copy to scratch."""
@@ -63,12 +63,12 @@ def matrix_gradients(
     Returns:
         The requested gradients, in the shapes and dtypes of their fields.
     """
-    work, products = by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
+    work, products = work_list_by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
     k_tiles, n_tiles = spec.steps if products else 1, cdiv(spec.columns, spec.blocks.columns)
     outputs, scratch = _result_operands(record, cotangent.dtype, spec, k_tiles, grad_fields)
     inputs = (
-        _operands(record, cotangent, spec, grad_fields)
+        _input_operands(record, cotangent, spec, grad_fields)
         if products
         else {"cotangent": _cotangent_operand(cotangent, spec)}
     )
@@ -85,7 +85,7 @@ def matrix_gradients(
             outputs=outputs,
             scratch=scratch,
             where=coordinates_of(2),
-            vmem_limit=vmem_limit((*inputs.values(), *outputs.values()), scratch),
+            vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
     if "rhs_scale" in gradients:
@@ -96,7 +96,7 @@ def matrix_gradients(
     return {name: x.astype(getattr(record, name).dtype) for name, x in gradients.items()}
 
 
-def _at(
+def _index_map(
     spec: GroupedSpec, index: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
 ) -> Callable[[WorkItem, Any, Any], Any]:
     """Returns an index map from work item, tile of contracted elements and tile of columns; lanes are the grid's
@@ -106,32 +106,32 @@ def _at(
 
 
 def _cotangent_operand(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
-    return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _at(spec, lambda v, k, n: (v.tile, n)))
+    return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _index_map(spec, lambda v, k, n: (v.tile, n)))
 
 
-def _matrix(array: Any, spec: GroupedSpec) -> Operand:
+def _matrix_operand(array: Any, spec: GroupedSpec) -> Operand:
     """Returns an array of matrices, by tiles."""
     _, depth, width = spec.blocks
     if spec.transposed:
-        return Operand(array, (None, width, depth), _at(spec, lambda v, k, n: (v.matrix, n, k)))
-    return Operand(array, (None, depth, width), _at(spec, lambda v, k, n: (v.matrix, k, n)))
+        return Operand(array, (None, width, depth), _index_map(spec, lambda v, k, n: (v.matrix, n, k)))
+    return Operand(array, (None, depth, width), _index_map(spec, lambda v, k, n: (v.matrix, k, n)))
 
 
-def _operands(
+def _input_operands(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, Operand]:
     """Returns the operands of the products, and of the epilogue."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
         "cotangent": _cotangent_operand(cotangent, spec),
-        "rows": Operand(record.lhs, rows, _at(spec, lambda v, k, n: (v.tile, k))),
+        "rows": Operand(record.lhs, rows, _index_map(spec, lambda v, k, n: (v.tile, k))),
     }
     if record.rhs_scale is not None:
-        scales = padded_scales(record.rhs_scale)
+        scales = pad_scales_to_sublanes(record.rhs_scale)
         block = (None, scales.shape[1], spec.blocks.columns)
-        inputs["scales"] = Operand(scales, block, _at(spec, lambda v, k, n: (v.matrix, 0, n)))
+        inputs["scales"] = Operand(scales, block, _index_map(spec, lambda v, k, n: (v.matrix, 0, n)))
     if "rhs_scale" in grad_fields:
-        inputs["matrices"] = _matrix(record.rhs, spec)
+        inputs["matrices"] = _matrix_operand(record.rhs, spec)
     return inputs
 
 
@@ -143,11 +143,11 @@ def _result_operands(
     outputs: dict[str, Operand] = {}
     scratch: dict[str, Any] = {}
     if "rhs" in grad_fields:
-        outputs["rhs"] = _matrix(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
+        outputs["rhs"] = _matrix_operand(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
     if record.rhs_scale is not None and "rhs_scale" in grad_fields:
         blocks = cdiv(spec.scales, SUBLANES) * SUBLANES
         array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.columns), jnp.float32)
-        index = _at(spec, lambda v, k, n: (k, v.matrix, 0, n))
+        index = _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
         outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), index)
     if grad_fields & {"rhs", "rhs_scale"}:
         tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
@@ -157,13 +157,16 @@ def _result_operands(
     if "rhs_bias" in grad_fields:
         # Every tile of contracted elements writes the same sums, maybe from different cores: each has its own block.
         array = jax.ShapeDtypeStruct((k_tiles, matrices, 1, spec.columns), jnp.float32)
-        outputs["rhs_bias"] = Operand(array, (None, None, 1, width), _at(spec, lambda v, k, n: (k, v.matrix, 0, n)))
+        outputs["rhs_bias"] = Operand(
+            array, (None, None, 1, width), _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
+        )
         scratch["bias_acc"] = pltpu.VMEM((1, width), jnp.float32)
     return outputs, scratch
 
 
 def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
-    """Processes one work item: a tile of rows with a tile of a matrix.
+    """Processes one work item: adds the products of a tile of rows and their cotangents to a tile of the matrix's
+    gradient.
 
     Args:
         refs: Blocks and scratch memory.
@@ -171,56 +174,64 @@ def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
     """
     v = read_item(refs.table, pl.program_id(2))
 
-    @pl.when(v.has(FIRST))
+    @pl.when(v.has(FIRST_ITEM_FLAG))
     def _() -> None:
         for acc in (refs.acc, refs.bias_acc):
             if acc is not None:
                 acc[...] = jnp.zeros_like(acc)
 
-    pl.when(v.has(WHOLE))(lambda: _add(refs, v, spec, False))
-    pl.when((v.flags & (WORK | WHOLE)) == WORK)(lambda: _add(refs, v, spec, True))
+    pl.when(v.has(WHOLE_TILE_FLAG))(lambda: _add_item_products(refs, v, spec, False))
+    pl.when((v.flags & (HAS_WORK_FLAG | WHOLE_TILE_FLAG)) == HAS_WORK_FLAG)(
+        lambda: _add_item_products(refs, v, spec, True)
+    )
     first = pl.program_id(0 if spec.transposed else 1) * spec.blocks.contracted
-    pl.when(v.has(LAST))(lambda: _store(refs, first, spec))
+    pl.when(v.has(LAST_ITEM_FLAG))(lambda: _store_tile_gradients(refs, first, spec))
 
 
-def _add(refs: MatricesRefs, v: WorkItem, spec: GroupedSpec, cut: bool) -> None:
-    """Adds the contribution of rows; with `cut`, some of the tile's rows belong to other matrices."""
+def _add_item_products(
+    refs: MatricesRefs, work_item: WorkItem, spec: GroupedSpec, has_rows_of_other_matrices: bool
+) -> None:
+    """Adds the contribution of rows; with `has_rows_of_other_matrices`, some rows of the tile are not this matrix's."""
     rows = spec.blocks.rows
     if refs.bias_acc is not None:
         cotangent = refs.cotangent[...].astype(jnp.float32)
-        cotangent = zero_outside(cotangent, v.low, v.high, 0) if cut else cotangent
+        cotangent = (
+            zero_outside(cotangent, work_item.low, work_item.high, 0) if has_rows_of_other_matrices else cotangent
+        )
         refs.bias_acc[...] += jnp.sum(cotangent, axis=0, keepdims=True)
     if refs.acc is None:
         return
-    if not cut:
-        deep = rows if spec.accumulates else math.gcd(rows, CHUNK)
+    if not has_rows_of_other_matrices:
+        deep = rows if spec.accumulates else math.gcd(rows, MXU_CHUNK)
         for row in range(0, rows, deep):
-            _add_products(refs, refs.rows, refs.cotangent, (row, deep), v.zero, spec)
+            _add_products(refs, refs.rows, refs.cotangent, (row, deep), work_item.zero, spec)
         return
     deep = spec.subtile_rows
 
     def add_rows(n: Any, carry: Any) -> Any:
         row = pl.multiple_of(n * deep, deep)
         # Copied to scratch instead of masked during the products, which would take registers that the sums need.
-        _copy_group_rows(refs, v, row, deep)
-        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), v.zero, spec)
+        _copy_group_rows(refs, work_item, row, deep)
+        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), work_item.zero, spec)
         return carry
 
     # Loops instead of conditions, which a compiler may turn into products whose results are not used.
-    loop(divide(v.low, deep), divide(v.high + (deep - 1), deep), add_rows, np.int32(0))
+    fori_loop(divide(work_item.low, deep), divide(work_item.high + (deep - 1), deep), add_rows, np.int32(0))
 
 
-def _copy_group_rows(refs: MatricesRefs, v: WorkItem, row: Any, rows: int) -> None:
+def _copy_group_rows(refs: MatricesRefs, work_item: WorkItem, first_row: Any, num_rows: int) -> None:
     """Copies some rows, with 0 in place of those of other matrices."""
 
     def copy_rows(n: Any, carry: Any) -> Any:
         at = pl.multiple_of(n * GROUP, GROUP)
         for source, target in ((refs.rows, refs.group_rows_buffer), (refs.cotangent, refs.group_cotangent_buffer)):
-            x = source[pl.ds(pl.multiple_of(row + at, GROUP), GROUP)]
-            target[pl.ds(at, GROUP)] = zero_outside(x, v.low - row - at, v.high - row - at, 0)
+            x = source[pl.ds(pl.multiple_of(first_row + at, GROUP), GROUP)]
+            target[pl.ds(at, GROUP)] = zero_outside(
+                x, work_item.low - first_row - at, work_item.high - first_row - at, 0
+            )
         return carry
 
-    lax.fori_loop(np.int32(0), np.int32(rows // GROUP), copy_rows, np.int32(0))
+    lax.fori_loop(np.int32(0), np.int32(num_rows // GROUP), copy_rows, np.int32(0))
 
 
 def _add_products(
@@ -240,11 +251,11 @@ def _add_products(
     """
     (height, width), (row, deep) = refs.acc.shape, row_range
     left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
-    for row_offset in range(0, height, CHUNK):
-        out_rows = slice(row_offset, min(height, row_offset + CHUNK))
+    for row_offset in range(0, height, MXU_CHUNK):
+        out_rows = slice(row_offset, min(height, row_offset + MXU_CHUNK))
         for column in range(0, width, spec.strip):
             out_columns = slice(column, min(width, column + spec.strip))
-            refs.acc[out_rows, out_columns] += product(
+            refs.acc[out_rows, out_columns] += matrix_product(
                 left[pl.ds(opaque_offset(row, column, zero), deep), out_rows].astype(spec.operand),
                 right[pl.ds(opaque_offset(row, row_offset, zero), deep), out_columns].astype(spec.operand),
                 (0, 0),
@@ -252,28 +263,28 @@ def _add_products(
             )
 
 
-def _store(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
-    """Writes the gradients of a tile of a matrix whose first row, of the contracted elements, is `first`."""
+def _store_tile_gradients(refs: MatricesRefs, first_matrix_row: Any, spec: GroupedSpec) -> None:
+    """Writes the gradients of a tile of a matrix whose first row, of the contracted elements, is `first_matrix_row`."""
     if refs.rhs_bias is not None:
         refs.rhs_bias[...] = refs.bias_acc[...]
     if refs.rhs is not None and refs.scales is None:
-        for column in range(0, refs.acc.shape[1], CHUNK):
-            strip = (slice(None), slice(column, min(refs.acc.shape[1], column + CHUNK)))
+        for column in range(0, refs.acc.shape[1], MXU_CHUNK):
+            strip = (slice(None), slice(column, min(refs.acc.shape[1], column + MXU_CHUNK)))
             refs.rhs[strip] = refs.acc[strip].astype(refs.rhs.dtype)
     if refs.scales is not None:
-        _store_scaled(refs, first, spec)
+        _store_tile_and_scale_gradients(refs, first_matrix_row, spec)
 
 
-def _store_scaled(refs: MatricesRefs, first: Any, spec: GroupedSpec) -> None:
+def _store_tile_and_scale_gradients(refs: MatricesRefs, first_matrix_row: Any, spec: GroupedSpec) -> None:
     """Writes the gradients of a tile of a matrix with scales, and of the scales."""
     total, size = refs.acc[...], spec.blocks.contracted
     if refs.rhs_scale is not None:
         partial_sums = total * refs.matrices[...].astype(jnp.float32)
         axis = 1 if spec.transposed else 0
-        partial_sums = zero_outside(partial_sums, 0, spec.contracted - first, axis)
+        partial_sums = zero_outside(partial_sums, 0, spec.contracted - first_matrix_row, axis)
         # The sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
-        ones = in_block(refs.rhs_scale.shape[0], first, size, spec)
-        refs.rhs_scale[...] = product(ones, partial_sums, (1, axis), lax.Precision.HIGHEST)
+        ones = scale_block_membership(refs.rhs_scale.shape[0], first_matrix_row, size, spec)
+        refs.rhs_scale[...] = matrix_product(ones, partial_sums, (1, axis), lax.Precision.HIGHEST)
     if refs.rhs is not None:
-        factor = factors(refs.scales[...], first, size, spec, columns_first=spec.transposed)
+        factor = spread_scales_over_tile(refs.scales[...], first_matrix_row, size, spec, columns_first=spec.transposed)
         refs.rhs[...] = (total * factor).astype(refs.rhs.dtype)

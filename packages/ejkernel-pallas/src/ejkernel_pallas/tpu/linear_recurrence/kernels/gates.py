@@ -23,9 +23,9 @@ from ejkernel_pallas.tpu.mosaic import vectors
 from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-LARGEST = 80.0
+MAX_EXPONENT = 80.0
 """The largest exponent whose exponential is finite even after the multiplications that follow."""
-ROWS = 8
+ROWS_PER_REGISTER = 8
 """Rows of a float32 register."""
 
 
@@ -106,7 +106,7 @@ class ChannelGates:
         span = self.spans[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
         row = last_row(span.since)
-        if key.shape[0] > ROWS:
+        if key.shape[0] > ROWS_PER_REGISTER:
             total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T
         else:  # steps of few tokens, which the transposition of whole states would take longest
             total = in_rows(row, state.shape[1])
@@ -151,7 +151,7 @@ def _head_gates(sums: HeadDecay) -> HeadGates:
         after = after + (widen(fine, row.shape[1]) - sums.fine_row)
         total, until = total + fine, until + (last_row(fine) - fine)
     # Above the diagonal, and between tokens of two segments, sums may have any sign: 0 times infinity would be NaN.
-    between, until = (jnp.exp(jnp.minimum(x, LARGEST)) for x in (after, until))
+    between, until = (jnp.exp(jnp.minimum(x, MAX_EXPONENT)) for x in (after, until))
     since = jnp.exp(total)
     return HeadGates(jnp.where(row >= column, between, 0.0), since, until, last_row(since))
 
@@ -183,7 +183,7 @@ def _widen_bwd(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 @with_custom_gradient(_widen_fwd, _widen_bwd, static=(1,))
 def widen(x: jax.Array, width: int) -> jax.Array:
     """Returns [C, 128], the same in every lane, as [C, width]."""
-    return vectors.widen(x, width)
+    return vectors.repeat_lanes(x, width)
 
 
 # --- one gate per channel --------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _swap_blocks_bwd(length: int, _: None, cotangent: jax.Array) -> tuple[jax.Ar
 @with_custom_gradient(_swap_blocks_fwd, _swap_blocks_bwd, static=(1,))
 def swap_blocks(x: jax.Array, length: int) -> jax.Array:
     """Returns x [C, d] with every two neighbouring blocks of `length` rows exchanged."""
-    if length >= ROWS:  # whole registers
+    if length >= ROWS_PER_REGISTER:  # whole registers
         starts = range(0, x.shape[0], length)
         parts = [x[start ^ length : (start ^ length) + length] for start in starts]
         return jnp.concatenate(parts, axis=0)
@@ -255,7 +255,7 @@ def _in_rows_bwd(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 @with_custom_gradient(_in_rows_fwd, _in_rows_bwd, static=(1,))
 def in_rows(row: jax.Array, width: int) -> jax.Array:
     """Returns [1, n] as [n, width], the same in every lane: one register a lane group is transposed, not `width`."""
-    column = jnp.broadcast_to(row, (ROWS, row.shape[1])).T[:, :1]
+    column = jnp.broadcast_to(row, (ROWS_PER_REGISTER, row.shape[1])).T[:, :1]
     return jnp.broadcast_to(column, (row.shape[1], width))
 
 

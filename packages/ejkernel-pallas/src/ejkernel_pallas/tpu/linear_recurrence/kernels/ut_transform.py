@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS, separated
+from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS_PER_REGISTER, separated
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 
@@ -57,14 +57,14 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
 
 def _seconds(x: jax.Array, length: int) -> jax.Array:
     """Returns the rows of every second block; all rows if blocks are smaller than registers."""
-    if length < ROWS:
+    if length < ROWS_PER_REGISTER:
         return x
     return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
 
 
 def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
     """Returns x minus `y`, which has the rows of `_seconds`."""
-    if length < ROWS:
+    if length < ROWS_PER_REGISTER:
         return x - y
     parts: list[jax.Array] = []
     for number, at in enumerate(range(0, x.shape[0], 2 * length)):

@@ -16,46 +16,48 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies
-from ejkernel_pallas.tpu.paged_attention.kernels.copies import Block, Item
-from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, load, load_rotary
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, WorkItem
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, load_head_group, load_rotary
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     HeadChunk,
-    Mask,
-    Rows,
+    ProductRows,
+    ScoreMask,
     key_columns,
-    masks,
+    make_score_mask,
     store_key_mask,
     update_softmax,
 )
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-HEADS = 4
+HEADS_PER_STEP = 4
 """Number of heads whose products of many rows are interleaved: enough independent products to hide the MXU's
 latency.
 """
 
 
-def run_for_row_count(small: Any, spec: PagedSpec, act: Callable[[int], None]) -> None:
-    """Calls `act` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
+def run_for_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int], None]) -> None:
+    """Calls `body` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
     tile's.
     """
     if spec.rows == spec.small_rows:
-        act(spec.small_rows)
+        body(spec.small_rows)
         return
 
-    @pl.when(small)
+    @pl.when(has_few_rows)
     def _() -> None:
-        act(spec.small_rows)
+        body(spec.small_rows)
 
-    @pl.when(jnp.logical_not(small))
+    @pl.when(jnp.logical_not(has_few_rows))
     def _() -> None:
-        act(spec.rows)
+        body(spec.rows)
 
 
-def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_slot: Any, spec: PagedSpec) -> None:
+def attend_block(
+    refs: PagedRefs, block: KeyBlock, prefetch: KeyBlock, prefetch_exists: Any, buffer_slot: Any, spec: PagedSpec
+) -> None:
     """Starts the copies of the block `prefetch`, if there is one, and attends to the chunks of `block`.
 
     If the whole block is attended, and the next block's pages begin at its first slot and are all present, copies are
@@ -75,18 +77,18 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
     first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
     end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
 
-    @pl.when(exists & jnp.logical_not(starts_between))
+    @pl.when(prefetch_exists & jnp.logical_not(starts_between))
     def _() -> None:
-        copies.start_pages(refs, prefetch, spec)
+        copies.start_page_copies(refs, prefetch, spec)
 
-    copies.wait_pages(refs, block, (first * size, end * size), spec)
+    copies.wait_for_page_copies(refs, block, (first * size, end * size), spec)
 
     if spec.whole_blocks:
         count = spec.copy_slices
-        pieces = copies.sliced_starts(refs, prefetch, exists, count, spec) if count else iter(())
+        pieces = copies.sliced_page_copy_starts(refs, prefetch, prefetch_exists, count, spec) if count else iter(())
         pl.when(in_one_step)(
-            lambda: _attend_small(
-                refs, block, buffer_slot, _chunks(block, 0, spec.chunks_per_step, False, spec), pieces, spec
+            lambda: _attend_few_rows(
+                refs, block, buffer_slot, _chunks_of_step(block, 0, spec.chunks_per_step, False, spec), pieces, spec
             )
         )
 
@@ -94,17 +96,17 @@ def attend(refs: PagedRefs, block: Block, prefetch: Block, exists: Any, buffer_s
         _attend_chunks(refs, block, buffer_slot, (pl.multiple_of(k * size, size), size // spec.chunk_kv), spec)
         return carry
 
-    loop(jnp.where(in_one_step, end, first), end, step, jnp.int32(0))
+    fori_loop(jnp.where(in_one_step, end, first), end, step, jnp.int32(0))
 
 
-def _chunks(block: Block, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
+def _chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
     """Returns the `count` chunks that one step computes, beginning at key `start` of the block."""
     item, base = block.item, block.number * spec.block_kv
     offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
     return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
 
 
-def _needs_no_mask(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
+def _needs_no_mask(item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
     """Returns whether all rows of an item attend all of the `size` keys from `key` on, so that no mask is needed."""
     last, end = item.position + item.tokens - 1, key + size
     low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
@@ -116,14 +118,16 @@ def _needs_no_mask(item: Item, key: Any, size: int, spec: PagedSpec) -> Any:
     return (key >= low) & (end <= high) & (item.missing_pages == 0)
 
 
-def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec) -> None:
+def _attend_chunks(
+    refs: PagedRefs, block: KeyBlock, buffer_slot: Any, chunks: tuple[Any, int], spec: PagedSpec
+) -> None:
     """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
     # A scalar test per chunk decides whether to mask: the mask costs more than the test.
     plain = _needs_no_mask(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def attend_few_rows(masked: bool) -> None:
-        _attend_small(refs, block, buffer_slot, _chunks(block, start, count, masked, spec), iter(()), spec)
+        _attend_few_rows(refs, block, buffer_slot, _chunks_of_step(block, start, count, masked, spec), iter(()), spec)
 
     if spec.rows == spec.small_rows:
         if not spec.whole_blocks:
@@ -133,14 +137,14 @@ def _attend_chunks(refs: PagedRefs, block: Block, buffer_slot: Any, chunks: tupl
 
     @pl.when(item.tokens * spec.group_size > spec.small_rows)
     def _() -> None:
-        _attend_large(refs, block, buffer_slot, start, spec)
+        _attend_whole_tile(refs, block, buffer_slot, start, spec)
 
     pl.when(item.tokens * spec.group_size <= spec.small_rows)(lambda: attend_few_rows(True))
 
 
-def _attend_small(
+def _attend_few_rows(
     refs: PagedRefs,
-    block: Block,
+    block: KeyBlock,
     buffer_slot: Any,
     chunks: list[KeyChunk],
     copy_starts: Iterator[Callable[[], None]],
@@ -149,22 +153,26 @@ def _attend_small(
     """Attends with few rows of all heads (decode), and calls one function of `copy_starts` after each slice that it
     loads.
     """
-    rows = Rows(buffer_slot, 0, spec.small_rows, block.item.position)
+    rows = ProductRows(buffer_slot, 0, spec.small_rows, block.item.position)
     if chunks[0].masked and spec.tokens == 1:
         store_key_mask(refs, block.item, chunks, spec)
-    chunk_masks = [masks(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
+    chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     chunk_columns = [key_columns(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // head_groups(spec)
 
     def head_group(k: Any) -> None:
         def load_tiles(at: KeyChunk, values: bool) -> list[jax.Array]:
-            return load(refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _nothing)())
+            return load_head_group(
+                refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _do_nothing)()
+            )
 
-        def head_chunks(at: KeyChunk, mask: Mask | None, columns: jax.Array | None) -> list[HeadChunk]:
+        def head_chunks(at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None) -> list[HeadChunk]:
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
             return [
-                HeadChunk(k * heads + n, rows, _one(keys, n), _one(values, n), mask, rotary, columns)
+                HeadChunk(
+                    k * heads + n, rows, _load_one_head(keys, n), _load_one_head(values, n), mask, rotary, columns
+                )
                 for n in range(heads)
             ]
 
@@ -179,25 +187,25 @@ def _attend_small(
         for start_copies in copy_starts:
             start_copies()
 
-    each(head_groups(spec), head_group)
+    for_each_index(head_groups(spec), head_group)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
-def _one(load_tiles: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
+def _load_one_head(load_tiles: Callable[[], list[jax.Array]], n: int) -> Callable[[], jax.Array]:
     """Returns a loader of head n. Several heads share words, so the first call loads all of them and later calls
     reuse them.
     """
     return lambda: load_tiles()[n]
 
 
-def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:
+def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start: Any, spec: PagedSpec) -> None:
     """Attends with a whole tile of rows (prefill). Copies each head's keys to contiguous scratch memory for its many
     products.
     """
-    (chunk,) = _chunks(block, start, 1, True, spec)
+    (chunk,) = _chunks_of_step(block, start, 1, True, spec)
     heads, item = spec.kv_heads // head_groups(spec), block.item
 
     def product(n: Any) -> None:
@@ -208,31 +216,38 @@ def _attend_large(refs: PagedRefs, block: Block, buffer_slot: Any, start: Any, s
 
         def head_group(k: Any) -> None:
             for target, values in ((refs.head_keys, False), (refs.head_values, True)):
-                for head, rows in enumerate(load(refs.buffers, k, at, spec, values=values)):
+                for head, rows in enumerate(load_head_group(refs.buffers, k, at, spec, values=values)):
                     target[k * heads + head] = rows
 
         @pl.when((at.key < item.high) & (at.key + at.size > item.low))
         def _() -> None:
-            each(head_groups(spec), head_group)
+            for_each_index(head_groups(spec), head_group)
             # In a tile with few tokens a large product would be spent mostly on rows without a token.
             plain = _needs_no_mask(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
             for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
-                pl.when(condition)(partial(_heads, refs, item, buffer_slot, at._replace(masked=masked), spec))
+                pl.when(condition)(
+                    partial(_attend_contiguous_heads, refs, item, buffer_slot, at._replace(masked=masked), spec)
+                )
 
-    each(spec.chunk_kv // spec.part_kv, product)
+    for_each_index(spec.chunk_kv // spec.part_kv, product)
 
 
-def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: PagedSpec) -> None:
+def _attend_contiguous_heads(
+    refs: PagedRefs, item: WorkItem, buffer_slot: Any, key_chunk: KeyChunk, spec: PagedSpec
+) -> None:
     """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
-    size, lookahead = (spec.row_chunk, HEADS - 1) if at.masked else (spec.row_block, 0)
+    size, lookahead = (spec.row_chunk, HEADS_PER_STEP - 1) if key_chunk.masked else (spec.row_block, 0)
     count = divide(item.tokens * spec.group_size + size - 1, size)
-    heads_per_step = next(n for n in (HEADS, 2, 1) if spec.kv_heads % n == 0)
+    heads_per_step = next(n for n in (HEADS_PER_STEP, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
     def step(k: Any) -> None:
         def rows_step(n: jax.Array, carry: jax.Array) -> jax.Array:
-            rows = Rows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
-            mask, columns = masks(refs, item, rows, at, 0, spec), key_columns(refs, item, at, spec)
+            rows = ProductRows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
+            mask, columns = (
+                make_score_mask(refs, item, rows, key_chunk, 0, spec),
+                key_columns(refs, item, key_chunk, spec),
+            )
             heads = [k * heads_per_step + head for head in range(heads_per_step)]
             update_softmax(
                 refs,
@@ -245,6 +260,6 @@ def _heads(refs: PagedRefs, item: Item, buffer_slot: Any, at: KeyChunk, spec: Pa
             )
             return carry
 
-        loop(jnp.int32(0), count, rows_step, jnp.int32(0))
+        fori_loop(jnp.int32(0), count, rows_step, jnp.int32(0))
 
-    each(spec.kv_heads // heads_per_step, step)
+    for_each_index(spec.kv_heads // heads_per_step, step)

@@ -22,10 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.loops import loop
+from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
-from ejkernel_pallas.tpu.paged_attention.plan import FIELDS
+from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 COPIES_PER_STEP = 8
@@ -35,7 +35,7 @@ predicated copy.
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class WorkItem:
     """One entry of the work list. Fields are loaded from scalar memory at each use, so that they occupy no
     registers.
     """
@@ -44,13 +44,13 @@ class Item:
     index: Any
 
     def __getattr__(self, name: str) -> Any:
-        return self.items[FIELDS.index(name) * (self.items.shape[0] // len(FIELDS)) + self.index]
+        return self.items[ITEM_FIELDS.index(name) * (self.items.shape[0] // len(ITEM_FIELDS)) + self.index]
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """A block of an item's keys: its number in the sequence, and the buffer slot that it is copied to."""
 
-    item: Item
+    item: WorkItem
     number: Any
     slot: Any
 
@@ -70,22 +70,22 @@ class Block(NamedTuple):
         return self.item.sequence * spec.entries + self.number * spec.pages
 
 
-class Cursor(NamedTuple):
+class PrefetchCursor(NamedTuple):
     """The next block to copy: its item, and its number in the sequence."""
 
     index: Any
     number: Any
 
-    def after(self, items: Any, end: Any) -> "Cursor":
+    def after(self, items: Any, end: Any) -> "PrefetchCursor":
         """Returns the block that follows, of this item or of the next; its item is `end` after the last block."""
-        item = Item(items, jnp.minimum(self.index, end - 1))
+        item = WorkItem(items, jnp.minimum(self.index, end - 1))
         has_next_block = self.number + 1 < item.end_block
         index = jnp.where(has_next_block, self.index, self.index + 1)
-        next_item = Item(items, jnp.minimum(index, end - 1))
-        return Cursor(index, jnp.where(has_next_block, self.number + 1, next_item.first_block))
+        next_item = WorkItem(items, jnp.minimum(index, end - 1))
+        return PrefetchCursor(index, jnp.where(has_next_block, self.number + 1, next_item.first_block))
 
 
-def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
+def start_page_copies(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
     """Starts the copies of a block's pages, several at a time without a branch between them."""
     first, end = block.pages(spec)
     entry, per_step = block.entry(spec), math.gcd(spec.pages, COPIES_PER_STEP)
@@ -94,14 +94,14 @@ def start_pages(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
         for page in (k * per_step + n for n in range(per_step)):
             page_id = refs.tables[entry + page]
             exists = (page >= first) & (page < end) & (page_id >= 0)
-            pl.when(exists)(functools.partial(_start, refs, block, page_id, page, spec))
+            pl.when(exists)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
         return carry
 
-    loop(divide(first, per_step), divide(end + per_step - 1, per_step), start_several, jnp.int32(0))
+    fori_loop(divide(first, per_step), divide(end + per_step - 1, per_step), start_several, jnp.int32(0))
 
 
-def sliced_starts(
-    refs: PagedRefs, block: Block, exists: Any, count: int, spec: PagedSpec
+def sliced_page_copy_starts(
+    refs: PagedRefs, block: KeyBlock, exists: Any, count: int, spec: PagedSpec
 ) -> Iterator[Callable[[], None]]:
     """Returns functions that each start some of the copies of a block's pages, if the block exists; no page may be
     missing.
@@ -114,19 +114,19 @@ def sliced_starts(
     def piece(pages: range) -> None:
         for page in pages:
             page_id = refs.tables[entry + page]
-            pl.when(page < end)(functools.partial(_start, refs, block, page_id, page, spec))
+            pl.when(page < end)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
 
     ends = [spec.pages * k // count for k in range(count + 1)]
     return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
-def _start(refs: PagedRefs, block: Block, page_id: Any, page: Any, spec: PagedSpec) -> None:
+def _start_page_copy(refs: PagedRefs, block: KeyBlock, page_id: Any, page: Any, spec: PagedSpec) -> None:
     for copy in _page_copies(refs, page_id, block.slot, page, spec):
         copy.start()
 
 
-def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: PagedSpec) -> None:
-    """Waits for a block's pages. In pages that contain some of the keys `keys`, it zeroes the keys that no row
+def wait_for_page_copies(refs: PagedRefs, block: KeyBlock, attended_keys: tuple[Any, Any], spec: PagedSpec) -> None:
+    """Waits for a block's pages. In pages that contain some of the keys `attended_keys`, it zeroes the keys that no row
     attends.
 
     VMEM that no copy has written may contain NaN, and a weight of 0 times NaN is NaN.
@@ -143,17 +143,17 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
     @pl.when(jnp.logical_not(full))
     def _() -> None:
         slots, (first, end) = spec.cache.slots, block.pages(spec)
-        _wait_each(refs, block, spec)
+        _wait_for_each_page(refs, block, spec)
         # Pages in the chunks to be computed that were not copied: before the first copied page, and after the last.
-        low = jnp.minimum(divide(keys[0], slots), first)
-        high = jnp.maximum(divide(keys[1] + slots - 1, slots), end)
+        low = jnp.minimum(divide(attended_keys[0], slots), first)
+        high = jnp.maximum(divide(attended_keys[1] + slots - 1, slots), end)
 
         def zero(k: jax.Array, carry: jax.Array) -> jax.Array:
             _zero_page(refs, block, jnp.where(k < first, k, k - first + end), spec)
             return carry
 
-        loop(low, high - end + first, zero, jnp.int32(0))
-        loop(
+        fori_loop(low, high - end + first, zero, jnp.int32(0))
+        fori_loop(
             first,
             jnp.where(first < end, first + 2, first),
             functools.partial(_zero_unattended, refs, block, spec),
@@ -161,7 +161,7 @@ def wait_pages(refs: PagedRefs, block: Block, keys: tuple[Any, Any], spec: Paged
         )
 
 
-def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
+def _wait_for_each_page(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
     """Waits for a block's pages one by one, and zeroes the missing ones."""
     entry, (first, end) = block.entry(spec), block.pages(spec)
 
@@ -177,17 +177,17 @@ def _wait_each(refs: PagedRefs, block: Block, spec: PagedSpec) -> None:
         pl.when(refs.tables[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
         return carry
 
-    loop(first, end, wait, jnp.int32(0))
-    loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero, jnp.int32(0))
+    fori_loop(first, end, wait, jnp.int32(0))
+    fori_loop(jnp.where(block.item.missing_pages == 0, end, first), end, zero, jnp.int32(0))
 
 
-def _zero_page(refs: PagedRefs, block: Block, page: Any, spec: PagedSpec) -> None:
+def _zero_page(refs: PagedRefs, block: KeyBlock, page: Any, spec: PagedSpec) -> None:
     for second, buffer in enumerate(refs.buffers):
         index = _page_index(block.slot, page, spec, bool(second))
         buffer[index] = jnp.zeros_like(buffer[index])
 
 
-def _zero_unattended(refs: PagedRefs, block: Block, spec: PagedSpec, k: Any, carry: Any) -> Any:
+def _zero_unattended(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, carry: Any) -> Any:
     """Zeroes the keys that no row attends, in the first page that is copied and in the last."""
     slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
     page = jnp.where(k == first, first, end - 1)
@@ -247,7 +247,7 @@ def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: Page
     return copies
 
 
-def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, copy: Any) -> None:
+def _query_copies(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, copy: Any) -> None:
     """Calls `copy` with slices of rows of the tile and of the array: once with a whole tile, else with `row_align`
     rows each.
     """
@@ -266,10 +266,10 @@ def _query_copies(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, copy:
             return carry
 
         count = divide(item.tokens * spec.group_size + spec.row_align - 1, spec.row_align)
-        loop(jnp.int32(0), count, part, jnp.int32(0))
+        fori_loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
-def queries(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
+def copy_queries(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
     """Starts the copy of an item's queries, or waits for it."""
 
     def act(tile: Any, rows: Any) -> None:
@@ -281,7 +281,7 @@ def queries(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bo
     _query_copies(refs, item, slot, spec, act)
 
 
-def results(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
+def copy_results(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, *, wait: bool) -> None:
     """Starts the copies of an item's output and lse, or waits for them."""
 
     def act(tile: Any, rows: Any) -> None:
@@ -295,7 +295,7 @@ def results(refs: PagedRefs, item: Item, slot: Any, spec: PagedSpec, *, wait: bo
     copy.wait() if wait else copy.start()
 
 
-def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
+def start_cache_writes(refs: PagedRefs, item: WorkItem, spec: PagedSpec) -> None:
     """Starts the copies of an item's new tokens into the cache: whole pages where tokens fill one, else single
     tokens.
     """
@@ -313,12 +313,12 @@ def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
 
         @pl.when(exists & full)
         def _() -> None:
-            for copy in _page_writes(refs, token + done, page_id, spec):
+            for copy in _page_write_copies(refs, token + done, page_id, spec):
                 copy.start()
 
         @pl.when(exists & jnp.logical_not(full))
         def _() -> None:
-            for copy in _slot_writes(refs, token + done, page_id, slot):
+            for copy in _slot_write_copies(refs, token + done, page_id, slot):
                 copy.start()
 
         page_exists = exists.astype(jnp.int32)
@@ -330,13 +330,13 @@ def start_writes(refs: PagedRefs, item: Item, spec: PagedSpec) -> None:
 
     zero = jnp.int32(0)
     _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
-    # The numbers of copies that were started, so that `wait_writes` waits for the same number of each size.
+    # The numbers of copies that were started, so that `wait_for_cache_writes` waits for the same number of each size.
     refs.write_counts[0] = pages
     refs.write_counts[1] = single_tokens
 
 
-def wait_writes(refs: PagedRefs, spec: PagedSpec) -> None:
-    """Waits for the token copies that `start_writes` started last."""
+def wait_for_cache_writes(refs: PagedRefs, spec: PagedSpec) -> None:
+    """Waits for the token copies that `start_cache_writes` started last."""
 
     def wait(copies: list[Any]) -> Any:
         def one(k: jax.Array, carry: jax.Array) -> jax.Array:
@@ -347,18 +347,18 @@ def wait_writes(refs: PagedRefs, spec: PagedSpec) -> None:
         return one
 
     zero = jnp.int32(0)
-    loop(zero, refs.write_counts[0], wait(_page_writes(refs, 0, 0, spec)), zero)
-    loop(zero, refs.write_counts[1], wait(_slot_writes(refs, 0, 0, 0)), zero)
+    fori_loop(zero, refs.write_counts[0], wait(_page_write_copies(refs, 0, 0, spec)), zero)
+    fori_loop(zero, refs.write_counts[1], wait(_slot_write_copies(refs, 0, 0, 0)), zero)
 
 
-def _page_writes(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
+def _page_write_copies(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
     return [
         pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs.tokens_written)
         for new, pages in refs.written
     ]
 
 
-def _slot_writes(refs: PagedRefs, token: Any, page: Any, slot: Any) -> list[Any]:
+def _slot_write_copies(refs: PagedRefs, token: Any, page: Any, slot: Any) -> list[Any]:
     return [
         pltpu.make_async_copy(new.at[token], pages.at[page, slot], refs.tokens_written) for new, pages in refs.written
     ]

@@ -22,11 +22,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.paged_layout import TILE
+from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
-SLICE = 128
+WORD_ROWS_PER_LOAD = 128
 """Number of word rows that are loaded before the first of them is unpacked, where heads share a product: as many as
 registers hold.
 """
@@ -54,7 +54,7 @@ class KeyChunk(NamedTuple):
     size: int
 
 
-def order(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
+def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
     """Returns the key and the head of each index of what `load` returns; the head is None if a product has a single
     head.
     """
@@ -73,11 +73,11 @@ def head_groups(spec: PagedSpec) -> int:
     """Returns the number of head groups that the kernel loops over."""
     heads = spec.kv_heads
     if spec.cache.head_major:
-        return heads // TILE if heads % TILE == 0 else 1
+        return heads // MEMORY_TILE_ROWS if heads % MEMORY_TILE_ROWS == 0 else 1
     return spec.cache.head_groups
 
 
-def load(
+def load_head_group(
     buffers: tuple[Any, ...],
     head_group: Any,
     at: KeyChunk,
@@ -107,9 +107,9 @@ def load(
     if cache.transposed:
         size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
         columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
-        return [_widen(_round_to_bfloat16(columns, spec), dtype)]
+        return [_convert_key_dtype(_round_to_bfloat16(columns, spec), dtype)]
     if spec.heads_per_product > 1:
-        rows = _all_rows(buffer, head_group, at, spec, values, between)
+        rows = _rows_of_all_words(buffer, head_group, at, spec, values, between)
         rows_of_heads = [rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=0)]
     else:
         heads = spec.kv_heads // head_groups(spec)
@@ -119,15 +119,17 @@ def load(
         elif cache.head_major:
             rows_of_heads = [buffer[at.slot, head_group * heads + n, pl.ds(at.start, at.size), :] for n in units]
         else:
-            rows_of_heads = [row for unit in units for row in _rows(buffer, head_group, unit, at, spec, values)]
+            rows_of_heads = [
+                row for unit in units for row in _rows_of_unit_heads(buffer, head_group, unit, at, spec, values)
+            ]
     size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
-    return [_widen(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
+    return [_convert_key_dtype(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
 
 
 def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Loads the rotary part [Dr, n] of keys, from a second cache."""
     columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
-    return _widen(_round_to_bfloat16(columns, spec), spec.operand)
+    return _convert_key_dtype(_round_to_bfloat16(columns, spec), spec.operand)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
@@ -136,13 +138,15 @@ def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.A
     """
     pack, pieces = spec.cache.packing, list[jax.Array]()
     for group in range(cdiv(size, LANES)):
-        flat = _as_words(buffer.at[at.slot, group], spec)
-        words = flat.reshape(-1, LANES)[pl.ds(pl.multiple_of(divide(at.start, pack), TILE), at.size // pack), :]
+        flat = _view_as_words(buffer.at[at.slot, group], spec)
+        words = flat.reshape(-1, LANES)[
+            pl.ds(pl.multiple_of(divide(at.start, pack), MEMORY_TILE_ROWS), at.size // pack), :
+        ]
         pieces.append(words if pack == 1 else pltpu.bitcast(words, buffer.dtype))
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
-def _all_rows(
+def _rows_of_all_words(
     buffer: Any, head_group: Any, at: KeyChunk, spec: PagedSpec, values: bool, between: Callable[[], None]
 ) -> list[jax.Array]:
     """Returns the rows of all words of a head group: keys or values extracted if the two share words, else as they
@@ -154,13 +158,13 @@ def _all_rows(
     cache = spec.cache
     subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
     total = at.size * (cache.words // cache.head_groups)
-    size = min(total, SLICE)
+    size = min(total, WORD_ROWS_PER_LOAD)
     groups = list[list[jax.Array]]()
     for group in range(cache.groups):
-        flat = _as_words(buffer.at[at.slot, group], spec)
+        flat = _view_as_words(buffer.at[at.slot, group], spec)
         slices = list[list[jax.Array]]()
         for start in range(0, total, size):
-            x = _span(flat, head_group, at, start, size, spec)
+            x = _load_contiguous_words(flat, head_group, at, start, size, spec)
             if cache.interleaved:
                 slices.append([_extract_subword(x, which, buffer.dtype, spec) for which in subwords])
             else:
@@ -170,25 +174,37 @@ def _all_rows(
     return _concatenate_lane_groups(groups)
 
 
-def _span(flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec) -> jax.Array:
+def _load_contiguous_words(
+    flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec
+) -> jax.Array:
     """Loads `count` words [count, lanes] of a head group, beginning with the chunk's word `first`."""
     words, head_groups = spec.cache.words, spec.cache.head_groups
     if head_groups == 1:
         start = pl.multiple_of(at.start * words, at.size * words) + first
         return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
-    tiles = flat.reshape(-1, TILE, flat.shape[-1])
-    x = tiles[pl.ds((at.start + first // TILE) * head_groups + head_group, count // TILE, stride=head_groups)]
+    tiles = flat.reshape(-1, MEMORY_TILE_ROWS, flat.shape[-1])
+    x = tiles[
+        pl.ds(
+            (at.start + first // MEMORY_TILE_ROWS) * head_groups + head_group,
+            count // MEMORY_TILE_ROWS,
+            stride=head_groups,
+        )
+    ]
     return x.reshape(count, flat.shape[-1])
 
 
-def _rows(buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool) -> list[jax.Array]:
+def _rows_of_unit_heads(
+    buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool
+) -> list[jax.Array]:
     """Returns the rows of each head of a unit, for the keys of one chunk."""
     cache, word = spec.cache, unit
     subwords = range(cache.packing)
     if cache.interleaved:
         subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
-    words_of_groups = [_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)]
+    words_of_groups = [
+        _load_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)
+    ]
     return _concatenate_lane_groups(
         [[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups]
     )
@@ -199,16 +215,16 @@ def _concatenate_lane_groups(groups: list[list[jax.Array]]) -> list[jax.Array]:
     return [x[0] if len(x) == 1 else jnp.concatenate(x, axis=1) for x in zip(*groups, strict=True)]
 
 
-def _as_words(buffer: Any, spec: PagedSpec) -> Any:
+def _view_as_words(buffer: Any, spec: PagedSpec) -> Any:
     return buffer if spec.cache.packing == 1 else buffer.bitcast(jnp.uint32)
 
 
-def _words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+def _load_words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Returns the words [n, lanes] of consecutive keys. A strided load must start at a row that is known at compile
     time.
     """
     words, chunk = spec.cache.words, at.size
-    flat = _as_words(buffer, spec)
+    flat = _view_as_words(buffer, spec)
     flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
     words_per_group = words // spec.cache.head_groups
     start = at.start * words
@@ -229,7 +245,7 @@ def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) 
     return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
 
 
-def _widen(x: jax.Array, dtype: Any) -> jax.Array:
+def _convert_key_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     """Converts to `dtype`; 8-bit elements are converted via float32, which every chip supports."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
 

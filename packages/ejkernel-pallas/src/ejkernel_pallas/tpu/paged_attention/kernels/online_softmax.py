@@ -22,25 +22,25 @@ from jax.experimental import pallas as pl
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.loops import each, loop
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
-from ejkernel_pallas.tpu.paged_attention.kernels.copies import Item
-from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, order
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
+from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, key_and_head_of_index
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, Staged
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
 
-NO_TOKEN = 2**30
+NO_TOKEN_POSITION = 2**30
 """Larger than any token index of a tile: stands for the first token that attends a key if no token does."""
-BUFFERS = 2
+STAGED_BUFFERS = 2
 """Scratch memory of parts is double buffered, so that a write need not wait for the reads of the part before."""
-SLICE = 64
+ROWS_PER_SLICE = 64
 """Number of rows of a large product that are rescaled and stored together: as many as registers hold of the
 accumulator.
 """
 
 
-class Rows(NamedTuple):
+class ProductRows(NamedTuple):
     """The query rows of one product.
 
     Attributes:
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
         return pl.ds(self.start, self.size)
 
 
-Mask = Callable[[list[jax.Array]], list[jax.Array]]
+ScoreMask = Callable[[list[jax.Array]], list[jax.Array]]
 """Masks scores, given as groups of 128 lanes [rows, 128]: sets them to -inf where a pair does not attend."""
 
 
@@ -74,10 +74,10 @@ class HeadChunk(NamedTuple):
     """
 
     head: Any
-    rows: Rows
+    rows: ProductRows
     keys: Callable[[], jax.Array]
     values: Callable[[], jax.Array]
-    mask: Mask | None
+    mask: ScoreMask | None
     rotary: Callable[[], jax.Array] | None = None
     columns: jax.Array | None = None
 
@@ -98,7 +98,7 @@ def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
     refs.acc[rows] = jnp.zeros((count, refs.acc.shape[2]), jnp.float32)
 
 
-def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: PagedSpec) -> None:
+def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec: PagedSpec) -> None:
     """Stores the additive mask of chunks for an item that has one token: -inf for masked keys."""
 
     def one(n: Any) -> None:
@@ -106,27 +106,33 @@ def store_key_mask(refs: PagedRefs, item: Item, chunks: list[KeyChunk], spec: Pa
         exists, _ = _attended_keys(refs, item, at, spec)
         refs.key_mask[pl.ds(n, 1), :] = jnp.where(exists, 0.0, -jnp.inf)
 
-    each(len(chunks), one)
+    for_each_index(len(chunks), one)
 
 
-def _attended_keys(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
+def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
     """Returns which keys of a chunk any row attends, bool [1, n], and their positions."""
-    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
+    offset, _ = key_and_head_of_index(
+        lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec
+    )
     inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
     return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
-def key_columns(refs: PagedRefs, item: Item, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
+def key_columns(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
     """Returns the positions of a chunk's keys less those of the tokens before the queries, float32 [1, n]; None if no
     term of the scores needs them.
     """
     if not spec.has_slopes:
         return None
-    offset, _ = order(lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec)
+    offset, _ = key_and_head_of_index(
+        lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec
+    )
     return (offset + (at.key - refs.contexts[item.sequence])).astype(jnp.float32)
 
 
-def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: PagedSpec) -> Mask | None:
+def make_score_mask(
+    refs: PagedRefs, item: WorkItem, rows: ProductRows, at: KeyChunk, n: int, spec: PagedSpec
+) -> ScoreMask | None:
     """Returns the mask of the n-th chunk's scores, or None if all pairs attend.
 
     The mask is recomputed for every head: there are too few mask registers to keep it between heads.
@@ -139,7 +145,9 @@ def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: P
         for start in lanes:  # lane groups from the same part of words have the same order of heads
             by_first_head.setdefault(_first_head(start, at, spec), _head_mask(rows, start, at, spec))
     if spec.keeps_limits:
-        by_first_head = {n_mask: _limit(refs, n_mask, mask, n) for n_mask, mask in enumerate(by_first_head.values())}
+        by_first_head = {
+            n_mask: _score_limit_ref(refs, n_mask, mask, n) for n_mask, mask in enumerate(by_first_head.values())
+        }
     head_masks = [by_first_head[_first_head(start, at, spec)] if by_first_head else None for start in lanes]
     if not at.masked:
         return lambda scores: list(map(_mask_scores, head_masks, scores))
@@ -158,9 +166,11 @@ def masks(refs: PagedRefs, item: Item, rows: Rows, at: KeyChunk, n: int, spec: P
         begin = divide(at.key + offset, size) * size - rows.position
         end = begin + (size - 1)
         first, last = jnp.maximum(first, begin), end if spec.left is None else jnp.minimum(last, end)
-    first = jnp.where(exists, first, NO_TOKEN)
+    first = jnp.where(exists, first, NO_TOKEN_POSITION)
     bands = list(zip(lane_groups(first), lane_groups(last), strict=True))
-    return lambda scores: [_mask_scores(_allowed(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)]
+    return lambda scores: [
+        _mask_scores(_attending_pairs(refs, rows, *x, spec), y) for x, y in zip(bands, scores, strict=True)
+    ]
 
 
 def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
@@ -172,7 +182,7 @@ def _mask_scores(mask: Any, scores: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, -jnp.inf) if isinstance(mask, jax.Array) else jnp.minimum(scores, mask[...])
 
 
-def _limit(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> Any:
+def _score_limit_ref(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> Any:
     """Returns the memory of a mask as upper limits of scores. All chunks have the same mask, which the first one
     writes.
     """
@@ -188,16 +198,16 @@ def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
     return start // (at.size * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
 
 
-def _head_mask(rows: Rows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
+def _head_mask(rows: ProductRows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Returns which keys belong to the KV head that a row's query reads."""
     shape = (rows.size, LANES)
-    _, head = order(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
+    _, head = key_and_head_of_index(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group_size // spec.heads_per_product
     assert head is not None  # there are several heads here
     return divide(row, group) == head
 
 
-def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
+def _missing_pages(refs: PagedRefs, item: WorkItem, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns which keys of a chunk are in pages that are missing from the table, int32."""
     slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
 
@@ -208,10 +218,12 @@ def _missing_pages(refs: PagedRefs, item: Item, at: KeyChunk, offset: jax.Array,
         return missing + jnp.where(inside, (page_id < 0).astype(jnp.int32), 0)
 
     count = jnp.where(item.missing_pages != 0, at.size // slots + 2, 0)
-    return loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
+    return fori_loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
-def _allowed(refs: PagedRefs, rows: Rows, first: jax.Array, last: jax.Array, spec: PagedSpec) -> jax.Array:
+def _attending_pairs(
+    refs: PagedRefs, rows: ProductRows, first: jax.Array, last: jax.Array, spec: PagedSpec
+) -> jax.Array:
     """Returns which pairs of a lane group attend, from the first and last token of the tile that attend each key."""
     shape = (rows.size, LANES)
     token = refs.row_tokens[rows.span, :]
@@ -239,13 +251,13 @@ def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spe
         refs.row_sum[rows] = jnp.broadcast_to(row_sum, (chunk.rows.size, LANES))
 
 
-def staged(rows: int, keys: int, dtype: Any) -> Staged:
+def staged_scratch(rows: int, keys: int, dtype: Any) -> Staged:
     """Returns the scratch memory of parts; `dtype` is that of weights."""
     shapes = ((keys, jnp.float32), (keys, dtype), (LANES, jnp.float32))
     return Staged(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
 
 
-def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
+def _staged_refs(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
     """Returns the scratch memory for parts of `rows` rows."""
     if rows == spec.small_rows:
         return refs.small
@@ -253,17 +265,17 @@ def _staged(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
     return refs.large
 
 
-def _slot(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
+def _double_buffer_slice(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
     """Returns the slice of a double buffer that part n uses."""
-    (rows, width), ref = shape, buffers[n % BUFFERS]
-    return ref.at[pl.ds(n // BUFFERS * rows % ref.shape[0], rows), :width]
+    (rows, width), ref = shape, buffers[n % STAGED_BUFFERS]
+    return ref.at[pl.ds(n // STAGED_BUFFERS * rows % ref.shape[0], rows), :width]
 
 
 def _store_scores(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
     s = _scores(refs, chunk, spec)
     if chunk.mask is not None:
         s = jnp.concatenate(chunk.mask(lane_groups(s)), axis=1)
-    _slot(_staged(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
+    _double_buffer_slice(_staged_refs(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
 
 
 def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
@@ -271,9 +283,9 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     rows, value = (chunk.head, chunk.rows.span, slice(None)), chunk.values()
     keys_axis = 1 if spec.cache.transposed else 0
     shape = (chunk.rows.size, value.shape[keys_axis])
-    buffers = _staged(refs, chunk.rows.size, spec)
-    scores, weights = (_slot(pair, n, shape) for pair in (buffers.scores, buffers.weights))
-    alpha = _slot(buffers.alpha, n, (chunk.rows.size, LANES))
+    buffers = _staged_refs(refs, chunk.rows.size, spec)
+    scores, weights = (_double_buffer_slice(pair, n, shape) for pair in (buffers.scores, buffers.weights))
+    alpha = _double_buffer_slice(buffers.alpha, n, (chunk.rows.size, LANES))
     before = refs.row_max[rows]
     # The maximum is taken across lane groups on the VPU first, so that the slow XLU has one reduction across lanes
     # left.
@@ -285,13 +297,13 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     refs.row_max[rows] = row_max
     alpha[...] = jnp.exp2(before - shift)
     # Scores are loaded again instead of kept in registers across the reduction, where they would spill.
-    weights_f32 = jnp.exp2(scores[...] - widen(shift, shape[1]))
+    weights_f32 = jnp.exp2(scores[...] - repeat_lanes(shift, shape[1]))
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
     weights[...] = weights_f32.astype(spec.weights)
-    _accumulate(refs, chunk, alpha, _product(weights[...], value, (1, keys_axis), spec.weights, spec))
+    _rescale_and_accumulate(refs, chunk, alpha, _product(weights[...], value, (1, keys_axis), spec.weights, spec))
 
 
-def _accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) -> None:
+def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) -> None:
     """Rescales the accumulator of a part's rows, and adds the part's product to it.
 
     The accumulator of a large product is stored at an offset that the compiler does not know. It then cannot prove that
@@ -300,15 +312,15 @@ def _accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) 
     """
     count = chunk.rows.size
     # `spans[0]`, the first item of the first core's work, is always 0, which the compiler does not know.
-    size, same = (count, 0) if count <= SMALL_PRODUCT_ROWS else (SLICE, refs.spans[0])
+    size, same = (count, 0) if count <= SMALL_PRODUCT_ROWS else (ROWS_PER_SLICE, refs.spans[0])
     for start in range(0, count, size):
         end = min(start + size, count)
         span = pl.ds(chunk.rows.start + start, end - start)
-        rescaled = widen(alpha[start:end], step.shape[1]) * refs.acc[chunk.head, span, :]
+        rescaled = repeat_lanes(alpha[start:end], step.shape[1]) * refs.acc[chunk.head, span, :]
         refs.acc[chunk.head + same, span, :] = rescaled + step[start:end]
 
 
-def write_results(refs: PagedRefs, head: Any, rows: Rows, spec: PagedSpec) -> None:
+def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec) -> None:
     """Writes output and lse of rows (the epilogue) into the buffers that are copied to HBM."""
     row_max = refs.row_max[head, rows.span, :]
     row_sum = refs.row_sum[head, rows.span, :]
@@ -321,15 +333,15 @@ def write_results(refs: PagedRefs, head: Any, rows: Rows, spec: PagedSpec) -> No
     factor = spec.value_scale / row_sum
     acc = refs.acc[head, rows.span, :]
     output = refs.output_buffer
-    output[rows.slot, head, rows.span, :] = (widen(factor, acc.shape[1]) * acc).astype(output.dtype)
+    output[rows.slot, head, rows.span, :] = (repeat_lanes(factor, acc.shape[1]) * acc).astype(output.dtype)
     for start in range(0, rows.size, LANES):
-        _as_lanes(refs.lse_buffer, lse[start : start + LANES], (rows.slot, head), rows.start + start)
+        _write_as_lanes(refs.lse_buffer, lse[start : start + LANES], (rows.slot, head), rows.start + start)
 
 
-def _as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
+def _write_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
     """Writes [n, 128], the same in every lane, as n lanes of a row, beginning at a lane that is a multiple of 128."""
     start = start if isinstance(start, int) else pl.multiple_of(start, LANES)
-    ref[(*index, slice(None), pl.ds(start, LANES))] = lane_row(x)
+    ref[(*index, slice(None), pl.ds(start, LANES))] = column_to_row(x)
 
 
 def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
@@ -351,4 +363,4 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, 
     """Returns the product of two matrices over one axis of each, in float32; for 16-bit operands it is exact in one
     pass.
     """
-    return product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)
+    return matrix_product(a, b, contract, spec.precision if jnp.dtype(dtype).itemsize == 4 else lax.Precision.DEFAULT)

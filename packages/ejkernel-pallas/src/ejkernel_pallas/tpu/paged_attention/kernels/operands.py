@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel_pallas.tpu.mosaic.paged_layout import stored
+from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
@@ -46,7 +46,7 @@ def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax
     return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
-def pack_heads(values: jax.Array, spec: PagedSpec) -> jax.Array:
+def head_values_by_row(values: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns the value of each row's query head, of values [H]: float32 [Hk, rows of a tile, 128]."""
     padded = jnp.pad(values.astype(jnp.float32), (0, spec.heads - values.shape[0]))
     rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
@@ -55,7 +55,7 @@ def pack_heads(values: jax.Array, spec: PagedSpec) -> jax.Array:
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 
 
-def pack_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
+def pack_new_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
     """Returns new tokens in the layout of the caches' slots, one array per cache; heads and lanes that are padding
     are 0.
     """
@@ -69,4 +69,4 @@ def pack_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
     rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
     padding = [(0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True)]
     rows = jnp.pad(rows, ((0, 0), *padding))
-    return (rows.reshape(-1, *stored(record)[0].shape[2:]),)
+    return (rows.reshape(-1, *caches_as_stored(record)[0].shape[2:]),)

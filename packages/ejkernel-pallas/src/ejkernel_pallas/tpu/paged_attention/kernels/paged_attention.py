@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.mosaic.loops import each, loop
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies
-from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend, run_for_row_count
-from ejkernel_pallas.tpu.paged_attention.kernels.copies import Block, Cursor, Item
-from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import Rows, init_softmax, write_results
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend_block, run_for_row_count
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, PrefetchCursor, WorkItem
+from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import ProductRows, init_softmax, write_results
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
-from ejkernel_pallas.tpu.paged_attention.spec import PREFETCH, PagedSpec
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec
 
 
-def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
+def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
     """Computes one core's part of the work list: a prologue, the main loop over items, and the copies of the last
     results.
     """
@@ -39,85 +39,89 @@ def kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
 
     @pl.when(first < end)
     def _() -> None:
-        item = Item(refs.items, first)
+        item = WorkItem(refs.items, first)
         # The first items' pages are copied right after this, so their new tokens are written first, without overlap.
         if refs.write_counts is not None:
-            loop(first, jnp.minimum(first + PREFETCH, end), partial(_write, refs, spec), jnp.int32(0))
+            fori_loop(
+                first, jnp.minimum(first + PREFETCHED_BLOCKS, end), partial(_write_new_tokens, refs, spec), jnp.int32(0)
+            )
 
         # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
-        def prefetch(slot: Any, cursor: Cursor) -> Cursor:
-            block = _block_at(refs, cursor, slot, end)
-            pl.when(cursor.index < end)(lambda: copies.start_pages(refs, block, spec))
-            pl.when(slot == 0)(lambda: copies.queries(refs, item, 0, spec, wait=False))
+        def prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
+            block = _key_block_at(refs, cursor, slot, end)
+            pl.when(cursor.index < end)(lambda: copies.start_page_copies(refs, block, spec))
+            pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
             return cursor.after(refs.items, end)
 
-        cursor = loop(jnp.int32(0), PREFETCH, prefetch, Cursor(first, item.first_block))
-        loop(first, end, lambda k, state: _item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
+        cursor = fori_loop(jnp.int32(0), PREFETCHED_BLOCKS, prefetch, PrefetchCursor(first, item.first_block))
+        fori_loop(first, end, lambda k, state: _process_item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
 
         # Output buffers alternate between two slots, so the copies of two items may still be in flight at the end.
         def drain(k: jax.Array, carry: jax.Array) -> jax.Array:
-            copies.results(refs, Item(refs.items, k), (k - first) % 2, spec, wait=True)
+            copies.copy_results(refs, WorkItem(refs.items, k), (k - first) % 2, spec, wait=True)
             return carry
 
-        loop(jnp.maximum(first, end - 2), end, drain, jnp.int32(0))
+        fori_loop(jnp.maximum(first, end - 2), end, drain, jnp.int32(0))
 
 
-def _write(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
+def _write_new_tokens(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
     """Writes an item's new tokens, and waits for the writes."""
-    copies.start_writes(refs, Item(refs.items, index), spec)
-    copies.wait_writes(refs, spec)
+    copies.start_cache_writes(refs, WorkItem(refs.items, index), spec)
+    copies.wait_for_cache_writes(refs, spec)
     return carry
 
 
-def _block_at(refs: PagedRefs, cursor: Cursor, slot: Any, end: Any) -> Block:
-    return Block(Item(refs.items, jnp.minimum(cursor.index, end - 1)), cursor.number, slot)
+def _key_block_at(refs: PagedRefs, cursor: PrefetchCursor, slot: Any, end: Any) -> KeyBlock:
+    return KeyBlock(WorkItem(refs.items, jnp.minimum(cursor.index, end - 1)), cursor.number, slot)
 
 
-def _item(
-    refs: PagedRefs, index: Any, first: Any, end: Any, state: tuple[Any, Cursor], spec: PagedSpec
-) -> tuple[Any, Cursor]:
+def _process_item(
+    refs: PagedRefs, index: Any, first: Any, end: Any, state: tuple[Any, PrefetchCursor], spec: PagedSpec
+) -> tuple[Any, PrefetchCursor]:
     """Computes an item. The state is the buffer slot of its first block, and the next block to copy."""
-    item, buffer_slot = Item(refs.items, index), (index - first) % 2
+    item, buffer_slot = WorkItem(refs.items, index), (index - first) % 2
 
     @pl.when(index + 1 < end)
     def _() -> None:
-        copies.queries(refs, Item(refs.items, index + 1), 1 - buffer_slot, spec, wait=False)
+        copies.copy_queries(refs, WorkItem(refs.items, index + 1), 1 - buffer_slot, spec, wait=False)
 
     # Item `index + PREFETCH` is the last whose first block may be copied while this item is computed (see the hazard
     # above).
-    writes = (index + PREFETCH < end) if refs.write_counts is not None else None
+    writes = (index + PREFETCHED_BLOCKS < end) if refs.write_counts is not None else None
     if writes is not None:
-        pl.when(writes)(lambda: copies.start_writes(refs, Item(refs.items, index + PREFETCH), spec))
+        pl.when(writes)(lambda: copies.start_cache_writes(refs, WorkItem(refs.items, index + PREFETCHED_BLOCKS), spec))
     small = item.tokens * spec.group_size <= spec.small_rows
-    run_for_row_count(small, spec, lambda count: each(spec.kv_heads, lambda head: init_softmax(refs, head, count)))
-    copies.queries(refs, item, buffer_slot, spec, wait=True)
+    run_for_row_count(
+        small, spec, lambda count: for_each_index(spec.kv_heads, lambda head: init_softmax(refs, head, count))
+    )
+    copies.copy_queries(refs, item, buffer_slot, spec, wait=True)
 
     # This item's output buffer is free once the results of the item two before have been copied out of it.
     @pl.when(index - first >= 2)
     def _() -> None:
-        copies.results(refs, Item(refs.items, index - 2), buffer_slot, spec, wait=True)
+        copies.copy_results(refs, WorkItem(refs.items, index - 2), buffer_slot, spec, wait=True)
 
     start, count = item.first_block, item.end_block - item.first_block
 
-    def block(k: jax.Array, state: tuple[Any, Cursor]) -> tuple[Any, Cursor]:
+    def block(k: jax.Array, state: tuple[Any, PrefetchCursor]) -> tuple[Any, PrefetchCursor]:
         slot, cursor = state
         if writes is not None:
-            pl.when(writes & (k + 1 == count))(lambda: copies.wait_writes(refs, spec))
-        prefetch = _block_at(refs, cursor, jnp.where(slot == 0, PREFETCH, slot - 1), end)
-        following = jnp.where(slot == PREFETCH, 0, slot + 1), cursor.after(refs.items, end)
-        attend(refs, Block(item, start + k, slot), prefetch, cursor.index < end, buffer_slot, spec)
+            pl.when(writes & (k + 1 == count))(lambda: copies.wait_for_cache_writes(refs, spec))
+        prefetch = _key_block_at(refs, cursor, jnp.where(slot == 0, PREFETCHED_BLOCKS, slot - 1), end)
+        following = jnp.where(slot == PREFETCHED_BLOCKS, 0, slot + 1), cursor.after(refs.items, end)
+        attend_block(refs, KeyBlock(item, start + k, slot), prefetch, cursor.index < end, buffer_slot, spec)
         return following
 
-    state = loop(jnp.int32(0), count, block, state)
+    state = fori_loop(jnp.int32(0), count, block, state)
 
-    run_for_row_count(small, spec, lambda count: _finish(refs, item, buffer_slot, count, spec))
-    copies.results(refs, item, buffer_slot, spec, wait=False)
+    run_for_row_count(small, spec, lambda count: _finish_item(refs, item, buffer_slot, count, spec))
+    copies.copy_results(refs, item, buffer_slot, spec, wait=False)
     return state
 
 
-def _finish(refs: PagedRefs, item: Item, buffer_slot: Any, count: int, spec: PagedSpec) -> None:
+def _finish_item(refs: PagedRefs, item: WorkItem, buffer_slot: Any, count: int, spec: PagedSpec) -> None:
     def head(k: Any) -> None:
         for start in range(0, count, 128):
-            write_results(refs, k, Rows(buffer_slot, start, min(128, count - start), item.position), spec)
+            write_results(refs, k, ProductRows(buffer_slot, start, min(128, count - start), item.position), spec)
 
-    each(spec.kv_heads, head)
+    for_each_index(spec.kv_heads, head)

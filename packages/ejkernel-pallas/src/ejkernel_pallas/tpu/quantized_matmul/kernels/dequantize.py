@@ -30,7 +30,7 @@ def code_table(quantized_format: Format) -> jax.Array | None:
     return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if quantized_format.mode == "nf4" else None
 
 
-def small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
+def decode_small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
     """Decodes floats of few bits, given as int32, to float32.
 
     A subnormal is computed as its mantissa times the smallest power of two, because TPUs have no float32 subnormals.
@@ -49,15 +49,15 @@ def scale_values(stored: jax.Array, quantized_format: Format) -> jax.Array:
         return stored.astype(jnp.float32)
     bits = stored.astype(jnp.int32)
     if quantized_format.integers or quantized_format.mode == "fp8":
-        return small_float(bits, 5, 10)
+        return decode_small_float(bits, 5, 10)
     if quantized_format.exponents:
         # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, since TPUs flush
         # subnormals to zero.
         return lax.bitcast_convert_type(jnp.where(bits == 255, 0x7FC00000, bits << 23), jnp.float32)
-    return small_float(bits, 4, 3)
+    return decode_small_float(bits, 4, 3)
 
 
-def spread(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
+def spread_groups_over_words(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
     """Returns the values of groups [rows, 128] for each of 128 words, beginning at word `first` of the tile."""
     word = first + lax.broadcasted_iota(jnp.int32, groups.shape, 1)
     group = lax.shift_right_logical(word, jnp.int32(spec.group_words.bit_length() - 1)) & (LANES - 1)
@@ -89,5 +89,5 @@ def code_values(
     elif codebook is not None:
         value = jnp.take_along_axis(codebook, code, axis=1, mode="promise_in_bounds")
     else:
-        value = small_float(code, *((4, 3) if bits == 8 else (2, 1)))
+        value = decode_small_float(code, *((4, 3) if bits == 8 else (2, 1)))
     return (value * factors.scales).astype(spec.operand)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel_pallas.tpu.mosaic.launch import Operand
-from ejkernel_pallas.tpu.mosaic.vectors import product, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import matrix_product, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     QuantizedRefs,
     group_factors,
@@ -60,5 +60,5 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
         for sub in subtiles(spec, row, size):
             unpack = unpacker(refs, factors, sub, tile, spec)
             for n in range(spec.codes):
-                refs.acc[n, :, sub.word : sub.word + sub.words] += product(x, unpack(n), (1, 0), spec.precision)
+                refs.acc[n, :, sub.word : sub.word + sub.words] += matrix_product(x, unpack(n), (1, 0), spec.precision)
     write_sums(refs, k == steps - 1)

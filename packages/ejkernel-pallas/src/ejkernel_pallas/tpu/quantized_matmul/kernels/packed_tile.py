@@ -26,14 +26,14 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel_pallas.tpu.mosaic.division import divide
-from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident, vmem_limit
+from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident_operand, vmem_limit_bytes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.dequantize import (
     Factors,
     code_table,
     code_values,
     scale_values,
-    spread,
+    spread_groups_over_words,
 )
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, scale_bits
 
@@ -85,7 +85,7 @@ def run_kernel(
             inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index_map)
     codebook = code_table(spec.format)
     if codebook is not None:
-        inputs["table"] = resident(codebook)
+        inputs["table"] = resident_operand(codebook)
     shape: Any = output.block
     scratch = {"acc": pltpu.VMEM(shape, jnp.float32)}
     results = launch(
@@ -100,7 +100,7 @@ def run_kernel(
             inputs=inputs,
             outputs={"output": output},
             scratch=scratch,
-            vmem_limit=vmem_limit((*inputs.values(), output), scratch),
+            vmem_limit=vmem_limit_bytes((*inputs.values(), output), scratch),
         )
     )
     return results["output"]
@@ -161,8 +161,8 @@ def unpacker(
     codebook = None if refs.table is None else jnp.broadcast_to(refs.table[...], (sub.rows, LANES))
     groups: list[tuple[jax.Array, Factors]] = []
     for lane in range(0, sub.words, LANES):
-        scales = spread(factors.scales, first + lane, spec)
-        zeros = None if factors.zeros is None else spread(factors.zeros, first + lane, spec)
+        scales = spread_groups_over_words(factors.scales, first + lane, spec)
+        zeros = None if factors.zeros is None else spread_groups_over_words(factors.zeros, first + lane, spec)
         at = sub.word + lane
         groups.append((refs.words[sub.row : sub.row + sub.rows, at : at + LANES], Factors(scales, zeros)))
     return lambda n: jnp.concatenate(

@@ -11,7 +11,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, product, zero_outside
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     QuantizedRefs,
     group_factors,
@@ -61,6 +61,6 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
             for n in range(spec.codes):
                 x = refs.x[n, :, sub.word : sub.word + sub.words]
                 x = zero_outside(x, 0, left - sub.word, 1) if ragged else x
-                total += product(x, unpack(n), (1, 1), spec.precision)
+                total += matrix_product(x, unpack(n), (1, 1), spec.precision)
             refs.acc[:, row : row + size] += total
     write_sums(refs, k == steps - 1)

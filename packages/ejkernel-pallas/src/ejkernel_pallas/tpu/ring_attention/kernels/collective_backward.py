@@ -28,9 +28,14 @@ from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention import backward as tiled_backward
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, per_query, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import query_gradient_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
+    operands,
+    per_query_operand,
+    rows_operand,
+    undo_rows_layout,
+)
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_key, pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
@@ -68,9 +73,9 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     ring = ring_of(record)
     if ring is None:
         return tiled_backward.backward(dataclasses.replace(pullback, record=as_tiled_attention(record)), config)
-    query_rows = query_rows_of(pullback)
+    query_rows = make_query_rows(pullback)
     grads = _ring_gradients(
-        RingPlan.of(record, ring), striped(query_rows, ring), config, pullback.grad_fields - {"softmax_aux"}
+        RingPlan.of(record, ring), stripe_query_rows(query_rows, ring), config, pullback.grad_fields - {"softmax_aux"}
     )
     if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(
@@ -79,19 +84,19 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 
-def query_rows_of(pullback: Pullback) -> QueryRows:
+def make_query_rows(pullback: Pullback) -> QueryRows:
     """Returns what the gradients need of every query's whole row."""
     record, cotangent = pullback.record, pullback.cotangent
     # the cotangent of padding may be anything
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    delta = tiled_backward.delta_of(products, pullback, record.q_segment_ids)
+    delta = tiled_backward.kernel_delta(products, pullback, record.q_segment_ids)
     cotangent, lse_cotangent = cotangent.astype(record.query.dtype), pullback.lse_cotangent
     return QueryRows(cotangent, pullback.output, pullback.residuals.lse, products, delta, lse_cotangent)
 
 
-def striped(query_rows: QueryRows, ring: Ring) -> QueryRows:
+def stripe_query_rows(query_rows: QueryRows, ring: Ring) -> QueryRows:
     """Returns the rows of the queries that this device computes, in the ring's layout."""
     return QueryRows(
         cotangent=ring.stripe(query_rows.cotangent, 1),
@@ -117,7 +122,7 @@ def _ring_gradients(
     staying = {name: x for name, x in zeros.items() if name not in travelling}
 
     def ring_step(source: jax.Array, load: TravellingKeys, staying: Gradients) -> tuple[TravellingKeys, Gradients]:
-        added = _step(plan, source, load, query_rows, config, grad_fields)
+        added = _gradients_of_ring_step(plan, source, load, query_rows, config, grad_fields)
         if "bias" in staying:
             keys = load["key"].shape[1]
             sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
@@ -130,7 +135,7 @@ def _ring_gradients(
     return {**collected, **stationary}
 
 
-def _step(
+def _gradients_of_ring_step(
     plan: RingPlan,
     source: jax.Array,
     load: TravellingKeys,
@@ -158,14 +163,18 @@ def _key_gradients(
 ) -> Gradients:
     fields = {name: getattr(shard, name) for name in sorted(grad_fields)}
     shapes = {f"d{name}": _float32(x) for name, x in fields.items()}
-    results = launch(keys_call("ejkernel_ring_backward_keys", table, inputs_of(shard, query_rows, spec), shapes, spec))
-    return {name: unrows(results[f"d{name}"], x.shape) for name, x in fields.items()}
+    results = launch(
+        key_gradients_call(
+            "ejkernel_ring_backward_keys", table, ring_step_operands(shard, query_rows, spec), shapes, spec
+        )
+    )
+    return {name: undo_rows_layout(results[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
 def _query_gradient(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any) -> jax.Array:
-    inputs, shape = inputs_of(shard, query_rows, spec), _float32(shard.query)
-    results = launch(queries_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
-    return unrows(results["dquery"], shape.shape)
+    inputs, shape = ring_step_operands(shard, query_rows, spec), _float32(shard.query)
+    results = launch(query_gradient_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
+    return undo_rows_layout(results["dquery"], shape.shape)
 
 
 def _bias_gradient(
@@ -183,13 +192,13 @@ def _bias_gradient(
     return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
 
 
-def inputs_of(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
+def ring_step_operands(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
     """Returns the operands of a ring step: its keys, and its queries' rows."""
     lse = query_rows.lse
     return operands(shard, spec) | {
-        "cotangent": rows(query_rows.cotangent, spec.block_q),
-        "shift": per_query(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
-        "delta": per_query(query_rows.delta, spec),
+        "cotangent": rows_operand(query_rows.cotangent, spec.block_q),
+        "shift": per_query_operand(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
+        "delta": per_query_operand(query_rows.delta, spec),
     }
 
 

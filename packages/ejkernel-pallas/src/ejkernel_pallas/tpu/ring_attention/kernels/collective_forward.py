@@ -13,10 +13,15 @@ from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardR
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.tiled_attention import forward as tiled_forward
 from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import scratch
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, per_query, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import forward_scratch
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
+    operands,
+    per_query_operand,
+    rows_operand,
+    undo_rows_layout,
+)
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
-from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import Distinct, current_entry
+from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import DistinctRowsAndHeads, current_entry
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
@@ -53,17 +58,17 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 
 def _attend(shard: TiledAttention, spec: TiledSpec, table: Any, state: State) -> State:
     """Returns the state updated with the keys of a ring step."""
-    results = states(state, spec)
+    results = state_operands(state, spec)
     inputs = operands(shard, spec) | {f"{name}_before": x for name, x in results.items()}
-    scratch_memory, name = scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
+    scratch_memory, name = forward_scratch(spec, shard.value.dtype), "ejkernel_ring_forward"
     results = launch(pairs_call(name, _kernel, RingForwardRefs, table, spec, inputs, results, scratch_memory))
-    return unrows(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
+    return undo_rows_layout(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
 
 
-def states(state: State, spec: TiledSpec) -> dict[str, Operand]:
+def state_operands(state: State, spec: TiledSpec) -> dict[str, Operand]:
     """Returns output and lse as operands that kernels read and write."""
-    return {"output": rows(state[0], spec.block_q), "lse": per_query(state[1], spec)}
+    return {"output": rows_operand(state[0], spec.block_q), "lse": per_query_operand(state[1], spec)}
 
 
-def _kernel(refs: RingForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+def _kernel(refs: RingForwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
     continue_softmax(current_entry(refs.table, distinct), refs, spec)

@@ -19,21 +19,27 @@ from ejkernel_pallas.tpu.ring_attention.kernels import collective_backward, remo
 from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
     Gradients,
     QueryRows,
-    inputs_of,
-    query_rows_of,
-    striped,
+    make_query_rows,
+    ring_step_operands,
+    stripe_query_rows,
     unstriped_gradient,
 )
 from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import keys_kernel
-from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import queries_kernel
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows, rows, unrows
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_kernel
+from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dq import query_gradient_kernel
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows_operand, rows_operand, undo_rows_layout
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import backward_scratch
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import current_entry
-from ejkernel_pallas.tpu.tiled_attention.plan import LAST, key_tile, pairs_by_key, pairs_by_query, query_tile
+from ejkernel_pallas.tpu.tiled_attention.plan import (
+    LAST_PAIR_FLAG,
+    key_tile_of_entry,
+    pairs_by_key,
+    pairs_by_query,
+    query_tile_of_entry,
+)
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
@@ -50,8 +56,8 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     record, ring = pullback.record, ring_of(pullback.record)
     if ring is None or not pullback.grad_fields >= {"query", "key", "value"}:
         return collective_backward.backward(pullback, config)
-    query_rows = query_rows_of(pullback)
-    plan, shard_rows = RingPlan.of(record, ring), striped(query_rows, ring)
+    query_rows = make_query_rows(pullback)
+    plan, shard_rows = RingPlan.of(record, ring), stripe_query_rows(query_rows, ring)
     local_load = travelling_keys_of(plan.record)
     shard = plan.shard(lax.axis_index(ring.axis_name), local_load)
     # Loads come from one direction and then from the other. Gradients of queries stay on the device; the second
@@ -71,7 +77,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
 
-class Sweep(NamedTuple):
+class GradientPass(NamedTuple):
     """One of the two passes over a load's tiles: the one that accumulates for queries, or the one for keys.
 
     Attributes:
@@ -118,25 +124,33 @@ class TableSlice(NamedTuple):
         return self.table[self.start + at]
 
 
-def _sweeps(
+def _make_gradient_passes(
     plan: RingPlan, shard: TiledAttention, query_rows: QueryRows, config: TpuBackward, ring_steps: range
-) -> tuple[Sweep, Sweep]:
+) -> tuple[GradientPass, GradientPass]:
     key_blocks, query_blocks = backward_blocks(config)
     spec = plan.spec(shard, query_blocks)
     zeros = {
         name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
     }
-    pair_table = remote_call.tables(plan, spec, shard, ring_steps, pairs_by_query)
-    results = {"dquery": rows(zeros["q"], spec.block_q)}
+    pair_table = remote_call.pair_tables(plan, spec, shard, ring_steps, pairs_by_query)
+    results = {"dquery": rows_operand(zeros["q"], spec.block_q)}
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
-    queries = Sweep(spec, inputs_of(shard, query_rows, spec), results, pair_table, 0, scratch_memory, queries_kernel)
+    queries = GradientPass(
+        spec, ring_step_operands(shard, query_rows, spec), results, pair_table, 0, scratch_memory, query_gradient_kernel
+    )
     spec = plan.spec(shard, key_blocks, by_key=True)
-    results = {"dkey": kv_rows(zeros["k"], spec), "dvalue": kv_rows(zeros["v"], spec)}
+    results = {"dkey": kv_rows_operand(zeros["k"], spec), "dvalue": kv_rows_operand(zeros["v"], spec)}
     after = pair_table.size
-    pair_table = remote_call.tables(plan, spec, shard, ring_steps, pairs_by_key)
+    pair_table = remote_call.pair_tables(plan, spec, shard, ring_steps, pairs_by_key)
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
-    return queries, Sweep(
-        spec, inputs_of(shard, query_rows, spec), results, pair_table, after, scratch_memory, keys_kernel
+    return queries, GradientPass(
+        spec,
+        ring_step_operands(shard, query_rows, spec),
+        results,
+        pair_table,
+        after,
+        scratch_memory,
+        key_gradients_kernel,
     )
 
 
@@ -151,12 +165,14 @@ def _one_direction(
     """Returns gradients of queries, keys and values from the loads of one direction, those of keys back at their own
     device.
     """
-    queries, keys = _sweeps(plan, shard, query_rows, config, ring_steps)
+    queries, keys = _make_gradient_passes(plan, shard, query_rows, config, ring_steps)
     if query is not None:
-        queries = queries._replace(results={"dquery": rows(query, queries.spec.block_q)})
+        queries = queries._replace(results={"dquery": rows_operand(query, queries.spec.block_q)})
     inputs, results = queries.inputs, queries.results | keys.results
     route = remote_call.route_of(plan.ring, ring_steps, inputs, carried_gradients=("dkey", "dvalue"))
-    slots = remote_call.slots_of(route.load, inputs) | remote_call.slots_of(route.carried_gradients, results)
+    slots = remote_call.slot_buffers_of(route.load, inputs) | remote_call.slot_buffers_of(
+        route.carried_gradients, results
+    )
     scratch_memory = {sweep.prefix + name: x for sweep in (queries, keys) for name, x in sweep.scratch.items()}
     results = launch(
         KernelCall(
@@ -167,8 +183,8 @@ def _one_direction(
                 "table": jnp.concatenate([queries.pair_table.reshape(-1), keys.pair_table.reshape(-1)]),
                 "neighbours": remote_call.neighbours(plan.ring, ring_steps),
             },
-            inputs=remote_call.in_hbm(inputs | {"dquery_before": results["dquery"]} | keys.results),
-            outputs=remote_call.in_hbm(queries.results) | slots,
+            inputs=remote_call.hbm_operands(inputs | {"dquery_before": results["dquery"]} | keys.results),
+            outputs=remote_call.hbm_operands(queries.results) | slots,
             scratch=scratch_memory | route.scratch(),
             aliases={"dquery_before": "dquery"},
             pipelines=True,
@@ -178,22 +194,24 @@ def _one_direction(
     # The slot where the last hop left its gradients.
     last = (len(ring_steps) - 1) % 2
     pairs = (("dkey_slots", shard.key), ("dvalue_slots", shard.value))
-    carried_gradients = (unrows(results[name][last], like.shape) for name, like in pairs)
+    carried_gradients = (undo_rows_layout(results[name][last], like.shape) for name, like in pairs)
     # One more shift brings the gradients to the device whose keys they belong to.
-    return unrows(results["dquery"], shard.query.shape), *plan.ring.shift(tuple(carried_gradients), -ring_steps[-1])
+    return undo_rows_layout(results["dquery"], shard.query.shape), *plan.ring.shift(
+        tuple(carried_gradients), -ring_steps[-1]
+    )
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: Sweep, keys: Sweep) -> None:
+def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: GradientPass, keys: GradientPass) -> None:
     def work(number: Any, load: Arrays) -> None:
-        _run_sweep(queries, queries.table_slice(refs.table, number), refs, load)
+        _run_gradient_pass(queries, queries.table_slice(refs.table, number), refs, load)
 
     def collect(number: Any, load: Arrays) -> None:
-        _run_sweep(keys, keys.table_slice(refs.table, number), refs, load)
+        _run_gradient_pass(keys, keys.table_slice(refs.table, number), refs, load)
 
     route.for_each_load(refs.load, refs.carried_gradients, work, collect)
 
 
-def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:
+def _run_gradient_pass(sweep: GradientPass, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:
     """Runs one pass over a load's tiles in a pipeline that prefetches the next tiles, and adds to the results in
     place.
     """
@@ -203,20 +221,22 @@ def _run_sweep(sweep: Sweep, page: TableSlice, refs: remote_call.RemoteRefs, loa
 
     def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
         at = page[(b if sweep.distinct[0] else 0) * steps + step]
-        return b, h * spec.group_size + member[0] if member else h, query_tile(at), key_tile(at)
+        return b, h * spec.group_size + member[0] if member else h, query_tile_of_entry(at), key_tile_of_entry(at)
 
     def tile(named: Arrays) -> None:
         # Earlier values are added when a tile is finished, so the kernels are those of a single device.
         before = {name: named.pop(f"{name}_before") for name in sweep.results}
         sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
-        last = (current_entry(page, sweep.distinct) & LAST) != 0
-        _add_before(named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.by_key else last)
+        last = (current_entry(page, sweep.distinct) & LAST_PAIR_FLAG) != 0
+        _add_earlier_contributions(
+            named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.by_key else last
+        )
 
     grid = (sweep.inputs["query"].array.shape[0], *heads)
     remote_call.run_pipeline(tile, refs, load, (sweep.inputs, sweep.results), grid, where)
 
 
-def _add_before(named: Arrays, before: Arrays, done: Any) -> None:
+def _add_earlier_contributions(named: Arrays, before: Arrays, done: Any) -> None:
     """Adds what earlier loads or devices contributed to what the kernel has just written."""
 
     @pl.when(done)

@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Cha
 from ejkernel_pallas.tpu.ring_attention.plan import PairLister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
-MAX_PAIRS = 2**16
+MAX_TABLE_PAIRS = 2**16
 """The largest number of tile pairs of all loads; scalar memory has room for their table."""
 
 Operands = dict[str, Operand]
@@ -59,7 +59,7 @@ class RemoteRefs:
         return cls(table=table, load=load, carried_gradients=carried_gradients, arrays=named, scratch=scratch_memory)
 
 
-def slots_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
+def slot_buffers_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
     """Returns the slots of the arrays that travel."""
     arrays = {name: inputs[name].array for name in lane.names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
@@ -79,7 +79,7 @@ def remote_options(ring: Ring, ring_steps: range) -> dict[str, Any]:
     return {"has_side_effects": True, "collective_id": number}
 
 
-def in_hbm(operands: dict[str, Operand]) -> dict[str, Operand]:
+def hbm_operands(operands: dict[str, Operand]) -> dict[str, Operand]:
     """Returns the arrays as operands in HBM, from which the kernel's own pipelines copy blocks."""
     return {name: Operand(x.array) for name, x in operands.items()}
 
@@ -114,7 +114,7 @@ def run_pipeline(
     )(*(arrays[name] for name in names))
 
 
-def tables(
+def pair_tables(
     plan: RingPlan, spec: TiledSpec, shard: TiledAttention, ring_steps: range, list_pairs: PairLister
 ) -> jax.Array:
     """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
@@ -142,8 +142,8 @@ def tables(
         )
 
     listed = jnp.asarray(jax.vmap(of)(sources))
-    if listed.size > MAX_PAIRS:
-        raise ValueError(f"tiles: {listed.size} tile pairs, wants at most {MAX_PAIRS}: choose larger tiles")
+    if listed.size > MAX_TABLE_PAIRS:
+        raise ValueError(f"tiles: {listed.size} tile pairs, wants at most {MAX_TABLE_PAIRS}: choose larger tiles")
     return listed
 
 

@@ -163,15 +163,15 @@ class RingDirection:
             # Copies look the same at both ends: the receiving semaphore belongs to the slot that the load arrives in.
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
             _when(later & has_more, lambda: signal_free_slot(load))
-            _send(load, slot, has_more, later)
+            _start_sending(load, slot, has_more, later)
             here = load.at(slot)
             # The load is being sent to the next device meanwhile: both only read it.
             work(number, here)
             if carried_gradients is not None:
-                _when(later, functools.partial(_receive, carried_gradients, slot))
+                _when(later, functools.partial(_wait_for_load, carried_gradients, slot))
                 _when(later & has_more, functools.partial(signal_free_slot, carried_gradients))
                 collect(number, {**here, **carried_gradients.at(slot)})
-                _send(carried_gradients, slot, has_more, later)
+                _start_sending(carried_gradients, slot, has_more, later)
             # Hazard: the previous device writes this slot next, so the send from it must have finished.
             _when(has_more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
@@ -202,13 +202,13 @@ def wait_free_slot(refs: ChannelRefs) -> None:
     pl.semaphore_wait(refs.slot_free, 1)
 
 
-def _send(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> None:
+def _start_sending(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> None:
     """Starts the copies to the next device, once it has a free slot."""
     _when(later & has_more, lambda: wait_free_slot(refs))
     _when(has_more, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
-def _receive(refs: ChannelRefs, slot: Any) -> None:
+def _wait_for_load(refs: ChannelRefs, slot: Any) -> None:
     """Waits until the previous cargo has been sent, which frees its slot, and until this load's cargo has arrived."""
     for copy in refs.copies(1 - slot):
         copy.wait()

@@ -16,14 +16,14 @@ from ejkernel.families.ring_attention.schedule import ring_of, travelling_keys_o
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.kernels import remote_call
-from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import State, states
+from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import State, state_operands
 from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
 from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
 from ejkernel_pallas.tpu.tiled_attention.kernels import flash_forward
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, unrows
-from ejkernel_pallas.tpu.tiled_attention.plan import key_tile, pairs_by_query, query_tile
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import operands, undo_rows_layout
+from ejkernel_pallas.tpu.tiled_attention.plan import key_tile_of_entry, pairs_by_query, query_tile_of_entry
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
@@ -54,12 +54,12 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
 def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state: State, ring_steps: range) -> State:
     """Returns the state updated with the loads of one direction, the first of which is `shard`'s."""
     pair_table, inputs, results = (
-        remote_call.tables(plan, spec, shard, ring_steps, pairs_by_query),
+        remote_call.pair_tables(plan, spec, shard, ring_steps, pairs_by_query),
         operands(shard, spec),
-        states(state, spec),
+        state_operands(state, spec),
     )
     route = remote_call.route_of(plan.ring, ring_steps, inputs)
-    scratch = flash_forward.scratch(spec, shard.value.dtype)
+    scratch = flash_forward.forward_scratch(spec, shard.value.dtype)
     work = _AttendToShard(spec=spec, inputs=inputs, results=results, pair_table=pair_table.shape)
     results = launch(
         KernelCall(
@@ -67,15 +67,15 @@ def _one_direction(plan: RingPlan, spec: TiledSpec, shard: TiledAttention, state
             kernel=functools.partial(_kernel, route=route, work=work),
             refs=functools.partial(remote_call.RemoteRefs.of, route, tuple(scratch)),
             tables={"table": pair_table.reshape(-1), "neighbours": remote_call.neighbours(plan.ring, ring_steps)},
-            inputs=remote_call.in_hbm(inputs | {f"{name}_before": x for name, x in results.items()}),
-            outputs=remote_call.in_hbm(results) | remote_call.slots_of(route.load, inputs),
+            inputs=remote_call.hbm_operands(inputs | {f"{name}_before": x for name, x in results.items()}),
+            outputs=remote_call.hbm_operands(results) | remote_call.slot_buffers_of(route.load, inputs),
             scratch=scratch | route.scratch(),
             aliases={f"{name}_before": name for name in results},
             pipelines=True,
             options=remote_call.remote_options(plan.ring, ring_steps),
         )
     )
-    return unrows(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
+    return undo_rows_layout(results["output"], state[0].shape), results["lse"].reshape(state[1].shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class _AttendToShard:
 
         def where(b: Any, h: Any, step: Any) -> Any:
             at = entry(b, step)
-            return b, h, query_tile(at), key_tile(at)
+            return b, h, query_tile_of_entry(at), key_tile_of_entry(at)
 
         def tile(named: Arrays) -> None:
             blocks = RingForwardRefs(table=refs.table, **named, **refs.scratch)

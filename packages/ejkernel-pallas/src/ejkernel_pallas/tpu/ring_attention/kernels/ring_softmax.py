@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.vectors import column, widen
+from ejkernel_pallas.tpu.mosaic.vectors import repeat_lanes, row_to_column
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_forward import update_softmax, whole_row_sum
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import for_each_chunk
-from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
@@ -42,19 +42,19 @@ def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None
         spec: The kernel's constants.
     """
 
-    @pl.when((entry & FIRST) != 0)
+    @pl.when((entry & FIRST_PAIR_FLAG) != 0)
     def _() -> None:
-        _begin(refs, spec)
+        _load_earlier_state(refs, spec)
 
     for_each_chunk(entry, spec, lambda at: update_softmax(refs, at))
 
-    @pl.when((entry & LAST) != 0)
+    @pl.when((entry & LAST_PAIR_FLAG) != 0)
     def _() -> None:
-        _finish(refs, spec)
+        _store_normalised_state(refs, spec)
 
 
-def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
-    lse = column(refs.lse_before[...])
+def _load_earlier_state(refs: RingForwardRefs, spec: TiledSpec) -> None:
+    lse = row_to_column(refs.lse_before[...])
     has_keys = lse > -jnp.inf
     if not spec.sums_on_mxu:  # row_sum has a partial sum per lane, so only one lane gets the 1
         has_keys = has_keys & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
@@ -64,10 +64,10 @@ def _begin(refs: RingForwardRefs, spec: TiledSpec) -> None:
     refs.acc[...] = refs.output_before[...]
 
 
-def _finish(refs: RingForwardRefs, spec: TiledSpec) -> None:
+def _store_normalised_state(refs: RingForwardRefs, spec: TiledSpec) -> None:
     refs.row_sum[...] = row_sum = whole_row_sum(refs, spec, slice(None))
     has_keys = row_sum > 0.0
     lse = (refs.row_max[...] + jnp.log2(jnp.where(has_keys, row_sum, 1.0))) * (1.0 / LOG2E)
     refs.lse[...] = jnp.where(has_keys, lse, -jnp.inf).T[:1]
     factor = 1.0 / jnp.where(refs.row_sum[...] > 0.0, refs.row_sum[...], 1.0)
-    refs.output[...] = refs.acc[...] * widen(factor, refs.acc.shape[1])
+    refs.output[...] = refs.acc[...] * repeat_lanes(factor, refs.acc.shape[1])

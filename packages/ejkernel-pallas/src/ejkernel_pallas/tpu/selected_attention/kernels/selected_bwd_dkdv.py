@@ -6,13 +6,13 @@ for every item:   dv += p^T do,  dk += ds^T q
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.mosaic.vectors import product
+from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
 from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dq import score_stages
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
     Item,
     SelectedRefs,
     for_each_item,
-    gather,
+    gather_token_rows,
     spread_statistics,
 )
 from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
@@ -35,8 +35,10 @@ def selected_bwd_dkdv(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
 
     def accumulate(item: Item) -> None:
         # The rows of the dummy are another query's, with weights of 0.
-        query, cotangent = (gather(x, item.queries(spec)).astype(spec.dtype) for x in (refs.query, refs.cotangent))
-        refs.dvalue[item.part] += product(refs.weights[...], cotangent, (0, 0), spec.precision)
-        refs.dkey[item.part] += product(refs.dscores[...], query, (0, 0), spec.precision) * spec.scale
+        query, cotangent = (
+            gather_token_rows(x, item.queries(spec)).astype(spec.dtype) for x in (refs.query, refs.cotangent)
+        )
+        refs.dvalue[item.part] += matrix_product(refs.weights[...], cotangent, (0, 0), spec.precision)
+        refs.dkey[item.part] += matrix_product(refs.dscores[...], query, (0, 0), spec.precision) * spec.scale
 
     for_each_item(refs, spec, key_tile, (*score_stages(refs, spec), accumulate))

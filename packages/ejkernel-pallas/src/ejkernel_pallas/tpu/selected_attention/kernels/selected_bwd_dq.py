@@ -8,15 +8,15 @@ import functools
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.mosaic.vectors import product, widen
+from ejkernel_pallas.tpu.mosaic.vectors import matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
     Item,
     SelectedRefs,
     Stage,
-    attended,
+    attended_keys,
     for_each_item,
-    gather,
-    scatter,
+    gather_token_rows,
+    scatter_token_rows,
     spread_statistics,
 )
 from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
@@ -32,8 +32,8 @@ def selected_bwd_dq(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
         spread_statistics(refs, spec)
 
     def accumulate(item: Item) -> None:
-        dquery = product(refs.dscores[...], refs.key[item.part], (1, 0), spec.precision)
-        scatter(refs.acc, item.tokens, gather(refs.acc, item.tokens) + dquery)
+        dquery = matrix_product(refs.dscores[...], refs.key[item.part], (1, 0), spec.precision)
+        scatter_token_rows(refs.acc, item.tokens, gather_token_rows(refs.acc, item.tokens) + dquery)
 
     for_each_item(refs, spec, key_tile, (*score_stages(refs, spec), accumulate))
 
@@ -46,22 +46,24 @@ def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[Stage, Stage]:
     """Returns the first two stages of an item: its scores and the gradients of its weights, and then its weights and
     the gradients of its scores, without the scale.
     """
-    return functools.partial(_products, refs, spec), functools.partial(_score_gradients, refs, spec)
+    return functools.partial(_score_and_weight_gradient_products, refs, spec), functools.partial(
+        _score_gradients, refs, spec
+    )
 
 
-def _products(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _score_and_weight_gradient_products(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
     queries = item.queries(spec)
-    query, cotangent = (gather(x, queries).astype(spec.dtype) for x in (refs.query, refs.cotangent))
-    refs.scores[...] = product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
-    refs.dweights[...] = product(cotangent, refs.value[item.part], (1, 1), spec.precision)
+    query, cotangent = (gather_token_rows(x, queries).astype(spec.dtype) for x in (refs.query, refs.cotangent))
+    refs.scores[...] = matrix_product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
+    refs.dweights[...] = matrix_product(cotangent, refs.value[item.part], (1, 1), spec.precision)
 
 
 def _score_gradients(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
-    queries, mask = item.queries(spec), attended(item, spec)
+    queries, mask = item.queries(spec), attended_keys(item, spec)
     # A choice and no product: weights of masked keys, and of the query that the dummy stands for, may be infinite.
-    weights = jnp.exp2(refs.scores[...] - widen(gather(refs.lse_rows, queries), spec.keys))
+    weights = jnp.exp2(refs.scores[...] - repeat_lanes(gather_token_rows(refs.lse_rows, queries), spec.keys))
     weights = jnp.where(mask, weights, 0.0)
-    dscores = weights * (refs.dweights[...] - widen(gather(refs.delta_rows, queries), spec.keys))
+    dscores = weights * (refs.dweights[...] - repeat_lanes(gather_token_rows(refs.delta_rows, queries), spec.keys))
     refs.dscores[...] = jnp.where(mask, dscores, 0.0).astype(spec.dtype)
     if refs.weights is not None:
         refs.weights[...] = weights.astype(spec.dtype)

@@ -19,15 +19,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_row, product, widen
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
     Item,
     SelectedRefs,
-    attended,
+    attended_keys,
     for_each_item,
     for_each_row_group,
-    gather,
-    scatter,
+    gather_token_rows,
+    scatter_token_rows,
 )
 from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
 
@@ -42,50 +42,50 @@ def selected_fwd(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
         refs.row_sum[...] = jnp.zeros_like(refs.row_sum)
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
-    stages = (_score, _update_softmax, _accumulate)
+    stages = (_compute_scores, _update_softmax, _accumulate)
     first, second, third = (functools.partial(stage, refs, spec) for stage in stages)
     for_each_item(refs, spec, key_tile, (first, second, third))
 
     @pl.when(key_tile == spec.key_tiles - 1)
     def _() -> None:
-        for_each_row_group(spec, lambda n, tokens: _write(refs, spec, n, tokens))
+        for_each_row_group(spec, lambda n, tokens: _write_results(refs, spec, n, tokens))
 
 
-def _score(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _compute_scores(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
     """Computes the masked scores of an item."""
-    query = gather(refs.query, item.queries(spec)).astype(spec.dtype)
-    s = product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
-    refs.scores[...] = jnp.where(attended(item, spec), s, -jnp.inf)
+    query = gather_token_rows(refs.query, item.queries(spec)).astype(spec.dtype)
+    s = matrix_product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
+    refs.scores[...] = jnp.where(attended_keys(item, spec), s, -jnp.inf)
 
 
 def _update_softmax(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
     """Updates the running maximum and sum of the queries of an item."""
-    s, before = refs.scores[...], gather(refs.row_max, item.tokens)
+    s, before = refs.scores[...], gather_token_rows(refs.row_max, item.tokens)
     # The rows of the dummy have no key, and become NaN, which nothing reads.
     row_max = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-    alpha, weights = jnp.exp2(before - row_max), jnp.exp2(s - widen(row_max, spec.keys))
-    row_sum = widen(alpha, spec.keys) * gather(refs.row_sum, item.tokens) + weights
-    scatter(refs.row_max, item.tokens, row_max)
-    scatter(refs.row_sum, item.tokens, row_sum)
+    alpha, weights = jnp.exp2(before - row_max), jnp.exp2(s - repeat_lanes(row_max, spec.keys))
+    row_sum = repeat_lanes(alpha, spec.keys) * gather_token_rows(refs.row_sum, item.tokens) + weights
+    scatter_token_rows(refs.row_max, item.tokens, row_max)
+    scatter_token_rows(refs.row_sum, item.tokens, row_sum)
     refs.weights[...] = weights.astype(spec.dtype)
     refs.alpha[...] = alpha
 
 
 def _accumulate(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
     """Adds the weighted values of an item to the accumulators of its queries."""
-    weighted = product(refs.weights[...], refs.value[item.part], (1, 0), spec.precision)
-    acc = widen(refs.alpha[...], spec.value_width) * gather(refs.acc, item.tokens) + weighted
-    scatter(refs.acc, item.tokens, acc)
+    weighted = matrix_product(refs.weights[...], refs.value[item.part], (1, 0), spec.precision)
+    acc = repeat_lanes(refs.alpha[...], spec.value_width) * gather_token_rows(refs.acc, item.tokens) + weighted
+    scatter_token_rows(refs.acc, item.tokens, acc)
 
 
-def _write(refs: SelectedRefs, spec: SelectedSpec, n: jax.Array, tokens: jax.Array) -> None:
+def _write_results(refs: SelectedRefs, spec: SelectedSpec, n: jax.Array, tokens: jax.Array) -> None:
     """Writes the output and lse of 128 rows."""
     row_max = refs.row_max[tokens].reshape(LANES, LANES)
     row_sum = jnp.sum(refs.row_sum[tokens].reshape(LANES, spec.keys), axis=1, keepdims=True)
     row_sum = jnp.broadcast_to(row_sum, (LANES, LANES))
     acc = refs.acc[tokens].reshape(LANES, spec.value_width)
-    output = acc / widen(jnp.where(row_sum > 0.0, row_sum, 1.0), spec.value_width)
+    output = acc / repeat_lanes(jnp.where(row_sum > 0.0, row_sum, 1.0), spec.value_width)
     refs.output[tokens] = output.reshape(-1, spec.rows, spec.value_width).astype(refs.output.dtype)
-    row_max, row_sum = lane_row(jnp.where(row_sum > 0.0, row_max, 0.0)), lane_row(row_sum)
+    row_max, row_sum = column_to_row(jnp.where(row_sum > 0.0, row_max, 0.0)), column_to_row(row_sum)
     lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
     refs.lse[pl.ds(n, 1), :] = jnp.where(row_sum > 0.0, lse, -jnp.inf)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.loops import loop
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, column
+from ejkernel_pallas.tpu.mosaic.loops import fori_loop
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, row_to_column
 from ejkernel_pallas.tpu.selected_attention.config import header_words
 from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
 
@@ -111,7 +111,7 @@ def for_each_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages:
             stages[delay](_load_item(refs, spec, key_tile, n - delay))
         return carry
 
-    loop(refs.work[0, key_tile], refs.work[0, key_tile + 1], step, jnp.int32(0))
+    fori_loop(refs.work[0, key_tile], refs.work[0, key_tile + 1], step, jnp.int32(0))
 
 
 def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) -> Item:
@@ -124,19 +124,19 @@ def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) ->
     return Item(part, tokens, [lax.shift_right_logical(entry, jnp.int32(TOKEN_BITS)) for entry in entries])
 
 
-def gather(ref: Ref, tokens: list[Any]) -> jax.Array:
+def gather_token_rows(ref: Ref, tokens: list[Any]) -> jax.Array:
     """Returns the rows of some tokens, [tokens * rows, n]."""
     return jnp.concatenate([ref[token] for token in tokens], axis=0)
 
 
-def scatter(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
+def scatter_token_rows(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
     """Stores the rows of some tokens. No query is twice among the readers of a part."""
     rows = x.shape[0] // len(tokens)
     for n, token in enumerate(tokens):
         ref[token] = x[n * rows : (n + 1) * rows]
 
 
-def attended(item: Item, spec: SelectedSpec) -> jax.Array:
+def attended_keys(item: Item, spec: SelectedSpec) -> jax.Array:
     """Returns which keys the rows of an item attend to, [readers * rows, keys]."""
     key = lax.broadcasted_iota(jnp.int32, (spec.rows, spec.keys), 1)
     return jnp.concatenate([key < limit for limit in item.limits], axis=0)
@@ -158,6 +158,6 @@ def spread_statistics(refs: SelectedRefs, spec: SelectedSpec) -> None:
 
     def spread(n: Any, tokens: Any) -> None:
         for source, target in ((refs.lse, refs.lse_rows), (refs.delta, refs.delta_rows)):
-            target[tokens] = column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows, LANES)
+            target[tokens] = row_to_column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows, LANES)
 
     for_each_row_group(spec, spread)

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.loops import each
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, widen
+from ejkernel_pallas.tpu.mosaic.loops import for_each_index
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, repeat_lanes
 from ejkernel_pallas.tpu.selective_scan.spec import UpdateSpec
 
 STRIP_REGISTERS = 8
@@ -82,11 +82,11 @@ def selective_state_update(refs: UpdateRefs, *, spec: UpdateSpec) -> None:
     def octet(number: Any) -> None:
         _spread(refs, spec, number)
         if spec.block >= width:
-            each(spec.block // width, lambda n: _update(refs, spec, number, _strip(n, width)))
+            for_each_index(spec.block // width, lambda n: _update(refs, spec, number, _strip(n, width)))
         if spec.block % width:
             _update(refs, spec, number, pl.ds(spec.block - spec.block % width, spec.block % width))
 
-    each(spec.octets, octet)
+    for_each_index(spec.octets, octet)
 
     @pl.when(is_last & keeps)
     def _() -> None:
@@ -120,8 +120,8 @@ def _update(refs: UpdateRefs, spec: UpdateSpec, octet: Any, lanes: Any) -> None:
     reads: list[jax.Array] = []
     for token in range(spec.tokens):
         step, added = (refs.rows[row : row + 1, :width] for row in (token, spec.tokens + token))
-        state = jnp.exp2(step * rates) * state + added * widen(refs.spread[token], width)
-        read = state * widen(refs.spread[spec.tokens + token], width)
+        state = jnp.exp2(step * rates) * state + added * repeat_lanes(refs.spread[token], width)
+        read = state * repeat_lanes(refs.spread[spec.tokens + token], width)
         reads.append(jnp.sum(read, axis=0, keepdims=True))
     refs.state[:, lanes] = state
     output = jnp.concatenate(reads, axis=0) + refs.skip[:, lanes] * x

@@ -49,7 +49,7 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
     gradient = launch(
         KernelCall(
             name="ejkernel_attention_backward_bias",
-            kernel=functools.partial(bias_kernel, spec=spec, tiles=flags.shape),
+            kernel=functools.partial(bias_gradient_kernel, spec=spec, tiles=flags.shape),
             refs=BackwardRefs,
             grid=(*outer, *inner),
             parallel=2,
@@ -85,7 +85,7 @@ def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, tile_inde
     )
 
 
-def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
+def bias_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
     """Adds one tile pair to the sum that becomes a tile of the bias's gradient.
 
     Args:
@@ -107,7 +107,7 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
     zero_accumulators(refs, start)
     transpose_statistics(refs)
     transpose_dropout_keys(refs, spec)
-    for_each_chunk((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias(refs, at))
+    for_each_chunk((i << 18) | (j << 4) | kind, spec, lambda at: _add_to_bias_gradient(refs, at))
 
     @pl.when(end)
     def _() -> None:
@@ -118,7 +118,7 @@ def bias_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) 
         refs.dbias[...] = total
 
 
-def _add_to_bias(refs: BackwardRefs, at: ScoreChunk) -> None:
+def _add_to_bias_gradient(refs: BackwardRefs, at: ScoreChunk) -> None:
     cotangent = load_queries(refs.cotangent, at)
     slope, mask = recompute_weights(refs, load_queries(refs.query, at), at)
     dscores = score_gradient(refs, cotangent, slope, mask, at)

@@ -14,8 +14,8 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
-from ejkernel_pallas.tpu.mosaic.vectors import product
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows
+from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows_operand
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     backward_scratch,
@@ -25,19 +25,21 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    Distinct,
+    DistinctRowsAndHeads,
     ScoreChunk,
+    apply_dropout,
     current_entry,
-    drop,
     for_each_chunk,
     load_queries,
     transpose_dropout_keys,
 )
-from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
-def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec) -> KernelCall:
+def key_gradients_call(
+    name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec
+) -> KernelCall:
     """Returns the call of the kernel that computes the gradients of keys and values.
 
     Args:
@@ -47,12 +49,12 @@ def keys_call(name: str, table: Any, inputs: dict[str, Operand], shapes: dict[st
         shapes: Shape and dtype of each requested gradient, `"dkey"` and `"dvalue"`.
         spec: The kernel's constants.
     """
-    outputs = {field: kv_rows(x, spec) for field, x in shapes.items()}
+    outputs = {field: kv_rows_operand(x, spec) for field, x in shapes.items()}
     scratch = backward_scratch(spec, tuple(shapes), inputs["query"].array.dtype)
-    return pairs_call(name, keys_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+    return pairs_call(name, key_gradients_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
 
 
-def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+def key_gradients_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
     """Adds one tile pair of a key tile to the gradients of keys and values.
 
     Args:
@@ -64,16 +66,16 @@ def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> N
     entry, member = current_entry(refs.table, distinct), pl.program_id(3)
     # The heads of a group are the innermost grid axis: all of them add to a key tile's accumulators before the next key
     # tile.
-    first = ((entry & FIRST) != 0) & (member == 0)
+    first = ((entry & FIRST_PAIR_FLAG) != 0) & (member == 0)
     zero_accumulators(refs, first)
 
     @pl.when(first)
     def _() -> None:
         transpose_dropout_keys(refs, spec)
 
-    for_each_chunk(entry, spec, lambda at: _add_to_keys(refs, at))
+    for_each_chunk(entry, spec, lambda at: _add_to_key_gradients(refs, at))
 
-    @pl.when(((entry & LAST) != 0) & (member == spec.group_size - 1))
+    @pl.when(((entry & LAST_PAIR_FLAG) != 0) & (member == spec.group_size - 1))
     def _() -> None:
         if refs.dkey is not None:
             # The scale is applied once at the end, in float32, instead of to every score's gradient.
@@ -82,14 +84,14 @@ def keys_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> N
             refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
 
 
-def _add_to_keys(refs: BackwardRefs, at: ScoreChunk) -> None:
+def _add_to_key_gradients(refs: BackwardRefs, at: ScoreChunk) -> None:
     query, cotangent = load_queries(refs.query, at), load_queries(refs.cotangent, at)
     slope, mask = recompute_weights(refs, query, at)
     if refs.dvalue is not None:
         # dv needs dropped weights as 0, the gradient of scores needs the weights before dropout, so both are read from
         # scratch.
-        dropped = drop(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
-        refs.dvalue_acc[at.k, :] += product(dropped, cotangent, (1, 0), at.spec.precision)
+        dropped = apply_dropout(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
+        refs.dvalue_acc[at.k, :] += matrix_product(dropped, cotangent, (1, 0), at.spec.precision)
     if refs.dkey is not None:
         at.of(refs.dscores)[...] = score_gradient(refs, cotangent, slope, mask, at).astype(query.dtype)
-        refs.dkey_acc[at.k, :] += product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)
+        refs.dkey_acc[at.k, :] += matrix_product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)

@@ -12,8 +12,8 @@ from typing import Any
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
-from ejkernel_pallas.tpu.mosaic.vectors import product
-from ejkernel_pallas.tpu.tiled_attention.kernels.operands import rows
+from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
+from ejkernel_pallas.tpu.tiled_attention.kernels.operands import rows_operand
 from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     backward_scratch,
@@ -24,29 +24,29 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
 )
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    Distinct,
+    DistinctRowsAndHeads,
     ScoreChunk,
     current_entry,
     for_each_chunk,
     load_keys,
     transpose_dropout_keys,
 )
-from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
-def queries_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: TiledSpec) -> KernelCall:
+def query_gradient_call(name: str, table: Any, inputs: dict[str, Operand], dquery: Any, spec: TiledSpec) -> KernelCall:
     """Returns the call of the kernel of the queries' gradient; `dquery` is its shape and dtype, the rest as in
-    `keys_call`.
+    `key_gradients_call`.
     """
     outputs, scratch = (
-        {"dquery": rows(dquery, spec.block_q)},
+        {"dquery": rows_operand(dquery, spec.block_q)},
         backward_scratch(spec, ("dquery",), inputs["query"].array.dtype),
     )
-    return pairs_call(name, queries_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+    return pairs_call(name, query_gradient_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
 
 
-def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+def query_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
     """Adds one tile pair of a query tile to the gradient of the queries.
 
     Args:
@@ -55,23 +55,23 @@ def queries_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Distinct) -
         distinct: Whether batch rows, and heads, have tile pairs of their own.
     """
     entry = current_entry(refs.table, distinct)
-    zero_accumulators(refs, (entry & FIRST) != 0)
+    zero_accumulators(refs, (entry & FIRST_PAIR_FLAG) != 0)
 
-    @pl.when((entry & FIRST) != 0)
+    @pl.when((entry & FIRST_PAIR_FLAG) != 0)
     def _() -> None:
         # Once per query tile, since all of its chunks read the columns.
         transpose_statistics(refs)
         transpose_dropout_keys(refs, spec)
 
-    for_each_chunk(entry, spec, lambda at: _add_to_queries(refs, at))
+    for_each_chunk(entry, spec, lambda at: _add_to_query_gradient(refs, at))
 
-    @pl.when((entry & LAST) != 0)
+    @pl.when((entry & LAST_PAIR_FLAG) != 0)
     def _() -> None:
         refs.dquery[...] = (refs.dquery_acc[...] * spec.scale).astype(refs.dquery.dtype)
 
 
-def _add_to_queries(refs: BackwardRefs, at: ScoreChunk) -> None:
+def _add_to_query_gradient(refs: BackwardRefs, at: ScoreChunk) -> None:
     slope, mask = recompute_weights(refs, refs.query[at.q, :], at)
     key = load_keys(refs.key, at)
     at.of(refs.dscores)[...] = score_gradient(refs, refs.cotangent[at.q, :], slope, mask, at).astype(key.dtype)
-    refs.dquery_acc[at.q, :] += product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)
+    refs.dquery_acc[at.q, :] += matrix_product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)

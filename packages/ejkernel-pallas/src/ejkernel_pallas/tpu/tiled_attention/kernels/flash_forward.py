@@ -24,41 +24,41 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, lane_groups, lane_row, product, widen
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
-    Distinct,
+    DistinctRowsAndHeads,
     ScoreChunk,
+    apply_dropout,
     apply_mask,
     current_entry,
     double_buffer,
-    drop,
     dropout_scratch,
     for_each_chunk,
     load_keys,
     scores,
     transpose_dropout_keys,
 )
-from ejkernel_pallas.tpu.tiled_attention.plan import FIRST, LAST
-from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec, padded
+from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_FLAG
+from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec, pad_head_dim
 
-UNROLLED_COLUMNS = 512
+MAX_UNROLLED_COLUMNS = 512
 """Number of queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
 
 
-def scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
+def forward_scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
     """Returns the kernel's scratch memory; `dtype` is that of values."""
     chunk = (spec.chunk_q, spec.chunk_kv)
     return {
         **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in ("row_max", "row_sum", "alpha")},
-        "acc": pltpu.VMEM((spec.block_q, padded(spec.value_dim)), jnp.float32),
+        "acc": pltpu.VMEM((spec.block_q, pad_head_dim(spec.value_dim)), jnp.float32),
         "scores": double_buffer(chunk, jnp.float32),
         "weights": double_buffer(chunk, dtype),
         **dropout_scratch(spec),
     }
 
 
-def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) -> None:
+def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
     """Processes one tile pair.
 
     Args:
@@ -68,7 +68,7 @@ def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) ->
     """
     entry = current_entry(refs.table, distinct)
 
-    @pl.when((entry & FIRST) != 0)
+    @pl.when((entry & FIRST_PAIR_FLAG) != 0)
     def _() -> None:
         refs.row_max[...] = jnp.full_like(refs.row_max, -jnp.inf)
         refs.row_sum[...] = jnp.zeros_like(refs.row_sum)
@@ -77,9 +77,9 @@ def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: Distinct) ->
 
     for_each_chunk(entry, spec, lambda at: update_softmax(refs, at))
 
-    @pl.when((entry & LAST) != 0)
+    @pl.when((entry & LAST_PAIR_FLAG) != 0)
     def _() -> None:
-        _finish(refs, spec)
+        _write_query_tile(refs, spec)
 
 
 def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
@@ -103,42 +103,42 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[at.q, :] = row_max
     refs.alpha[at.q, :] = jnp.exp2(before - shift)
-    weights = jnp.exp2(at.of(refs.scores)[...] - widen(shift, at.keys))
+    weights = jnp.exp2(at.of(refs.scores)[...] - repeat_lanes(shift, at.keys))
     if not spec.sums_on_mxu:
-        _accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
+        _rescale_and_accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
     # `row_sum` has the weights before dropout: the softmax is over all keys, and the weights that dropout keeps are
     # scaled at the end.
-    at.of(refs.weights)[...] = drop(weights, refs, at).astype(refs.weights[0].dtype)
+    at.of(refs.weights)[...] = apply_dropout(weights, refs, at).astype(refs.weights[0].dtype)
     value = load_keys(refs.value, at)
     # Columns of ones are appended to the values: the MXU sums the weights in output columns that would be idle, which
     # saves the VPU, as busy as the MXU here, an addition per score.
     if spec.sums_on_mxu:
         value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-    weighted_values = product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
+    weighted_values = matrix_product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
     if spec.sums_on_mxu:
         weighted_values, row_sum = jnp.split(weighted_values, 2, axis=1)
-        _accumulate(refs.row_sum, row_sum, refs, at)
-    _accumulate(refs.acc, weighted_values, refs, at)
+        _rescale_and_accumulate(refs.row_sum, row_sum, refs, at)
+    _rescale_and_accumulate(refs.acc, weighted_values, refs, at)
 
 
-def _accumulate(ref: Ref, addend: jax.Array, refs: ForwardRefs, at: ScoreChunk) -> None:
+def _rescale_and_accumulate(ref: Ref, addend: jax.Array, refs: ForwardRefs, at: ScoreChunk) -> None:
     """Rescales a running sum and adds to it."""
-    ref[at.q, :] = widen(refs.alpha[at.q, :], addend.shape[1]) * ref[at.q, :] + addend
+    ref[at.q, :] = repeat_lanes(refs.alpha[at.q, :], addend.shape[1]) * ref[at.q, :] + addend
 
 
-def _finish(refs: ForwardRefs, spec: TiledSpec) -> None:
+def _write_query_tile(refs: ForwardRefs, spec: TiledSpec) -> None:
     """Writes the output and lse of a query tile."""
-    step = math.gcd(spec.block_q, UNROLLED_COLUMNS)
+    step = math.gcd(spec.block_q, MAX_UNROLLED_COLUMNS)
 
     def write_rows(n: Any, carry: None) -> None:
         # Processes 128 queries at a time: their statistics fill one register when transposed from sublanes to lanes.
         for first in range(0, step, LANES):
-            _write(refs, spec, pl.ds(pl.multiple_of(n * step + first, LANES), LANES))
+            _write_128_rows(refs, spec, pl.ds(pl.multiple_of(n * step + first, LANES), LANES))
 
     lax.fori_loop(0, spec.block_q // step, write_rows, None)
 
 
-def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
+def _write_128_rows(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
     """Writes the results of 128 queries. The sink is added to the denominator here, once."""
     row_max, row_sum, factor = refs.row_max[q, :], whole_row_sum(refs, spec, q), spec.dropout_scale
     if refs.sinks is not None:
@@ -147,13 +147,13 @@ def _write(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
         alpha = jnp.exp2(before - shift)
         row_sum, factor = row_sum * alpha + jnp.exp2(sink - shift), factor * alpha
-    output = refs.acc[q, :] * widen(factor / jnp.where(row_sum > 0.0, row_sum, 1.0), refs.acc.shape[1])
+    output = refs.acc[q, :] * repeat_lanes(factor / jnp.where(row_sum > 0.0, row_sum, 1.0), refs.acc.shape[1])
     refs.output[q, :] = output.astype(refs.output.dtype)
     # lse is stored as a row: 128 queries take one row of lanes instead of 128 registers.
-    row_max, row_sum = lane_row(row_max), lane_row(row_sum)
+    row_max, row_sum = column_to_row(row_max), column_to_row(row_sum)
     lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
     if spec.biased:
-        lse = jnp.where(row_max == LOWEST, jnp.finfo(jnp.float32).min, lse)
+        lse = jnp.where(row_max == MASKED_SCORE, jnp.finfo(jnp.float32).min, lse)
     refs.lse[:, q] = jnp.where(row_sum > 0.0, lse, -jnp.inf)
 
 

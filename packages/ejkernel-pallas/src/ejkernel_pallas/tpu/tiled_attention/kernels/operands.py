@@ -16,10 +16,10 @@ from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_t
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, pad_head_dim
 
 
-def canonical(record: TiledAttention) -> TiledAttention:
+def canonical_record(record: TiledAttention) -> TiledAttention:
     """Returns the record with pure padding masks as segment ids, by which tiles can be skipped, and 0 in all
     padding.
 
@@ -40,21 +40,21 @@ def canonical(record: TiledAttention) -> TiledAttention:
 def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
     """Returns the arrays of a canonical record, by the field names of `TileRefs`."""
     inputs = {
-        "query": rows(record.query, spec.block_q),
-        "key": kv_rows(record.key, spec),
-        "value": kv_rows(record.value, spec),
+        "query": rows_operand(record.query, spec.block_q),
+        "key": kv_rows_operand(record.key, spec),
+        "value": kv_rows_operand(record.value, spec),
     }
     queries = {"q_ids": record.q_segment_ids, "q_positions": record.q_positions}
     keys = {"k_ids": record.kv_segment_ids, "k_positions": record.kv_positions}
     if record.dropout_prob > 0.0 and record.dropout_seed is not None:
-        row_keys, keys["column_keys"] = _dropped(record)
-        inputs["row_keys"] = per_query(row_keys, spec)
-    inputs |= {name: _shared_by_heads(x, spec.block_q, False) for name, x in queries.items() if x is not None}
-    inputs |= {name: _shared_by_heads(x, spec.block_kv, True) for name, x in keys.items() if x is not None}
+        row_keys, keys["column_keys"] = _dropout_hash_keys(record)
+        inputs["row_keys"] = per_query_operand(row_keys, spec)
+    inputs |= {name: _per_token_operand(x, spec.block_q, False) for name, x in queries.items() if x is not None}
+    inputs |= {name: _per_token_operand(x, spec.block_kv, True) for name, x in keys.items() if x is not None}
     if record.bias is not None:
-        inputs |= _pairs("bias", record.bias, spec)
+        inputs |= _bias_or_mask_operand("bias", record.bias, spec)
     if record.mask is not None:
-        inputs |= _pairs("mask", record.mask.astype(jnp.int8), spec)
+        inputs |= _bias_or_mask_operand("mask", record.mask.astype(jnp.int8), spec)
     pattern = pattern_tiles(record, spec.block_q, spec.block_kv)
     if pattern is not None:
         inputs["pattern"] = _pattern_operand(pattern, spec)
@@ -71,47 +71,49 @@ def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
     return Operand(jnp.asarray(pattern.tile_masks), block, index, pattern.mask_ids.reshape(-1))
 
 
-def rows(x: Any, block: int) -> Operand:
+def rows_operand(x: Any, block: int) -> Operand:
     """Returns [B, T, H, D] by tiles of queries: unchanged where a head fills lanes, else with heads before tokens."""
     batch, length, heads, size = x.shape
     if size % LANES == 0:
-        return Operand(_reshaped(x, (batch, length, heads * size)), (None, block, size), lambda b, h, i, j: (b, i, h))
-    array = _heads_first(x)
-    return Operand(array, (None, None, block, padded(size)), lambda b, h, i, j: (b, h, i, 0))
+        return Operand(
+            _reshape_shape_or_array(x, (batch, length, heads * size)), (None, block, size), lambda b, h, i, j: (b, i, h)
+        )
+    array = _move_heads_first(x)
+    return Operand(array, (None, None, block, pad_head_dim(size)), lambda b, h, i, j: (b, h, i, 0))
 
 
-def kv_rows(x: Any, spec: TiledSpec) -> Operand:
+def kv_rows_operand(x: Any, spec: TiledSpec) -> Operand:
     """Returns [B, S, Hk, D] by tiles of keys."""
-    operand, group = rows(x, spec.block_kv), np.int32(spec.group_size)
+    operand, group = rows_operand(x, spec.block_kv), np.int32(spec.group_size)
     return dataclasses.replace(operand, index=lambda b, h, i, j: operand.index(b, lax.div(h, group), j, i))
 
 
-def unrows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def undo_rows_layout(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Restores the shape of an array that `rows` has rearranged."""
     if shape[3] % LANES == 0:
         return x.reshape(shape)
     return x[..., : shape[3]].swapaxes(1, 2)
 
 
-def per_query(x: Any, spec: TiledSpec) -> Operand:
+def per_query_operand(x: Any, spec: TiledSpec) -> Operand:
     """Returns [B, H, T] by tiles of queries, in lanes."""
     batch, heads, length = x.shape
-    array = _reshaped(x, (batch, heads, 1, length))
+    array = _reshape_shape_or_array(x, (batch, heads, 1, length))
     return Operand(array, (None, None, 1, spec.block_q), lambda b, h, i, j: (b, h, 0, i))
 
 
-def per_head(x: jax.Array) -> Operand:
+def per_head_operand(x: jax.Array) -> Operand:
     """Returns [H] by heads, the same in every lane."""
     array = jnp.broadcast_to(x[:, None, None], (x.shape[0], 1, LANES))
     return Operand(array, (None, 1, LANES), lambda b, h, i, j: (h, 0, 0))
 
 
-def _shared_by_heads(x: jax.Array, block: int, keys: bool) -> Operand:
+def _per_token_operand(x: jax.Array, block: int, keys: bool) -> Operand:
     alone = x.shape[0] == 1
     return Operand(x[:, None], (None, 1, block), lambda b, h, i, j: (0 if alone else b, 0, j if keys else i))
 
 
-def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
+def _bias_or_mask_operand(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
     """Returns [B|1, H|1, T|1, S|1] by tiles; in lanes and under another name if it has only queries or only keys."""
     batch, heads, queries, keys = (n > 1 for n in x.shape)
 
@@ -128,18 +130,18 @@ def _pairs(name: str, x: jax.Array, spec: TiledSpec) -> dict[str, Operand]:
     return {name + "_per_key": Operand(x, (None, None, 1, spec.block_kv), lambda b, h, i, j: index(b, h, 0, j))}
 
 
-def _reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+def _reshape_shape_or_array(x: Any, shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
 
 
-def _heads_first(x: Any) -> Any:
+def _move_heads_first(x: Any) -> Any:
     batch, length, heads, size = x.shape
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((batch, heads, length, padded(size)), x.dtype)
-    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, padded(size) - size)))
+        return jax.ShapeDtypeStruct((batch, heads, length, pad_head_dim(size)), x.dtype)
+    return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, pad_head_dim(size) - size)))
 
 
-def _dropped(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+def _dropout_hash_keys(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     """Returns dropout's hash keys of rows [B, H, T] and of columns [1, S], as int32 with the same bits.
 
     Only the columns' top bits are flipped. Row keys are odd, so this flips the top bit of every product, and no other.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
-from ejkernel_pallas.tpu.tiled_attention.plan import distinct_rows, pair_coordinates
+from ejkernel_pallas.tpu.tiled_attention.plan import has_distinct_rows_and_heads, pair_coordinates
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 Operands = dict[str, Operand]
@@ -34,7 +34,7 @@ def pairs_call(
         outputs: The operands that it writes.
         scratch: Scratch memory that is kept between steps.
     """
-    distinct, batch = distinct_rows(table), inputs["query"].array.shape[0]
+    distinct, batch = has_distinct_rows_and_heads(table), inputs["query"].array.shape[0]
     group = spec.group_size if spec.by_key else 1
     return KernelCall(
         name=name,

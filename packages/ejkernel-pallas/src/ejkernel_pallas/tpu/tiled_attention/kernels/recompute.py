@@ -14,19 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, column, product, widen
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, repeat_lanes, row_to_column
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import BackwardRefs
 from ejkernel_pallas.tpu.tiled_attention.kernels.score_chunk import (
     ScoreChunk,
-    allowed,
+    apply_dropout,
     apply_mask,
+    attending_pairs,
     double_buffer,
-    drop,
     dropout_scratch,
     load_keys,
     scores,
 )
-from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, padded
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, pad_head_dim
 
 
 def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> d
     chunk = (spec.chunk_kv, spec.chunk_q) if spec.by_key else (spec.chunk_q, spec.chunk_kv)
     columns = () if spec.by_key else ("shift_column", "delta_column")
     return {
-        **{f"{name}_acc": pltpu.VMEM((stationary, padded(sizes[name])), jnp.float32) for name in results},
+        **{f"{name}_acc": pltpu.VMEM((stationary, pad_head_dim(sizes[name])), jnp.float32) for name in results},
         **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in columns},
         "weights": double_buffer(chunk, jnp.float32),
         "dscores": double_buffer(chunk, dtype),
@@ -66,7 +66,7 @@ def recompute_weights(
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
     # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN.
     needs_mask = at.masked and (at.spec.ragged_queries or refs.q_ids is not None)
-    return slope, allowed(refs, at) if needs_mask else None
+    return slope, attending_pairs(refs, at) if needs_mask else None
 
 
 def score_gradient(
@@ -75,7 +75,7 @@ def score_gradient(
     """Returns the gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
     pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
-    dweights = drop(product(*pair, (1, 1), at.spec.precision), refs, at)
+    dweights = apply_dropout(matrix_product(*pair, (1, 1), at.spec.precision), refs, at)
     if at.spec.threshold is not None:
         dweights = dweights * at.spec.dropout_scale
     dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
@@ -87,10 +87,10 @@ def score_gradient(
 
 def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
     """Returns a statistic of the chunk's queries, to be broadcast against scores."""
-    return row[:, at.q] if at.spec.by_key else widen(column[at.q, :], at.keys)
+    return row[:, at.q] if at.spec.by_key else repeat_lanes(column[at.q, :], at.keys)
 
 
 def transpose_statistics(refs: BackwardRefs) -> None:
     """Copies the statistics of queries from lanes to sublanes, the axis of queries in scores."""
-    refs.shift_column[...] = column(refs.shift[...])
-    refs.delta_column[...] = column(refs.delta[...])
+    refs.shift_column[...] = row_to_column(refs.shift[...])
+    refs.delta_column[...] = row_to_column(refs.delta[...])

@@ -21,14 +21,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.tpu.mosaic.launch import Ref
-from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, column, product, widen
+from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product, repeat_lanes, row_to_column
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
-from ejkernel_pallas.tpu.tiled_attention.plan import MASKED, WORK, entry_at, key_tile, query_tile
-from ejkernel_pallas.tpu.tiled_attention.spec import LOWEST, TiledSpec
+from ejkernel_pallas.tpu.tiled_attention.plan import (
+    HAS_WORK_FLAG,
+    MASKED_FLAG,
+    entry_at,
+    key_tile_of_entry,
+    query_tile_of_entry,
+)
+from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec
 
-Distinct = tuple[bool, bool]
+DistinctRowsAndHeads = tuple[bool, bool]
 """Two flags: whether each batch row, and whether each head, has a separate list of tile pairs."""
-DIAGONAL = 256
+MAX_DIAGONAL_CHUNK_SIZE = 256
 """The largest number of queries, and keys, of a chunk on the causal diagonal: small chunks have few masked pairs."""
 MAX_UNROLLED_PAIRS = 2**20
 """The largest number of scores of a tile whose chunks are unrolled; larger tiles use a loop, for a short compile
@@ -80,7 +86,7 @@ class ScoreChunk(NamedTuple):
         return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
 
 
-def current_entry(table: Any, distinct: Distinct) -> Any:
+def current_entry(table: Any, distinct: DistinctRowsAndHeads) -> Any:
     """Returns the entry of the current step of a kernel whose grid is (batch rows, heads, tile pairs, ...)."""
     b, h, step = (pl.program_id(axis) for axis in range(3))
     return entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
@@ -89,13 +95,13 @@ def current_entry(table: Any, distinct: Distinct) -> Any:
 def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
     """Calls `work` with every chunk of a tile pair; chunks are masked if the pair is."""
 
-    @pl.when((entry & (WORK | MASKED)) == WORK)
+    @pl.when((entry & (HAS_WORK_FLAG | MASKED_FLAG)) == HAS_WORK_FLAG)
     def _() -> None:
         _unmasked_chunks(entry, spec, work)
 
     if spec.masks:
 
-        @pl.when((entry & MASKED) != 0)
+        @pl.when((entry & MASKED_FLAG) != 0)
         def _() -> None:
             for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
                 work(at)
@@ -128,19 +134,19 @@ def _chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: b
     """Returns the chunks of the first `chunk_shape` queries and keys of a tile pair."""
     cut = masked and spec.trapezoid
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
-    if cut and not spec.by_columns and chunk_q > DIAGONAL:
-        chunk_q, chunk_kv = math.gcd(chunk_q, DIAGONAL), math.gcd(chunk_kv, DIAGONAL)
+    if cut and not spec.by_columns and chunk_q > MAX_DIAGONAL_CHUNK_SIZE:
+        chunk_q, chunk_kv = math.gcd(chunk_q, MAX_DIAGONAL_CHUNK_SIZE), math.gcd(chunk_kv, MAX_DIAGONAL_CHUNK_SIZE)
     chunks = [
         ScoreChunk(entry, query, chunk_q, key, chunk_kv, masked, spec)
         for query in range(0, chunk_shape[0], chunk_q)
         for key in range(0, chunk_shape[1], chunk_kv)
     ]
     if cut:
-        chunks = [_cut(at) for at in chunks if at.key < at.query + at.queries]
+        chunks = [_cut_diagonal_chunk(at) for at in chunks if at.key < at.query + at.queries]
     return [at._replace(parity=n % 2) for n, at in enumerate(chunks)]
 
 
-def _cut(at: ScoreChunk) -> ScoreChunk:
+def _cut_diagonal_chunk(at: ScoreChunk) -> ScoreChunk:
     """Returns a chunk on the diagonal without those masked pairs that fill whole lanes: early queries, or late keys."""
     at = at._replace(masked=at.key + at.keys - 1 > at.query)
     if not at.spec.by_columns:
@@ -154,7 +160,7 @@ def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
     x = ref[at.k, :]
     if not (at.masked and at.spec.ragged_keys):
         return x
-    return _zero_rows_from(x, key_tile(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
+    return _zero_rows_from(x, key_tile_of_entry(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
 
 
 def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
@@ -162,7 +168,7 @@ def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
     x = ref[at.q, :]
     if not (at.masked and at.spec.ragged_queries):
         return x
-    return _zero_rows_from(x, query_tile(at.entry) * at.spec.block_q + at.query, at.spec.queries)
+    return _zero_rows_from(x, query_tile_of_entry(at.entry) * at.spec.block_q + at.query, at.spec.queries)
 
 
 def _zero_rows_from(x: jax.Array, first: Any, end: int) -> jax.Array:
@@ -175,11 +181,11 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
     """Returns scores as powers of two before masking, and the slope of the soft cap."""
     spec, slope = at.spec, None
     pair = (key, query) if spec.by_key else (query, key)
-    s = product(*pair, (1, 1), spec.precision)
+    s = matrix_product(*pair, (1, 1), spec.precision)
     if spec.scale_only:
         return s * spec.log2_scale, None
     s = s * spec.scale
-    bias = _pair_values(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
+    bias = _bias_or_mask(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
     if bias is not None:
         s = s + bias
     if spec.soft_cap is not None:
@@ -188,20 +194,20 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
         s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.biased else t * spec.soft_cap
         slope = 1.0 - t * t
     if spec.biased:
-        return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, LOWEST)), slope
+        return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, MASKED_SCORE)), slope
     return s * spec.log2_scale, slope
 
 
-def allowed(refs: TileRefs, at: ScoreChunk) -> jax.Array:
+def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
     """Returns which pairs of a masked chunk attend."""
     spec, conditions = at.spec, []
     if spec.left is not None or spec.right is not None:
-        conditions += _in_band(refs, at)
+        conditions += _pairs_in_band(refs, at)
     if refs.q_ids is not None:
         q_ids, k_ids = query_column(refs.q_ids, at), key_row(refs.k_ids, at)
         conditions += [q_ids == k_ids, q_ids >= 0]
     for pair_ref, queries, keys in ((refs.mask, refs.mask_per_query, refs.mask_per_key), (refs.pattern, None, None)):
-        mask = _pair_values(pair_ref, queries, keys, at)
+        mask = _bias_or_mask(pair_ref, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
     if spec.ragged_keys:
@@ -218,11 +224,11 @@ def apply_mask(x: jax.Array, masked_value: float, refs: TileRefs, at: ScoreChunk
     """Returns scores or weights of a masked chunk, with `masked_value` where pairs do not attend."""
     key_distance = at.key + at.keys - at.query
     if not (at.spec.trapezoid and at.spec.by_columns and key_distance < at.queries):
-        return jnp.where(allowed(refs, at), x, masked_value)
+        return jnp.where(attending_pairs(refs, at), x, masked_value)
     axis = 1 if at.spec.by_key else 0
     first, rest = jnp.split(x, [key_distance], axis=axis)  # later queries attend all keys of the chunk
     return jnp.concatenate(
-        [jnp.where(allowed(refs, at._replace(queries=key_distance)), first, masked_value), rest], axis=axis
+        [jnp.where(attending_pairs(refs, at._replace(queries=key_distance)), first, masked_value), rest], axis=axis
     )
 
 
@@ -244,15 +250,15 @@ def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
 def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
     """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, the axis of that tile in scores."""
     if spec.threshold is not None:
-        refs.dropout_column[...] = column((refs.column_keys if spec.by_key else refs.row_keys)[...])
+        refs.dropout_column[...] = row_to_column((refs.column_keys if spec.by_key else refs.row_keys)[...])
 
 
-def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
+def apply_dropout(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
     """Returns x with 0 where dropout drops it; other elements are not scaled."""
     if at.spec.threshold is None:
         return x
     stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
-    dropout_products = widen(refs.dropout_column[stationary, :], at.shape[1]) * across
+    dropout_products = repeat_lanes(refs.dropout_column[stationary, :], at.shape[1]) * across
     # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. In the products the column
     # keys contribute the flip: row keys are odd, so a flipped top bit stays flipped.
     return jnp.where(dropout_products >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
@@ -260,23 +266,23 @@ def drop(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
 
 def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_q], to be broadcast against scores."""
-    row = _row(ref, at.q)
-    return row if at.spec.by_key else widen(column(row), at.keys)
+    row = _load_row_as_32_bits(ref, at.q)
+    return row if at.spec.by_key else repeat_lanes(row_to_column(row), at.keys)
 
 
 def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_kv], to be broadcast against scores."""
-    row = _row(ref, at.k)
-    return widen(column(row), at.queries) if at.spec.by_key else row
+    row = _load_row_as_32_bits(ref, at.k)
+    return repeat_lanes(row_to_column(row), at.queries) if at.spec.by_key else row
 
 
-def _row(ref: Any, span: slice) -> jax.Array:
+def _load_row_as_32_bits(ref: Any, span: slice) -> jax.Array:
     """Returns part of a row in 32 bits: not every chip broadcasts and transposes narrower types."""
     row = ref[:, span]
     return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
 
 
-def _in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
+def _pairs_in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
     spec = at.spec
     if refs.q_positions is not None or refs.k_positions is not None:
         q = _query_index(at) if refs.q_positions is None else query_column(refs.q_positions, at)
@@ -295,7 +301,9 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
     chunks; shared masks would stay in registers from one chunk to the next, and spill.
     """
     spec, sign = at.spec, 1 if at.spec.by_key else -1
-    corner = key_tile(at.entry) * spec.block_kv + at.key - query_tile(at.entry) * spec.block_q - at.query
+    corner = (
+        key_tile_of_entry(at.entry) * spec.block_kv + at.key - query_tile_of_entry(at.entry) * spec.block_q - at.query
+    )
     across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
     first = corner + sign * (across[0] - across[1])
     rows = [
@@ -305,12 +313,12 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
     return jnp.concatenate(rows, axis=0)
 
 
-def _pair_values(pair_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
+def _bias_or_mask(bias_or_mask_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
     """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None if there is
     none.
     """
-    if pair_ref is not None:
-        x = pair_ref[at.q, at.k].astype(jnp.float32)
+    if bias_or_mask_ref is not None:
+        x = bias_or_mask_ref[at.q, at.k].astype(jnp.float32)
         return x.T if at.spec.by_key else x
     if queries is not None:
         return query_column(queries, at)
@@ -318,11 +326,11 @@ def _pair_values(pair_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.
 
 
 def _key_index(at: ScoreChunk) -> jax.Array:
-    return key_tile(at.entry) * at.spec.block_kv + at.key + _index_along(at, key=True)
+    return key_tile_of_entry(at.entry) * at.spec.block_kv + at.key + _index_along(at, key=True)
 
 
 def _query_index(at: ScoreChunk) -> jax.Array:
-    return query_tile(at.entry) * at.spec.block_q + at.query + _index_along(at, key=False)
+    return query_tile_of_entry(at.entry) * at.spec.block_q + at.query + _index_along(at, key=False)
 
 
 def _index_along(at: ScoreChunk, key: bool) -> jax.Array:
