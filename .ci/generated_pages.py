@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ejkernel.modules
 from ejkernel.cli.ops import support_matrix
-from ejkernel.compat.upstream import upstream_page
+from ejkernel.compat.upstream import coming_from_upstream_page
 from ejkernel.modules.base import Kernel
 from ejkernel.ops.plugins import registry
 
@@ -63,7 +63,7 @@ def generated() -> dict[str, str]:
     pages = {
         "support_matrix.md": support_matrix(found),
         "order_of_choice.md": order_of_choice(found),
-        "upstream.md": upstream_page(),
+        "upstream.md": coming_from_upstream_page(),
         "models.md": MODELS_LATER if os.environ.get("EJKERNEL_DOCS_MODELS") == "skip" else models_page(),
         "api/operations.md": api_index(),
     }
