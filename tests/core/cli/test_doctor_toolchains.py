@@ -41,7 +41,7 @@ def found(monkeypatch):
     monkeypatch.setattr(evidence, "shipped", lambda folder, name: files[name])
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: {"jax": "0.13.1", "triton": "4.0"})
     resolved = toolchains.ResolvedVersions(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
-    monkeypatch.setattr(toolchains, "resolved", lambda: resolved)
+    monkeypatch.setattr(toolchains, "resolved_versions", lambda: resolved)
     return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), Implementation)), "two": kernels})
 
 
