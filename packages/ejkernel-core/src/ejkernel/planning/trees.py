@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ejkernel.planning import packing
 
@@ -62,10 +63,52 @@ def path_windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Arra
         trees: The trees.
     """
     held, request = states.shape[2], jnp.maximum(trees.requests, 0)
+    held_tokens = jnp.moveaxis(states, 2, 1).reshape(-1, states.shape[1])
     ancestor, depth, columns = jnp.arange(x.shape[0], dtype=jnp.int32), jnp.zeros(x.shape[0], jnp.int32), []
     for back in range(1, held + 1):
         ancestor = jnp.where(ancestor < 0, -1, trees.parents[jnp.maximum(ancestor, 0)])
         depth = depth + (ancestor >= 0)
-        stored = states[request, :, jnp.clip(held - back + depth, 0, held - 1)].astype(x.dtype)
-        columns.append(jnp.where((ancestor >= 0)[:, None], x[jnp.maximum(ancestor, 0)], stored))
+        stored = take_rows(held_tokens, request * held + jnp.clip(held - back + depth, 0, held - 1)).astype(x.dtype)
+        columns.append(jnp.where((ancestor >= 0)[:, None], take_rows(x, jnp.maximum(ancestor, 0)), stored))
     return jnp.stack(columns[::-1], axis=2)
+
+
+@jax.custom_vjp
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns rows of x, whose gradients are summed in a fixed order.
+
+    XLA adds up the gradients of an indexed array with atomic operations on a GPU, so that two runs may differ in their
+    bits where rows are read more than once, as siblings read their parent's.
+
+    Args:
+        x: [N, C].
+        index: [M] int32, from 0 to N - 1.
+    """
+    return x[index]
+
+
+def _take_rows_forward(x: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x[index], (x, index)
+
+
+def _take_rows_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+    """Returns the gradient of x: sums of sorted rows, from which each row of x takes the last of its own."""
+    x, index = saved
+    order = jnp.argsort(index, stable=True)
+    ordered, rows = index[order], jnp.arange(x.shape[0], dtype=index.dtype)
+    begins = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])[:, None]
+    addends = cotangent[order].astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    _, sums = lax.associative_scan(_add_within_rows, (begins, addends))
+    last = jnp.searchsorted(ordered, rows, side="right") - 1
+    is_read = (last >= 0) & (ordered[jnp.maximum(last, 0)] == rows)
+    return jnp.where(is_read[:, None], sums[jnp.maximum(last, 0)], 0).astype(x.dtype), None
+
+
+def _add_within_rows(
+    left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of two runs of sorted rows: that of the right alone where a row begins in it."""
+    return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)
