@@ -118,8 +118,8 @@ def _vector_kind(opcode: str) -> InstructionKind:
 class ResultRatios:
     """Result registers per input register of a unit, a property of chip and dtype that is counted in a kernel.
 
-    matmul: Registers popped from the queues of the matrix units, per expected register.
-        transposition: Registers popped from the cross-lane units, per pushed register.
+    Attributes:
+        matmul: Registers popped from the queues of the matrix units, for each one expected.
         transposition: Registers popped from the cross-lane units, for each one pushed.
     """
 

@@ -46,7 +46,7 @@ class Logits(NamedTuple):
 
 
 def loop_over_spans(total: int, size: int, body: Callable[[Span, Any], Any], carry: Any) -> Any:
-    """Returns the carry after a function of each span of an axis and the carry; one span makes no loop."""
+    """Calls `body(span, carry)` for each span of an axis and returns the last carry; a single span needs no loop."""
     size = min(size, total)
     if not size:
         return carry

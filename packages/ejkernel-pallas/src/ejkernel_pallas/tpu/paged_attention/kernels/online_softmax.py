@@ -110,7 +110,7 @@ def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec
 
 
 def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
-    """Returns which keys of a chunk any row attends, bool [1, n], and their positions."""
+    """Returns which keys of a chunk any row attends, bool [1, n], and every key's offset in the chunk."""
     offset, _ = key_and_head_of_index(
         lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec
     )
