@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_BASE_MODULE = "ejkernel.compat.base"
 _DELTA_RULE_MODULE = "ejkernel.compat.delta_rule"
 _ENGINE_MODULE = "ejkernel.compat.engine"
 _QUANTIZED_ARRAY_MODULE = "ejkernel.compat.quantized_array"
@@ -32,7 +31,7 @@ OLD_PATHS = {
     "ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd": _DELTA_RULE_MODULE,
     "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": _DELTA_RULE_MODULE,
     "ejkernel.loggings": "ejkernel.compat.loggings",
-    "ejkernel.modules.base": _BASE_MODULE,
+    "ejkernel.modules.base": "ejkernel.compat.base",
     "ejkernel.modules.operations.multi_head_latent_attention": "ejkernel.modules.operations.flash_mla",
     "ejkernel.modules.operations.pooling": "ejkernel.modules.operations.mean_pooling",
     "ejkernel.modules.operations.recurrent": "ejkernel.modules.operations.recurrent_attention",

@@ -29,9 +29,9 @@ from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
 from ejkernel_xla.recurrent_network.kernels.layer import (
     Direction,
     concatenated,
+    keep_state_in_padding,
     precision,
     product,
-    select_state,
     time_major,
     valid_tokens,
 )
@@ -126,7 +126,7 @@ def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax
         )
         # The gradient of padding is 0, and padding passes the cotangent of the state on unchanged.
         to_gates = to_gates if is_real is None else jnp.where(is_real, to_gates, 0)
-        return select_state(is_real, before, after), to_gates
+        return keep_state_in_padding(is_real, before, after), to_gates
 
     return token
 

@@ -15,7 +15,13 @@ from ejkernel.families.recurrent_network import (
 )
 from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
-from ejkernel_xla.recurrent_network.kernels.layer import Direction, concatenated, select_state, time_major, valid_tokens
+from ejkernel_xla.recurrent_network.kernels.layer import (
+    Direction,
+    concatenated,
+    keep_state_in_padding,
+    time_major,
+    valid_tokens,
+)
 
 
 def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Array, ...], NetworkResiduals]:
@@ -56,7 +62,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         gates = combined(at.record.cell, projected, at.from_state(state[0]))
         # 0 in padding: the backward pass reads them, and must find no NaN.
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
-        after = select_state(is_real, state_after_token(at.record.cell, gates, state), state)
+        after = keep_state_in_padding(is_real, state_after_token(at.record.cell, gates, state), state)
         return (after, following), (jnp.concatenate(gates, axis=-1), *after)
 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:

@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator, packed_scan
-from ejkernel.families.selective_scan.packed_scan import PackedIntervals
+from ejkernel.families.selective_scan.packed_scan import IntervalTable
 from ejkernel_xla.selective_scan.kernels.chunk import Tokens
 
 
@@ -39,16 +39,16 @@ def chunks(record: SelectiveScan) -> int:
     return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
 
 
-def intervals(record: SelectiveScan) -> PackedIntervals | None:
+def intervals(record: SelectiveScan) -> IntervalTable | None:
     """Returns the intervals of packed sequences; None without packing."""
     return None if record.cu_seqlens is None else packed_scan.packed_intervals(record.cu_seqlens, record.x.shape[1])
 
 
-def chunk_at(record: SelectiveScan, packed: PackedIntervals | None, n: jax.Array) -> ChunkSlice:
+def chunk_at(record: SelectiveScan, packed: IntervalTable | None, n: jax.Array) -> ChunkSlice:
     """Returns the nth chunk."""
     tokens = record.x.shape[1]
     length = min(INTERVAL, tokens)
-    at = None if packed is None else PackedIntervals(*(lax.dynamic_index_in_dim(x, n, keepdims=False) for x in packed))
+    at = None if packed is None else IntervalTable(*(lax.dynamic_index_in_dim(x, n, keepdims=False) for x in packed))
     first = n * INTERVAL if at is None else at.begin
     start = jnp.minimum(first, tokens - length)
     token = start + jnp.arange(length, dtype=jnp.int32)

@@ -22,7 +22,7 @@ TOKENS_PER_INTERVAL = 64
 """Tokens between the states that a forward pass leaves for the backward pass."""
 
 
-class PackedIntervals(NamedTuple):
+class IntervalTable(NamedTuple):
     """The intervals of packed sequences. The arrays have room for the most intervals that any lengths need; used
     entries come first. All int32.
 
@@ -52,7 +52,7 @@ def first_intervals(cu_seqlens: jax.Array) -> jax.Array:
     return jnp.pad(jnp.cumsum(cdiv(lengths, TOKENS_PER_INTERVAL), dtype=jnp.int32), (1, 0))
 
 
-def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
+def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
     """Returns the intervals of packed sequences.
 
     Args:
@@ -67,7 +67,7 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> PackedIntervals:
     at = jnp.minimum(sequence, max(0, sequences - 1))
     begin = bounds[at] + (number - first[at]) * TOKENS_PER_INTERVAL
     opens, closes = number == first[at], number == first[at + 1] - 1
-    return PackedIntervals(sequence, begin, bounds[at + 1], opens, closes)
+    return IntervalTable(sequence, begin, bounds[at + 1], opens, closes)
 
 
 def stored_states(cu_seqlens: jax.Array, states: jax.Array) -> jax.Array:

@@ -47,8 +47,8 @@ def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSumm
     """Returns the summary of a shard."""
     steps = _chosen_steps(record, borders.running)
     later = cumulative_sums(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), reverse=True)
-    values, numbers = (_zero_unless_chosen(x, borders.running, record) for x in (record.x, record.write))
-    added = _weighted_sum(record, later, steps * values, numbers)
+    values, write_or_read = (_zero_unless_chosen(x, borders.running, record) for x in (record.x, record.write))
+    added = _weighted_sum(record, later, steps * values, write_or_read)
     packed = borders.packed
     if packed is not None and record.initial_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
@@ -60,8 +60,8 @@ def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSumm
 def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, d_read: jax.Array) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
     so_far = cumulative_sums(_chosen_steps(record, borders.leading))
-    values, numbers = (_zero_unless_chosen(x, borders.leading, record) for x in (d_read, record.read))
-    return _weighted_sum(record, so_far, values, numbers)
+    values, write_or_read = (_zero_unless_chosen(x, borders.leading, record) for x in (d_read, record.read))
+    return _weighted_sum(record, so_far, values, write_or_read)
 
 
 def states(record: SelectiveScan) -> jax.Array:
@@ -83,17 +83,17 @@ def _state_decay_factor(record: SelectiveScan, steps: jax.Array) -> jax.Array:
     return jnp.exp(jnp.sum(steps, axis=1)[..., None] * record.decay.astype(accumulator(record)))
 
 
-def _weighted_sum(record: SelectiveScan, steps: jax.Array, values: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Returns the sum over tokens of `exp(decay * steps) * values * numbers`, [B, I, E].
+def _weighted_sum(record: SelectiveScan, steps: jax.Array, values: jax.Array, write_or_read: jax.Array) -> jax.Array:
+    """Returns the sum over tokens of `exp(decay * steps) * values * write_or_read`, [B, I, E].
 
     Args:
         record: The record.
         steps: [B, T, I], the step sizes that weight each token.
-        values: [B, T, I], 0 for tokens that do not count, as are their numbers.
-        numbers: [B, T, E].
+        values: [B, T, I], 0 for tokens that do not count.
+        write_or_read: [B, T, E], the record's `write` or `read`, 0 for the same tokens.
     """
     weights = jnp.exp(steps[..., None] * record.decay.astype(accumulator(record)))
-    return jnp.sum(weights * values[..., None] * numbers[:, :, None], axis=1)
+    return jnp.sum(weights * values[..., None] * write_or_read[:, :, None], axis=1)
 
 
 RULE = SplitRecurrence(

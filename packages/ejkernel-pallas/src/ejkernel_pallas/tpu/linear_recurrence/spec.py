@@ -81,7 +81,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
     return RecurrenceSpec(
         numbers=Numbers(scale=record.softmax_scale, exact=exact),
         chunk=config.chunk_size,
-        heads=_heads(total, min(config.heads, room), set(counts.values())),
+        heads=_heads_per_step(total, min(config.heads, room), set(counts.values())),
         total_heads=total,
         keys=record.query.shape[3],
         values=record.value.shape[3],
@@ -92,7 +92,7 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
     )
 
 
-def _heads(total: int, most: int, counts: set[int]) -> int:
+def _heads_per_step(total: int, most: int, counts: set[int]) -> int:
     """Returns the largest number of heads per step that have whole heads of every field, or one head of it."""
 
     def fits(heads: int) -> bool:

@@ -133,12 +133,12 @@ def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blo
         "step": token_operand(spec, plan.align(record.step), backwards=backwards),
         "write": column_operand(spec, plan.columns(record.write), backwards=backwards),
         "read": column_operand(spec, plan.columns(record.read), backwards=backwards),
-        "decay": Operand(record.decay.T.astype(jnp.float32) * LOG2E, (spec.size, spec.block), _tile),
-        "skip": Operand(skip, (1, spec.block), _tile),
+        "decay": Operand(record.decay.T.astype(jnp.float32) * LOG2E, (spec.size, spec.block), _channel_tile_index),
+        "skip": Operand(skip, (1, spec.block), _channel_tile_index),
     }
 
 
-def _tile(*step: Any) -> tuple[Any, ...]:
+def _channel_tile_index(*step: Any) -> tuple[Any, ...]:
     return 0, step[1]
 
 

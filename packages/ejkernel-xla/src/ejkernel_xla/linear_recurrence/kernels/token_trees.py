@@ -136,15 +136,19 @@ def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: Fields) -> 
 def _load_tokens(record: LinearRecurrence, at: TreeStep, tokens: int) -> Fields:
     """Returns the fields of a step's tokens, [N, heads, ...] in the accumulator's dtype."""
     fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
-    return {name: x[_index(x, at, tokens)].astype(accumulator(record)) for name, x in fields.items() if x is not None}
+    return {
+        name: x[_row_and_token(x, at, tokens)].astype(accumulator(record))
+        for name, x in fields.items()
+        if x is not None
+    }
 
 
 def _add_gradient(grad: jax.Array, dfield: jax.Array, at: TreeStep, tokens: int) -> jax.Array:
     """Returns the gradient of a field with that of a step's tokens added."""
-    return grad.at[_index(grad, at, tokens)].add(_where(at.valid, dfield))
+    return grad.at[_row_and_token(grad, at, tokens)].add(_where(at.valid, dfield))
 
 
-def _index(x: jax.Array, at: TreeStep, tokens: int) -> tuple[jax.Array, jax.Array]:
+def _row_and_token(x: jax.Array, at: TreeStep, tokens: int) -> tuple[jax.Array, jax.Array]:
     """Returns the row and the token of a step's tokens in a field [B|1, T|1, ...]."""
     row, token = at.token // tokens, at.token % tokens
     return row if x.shape[0] > 1 else 0 * row, token if x.shape[1] > 1 else 0 * token

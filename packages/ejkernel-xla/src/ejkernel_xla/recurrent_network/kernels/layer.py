@@ -102,7 +102,7 @@ def valid_tokens(record: RecurrentNetwork) -> jax.Array | None:
     return None if tokens is None else time_major(tokens)[..., None]
 
 
-def select_state(valid_tokens: jax.Array | None, new: State, old: State) -> State:
+def keep_state_in_padding(valid_tokens: jax.Array | None, new: State, old: State) -> State:
     """Returns `new` where tokens are real, `old` elsewhere."""
     return new if valid_tokens is None else tuple(jnp.where(valid_tokens, n, o) for n, o in zip(new, old, strict=True))
 

@@ -51,7 +51,7 @@ def validate(args: Any) -> None:
 def lower(args: Any) -> LinearRecurrence:
     """Returns the family's record of a call, with gates added up and tokens in forward order."""
     tokens: dict[str, Any] = {name: getattr(args, name) for name in ("query", "key", "value", "g", "gk", "gv")}
-    tokens = {name: x if x is None else _row_of(x, args) for name, x in tokens.items()}
+    tokens = {name: x if x is None else _with_row_axis(x, args) for name, x in tokens.items()}
     state, bounds, slots = args.initial_state, args.cu_seqlens, args.state_indices
     ids = None if args.seg_ids is None else exact_ids("seg_ids", args.seg_ids)
     if args.reverse:
@@ -92,7 +92,7 @@ def _flat(args: Any) -> bool:
     return args.cu_seqlens is not None and rank(args.query) == 3
 
 
-def _row_of(x: jax.Array, args: Any) -> jax.Array:
+def _with_row_axis(x: jax.Array, args: Any) -> jax.Array:
     return x[None] if _flat(args) else x
 
 
