@@ -62,18 +62,25 @@ def test_both_passes_are_served_on_a_gpu(terms):
         assert all(reason.startswith("module jax_triton") for reason in triton.reasons)
 
 
-@pytest.mark.parametrize(("bias_dtype", "summed"), [(jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32)])
-def test_biases_are_summed_from_the_cotangent_that_the_products_read(bias_dtype, summed):
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype", "summed"),
+    [
+        (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, jnp.float32, jnp.float32),
+        (jnp.float16, jnp.bfloat16, jnp.float32),  # bfloat16 holds numbers that float16 does not
+    ],
+)
+def test_biases_are_summed_from_the_cotangent_that_the_products_read(dtype, bias_dtype, summed):
     """A float32 cotangent of 16-bit rows was stored for the biases alone."""
     shape = jax.ShapeDtypeStruct
     record = GatedGroupedMatmul(
-        lhs=shape((4096, 256), jnp.bfloat16),
-        rhs=shape((4, 256, 1024), jnp.bfloat16),
+        lhs=shape((4096, 256), dtype),
+        rhs=shape((4, 256, 1024), dtype),
         group_sizes=shape((4,), jnp.int32),
         rhs_bias=shape((4, 1, 1024), bias_dtype),
         left_over="zeros",
     )
-    cotangent, names = shape((4096, 512), jnp.bfloat16), frozenset({"lhs", "rhs", "rhs_bias"})
+    cotangent, names = shape((4096, 512), dtype), frozenset({"lhs", "rhs", "rhs_bias"})
 
     def run(record, cotangent):
         saved = Pullback(record=record, residuals=(), output=cotangent, cotangent=cotangent, grad_fields=names)

@@ -117,13 +117,13 @@ def _lhs_cotangent_products(
 
 def _bias_cotangent(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
     """Returns the cotangent in the dtype in which it is summed for the biases: that of the products' operand, unless
-    the biases have more digits.
+    the biases hold numbers that it does not.
 
     A float32 cotangent of 16-bit rows is then never stored, neither for the products nor for the biases.
     """
     dtype = operand_dtype(record, cotangent.dtype)
     assert record.rhs_bias is not None  # its gradient is requested
-    return cotangent.astype(dtype) if record.rhs_bias.dtype.itemsize <= dtype.itemsize else cotangent
+    return cotangent.astype(dtype) if jnp.promote_types(record.rhs_bias.dtype, dtype) == dtype else cotangent
 
 
 def _bias_gradients(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
