@@ -104,6 +104,21 @@ def test_a_forward_pass_alone_gives_way_to_a_pair_whose_backward_comes_first(use
     assert compiled(gradient, x, x) == [("plain", "backward"), ("other", "forward")]
 
 
+def test_a_forward_pass_alone_stays_where_the_pair_would_not_be_chosen(use, x):
+    """Without the first forward pass, the second one would be chosen, not that of the pair."""
+
+    def second_in_backward(record, device, direction):
+        return 1 if direction == "forward" else -1
+
+    forward_only = toy.implementation("other", priority=2, backward=None, gradients=frozenset())
+    use(
+        toy.plugin(
+            private_residuals.implementation(), forward_only, toy.implementation("plain", priority=second_in_backward)
+        )
+    )
+    assert compiled(gradient, x, x) == [("plain", "backward"), ("other", "forward")]
+
+
 def test_where_neither_serves_both_the_error_says_why(use, x):
     pair = private_residuals.implementation(gradients=frozenset({"x"}))
     forward_only = toy.implementation("other", backward=None, gradients=frozenset())

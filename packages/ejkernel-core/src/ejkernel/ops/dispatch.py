@@ -287,7 +287,7 @@ def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool
 
 def _first_pair(forwards: Sequence[Verdict], backward: Choice) -> Implementation | None:
     """Returns the paired implementation whose backward pass is the first that can follow some forward pass; None if
-    that pass is not paired.
+    that pass is not paired, or if another forward pass that has a backward pass comes before its own.
     """
     usable = {v.implementation.name for v in forwards if v.status != "refused"}
     following = (
@@ -296,16 +296,20 @@ def _first_pair(forwards: Sequence[Verdict], backward: Choice) -> Implementation
         if v.status != "refused" and (not v.implementation.paired or v.implementation.name in usable)
     )
     first = next(following, None)
-    return first if first is not None and first.paired else None
+    forward = next((v.implementation for v in forwards if v.status != "refused" and not _is_forward_only(v)), None)
+    return first if first is not None and first.paired and first is forward else None
 
 
 def _unless_pair(verdict: Verdict, pair: Implementation | None) -> Verdict:
     """Returns the verdict on a forward pass; an implementation of that pass alone is refused if there is a pair."""
-    implementation = verdict.implementation
-    if verdict.status == "refused" or pair is None or implementation.paired or implementation.backward is not None:
+    if verdict.status == "refused" or pair is None or not _is_forward_only(verdict):
         return verdict
     reason = f"it has no backward pass, and that of {pair.name!r}, which is paired, comes first"
     return dataclasses.replace(verdict, status="refused", reasons=(reason,))
+
+
+def _is_forward_only(verdict: Verdict) -> bool:
+    return not verdict.implementation.paired and verdict.implementation.backward is None
 
 
 def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
