@@ -24,6 +24,14 @@ def test_zeros_have_the_shape_and_dtype_of_the_random_numbers(draw):
     assert (got.shape, got.dtype, got.weak_type) == (want.shape, want.dtype, want.weak_type)
 
 
+def test_a_compiled_function_does_not_keep_the_zeros():
+    """JAX caches a traced function by itself and the shapes of its arguments."""
+    draw = jax.jit(lambda key: jax.random.normal(key, (3,)))
+    with constant_draws():
+        jax.eval_shape(draw, jax.random.key(0))
+    assert draw(jax.random.key(0)).any()
+
+
 def test_random_numbers_are_back_after_shapes_were_asked_for():
     class Failing:
         def make(self, key):

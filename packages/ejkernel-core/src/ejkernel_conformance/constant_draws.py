@@ -12,15 +12,22 @@ import jax.numpy as jnp
 DTYPES = {"normal": float, "uniform": float, "randint": int, "bernoulli": bool}
 """The functions of `jax.random` that are replaced, and the dtypes that they draw by default."""
 
+_draws_are_constant: Any = jax.make_user_context(False)
+"""A part of the key of JAX's caches: no program that was traced with zeros is run with random numbers."""
+
 
 @contextlib.contextmanager
 def constant_draws() -> Iterator[None]:
-    """Makes `jax.random` return zeros of the same shape and dtype until the block ends: they are traced faster."""
+    """Makes `jax.random` return zeros of the same shape and dtype until the block ends: they are traced faster.
+
+    It is for one thread: others that draw in this time get zeros, too. Compiled functions are traced again after it.
+    """
     originals = {name: getattr(jax.random, name) for name in DTYPES}
     for name, draw in originals.items():
         setattr(jax.random, name, _zeros(draw, DTYPES[name]))
     try:
-        yield
+        with _draws_are_constant(True):
+            yield
     finally:
         for name, draw in originals.items():
             setattr(jax.random, name, draw)
