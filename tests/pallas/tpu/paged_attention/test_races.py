@@ -26,7 +26,7 @@ def found():
 
 
 def read_words(buffer, head_group, word, at, spec):
-    """What `load_keys._words` reads, without a view of another shape, which the simulator does not have."""
+    """What `load_keys._load_words` reads, without a view of another shape, which the simulator does not have."""
     words = spec.cache.words
     rows = buffer[...].reshape(spec.block_kv * words, buffer.shape[-1])
     return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk_kv * words)[word::words]

@@ -82,13 +82,13 @@ class SplitRecurrence:
 
     Attributes:
         borders: (Record, shards) -> `BorderTokens`.
-        enters: (`Borders.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border before
-            each shard; None if no record has segment ids.
+        enters: (`BorderTokens.ends` of all shards, [P, B, 2]) -> bool [P, B], whether a segment crosses the border
+            before each shard; None if no record has segment ids.
         summary: (`run`, record, borders) -> `ShardSummary`.
-        gradient: (Record, borders, `Summary.saved`, cotangent of the outputs) -> the gradient of the state that enters,
-            for which that of the state that leaves is zeros.
+        gradient: (Record, borders, `ShardSummary.saved`, cotangent of the outputs) -> the gradient of the state that
+            enters, for which that of the state that leaves is zeros.
         corrected: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
-            `Summary.unread`; None if summaries never have it.
+            `ShardSummary.unread`; None if summaries never have it.
         matrices: Record -> whether the factors of summaries are matrices.
         states: Record -> the initial states, in the accumulator's dtype: [B, ...], or [N, ...] of packed sequences.
         name: Record -> the name of their field.

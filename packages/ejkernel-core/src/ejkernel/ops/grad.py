@@ -121,7 +121,7 @@ class CallPlan:
         if choice.implementation is None:
             raise NoImplementationError(choice)
         # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so the
-        # kernel is called untracked.
+        # kernel is called without them.
         with jax.named_scope(f"ejkernel.{self.op.name}.{choice.direction}.{choice.implementation.name}"):
             function = choice.implementation.function(choice.direction)
             return _compat.call_without_varying_axes(lambda argument: function(argument, choice.config), argument)

@@ -36,7 +36,7 @@ class Ring:
         size: Devices along it.
         before: Number of previous devices from which a device receives keys.
         after: Number of later devices from which a device receives keys.
-        striped: Whether parts are those of `ring_stripes`.
+        striped: Whether parts are stripes (see `stripes.py`).
     """
 
     axis_name: str

@@ -21,7 +21,7 @@ def fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any)
 
 
 def for_each_index(num_iterations: int, body: Callable[[Any], None]) -> None:
-    """Calls `body` with 0 to `count - 1` in a loop, so that its code is emitted once."""
+    """Calls `body` with 0 to `num_iterations - 1` in a loop, so that its code is emitted once."""
     if num_iterations == 1:
         body(0)
         return
