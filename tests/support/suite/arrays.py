@@ -47,9 +47,9 @@ def _replaced(function: Callable[..., jax.Array], constant: Callable[..., np.nda
     return replaced
 
 
-def _dtype(dtype: Any, default: type) -> np.dtype | None:
+def _dtype(dtype: Any, default: Any) -> np.dtype | None:
     """Returns the dtype that JAX uses for a given one; None for dtypes that NumPy has not."""
-    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     return np.dtype(jax.dtypes.canonicalize_dtype(default if dtype is None else dtype))
 

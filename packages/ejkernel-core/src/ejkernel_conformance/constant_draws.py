@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ _draws_are_constant: Any = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
-def constant_draws() -> Iterator[None]:
+def constant_draws() -> Generator[None]:
     """Makes `jax.random` return zeros of the same shape and dtype until the block ends: they are traced faster.
 
     It is for one thread: others that draw in this time get zeros, too. Compiled functions are traced again after it.

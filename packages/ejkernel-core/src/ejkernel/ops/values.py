@@ -73,7 +73,7 @@ def check_values() -> Generator[None]:
         yield
 
 
-def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], None] | None = None) -> None:
+def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], object] | None = None) -> None:
     """Checks the values of an argument record that can be read and, in a `check_values` block, those that are traced.
 
     Args:

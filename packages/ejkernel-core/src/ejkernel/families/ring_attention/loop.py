@@ -36,6 +36,7 @@ from ejkernel.families.ring_attention.steps import (
     Gradients,
     RingStep,
     ZigzagStep,
+    local_step,
     ring_kind,
     ring_of_steps,
     step_at,
@@ -86,14 +87,14 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
         step = step_at(local, ring, distance, travelling_keys)
         return {}, merge(so_far, *step.partials(attend(step)))
 
-    def local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Partial]:
+    def run_local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Partial]:
         # Only this step adds the sinks to its denominator, so they are counted once.
         step = local_step(local, ring, travelling_keys)
         return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))
 
     sinks = record.softmax_aux
     _, done = _run_ring(
-        ring, travelling_keys_of(local), local_step, remote_step, unrolled=ring_kind(local, ring) == "banded"
+        ring, travelling_keys_of(local), run_local_step, remote_step, unrolled=ring_kind(local, ring) == "banded"
     )
     output = ring.unstripe(done.output.astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
@@ -140,7 +141,7 @@ def accumulator(record: RingAttention) -> Any:
 def _run_ring(
     ring: Ring,
     travelling_keys: TravellingKeys,
-    local_step: Callable[[TravellingKeys], tuple[Gradients, Any]],
+    run_local_step: Callable[[TravellingKeys], tuple[Gradients, Any]],
     remote_step: RemoteStep,
     *,
     unrolled: bool,
@@ -150,7 +151,7 @@ def _run_ring(
     Args:
         ring: How it goes.
         travelling_keys: This device's keys and what belongs to them.
-        local_step: With the keys that the device holds: keys -> (their gradients, state).
+        run_local_step: With the keys that the device holds: keys -> (their gradients, state).
         remote_step: (distance, keys, state) -> (gradients of the keys, state).
         unrolled: Whether `remote_step` wants an int for a distance.
 
@@ -160,7 +161,7 @@ def _run_ring(
     after_first_hop = {
         hop: ring.shift(travelling_keys, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)
     }
-    home, state = local_step(travelling_keys)
+    home, state = run_local_step(travelling_keys)
     directions = [(1, ring.before), (-1, ring.after)]
     totals: list[Gradients] = []
     travelling_gradients = home
@@ -244,7 +245,7 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
             grads, stationary_gradients, ring, source, travelling_keys
         )
 
-    def local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Gradients]:
+    def run_local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Gradients]:
         grads = gradients_of_step(local_step(record, ring, travelling_keys), travelling_keys)
         zero_gradients = {name: jnp.zeros(getattr(record, name).shape, dtype) for name in ("bias",) if name in grads}
         return _travelling_gradients(grads), _add_stationary_gradients(
@@ -252,7 +253,7 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
         )
 
     unrolled = ring_kind(record, ring) == "banded"
-    home, kept = _run_ring(ring, travelling_keys_of(record), local_step, remote_step, unrolled=unrolled)
+    home, kept = _run_ring(ring, travelling_keys_of(record), run_local_step, remote_step, unrolled=unrolled)
     return {**home, **kept}
 
 
