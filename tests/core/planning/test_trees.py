@@ -5,26 +5,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.planning.trees import take_rows
+from ejkernel.planning.trees import rows_with_ordered_gradients
 
 
 def _both(x, index):
-    """Returns the gradients of `take_rows` and of indexing, for the same cotangent."""
+    """Returns the gradients of `rows_with_ordered_gradients` and of indexing, for the same cotangent."""
     cotangent = jax.random.normal(jax.random.key(1), (len(index), x.shape[1]), x.dtype)
-    return [jax.vjp(function, x)[1](cotangent)[0] for function in (lambda x: take_rows(x, index), lambda x: x[index])]
+    return [
+        jax.vjp(function, x)[1](cotangent)[0]
+        for function in (lambda x: rows_with_ordered_gradients(x, index), lambda x: x[index])
+    ]
 
 
 @pytest.mark.parametrize("index", [[0, 0, 2, 0, 2, 5], [3], [1, 1, 1, 1]])
 def test_gradients_of_rows_are_sums_over_their_readers(index):
     x, index = jax.random.normal(jax.random.key(0), (6, 3)), jnp.asarray(index, jnp.int32)
-    np.testing.assert_array_equal(take_rows(x, index), x[index])
-    got, wanted = _both(x, index)
-    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(rows_with_ordered_gradients(x, index), x[index])
+    got, expected = _both(x, index)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_gradients_of_rows_are_not_added_by_a_scatter():
     """On a GPU a scatter adds in any order, so that two runs of the convolution over trees differed in their bits."""
     shapes = jnp.zeros((6, 3)), jnp.zeros(9, jnp.int32)
-    program = str(jax.make_jaxpr(jax.grad(lambda x, index: take_rows(x, index).sum()))(*shapes))
+    program = str(jax.make_jaxpr(jax.grad(lambda x, index: rows_with_ordered_gradients(x, index).sum()))(*shapes))
     assert "scatter" not in program
     assert "scatter-add" in str(jax.make_jaxpr(jax.grad(lambda x, index: x[index].sum()))(*shapes))

@@ -68,13 +68,17 @@ def path_windows(x: jax.Array, states: jax.Array, trees: TokenTrees) -> jax.Arra
     for back in range(1, held + 1):
         ancestor = jnp.where(ancestor < 0, -1, trees.parents[jnp.maximum(ancestor, 0)])
         depth = depth + (ancestor >= 0)
-        stored = take_rows(held_tokens, request * held + jnp.clip(held - back + depth, 0, held - 1)).astype(x.dtype)
-        columns.append(jnp.where((ancestor >= 0)[:, None], take_rows(x, jnp.maximum(ancestor, 0)), stored))
+        stored = rows_with_ordered_gradients(
+            held_tokens, request * held + jnp.clip(held - back + depth, 0, held - 1)
+        ).astype(x.dtype)
+        columns.append(
+            jnp.where((ancestor >= 0)[:, None], rows_with_ordered_gradients(x, jnp.maximum(ancestor, 0)), stored)
+        )
     return jnp.stack(columns[::-1], axis=2)
 
 
 @jax.custom_vjp
-def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+def rows_with_ordered_gradients(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows of x, whose gradients are summed in a fixed order.
 
     XLA adds up the gradients of an indexed array with atomic operations on a GPU, so that two runs may differ in their
@@ -87,11 +91,11 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x[index]
 
 
-def _take_rows_forward(x: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward_with_ordered_gradients(x: jax.Array, index: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return x[index], (x, index)
 
 
-def _take_rows_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
+def _ordered_gradients(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
     """Returns the gradient of x: sums of sorted rows, from which each row of x takes the last of its own."""
     x, index = saved
     order = jnp.argsort(index, stable=True)
@@ -111,4 +115,4 @@ def _add_within_rows(
     return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
 
 
-take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+rows_with_ordered_gradients.defvjp(_forward_with_ordered_gradients, _ordered_gradients)
