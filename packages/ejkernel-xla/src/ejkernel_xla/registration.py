@@ -1,7 +1,6 @@
 """The shared registration of all XLA implementations."""
 
 from collections.abc import Iterable
-from types import ModuleType
 
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel_xla.no_tpu_kernel import REASONS
@@ -46,19 +45,4 @@ def xla_implementation(
         ),
         config=config,
         instead_of_kernel={"tpu": REASONS[family]} if family in REASONS else {},
-    )
-
-
-def config_space(config: ModuleType, forward: type) -> ConfigSpace:
-    """Returns the configurations of a family whose passes share one type.
-
-    Args:
-        config: The family's module `config`: the heuristic, the candidates and the public fields.
-        forward: The config type.
-    """
-    return ConfigSpace(
-        heuristic=config.heuristic,
-        candidates=config.candidates,
-        forward=forward,
-        public_fields=config.PUBLIC_FIELDS,
     )

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
@@ -15,6 +15,23 @@ PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
 
 def _of_no_kind(record: Any) -> str | None:
     return None
+
+
+class ConfigModule(Protocol):
+    """The module `config` of a kernel directory, with the names that every kernel directory uses."""
+
+    @property
+    def PUBLIC_FIELDS(self) -> Mapping[str, str | tuple[str, ...]]:
+        """Public configuration field -> field, or fields, of the kernel's own types."""
+        ...
+
+    def heuristic(self, record: Any, device: DeviceInfo, direction: Direction, /) -> Any:
+        """Returns a complete configuration part, by rule."""
+        ...
+
+    def candidates(self, record: Any, device: DeviceInfo, direction: Direction, /) -> tuple[Any, ...]:
+        """Returns the configuration parts worth measuring."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,6 +62,32 @@ class ConfigSpace:
     public_fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
     )
+
+    @classmethod
+    def of(
+        cls,
+        config: ConfigModule,
+        *,
+        forward: type,
+        backward: type | None = None,
+        kind: Callable[[Any], str | None] = _of_no_kind,
+    ) -> "ConfigSpace":
+        """Returns the configurations of a kernel directory, whose module `config` has the rules and public fields.
+
+        Args:
+            config: The module.
+            forward: As the attribute.
+            backward: As the attribute.
+            kind: As the attribute.
+        """
+        return cls(
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            forward=forward,
+            kind=kind,
+            backward=backward,
+            public_fields=config.PUBLIC_FIELDS,
+        )
 
     def kernel_type(self, direction: Direction) -> type:
         """Returns the kernel's own type of one direction."""

@@ -33,12 +33,7 @@ IMPLEMENTATIONS = (
         requires=decode_requires(
             handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_refusal_reasons
         ),
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=config.DecodeSplits,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=ConfigSpace.of(config, forward=config.DecodeSplits),
         priority=30,
     ),
 )

@@ -80,12 +80,7 @@ IMPLEMENTATIONS = (
             handles=frozenset({"zeros", "transpose", "precision"}),
             extra=_refusal_reasons,
         ),
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=config.QuantizedSplits,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=ConfigSpace.of(config, forward=config.QuantizedSplits),
         priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",
     ),

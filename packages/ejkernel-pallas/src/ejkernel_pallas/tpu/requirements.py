@@ -1,10 +1,10 @@
 """What the registrations of all Mosaic TPU kernels share: requirements of device, toolchain and dtypes, and names."""
 
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
+from ejkernel.ops.space import ConfigModule
 from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import device_kinds
 
@@ -33,7 +33,7 @@ def tpu_requires(
 
 def mosaic_tpu(
     family: Family,
-    config: ModuleType,
+    config: ConfigModule,
     *,
     forward: type,
     backward: type,
@@ -59,12 +59,6 @@ def mosaic_tpu(
         backward=f"{folder}.backward:backward",
         gradients=frozenset(family.differentiable) - without,
         requires=requires,
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=forward,
-            backward=backward,
-            public_fields=config.PUBLIC_FIELDS,
-        ),
+        config=ConfigSpace.of(config, forward=forward, backward=backward),
         priority=10,
     )

@@ -16,12 +16,6 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(2, 9), handles={"bias", "initial_state", "cu_seqlens", "activation"}
             ),
-            config=ConfigSpace(
-                forward=config.ConvolutionForward,
-                backward=config.ConvolutionBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.ConvolutionForward, backward=config.ConvolutionBackward),
         ),
     )

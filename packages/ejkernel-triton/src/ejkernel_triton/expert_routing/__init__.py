@@ -25,11 +25,6 @@ def implementations() -> tuple[Implementation, ...]:
             "expert_routing",
             forward="expert_routing.forward:forward",
             requires=triton_requires(handles=(), extra=_refusal_reasons),
-            config=ConfigSpace(
-                forward=config.RoutingTiles,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.RoutingTiles),
         ),
     )

@@ -32,12 +32,6 @@ def implementations() -> tuple[Implementation, ...]:
             backward="gated_grouped_matmul.backward:backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
             requires=triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
-            config=ConfigSpace(
-                forward=config.GatedTiles,
-                backward=GroupedBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.GatedTiles, backward=GroupedBackward),
         ),
     )

@@ -14,12 +14,6 @@ def implementations() -> tuple[Implementation, ...]:
             backward="gather_reduce.backward:backward",
             gradients=frozenset({"rows", "weights"}),
             requires=triton_requires(handles={"weights"}),
-            config=ConfigSpace(
-                forward=config.GatherTiles,
-                backward=config.GatherTiles,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.GatherTiles),
         ),
     )

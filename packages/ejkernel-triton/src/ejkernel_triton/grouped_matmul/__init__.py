@@ -51,13 +51,6 @@ def implementations() -> tuple[Implementation, ...]:
             requires=dataclasses.replace(
                 triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons), dtypes=requirements.DTYPES | {FLOAT8}
             ),
-            config=ConfigSpace(
-                forward=config.GroupedForward,
-                backward=config.GroupedBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                kind=kind_of,
-            ),
+            config=ConfigSpace.of(config, forward=config.GroupedForward, backward=config.GroupedBackward, kind=kind_of),
         ),
     )

@@ -67,12 +67,7 @@ def implementations() -> tuple[Implementation, ...]:
             "paged_attention",
             forward="paged_attention.forward:forward",
             requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_refusal_reasons),
-            config=ConfigSpace(
-                forward=config.PagedForward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.PagedForward),
         ),
         *latent.implementations(),
     )

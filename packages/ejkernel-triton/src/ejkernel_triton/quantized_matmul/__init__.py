@@ -40,12 +40,6 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_refusal_reasons
             ),
-            config=ConfigSpace(
-                forward=config.QuantizedTiles,
-                backward=config.QuantizedTiles,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.QuantizedTiles),
         ),
     )

@@ -14,12 +14,6 @@ def implementations() -> tuple[Implementation, ...]:
             backward="segment_pooling.backward:backward",
             gradients=frozenset({"values"}),
             requires=triton_requires(handles={"lengths", "ranges"}),
-            config=ConfigSpace(
-                forward=config.PoolingForward,
-                backward=config.PoolingBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.PoolingForward, backward=config.PoolingBackward),
         ),
     )

@@ -50,13 +50,8 @@ def implementations() -> tuple[Implementation, ...]:
             backward="selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
-            config=ConfigSpace(
-                forward=config.SelectedForward,
-                backward=config.SelectedBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                kind=config.kind,
+            config=ConfigSpace.of(
+                config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.kind
             ),
         ),
     )

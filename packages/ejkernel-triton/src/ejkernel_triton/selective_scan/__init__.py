@@ -23,13 +23,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=scan_sequences.HANDLES | {"initial_state"},
                 extra=decode.scan_refusal_reasons,
             ),
-            config=ConfigSpace(
-                forward=config.ScanForward,
-                backward=config.ScanBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.ScanForward, backward=config.ScanBackward),
         ),
         *decode.implementations(),
     )

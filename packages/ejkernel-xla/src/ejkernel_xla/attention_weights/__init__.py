@@ -1,14 +1,15 @@
 """Softmax attention with its weights in XLA: whole rows of the weights at a time, each made once."""
 
 from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
+from ejkernel.ops import ConfigSpace
 from ejkernel_xla.attention_weights import config
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
         "attention_weights",
         gradients=set(FAMILY.differentiable) - {"relative_bias"},
         handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
-        config=config_space(config, config.WeightRows),
+        config=ConfigSpace.of(config, forward=config.WeightRows),
     ),
 )

@@ -1,9 +1,10 @@
 """The cross-entropy of token logits in XLA: the logits exist a block at a time."""
 
 from ejkernel.families.cross_entropy import FAMILY
+from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.cross_entropy import config
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
@@ -11,6 +12,6 @@ IMPLEMENTATIONS = (
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
         symbolic=False,
-        config=config_space(config, config.LogitBlocks),
+        config=ConfigSpace.of(config, forward=config.LogitBlocks),
     ),
 )

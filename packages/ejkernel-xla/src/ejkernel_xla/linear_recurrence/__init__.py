@@ -1,15 +1,16 @@
 """Linear recurrences in XLA: chunks of tokens as matrix products, and only states between them."""
 
 from ejkernel.families.linear_recurrence import FAMILY
+from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.linear_recurrence import config
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
         "linear_recurrence",
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
-        config=config_space(config, config.RecurrenceChunk),
+        config=ConfigSpace.of(config, forward=config.RecurrenceChunk),
     ),
 )

@@ -1,15 +1,16 @@
 """Paged softmax attention in XLA: an online softmax that gathers only the tiles of keys that some query row attends."""
 
 from ejkernel.families.paged_attention import FAMILY
+from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.paged_attention import config
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
         "paged_attention",
         backward=None,
         handles=optional_fields(FAMILY.record),
-        config=config_space(config, config.PagedTiles),
+        config=ConfigSpace.of(config, forward=config.PagedTiles),
     ),
 )

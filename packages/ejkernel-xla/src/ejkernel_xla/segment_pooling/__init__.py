@@ -1,6 +1,7 @@
 """Segment pooling in XLA."""
 
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel.ops import ConfigSpace
+from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.segment_pooling import config
 
 IMPLEMENTATIONS = (
@@ -8,6 +9,6 @@ IMPLEMENTATIONS = (
         "segment_pooling",
         gradients={"values"},
         handles={"lengths", "ranges"},
-        config=config_space(config, config.TokenTiles),
+        config=ConfigSpace.of(config, forward=config.TokenTiles),
     ),
 )

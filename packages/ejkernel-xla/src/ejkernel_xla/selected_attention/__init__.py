@@ -1,6 +1,7 @@
 """Selected attention in XLA: each block of keys is read once, by all the queries that list it."""
 
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel.ops import ConfigSpace
+from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.selected_attention import config
 
 GATES = frozenset({"g_slc", "g_cmp", "g_swa"})
@@ -21,6 +22,6 @@ IMPLEMENTATIONS = (
             "q_positions",
             "window_size",
         },
-        config=config_space(config, config.SelectedTiles),
+        config=ConfigSpace.of(config, forward=config.SelectedTiles),
     ),
 )

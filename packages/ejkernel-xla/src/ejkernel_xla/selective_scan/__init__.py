@@ -10,11 +10,6 @@ IMPLEMENTATIONS = (
         "selective_scan",
         gradients={"x", "step", "decay", "write", "read", "skip", "initial_state"},
         handles=scan_sequences.HANDLES | {"initial_state"},
-        config=ConfigSpace(
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-            forward=config.ScanSteps,
-            public_fields={"associative": "associative"},
-        ),
+        config=ConfigSpace.of(config, forward=config.ScanSteps),
     ),
 )

@@ -18,6 +18,10 @@ class ScanSteps:
     associative: bool
 
 
+PUBLIC_FIELDS = {"associative": "associative"}
+"""Public fields that set fields of the config, with the fields' names."""
+
+
 def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> ScanSteps:
     """Returns the way for a record on a device, not measured: a CPU has no idle lanes that could do a tree's extra
     work.

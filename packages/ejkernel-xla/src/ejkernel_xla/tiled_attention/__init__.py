@@ -1,8 +1,9 @@
 """Tiled softmax attention in XLA: both passes loop over full and partial tiles, and skip the empty ones."""
 
 from ejkernel.families.tiled_attention import FAMILY
+from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.tiled_attention import config
 
 IMPLEMENTATIONS = (
@@ -10,6 +11,6 @@ IMPLEMENTATIONS = (
         "tiled_attention",
         gradients=FAMILY.differentiable,
         handles=frozenset(optional_fields(FAMILY.record)) | {"lse_cotangent"},
-        config=config_space(config, config.ChunkedSoftmax),
+        config=ConfigSpace.of(config, forward=config.ChunkedSoftmax),
     ),
 )

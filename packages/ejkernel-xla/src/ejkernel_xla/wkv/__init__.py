@@ -1,8 +1,9 @@
 """RWKV-4's weighted average in XLA: a scan over tokens, and back over them."""
 
 from ejkernel.families.wkv import FAMILY
+from ejkernel.ops import ConfigSpace
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.registration import config_space, xla_implementation
+from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.wkv import config
 
 IMPLEMENTATIONS = (
@@ -10,6 +11,6 @@ IMPLEMENTATIONS = (
         "wkv",
         gradients=FAMILY.differentiable,
         handles=optional_fields(FAMILY.record),
-        config=config_space(config, config.TokenLoop),
+        config=ConfigSpace.of(config, forward=config.TokenLoop),
     ),
 )

@@ -49,13 +49,8 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=HANDLES,
                 extra=spec.reasons,
             ),
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                forward=config.HopperGrouped,
-                backward=config.HopperGroupedBackward,
-                public_fields=config.PUBLIC_FIELDS,
-                kind=kind_of,
+            config=ConfigSpace.of(
+                config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=kind_of
             ),
             # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
             priority=20,

@@ -24,12 +24,7 @@ def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str
             handles=handles,
             extra=extra,
         ),
-        config=ConfigSpace(
-            forward=config.HopperLatent,
-            public_fields=config.PUBLIC_FIELDS,
-            heuristic=config.heuristic,
-            candidates=config.candidates,
-        ),
+        config=ConfigSpace.of(config, forward=config.HopperLatent),
         # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the bottleneck.
         priority=30,
         cases="ejkernel_pallas.gpu.latent_attention.cases:cases",

@@ -38,12 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.gpu.paged_attention.forward:forward",
             requires=hopper_requires(handles=HANDLES, extra=spec.reasons),
-            config=ConfigSpace(
-                forward=config.HopperPaged,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.HopperPaged),
             priority=_priority,
             cases="ejkernel_pallas.gpu.paged_attention.cases:cases",
         ),

@@ -47,13 +47,8 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
             requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                kind=kind_of_large,
-                forward=config.HopperForward,
-                backward=config.HopperBackward,
-                public_fields=config.PUBLIC_FIELDS,
+            config=ConfigSpace.of(
+                config, forward=config.HopperForward, backward=config.HopperBackward, kind=kind_of_large
             ),
             priority=20,
         ),

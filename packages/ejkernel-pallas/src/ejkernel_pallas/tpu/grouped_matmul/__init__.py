@@ -80,13 +80,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=frozenset(OPTIONAL_FIELDS),
                 extra=_reasons,
             ),
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                kind=config.kind,
-                forward=config.TpuMatmul,
-                public_fields=config.PUBLIC_FIELDS,
-            ),
+            config=ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.kind),
             priority=10,
         ),
         Implementation(

@@ -37,12 +37,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=HANDLES,
                 extra=_reasons,
             ),
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                forward=config.TpuPaged,
-                public_fields=config.PUBLIC_FIELDS,
-            ),
+            config=ConfigSpace.of(config, forward=config.TpuPaged),
             priority=20,
         ),
     )

@@ -147,12 +147,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=HANDLES,
                 extra=reasons,
             ),
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                forward=config.TpuPaged,
-                public_fields=config.PUBLIC_FIELDS,
-            ),
+            config=ConfigSpace.of(config, forward=config.TpuPaged),
             priority=10,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
         ),

@@ -63,13 +63,8 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=HANDLES,
                 extra=_reasons,
             ),
-            config=ConfigSpace(
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-                kind=config.tuned_table_kind,
-                forward=config.TpuForward,
-                backward=config.TpuBackward,
-                public_fields=config.PUBLIC_FIELDS,
+            config=ConfigSpace.of(
+                config, forward=config.TpuForward, backward=config.TpuBackward, kind=config.tuned_table_kind
             ),
             priority=10,
         ),

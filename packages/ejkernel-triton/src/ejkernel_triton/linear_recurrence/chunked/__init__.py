@@ -2,7 +2,7 @@
 
 from ejkernel.families.linear_recurrence import plain_states as recurrent_states
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
+from ejkernel_triton.linear_recurrence.chunked import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLES = recurrent_states.HANDLES | {
@@ -23,12 +23,6 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES),
-            config=ConfigSpace(
-                forward=chunked_config.RecurrenceConfig,
-                public_fields=chunked_config.PUBLIC_FIELDS,
-                heuristic=chunked_config.heuristic,
-                candidates=chunked_config.candidates,
-                kind=chunked_config.tuned_table_key,
-            ),
+            config=ConfigSpace.of(config, forward=config.RecurrenceConfig, kind=config.tuned_table_key),
         ),
     )

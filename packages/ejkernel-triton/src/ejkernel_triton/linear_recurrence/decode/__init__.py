@@ -45,12 +45,7 @@ def implementations() -> tuple[Implementation, ...]:
             name="triton_decode",
             forward="linear_recurrence.decode.forward:forward",
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
-            config=ConfigSpace(
-                forward=config.DecodeTile,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.DecodeTile),
             priority=20,
             cases="ejkernel_triton.linear_recurrence.decode.cases:cases",
         ),

@@ -53,12 +53,7 @@ def implementations() -> tuple[Implementation, ...]:
                 handles=scan_sequences.HANDLES | {"initial_state"},
                 extra=_refusal_reasons,
             ),
-            config=ConfigSpace(
-                forward=config.ScanDecodeTile,
-                public_fields=config.PUBLIC_FIELDS,
-                heuristic=config.heuristic,
-                candidates=config.candidates,
-            ),
+            config=ConfigSpace.of(config, forward=config.ScanDecodeTile),
             # The priority is above the scans of all packages, which would mask all but one token of a block.
             priority=30,
             cases="ejkernel_triton.selective_scan.decode.cases:cases",
