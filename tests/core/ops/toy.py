@@ -22,11 +22,11 @@ from ejkernel.ops import (
     Kernel,
     Op,
     Requires,
-    Tolerance,
     arguments,
     call,
     hookimpl,
     static,
+    tolerances,
 )
 from ejkernel.ops.call import make_plan
 
@@ -109,7 +109,7 @@ OP = Op(
     lower=lambda args: args,
     reference=value,
     cases=(Case(name="plain", make=lambda key: ToyArguments(x=jax.random.normal(key, (4, 8)))),),
-    tolerance={"float32": Tolerance(rtol=1e-6, atol=1e-6)},
+    tolerance=tolerances(float32=1e-6),
     make_inputs=make_inputs,
     axes={"x": "t d", "bias": "t d"},
 )

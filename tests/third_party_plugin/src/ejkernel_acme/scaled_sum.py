@@ -17,9 +17,9 @@ from ejkernel.ops import (
     Op,
     Pullback,
     Requires,
-    Tolerance,
     document_options,
     run_operation,
+    tolerances,
 )
 
 NAME = "acme_scaled_sum"
@@ -149,7 +149,7 @@ OP = Op(
         _case("one row", 1, True, 1.0, "weights"),
         _case("scaled", 4, True, -2.5, "weights", "scale"),
     ),
-    tolerance={"float32": Tolerance(rtol=1e-5, atol=1e-5), "float64": Tolerance(rtol=1e-12, atol=1e-12)},
+    tolerance=tolerances(float32=1e-5, float64=1e-12),
 )
 
 IMPLEMENTATION = Implementation(

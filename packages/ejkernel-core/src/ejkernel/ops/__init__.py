@@ -32,7 +32,7 @@ from ejkernel.ops.fingerprint import (
 )
 from ejkernel.ops.invocations import get_invocations, record_invocation
 from ejkernel.ops.isolation import isolate_sequences
-from ejkernel.ops.model import Case, Implementation, Op, Requires, Tolerance
+from ejkernel.ops.model import Case, Implementation, Op, Requires, Tolerance, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 from ejkernel.ops.plugins import hookimpl, registry
@@ -110,6 +110,7 @@ __all__ = [
     "stable_json",
     "static",
     "target_device",
+    "tolerances",
     "tune_abstract",
     "vmap_with_config",
 ]

@@ -28,6 +28,16 @@ class Tolerance:
     atol: float
 
 
+def tolerances(**errors: float | tuple[float, float]) -> dict[str, Tolerance]:
+    """Returns dtype name -> tolerance.
+
+    Args:
+        **errors: For each dtype name one number, which is both `rtol` and `atol`, or the two.
+    """
+    pairs = {name: error if isinstance(error, tuple) else (error, error) for name, error in errors.items()}
+    return {name: Tolerance(rtol=rtol, atol=atol) for name, (rtol, atol) in pairs.items()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
     """Named inputs of an operation.
@@ -54,12 +64,7 @@ def _unstated(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
-TOLERANCE: Mapping[str, Tolerance] = {
-    "float64": Tolerance(rtol=1e-9, atol=1e-10),
-    "float32": Tolerance(rtol=2e-5, atol=2e-5),
-    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-    "float16": Tolerance(rtol=3e-3, atol=3e-3),
-}
+TOLERANCE: Mapping[str, Tolerance] = tolerances(float64=(1e-9, 1e-10), float32=2e-5, bfloat16=2e-2, float16=3e-3)
 """The errors that an operation accepts unless it says others: those of softmax attention."""
 
 

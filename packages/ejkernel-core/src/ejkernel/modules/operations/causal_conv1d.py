@@ -25,7 +25,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
@@ -219,12 +219,7 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=cases.cases(CausalConv1dArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-12, atol=1e-12),
-        "float32": Tolerance(rtol=1e-5, atol=1e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
+    tolerance=tolerances(float64=1e-12, float32=1e-5, bfloat16=2e-2, float16=3e-3),
     make_inputs=cases.make_inputs,
     axes={"initial_state": "b i s", "cu_seqlens": "n"},
     finish=finish,

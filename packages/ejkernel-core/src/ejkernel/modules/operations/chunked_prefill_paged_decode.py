@@ -14,7 +14,6 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_count,
     tuned,
 )
@@ -170,7 +169,6 @@ OP = Op(
     conditions=batch_conditions,
     conventions=conventions.of_pages,
     cases=paged_cases.chunked_cases(ChunkedPrefillPagedDecodeArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_inputs,
     axes={"softmax_aux": "h sinks"},
     finish=finish,

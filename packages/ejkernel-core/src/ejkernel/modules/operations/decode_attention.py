@@ -13,7 +13,6 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import DecodeAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_count,
     check_groups,
     check_ints,
@@ -179,7 +178,6 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=paged_cases.decode_cases(DecodeAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_decode_inputs,
     axes={"key_buffer": "p g d", "value_buffer": "p g v"},
     configure=configure,

@@ -30,7 +30,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.quantized_formats import Mode
@@ -231,12 +231,7 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=cases.cases(GatedGroupedMatmulArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-11, atol=1e-11),
-        "float32": Tolerance(rtol=1e-4, atol=1e-4),
-        "bfloat16": Tolerance(rtol=1e-2, atol=1e-2),
-        "float16": Tolerance(rtol=2e-3, atol=2e-3),
-    },
+    tolerance=tolerances(float64=1e-11, float32=1e-4, bfloat16=1e-2, float16=2e-3),
     make_inputs=cases.make_inputs,
     axes={"rhs": "e k n"},
     axes_of=_axes_of,

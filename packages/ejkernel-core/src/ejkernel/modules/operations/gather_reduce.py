@@ -16,7 +16,7 @@ from ejkernel.modules.operations.shared.conditions import has_rank, same_pairs
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
@@ -151,12 +151,7 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=cases.cases(GatherReduceArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-12, atol=1e-12),
-        "float32": Tolerance(rtol=2e-6, atol=4e-6),
-        "bfloat16": Tolerance(rtol=1e-2, atol=4e-3),
-        "float16": Tolerance(rtol=2e-3, atol=4e-4),
-    },
+    tolerance=tolerances(float64=1e-12, float32=(2e-6, 4e-6), bfloat16=(1e-2, 4e-3), float16=(2e-3, 4e-4)),
     make_inputs=cases.make_inputs,
 )
 GatherReduce.op = OP

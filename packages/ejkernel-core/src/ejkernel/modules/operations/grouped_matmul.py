@@ -31,7 +31,7 @@ from ejkernel.modules.operations.shared.shapes import (
 )
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 from ejkernel.planning.quantized_formats import Mode
@@ -273,14 +273,8 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=cases.cases(GroupedMatmulArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-11, atol=1e-11),
-        "float32": Tolerance(rtol=2e-5, atol=2e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-        # Outputs in float32 of exact products: what another order of summation changes.
-        "float8_e4m3fn": Tolerance(rtol=2e-4, atol=2e-4),
-    },
+    # Of float8: outputs in float32 of exact products, which only the order of summation changes.
+    tolerance=tolerances(float64=1e-11, float32=2e-5, bfloat16=2e-2, float16=3e-3, float8_e4m3fn=2e-4),
     make_inputs=cases.make_inputs,
     axes={"group_offset": "c"},
     axes_of=axes_of,

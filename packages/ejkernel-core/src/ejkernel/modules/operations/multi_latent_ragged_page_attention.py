@@ -16,7 +16,6 @@ from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionCo
 from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     check_ints,
     check_tables,
     quantised,
@@ -259,7 +258,6 @@ OP = Op(
     conditions=conditions,
     reference=reference,
     cases=cases.cases(MultiLatentRaggedPageAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=cases.make_inputs,
     axes=AXES,
     finish=finish,

@@ -19,7 +19,6 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention import (
 )
 from ejkernel.modules.operations.multi_latent_ragged_page_attention import OP as FIRST
 from ejkernel.modules.operations.shared.lse import WithLse
-from ejkernel.modules.operations.shared.paged_arguments import TOLERANCE
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
@@ -128,7 +127,6 @@ OP = Op(
     conditions=conditions,
     reference=reference,
     cases=cases.cases_v2(MultiLatentRaggedPageAttentionV2Arguments),
-    tolerance=TOLERANCE,
     make_inputs=cases.make_inputs,
     axes=AXES,
     finish=finish,

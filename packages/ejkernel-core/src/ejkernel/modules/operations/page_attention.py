@@ -14,7 +14,6 @@ from ejkernel.modules.operations.configs import PageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_choice,
     as_count,
     as_layout,
@@ -214,7 +213,6 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=paged_cases.page_cases(PageAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_inputs,
     finish=finish,
     axes_of=lambda args: cache_axes(args.kv_layout),

@@ -15,7 +15,6 @@ from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_layout,
     cache_axes,
     check_caches,
@@ -164,7 +163,6 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=paged_cases.prefill_cases(PrefillPageAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_prefill_inputs,
     axes={"kv_lens": "r"},
     finish=finish,

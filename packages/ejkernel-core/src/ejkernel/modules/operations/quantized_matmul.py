@@ -15,7 +15,7 @@ from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning.quantized_formats import (
     WORD,
@@ -213,12 +213,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     cases=cases.cases(QuantizedMatmulArguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-11, atol=1e-11),
-        "float32": Tolerance(rtol=2e-5, atol=2e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
+    tolerance=tolerances(float64=1e-11, float32=2e-5, bfloat16=2e-2, float16=3e-3),
     make_inputs=cases.make_inputs,
     axes={"x": "m k", "w": "k w", "scales": "k q", "zeros": "k q"},
     axes_of=axes_of,

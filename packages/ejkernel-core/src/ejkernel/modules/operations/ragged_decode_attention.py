@@ -14,7 +14,6 @@ from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
 from ejkernel.modules.operations.shared.conditions import between, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     check_caches,
     check_ints,
     check_query,
@@ -164,7 +163,6 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=paged_cases.dense_cases(RaggedDecodeAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_dense_inputs,
     axes={"softmax_aux": "h n"},
     finish=finish,

@@ -18,7 +18,6 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_count,
     check_packed,
     check_query,
@@ -234,7 +233,6 @@ OP = Op(
     conditions=conditions,
     conventions=conventions.of_pages,
     cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_v2_inputs,
     axes={"kv_pages": "p s g d", "num_seqs": "c", "softmax_aux": "h sinks"},
     finish=finish,

@@ -19,7 +19,6 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_choice,
     as_count,
     check_groups,
@@ -271,7 +270,6 @@ OP = Op(
     conditions=conditions,
     conventions=conventions.of_unscaled_pages,
     cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_v3_inputs,
     axes={"kv_cache": "p s g c d", "block_tables": "k", "distribution": "c", "softmax_aux": "h sinks"},
     finish=finish,

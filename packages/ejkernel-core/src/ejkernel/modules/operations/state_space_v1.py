@@ -24,7 +24,7 @@ from ejkernel.modules.operations.shared.shapes import (
 from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 
 AXES = {
@@ -187,12 +187,7 @@ OP = Op(
     lower=lower,
     conditions=of_states("hidden_states"),
     cases=cases.cases(StateSpaceV1Arguments),
-    tolerance={
-        "float64": Tolerance(rtol=1e-10, atol=1e-10),
-        "float32": Tolerance(rtol=3e-5, atol=3e-5),
-        "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-        "float16": Tolerance(rtol=3e-3, atol=3e-3),
-    },
+    tolerance=tolerances(float64=1e-10, float32=3e-5, bfloat16=2e-2, float16=3e-3),
     make_inputs=cases.make_inputs,
     axes={"initial_state": "b i e", "cu_seqlens": "n"},
     finish=finish,

@@ -13,7 +13,6 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
-    TOLERANCE,
     as_count,
     tuned,
 )
@@ -148,7 +147,6 @@ OP = Op(
     conditions=batch_conditions,
     conventions=conventions.of_pages,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
-    tolerance=TOLERANCE,
     make_inputs=paged_inputs.make_inputs,
     axes={"qq_bias": "i j", "softmax_aux": "h sinks"},
     axes_of=bias_axes,

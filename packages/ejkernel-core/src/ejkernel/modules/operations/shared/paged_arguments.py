@@ -18,17 +18,9 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
     got,
 )
-from ejkernel.ops.model import Tolerance
 from ejkernel.ops.params import BaseOperationConfig
 
 Config = TypeVar("Config", bound=BaseOperationConfig)
-
-TOLERANCE = {
-    "float64": Tolerance(rtol=1e-9, atol=1e-10),
-    "float32": Tolerance(rtol=2e-5, atol=2e-5),
-    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-    "float16": Tolerance(rtol=3e-3, atol=3e-3),
-}
 
 LETTERS = {"p": "P", "s": "S", "h": "Hk"}
 

@@ -15,16 +15,11 @@ from ejkernel.modules.operations.shared.shapes import (
     check_same_dtype,
     check_shape,
 )
-from ejkernel.ops.model import Op, Tolerance
+from ejkernel.ops.model import Op, tolerances
 from ejkernel.promotion import promoting
 from ejkernel.types.integers import exact_ids
 
-TOLERANCE = {
-    "float64": Tolerance(rtol=1e-9, atol=1e-9),
-    "float32": Tolerance(rtol=5e-5, atol=5e-5),
-    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-    "float16": Tolerance(rtol=4e-3, atol=4e-3),
-}
+TOLERANCE = tolerances(float64=1e-9, float32=5e-5, bfloat16=2e-2, float16=4e-3)
 """The tolerances of recurrences. Sums over a whole sequence are larger than a softmax's, and so is their rounding
 error.
 """

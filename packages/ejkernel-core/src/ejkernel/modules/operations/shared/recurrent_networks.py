@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families import recurrent_network
 from ejkernel.families.recurrent_network import GATES_PER_CELL, RecurrentNetwork
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
-from ejkernel.ops.model import Tolerance
+from ejkernel.ops.model import tolerances
 
 AXES = {
     "x": "b t f",
@@ -21,12 +21,7 @@ AXES = {
     "initial_cell": "s b u",
     "seq_lengths": "b",
 }
-TOLERANCE = {
-    "float64": Tolerance(rtol=1e-10, atol=1e-10),
-    "float32": Tolerance(rtol=3e-5, atol=3e-5),
-    "bfloat16": Tolerance(rtol=2e-2, atol=2e-2),
-    "float16": Tolerance(rtol=3e-3, atol=3e-3),
-}
+TOLERANCE = tolerances(float64=1e-10, float32=3e-5, bfloat16=2e-2, float16=3e-3)
 _SHAPES = {
     "weight_ih": "R G*H F",
     "weight_hh": "L R G*H H",
