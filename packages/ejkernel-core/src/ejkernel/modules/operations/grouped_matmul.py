@@ -273,7 +273,7 @@ OP = Op(
     lower=lower,
     conditions=conditions,
     cases=cases.cases(GroupedMatmulArguments),
-    # Of float8: outputs in float32 of exact products, which only the order of summation changes.
+    # With float8 outputs are float32 sums of exact products, which only the order of summation changes.
     tolerance=tolerances(float64=1e-11, float32=2e-5, bfloat16=2e-2, float16=3e-3, float8_e4m3fn=2e-4),
     make_inputs=cases.make_inputs,
     axes={"group_offset": "c"},
