@@ -116,9 +116,9 @@ def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
 
 def test_a_step_of_8_bits_has_one_scale():
     with target_device(CHIPS["sm_80"]):
-        assert spec.float8_step_length(bytes_of()) == 0
+        assert spec.longest_float8_step(bytes_of()) == 0
     with target_device(CHIPS["sm_90"]):
-        assert [spec.float8_step_length(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
+        assert [spec.longest_float8_step(bytes_of(blocks)) for blocks in (1, 16, 32, 64, 128)] == [128, 128, 64, 32, 0]
         wide = config.heuristic(bytes_of(), CHIPS["sm_90"], "forward")
         with pytest.raises(ValueError, match="block_k=128, wants a divisor of 64"):
             jax.eval_shape(lambda record: forward(record, wide)[0], bytes_of(32))

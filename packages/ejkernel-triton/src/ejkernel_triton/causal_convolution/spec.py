@@ -26,7 +26,7 @@ class ConvolutionSpec:
         NUM_CHANNEL_TILES: Programs that share the channels.
         HAS_BIAS: Whether there is a bias.
         HAS_INITIAL_STATE: Whether there are tokens before the first.
-        PACKED: Whether a row has several sequences.
+        IS_PACKED: Whether a row has several sequences.
         APPLY_SILU: Whether the activation is SiLU.
         ADD_FINAL_COTANGENT: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
         FAST_MATH: Whether exponentials and divisions use NVIDIA's approximate instructions.
@@ -44,7 +44,7 @@ class ConvolutionSpec:
     NUM_CHANNEL_TILES: int
     HAS_BIAS: bool
     HAS_INITIAL_STATE: bool
-    PACKED: bool
+    IS_PACKED: bool
     APPLY_SILU: bool
     ADD_FINAL_COTANGENT: bool
     FAST_MATH: bool
@@ -77,7 +77,7 @@ def make_spec(
         NUM_CHANNEL_TILES=cdiv(channels, block_c),
         HAS_BIAS=record.bias is not None,
         HAS_INITIAL_STATE=record.initial_state is not None,
-        PACKED=record.cu_seqlens is not None,
+        IS_PACKED=record.cu_seqlens is not None,
         APPLY_SILU=record.activation == "silu",
         ADD_FINAL_COTANGENT=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
         FAST_MATH=fast,

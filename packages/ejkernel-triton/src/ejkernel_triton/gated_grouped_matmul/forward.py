@@ -7,7 +7,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
-from ejkernel_triton.grouped_matmul.spec import add_batch_axis, converts_to_float32, dot_precision
+from ejkernel_triton.grouped_matmul.spec import add_batch_axis, choose_dot_precision, converts_to_float32
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -69,6 +69,6 @@ def _make_spec(record: GatedGroupedMatmul, product_call: GroupedMatmul, config: 
         TILE_LIST_LENGTH=most_tiles(rows, matrices, config.block_m),
         NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
-        PRECISION=dot_precision(product_call),
+        PRECISION=choose_dot_precision(product_call),
         WIDEN=converts_to_float32(record.lhs.dtype),
     )

@@ -11,7 +11,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton import requirements
 from ejkernel_triton.grouped_matmul import config
-from ejkernel_triton.grouped_matmul.spec import FLOAT8
+from ejkernel_triton.grouped_matmul.spec import FLOAT8_OPERAND_DTYPE
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
 HANDLED_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "lhs_scale", "transpose_rhs", "precision")
@@ -49,7 +49,8 @@ def implementations() -> tuple[Implementation, ...]:
             backward="grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
-                triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons), dtypes=requirements.DTYPES | {FLOAT8}
+                triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
+                dtypes=requirements.DTYPES | {FLOAT8_OPERAND_DTYPE},
             ),
             config=ConfigSpace.of(config, forward=config.GroupedForward, backward=config.GroupedBackward, kind=kind_of),
         ),

@@ -15,13 +15,13 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
-from ejkernel_triton.grouped_matmul.forward import lhs_gradient
+from ejkernel_triton.grouped_matmul.forward import compute_lhs_gradient
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedRhsGradientSpec,
+    choose_dot_precision,
+    choose_operand_dtype,
     converts_to_float32,
     dequantize_lhs,
-    dot_precision,
-    operand_dtype,
 )
 from ejkernel_triton.launch import Shape, launch
 
@@ -47,8 +47,8 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
         gradients["rhs_bias"] = bias_gradients.astype(record.rhs_bias.dtype)
     if "lhs" in requested:
         scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
-        operand = cotangent.astype(operand_dtype(record, cotangent.dtype, *scale_dtypes))
-        gradients["lhs"] = lhs_gradient(record, operand, config)
+        operand = cotangent.astype(choose_operand_dtype(record, cotangent.dtype, *scale_dtypes))
+        gradients["lhs"] = compute_lhs_gradient(record, operand, config)
     if requested & {"rhs", "rhs_scale"}:
         gradients |= _matrix_gradients(record, cotangent, config, requested)
     return gradients
@@ -95,7 +95,7 @@ def _lhs_cotangent_products(
     """Returns the sums of lhs_i^T do_i over the rows of each group, in the matrices' memory layout."""
     from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import grouped_gemm_drhs_kernel
 
-    operand = operand_dtype(record, cotangent.dtype)
+    operand = choose_operand_dtype(record, cotangent.dtype)
     operands = record.lhs.astype(operand), cotangent.astype(operand)
     left_operand, right_operand = operands[::-1] if record.transpose_rhs else operands
     spec = _make_spec(
@@ -121,7 +121,7 @@ def _bias_cotangent(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
 
     A float32 cotangent of 16-bit rows is then never stored, neither for the products nor for the biases.
     """
-    dtype = operand_dtype(record, cotangent.dtype)
+    dtype = choose_operand_dtype(record, cotangent.dtype)
     assert record.rhs_bias is not None  # its gradient is requested
     return cotangent.astype(dtype) if jnp.promote_types(record.rhs_bias.dtype, dtype) == dtype else cotangent
 
@@ -163,6 +163,6 @@ def _make_spec(
         BLOCK_K=blocks[2],
         NUM_MATRICES=record.rhs.shape[0],
         GROUP_M=GROUP_M,
-        PRECISION=dot_precision(record),
+        PRECISION=choose_dot_precision(record),
         WIDEN=converts_to_float32(left_operand.dtype),
     )

@@ -12,9 +12,9 @@ from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.grouped_matmul.spec import (
+    choose_operand_dtype,
     dequantize_lhs,
-    float8_step_length,
-    operand_dtype,
+    longest_float8_step,
     scale_blocks_along_contraction,
 )
 from ejkernel_triton.launch import interpreting
@@ -149,7 +149,7 @@ def heuristic(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -
 def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[GroupedForward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the best first."""
     chip = gpu_of(device)
-    step = float8_step_length(record) if direction == "forward" else 0
+    step = longest_float8_step(record) if direction == "forward" else 0
     tiles = _float8_tiles(record, step, chip) if step else _gemm_tiles(dequantize_lhs(record), chip, direction)
     if interpreting():
         tiles = (TileChoice(32, 32, 32, 4, 1),)
@@ -171,7 +171,7 @@ def _gemm_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple
     has_epilogue_inputs = direction == "forward" and (
         has_epilogue_inputs or (_has_float32_output(record) and chip.architecture != "hopper")
     )
-    tile_rows = _tile_rows(record)
+    tile_rows = _rows_per_tile(record)
     if _multiplies_float32(record, direction):
         tiles = tuple(TileChoice(min(tile_rows, 64), n, 32, _float32_warps(record), s) for n, s in ((64, 3), (128, 3)))
     elif tile_rows < 128:
@@ -196,7 +196,7 @@ def _gemm_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple
 
 def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of the forward kernel where tensor cores multiply 8-bit operands."""
-    tile_rows = _tile_rows(record)
+    tile_rows = _rows_per_tile(record)
     if tile_rows < 128:
         tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[tile_rows])
     else:
@@ -209,7 +209,7 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoi
     )
 
 
-def _tile_rows(record: GroupedMatmul) -> int:
+def _rows_per_tile(record: GroupedMatmul) -> int:
     """Returns the rows of a tile."""
     rows_per_group = average_rows(record)
     return next((rows for rows in (16, 32, 64) if rows_per_group <= rows + rows // 2), 128)
@@ -219,7 +219,7 @@ def _multiplies_float32(record: GroupedMatmul, direction: Direction) -> bool:
     """Returns whether operands are multiplied in float32."""
     operand_dtypes = () if record.rhs_scale is None else (jnp.float32,)
     operand_dtypes += (record.out_dtype,) if direction == "backward" else ()  # the dtype of the cotangent
-    return operand_dtype(record, *operand_dtypes).itemsize > 2
+    return choose_operand_dtype(record, *operand_dtypes).itemsize > 2
 
 
 def _has_float32_output(record: GroupedMatmul) -> bool:

@@ -13,11 +13,11 @@ from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedGemmSpec,
     add_batch_axis,
+    choose_dot_precision,
+    choose_operand_dtype,
     converts_to_float32,
     dequantize_lhs,
-    dot_precision,
-    float8_step_length,
-    operand_dtype,
+    longest_float8_step,
     scale_blocks_along_contraction,
 )
 from ejkernel_triton.launch import Shape, launch
@@ -36,24 +36,24 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    if float8_step_length(record):
+    if longest_float8_step(record):
         return _multiply_float8(record, config), ()
     record = dequantize_lhs(record)
     scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
-    spec = _make_spec(record, config, operand_dtype(record, *scale_dtypes))
+    spec = _make_spec(record, config, choose_operand_dtype(record, *scale_dtypes))
     if record.rhs_scale is not None and record.rhs_scale.shape[1] == 1:
-        spec = dataclasses.replace(spec, SCALE_MODE="columns")
+        spec = dataclasses.replace(spec, RHS_SCALE_MODE="columns")
     return multiply_rows(record, record.lhs, spec, config, record.out_dtype), ()
 
 
 def _multiply_float8(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
     """Returns the output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
-    step, (lhs_blocks, rhs_blocks) = float8_step_length(record), scale_blocks_along_contraction(record)
+    step, (lhs_blocks, rhs_blocks) = longest_float8_step(record), scale_blocks_along_contraction(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
     spec = dataclasses.replace(
         _make_spec(record, config, record.lhs.dtype),
-        SCALE_MODE="columns" if rhs_blocks == 1 else "steps",
+        RHS_SCALE_MODE="columns" if rhs_blocks == 1 else "steps",
         LHS_SCALE_MODE="rows" if lhs_blocks == 1 else "steps",
         LHS_SCALES_PER_ROW=lhs_blocks,
         MAX_IMPRECISE_ACC=None if record.precision == lax.Precision.DEFAULT else config.block_k,
@@ -61,7 +61,7 @@ def _multiply_float8(record: GroupedMatmul, config: GroupedForward) -> jax.Array
     return multiply_rows(record, record.lhs, spec, config, record.out_dtype)
 
 
-def lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
+def compute_lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedForward) -> jax.Array:
     """Returns the cotangent's rows times the transposed matrix of their group; 0 for unassigned rows.
 
     Args:
@@ -77,8 +77,8 @@ def lhs_gradient(record: GroupedMatmul, cotangent: jax.Array, config: GroupedFor
         CONTRACTED_SIZE=spec.COLUMNS,
         COLUMNS=spec.CONTRACTED_SIZE,
         RHS_STRIDES=spec.RHS_STRIDES[::-1],
-        SCALE_STRIDES=spec.SCALE_STRIDES[::-1],
-        SCALE_BLOCK=spec.SCALE_BLOCK[::-1],
+        RHS_SCALE_STRIDES=spec.RHS_SCALE_STRIDES[::-1],
+        RHS_SCALE_BLOCK=spec.RHS_SCALE_BLOCK[::-1],
         HAS_BIAS=False,
         HAS_EXISTING_OUT=False,
     )
@@ -102,16 +102,16 @@ def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> G
         TILE_LIST_LENGTH=most_tiles(rows, record.rhs.shape[0], config.block_m),
         NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
-        SCALE_MODE="no" if scale is None else "elements",
-        SCALE_STRIDES=(width, 1),
-        SCALE_BLOCK=(contracted // blocks, 1),
+        RHS_SCALE_MODE="no" if scale is None else "elements",
+        RHS_SCALE_STRIDES=(width, 1),
+        RHS_SCALE_BLOCK=(contracted // blocks, 1),
         SCALES_PER_MATRIX=blocks * width,
         LHS_SCALE_MODE="no",
         LHS_SCALES_PER_ROW=1,
         HAS_BIAS=record.rhs_bias is not None,
         HAS_EXISTING_OUT=record.existing_out is not None,
         OPERAND_DTYPE=jnp.dtype(operand).name,
-        PRECISION=dot_precision(record),
+        PRECISION=choose_dot_precision(record),
         WIDEN=converts_to_float32(operand),
         MAX_IMPRECISE_ACC=None,
     )

@@ -33,10 +33,10 @@ class GroupedGemmSpec:
         TILE_LIST_LENGTH: Entries of the tile list.
         NUM_PROGRAMS: Programs that share the tiles.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
-        SCALE_MODE: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the matrix, or
-            to the product of each of the `"steps"`.
-        SCALE_STRIDES: Strides of the scales along contracted elements and along columns, in elements.
-        SCALE_BLOCK: Contracted elements, and columns, per scale.
+        RHS_SCALE_MODE: How scales are applied: `"no"`, to `"columns"` of the accumulator, to `"elements"` of the
+            matrix, or to the product of each of the `"steps"`.
+        RHS_SCALE_STRIDES: Strides of the scales along contracted elements and along columns, in elements.
+        RHS_SCALE_BLOCK: Contracted elements, and columns, per scale.
         SCALES_PER_MATRIX: Scales per matrix.
         LHS_SCALE_MODE: How scales of rows are applied: `"no"`, to `"rows"` of the accumulator, or to the product of
             each of the `"steps"`.
@@ -62,9 +62,9 @@ class GroupedGemmSpec:
     TILE_LIST_LENGTH: int
     NUM_PROGRAMS: int
     GROUP_M: int
-    SCALE_MODE: str
-    SCALE_STRIDES: tuple[int, int]
-    SCALE_BLOCK: tuple[int, int]
+    RHS_SCALE_MODE: str
+    RHS_SCALE_STRIDES: tuple[int, int]
+    RHS_SCALE_BLOCK: tuple[int, int]
     SCALES_PER_MATRIX: int
     LHS_SCALE_MODE: str
     LHS_SCALES_PER_ROW: int
@@ -105,11 +105,11 @@ class GroupedRhsGradientSpec:
     WIDEN: bool
 
 
-FLOAT8 = "float8_e4m3fn"
+FLOAT8_OPERAND_DTYPE = "float8_e4m3fn"
 """Dtype of rows and matrices that tensor cores multiply without conversion."""
-MAX_FLOAT8_STEP = 128
+MAX_FLOAT8_STEP_ELEMENTS = 128
 """Contracted elements per step, at most."""
-MIN_FLOAT8_STEP = 32
+MIN_FLOAT8_STEP_ELEMENTS = 32
 """Contracted elements of one 8-bit MMA, and so of the shortest step."""
 
 
@@ -119,7 +119,7 @@ def scale_blocks_along_contraction(record: GroupedMatmul) -> tuple[int, int]:
     return left, right
 
 
-def float8_step_length(record: GroupedMatmul) -> int:
+def longest_float8_step(record: GroupedMatmul) -> int:
     """Returns the longest step with one scale for 8-bit tensor core products; 0 if the chip or dtypes do not have
     them.
     """
@@ -127,20 +127,20 @@ def float8_step_length(record: GroupedMatmul) -> int:
         return 0
     chip = gpu_of(current_device())
     has_float8_dot = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
-    if not has_float8_dot or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8:
+    if not has_float8_dot or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8_OPERAND_DTYPE:
         return 0
     contracted = record.lhs.shape[1]
     scale_block_lengths = [contracted // blocks for blocks in scale_blocks_along_contraction(record) if blocks > 1]
-    common_length = math.gcd(*scale_block_lengths) if scale_block_lengths else MAX_FLOAT8_STEP
-    step = min(common_length & -common_length, MAX_FLOAT8_STEP)
-    return step if step >= MIN_FLOAT8_STEP else 0
+    common_length = math.gcd(*scale_block_lengths) if scale_block_lengths else MAX_FLOAT8_STEP_ELEMENTS
+    step = min(common_length & -common_length, MAX_FLOAT8_STEP_ELEMENTS)
+    return step if step >= MIN_FLOAT8_STEP_ELEMENTS else 0
 
 
 def dequantize_lhs(record: GroupedMatmul) -> GroupedMatmul:
     """Returns the record with scales multiplied into the rows; 8-bit rows become float32."""
     if record.lhs_scale is None:
         return record
-    dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else operand_dtype(record, jnp.float32)
+    dtype = jnp.float32 if record.lhs.dtype.itemsize == 1 else choose_operand_dtype(record, jnp.float32)
     lhs_array: Any = record.lhs
     if isinstance(lhs_array, jax.Array):
         lhs = rows(record, lhs_array, record.lhs_scale).astype(dtype)
@@ -149,7 +149,7 @@ def dequantize_lhs(record: GroupedMatmul) -> GroupedMatmul:
     return dataclasses.replace(record, lhs=lhs, lhs_scale=None)
 
 
-def operand_dtype(record: GroupedMatmul, *other_dtypes: Any) -> Any:
+def choose_operand_dtype(record: GroupedMatmul, *other_dtypes: Any) -> Any:
     """Returns the dtype of the product's operands: lhs's, or float32 if the call needs all digits of a wider
     operand.
 
@@ -163,7 +163,7 @@ def operand_dtype(record: GroupedMatmul, *other_dtypes: Any) -> Any:
     return jnp.dtype(jnp.float32) if needs_float32 and has_wider_operand else record.lhs.dtype
 
 
-def dot_precision(record: GroupedMatmul) -> str:
+def choose_dot_precision(record: GroupedMatmul) -> str:
     """Returns how tensor cores multiply float32: by default in three products, which keep its digits."""
     if current_device().vendor != "nvidia" or record.precision == lax.Precision.HIGHEST:
         return "ieee"

@@ -5,7 +5,7 @@ import jax
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
-from ejkernel_triton.quantized_matmul.forward import matmul_over_rows, matmul_over_words
+from ejkernel_triton.quantized_matmul.forward import packed_matmul, packed_matmul_transposed
 
 
 def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]:
@@ -19,5 +19,5 @@ def backward(pullback: Pullback, config: QuantizedTiles) -> dict[str, jax.Array]
         The gradient [M, K] in x's dtype, if it is requested.
     """
     record: QuantizedMatmul = pullback.record
-    matmul = matmul_over_rows if record.transpose else matmul_over_words
+    matmul = packed_matmul if record.transpose else packed_matmul_transposed
     return {name: matmul(record, pullback.cotangent, config) for name in sorted(pullback.grad_fields)}

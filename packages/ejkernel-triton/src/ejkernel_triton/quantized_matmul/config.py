@@ -35,11 +35,11 @@ class QuantizedTiles:
 PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(QuantizedTiles)} | {"split_k": "splits"}
 """Maps fields of the public configuration to fields of this one."""
 
-ROW_KERNEL_TILES = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
+PACKED_MATMUL_TILES = ((64, 32, 4, 4), (32, 32, 4, 4), (32, 32, 2, 4), (64, 8, 1, 4))
 """Rows, words, warps and stages of the kernel that contracts the rows of the packed matrix."""
-WORD_KERNEL_TILES = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
+TRANSPOSED_MATMUL_TILES = ((32, 64, 4, 3), (64, 32, 4, 3), (128, 16, 4, 3), (32, 32, 4, 4))
 """Rows, words, warps and stages of the kernel that contracts the codes inside of words."""
-PROGRAMS_PER_SM = 4
+TARGET_PROGRAMS_PER_SM = 4
 """The number of programs per multiprocessor that split-K aims at."""
 
 
@@ -54,8 +54,8 @@ def candidates(record: QuantizedMatmul, device: DeviceInfo, direction: Direction
     # Tiles of 32 rows are slower than tiles of 64: 112 us instead of 49 (docs/lab/quantized_matmul_gpu.md).
     block_m = 16 if record.x.shape[0] <= 16 else 64
     configs: list[Any] = []
-    for block_r, block_w, warps, stages in ROW_KERNEL_TILES if contracts_rows else WORD_KERNEL_TILES:
-        for programs_per_sm in (PROGRAMS_PER_SM, 2 * PROGRAMS_PER_SM):
+    for block_r, block_w, warps, stages in PACKED_MATMUL_TILES if contracts_rows else TRANSPOSED_MATMUL_TILES:
+        for programs_per_sm in (TARGET_PROGRAMS_PER_SM, 2 * TARGET_PROGRAMS_PER_SM):
             splits = _num_splits(record, device, contracts_rows, (block_m, block_r, block_w), programs_per_sm)
             configs.append(
                 QuantizedTiles(

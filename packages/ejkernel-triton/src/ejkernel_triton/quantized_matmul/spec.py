@@ -19,13 +19,13 @@ class QuantizedSpec:
         W: Words per such row.
         SCALES_PER_ROW: Scales per such row.
         CODES_PER_SCALE: Codes per scale.
-        PER: Codes per word: 4 or 8.
+        CODES_PER_WORD: Codes per word: 4 or 8.
         BITS_PER_CODE: Bits per code.
         CODES_ARE_INTEGERS: Whether codes are integers.
         SHARED_ZERO_POINT: The zero that all codes share; 0 if each group has its own.
         HAS_CODE_TABLE: Whether codes are indices into a table.
-        E8M0_SCALES: Whether scales are e8m0 in 8 bits.
-        E4M3_SCALES: Whether scales are e4m3 in 8 bits.
+        SCALES_ARE_E8M0: Whether scales are e8m0 in 8 bits.
+        SCALES_ARE_E4M3: Whether scales are e4m3 in 8 bits.
         BLOCK_M: Rows of x per tile.
         BLOCK_R: Rows of the packed matrix per tile.
         BLOCK_W: Words per tile.
@@ -40,13 +40,13 @@ class QuantizedSpec:
     W: int
     SCALES_PER_ROW: int
     CODES_PER_SCALE: int
-    PER: int
+    CODES_PER_WORD: int
     BITS_PER_CODE: int
     CODES_ARE_INTEGERS: bool
     SHARED_ZERO_POINT: int
     HAS_CODE_TABLE: bool
-    E8M0_SCALES: bool
-    E4M3_SCALES: bool
+    SCALES_ARE_E8M0: bool
+    SCALES_ARE_E4M3: bool
     BLOCK_M: int
     BLOCK_R: int
     BLOCK_W: int
@@ -65,13 +65,13 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         W=words,
         SCALES_PER_ROW=record.scales.shape[1],
         CODES_PER_SCALE=quantized_format.group_size,
-        PER=WORD // quantized_format.bits,
+        CODES_PER_WORD=WORD // quantized_format.bits,
         BITS_PER_CODE=quantized_format.bits,
         CODES_ARE_INTEGERS=quantized_format.integers,
         SHARED_ZERO_POINT=quantized_format.center or 0,
         HAS_CODE_TABLE=quantized_format.mode == "nf4",
-        E8M0_SCALES=quantized_format.exponents,
-        E4M3_SCALES=quantized_format.mode.startswith("nv"),
+        SCALES_ARE_E8M0=quantized_format.exponents,
+        SCALES_ARE_E4M3=quantized_format.mode.startswith("nv"),
         BLOCK_M=config.block_m,
         BLOCK_R=config.block_r,
         BLOCK_W=config.block_w,

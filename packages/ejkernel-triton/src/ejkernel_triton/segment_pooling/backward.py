@@ -6,8 +6,8 @@ from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.segment_pooling.config import PoolingBackward
-from ejkernel_triton.segment_pooling.forward import pool_ranges
-from ejkernel_triton.segment_pooling.spec import backward_spec
+from ejkernel_triton.segment_pooling.forward import ranges_with_batch_axis
+from ejkernel_triton.segment_pooling.spec import make_backward_spec
 
 
 def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array]:
@@ -23,10 +23,10 @@ def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array
     from ejkernel_triton.segment_pooling.kernels.pool_bwd import pool_bwd_kernel
 
     record: SegmentPooling = pullback.record
-    spec, rows = backward_spec(record, config), record.values.shape[0]
+    spec, rows = make_backward_spec(record, config), record.values.shape[0]
     (gradient,) = launch(
         pool_bwd_kernel,
-        (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, pool_ranges(record)),
+        (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, ranges_with_batch_axis(record)),
         (Shape((rows, spec.T, spec.C), record.values.dtype),),
         batch=rows,
         grid=rows * spec.NUM_BLOCKS * spec.NUM_CHANNEL_PROGRAMS,

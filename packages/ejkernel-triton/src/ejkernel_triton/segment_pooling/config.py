@@ -13,7 +13,7 @@ from ejkernel_triton.sizes import (
     padded,
 )
 
-PROGRAMS_PER_SM = {True: 12, False: 21}
+RESIDENT_PROGRAMS_PER_SM = {True: 12, False: 21}
 """Programs of one warp that fit a multiprocessor, by whether they prefetch a tile."""
 
 MAX_TOKENS_PER_BLOCK = 1024
@@ -81,7 +81,7 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     tokens_per_block = (
         32
         if interpreting()
-        else _tokens_per_block(rows * cdiv(channels, block_c), tokens, device, PROGRAMS_PER_SM[has_long_pools])
+        else _tokens_per_block(rows * cdiv(channels, block_c), tokens, device, RESIDENT_PROGRAMS_PER_SM[has_long_pools])
     )
     # Blocks are whole chunks, if chunks have equal lengths: then no pool crosses blocks.
     if record.ranges is None and record.chunk_size <= tokens_per_block:

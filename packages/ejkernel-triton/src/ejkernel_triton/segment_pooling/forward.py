@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.segment_pooling.config import PoolingForward
-from ejkernel_triton.segment_pooling.spec import forward_spec
+from ejkernel_triton.segment_pooling.spec import make_forward_spec
 
 
 def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, tuple[()]]:
@@ -22,8 +22,12 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     from ejkernel_triton.segment_pooling.kernels.pool_fwd import pool_fwd_kernel
     from ejkernel_triton.segment_pooling.kernels.split_combine import split_combine_kernel
 
-    spec, (rows, _, heads, head_dim) = forward_spec(record, config), record.values.shape
-    values, lengths, ranges = record.values.reshape(rows, spec.T, spec.C), record.lengths, pool_ranges(record)
+    spec, (rows, _, heads, head_dim) = make_forward_spec(record, config), record.values.shape
+    values, lengths, ranges = (
+        record.values.reshape(rows, spec.T, spec.C),
+        record.lengths,
+        ranges_with_batch_axis(record),
+    )
     output, block_sums = launch(
         pool_fwd_kernel,
         (values, lengths, ranges),
@@ -50,6 +54,6 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     return output.reshape(rows, spec.M, heads, head_dim), ()
 
 
-def pool_ranges(record: SegmentPooling) -> jax.Array | None:
+def ranges_with_batch_axis(record: SegmentPooling) -> jax.Array | None:
     """Returns the ranges with a batch axis of 1, [1, M, 2] int32."""
     return None if record.ranges is None else record.ranges.astype(jnp.int32)[None]

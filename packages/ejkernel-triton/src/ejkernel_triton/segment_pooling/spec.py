@@ -50,9 +50,9 @@ class ForwardSpec(PoolingSpec):
         SUMS_PER_LOAD: Sums that the second kernel loads at a time.
         COMBINE_BLOCK_C: Channels per program of the second kernel; large, since most programs have nothing to do.
         NUM_COMBINE_CHANNEL_TILES: Its programs that share the channels.
-        SEARCH_WAYS: Pools that a step of the search for a block's pools compares.
-        SEARCH_STEPS: Steps of that search.
-        PREFETCH: Whether the next tile is loaded while the current one is added.
+        POOLS_PER_SEARCH_STEP: Pools that a step of the search for a block's pools compares.
+        BLOCK_SEARCH_STEPS: Steps of that search.
+        PREFETCHES_TILES: Whether the next tile is loaded while the current one is added.
     """
 
     TOKENS_PER_BLOCK: int
@@ -63,9 +63,9 @@ class ForwardSpec(PoolingSpec):
     SUMS_PER_LOAD: int
     COMBINE_BLOCK_C: int
     NUM_COMBINE_CHANNEL_TILES: int
-    SEARCH_WAYS: int
-    SEARCH_STEPS: int
-    PREFETCH: bool
+    POOLS_PER_SEARCH_STEP: int
+    BLOCK_SEARCH_STEPS: int
+    PREFETCHES_TILES: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,13 @@ def _shared_constants(record: SegmentPooling) -> dict[str, Any]:
     }
 
 
-def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
+def make_forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
     """Returns the constants of a record's forward kernels."""
     shared_constants = _shared_constants(record)
     channels = shared_constants["C"]
-    search_ways = 4 if interpreting() else 128  # interpreted tests have few pools, and should take several steps
+    pools_per_search_step = (
+        4 if interpreting() else 128
+    )  # interpreted tests have few pools, and should take several steps
     combine_block_c = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
     return ForwardSpec(
         **shared_constants,
@@ -119,13 +121,13 @@ def forward_spec(record: SegmentPooling, config: PoolingForward) -> ForwardSpec:
         SUMS_PER_LOAD=SUMS_PER_LOAD,
         COMBINE_BLOCK_C=combine_block_c,
         NUM_COMBINE_CHANNEL_TILES=cdiv(channels, combine_block_c),
-        SEARCH_WAYS=search_ways,
-        SEARCH_STEPS=next(n for n in range(1, 33) if search_ways**n >= shared_constants["M"]),
-        PREFETCH=config.prefetch,
+        POOLS_PER_SEARCH_STEP=pools_per_search_step,
+        BLOCK_SEARCH_STEPS=next(n for n in range(1, 33) if pools_per_search_step**n >= shared_constants["M"]),
+        PREFETCHES_TILES=config.prefetch,
     )
 
 
-def backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
+def make_backward_spec(record: SegmentPooling, config: PoolingBackward) -> BackwardSpec:
     """Returns the constants of a record's backward kernel."""
     shared_constants = _shared_constants(record)
     tiles = cdiv(shared_constants["C"], config.block_c)

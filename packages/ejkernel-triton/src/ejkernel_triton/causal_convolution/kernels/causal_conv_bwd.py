@@ -10,22 +10,22 @@ from ejkernel_triton.causal_convolution.kernels.tile import (
     load_sequence_start,
     load_weights,
     load_x_values,
-    program_tile,
+    locate_program,
+    row_load_offsets,
     sigmoid,
-    tile_offsets,
     to_float32,
 )
 
 
 @triton.jit
-def recompute_sum_gradients(
+def recompute_preactivation_gradients(
     x_values, weights, bias_values, sequence_starts, cotangents, token, NUM_ROWS: tl.constexpr, spec: tl.constexpr
 ):
     """Returns the cotangents of the pre-activation sums of NUM_ROWS tokens; 0 for padding tokens. `x_values` are the x
     of the NUM_ROWS tokens and of the W - 1 tokens before them.
     """
     W: tl.constexpr = spec.W
-    sum_gradients = ()
+    preactivation_gradients = ()
     for i in tl.static_range(NUM_ROWS):
         d = to_float32(cotangents[i], spec)
         start = load_sequence_start(sequence_starts, token + i, spec)
@@ -37,10 +37,10 @@ def recompute_sum_gradients(
             s = sigmoid(p, spec)
             # The derivative of p sigmoid(p).
             d *= s * (1.0 + p * (1.0 - s))
-        if spec.PACKED:
+        if spec.IS_PACKED:
             d = tl.where(token + i >= start, d, 0.0)
-        sum_gradients += (d,)
-    return sum_gradients
+        preactivation_gradients += (d,)
+    return preactivation_gradients
 
 
 @triton.jit
@@ -89,15 +89,15 @@ def causal_conv_bwd_kernel(
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCKS_PER_PROGRAM: tl.constexpr = spec.BLOCKS_PER_PROGRAM
     W: tl.constexpr = spec.W
-    row, block, tile = program_tile(tl.program_id(0), spec)
+    row, block, tile = locate_program(tl.program_id(0), spec)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
-    offsets_in_row = tile_offsets(tile, spec)
+    offsets_in_row = row_load_offsets(tile, spec)
     x, dx = x + (row // per.X) * (spec.T * spec.C), dx + row * (spec.T * spec.C)
     cotangent = cotangent + (row // per.COTANGENT) * (spec.T * spec.C)
     dinitial_tokens = dinitial_tokens + row * ((W - 1) * spec.C)
     if spec.HAS_INITIAL_STATE:
         initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
     if spec.HAS_BIAS:
@@ -106,26 +106,30 @@ def causal_conv_bwd_kernel(
     first_token = block * (BLOCKS_PER_PROGRAM * BLOCK_T)
     # The gradients of a program's tokens also depend on the sums of the W - 1 tokens after them.
     end = tl.minimum(first_token + (BLOCKS_PER_PROGRAM * BLOCK_T + W - 1), spec.T)
-    dbias, weight_gradients = tl.zeros_like(bias_values), zero_rows(bias_values, W)
+    dbias, weight_gradients = tl.zeros_like(bias_values), make_zero_rows(bias_values, W)
     x_values = load_x_values(x, initial_tokens, first_token, channels, offsets_in_row, W - 1, spec)
     # Sums before the first token belong to another program, or do not exist: nothing is stored for them.
-    sum_gradients = zero_rows(bias_values, W - 1)
+    preactivation_gradients = make_zero_rows(bias_values, W - 1)
     # The next blocks are copied to shared memory, where they take no registers, so that several are in flight.
     for step in tl.range(0, BLOCKS_PER_PROGRAM, num_stages=spec.NUM_STAGES):
         token = first_token + step * BLOCK_T
         rows = load_rows(x, token, end, offsets_in_row, BLOCK_T, spec)
         dys = load_rows(cotangent, token, end, offsets_in_row, BLOCK_T, spec)
         x_values = append_rows(x_values, rows, BLOCK_T, spec)
-        new_dsums = recompute_sum_gradients(x_values, weights, bias_values, sequence_starts, dys, token, BLOCK_T, spec)
-        weight_gradients = add_weight_gradients(weight_gradients, new_dsums, x_values, sequence_starts, token, spec)
+        new_preactivation_gradients = recompute_preactivation_gradients(
+            x_values, weights, bias_values, sequence_starts, dys, token, BLOCK_T, spec
+        )
+        weight_gradients = add_weight_gradients(
+            weight_gradients, new_preactivation_gradients, x_values, sequence_starts, token, spec
+        )
         for i in tl.static_range(BLOCK_T):
-            dbias += new_dsums[i]
-        sum_gradients = append_rows(sum_gradients, new_dsums, BLOCK_T, spec)
+            dbias += new_preactivation_gradients[i]
+        preactivation_gradients = append_rows(preactivation_gradients, new_preactivation_gradients, BLOCK_T, spec)
         store_gradients(
             dx,
             dinitial_tokens,
             weights,
-            sum_gradients,
+            preactivation_gradients,
             sequence_starts,
             token - (W - 1),
             first_token,
@@ -133,14 +137,17 @@ def causal_conv_bwd_kernel(
             BLOCK_T,
             spec,
         )
-        x_values, sum_gradients = keep_last_rows(x_values, BLOCK_T, spec), keep_last_rows(sum_gradients, BLOCK_T, spec)
+        x_values, preactivation_gradients = (
+            keep_last_rows(x_values, BLOCK_T, spec),
+            keep_last_rows(preactivation_gradients, BLOCK_T, spec),
+        )
     token = first_token + BLOCKS_PER_PROGRAM * BLOCK_T
     rows = load_rows(x, token, end, offsets_in_row, W - 1, spec)
     dys = load_rows(cotangent, token, end, offsets_in_row, W - 1, spec)
     x_values = append_rows(x_values, rows, W - 1, spec)
-    sum_gradients = append_rows(
-        sum_gradients,
-        recompute_sum_gradients(x_values, weights, bias_values, sequence_starts, dys, token, W - 1, spec),
+    preactivation_gradients = append_rows(
+        preactivation_gradients,
+        recompute_preactivation_gradients(x_values, weights, bias_values, sequence_starts, dys, token, W - 1, spec),
         W - 1,
         spec,
     )
@@ -148,7 +155,7 @@ def causal_conv_bwd_kernel(
         dx,
         dinitial_tokens,
         weights,
-        sum_gradients,
+        preactivation_gradients,
         sequence_starts,
         token - (W - 1),
         first_token,
@@ -172,7 +179,7 @@ def store_gradients(
     dx,
     dinitial_tokens,
     weights,
-    sum_gradients,
+    preactivation_gradients,
     sequence_starts,
     token,
     first_token,
@@ -187,11 +194,15 @@ def store_gradients(
     W: tl.constexpr = spec.W
     at = dx + tl.cast(token, tl.int64) * spec.C
     for i in tl.static_range(NUM_ROWS):
-        d = weights[0] * sum_gradients[i]
+        d = weights[0] * preactivation_gradients[i]
         for k in tl.static_range(1, W):
             # `load_masked_x` is 0 where the later token's sequence starts between the two tokens.
             d += weights[k] * load_masked_x(
-                sum_gradients[i + k], token + i + k, load_sequence_start(sequence_starts, token + i + k, spec), k, spec
+                preactivation_gradients[i + k],
+                token + i + k,
+                load_sequence_start(sequence_starts, token + i + k, spec),
+                k,
+                spec,
             )
         token_index = token + i + 0 * channels
         mask = (channels < spec.C) & (token_index >= first_token) & (token_index < spec.T)
@@ -219,16 +230,18 @@ def add_final_cotangent(dx, final_cotangent, first_token, end, channels, spec: t
 
 
 @triton.jit
-def zero_rows(template, NUM_ROWS: tl.constexpr):
+def make_zero_rows(template, NUM_ROWS: tl.constexpr):
     """Returns NUM_ROWS vectors of zeros."""
-    new_dsums = ()
+    new_preactivation_gradients = ()
     for _ in tl.static_range(NUM_ROWS):
-        new_dsums += (tl.zeros_like(template),)
-    return new_dsums
+        new_preactivation_gradients += (tl.zeros_like(template),)
+    return new_preactivation_gradients
 
 
 @triton.jit
-def add_weight_gradients(weight_gradients, sum_gradients, x_values, sequence_starts, token, spec: tl.constexpr):
+def add_weight_gradients(
+    weight_gradients, preactivation_gradients, x_values, sequence_starts, token, spec: tl.constexpr
+):
     """Adds the gradients of the weights of a block."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
@@ -236,7 +249,7 @@ def add_weight_gradients(weight_gradients, sum_gradients, x_values, sequence_sta
     for k in tl.static_range(W):
         d = weight_gradients[k]
         for i in tl.static_range(BLOCK_T):
-            d += sum_gradients[i] * load_masked_x(
+            d += preactivation_gradients[i] * load_masked_x(
                 x_values[i + W - 1 - k], token + i, load_sequence_start(sequence_starts, token + i, spec), k, spec
             )
         new_dweights += (d,)

@@ -30,9 +30,9 @@ from ejkernel_triton.causal_convolution.kernels.tile import (
     load_sequence_start,
     load_weights,
     load_x_values,
-    program_tile,
+    locate_program,
+    row_load_offsets,
     sigmoid,
-    tile_offsets,
 )
 
 
@@ -43,13 +43,13 @@ def causal_conv_fwd_kernel(
     """Computes the activated sums of a block of tokens."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     W: tl.constexpr = spec.W
-    row, block, tile = program_tile(tl.program_id(0), spec)
+    row, block, tile = locate_program(tl.program_id(0), spec)
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
     x = x + (row // per.X) * (spec.T * spec.C)
     output = output + row * (spec.T * spec.C)
     if spec.HAS_INITIAL_STATE:
         initial_tokens = initial_tokens + (row // per.INITIAL_TOKENS) * ((W - 1) * spec.C)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         sequence_starts = sequence_starts + (row // per.SEQUENCE_STARTS) * spec.T
     # The W weights and the bias of each channel stay in registers for all tokens of the program.
     weights = load_weights(weight + (row // per.WEIGHT) * (W * spec.C), channels, spec)
@@ -57,7 +57,7 @@ def causal_conv_fwd_kernel(
         bias = bias + (row // per.BIAS) * spec.C
     bias_values = load_bias(bias, channels, spec)
     token = block * BLOCK_T
-    x_values = load_x_values(x, initial_tokens, token, channels, tile_offsets(tile, spec), BLOCK_T + W - 1, spec)
+    x_values = load_x_values(x, initial_tokens, token, channels, row_load_offsets(tile, spec), BLOCK_T + W - 1, spec)
     outputs = ()
     for i in tl.static_range(BLOCK_T):
         start = load_sequence_start(sequence_starts, token + i, spec)
@@ -67,7 +67,7 @@ def causal_conv_fwd_kernel(
         if spec.APPLY_SILU:
             p = p * sigmoid(p, spec)
         # Padding tokens have start T and an output of 0.
-        if spec.PACKED:
+        if spec.IS_PACKED:
             p = tl.where(token + i >= start, p, 0.0)
         outputs += (p,)
     # Stored after the arithmetic of the whole block, so that loads and stores do not alternate.

@@ -7,7 +7,7 @@ from ejkernel_triton.blocks import LOG2E
 
 
 @triton.jit
-def program_tile(program, spec: tl.constexpr):
+def locate_program(program, spec: tl.constexpr):
     """Returns (row of the batch, block of tokens, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.NUM_CHANNEL_TILES
     block = (program // spec.NUM_CHANNEL_TILES) % spec.NUM_TOKEN_PROGRAMS
@@ -15,7 +15,7 @@ def program_tile(program, spec: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(tile, spec: tl.constexpr):
+def row_load_offsets(tile, spec: tl.constexpr):
     """Returns the offsets of the elements that a program loads per row: channels, or pairs of channels."""
     if spec.LOAD_CHANNEL_PAIRS:
         return tile * (spec.BLOCK_C // 2) + tl.arange(0, spec.BLOCK_C // 2)
@@ -103,7 +103,7 @@ def load_bias(bias, channels, spec: tl.constexpr):
 @triton.jit
 def load_sequence_start(sequence_starts, token, spec: tl.constexpr):
     """Returns the first token of a token's sequence; T for padding tokens."""
-    if spec.PACKED:
+    if spec.IS_PACKED:
         return tl.load(sequence_starts + token, mask=token < spec.T, other=spec.T)
     else:
         return 0
@@ -112,7 +112,7 @@ def load_sequence_start(sequence_starts, token, spec: tl.constexpr):
 @triton.jit
 def load_masked_x(row, token, start, k, spec: tl.constexpr):
     """Returns a tap of a token, the row k tokens before it; 0 if that belongs to another sequence."""
-    if spec.PACKED:
+    if spec.IS_PACKED:
         return tl.where(token - k >= start, row, 0.0)
     else:
         return row

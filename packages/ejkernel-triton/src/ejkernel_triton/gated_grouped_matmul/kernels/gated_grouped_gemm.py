@@ -17,14 +17,14 @@ from ejkernel_triton.grouped_matmul.kernels.tile import (
     FIELDS_PER_ENTRY,
     MATRIX_FIELD,
     ROW_FIELD,
-    tile_indices,
+    tile_indices_and_mask,
 )
 
 
 @triton.jit
-def multiply_tile(tokens, rhs, bias, token, matrix_index, column, spec: tl.constexpr):
+def multiply_tile(tokens, rhs, bias, token_ids, matrix_index, column, spec: tl.constexpr):
     """Returns a tile's products, with the bias: [BLOCK_M, 2 BLOCK_N] of gate and values, [BLOCK_M, BLOCK_N] without a
-    gate.
+    gate. Row m of the tile is token `token_ids[m]`.
     """
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -46,7 +46,7 @@ def multiply_tile(tokens, rhs, bias, token, matrix_index, column, spec: tl.const
     column_mask = n < spec.COLUMNS
     k = tl.arange(0, BLOCK_K)
     # The address of a token's row has 64 bits: tokens of one tile may be far apart.
-    lhs_pointers = tokens + (tl.cast(token, tl.int64) * spec.CONTRACTED_SIZE)[:, None] + k[None, :]
+    lhs_pointers = tokens + (tl.cast(token_ids, tl.int64) * spec.CONTRACTED_SIZE)[:, None] + k[None, :]
     rhs_pointers = rhs + tl.cast(matrix_index, tl.int64) * (spec.CONTRACTED_SIZE * MATRIX_COLUMNS)
     rhs_pointers += k[:, None] * spec.RHS_STRIDES[0] + (matrix_column * spec.RHS_STRIDES[1])[None, :]
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -72,8 +72,8 @@ def multiply_tile(tokens, rhs, bias, token, matrix_index, column, spec: tl.const
 
 @triton.jit
 def apply_gate(acc, spec: tl.constexpr):
-    """Returns the outputs of a tile's products, [BLOCK_M, BLOCK_N]. Each thread has the columns of both the gate and
-    the values, so the split moves no data.
+    """Returns the outputs of the finished products `acc` of a tile, [BLOCK_M, BLOCK_N]. Each thread has the columns of
+    both the gate and the values, so the split moves no data.
     """
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -105,17 +105,17 @@ def apply_activation(gate, spec: tl.constexpr):
 
 
 @triton.jit
-def store_rows(values, output, row, end, column, spec: tl.constexpr):
-    """Stores the rows before `end`. The tile of the next group stores the later rows."""
+def store_output_tile(output_tile, output, row, end, column, spec: tl.constexpr):
+    """Stores the rows of a tile of outputs before `end`. The tile of the next group stores the later rows."""
     m = tl.arange(0, spec.BLOCK_M)
-    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices_and_mask(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
     mask = (m < end - row)[:, None] & column_mask[None, :]
-    tl.store(output + at, values.to(output.dtype.element_ty), mask=mask)
+    tl.store(output + at, output_tile.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def compute_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, column, spec: tl.constexpr):
+def compute_and_store_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, column, spec: tl.constexpr):
     """Computes and stores a tile of the gated output."""
     # Rows past the last one repeat it, so that loads stay in bounds; they are not stored.
     token = row + tl.minimum(tl.arange(0, spec.BLOCK_M), spec.ROWS - 1 - row)
@@ -124,8 +124,8 @@ def compute_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, 
     has_token = (token >= 0) & (token < spec.NUM_TOKENS)
     acc = multiply_tile(tokens, rhs, bias, tl.where(has_token, token, 0), matrix_index, column, spec)
     # A row without a token is 0, even if token 0, which is read for it, is NaN.
-    values = tl.where(has_token[:, None], apply_gate(acc, spec), 0.0)
-    store_rows(values, output, row, end, column, spec)
+    output_tile = tl.where(has_token[:, None], apply_gate(acc, spec), 0.0)
+    store_output_tile(output_tile, output, row, end, column, spec)
 
 
 @triton.jit
@@ -161,7 +161,7 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tile_list, output, 
         entry = tile // columns
         entry_address = tile_list + (entry + tl.where(entry < num_leading, 0, num_assigned)) * FIELDS_PER_ENTRY
         row, end = tl.load(entry_address + ROW_FIELD), tl.load(entry_address + END_FIELD)
-        store_rows(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
+        store_output_tile(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
     for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS):
         entry, column = swizzled_tile_index(tile, num_assigned, columns, spec.GROUP_M)
         entry_address = tile_list + (num_leading + entry) * FIELDS_PER_ENTRY
@@ -171,4 +171,4 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tile_list, output, 
             tl.load(entry_address + END_FIELD),
         )
         column *= spec.BLOCK_N
-        compute_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, column, spec)
+        compute_and_store_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, column, spec)

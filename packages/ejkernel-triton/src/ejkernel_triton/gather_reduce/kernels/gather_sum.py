@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
-from ejkernel_triton.gather_reduce.kernels.tile import load_rows, program_tile
+from ejkernel_triton.gather_reduce.kernels.tile import load_rows_by_index, locate_program
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def add_weighted_row(acc, n, token, rows, indices, weights, channels, spec: tl.c
     """Adds the n-th row of each token to its sum."""
     index = tl.load(indices + token * spec.K + n, mask=token < spec.T, other=-1)
     valid = (index >= 0) & (index < spec.R)
-    row_values = load_rows(rows, index, valid, channels, spec)
+    row_values = load_rows_by_index(rows, index, valid, channels, spec)
     if spec.HAS_WEIGHTS:
         # Not loaded for an index out of range, so that a NaN in its weight does not matter.
         row_values *= tl.load(weights + token * spec.K + n, mask=valid, other=0.0).to(tl.float32)[:, None]
@@ -36,7 +36,7 @@ def gather_sum_kernel(rows, indices, weights, output, spec: tl.constexpr, per: t
     K: tl.constexpr = spec.K
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_D: tl.constexpr = spec.BLOCK_D
-    row, _, token, channels = program_tile(spec)
+    row, _, token, channels = locate_program(spec)
     rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
     indices = batch_row_address(indices, row, per.INDICES, spec.T * spec.K)
     if spec.HAS_WEIGHTS:

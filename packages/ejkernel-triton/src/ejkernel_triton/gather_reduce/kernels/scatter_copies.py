@@ -33,22 +33,22 @@ def copy_rows(rows, inverse_indices, output, block, channels, spec: tl.constexpr
     row_ids = block * BLOCK_T + tl.arange(0, BLOCK_T)
     in_row = (channels < spec.D)[None, :]
     row_pointers = rows + tl.cast(row_ids, tl.int64)[:, None] * spec.D + channels[None, :]
-    values = tl.load(row_pointers, mask=(row_ids < spec.R)[:, None] & in_row, other=0.0)
+    loaded_rows = tl.load(row_pointers, mask=(row_ids < spec.R)[:, None] & in_row, other=0.0)
     if spec.UNROLL_TERMS:
         for n in tl.static_range(M):
-            copy_row(values, n, row_ids, inverse_indices, output, channels, spec)
+            copy_rows_to_nth_token(loaded_rows, n, row_ids, inverse_indices, output, channels, spec)
     else:
         for n in tl.range(M):
-            copy_row(values, n, row_ids, inverse_indices, output, channels, spec)
+            copy_rows_to_nth_token(loaded_rows, n, row_ids, inverse_indices, output, channels, spec)
 
 
 @triton.jit
-def copy_row(values, n, row_ids, inverse_indices, output, channels, spec: tl.constexpr):
-    """Stores each row to the n-th of its tokens."""
+def copy_rows_to_nth_token(loaded_rows, n, row_ids, inverse_indices, output, channels, spec: tl.constexpr):
+    """Stores each of `loaded_rows`, which have the indices `row_ids`, to the n-th of its tokens."""
     token = tl.load(inverse_indices + row_ids * spec.M + n, mask=row_ids < spec.R, other=-1)
     valid = (token >= 0) & (token < spec.T)
     output_pointers = output + tl.cast(token, tl.int64)[:, None] * spec.D + channels[None, :]
-    tl.store(output_pointers, values, mask=valid[:, None] & (channels < spec.D)[None, :])
+    tl.store(output_pointers, loaded_rows, mask=valid[:, None] & (channels < spec.D)[None, :])
 
 
 @triton.jit

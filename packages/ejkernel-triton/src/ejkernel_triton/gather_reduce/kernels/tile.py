@@ -5,8 +5,10 @@ import triton.language as tl
 
 
 @triton.jit
-def program_tile(spec: tl.constexpr):
-    """Returns the batch row, sums [BLOCK_T] and channels [BLOCK_D] of this program."""
+def locate_program(spec: tl.constexpr):
+    """Returns the batch row, the index of the tile of channels, the sums [BLOCK_T] and the channels [BLOCK_D] of this
+    program.
+    """
     program = tl.program_id(0)
     # Consecutive programs are tiles of one block, which read the same indices.
     tile = program % spec.NUM_CHANNEL_TILES
@@ -21,7 +23,7 @@ def program_tile(spec: tl.constexpr):
 
 
 @triton.jit
-def load_rows(rows, index, valid, channels, spec: tl.constexpr):
+def load_rows_by_index(rows, index, valid, channels, spec: tl.constexpr):
     """Loads rows by index, [BLOCK_T, BLOCK_D] float32; 0 for an index out of range."""
     # The address of a row has 64 bits: rows of one tile may be far apart.
     start = rows + tl.cast(index, tl.int64) * spec.D

@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
-from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import group_bounds
-from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
+from ejkernel_triton.grouped_matmul.kernels.grouped_gemm_drhs import load_group_bounds
+from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices_and_mask
 
 
 @triton.jit
@@ -18,8 +18,8 @@ def grouped_dbias_kernel(cotangent, group_row_bounds, output, spec: tl.constexpr
     cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.ROWS * spec.OUTPUT_COLUMNS)
     group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_COLUMNS
-    first, end = group_bounds(group_row_bounds, matrix_index)
-    q, q_mask = tile_indices((program % num_column_tiles) * spec.BLOCK_Q, spec.BLOCK_Q, spec.OUTPUT_COLUMNS)
+    first, end = load_group_bounds(group_row_bounds, matrix_index)
+    q, q_mask = tile_indices_and_mask((program % num_column_tiles) * spec.BLOCK_Q, spec.BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # One partial sum per row of the step: threads add to their own elements, and are reduced once after the loop.
     BLOCK_K: tl.constexpr = spec.BLOCK_K

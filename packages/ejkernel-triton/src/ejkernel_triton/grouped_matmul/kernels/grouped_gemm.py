@@ -27,20 +27,20 @@ from ejkernel_triton.grouped_matmul.kernels.tile import (
     FIELDS_PER_ENTRY,
     MATRIX_FIELD,
     ROW_FIELD,
-    tile_indices,
+    tile_indices_and_mask,
     to_operand_dtype,
 )
 
 
 @triton.jit
-def dequantize_tile(tile, scale, matrix_index, c, n, spec: tl.constexpr):
+def dequantize_tile(tile, rhs_scale, matrix_index, c, n, spec: tl.constexpr):
     """Converts a tile of a matrix to an operand of the product, multiplied by its scales if these differ along C."""
-    if spec.SCALE_MODE == "elements":
-        at = (c // spec.SCALE_BLOCK[0])[:, None] * spec.SCALE_STRIDES[0]
+    if spec.RHS_SCALE_MODE == "elements":
+        at = (c // spec.RHS_SCALE_BLOCK[0])[:, None] * spec.RHS_SCALE_STRIDES[0]
         # Columns past the end use the last scale instead of a mask; they are not stored.
         n = tl.minimum(n, spec.COLUMNS - 1)
-        at += (n // spec.SCALE_BLOCK[1])[None, :] * spec.SCALE_STRIDES[1]
-        factors = tl.load(scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + at)
+        at += (n // spec.RHS_SCALE_BLOCK[1])[None, :] * spec.RHS_SCALE_STRIDES[1]
+        factors = tl.load(rhs_scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + at)
         return to_operand_dtype(tile.to(tl.float32) * factors, spec)
     else:
         return to_operand_dtype(tile, spec)
@@ -51,7 +51,7 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
     """Adds a product of 8-bit operands to acc; a step has one scale per row, and one per column."""
     if spec.WIDEN:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
-    if spec.LHS_SCALE_MODE == "steps" or spec.SCALE_MODE == "steps":
+    if spec.LHS_SCALE_MODE == "steps" or spec.RHS_SCALE_MODE == "steps":
         # The scales of a step multiply only its own product, so it needs a separate accumulator. The matrix unit waits
         # for
         # that: 427 instead of 655 TFLOP/s on an H200 (docs/lab/grouped_matmul_gpu.md).
@@ -60,10 +60,10 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
             step_product *= tl.load(lhs_scale + step * spec.BLOCK_K * spec.LHS_SCALES_PER_ROW // spec.CONTRACTED_SIZE)[
                 :, None
             ]
-        if spec.SCALE_MODE == "steps":
-            step_product *= tl.load(rhs_scale + step * spec.BLOCK_K // spec.SCALE_BLOCK[0] * spec.SCALE_STRIDES[0])[
-                None, :
-            ]
+        if spec.RHS_SCALE_MODE == "steps":
+            step_product *= tl.load(
+                rhs_scale + step * spec.BLOCK_K // spec.RHS_SCALE_BLOCK[0] * spec.RHS_SCALE_STRIDES[0]
+            )[None, :]
         return acc + step_product
     else:
         # Hopper sums 8-bit products with about 14 bits; after MAX_IMPRECISE_ACC elements the sum goes to a float32
@@ -72,7 +72,7 @@ def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec
 
 
 @triton.jit
-def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: tl.constexpr):
+def multiply_tile(lhs, rhs, lhs_scale, rhs_scale, matrix_index, row, column, spec: tl.constexpr):
     """Returns the accumulator [BLOCK_M, BLOCK_N] of a tile."""
     BLOCK_M: tl.constexpr = spec.BLOCK_M
     BLOCK_N: tl.constexpr = spec.BLOCK_N
@@ -80,7 +80,7 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: t
     EVEN_K: tl.constexpr = spec.CONTRACTED_SIZE % BLOCK_K == 0
     # Rows past the end of lhs repeat its last row, so that loads without masks stay in bounds.
     m = tl.minimum(tl.arange(0, BLOCK_M), spec.ROWS - 1 - row)
-    n, column_mask = tile_indices(column, BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices_and_mask(column, BLOCK_N, spec.COLUMNS)
     k = tl.arange(0, BLOCK_K)
     # Addresses of tiles have 64 bits, offsets in them 32: 64-bit offsets take registers.
     lhs_pointers = (
@@ -91,7 +91,7 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: t
     if spec.LHS_SCALE_MODE != "no":
         row_scales = lhs_scale + (tl.cast(row, tl.int64) + m) * spec.LHS_SCALES_PER_ROW
         column_scales = (
-            scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + tl.minimum(n, spec.COLUMNS - 1)
+            rhs_scale + tl.cast(matrix_index, tl.int64) * spec.SCALES_PER_MATRIX + tl.minimum(n, spec.COLUMNS - 1)
         )
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     # A compile-time constant, which flattened loops need.
@@ -115,7 +115,10 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: t
             c = tl.minimum(step * BLOCK_K + k, spec.CONTRACTED_SIZE - 1)
         if spec.LHS_SCALE_MODE == "no":
             acc = add_dot(
-                acc, to_operand_dtype(lhs_tile, spec), dequantize_tile(rhs_tile, scale, matrix_index, c, n, spec), spec
+                acc,
+                to_operand_dtype(lhs_tile, spec),
+                dequantize_tile(rhs_tile, rhs_scale, matrix_index, c, n, spec),
+                spec,
             )
         else:
             acc = add_float8_product(acc, lhs_tile, rhs_tile, row_scales, column_scales, step, spec)
@@ -126,18 +129,18 @@ def multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec: t
 
 @triton.jit
 def store_output_tile(
-    acc, lhs_scale, scale, bias, existing_out, output, matrix_index, row, end, column, spec: tl.constexpr
+    acc, lhs_scale, rhs_scale, bias, existing_out, output, matrix_index, row, end, column, spec: tl.constexpr
 ):
     """The epilogue: applies scales of rows and columns, bias and `existing_out`, and stores the rows of the tile's
     group.
     """
-    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices_and_mask(column, spec.BLOCK_N, spec.COLUMNS)
     matrix_index = tl.cast(matrix_index, tl.int64)
     # Scales of whole rows and columns commute with the sum over C, so they multiply the accumulator once.
     if spec.LHS_SCALE_MODE == "rows":
         acc *= tl.load(lhs_scale + tl.minimum(row + tl.arange(0, spec.BLOCK_M), spec.ROWS - 1))[:, None]
-    if spec.SCALE_MODE == "columns":
-        acc *= tl.load(scale + matrix_index * spec.SCALES_PER_MATRIX + n, mask=column_mask, other=0.0)[None, :]
+    if spec.RHS_SCALE_MODE == "columns":
+        acc *= tl.load(rhs_scale + matrix_index * spec.SCALES_PER_MATRIX + n, mask=column_mask, other=0.0)[None, :]
     if spec.HAS_BIAS:
         acc += tl.load(bias + matrix_index * spec.COLUMNS + n, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     add_existing_and_store(acc, existing_out, output, row, end, column, spec)
@@ -147,7 +150,7 @@ def store_output_tile(
 def add_existing_and_store(acc, existing_out, output, row, end, column, spec: tl.constexpr):
     """Adds `existing_out`, and stores the rows before `end`."""
     m = tl.arange(0, spec.BLOCK_M)
-    n, column_mask = tile_indices(column, spec.BLOCK_N, spec.COLUMNS)
+    n, column_mask = tile_indices_and_mask(column, spec.BLOCK_N, spec.COLUMNS)
     at = tl.cast(row, tl.int64) * spec.COLUMNS + (m[:, None] * spec.COLUMNS + n[None, :])
     # The tile of the next group stores the rows from `end` on.
     mask = (m < end - row)[:, None] & column_mask[None, :]
@@ -178,7 +181,7 @@ def fill_unassigned_rows(
 
 @triton.jit
 def grouped_gemm_kernel(
-    lhs, rhs, scale, lhs_scale, bias, existing_out, tile_list, output, spec: tl.constexpr, per: tl.constexpr
+    lhs, rhs, rhs_scale, lhs_scale, bias, existing_out, tile_list, output, spec: tl.constexpr, per: tl.constexpr
 ):
     """Multiplies every NUM_PROGRAMS-th tile.
 
@@ -189,8 +192,8 @@ def grouped_gemm_kernel(
     program = program % spec.NUM_PROGRAMS
     lhs = batch_row_address(lhs, batch, per.LHS, spec.ROWS * spec.CONTRACTED_SIZE)
     rhs = batch_row_address(rhs, batch, per.RHS, spec.NUM_MATRICES * spec.CONTRACTED_SIZE * spec.COLUMNS)
-    if spec.SCALE_MODE != "no":
-        scale = batch_row_address(scale, batch, per.SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
+    if spec.RHS_SCALE_MODE != "no":
+        rhs_scale = batch_row_address(rhs_scale, batch, per.RHS_SCALE, spec.NUM_MATRICES * spec.SCALES_PER_MATRIX)
     if spec.LHS_SCALE_MODE != "no":
         lhs_scale = batch_row_address(lhs_scale, batch, per.LHS_SCALE, spec.ROWS * spec.LHS_SCALES_PER_ROW)
     if spec.HAS_BIAS:
@@ -222,5 +225,5 @@ def grouped_gemm_kernel(
             tl.load(entry_address + END_FIELD),
         )
         column *= spec.BLOCK_N
-        acc = multiply_tile(lhs, rhs, lhs_scale, scale, matrix_index, row, column, spec)
-        store_output_tile(acc, lhs_scale, scale, bias, existing_out, output, matrix_index, row, end, column, spec)
+        acc = multiply_tile(lhs, rhs, lhs_scale, rhs_scale, matrix_index, row, column, spec)
+        store_output_tile(acc, lhs_scale, rhs_scale, bias, existing_out, output, matrix_index, row, end, column, spec)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index
-from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices
+from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices_and_mask
 
 
 @triton.jit
-def group_bounds(group_row_bounds, matrix_index):
+def load_group_bounds(group_row_bounds, matrix_index):
     """Returns the first row of a matrix's group and the row after its last."""
     return tl.load(group_row_bounds + matrix_index * 2), tl.load(group_row_bounds + matrix_index * 2 + 1)
 
@@ -41,9 +41,9 @@ def grouped_gemm_drhs_kernel(left, right, group_row_bounds, output, spec: tl.con
     group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
     output += tl.cast(matrix_index, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
-    first, end = group_bounds(group_row_bounds, matrix_index)
-    p, p_mask = tile_indices(tile_p * BLOCK_P, BLOCK_P, spec.OUTPUT_ROWS)
-    q, q_mask = tile_indices(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
+    first, end = load_group_bounds(group_row_bounds, matrix_index)
+    p, p_mask = tile_indices_and_mask(tile_p * BLOCK_P, BLOCK_P, spec.OUTPUT_ROWS)
+    q, q_mask = tile_indices_and_mask(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # The address of the group's first row has 64 bits, offsets within a step 32.
     left += tl.cast(first, tl.int64) * spec.OUTPUT_ROWS + (k[:, None] * spec.OUTPUT_ROWS + p[None, :])

@@ -25,7 +25,7 @@ def to_operand_dtype(x, spec: tl.constexpr):
 
 
 @triton.jit
-def tile_indices(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
+def tile_indices_and_mask(start, BLOCK: tl.constexpr, SIZE: tl.constexpr):
     """Returns the indices of a tile from `start` on, and which of them are below SIZE: a constant if tiles end with
     it.
     """

@@ -29,9 +29,9 @@ def load_scales(scales, zero_points, rows, tile, spec: tl.constexpr):
     They are loaded one tile before their use. A load outside of the pipeline that every step waited for would take the
     whole time of a step.
     """
-    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.PER  # words per group
-    COUNT: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
-    groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, COUNT)
+    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.CODES_PER_WORD
+    GROUPS_PER_TILE: tl.constexpr = (spec.BLOCK_W + WORDS_PER_GROUP - 1) // WORDS_PER_GROUP
+    groups = tile * spec.BLOCK_W // WORDS_PER_GROUP + tl.arange(0, GROUPS_PER_TILE)
     # Out of bounds words and scales are 0, since code 0 may stand for a value other than 0. An e8m0 of 0 is not 0, but
     # code 0 of its formats is.
     mask = (rows < spec.R)[:, None] & (groups < spec.SCALES_PER_ROW)[None, :]
@@ -44,9 +44,9 @@ def load_scales(scales, zero_points, rows, tile, spec: tl.constexpr):
 
 
 @triton.jit
-def broadcast_to_words(x, spec: tl.constexpr):
-    """Broadcasts values of groups [BLOCK_R, groups] to the groups' words [BLOCK_R, BLOCK_W]."""
-    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.PER
+def broadcast_groups_to_words(x, spec: tl.constexpr):
+    """Returns values of groups [BLOCK_R, groups] for each of the groups' words, [BLOCK_R, BLOCK_W]."""
+    WORDS_PER_GROUP: tl.constexpr = spec.CODES_PER_SCALE // spec.CODES_PER_WORD
     R: tl.constexpr = spec.BLOCK_R
     W: tl.constexpr = spec.BLOCK_W
     if W <= WORDS_PER_GROUP:
@@ -56,16 +56,16 @@ def broadcast_to_words(x, spec: tl.constexpr):
 
 
 @triton.jit
-def scale_and_offset(stored_scales, zero_points, spec: tl.constexpr):
+def compute_scale_and_offset(stored_scales, zero_points, spec: tl.constexpr):
     """Returns scales of every word, float32 [BLOCK_R, BLOCK_W]; for affine codes f and o of `f * (1 + q / 2 **
     BITS_PER_CODE) - o`.
     """
-    if spec.E8M0_SCALES:
+    if spec.SCALES_ARE_E8M0:
         # e8m0: the byte is the exponent field of a float32, except for 2 ** -127, which is subnormal, and 255 for NaN.
         exponent = stored_scales.to(tl.int32)
         bits = tl.where(exponent == 0, 0x00400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
         scale = bits.to(tl.float32, bitcast=True)
-    elif spec.E4M3_SCALES:
+    elif spec.SCALES_ARE_E4M3:
         scale = decode_float(stored_scales.to(tl.int32), 7, 3, 128)
     else:
         scale = stored_scales.to(tl.float32)
@@ -74,18 +74,18 @@ def scale_and_offset(stored_scales, zero_points, spec: tl.constexpr):
         # offset.
         scaled_by_codes = scale * (1 << spec.BITS_PER_CODE)
         if spec.SHARED_ZERO_POINT:
-            word_scales = broadcast_to_words(scaled_by_codes, spec)
+            word_scales = broadcast_groups_to_words(scaled_by_codes, spec)
             return word_scales, word_scales * (1 + spec.SHARED_ZERO_POINT / (1 << spec.BITS_PER_CODE))
-        return broadcast_to_words(scaled_by_codes, spec), broadcast_to_words(
+        return broadcast_groups_to_words(scaled_by_codes, spec), broadcast_groups_to_words(
             scaled_by_codes + scale * zero_points.to(tl.float32), spec
         )
     else:
-        word_scales = broadcast_to_words(scale, spec)
+        word_scales = broadcast_groups_to_words(scale, spec)
         return word_scales, word_scales
 
 
 @triton.jit
-def dequantize(packed, scale, offset, nf4_table, CODE_INDEX: tl.constexpr, spec: tl.constexpr):
+def dequantize_code(packed, scale, offset, nf4_table, CODE_INDEX: tl.constexpr, spec: tl.constexpr):
     """Dequantises code CODE_INDEX of every word, to the dtype of the product's operands."""
     if spec.CODES_ARE_INTEGERS:
         # The code becomes the top of the mantissa of 1: f = 1 + q / 2 ** BITS_PER_CODE, and one multiply-add
@@ -114,14 +114,14 @@ def dequantize(packed, scale, offset, nf4_table, CODE_INDEX: tl.constexpr, spec:
 
 
 @triton.jit
-def store_split_output(split_outputs, acc, code_index, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
+def store_split_sum(split_sums, acc, code_index, m, columns, WIDTH: tl.constexpr, spec: tl.constexpr):
     """Stores a split's tile of outputs."""
     at = (code_index * spec.M + m)[:, None] * WIDTH + columns[None, :]
-    tl.store(split_outputs + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
+    tl.store(split_sums + at, acc, mask=(m < spec.M)[:, None] & (columns < WIDTH)[None, :])
 
 
 @triton.jit
-def program_position(program, NUM_COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
+def locate_program(program, NUM_COLUMN_TILES: tl.constexpr, spec: tl.constexpr):
     """Returns the batch row, split, tile of columns and tile of rows of a program.
 
     Consecutive programs share words, which they read from L2.

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
-from ejkernel_triton.segment_pooling.kernels.tile import count_entries_up_to, load_num_tokens, pool_range
+from ejkernel_triton.segment_pooling.kernels.tile import count_entries_up_to, load_num_tokens, load_pool_range
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def pool_bwd_kernel(cotangent, lengths, ranges, gradient, spec: tl.constexpr, pe
         pool = count_entries_up_to(ranges + 1, token, spec)  # number of pools that end at or before a token
     else:
         pool = token // spec.CHUNK_SIZE
-    first_token, end = pool_range(ranges, pool, tokens, pool < spec.M, spec)
+    first_token, end = load_pool_range(ranges, pool, tokens, pool < spec.M, spec)
     in_pool = (pool < spec.M) & (first_token <= token) & (token < end)
     length = tl.cast(tl.maximum(end - first_token, 1), tl.float32)
     # 64 bits for a pool's address: tokens of one tile may read pools far from each other.

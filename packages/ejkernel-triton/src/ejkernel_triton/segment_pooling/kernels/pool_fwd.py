@@ -18,27 +18,32 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
-from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, load_rows, pool_range, search_block_pools
+from ejkernel_triton.segment_pooling.kernels.tile import (
+    count_ended_and_started_pools,
+    load_num_tokens,
+    load_pool_range,
+    load_tokens,
+)
 
 
 @triton.jit
-def sum_rows(values, first_token, end, channels, spec: tl.constexpr):
+def sum_tokens(values, first_token, end, channels, spec: tl.constexpr):
     """Returns [BLOCK_C] float32, the sum of the tokens from `first_token` up to `end`."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     BLOCK_C: tl.constexpr = spec.BLOCK_C
     # BLOCK_T rows of partial sums: their loads are independent, and one reduction follows the loop.
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
-    if spec.PREFETCH:
+    if spec.PREFETCHES_TILES:
         # Carried through the loop: the next tile is loaded while this one is added, so that a program always has loads
         # in flight. After the last tile every row is masked.
-        tile = load_rows(values, first_token, end, channels, spec)
+        tile = load_tokens(values, first_token, end, channels, spec)
         for token in tl.range(first_token, end, spec.BLOCK_T):
-            next_tile = load_rows(values, token + BLOCK_T, end, channels, spec)
+            next_tile = load_tokens(values, token + BLOCK_T, end, channels, spec)
             acc += tile.to(tl.float32)
             tile = next_tile
     else:
         for token in tl.range(first_token, end, spec.BLOCK_T):
-            acc += load_rows(values, token, end, channels, spec).to(tl.float32)
+            acc += load_tokens(values, token, end, channels, spec).to(tl.float32)
     return tl.sum(acc, axis=0)
 
 
@@ -60,7 +65,7 @@ def pool_fwd_kernel(values, lengths, ranges, output, block_sums, spec: tl.conste
     if spec.HAS_RANGES:
         ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
         # From the first pool that ends after the block's first token to the last that starts before its end.
-        first_pool, pools_end = search_block_pools(ranges, start, block_end - 1, spec)
+        first_pool, pools_end = count_ended_and_started_pools(ranges, start, block_end - 1, spec)
     else:
         # The count includes chunks that continue from the previous block or into the next block.
         first_pool, pools_end = (
@@ -68,9 +73,9 @@ def pool_fwd_kernel(values, lengths, ranges, output, block_sums, spec: tl.conste
             tl.minimum((block_end + spec.CHUNK_SIZE - 1) // spec.CHUNK_SIZE, spec.M),
         )
     for m in tl.range(first_pool, pools_end):
-        first_token, end = pool_range(ranges, m, tokens, m >= 0, spec)
+        first_token, end = load_pool_range(ranges, m, tokens, m >= 0, spec)
         # Pools are clipped to the block, so that each token is read by one program per tile of channels.
-        acc = sum_rows(values, tl.maximum(first_token, start), tl.minimum(end, block_end), channels, spec)
+        acc = sum_tokens(values, tl.maximum(first_token, start), tl.minimum(end, block_end), channels, spec)
         channel_mask = channels < spec.C
         # Pools without tokens are complete: their mean is 0 over a length of at least 1.
         is_complete = (end <= first_token) | ((first_token >= start) & (end <= block_end))

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
-from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, pool_range
+from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, load_pool_range
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def split_combine_kernel(block_sums, lengths, ranges, first_pass_output, output,
     channels = tile * spec.COMBINE_BLOCK_C + tl.arange(0, spec.COMBINE_BLOCK_C)
     if spec.HAS_RANGES:
         ranges = batch_row_address(ranges, row, per.RANGES, 2 * spec.M)
-    first_token, end = pool_range(ranges, pool, load_num_tokens(lengths, row, spec, per), pool >= 0, spec)
+    first_token, end = load_pool_range(ranges, pool, load_num_tokens(lengths, row, spec, per), pool >= 0, spec)
     # Most programs have a pool that crosses no block, and write nothing.
     first_block, last_block = first_token // spec.TOKENS_PER_BLOCK, (end - 1) // spec.TOKENS_PER_BLOCK
     crosses_blocks = (end > first_token) & (last_block > first_block)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def count_entries_up_to(column, bound, spec: tl.constexpr):
+def count_entries_up_to(range_column, bound, spec: tl.constexpr):
     """Returns the number of pools whose entry in a column of `ranges` is at most `bound`; elementwise for a vector
     of bounds.
     """
@@ -17,25 +17,29 @@ def count_entries_up_to(column, bound, spec: tl.constexpr):
         step = spec.FIRST_SEARCH_STEP >> level
         in_range = num_found + step <= spec.M
         # Ranges are pairs, so entries of a column are 2 apart. Nothing is loaded past the last pool.
-        last_entry_of_step = tl.load(column + 2 * (num_found + step - 1), mask=in_range, other=0)
+        last_entry_of_step = tl.load(range_column + 2 * (num_found + step - 1), mask=in_range, other=0)
         num_found = tl.where(in_range & (last_entry_of_step <= bound), num_found + step, num_found)
     return num_found
 
 
 @triton.jit
-def search_block_pools(ranges, start, last_token, spec: tl.constexpr):
+def count_ended_and_started_pools(ranges, start, last_token, spec: tl.constexpr):
     """Returns the number of pools that end at or before the token `start`, and of those that start at or before
     `last_token`.
     """
-    SEARCH_WAYS: tl.constexpr = spec.SEARCH_WAYS
-    SEARCH_STEPS: tl.constexpr = spec.SEARCH_STEPS
-    way_indices = tl.arange(0, SEARCH_WAYS) + 1
+    POOLS_PER_SEARCH_STEP: tl.constexpr = spec.POOLS_PER_SEARCH_STEP
+    BLOCK_SEARCH_STEPS: tl.constexpr = spec.BLOCK_SEARCH_STEPS
+    indices_in_step = tl.arange(0, POOLS_PER_SEARCH_STEP) + 1
     num_ended, num_started = tl.cast(start * 0, tl.int32), tl.cast(start * 0, tl.int32)
-    # Each step compares SEARCH_WAYS pools at once, for both columns: a program waits for memory once for up to
-    # SEARCH_WAYS pools, twice for SEARCH_WAYS * SEARCH_WAYS, where a binary search would wait log2(M) times.
-    for level in tl.static_range(SEARCH_STEPS):
-        stride = SEARCH_WAYS ** (SEARCH_STEPS - 1 - level)
-        end_indices, start_indices = num_ended + way_indices * stride - 1, num_started + way_indices * stride - 1
+    # Each step compares POOLS_PER_SEARCH_STEP pools at once, for both columns: a program waits for memory once for up
+    # to POOLS_PER_SEARCH_STEP pools, twice for POOLS_PER_SEARCH_STEP * POOLS_PER_SEARCH_STEP, where a binary search
+    # would wait log2(M) times.
+    for level in tl.static_range(BLOCK_SEARCH_STEPS):
+        stride = POOLS_PER_SEARCH_STEP ** (BLOCK_SEARCH_STEPS - 1 - level)
+        end_indices, start_indices = (
+            num_ended + indices_in_step * stride - 1,
+            num_started + indices_in_step * stride - 1,
+        )
         end_tokens = tl.load(ranges + 2 * end_indices + 1, mask=end_indices < spec.M, other=0)
         start_tokens = tl.load(ranges + 2 * start_indices, mask=start_indices < spec.M, other=0)
         num_ended += stride * tl.sum(tl.where((end_indices < spec.M) & (end_tokens <= start), 1, 0), axis=0)
@@ -53,7 +57,7 @@ def load_num_tokens(lengths, row, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def pool_range(ranges, pool, tokens, in_range, spec: tl.constexpr):
+def load_pool_range(ranges, pool, tokens, in_range, spec: tl.constexpr):
     """Returns the first token of a pool, or of each of a vector of pools, and the token after its last."""
     if spec.HAS_RANGES:
         first_token = tl.load(ranges + 2 * pool, mask=in_range, other=0)
@@ -63,7 +67,7 @@ def pool_range(ranges, pool, tokens, in_range, spec: tl.constexpr):
 
 
 @triton.jit
-def load_rows(values, token, end, channels, spec: tl.constexpr):
+def load_tokens(values, token, end, channels, spec: tl.constexpr):
     """Returns [BLOCK_T, BLOCK_C] of the tokens from `token` on; 0 from `end` on."""
     rows = tl.arange(0, spec.BLOCK_T)
     # The rows' address has 64 bits, offsets within them 32.
