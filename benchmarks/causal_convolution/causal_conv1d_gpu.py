@@ -174,7 +174,7 @@ def main() -> None:
     """Prints the table."""
     options = shared.report.options(
         __doc__,
-        {"--quick": "one shape, few rounds", "--candidates": "every configuration, too"},
+        {"--quick": "one shape, few rounds", **shared.report.CANDIDATES},
         {"--only": ("", "a platform; without it all")},
     )
     shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))

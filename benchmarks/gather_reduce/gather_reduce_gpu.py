@@ -142,7 +142,7 @@ def main() -> None:
         __doc__,
         {
             "--quick": "one layer, few rounds",
-            "--candidates": "every configuration, too",
+            **shared.report.CANDIDATES,
             "--check": "small layers on any device, no times",
         },
     )

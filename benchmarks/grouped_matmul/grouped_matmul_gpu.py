@@ -355,7 +355,7 @@ def main() -> None:
     """Prints the table."""
     options = shared.report.options(
         __doc__,
-        {"--quick": "fewer sides and rounds", "--candidates": "every configuration, too", "--decoding": "few rows"},
+        {"--quick": "fewer sides and rounds", **shared.report.CANDIDATES, "--decoding": "few rows"},
         {
             "--only": ("", "a platform; without it all"),
             "--cells": ("", "numbers of cells, with commas; without it all"),

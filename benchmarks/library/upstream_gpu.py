@@ -37,13 +37,13 @@ def main() -> None:
         return serve(problems(options.serve), calls=5)
     if not options.peer:
         return print("no --peer: nothing to compare with")
-    if jax.default_backend() != "gpu":
-        return print("upstream_gpu.py needs a GPU: nothing was measured")
     import shared.report  # reads the metadata of distributions that the peer's interpreter lacks
 
+    if not shared.report.has_gpu():
+        return None
     length, repeats = (1024, 3) if options.quick else (8192, 7)
-    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # two processes have arrays on the GPU
-    rows = compared(options.peer, problems(length), length, repeats, **shared)
+    separate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # two processes have arrays on the GPU
+    rows = compared(options.peer, problems(length), length, repeats, **separate)
     print(shared.report.heading())
     print(f"B4 S{length} H16/16 D128, bfloat16; medians of {repeats} turns of 5 calls\n")
     print(shared.report.markdown_table(COLUMNS, rows))

@@ -351,7 +351,7 @@ def main() -> None:
         __doc__,
         {
             "--quick": "the short sequences, few rounds",
-            "--candidates": "every configuration, too",
+            **shared.report.CANDIDATES,
             "--stages": "the kernels one by one, with many tiles",
         },
         {

@@ -10,12 +10,14 @@ the lines that it finished.
 """
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
-import jax
-
 from ejkernel.cli import main as ejkernel
+
+sys.path.append(str(Path(__file__).parents[1]))
+import shared.report
 
 TOKENS = "4,8192,16"
 QKV = ("--shape", f"{TOKENS},128")
@@ -49,8 +51,7 @@ def main() -> None:
     parser.add_argument("--repeat", default="5", help="samples of a candidate")
     parser.add_argument("--export", type=Path, help="folder of tables")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("linear_recurrence_gpu_tune.py needs a GPU: nothing was measured")
+    if not shared.report.has_gpu():
         return
     with tempfile.TemporaryDirectory() as folder:
         further = ["--platform", "triton", "--dtype", "bfloat16", "--repeat", options.repeat]

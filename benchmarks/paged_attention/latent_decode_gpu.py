@@ -249,7 +249,7 @@ def main() -> None:
         __doc__,
         {
             "--quick": "two shapes, few rounds",
-            "--candidates": "every configuration, too",
+            **shared.report.CANDIDATES,
             "--xla": "XLA, too, where it takes seconds at most",
         },
         {"--only": ("", "implementations with this in their name, without writes")},

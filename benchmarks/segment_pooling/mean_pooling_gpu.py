@@ -152,7 +152,7 @@ def main() -> None:
         __doc__,
         {
             "--quick": "documents alone, few rounds",
-            "--candidates": "every configuration, too",
+            **shared.report.CANDIDATES,
             "--check": "small shapes on any device, no times",
         },
     )

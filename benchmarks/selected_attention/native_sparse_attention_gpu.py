@@ -254,7 +254,7 @@ def main() -> None:
         __doc__,
         {
             "--quick": "8192 tokens, few rounds",
-            "--candidates": "every configuration, too",
+            **shared.report.CANDIDATES,
             "--no-check": "where the same kernels were checked just now",
         },
         {

@@ -12,6 +12,9 @@ from pathlib import Path
 import filelock
 import jax
 
+CANDIDATES = {"--candidates": "every configuration, too"}
+"""The flag of `options` that measures a kernel's candidates as well."""
+
 
 def processor() -> str:
     """Name of the CPU, as far as the system tells."""

@@ -19,11 +19,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
 from ejkernel.cli import main as ejkernel
 
 sys.path.append(str(Path(__file__).parents[1]))
+import shared.report
 from shared.gpu_cells import Cell
 
 Call = tuple[Cell, tuple[str, ...]]
@@ -90,8 +89,7 @@ def main() -> None:
     parser.add_argument("--shape", metavar="WORD", default="", help="calls whose name has it, as `D64` or `window`")
     parser.add_argument("--export", type=Path, help="folder of tables")
     options = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print("flash_attention_gpu_tune.py needs a GPU: nothing was measured")
+    if not shared.report.has_gpu():
         return
     with tempfile.TemporaryDirectory() as folder:
         store = ["--store", str(Path(folder, "store.json"))]
