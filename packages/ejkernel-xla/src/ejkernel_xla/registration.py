@@ -2,47 +2,48 @@
 
 from collections.abc import Iterable
 
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
+from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.no_tpu_kernel import REASONS
 
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def xla_implementation(
-    family: str,
+    family: Family,
     *,
-    handles: Iterable[str],
     config: ConfigSpace,
-    gradients: Iterable[str] = (),
-    forward: str = "forward:forward",
-    backward: str | None = "backward:backward",
+    handles: Iterable[str] | None = None,
+    gradients: Iterable[str] | None = None,
+    backward: bool = True,
     dtypes: frozenset[str] = FLOATS,
     symbolic: bool = True,
 ) -> Implementation:
-    """Returns an implementation for every device.
+    """Returns an implementation for every device, with the passes of the family's folder here.
 
     Args:
-        family: The family it serves, and the folder here that has its passes.
-        handles: Optional fields that it honours. A family's fallback gives all there are, with `optional_fields`: the
-            conformance suite fails for one that it does not honour.
+        family: The family it serves.
         config: What can be chosen.
-        gradients: Fields that get a gradient.
-        forward: "module:function" in the family's folder.
-        backward: The same; None without one.
+        handles: Optional fields that it honours; None for all there are. The conformance suite fails for one that it
+            does not honour.
+        gradients: Fields that get a gradient; None for all that are differentiable.
+        backward: Whether there is a backward pass.
         dtypes: Those it takes.
         symbolic: Whether it takes symbolic sizes.
     """
-    folder = f"ejkernel_xla.{family}"
+    folder = f"ejkernel_xla.{family.name}"
+    handles = optional_fields(family.record) if handles is None else handles
+    gradients = family.differentiable if gradients is None else gradients
     return Implementation(
-        family=family,
+        family=family.name,
         name="xla",
         platform="xla",
-        forward=f"{folder}.{forward}",
-        backward=None if backward is None else f"{folder}.{backward}",
-        gradients=frozenset(gradients),
+        forward=f"{folder}.forward:forward",
+        backward=f"{folder}.backward:backward" if backward else None,
+        gradients=frozenset(gradients) if backward else frozenset(),
         requires=Requires(
             devices=frozenset({"cpu", "gpu", "tpu"}), symbolic=symbolic, dtypes=dtypes, handles=frozenset(handles)
         ),
         config=config,
-        instead_of_kernel={"tpu": REASONS[family]} if family in REASONS else {},
+        instead_of_kernel={"tpu": REASONS[family.name]} if family.name in REASONS else {},
     )

@@ -1,13 +1,14 @@
 """Softmax attention with its weights in XLA: whole rows of the weights at a time, each made once."""
 
-from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX
+from ejkernel.families.attention_weights import FAMILY
+from ejkernel.families.tiled_attention import DROPOUT, MASKS, SOFTMAX
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.attention_weights import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
-        "attention_weights",
+        FAMILY,
         gradients=set(FAMILY.differentiable) - {"relative_bias"},
         handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
         config=ConfigSpace.of(config, forward=config.WeightRows),

@@ -4,11 +4,4 @@ from ejkernel.families.causal_convolution import FAMILY
 from ejkernel.ops import NO_CHOICE
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (
-    xla_implementation(
-        "causal_convolution",
-        gradients=FAMILY.differentiable,
-        handles={"bias", "initial_state", "cu_seqlens", "sequence_state", "activation"},
-        config=NO_CHOICE,
-    ),
-)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=NO_CHOICE),)

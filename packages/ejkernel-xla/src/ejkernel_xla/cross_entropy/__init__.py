@@ -2,16 +2,9 @@
 
 from ejkernel.families.cross_entropy import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.cross_entropy import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    xla_implementation(
-        "cross_entropy",
-        gradients=FAMILY.differentiable,
-        handles=optional_fields(FAMILY.record),
-        symbolic=False,
-        config=ConfigSpace.of(config, forward=config.LogitBlocks),
-    ),
+    xla_implementation(FAMILY, symbolic=False, config=ConfigSpace.of(config, forward=config.LogitBlocks)),
 )

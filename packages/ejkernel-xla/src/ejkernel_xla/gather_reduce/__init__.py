@@ -4,11 +4,4 @@ from ejkernel.families.gather_reduce import FAMILY
 from ejkernel.ops import NO_CHOICE
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (
-    xla_implementation(
-        "gather_reduce",
-        gradients=FAMILY.differentiable,
-        handles={"weights"},
-        config=NO_CHOICE,
-    ),
-)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=NO_CHOICE),)

@@ -4,4 +4,4 @@ from ejkernel.families.kl_divergence import FAMILY
 from ejkernel.ops import NO_CHOICE
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (xla_implementation("kl_divergence", gradients=FAMILY.differentiable, handles=(), config=NO_CHOICE),)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=NO_CHOICE),)

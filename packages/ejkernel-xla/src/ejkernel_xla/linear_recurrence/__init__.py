@@ -2,15 +2,7 @@
 
 from ejkernel.families.linear_recurrence import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.linear_recurrence import config
 from ejkernel_xla.registration import xla_implementation
 
-IMPLEMENTATIONS = (
-    xla_implementation(
-        "linear_recurrence",
-        gradients=FAMILY.differentiable,
-        handles=optional_fields(FAMILY.record),
-        config=ConfigSpace.of(config, forward=config.RecurrenceChunk),
-    ),
-)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.RecurrenceChunk)),)

@@ -2,15 +2,9 @@
 
 from ejkernel.families.paged_attention import FAMILY
 from ejkernel.ops import ConfigSpace
-from ejkernel.types.arguments import optional_fields
 from ejkernel_xla.paged_attention import config
 from ejkernel_xla.registration import xla_implementation
 
 IMPLEMENTATIONS = (
-    xla_implementation(
-        "paged_attention",
-        backward=None,
-        handles=optional_fields(FAMILY.record),
-        config=ConfigSpace.of(config, forward=config.PagedTiles),
-    ),
+    xla_implementation(FAMILY, backward=False, config=ConfigSpace.of(config, forward=config.PagedTiles)),
 )

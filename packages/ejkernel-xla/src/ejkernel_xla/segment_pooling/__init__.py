@@ -1,14 +1,8 @@
 """Segment pooling in XLA."""
 
+from ejkernel.families.segment_pooling import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.registration import xla_implementation
 from ejkernel_xla.segment_pooling import config
 
-IMPLEMENTATIONS = (
-    xla_implementation(
-        "segment_pooling",
-        gradients={"values"},
-        handles={"lengths", "ranges"},
-        config=ConfigSpace.of(config, forward=config.TokenTiles),
-    ),
-)
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.TokenTiles)),)

@@ -8,9 +8,8 @@ from ejkernel_xla.tiled_attention import config
 
 IMPLEMENTATIONS = (
     xla_implementation(
-        "tiled_attention",
-        gradients=FAMILY.differentiable,
-        handles=frozenset(optional_fields(FAMILY.record)) | {"lse_cotangent"},
+        FAMILY,
+        handles={*optional_fields(FAMILY.record), "lse_cotangent"},
         config=ConfigSpace.of(config, forward=config.ChunkedSoftmax),
     ),
 )
