@@ -9,6 +9,7 @@ import naive
 import numpy as np
 from causal_convolution_loop import causal_conv1d
 from grouped_matmul_loop import grouped_matmul
+from lightning_indexer_loop import lightning_indexer
 from rwkv_loop import rwkv4, rwkv6, rwkv7, rwkv7_mul
 from segment_pooling_loop import mean_pooling
 from selective_scan_loop import state_space_v1
@@ -93,6 +94,16 @@ def pooling(args):
     return mean_pooling(np.asarray(args.x), lengths, chunk)
 
 
+def indexer(args):
+    (b, t, h, d), s = args.query.shape, args.key.shape[1]
+    if b * t * h * s > PAIRS:
+        return None
+    names = ("query", "key", "weights", "cum_seqlens_q", "cum_seqlens_k")
+    scale = d**-0.5 if args.softmax_scale is None else args.softmax_scale
+    options = {"causal": args.causal, "sliding_window": args.sliding_window}
+    return lightning_indexer(**arrays(args, *names), top_k=args.top_k, softmax_scale=scale, **options)[0]
+
+
 def flash(args):
     (b, t, h, _), s = args.query.shape, args.key.shape[1]
     if b * h * t * s > PAIRS:
@@ -118,6 +129,7 @@ LOOPS = {
     "gated_linear_attention": recurrent,
     "grouped_matmul": experts,
     "kernel_delta_attention": delta,
+    "lightning_indexer": indexer,
     "mean_pooling": pooling,
     "ragged_gated_delta_rule": ragged_delta,
     "recurrent_attention": recurrent,

@@ -20,6 +20,10 @@ REASONS = {
         "it reads the logits that the caller has in HBM, and XLA fuses the reductions into these passes: a kernel "
         "would read as many bytes"
     ),
+    "lightning_indexer": (
+        "the products run on the matrix units under XLA; a kernel would merge the selection without a sort of each "
+        "tile, and is not written"
+    ),
     "linear_recurrence": (
         "the kernel has no low-rank term of the state's transition, which RWKV-7 needs; it is not written"
     ),

@@ -68,6 +68,10 @@ from ejkernel.modules.operations.lightning_attention import (
     lightning_attention as lightning_attention,
     lightning_attn as lightning_attn,
 )
+from ejkernel.modules.operations.lightning_indexer import (
+    LightningIndexer as LightningIndexer,
+    lightning_indexer as lightning_indexer,
+)
 from ejkernel.modules.operations.lstm import LSTM as LSTM, lstm as lstm
 from ejkernel.modules.operations.mean_pooling import MeanPooling as MeanPooling, mean_pooling as mean_pooling
 from ejkernel.modules.operations.mla_decode import (

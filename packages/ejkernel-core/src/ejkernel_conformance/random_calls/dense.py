@@ -181,3 +181,20 @@ def native_sparse(rng: Rng) -> Drawn:
         return arrays
 
     return Drawn(values, options)
+
+
+def indexer(rng: Rng) -> Drawn:
+    """Draws a call of `lightning_indexer`.
+
+    Numbers are multiples of 1/4, so that scores are the same in any order of summation and many are equal.
+    """
+    b, s, kind = int(rng.integers(1, 4)), tokens(rng, 200), dtype(rng)
+    t, h, d = int(rng.integers(1, s + 1)), pick(rng, (1, 4, 8, 64)), pick(rng, (16, 32, 64, 128))
+
+    def values(rng: Rng) -> Arrays:
+        shapes = {"query": (b, t, h, d), "key": (b, s, d), "weights": (b, t, h)}
+        return {name: (np.clip(np.rint(4 * normal(rng, x)), -8, 8) / 4).astype(kind) for name, x in shapes.items()}
+
+    window = (int(rng.integers(0, s + 1)), None) if some(rng, 0.3) else None
+    options = given(causal=some(rng, 0.8), sliding_window=window, softmax_scale=0.125)
+    return Drawn(values, {"top_k": pick(rng, (1, 3, 16, 64, 256)), **options})

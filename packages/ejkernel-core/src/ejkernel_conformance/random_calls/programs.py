@@ -33,6 +33,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "gru": functools.partial(recurrences.network, gates=3),
     "kernel_delta_attention": recurrences.kernel_delta,
     "lightning_attention": recurrences.lightning,
+    "lightning_indexer": dense.indexer,
     "lstm": functools.partial(recurrences.network, gates=4),
     "mean_pooling": experts.pooling,
     "mla_decode": dense.latent_decode,

@@ -10,6 +10,7 @@ from ejkernel.modules.operations.configuration.attention import (
 )
 from ejkernel.modules.operations.configuration.latent import (
     FlashMLAConfig,
+    LightningIndexerConfig,
     MLADecodeConfig,
     NativeSparseAttentionConfig,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "KernelDeltaAttentionConfig",
     "LSTMConfig",
     "LightningAttentionConfig",
+    "LightningIndexerConfig",
     "MLADecodeConfig",
     "MeanPoolingConfig",
     "MultiLatentRaggedPageAttentionConfig",

@@ -38,3 +38,16 @@ class NativeSparseAttentionConfig(BaseOperationConfig):
     block_size: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LightningIndexerConfig(BaseOperationConfig):
+    """Tiles of `lightning_indexer`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries per tile.
+        block_k: Keys per tile.
+    """
+
+    block_q: int | None = None
+    block_k: int | None = None

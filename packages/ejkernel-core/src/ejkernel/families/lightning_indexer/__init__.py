@@ -1,0 +1,23 @@
+"""The lightning indexer family: the record its operations lower to and its meaning."""
+
+from ejkernel.families.contract import Family
+from ejkernel.families.lightning_indexer.record import (
+    LightningIndexer,
+    TopKeys,
+    accumulator,
+    floats_in_order,
+    take_keys,
+)
+from ejkernel.families.lightning_indexer.reference import reference
+
+__all__ = ["FAMILY", "LightningIndexer", "TopKeys", "accumulator", "floats_in_order", "reference", "take_keys"]
+
+FAMILY = Family(
+    name="lightning_indexer",
+    record=LightningIndexer,
+    head_dims=lambda record: (record.query.shape[-1],),
+    axes={"output": ("b t k", "b t k")},
+    # Each shard is a separate call: `key_starts` and `key_ends` are split with the queries, and all keys are present.
+    shardable="bt",
+    reference=reference,
+)

@@ -1,0 +1,58 @@
+"""Tile sizes: the heuristic, and the candidates that are worth measuring."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.lightning_indexer import LightningIndexer
+from ejkernel.ops.params import Direction
+from ejkernel_xla.sizes import check_positive
+
+NUMBERS_PER_STEP = 2**20
+"""Numbers of the largest temporary array: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
+MIN_BLOCK_K = 512
+"""Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerTiles:
+    """The configuration of either pass.
+
+    Attributes:
+        block_q: Queries per tile.
+        block_k: Keys per tile of the forward pass; the backward pass reads the selected keys.
+    """
+
+    block_q: int
+    block_k: int
+
+    def __post_init__(self) -> None:
+        check_positive(self)
+
+
+PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_k"}
+"""Public configuration field -> field of this."""
+
+
+def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
+    """Returns queries and keys per tile, no more than there are."""
+    return min(config.block_q, record.query.shape[1]), min(config.block_k, record.key.shape[1])
+
+
+def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
+    """Returns tile sizes for a record on a device, not measured."""
+    return _sized(record, direction, max(MIN_BLOCK_K, record.top_k))
+
+
+def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[IndexerTiles, ...]:
+    """Returns tile sizes worth measuring for a record on a device."""
+    keys = (256, 512, 1024, 2048, 4096) if direction == "forward" else (MIN_BLOCK_K,)
+    return tuple(dict.fromkeys(_sized(record, direction, n) for n in keys))
+
+
+def _sized(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:
+    """Returns tiles of the given keys, with as many queries as the largest array has room for."""
+    (_, tokens, heads, channels), keys = record.query.shape, record.key.shape[1]
+    block_k = max(1, min(block_k, keys))
+    per_query = heads * block_k if direction == "forward" else record.top_k * max(heads, channels)
+    block_q = max(1, min(tokens, NUMBERS_PER_STEP // max(1, per_query)))
+    return IndexerTiles(block_q=block_q, block_k=block_k)

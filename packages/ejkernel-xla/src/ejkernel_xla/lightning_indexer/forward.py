@@ -1,0 +1,73 @@
+"""Forward pass of the lightning indexer: an outer loop over tiles of queries, an inner one over tiles of keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.arithmetic import cdiv
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeys, accumulator
+from ejkernel.planning.precision import product_precision
+from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
+from ejkernel_xla.lightning_indexer.kernels import running_top_k
+from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
+
+Row = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+"""Queries, keys, weights, first keys and key ends of one batch row."""
+
+
+def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeys, tuple[()]]:
+    """Returns the selected keys of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Tile sizes.
+
+    Returns:
+        Indices [B, T, K] int32 and scores [B, T, K] in the accumulator's dtype. There are no residuals.
+    """
+    (rows, tokens, *_), dtype = record.query.shape, accumulator(record)
+    if not record.query.size or not record.key.size:  # `validate` wants heads and channels, so there are no keys
+        shape = (rows, tokens, record.top_k)
+        return (jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, dtype)), ()
+    bounds = (jnp.broadcast_to(x, (rows, tokens)) for x in (record.key_starts, record.key_ends))
+    return lax.map(lambda row: _row(row, record, config), (record.query, record.key, record.weights, *bounds)), ()
+
+
+def _row(row: Row, record: LightningIndexer, config: IndexerTiles) -> TopKeys:
+    """Returns the selected keys of one batch row."""
+    query, key, weights, starts, ends = row
+    block_q, block_k = sizes(record, config)
+    keys = jnp.pad(key, ((0, cdiv(key.shape[0], block_k) * block_k - key.shape[0]), (0, 0)))
+    # Queries that fill up the last tile have empty ranges of keys.
+    tiles = tuple(into_tiles(x, block_q) for x in (query, weights, starts, ends))
+    indices, scores = lax.map(lambda tile: _tile(tile, keys, record, block_k), tiles)
+    return from_tiles(indices, query.shape[0]), from_tiles(scores, query.shape[0])
+
+
+def _tile(tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int) -> TopKeys:
+    """Returns the selected keys of a tile of queries; tiles of keys that no query may select are skipped."""
+    query, weights, starts, ends = tile
+    dtype, has_keys = accumulator(record), starts < ends
+    first = jnp.min(jnp.where(has_keys, starts, keys.shape[0])) // block_k
+    last = cdiv(jnp.max(jnp.where(has_keys, ends, 0)), block_k)
+
+    def step(n: jax.Array, state: running_top_k.RunningTopK) -> running_top_k.RunningTopK:
+        start = n * block_k
+        key = lax.dynamic_slice_in_dim(keys, start, block_k)
+        products = jnp.einsum(
+            "thd,kd->thk",
+            query,
+            key,
+            precision=product_precision(query.dtype),
+            preferred_element_type=dtype,
+        )
+        rectified = jnp.maximum(products * record.softmax_scale, 0)
+        scores = jnp.sum(weights.astype(dtype)[..., None] * rectified, axis=1)
+        index = start + jnp.arange(block_k, dtype=jnp.int32)
+        selectable = (index >= starts[:, None]) & (index < ends[:, None])
+        return running_top_k.merge(state, scores, selectable, start)
+
+    state = running_top_k.empty(query.shape[0], record.top_k, dtype)
+    return running_top_k.selection(lax.fori_loop(first, last, step, state), dtype)

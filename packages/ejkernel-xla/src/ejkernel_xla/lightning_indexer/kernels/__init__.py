@@ -1,0 +1,1 @@
+"""The pieces that the passes of the lightning indexer are computed with."""

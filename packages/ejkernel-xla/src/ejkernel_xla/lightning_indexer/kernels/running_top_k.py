@@ -1,0 +1,60 @@
+"""The keys with the largest scores so far, merged with one tile of keys after another.
+
+    state    keys selected so far, the largest score first        [t, K]
+    tile     scores of the next keys, the lowest index first      [t, k]
+
+`lax.top_k` of both together takes the first of equal entries. Tiles come in ascending order of their keys, so of equal
+scores that is the key with the lower index.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.expert_routing import order_preserving_integers
+from ejkernel.families.lightning_indexer import TopKeys, floats_in_order
+
+
+class RunningTopK(NamedTuple):
+    """The selected keys of some queries.
+
+    Attributes:
+        in_order: [t, K], scores as integers in the order of numbers; the least integer where there is no key.
+        indices: [t, K] int32.
+    """
+
+    in_order: jax.Array
+    indices: jax.Array
+
+
+def empty(queries: int, top_k: int, dtype: Any) -> RunningTopK:
+    """Returns a selection without keys, for scores of a dtype."""
+    integers = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    nothing = jnp.full((queries, top_k), jnp.iinfo(integers).min, integers)
+    return RunningTopK(nothing, jnp.full((queries, top_k), -1, jnp.int32))
+
+
+def merge(state: RunningTopK, scores: jax.Array, selectable: jax.Array, start: jax.Array) -> RunningTopK:
+    """Returns the selection from the keys so far and a tile.
+
+    Args:
+        state: The selection so far.
+        scores: [t, k] of the keys from `start` on.
+        selectable: [t, k] bool.
+        start: The first key.
+    """
+    in_order = order_preserving_integers(scores)
+    in_order = jnp.where(selectable, in_order, jnp.iinfo(in_order.dtype).min)
+    index = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    largest, at = lax.top_k(jnp.concatenate([state.in_order, in_order], axis=1), state.indices.shape[1])
+    indices = jnp.take_along_axis(jnp.concatenate([state.indices, index], axis=1), at, axis=1)
+    return RunningTopK(largest, indices)
+
+
+def selection(state: RunningTopK, dtype: Any) -> TopKeys:
+    """Returns indices, -1 where there is no key, and scores, -inf there."""
+    selected = state.in_order > jnp.iinfo(state.in_order.dtype).min
+    scores = jnp.where(selected, floats_in_order(state.in_order, dtype), -jnp.inf)
+    return jnp.where(selected, state.indices, -1), scores

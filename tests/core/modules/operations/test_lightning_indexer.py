@@ -1,0 +1,137 @@
+"""The lightning indexer: which keys it selects, what its arguments mean, its memory and its gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lightning_indexer_loop import lightning_indexer as loop
+
+from ejkernel.modules import lightning_indexer
+from ejkernel.modules.operations.configs import LightningIndexerConfig
+from ejkernel.modules.operations.lightning_indexer import OP
+
+CASES = {case.name: case for case in OP.cases if "ci" in case.tags}
+SMALL = LightningIndexerConfig(block_q=5, block_k=8)
+
+
+def arguments(name):
+    """The arguments of a case, by name."""
+    args = CASES[name].make(jax.random.key(0))
+    return {f.name: x for f in dataclasses.fields(args) if (x := getattr(args, f.name)) is not None}
+
+
+@pytest.mark.parametrize(
+    "name", ["packed, longer contexts, window", "padded rows, not causal", "equal scores", "more than there are"]
+)
+def test_selects_what_a_loop_over_pairs_selects(name):
+    """With tiles that divide neither queries nor keys; the scores of the cases are exact, and many are equal."""
+    given = arguments(name)
+    indices, scores = lightning_indexer(**given, cfg=SMALL)
+    want = loop(**{name: np.asarray(x) if hasattr(x, "shape") else x for name, x in given.items()})
+    np.testing.assert_array_equal(indices, want[0])
+    np.testing.assert_array_equal(scores, want[1])
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Query, key and weights of which no two scores are alike."""
+    q, k, w = jax.random.split(jax.random.key(1), 3)
+    return jax.random.normal(q, (1, 20, 3, 8)), jax.random.normal(k, (1, 44, 8)), jax.random.normal(w, (1, 20, 3))
+
+
+def test_random_scores_are_sorted_exactly(inputs):
+    """The selection is that of a full sort of the scores in float64."""
+    indices, scores = lightning_indexer(*inputs, top_k=11, cfg=SMALL)
+    want = loop(*(np.asarray(x) for x in inputs), top_k=11, softmax_scale=8**-0.5)
+    np.testing.assert_array_equal(indices, want[0])
+    np.testing.assert_allclose(scores, want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_nan_comes_first_and_minus_zero_equals_zero():
+    """Scores of a query: 1, NaN, -0, 0, -inf, inf, -NaN; equal ones in the order of their keys."""
+    scores = jnp.array([1.0, jnp.nan, -0.0, 0.0, -jnp.inf, jnp.inf, -jnp.nan])
+    # With weight -1 a score is -max(0, k), with weight 1 it is max(0, k): the two heads read a channel each.
+    key = jnp.stack([jnp.where(scores < 0, 0, scores), jnp.where(scores < 0, -scores, 0)], axis=1)[None]
+    indices, selected = lightning_indexer(
+        jnp.eye(2)[None, None], jnp.nan_to_num(key, nan=jnp.nan, posinf=3e38), jnp.array([[[1.0, -1.0]]]), top_k=8
+    )
+    assert indices[0, 0].tolist() == [1, 6, 5, 0, 2, 3, 4, -1]
+    np.testing.assert_array_equal(np.isnan(selected[0, 0]), [True, True, *[False] * 6])
+
+
+def test_nan_of_a_packed_sequence_stays_there(inputs):
+    """Values and gradients of other sequences have the same bits."""
+    bounds = {"cum_seqlens_q": jnp.array([0, 9, 20]), "cum_seqlens_k": jnp.array([0, 20, 44])}
+
+    def run(query, key, weights):
+        def loss(*arrays):
+            scores = lightning_indexer(*arrays, **bounds, top_k=4)[1]
+            return jnp.sum(jnp.where(jnp.isneginf(scores), 0, scores) ** 2), scores
+
+        return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(query, key, weights)
+
+    query, key, weights = inputs
+    (dquery, dkey, dweights), scores = run(*inputs)
+    poisoned = (query.at[:, 9:].set(jnp.nan), key.at[:, 20:].set(jnp.nan), weights.at[:, 9:].set(jnp.inf))
+    (nquery, nkey, nweights), nscores = run(*poisoned)
+    pairs = ((dquery, nquery, 9), (dkey, nkey, 20), (dweights, nweights, 9), (scores, nscores, 9))
+    for clean, other, end in pairs:
+        np.testing.assert_array_equal(other[:, :end], clean[:, :end])
+
+
+def test_gradients_are_those_of_all_scores_at_once(inputs):
+    """The gradients of the selected entries of a dense array of scores, in float64, with rows of fewer keys."""
+    scale, (query, key, weights) = 8**-0.5, inputs
+    key = key[:, :20]
+    indices = lightning_indexer(query, key, weights, top_k=6)[0]
+
+    def dense(query, key, weights):
+        products = jax.nn.relu(scale * jnp.einsum("bthd,bsd->bths", query, key, precision="highest"))
+        scores = jnp.einsum("bth,bths->bts", weights, products, precision="highest")
+        return jnp.sum(jnp.where(indices >= 0, jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=2), 0) ** 2)
+
+    def sparse(query, key, weights):
+        scores = lightning_indexer(query, key, weights, top_k=6, cfg=SMALL)[1]
+        return jnp.sum(jnp.where(indices >= 0, scores, 0) ** 2)
+
+    want = jax.grad(dense, argnums=(0, 1, 2))(query, key, weights)
+    for got, right in zip(jax.grad(sparse, argnums=(0, 1, 2))(query, key, weights), want, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_is_linear_in_the_queries_and_keys():
+    """Of both passes: four times the memory for four times the tokens, and less than an array [T, S] of bits."""
+
+    def temporaries(tokens):
+        shapes = ((1, tokens, 4, 32), (1, tokens, 32), (1, tokens, 4))
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+        def loss(*arrays):
+            indices, scores = lightning_indexer(*arrays, top_k=64)
+            return jnp.sum(jnp.where(indices >= 0, scores, 0))
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporaries(8192), temporaries(32768)
+    assert large < 4.5 * small
+    assert large < 32768**2 / 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 0}, r"top_k: got int 0, wants an int of at least 1"),
+        ({"weights": jnp.ones((1, 20, 2))}, r"weights: got shape \(1, 20, 2\), wants \[B=1, T=20, H=3\]"),
+        ({"key": jnp.ones((1, 44, 8), jnp.bfloat16)}, "key: got dtype bfloat16, wants query's float32"),
+        ({"key": jnp.ones((1, 44, 1, 8))}, r"key: got shape \(1, 44, 1, 8\), wants \[B=1, S, D=8\]"),
+        ({"cum_seqlens_q": jnp.array([0, 20])}, "cum_seqlens_k: got None with 20 queries and 44 keys"),
+        ({"sliding_window": 0}, "sliding_window: got int 0"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(inputs, change, message):
+    names = dict(zip(("query", "key", "weights"), inputs, strict=True))
+    with pytest.raises(ValueError, match=message):
+        lightning_indexer(**names | {"top_k": 3} | change)
