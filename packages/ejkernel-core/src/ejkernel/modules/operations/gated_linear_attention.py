@@ -5,18 +5,15 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
-from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
+from ejkernel.modules.operations.shared.recurrences import with_state
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
 
@@ -114,17 +111,8 @@ class GLAttention(Kernel[GLAttentionConfig, Array]):
     """Wraps `gated_linear_attention` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=GLAttentionArguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("query", -3),
-    cases=recurrence_cases.gated(GLAttentionArguments),
-    tolerance=TOLERANCE,
-    make_inputs=recurrence_cases.make_inputs,
-    axes={"g": "b t h k", "initial_state": "b h k v", "cu_seqlens": "n"},
-    finish=plain_recurrence.finish,
+OP = plain_recurrence.operation(
+    GLAttentionArguments, recurrence_cases.gated, axes={"g": "b t h k"}, validate=validate, lower=lower
 )
 GLAttention.op = OP
 recurrent_gla = with_state(OP, "recurrent_gla")

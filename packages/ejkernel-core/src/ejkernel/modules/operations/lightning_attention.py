@@ -6,19 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import LightningAttentionConfig
 from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
-from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, with_state
+from ejkernel.modules.operations.shared.recurrences import rank, with_state
 from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
 
@@ -140,17 +137,8 @@ class LightningAttention(Kernel[LightningAttentionConfig, Array]):
     """Wraps `lightning_attention` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=LightningAttentionArguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("query", -3),
-    cases=recurrence_cases.constant(LightningAttentionArguments),
-    tolerance=TOLERANCE,
-    make_inputs=recurrence_cases.make_inputs,
-    axes={"initial_state": "b h k v", "cu_seqlens": "n"},
-    finish=plain_recurrence.finish,
+OP = plain_recurrence.operation(
+    LightningAttentionArguments, recurrence_cases.constant, axes={}, validate=validate, lower=lower
 )
 LightningAttention.op = OP
 lightning_attn = with_state(OP, "lightning_attn")

@@ -6,15 +6,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.plain_recurrence import canonicalise, finish, lower, validate
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, with_state
+from ejkernel.modules.operations.shared import plain_recurrence
+from ejkernel.modules.operations.shared.recurrences import with_state
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
 
@@ -99,7 +96,7 @@ class RecurrentAttentionArguments(ArgumentRecord, of=recurrent_attention):
     """The arguments of a call of `recurrent_attention`."""
 
     def __post_init__(self) -> None:
-        canonicalise(self)
+        plain_recurrence.canonicalise(self)
 
 
 def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
@@ -117,17 +114,6 @@ class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
     """Wraps `recurrent_attention` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=RecurrentAttentionArguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("query", -3),
-    cases=recurrence_cases.recurrent(RecurrentAttentionArguments),
-    tolerance=TOLERANCE,
-    make_inputs=recurrence_cases.make_inputs,
-    axes={"g": "b t h k", "initial_state": "b h k v", "cu_seqlens": "n"},
-    finish=finish,
-)
+OP = plain_recurrence.operation(RecurrentAttentionArguments, recurrence_cases.recurrent, axes={"g": "b t h k"})
 RecurrentAttention.op = OP
 recurrent = with_state(OP, "recurrent")

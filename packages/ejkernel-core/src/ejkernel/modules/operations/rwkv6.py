@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count, states, with_plain_states
 from ejkernel.modules.operations.cases import rwkv as rwkv_cases
 from ejkernel.modules.operations.configs import RWKV6Config
 from ejkernel.modules.operations.shared import plain_recurrence, rwkv
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating
+from ejkernel.modules.operations.shared.recurrences import check_floating
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 
@@ -172,15 +169,5 @@ class RWKV6(Kernel[RWKV6Config, Array]):
     """Wraps `rwkv6` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=RWKV6Arguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("r", -3),
-    cases=rwkv_cases.rwkv6(RWKV6Arguments),
-    tolerance=TOLERANCE,
-    make_inputs=rwkv_cases.make_inputs,
-    finish=finish,
-)
+OP = rwkv.operation(RWKV6Arguments, rwkv_cases.rwkv6, validate=validate, lower=lower, finish=finish)
 RWKV6.op = OP

@@ -5,16 +5,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import rwkv as rwkv_cases
 from ejkernel.modules.operations.configs import RWKV7Config
 from ejkernel.modules.operations.shared import rwkv
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
 
@@ -114,15 +110,5 @@ class RWKV7(Kernel[RWKV7Config, Array]):
     """Wraps `rwkv7` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=RWKV7Arguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("r", -3),
-    cases=rwkv_cases.rwkv7(RWKV7Arguments),
-    tolerance=TOLERANCE,
-    make_inputs=rwkv_cases.make_inputs,
-    finish=rwkv.finish,
-)
+OP = rwkv.operation(RWKV7Arguments, rwkv_cases.rwkv7, validate=validate, lower=lower)
 RWKV7.op = OP

@@ -5,16 +5,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families import linear_recurrence
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import rwkv as rwkv_cases
 from ejkernel.modules.operations.configs import RWKV7MulConfig
 from ejkernel.modules.operations.shared import rwkv
-from ejkernel.modules.operations.shared.conditions import of_states
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
-from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 
 
@@ -109,15 +105,5 @@ class RWKV7Mul(Kernel[RWKV7MulConfig, Array]):
     """Wraps `rwkv7_mul` in an object that an `Executor` can call."""
 
 
-OP = Op(
-    arguments=RWKV7MulArguments,
-    family=linear_recurrence.FAMILY,
-    validate=validate,
-    lower=lower,
-    conditions=of_states("r", -3),
-    cases=rwkv_cases.rwkv7_mul(RWKV7MulArguments),
-    tolerance=TOLERANCE,
-    make_inputs=rwkv_cases.make_inputs,
-    finish=rwkv.finish,
-)
+OP = rwkv.operation(RWKV7MulArguments, rwkv_cases.rwkv7_mul, validate=validate, lower=lower)
 RWKV7Mul.op = OP

@@ -1,15 +1,19 @@
-"""The argument record, the checks and the lowering of the recurrences without a delta rule.
+"""The argument record, the checks, the lowering and the declaration of the recurrences without a delta rule.
 
 `recurrent_attention` is all of it; `gated_linear_attention` and `lightning_attention` give some of its gates.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
+from ejkernel.modules.operations.cases.recurrence import make_inputs
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import (
+    TOLERANCE,
     check_floating,
     check_log_gate,
     check_packing,
@@ -21,6 +25,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     wide,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number
+from ejkernel.ops.model import Case, Op
 from ejkernel.types.integers import exact_ids
 
 
@@ -85,6 +90,37 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
         state = jnp.flip(state, axis=0) if by_sequence else state
     read = read[0] if _flat(args) else read
     return (read, state) if args.return_state else read
+
+
+def operation(
+    arguments: type,
+    cases: Callable[[type], tuple[Case, ...]],
+    *,
+    axes: Mapping[str, str],
+    validate: Callable[[Any], object] = validate,
+    lower: Callable[[Any], LinearRecurrence] = lower,
+) -> Op:
+    """Returns the declaration of a recurrence without a delta rule.
+
+    Args:
+        arguments: Its argument record.
+        cases: Argument record -> cases.
+        axes: As `Op.axes`, without those of states and their bounds.
+        validate: As `Op.validate`.
+        lower: As `Op.lower`.
+    """
+    return Op(
+        arguments=arguments,
+        family=FAMILY,
+        validate=validate,
+        lower=lower,
+        conditions=of_states("query", -3),
+        cases=cases(arguments),
+        tolerance=TOLERANCE,
+        make_inputs=make_inputs,
+        axes={**axes, "initial_state": "b h k v", "cu_seqlens": "n"},
+        finish=finish,
+    )
 
 
 def _flat(args: Any) -> bool:

@@ -1,15 +1,19 @@
-"""The shared code of `rwkv6` and `rwkv7`: checks of arguments, and their calls as plain recurrences."""
+"""The shared code of RWKV: checks of arguments, calls as plain recurrences, and the declaration."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence
+from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
+from ejkernel.modules.operations.cases.rwkv import make_inputs
 from ejkernel.modules.operations.shared import plain_recurrence, recurrences
+from ejkernel.modules.operations.shared.conditions import of_states
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
+from ejkernel.ops.model import Case, Op
 
 
 def canonicalise(args: Any) -> None:
@@ -82,3 +86,33 @@ def low_rank_record(args: Any, write: jax.Array, read: jax.Array) -> LinearRecur
 def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns the public result: in the caller's order of time and rank, with the states if asked for."""
     return plain_recurrence.finish(as_plain(args), output)
+
+
+def operation(
+    arguments: type,
+    cases: Callable[[type], tuple[Case, ...]],
+    *,
+    validate: Callable[[Any], object],
+    lower: Callable[[Any], LinearRecurrence],
+    finish: Callable[[Any, Any], Any] = finish,
+) -> Op:
+    """Returns the declaration of one of the linear recurrences of RWKV.
+
+    Args:
+        arguments: Its argument record.
+        cases: Argument record -> cases.
+        validate: As `Op.validate`.
+        lower: As `Op.lower`.
+        finish: As `Op.finish`.
+    """
+    return Op(
+        arguments=arguments,
+        family=FAMILY,
+        validate=validate,
+        lower=lower,
+        conditions=of_states("r", -3),
+        cases=cases(arguments),
+        tolerance=recurrences.TOLERANCE,
+        make_inputs=make_inputs,
+        finish=finish,
+    )
