@@ -63,7 +63,7 @@ def _run_forward(record: LinearRecurrence, config: TpuRecurrence, first: Any) ->
             "final": layout.states_operand(plan, final, False),
         },
         aliases={"initial": "final"} if plan.in_slots else {},
-        chunks=None if plan.places is None else plan.places.used,
+        chunks=None if plan.token_positions is None else plan.token_positions.num_used_chunks,
     )
     read = layout.from_operand(plan, "output", results["output"], spec.total_heads)
     return plan.unalign(read), results["final"]
@@ -109,7 +109,7 @@ def run(
     return launch(
         KernelCall(
             name=f"ejkernel_linear_recurrence_{name}",
-            kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.places is not None),
+            kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.token_positions is not None),
             refs=RecurrenceRefs,
             grid=(plan.rows, spec.steps, plan.chunks if chunks is None else chunks),
             # Rows and heads are parallel; the chunks of a row are sequential.

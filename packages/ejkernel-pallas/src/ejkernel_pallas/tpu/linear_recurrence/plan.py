@@ -21,7 +21,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, segm
 from ejkernel_pallas.tpu.linear_recurrence.spec import SCALAR_FIELDS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
-from ejkernel_pallas.tpu.mosaic.packed_chunks import Places, chunk_places, chunk_table, slot_table
+from ejkernel_pallas.tpu.mosaic.packed_chunks import ChunkPositions, chunk_table, make_chunk_positions, slot_table
 
 MIN_LOG_DECAY = -104.0
 """exp of it is 0 in float32: log gates that channels share are clamped to it, including -inf."""
@@ -36,7 +36,7 @@ class Plan:
         chunks: Chunks per row.
         tokens: T.
         chunks: Of a row.
-        places: Positions of packed sequences' tokens; None without.
+        token_positions: Positions of packed sequences' tokens; None without.
         table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`, with states
             in slots `8 * slot + 4 * keeps + 2 * is_first + is_last`. Otherwise the number of runs of segments in each
             chunk.
@@ -48,7 +48,7 @@ class Plan:
     rows: int
     tokens: int
     chunks: int
-    places: Places | None
+    token_positions: ChunkPositions | None
     table: jax.Array
     runs: jax.Array | None
     in_slots: bool = False
@@ -60,14 +60,14 @@ class Plan:
 
     def align(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, ...] as [B, T', ...], with zeros for padding."""
-        if self.places is not None:
-            return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
+        if self.token_positions is not None:
+            return jnp.take(x, self.token_positions.token_at_position, axis=1, mode="fill", fill_value=0)
         return jnp.pad(x, ((0, 0), (0, self.length - self.tokens), *((0, 0),) * (x.ndim - 2)))
 
     def unalign(self, x: jax.Array) -> jax.Array:
         """Returns [B, T', ...] as [B, T, ...]."""
-        if self.places is not None:
-            return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
+        if self.token_positions is not None:
+            return jnp.take(x, self.token_positions.position_of_token, axis=1, mode="fill", fill_value=0)
         return x[:, : self.tokens]
 
 
@@ -75,15 +75,24 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     """Returns the chunks of a record."""
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
-        places = chunk_places(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
+        token_positions = make_chunk_positions(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
         slots_record = in_slots(record)
         if slots_record is None:
-            table = chunk_table(places)
+            table = chunk_table(token_positions)
         else:
-            table = slot_table(places, slots_record.indices, slots_record.slots.shape[0])
+            table = slot_table(token_positions, slots_record.indices, slots_record.slots.shape[0])
         # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
-        places = places._replace(used=places.used + 0 * table[0])
-        return Plan(spec, rows, tokens, len(places.owner), places, table, None, slots_record is not None)
+        token_positions = token_positions._replace(num_used_chunks=token_positions.num_used_chunks + 0 * table[0])
+        return Plan(
+            spec,
+            rows,
+            tokens,
+            len(token_positions.sequence_of_chunk),
+            token_positions,
+            table,
+            None,
+            slots_record is not None,
+        )
     chunks = cdiv(tokens, spec.chunk)
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
@@ -220,7 +229,7 @@ def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: b
     """Returns states [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
     spec, chunk = plan.spec, _chunk_index(plan, backwards)
     block = (None, spec.heads, spec.keys, spec.values)
-    if plan.places is None:
+    if plan.token_positions is None:
         return Operand(x, block, lambda b, h, c, *_: (b, h, 0, 0))
     per_state = 8 if plan.in_slots else 4
     return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], per_state), h, 0, 0))

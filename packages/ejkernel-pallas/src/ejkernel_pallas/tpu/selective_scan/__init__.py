@@ -12,8 +12,8 @@ from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.requirements import DTYPES, mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.selective_scan import config, plan
 
-SIZES = range(1, 129)
-"""Numbers of a state: B and C of a chunk lie in VMEM with each number in all lanes, 32 KiB a number for each."""
+STATE_SIZES = range(1, 129)
+"""Elements of a channel's state. VMEM holds B and C of a chunk with each element in all lanes, 32 KiB per element."""
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -25,11 +25,11 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"dt of {record.step.dtype} is not among {', '.join(sorted(DTYPES))}"
     # The backward pass reads states out of the slots, and has chunks of 64 tokens.
     in_slots = record.state_slots is not None
-    if (chunks := max(plan.table_size(record), plan.update_table_size(record) * in_slots)) > plan.MAX_CHUNKS:
+    if (chunks := max(plan.num_chunks_of(record), plan.num_update_chunks_of(record) * in_slots)) > plan.MAX_CHUNKS:
         yield f"x: {chunks} chunks of tokens are more than the {plan.MAX_CHUNKS} whose table scalar memory holds"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
-    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=SIZES)
+    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=STATE_SIZES)
     return (mosaic_tpu(FAMILY, config, forward=config.TpuScan, backward=config.TpuScan, requires=requires),)

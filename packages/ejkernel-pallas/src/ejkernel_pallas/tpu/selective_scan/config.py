@@ -8,10 +8,10 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.interpret import is_interpreting
 
-GROUP = 1024
-"""Channels of a register of float32: one token's, eight rows of 128."""
+CHANNELS_PER_GROUP = 1024
+"""Channels of one token in a register of float32: eight rows of 128."""
 MAX_CHANNEL_GROUPS = 4
-"""Most groups of a grid step: 16 MiB of VMEM for the arrays of its tokens."""
+"""The largest number of groups in a grid step: the arrays of its tokens take 16 MiB of VMEM."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class TpuScan:
     """The configuration of either pass.
 
     Attributes:
-        block_channels: Channels of a grid step, a multiple of 1024. B and C of a chunk are spread over the lanes of
-            registers once a step.
-        unroll: Tokens whose code is emitted one after another: 1, 2, 4 or 8.
+        block_channels: The number of channels of a grid step, a multiple of 1024. B and C of a chunk are repeated in
+            all lanes of registers once per step.
+        unroll: The number of tokens whose code is emitted one after another: 1, 2, 4 or 8.
     """
 
     block_channels: int
@@ -29,11 +29,12 @@ class TpuScan:
 
     def __post_init__(self) -> None:
         if (
-            self.block_channels < GROUP
-            or self.block_channels % GROUP
-            or self.block_channels > MAX_CHANNEL_GROUPS * GROUP
+            self.block_channels < CHANNELS_PER_GROUP
+            or self.block_channels % CHANNELS_PER_GROUP
+            or self.block_channels > MAX_CHANNEL_GROUPS * CHANNELS_PER_GROUP
         ):
-            wants = f"a multiple of {GROUP} up to {MAX_CHANNEL_GROUPS * GROUP}, whose tokens fit VMEM"
+            largest = MAX_CHANNEL_GROUPS * CHANNELS_PER_GROUP
+            wants = f"a multiple of {CHANNELS_PER_GROUP} up to {largest}, whose tokens fit VMEM"
             raise ValueError(f"block_channels: got {self.block_channels}, wants {wants}")
         if self.unroll not in UNROLL_FACTORS:
             raise ValueError(f"unroll: got {self.unroll}, wants one of {', '.join(map(str, UNROLL_FACTORS))}")
@@ -42,25 +43,28 @@ class TpuScan:
 UNROLL_FACTORS = (1, 2, 4, 8)
 
 PUBLIC_FIELDS = {"block_d": "block_channels"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuScan:
     """Returns the configuration for a record. It is not measured: the profile predicts it as the fastest on v5e."""
-    # A grid step that updates a slot takes 0.3 us besides its channels, so it has as many as VMEM holds.
-    groups = 2 if record.state_slots is None or direction == "backward" else MAX_CHANNEL_GROUPS
+    # A grid step that updates a slot takes 0.3 us plus the time of its channels, so it has as many as fit VMEM.
+    groups_per_step = 2 if record.state_slots is None or direction == "backward" else MAX_CHANNEL_GROUPS
     # An interpreter gains nothing from long code, and takes long to compile it.
-    return TpuScan(block_channels=min(groups, _groups(record)) * GROUP, unroll=1 if is_interpreting() else 8)
+    return TpuScan(
+        block_channels=min(groups_per_step, _num_groups(record)) * CHANNELS_PER_GROUP,
+        unroll=1 if is_interpreting() else 8,
+    )
 
 
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[TpuScan, ...]:
-    """Configurations worth measuring."""
+    """Returns configurations worth measuring."""
     first = heuristic(record, device, direction)
-    sizes = (n * GROUP for n in (1, 2, 4) if n <= _groups(record))
-    found = (dataclasses.replace(first, block_channels=n) for n in sizes)
-    return tuple(dict.fromkeys((first, *found)))
+    block_sizes = (n * CHANNELS_PER_GROUP for n in (1, 2, 4) if n <= _num_groups(record))
+    configs = (dataclasses.replace(first, block_channels=n) for n in block_sizes)
+    return tuple(dict.fromkeys((first, *configs)))
 
 
-def _groups(record: SelectiveScan) -> int:
-    """Groups of all channels."""
-    return cdiv(record.x.shape[2], GROUP)
+def _num_groups(record: SelectiveScan) -> int:
+    """Returns the number of groups of 1024 that all channels take."""
+    return cdiv(record.x.shape[2], CHANNELS_PER_GROUP)

@@ -39,18 +39,18 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
 
     Args:
         record: The canonical arguments.
-        config: Channels of a step.
+        config: Channels per grid step, and unrolled tokens.
 
     Returns:
         Output [B, T, I] in x's dtype, final states [B, I, E] float32, or [N, I, E] of packed sequences, and the states
         between chunks.
     """
-    held, indices, bounds = record.initial_state, record.state_slots, record.cu_seqlens
-    if held is None or indices is None or bounds is None:
+    slots, slot_of_sequence, bounds = record.initial_state, record.state_slots, record.cu_seqlens
+    if slots is None or slot_of_sequence is None or bounds is None:
         return _scan(record, config)
-    chunks = make_update_plan(record, bounds, indices, held.shape[0], config)
+    plan = make_update_plan(record, bounds, slot_of_sequence, slots.shape[0], config)
     # XLA computes the residuals of calls with a backward pass, and drops those of the others.
-    return _update_slots(record, chunks, held), _scan(record, config)[1]
+    return _update_slots(record, plan, slots), _scan(record, config)[1]
 
 
 @with_states
@@ -59,38 +59,38 @@ def _scan(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.
     plan = make_plan(record, config)
     spec, first = plan.spec, first_state(record)
     x = plan.align(record.x)
-    states = jax.ShapeDtypeStruct((plan.rows, spec.chunks, spec.size, spec.channels), jnp.float32)
+    states = jax.ShapeDtypeStruct((plan.batch_size, spec.chunks, spec.state_size, spec.channels), jnp.float32)
     results = run(
         "selective_scan_fwd",
         selective_scan_fwd,
         plan,
-        inputs={**inputs(plan, record), "initial": sequence_operand(spec, first)},
+        inputs={**shared_operands(plan, record), "initial_state": sequence_operand(spec, first)},
         outputs={
             "output": token_operand(spec, jax.ShapeDtypeStruct(x.shape, x.dtype)),
             "chunk_states": chunk_operand(spec, states),
-            "final": sequence_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
+            "final_state": sequence_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
         },
         scratch={},
     )
-    final, states = unless_empty(record, results["final"], first), results["chunk_states"]
+    final, states = keep_states_of_empty_sequences(record, results["final_state"], first), results["chunk_states"]
     if record.cu_seqlens is not None:
         states = packed_scan.stored_states(record.cu_seqlens, states)
     return (plan.unalign(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
 
 
-def _update_slots(record: SelectiveScan, plan: UpdatePlan, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, and the slots after the sequences that have one, in the memory of the slots before."""
-    spec, slots = plan.spec, jnp.swapaxes(held, 1, 2)
-    block, x = (None, spec.size, spec.block), plan.align(record.x)
+def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the slots with the final states of their sequences, updated in place."""
+    spec, transposed_slots = plan.spec, jnp.swapaxes(slot_states, 1, 2)
+    block, x = (None, spec.state_size, spec.channels_per_step), plan.align(record.x)
 
-    def tokens(x: Any) -> Operand:
-        return Operand(x, (None, *x.shape[1:3], spec.block), lambda tile, chunk, *_: (chunk, 0, 0, tile))
+    def token_block(x: Any) -> Operand:
+        return Operand(x, (None, *x.shape[1:3], spec.channels_per_step), lambda tile, chunk, *_: (chunk, 0, 0, tile))
 
-    def slot(tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
+    def slot_index(tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
         return lax.div(table[chunk], jnp.int32(SLOT_FACTOR)), 0, tile
 
-    def channels(x: jax.Array) -> Operand:
-        return Operand(x, (x.shape[0], spec.block), lambda tile, *_: (0, tile))
+    def channel_block(x: jax.Array) -> Operand:
+        return Operand(x, (x.shape[0], spec.channels_per_step), lambda tile, *_: (0, tile))
 
     columns = plan.columns(record.write, record.read)
     results = launch(
@@ -98,58 +98,66 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, held: jax.Array) -> t
             name="ejkernel_selective_scan_selective_state_update",
             kernel=functools.partial(selective_state_update, spec=spec),
             refs=UpdateRefs,
-            grid=(spec.tiles, plan.places.used),
+            grid=(spec.channel_tiles, plan.token_positions.num_used_chunks),
             parallel=1,
-            tables={"table": plan.table},
+            tables={"chunk_table": plan.chunk_table},
             inputs={
-                "x": tokens(x),
-                "step": tokens(plan.align(record.step)),
+                "x": token_block(x),
+                "dt": token_block(plan.align(record.step)),
                 "columns": Operand(columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)),
-                "decay": channels(record.decay.T.astype(jnp.float32) * LOG2E),
-                "skip": channels(record.skip.astype(jnp.float32)[None]),
-                "initial": Operand(slots, block, slot),
+                "decay": channel_block(record.decay.T.astype(jnp.float32) * LOG2E),
+                "skip": channel_block(record.skip.astype(jnp.float32)[None]),
+                "initial_state": Operand(transposed_slots, block, slot_index),
             },
             outputs={
-                "output": tokens(jax.ShapeDtypeStruct(x.shape, x.dtype)),
-                "final": Operand(jax.ShapeDtypeStruct(slots.shape, slots.dtype), block, slot),
+                "output": token_block(jax.ShapeDtypeStruct(x.shape, x.dtype)),
+                "final_state": Operand(
+                    jax.ShapeDtypeStruct(transposed_slots.shape, transposed_slots.dtype), block, slot_index
+                ),
             },
             scratch={
-                "state": pltpu.VMEM((spec.size, spec.block), jnp.float32),
-                "spread": pltpu.VMEM((2 * spec.tokens, spec.size, LANES), jnp.float32),
-                "rows": pltpu.VMEM((2 * spec.tokens, strip_channels(spec)), jnp.float32),
+                "state": pltpu.VMEM((spec.state_size, spec.channels_per_step), jnp.float32),
+                "columns_in_all_lanes": pltpu.VMEM((2 * spec.tokens_per_octet, spec.state_size, LANES), jnp.float32),
+                "dt_rows": pltpu.VMEM((2 * spec.tokens_per_octet, strip_channels(spec)), jnp.float32),
             },
-            aliases={"initial": "final"},
+            aliases={"initial_state": "final_state"},
         )
     )
-    return plan.unalign(results["output"]), jnp.swapaxes(results["final"], 1, 2)
+    return plan.unalign(results["output"]), jnp.swapaxes(results["final_state"], 1, 2)
 
 
-def inputs(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
+def shared_operands(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
     """Returns the operands that both kernels read."""
     spec = plan.spec
     skip = record.skip.astype(jnp.float32)[None]
     return {
         "x": token_operand(spec, plan.align(record.x), backwards=backwards),
-        "step": token_operand(spec, plan.align(record.step), backwards=backwards),
+        "dt": token_operand(spec, plan.align(record.step), backwards=backwards),
         "write": column_operand(spec, plan.columns(record.write), backwards=backwards),
         "read": column_operand(spec, plan.columns(record.read), backwards=backwards),
-        "decay": Operand(record.decay.T.astype(jnp.float32) * LOG2E, (spec.size, spec.block), _channel_tile_index),
-        "skip": Operand(skip, (1, spec.block), _channel_tile_index),
+        "decay": Operand(
+            record.decay.T.astype(jnp.float32) * LOG2E, (spec.state_size, spec.channels_per_step), _channel_tile_index
+        ),
+        "skip": Operand(skip, (1, spec.channels_per_step), _channel_tile_index),
     }
 
 
 def _channel_tile_index(*step: Any) -> tuple[Any, ...]:
+    """Returns the block index of an array of channels, without tokens, in a grid step."""
     return 0, step[1]
 
 
 def _chunk_index(spec: ScanSpec, chunk: Any, backwards: bool) -> Any:
+    """Returns the chunk that a grid step processes; with `backwards` they are counted from the last one."""
     return spec.chunks - 1 - chunk if backwards else chunk
 
 
 def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """Returns the operand that gives a grid step its chunk of tokens and its channels of [B, T, I]."""
     return Operand(
-        x, (None, CHUNK, spec.block), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1])
+        x,
+        (None, CHUNK, spec.channels_per_step),
+        lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1]),
     )
 
 
@@ -159,21 +167,21 @@ def column_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operan
 
 
 def chunk_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """States [B, chunks, E, I] as blocks of a chunk."""
+    """Returns the operand of states [B, chunks, E, I], with one block per chunk."""
     return Operand(
         x,
-        (None, None, spec.size, spec.block),
+        (None, None, spec.state_size, spec.channels_per_step),
         lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, step[1]),
     )
 
 
 def sequence_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
-    """States [N, E, I] as blocks of the row or sequence of a chunk."""
+    """Returns the operand of states [N, E, I], with the block of the chunk's row or packed sequence."""
 
     def index(row: Any, tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
         return sequence_of(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
 
-    return Operand(x, (None, spec.size, spec.block), index)
+    return Operand(x, (None, spec.state_size, spec.channels_per_step), index)
 
 
 def run(
@@ -192,43 +200,45 @@ def run(
             name=f"ejkernel_selective_scan_{name}",
             kernel=functools.partial(kernel, spec=spec),
             refs=ScanRefs,
-            grid=(plan.rows, spec.tiles, spec.chunks),
+            grid=(plan.batch_size, spec.channel_tiles, spec.chunks),
             # Rows and channels; the chunks of a row follow each other.
             parallel=2,
-            tables={"table": plan.table},
+            tables={"chunk_table": plan.chunk_table},
             inputs=inputs,
             outputs=outputs,
             scratch={
-                "state": number_scratch(spec),
-                "rates": number_scratch(spec),
-                "steps": token_scratch(spec),
-                "inputs": token_scratch(spec),
-                "results": token_scratch(spec),
-                "writes": spread_scratch(spec),
-                "reads": spread_scratch(spec),
+                "state": state_scratch(spec),
+                "decay_registers": state_scratch(spec),
+                "dt_octets": token_channel_scratch(spec),
+                "dt_x_octets": token_channel_scratch(spec),
+                "results_by_token": token_channel_scratch(spec),
+                "write_in_all_lanes": write_or_read_scratch(spec),
+                "read_in_all_lanes": write_or_read_scratch(spec),
                 **scratch,
             },
         )
     )
 
 
-def number_scratch(spec: ScanSpec) -> Any:
-    """Returns the scratch memory for the states of a grid step."""
-    return pltpu.VMEM((spec.groups * spec.size * SUBLANES, LANES), jnp.float32)
+def state_scratch(spec: ScanSpec) -> Any:
+    """Returns the scratch memory for the states of a grid step's channels."""
+    return pltpu.VMEM((spec.groups_per_step * spec.state_size * SUBLANES, LANES), jnp.float32)
 
 
-def token_scratch(spec: ScanSpec) -> Any:
-    """Returns the scratch memory for the tokens of a chunk."""
-    return pltpu.VMEM((spec.groups * SUBLANES * CHUNK, LANES), jnp.float32)
+def token_channel_scratch(spec: ScanSpec) -> Any:
+    """Returns the scratch memory for one value per token and channel of a chunk."""
+    return pltpu.VMEM((spec.groups_per_step * SUBLANES * CHUNK, LANES), jnp.float32)
 
 
-def spread_scratch(spec: ScanSpec) -> Any:
-    """Returns the scratch memory for B or C of a chunk."""
-    return pltpu.VMEM((CHUNK * spec.size, LANES), jnp.float32)
+def write_or_read_scratch(spec: ScanSpec) -> Any:
+    """Returns the scratch memory for B or C of a chunk, repeated in all lanes."""
+    return pltpu.VMEM((CHUNK * spec.state_size, LANES), jnp.float32)
 
 
-def unless_empty(record: SelectiveScan, found: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """States of sequences: where a sequence has no tokens no step writes one."""
+def keep_states_of_empty_sequences(
+    record: SelectiveScan, final_states: jax.Array, initial_states: jax.Array
+) -> jax.Array:
+    """Returns final states, with the initial states of packed sequences without tokens, which no step writes."""
     if record.cu_seqlens is None:
-        return found
-    return jnp.where((jnp.diff(record.cu_seqlens) > 0)[:, None, None], found, otherwise)
+        return final_states
+    return jnp.where((jnp.diff(record.cu_seqlens) > 0)[:, None, None], final_states, initial_states)

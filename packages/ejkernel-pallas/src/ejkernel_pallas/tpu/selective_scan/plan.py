@@ -1,8 +1,8 @@
-"""A record as the kernels read it: chunks of 64 tokens, and B and C of a chunk with tokens in lanes.
+"""Arranges a record's arrays as the kernels read them: chunks of 64 tokens, B and C of a chunk with tokens in lanes.
 
     [B, T, I]   x, dt  ──► blocks [64, 1024 n]                        n groups of 1024 channels
     [B, T, E]   B, C   ──► [B, chunks, E, 64]                          tokens in lanes
-    [N, I, E]   states ──► [N, E, I]                                   as they lie in a TPU's memory: no copy
+    [N, I, E]   states ──► [N, E, I]                                   the layout of XLA on TPUs: no copy
 
 Packed sequences begin a chunk each: their tokens are gathered so that no chunk has tokens of two of them. Chunks are
 then the intervals of `ejkernel.families.selective_scan.packed_scan`.
@@ -24,73 +24,73 @@ from ejkernel_pallas.tpu.selective_scan.spec import (
     UpdateSpec,
     make_spec,
     make_update_spec,
-    update_chunk,
+    update_chunk_tokens,
 )
 
 LOG2E = 1.4426950408889634
 MAX_CHUNKS = 2**17
-"""Chunks whose table scalar memory holds: half of its 1 MiB."""
-LAST, FIRST, REAL, SEQUENCE_FACTOR = 1, 2, 4, 8
-"""Entries of the table are `SEQUENCE_FACTOR * owner` plus these: whether a chunk is its sequence's last, its first, and
-any's.
+"""The largest number of chunks: their table takes half of the 1 MiB of scalar memory."""
+IS_LAST, IS_FIRST, HAS_TOKENS, SEQUENCE_FACTOR = 1, 2, 4, 8
+"""Entries of the chunk table are `SEQUENCE_FACTOR * sequence` plus these flags: whether the chunk is the last of its
+sequence, the first of its sequence, and whether it has tokens.
 """
 
 
 SLOT_FACTOR = 8
-"""Entries of the table of chunks whose states are in slots are this times the slot, plus the flags of `slot_table`."""
+"""Entries of `slot_table` are this times the slot of the chunk's sequence, plus three flags."""
 
 
-class Places(NamedTuple):
+class TokenPositions(NamedTuple):
     """The positions of packed tokens in the kernels' arrays.
 
     Attributes:
-        source: int32 [T'], the token at each place; T where there is none.
-        target: int32 [T], the place of each token; T' for padding tokens.
+        token_at_position: int32 [T'], the token at each position; T where a position holds no token.
+        position_of_token: int32 [T], the position of each token; T' for padding tokens.
     """
 
-    source: jax.Array
-    target: jax.Array
+    token_at_position: jax.Array
+    position_of_token: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A record's chunks.
+    """The chunks of a record, and where they have its tokens.
 
     Attributes:
         spec: Constants of the kernels.
-        rows: B.
-        table: int32 [B * chunks], see `SEQUENCE_FACTOR`; the owner is a row or a packed sequence.
-        places: The positions of packed tokens; None without packing.
+        batch_size: B, the number of rows.
+        chunk_table: int32 [B * chunks], see `SEQUENCE_FACTOR`; without packing, each row is a sequence.
+        token_positions: The positions of packed tokens; None without packing.
     """
 
     spec: ScanSpec
-    rows: int
-    table: jax.Array
-    places: Places | None
+    batch_size: int
+    chunk_table: jax.Array
+    token_positions: TokenPositions | None
 
     def align(self, x: jax.Array) -> jax.Array:
         """Converts [B, T, ...] of packed sequences to [B, T', ...], with zeros where there is no token. Arrays of a
         record without packing are returned unchanged.
         """
-        if self.places is None:
+        if self.token_positions is None:
             return x
-        return jnp.take(x, self.places.source, axis=1, mode="fill", fill_value=0)
+        return jnp.take(x, self.token_positions.token_at_position, axis=1, mode="fill", fill_value=0)
 
     def unalign(self, x: jax.Array) -> jax.Array:
         """Converts [B, T', ...] back to [B, T, ...]."""
-        if self.places is None:
+        if self.token_positions is None:
             return x
-        return jnp.take(x, self.places.target, axis=1, mode="fill", fill_value=0)
+        return jnp.take(x, self.token_positions.position_of_token, axis=1, mode="fill", fill_value=0)
 
     def columns(self, x: jax.Array) -> jax.Array:
         """Converts B or C [B, T, E] to float32 [B, chunks, E, 64]."""
         x = self.align(x)
         x = jnp.pad(x, ((0, 0), (0, self.spec.chunks * CHUNK - x.shape[1]), (0, 0)))
-        x = x.reshape(self.rows, self.spec.chunks, CHUNK, self.spec.size)
+        x = x.reshape(self.batch_size, self.spec.chunks, CHUNK, self.spec.state_size)
         return jnp.swapaxes(x, 2, 3).astype(jnp.float32)
 
 
-def table_size(record: SelectiveScan) -> int:
+def num_chunks_of(record: SelectiveScan) -> int:
     """Returns the number of chunks of a call."""
     rows, tokens, _ = record.x.shape
     if record.cu_seqlens is None:
@@ -98,61 +98,70 @@ def table_size(record: SelectiveScan) -> int:
     return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
 
 
-def update_table_size(record: SelectiveScan) -> int:
+def num_update_chunks_of(record: SelectiveScan) -> int:
     """Returns the number of chunks of a call whose states are in slots."""
     sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    return sequences + record.x.shape[1] // update_chunk(record)
+    return sequences + record.x.shape[1] // update_chunk_tokens(record)
 
 
 def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
     """Returns the chunks of a record."""
-    rows, count = record.x.shape[0], table_size(record)
-    spec = make_spec(record, config, count // rows)
+    rows, num_chunks = record.x.shape[0], num_chunks_of(record)
+    spec = make_spec(record, config, num_chunks // rows)
     if record.cu_seqlens is not None:
         return _packed_plan(record, record.cu_seqlens, spec)
-    row, chunk = jnp.divmod(jnp.arange(count, dtype=jnp.int32), spec.chunks)
-    ends = FIRST * (chunk == 0) + LAST * (chunk == spec.chunks - 1)
-    return Plan(spec, rows, (SEQUENCE_FACTOR * row + REAL + ends).astype(jnp.int32), None)
+    row, chunk = jnp.divmod(jnp.arange(num_chunks, dtype=jnp.int32), spec.chunks)
+    end_flags = IS_FIRST * (chunk == 0) + IS_LAST * (chunk == spec.chunks - 1)
+    return Plan(spec, rows, (SEQUENCE_FACTOR * row + HAS_TOKENS + end_flags).astype(jnp.int32), None)
 
 
 def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
     """Returns the chunks of packed sequences."""
-    tokens, last = record.x.shape[1], cu_seqlens.shape[0] - 2
-    at = packed_scan.packed_intervals(cu_seqlens, tokens)
-    real = at.sequence <= last
-    # Chunks that no sequence needs are those of the last one with tokens, whose states stay where they are.
-    owner = jnp.where(real, at.sequence, jnp.max(jnp.where(real, at.sequence, 0)))
-    flags = jnp.where(real, REAL + FIRST * at.opens + LAST * at.closes, 0)
-    token = at.begin[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
-    inside = real[:, None] & (token < at.end[:, None])
-    source = jnp.where(inside, token, tokens).reshape(-1)
-    places = jnp.arange(source.shape[0], dtype=jnp.int32)
-    target = jnp.full(tokens, source.shape[0], jnp.int32).at[source].set(places, mode="drop")
-    return Plan(spec, 1, (SEQUENCE_FACTOR * owner + flags).astype(jnp.int32), Places(source, target))
+    tokens, last_sequence = record.x.shape[1], cu_seqlens.shape[0] - 2
+    intervals = packed_scan.packed_intervals(cu_seqlens, tokens)
+    has_tokens = intervals.sequence <= last_sequence
+    # Unused chunks are assigned to the last sequence with tokens; kernels leave its states unchanged there.
+    sequence = jnp.where(has_tokens, intervals.sequence, jnp.max(jnp.where(has_tokens, intervals.sequence, 0)))
+    flags = jnp.where(has_tokens, HAS_TOKENS + IS_FIRST * intervals.opens + IS_LAST * intervals.closes, 0)
+    token = intervals.begin[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
+    is_token = has_tokens[:, None] & (token < intervals.end[:, None])
+    token_at_position = jnp.where(is_token, token, tokens).reshape(-1)
+    positions = jnp.arange(token_at_position.shape[0], dtype=jnp.int32)
+    position_of_token = (
+        jnp.full(tokens, token_at_position.shape[0], jnp.int32).at[token_at_position].set(positions, mode="drop")
+    )
+    return Plan(
+        spec,
+        1,
+        (SEQUENCE_FACTOR * sequence + flags).astype(jnp.int32),
+        TokenPositions(token_at_position, position_of_token),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePlan:
-    """The chunks of a record whose states are in slots: [B, T, I] is [chunks, octets, tokens of an octet, I].
+    """The chunks of a record whose states are in slots: [1, T, I] is [chunks, octets, tokens of an octet, I].
 
     Attributes:
         spec: Constants of the kernel.
-        places: The positions of tokens.
-        table: int32 [chunks] of `slot_table`.
+        token_positions: The positions of packed tokens.
+        chunk_table: int32 [chunks], as `slot_table` returns it.
     """
 
     spec: UpdateSpec
-    places: packed_chunks.Places
-    table: jax.Array
+    token_positions: packed_chunks.ChunkPositions
+    chunk_table: jax.Array
 
     def align(self, x: jax.Array) -> jax.Array:
         """Converts [1, T, ...] to whole chunks, with zeros where there is no token."""
-        x = jnp.take(x[0], self.places.source, axis=0, mode="fill", fill_value=0)
-        return x.reshape(-1, self.spec.octets, self.spec.tokens, *x.shape[1:])
+        x = jnp.take(x[0], self.token_positions.token_at_position, axis=0, mode="fill", fill_value=0)
+        return x.reshape(-1, self.spec.octets_per_chunk, self.spec.tokens_per_octet, *x.shape[1:])
 
     def unalign(self, x: jax.Array) -> jax.Array:
         """Converts whole chunks back to [1, T, ...]."""
-        return jnp.take(x.reshape(-1, *x.shape[3:]), self.places.target, axis=0, mode="fill", fill_value=0)[None]
+        return jnp.take(
+            x.reshape(-1, *x.shape[3:]), self.token_positions.position_of_token, axis=0, mode="fill", fill_value=0
+        )[None]
 
     def columns(self, write: jax.Array, read: jax.Array) -> jax.Array:
         """Returns B and C as columns, float32 [chunks, octets, E, 2 * tokens of an octet]."""
@@ -161,11 +170,23 @@ class UpdatePlan:
 
 
 def make_update_plan(
-    record: SelectiveScan, cu_seqlens: jax.Array, indices: jax.Array, slots: int, config: TpuScan
+    record: SelectiveScan, cu_seqlens: jax.Array, slot_of_sequence: jax.Array, num_slots: int, config: TpuScan
 ) -> UpdatePlan:
-    """Returns the chunks of packed sequences whose states are in so many slots."""
+    """Returns the chunks of packed sequences whose states are in slots.
+
+    Args:
+        record: The record.
+        cu_seqlens: int [N + 1], the first token of each sequence.
+        slot_of_sequence: int [N], the slot of each sequence; out of range for a sequence without a slot.
+        num_slots: The number of slots.
+        config: Tiles.
+    """
     spec = make_update_spec(record, config)
-    places = packed_chunks.chunk_places(cu_seqlens.astype(jnp.int32), record.x.shape[1], spec.chunk)
-    table = packed_chunks.slot_table(places, indices, slots)
+    token_positions = packed_chunks.make_chunk_positions(
+        cu_seqlens.astype(jnp.int32), record.x.shape[1], spec.chunk_tokens
+    )
+    table = packed_chunks.slot_table(token_positions, slot_of_sequence, num_slots)
     # JAX's rule for `vmap` drops a traced grid that is not batched where tables are: it depends on them.
-    return UpdatePlan(spec, places._replace(used=places.used + 0 * table[0]), table)
+    return UpdatePlan(
+        spec, token_positions._replace(num_used_chunks=token_positions.num_used_chunks + 0 * table[0]), table
+    )

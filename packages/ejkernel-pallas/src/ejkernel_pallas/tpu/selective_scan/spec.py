@@ -5,10 +5,10 @@ import dataclasses
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.selective_scan.config import GROUP, TpuScan
+from ejkernel_pallas.tpu.selective_scan.config import CHANNELS_PER_GROUP, TpuScan
 
 CHUNK = INTERVAL
-"""Tokens of a chunk: the state before each is a residual."""
+"""The number of tokens of a chunk: the state before each chunk is a residual."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,58 +16,58 @@ class ScanSpec:
     """Constants of a kernel.
 
     Attributes:
-        size: E.
-        channels: I.
-        groups: Groups of 1024 channels of a grid step.
-        unroll: Tokens whose code is emitted one after another.
-        tiles: Grid steps over channels.
-        tokens: T, of rows that are not packed; their last chunk may have fewer tokens.
-        chunks: Of a row.
-        packed: Whether the chunks are of packed sequences, each of which begins one.
+        state_size: E, elements of a channel's state.
+        channels: I, the number of channels.
+        groups_per_step: The number of groups of 1024 channels in a grid step.
+        unrolled_tokens: The number of tokens whose code is emitted one after another.
+        channel_tiles: The number of grid steps over channels.
+        tokens: T, tokens per row; the last chunk of a row that is not packed may have fewer than 64.
+        chunks: The number of chunks per row.
+        is_packed: Whether a row has packed sequences, each of which begins a chunk.
     """
 
-    size: int
+    state_size: int
     channels: int
-    groups: int
-    unroll: int
-    tiles: int
+    groups_per_step: int
+    unrolled_tokens: int
+    channel_tiles: int
     tokens: int
     chunks: int
-    packed: bool
+    is_packed: bool
 
     @property
-    def block(self) -> int:
-        """Channels of a grid step."""
-        return self.groups * GROUP
+    def channels_per_step(self) -> int:
+        """Returns the number of channels of a grid step."""
+        return self.groups_per_step * CHANNELS_PER_GROUP
 
     @property
-    def cut(self) -> bool:
+    def has_partial_channel_tile(self) -> bool:
         """Returns whether the last grid step has lanes without channels."""
-        return self.channels % self.block > 0
+        return self.channels % self.channels_per_step > 0
 
     @property
     def has_partial_chunk(self) -> bool:
         """Returns whether the last chunk of a row has positions past the row's last token."""
-        return not self.packed and self.tokens % CHUNK > 0
+        return not self.is_packed and self.tokens % CHUNK > 0
 
 
 def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
     """Returns the constants of a record's kernels."""
     _, tokens, channels = record.x.shape
     return ScanSpec(
-        size=record.decay.shape[1],
+        state_size=record.decay.shape[1],
         channels=channels,
-        groups=config.block_channels // GROUP,
-        unroll=config.unroll,
-        tiles=cdiv(channels, config.block_channels),
+        groups_per_step=config.block_channels // CHANNELS_PER_GROUP,
+        unrolled_tokens=config.unroll,
+        channel_tiles=cdiv(channels, config.block_channels),
         tokens=tokens,
         chunks=chunks,
-        packed=record.cu_seqlens is not None,
+        is_packed=record.cu_seqlens is not None,
     )
 
 
-OCTET = 8
-"""Tokens of a register's rows."""
+TOKENS_PER_OCTET = 8
+"""Tokens in the eight rows of a register."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,40 +75,40 @@ class UpdateSpec:
     """Constants of the kernel that updates states in slots.
 
     Attributes:
-        size: E.
-        block: Channels of a grid step: all, or a multiple of 128.
-        tokens: Tokens of an octet: 8, or fewer where sequences have fewer.
-        octets: Octets of a chunk.
-        tiles: Grid steps over channels.
+        state_size: E, elements of a channel's state.
+        channels_per_step: The number of channels of a grid step: all, or a multiple of 128.
+        tokens_per_octet: The number of tokens in a register: 8, or fewer if chunks have fewer.
+        octets_per_chunk: The number of octets in a chunk.
+        channel_tiles: The number of grid steps over channels.
     """
 
-    size: int
-    block: int
-    tokens: int
-    octets: int
-    tiles: int
+    state_size: int
+    channels_per_step: int
+    tokens_per_octet: int
+    octets_per_chunk: int
+    channel_tiles: int
 
     @property
-    def chunk(self) -> int:
-        """Returns the tokens of a chunk."""
-        return self.tokens * self.octets
+    def chunk_tokens(self) -> int:
+        """Returns the number of tokens of a chunk."""
+        return self.tokens_per_octet * self.octets_per_chunk
 
 
 def make_update_spec(record: SelectiveScan, config: TpuScan) -> UpdateSpec:
     """Returns the constants of the kernel for a record whose states are in slots."""
-    chunk, channels = update_chunk(record), record.x.shape[2]
+    chunk, channels = update_chunk_tokens(record), record.x.shape[2]
     tiles = cdiv(channels, config.block_channels)
     return UpdateSpec(
-        size=record.decay.shape[1],
-        block=channels if tiles == 1 else cdiv(cdiv(channels, tiles), LANES) * LANES,
-        tokens=min(chunk, OCTET),
-        octets=max(1, chunk // OCTET),
-        tiles=tiles,
+        state_size=record.decay.shape[1],
+        channels_per_step=channels if tiles == 1 else cdiv(cdiv(channels, tiles), LANES) * LANES,
+        tokens_per_octet=min(chunk, TOKENS_PER_OCTET),
+        octets_per_chunk=max(1, chunk // TOKENS_PER_OCTET),
+        channel_tiles=tiles,
     )
 
 
-def update_chunk(record: SelectiveScan) -> int:
-    """Returns the tokens of a chunk: the mean of the tokens of a sequence, rounded up to a power of two up to 64."""
+def update_chunk_tokens(record: SelectiveScan) -> int:
+    """Returns the number of tokens of a chunk: the mean length of sequences, rounded up to a power of two up to 64."""
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     mean = cdiv(record.x.shape[1], max(1, sequences))
     return min(CHUNK, 1 << (mean - 1).bit_length())

@@ -1,13 +1,13 @@
 """The backward kernel: chunks of a row in reverse, the states' cotangents in VMEM between them.
 
-    HBM   x, dt, cotangent ─ double buffer ─►  steps, inputs, cotangents
-          chunk states     ─ double buffer ─►  rates, and the state before the chunk
-    VMEM  history    forwards:  the state before and after every token, eight numbers at a time
-          state      backwards: the cotangent of the state after a token, in registers over the tokens of a chunk
-          products   of every token and number, 1024 channels each: the gradients of B and C
-    HBM   dx, dt's gradient ◄─ double buffer ─  results, of_steps
-          dB, dC            ◄─ double buffer ─  products, summed over rows and then over lanes
-          dA, dD            ◄─ once a row ───   sums over tokens
+    HBM   x, dt, cotangent ─ double buffer ─►  dt_octets, dt_x_octets, cotangent_octets
+          chunk states     ─ double buffer ─►  states_before_chunk
+    VMEM  state_history   forwards:  the state before and after every token, eight elements at a time
+          state           backwards: the cotangent of the state after a token, in registers over the tokens of a chunk
+          write_products, read_products   for every token and element, 1024 channels each: the gradients of B and C
+    HBM   dx, dt's gradient ◄─ double buffer ─  results_by_token, dt_gradients_by_token
+          dB, dC            ◄─ double buffer ─  the products, summed over rows and then over lanes
+          dA, dD            ◄─ once per row ─   sums over tokens
 
 With h the state after a token and h' before it, a = exp(dt A), u = dt x, and G the cotangent of h from later tokens:
 
@@ -25,165 +25,171 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
+    GridStep,
     ScanRefs,
-    Step,
     Token,
+    grid_step_of,
     lane_tiles,
     lanes_of,
-    load_numbers,
-    load_results,
-    load_tile,
-    number_at,
-    over_tokens,
-    spread,
-    step_of,
-    store_numbers,
-    store_tokens,
+    load_by_token,
+    load_tokens,
+    repeat_columns_over_lanes,
+    scan_tokens,
+    scratch_to_states,
+    state_element_rows,
+    states_to_scratch,
+    store_octets,
 )
 from ejkernel_pallas.tpu.selective_scan.plan import LOG2E
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
-NUMBERS_PER_PASS = 8
-"""Numbers of a state at a time: their history takes 2 MiB, and their sums fit registers."""
+STATE_ELEMENTS_PER_PASS = 8
+"""Elements of a state at a time: their history takes 2 MiB, and their sums fit registers."""
 LN2 = 1 / LOG2E
 
 
 def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
     """Computes the gradients of one chunk."""
-    step = step_of(refs, spec, backwards=True)
+    grid_step = grid_step_of(refs, spec, backwards=True)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
-        store_numbers(spec, step, refs.decay, refs.rates)
-        refs.rate_gradients[...] = jnp.zeros_like(refs.rate_gradients)
+        states_to_scratch(spec, grid_step, refs.decay, refs.decay_registers)
+        refs.decay_gradients[...] = jnp.zeros_like(refs.decay_gradients)
         refs.dskip[...] = jnp.zeros_like(refs.dskip)
 
-    @pl.when(step.last)
+    @pl.when(grid_step.is_last)
     def _() -> None:
-        store_numbers(spec, step, refs.final, refs.state)
+        states_to_scratch(spec, grid_step, refs.final_state, refs.state)
 
-    @pl.when(step.real)
+    @pl.when(grid_step.has_tokens)
     def _() -> None:
-        _chunk(refs, spec, step)
+        _compute_chunk(refs, spec, grid_step)
 
-    @pl.when(jnp.logical_not(step.real))
+    @pl.when(jnp.logical_not(grid_step.has_tokens))
     def _() -> None:
         refs.dwrite[...] = jnp.zeros_like(refs.dwrite)
         refs.dread[...] = jnp.zeros_like(refs.dread)
 
-    @pl.when(step.first)
+    @pl.when(grid_step.is_first)
     def _() -> None:
-        load_numbers(spec, refs.state, refs.dinitial)
+        scratch_to_states(spec, refs.state, refs.dinitial_state)
 
     @pl.when(pl.program_id(2) == spec.chunks - 1)
     def _() -> None:
-        load_numbers(spec, refs.rate_gradients, refs.ddecay)
+        scratch_to_states(spec, refs.decay_gradients, refs.ddecay)
 
 
-def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
-    """Computes a chunk."""
-    spread(spec, refs.write, refs.writes)
-    spread(spec, refs.read, refs.reads)
-    store_numbers(spec, step, refs.chunk_states, refs.before)
+def _compute_chunk(refs: ScanRefs, spec: ScanSpec, grid_step: GridStep) -> None:
+    """Computes the gradients of a chunk that has tokens."""
+    repeat_columns_over_lanes(spec, refs.write, refs.write_in_all_lanes)
+    repeat_columns_over_lanes(spec, refs.read, refs.read_in_all_lanes)
+    states_to_scratch(spec, grid_step, refs.chunk_states, refs.states_before_chunk)
     for tile in lane_tiles(spec):
-        steps = load_tile(refs.step, spec, step, tile)
-        store_tokens(refs.steps, tile, steps)
-        store_tokens(refs.inputs, tile, steps * load_tile(refs.x, spec, step, tile))
-        store_tokens(refs.cotangents, tile, load_tile(refs.cotangent, spec, step, tile))
-    for first in range(0, spec.size, NUMBERS_PER_PASS):
-        numbers = range(first, min(first + NUMBERS_PER_PASS, spec.size))
-        for group in range(spec.groups):
-            _recompute(refs, spec, group, numbers)
-            _reverse(refs, spec, group, numbers)
-        _sum_rows(refs, spec, numbers)
+        dt = load_tokens(refs.dt, spec, grid_step, tile)
+        store_octets(refs.dt_octets, tile, dt)
+        store_octets(refs.dt_x_octets, tile, dt * load_tokens(refs.x, spec, grid_step, tile))
+        store_octets(refs.cotangent_octets, tile, load_tokens(refs.cotangent, spec, grid_step, tile))
+    for first in range(0, spec.state_size, STATE_ELEMENTS_PER_PASS):
+        elements = range(first, min(first + STATE_ELEMENTS_PER_PASS, spec.state_size))
+        for group in range(spec.groups_per_step):
+            _recompute_states(refs, spec, group, elements)
+            _add_gradients(refs, spec, group, elements)
+        _sum_rows(refs, spec, elements)
     _sum_lanes(refs.write_gradients, refs.dwrite)
     _sum_lanes(refs.read_gradients, refs.dread)
     for tile in lane_tiles(spec):
-        _store(refs, spec, step, tile)
+        _store_token_gradients(refs, spec, grid_step, tile)
 
 
-def _history(token: Any, index: int) -> Any:
-    """Returns where the state before a token lies in scratch memory."""
-    return pl.ds(pl.multiple_of((token * NUMBERS_PER_PASS + index) * SUBLANES, SUBLANES), SUBLANES)
+def _history_rows(token: Any, index: int) -> Any:
+    """Returns the rows of `state_history` with one element of the states before a token."""
+    return pl.ds(pl.multiple_of((token * STATE_ELEMENTS_PER_PASS + index) * SUBLANES, SUBLANES), SUBLANES)
 
 
-def _row(spec: ScanSpec, token: Token, number: int) -> Any:
-    """Returns where B or C of a token and a state number lies."""
-    return pl.ds(token.number * spec.size + number, 1)
+def _column_row(spec: ScanSpec, token: Token, element: int) -> Any:
+    """Returns the row of `write_in_all_lanes` or `read_in_all_lanes` with B or C of a token and a state element."""
+    return pl.ds(token.index * spec.state_size + element, 1)
 
 
-def _recompute(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
-    """Stores the states of some numbers before every token, and after the last."""
-    rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
+def _recompute_states(refs: ScanRefs, spec: ScanSpec, group: int, elements: range) -> None:
+    """Stores some elements of the states before every token, and after the last."""
+    log2_decays = [refs.decay_registers[state_element_rows(spec, group, element)] for element in elements]
 
-    def one(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
+    def advance_token(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        dt, dt_x = refs.dt_octets[token.octet_rows(group)], refs.dt_x_octets[token.octet_rows(group)]
         after: list[jax.Array] = []
-        for index, (number, rate, state) in enumerate(zip(numbers, rates, states, strict=True)):
-            state = jnp.exp2(steps * rate) * state + inputs * refs.writes[_row(spec, token, number)]
-            refs.history[_history(token.number + 1, index)] = state
+        for index, (element, log2_decay, state) in enumerate(zip(elements, log2_decays, states, strict=True)):
+            state = (
+                jnp.exp2(dt * log2_decay) * state + dt_x * refs.write_in_all_lanes[_column_row(spec, token, element)]
+            )
+            refs.state_history[_history_rows(token.index + 1, index)] = state
             after.append(state)
         return tuple(after)
 
-    states = tuple(refs.before[number_at(spec, group, number)] for number in numbers)
+    states = tuple(refs.states_before_chunk[state_element_rows(spec, group, element)] for element in elements)
     for index, state in enumerate(states):
-        refs.history[_history(0, index)] = state
-    over_tokens(spec, one, states)
+        refs.state_history[_history_rows(0, index)] = state
+    scan_tokens(spec, advance_token, states)
 
 
-def _reverse(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
-    """Adds the gradients by way of some numbers of a group's states."""
-    rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
+def _add_gradients(refs: ScanRefs, spec: ScanSpec, group: int, elements: range) -> None:
+    """Adds the gradients that flow through some elements of a group's states."""
+    log2_decays = [refs.decay_registers[state_element_rows(spec, group, element)] for element in elements]
 
-    def one(token: Token, carry: tuple[tuple[jax.Array, jax.Array], ...]) -> Any:
-        steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
-        cotangent, at = refs.cotangents[token.strided(group)], token.whole(group)
-        input_gradients, step_gradients = (refs.results[at], refs.step_gradients[at]) if numbers.start else (None, None)
+    def reverse_token(token: Token, carry: tuple[tuple[jax.Array, jax.Array], ...]) -> Any:
+        dt, dt_x = refs.dt_octets[token.octet_rows(group)], refs.dt_x_octets[token.octet_rows(group)]
+        cotangent, at = refs.cotangent_octets[token.octet_rows(group)], token.register_rows(group)
+        dt_x_gradients, dt_gradients = (
+            (refs.results_by_token[at], refs.dt_gradients_by_token[at]) if elements.start else (None, None)
+        )
         after: list[tuple[jax.Array, jax.Array]] = []
-        for index, (number, rate, (later, rate_gradient)) in enumerate(zip(numbers, rates, carry, strict=True)):
-            row, product = _row(spec, token, number), _history(token.number, index)
-            gradient = later + refs.reads[row] * cotangent
-            read_gradient = refs.history[_history(token.number + 1, index)] * cotangent
-            write_gradient = gradient * inputs
+        for index, (element, log2_decay, (later_cotangent, decay_gradient)) in enumerate(
+            zip(elements, log2_decays, carry, strict=True)
+        ):
+            row, product = _column_row(spec, token, element), _history_rows(token.index, index)
+            gradient = later_cotangent + refs.read_in_all_lanes[row] * cotangent
+            read_gradient = refs.state_history[_history_rows(token.index + 1, index)] * cotangent
+            write_gradient = gradient * dt_x
             if group:
                 read_gradient, write_gradient = (
                     read_gradient + refs.read_products[product],
-                    write_gradient + refs.products[product],
+                    write_gradient + refs.write_products[product],
                 )
-            refs.read_products[product], refs.products[product] = read_gradient, write_gradient
-            input_gradients = _add(input_gradients, gradient * refs.writes[row])
-            gradient = gradient * jnp.exp2(steps * rate)
-            exponent_gradient = gradient * refs.history[product]
-            step_gradients = _add(step_gradients, exponent_gradient * rate)
-            after.append((gradient, rate_gradient + exponent_gradient * steps))
-        refs.results[at], refs.step_gradients[at] = input_gradients, step_gradients
+            refs.read_products[product], refs.write_products[product] = read_gradient, write_gradient
+            dt_x_gradients = _add(dt_x_gradients, gradient * refs.write_in_all_lanes[row])
+            gradient = gradient * jnp.exp2(dt * log2_decay)
+            exponent_gradient = gradient * refs.state_history[product]
+            dt_gradients = _add(dt_gradients, exponent_gradient * log2_decay)
+            after.append((gradient, decay_gradient + exponent_gradient * dt))
+        refs.results_by_token[at], refs.dt_gradients_by_token[at] = dt_x_gradients, dt_gradients
         return tuple(after)
 
-    token_rows = [number_at(spec, group, number) for number in numbers]
-    start = tuple((refs.state[token_row], refs.rate_gradients[token_row]) for token_row in token_rows)
-    for token_row, (state, rate_gradient) in zip(
-        token_rows, over_tokens(spec, one, start, backwards=True), strict=True
+    state_rows = [state_element_rows(spec, group, element) for element in elements]
+    start = tuple((refs.state[state_row], refs.decay_gradients[state_row]) for state_row in state_rows)
+    for state_row, (state, decay_gradient) in zip(
+        state_rows, scan_tokens(spec, reverse_token, start, backwards=True), strict=True
     ):
-        refs.state[token_row], refs.rate_gradients[token_row] = state, rate_gradient
+        refs.state[state_row], refs.decay_gradients[state_row] = state, decay_gradient
 
 
 def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if total is None else total + x
 
 
-def _sum_rows(refs: ScanRefs, spec: ScanSpec, numbers: range) -> None:
-    """Sums products over the rows of their registers: eight numbers of a token become one register."""
-    for products, sums in ((refs.products, refs.write_gradients), (refs.read_products, refs.read_gradients)):
+def _sum_rows(refs: ScanRefs, spec: ScanSpec, elements: range) -> None:
+    """Sums products over the rows of their registers: eight elements of a token become one register."""
+    for products, sums in ((refs.write_products, refs.write_gradients), (refs.read_products, refs.read_gradients)):
 
-        def one(token: jax.Array, carry: jax.Array, products: Any = products, sums: Any = sums) -> jax.Array:
-            begin = token * (NUMBERS_PER_PASS * SUBLANES)
-            total = products[pl.ds(begin, NUMBERS_PER_PASS, stride=SUBLANES)]
+        def sum_token(token: jax.Array, carry: jax.Array, products: Any = products, sums: Any = sums) -> jax.Array:
+            begin = token * (STATE_ELEMENTS_PER_PASS * SUBLANES)
+            total = products[pl.ds(begin, STATE_ELEMENTS_PER_PASS, stride=SUBLANES)]
             for row in range(1, SUBLANES):
-                total = total + products[pl.ds(begin + row, NUMBERS_PER_PASS, stride=SUBLANES)]
-            sums[pl.ds(token * spec.size + numbers.start, len(numbers))] = total[: len(numbers)]
+                total = total + products[pl.ds(begin + row, STATE_ELEMENTS_PER_PASS, stride=SUBLANES)]
+            sums[pl.ds(token * spec.state_size + elements.start, len(elements))] = total[: len(elements)]
             return carry
 
-        lax.fori_loop(np.int32(0), np.int32(CHUNK), one, np.int32(0), unroll=spec.unroll)
+        lax.fori_loop(np.int32(0), np.int32(CHUNK), sum_token, np.int32(0), unroll=spec.unrolled_tokens)
 
 
 def _sum_lanes(sums: Any, target: Any) -> None:
@@ -194,13 +200,13 @@ def _sum_lanes(sums: Any, target: Any) -> None:
     target[...] = total[:1]
 
 
-def _store(refs: ScanRefs, spec: ScanSpec, step: Step, tile: int) -> None:
+def _store_token_gradients(refs: ScanRefs, spec: ScanSpec, grid_step: GridStep, tile: int) -> None:
     """Stores the gradients of a tile's tokens, and adds their contribution to the gradient of `skip`."""
     lanes = lanes_of(tile)
-    input_gradients, skip = load_results(refs.results, tile), refs.skip[:, lanes]
-    x, steps = load_tile(refs.x, spec, step, tile), load_tile(refs.step, spec, step, tile)
-    cotangent = load_tile(refs.cotangent, spec, step, tile)
-    refs.dx[:, lanes] = (steps * input_gradients + skip * cotangent).astype(refs.dx.dtype)
-    step_gradients = load_results(refs.step_gradients, tile) * LN2 + x * input_gradients
-    refs.dstep[:, lanes] = step_gradients.astype(refs.dstep.dtype)
+    dt_x_gradients, skip = load_by_token(refs.results_by_token, tile), refs.skip[:, lanes]
+    x, dt = load_tokens(refs.x, spec, grid_step, tile), load_tokens(refs.dt, spec, grid_step, tile)
+    cotangent = load_tokens(refs.cotangent, spec, grid_step, tile)
+    refs.dx[:, lanes] = (dt * dt_x_gradients + skip * cotangent).astype(refs.dx.dtype)
+    dt_gradients = load_by_token(refs.dt_gradients_by_token, tile) * LN2 + x * dt_x_gradients
+    refs.dstep[:, lanes] = dt_gradients.astype(refs.dstep.dtype)
     refs.dskip[:, lanes] += jnp.sum(x * cotangent, axis=0, keepdims=True)

@@ -1,10 +1,10 @@
 """The forward kernel: chunks of a row in order, states in VMEM between them.
 
-HBM   x, dt          ── double buffer ──►  steps, inputs    dt and dt x of a chunk, a token a register
-      B, C           ── double buffer ──►  writes, reads    each number in all lanes
-VMEM  state, rates     kept across chunks; in registers over the tokens of a chunk, 16 numbers at a time
+HBM   x, dt          ── double buffer ──►  dt_octets, dt_x_octets    dt and dt x of a chunk
+      B, C           ── double buffer ──►  write_in_all_lanes, read_in_all_lanes
+VMEM  state, decay_registers   kept across chunks; in registers over the tokens of a chunk, 16 elements at a time
 HBM   chunk states   ◄─ double buffer ──   the states before the chunk
-      output         ◄─ double buffer ──   results + D x
+      output         ◄─ double buffer ──   results_by_token + D x
 """
 
 import jax
@@ -12,82 +12,82 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
+    GridStep,
     ScanRefs,
-    Step,
     Token,
+    grid_step_of,
     lane_tiles,
     lanes_of,
-    load_numbers,
-    load_results,
-    load_tile,
-    number_at,
-    over_tokens,
-    spread,
-    step_of,
-    store_numbers,
-    store_tokens,
+    load_by_token,
+    load_tokens,
+    repeat_columns_over_lanes,
+    scan_tokens,
+    scratch_to_states,
+    state_element_rows,
+    states_to_scratch,
+    store_octets,
 )
 from ejkernel_pallas.tpu.selective_scan.spec import ScanSpec
 
-NUMBERS_PER_PASS = 16
-"""Numbers of a state in registers at a time, and their rates: half of the 64 registers."""
+STATE_ELEMENTS_PER_PASS = 16
+"""Elements of a state in registers at a time, with their decays: half of the 64 registers."""
 
 
 def selective_scan_fwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
     """Computes the outputs of one chunk."""
-    step = step_of(refs, spec)
+    grid_step = grid_step_of(refs, spec)
 
-    @pl.when(step.first)
+    @pl.when(grid_step.is_first)
     def _() -> None:
-        store_numbers(spec, step, refs.initial, refs.state)
-        store_numbers(spec, step, refs.decay, refs.rates)
+        states_to_scratch(spec, grid_step, refs.initial_state, refs.state)
+        states_to_scratch(spec, grid_step, refs.decay, refs.decay_registers)
 
-    @pl.when(step.real)
+    @pl.when(grid_step.has_tokens)
     def _() -> None:
-        _chunk(refs, spec, step)
+        _compute_chunk(refs, spec, grid_step)
 
-    @pl.when(step.last)
+    @pl.when(grid_step.is_last)
     def _() -> None:
-        load_numbers(spec, refs.state, refs.final)
+        scratch_to_states(spec, refs.state, refs.final_state)
 
 
-def _chunk(refs: ScanRefs, spec: ScanSpec, step: Step) -> None:
-    """Computes a chunk."""
-    load_numbers(spec, refs.state, refs.chunk_states)
-    spread(spec, refs.write, refs.writes)
-    spread(spec, refs.read, refs.reads)
+def _compute_chunk(refs: ScanRefs, spec: ScanSpec, grid_step: GridStep) -> None:
+    """Computes the outputs and the states of a chunk that has tokens."""
+    scratch_to_states(spec, refs.state, refs.chunk_states)
+    repeat_columns_over_lanes(spec, refs.write, refs.write_in_all_lanes)
+    repeat_columns_over_lanes(spec, refs.read, refs.read_in_all_lanes)
     for tile in lane_tiles(spec):
-        steps = load_tile(refs.step, spec, step, tile)
-        store_tokens(refs.steps, tile, steps)
-        store_tokens(refs.inputs, tile, steps * load_tile(refs.x, spec, step, tile))
-    for group in range(spec.groups):
-        for first in range(0, spec.size, NUMBERS_PER_PASS):
-            _scan(refs, spec, group, range(first, min(first + NUMBERS_PER_PASS, spec.size)))
+        dt = load_tokens(refs.dt, spec, grid_step, tile)
+        store_octets(refs.dt_octets, tile, dt)
+        store_octets(refs.dt_x_octets, tile, dt * load_tokens(refs.x, spec, grid_step, tile))
+    for group in range(spec.groups_per_step):
+        for first in range(0, spec.state_size, STATE_ELEMENTS_PER_PASS):
+            _scan_states(refs, spec, group, range(first, min(first + STATE_ELEMENTS_PER_PASS, spec.state_size)))
     for tile in lane_tiles(spec):
         x = refs.x[:, lanes_of(tile)].astype(jnp.float32)
-        output = load_results(refs.results, tile) + refs.skip[:, lanes_of(tile)] * x
+        output = load_by_token(refs.results_by_token, tile) + refs.skip[:, lanes_of(tile)] * x
         refs.output[:, lanes_of(tile)] = output.astype(refs.output.dtype)
 
 
-def _scan(refs: ScanRefs, spec: ScanSpec, group: int, numbers: range) -> None:
-    """Scans some numbers of the states of a group. The first numbers store the group's results; later numbers add to
-    them.
+def _scan_states(refs: ScanRefs, spec: ScanSpec, group: int, elements: range) -> None:
+    """Scans some elements of the states of a group of 1024 channels. The first elements store the group's outputs;
+    later elements add to them.
     """
-    rates = [refs.rates[number_at(spec, group, number)] for number in numbers]
+    log2_decays = [refs.decay_registers[state_element_rows(spec, group, element)] for element in elements]
 
-    def one(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        steps, inputs = refs.steps[token.strided(group)], refs.inputs[token.strided(group)]
-        total = refs.results[token.whole(group)] if numbers.start else None
+    def advance_token(token: Token, states: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        dt, dt_x = refs.dt_octets[token.octet_rows(group)], refs.dt_x_octets[token.octet_rows(group)]
+        output = refs.results_by_token[token.register_rows(group)] if elements.start else None
         after: list[jax.Array] = []
-        for number, rate, state in zip(numbers, rates, states, strict=True):
-            row = pl.ds(token.number * spec.size + number, 1)
-            state = jnp.exp2(steps * rate) * state + inputs * refs.writes[row]
-            read = state * refs.reads[row]
-            total = read if total is None else total + read
+        for element, log2_decay, state in zip(elements, log2_decays, states, strict=True):
+            row = pl.ds(token.index * spec.state_size + element, 1)
+            state = jnp.exp2(dt * log2_decay) * state + dt_x * refs.write_in_all_lanes[row]
+            read = state * refs.read_in_all_lanes[row]
+            output = read if output is None else output + read
             after.append(state)
-        refs.results[token.whole(group)] = total
+        refs.results_by_token[token.register_rows(group)] = output
         return tuple(after)
 
-    states = tuple(refs.state[number_at(spec, group, number)] for number in numbers)
-    for number, state in zip(numbers, over_tokens(spec, one, states), strict=True):
-        refs.state[number_at(spec, group, number)] = state
+    states = tuple(refs.state[state_element_rows(spec, group, element)] for element in elements)
+    for element, state in zip(elements, scan_tokens(spec, advance_token, states), strict=True):
+        refs.state[state_element_rows(spec, group, element)] = state

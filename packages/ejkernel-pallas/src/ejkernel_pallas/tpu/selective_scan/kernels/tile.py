@@ -1,13 +1,14 @@
-"""The shared code of the selective scan's kernels: their refs, and the layout of channels and numbers in registers.
+"""The shared code of the selective scan's kernels: refs, and the layout of channels and state elements in registers.
 
-A register holds one token's 1024 channels, eight rows of 128, for one number of a state. Blocks of HBM have tokens or
-numbers in rows instead. Between the two lie scratch arrays of 128 lanes, written one way and read with a stride:
+A register holds one token's 1024 channels, eight rows of 128, for one element of a state. Blocks of HBM have tokens or
+state elements in rows instead. Scratch arrays of 128 lanes convert one to the other: written in one order, and read
+with a stride in the other:
 
     block [8 tokens, 1024 channels]  ─ rows g * 8 + t ─►  scratch [64, 128]   ─ rows t, t + 8, ... ─►  token t [8, 128]
-    block [E numbers, 1024 channels] ─ rows e * 8 + g ─►  scratch [8 E, 128]  ─ rows 8 e to 8 e + 7 ─► number e [8, 128]
+    block [E elements, 1024 channels] ─ rows e * 8 + g ─► scratch [8 E, 128] ─ rows 8 e to 8 e + 7 ─► element e
 
-A load with a stride of 8 is two instructions, and one of more rows apart is eight. Scratch arrays hold a whole chunk,
-which loops read at offsets that the compiler cannot fold: it would keep stored values in registers, and spill.
+A load with a stride of 8 rows takes two instructions; with a larger stride it takes eight. Scratch arrays hold a whole
+chunk, which loops read at offsets that the compiler cannot fold: it would keep stored values in registers, and spill.
 """
 
 import dataclasses
@@ -21,73 +22,74 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
-from ejkernel_pallas.tpu.selective_scan.plan import FIRST, LAST, REAL, SEQUENCE_FACTOR
+from ejkernel_pallas.tpu.selective_scan.plan import HAS_TOKENS, IS_FIRST, IS_LAST, SEQUENCE_FACTOR
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
-OCTETS = CHUNK // SUBLANES
-"""Registers of a chunk's tokens in each 128 channels, and iterations of a loop over tokens."""
+OCTETS_PER_CHUNK = CHUNK // SUBLANES
+"""Groups of eight tokens in a chunk: registers that hold its tokens for 128 channels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScanRefs:
-    """Refs of both kernels; a field that is None is not needed. n groups of a step, all float32 but tokens.
+    """Refs of both kernels; a field that is None is not needed. A grid step has n groups of 1024 channels; all
+    but the blocks of tokens are float32.
 
     Attributes:
-        table: int32 [B * chunks] of `Plan`, in scalar memory.
-        x: [64, 1024 n].
-        step: Likewise.
-        write: [E, 64].
-        read: [E, 64].
+        chunk_table: int32 [B * chunks] of `Plan`, in scalar memory.
+        x: [64, 1024 n], the inputs of the chunk's tokens.
+        dt: [64, 1024 n], their step sizes.
+        write: [E, 64], B of the chunk, with tokens in lanes.
+        read: [E, 64], C of the chunk.
         decay: [E, 1024 n], A times log2 e.
-        skip: [1, 1024 n].
-        initial: [E, 1024 n], the states before the first chunk.
-        output: As x.
+        skip: [1, 1024 n], D.
+        initial_state: [E, 1024 n], the states before the first chunk.
+        output: [64, 1024 n].
         chunk_states: [E, 1024 n], the states before the chunk.
-        final: [E, 1024 n], the states after the last chunk, or their cotangents.
-        cotangent: As x, of the output.
-        dx: As x.
-        dstep: As step.
-        dwrite: [1, 64 * E], summed over the step's channels.
-        dread: Likewise.
+        final_state: [E, 1024 n], the states after the last chunk, or their cotangents.
+        cotangent: [64, 1024 n], the cotangent of the output.
+        dx: [64, 1024 n].
+        dstep: [64, 1024 n], the gradient of dt.
+        dwrite: [1, 64 * E], the gradient of B, summed over the step's channels.
+        dread: [1, 64 * E], the gradient of C.
         ddecay: [E, 1024 n], summed over tokens.
-        dskip: [1, 1024 n], likewise.
-        dinitial: [E, 1024 n].
+        dskip: [1, 1024 n], summed over tokens.
+        dinitial_state: [E, 1024 n].
         state: Scratch [n * E * 8, 128], the states between chunks, or their cotangents.
-        rates: Scratch, likewise, `decay`.
-        steps: Scratch [n * 512, 128], dt, eight tokens a register.
-        inputs: Scratch, likewise, dt x.
-        results: Scratch [n * 512, 128], a token a register: the output, or gradients of `inputs`.
-        writes: Scratch [64 * E, 128], B of a token and number in all lanes.
-        reads: Scratch, likewise, C.
-        cotangents: Scratch as steps, of the output.
-        step_gradients: Scratch as results, gradients of dt by way of decays.
-        before: Scratch as state, the states before the chunk.
-        history: Scratch [65 * 64, 128], states of eight numbers before and after every token.
-        products: Scratch [64 * 64, 128], gradients of B of eight numbers for each channel.
-        read_products: Scratch, likewise, of C.
-        write_gradients: Scratch as writes, sums over registers and rows.
-        read_gradients: Likewise.
-        rate_gradients: Scratch as state.
+        decay_registers: Scratch [n * E * 8, 128], `decay` in the layout of `state`.
+        dt_octets: Scratch [n * 512, 128], dt, with eight tokens of 128 channels in a register.
+        dt_x_octets: Scratch [n * 512, 128], dt x, in the same layout.
+        results_by_token: Scratch [n * 512, 128], with one token in a register: the output, or the gradients of dt x.
+        write_in_all_lanes: Scratch [64 * E, 128], B of a token and state element, repeated in all lanes.
+        read_in_all_lanes: Scratch [64 * E, 128], C in the same layout.
+        cotangent_octets: Scratch [n * 512, 128], the cotangent of the output in the layout of `dt_octets`.
+        dt_gradients_by_token: Scratch [n * 512, 128], the gradients of dt through the decays.
+        states_before_chunk: Scratch [n * E * 8, 128], `chunk_states` in the layout of `state`.
+        state_history: Scratch [65 * 64, 128], eight elements of the states before and after every token.
+        write_products: Scratch [64 * 64, 128], gradients of eight elements of B for each channel.
+        read_products: Scratch [64 * 64, 128], those of C.
+        write_gradients: Scratch [64 * E, 128], `write_products` summed over registers and rows.
+        read_gradients: Scratch [64 * E, 128], `read_products` summed in the same way.
+        decay_gradients: Scratch [n * E * 8, 128], in the layout of `state`.
     """
 
-    table: Ref
+    chunk_table: Ref
     x: Ref
-    step: Ref
+    dt: Ref
     write: Ref
     read: Ref
     decay: Ref
     skip: Ref
     state: Ref
-    rates: Ref
-    steps: Ref
-    inputs: Ref
-    results: Ref
-    writes: Ref
-    reads: Ref
-    initial: Ref = None
+    decay_registers: Ref
+    dt_octets: Ref
+    dt_x_octets: Ref
+    results_by_token: Ref
+    write_in_all_lanes: Ref
+    read_in_all_lanes: Ref
+    initial_state: Ref = None
     output: Ref = None
     chunk_states: Ref = None
-    final: Ref = None
+    final_state: Ref = None
     cotangent: Ref = None
     dx: Ref = None
     dstep: Ref = None
@@ -95,43 +97,43 @@ class ScanRefs:
     dread: Ref = None
     ddecay: Ref = None
     dskip: Ref = None
-    dinitial: Ref = None
-    cotangents: Ref = None
-    step_gradients: Ref = None
-    before: Ref = None
-    history: Ref = None
-    products: Ref = None
+    dinitial_state: Ref = None
+    cotangent_octets: Ref = None
+    dt_gradients_by_token: Ref = None
+    states_before_chunk: Ref = None
+    state_history: Ref = None
+    write_products: Ref = None
     read_products: Ref = None
     write_gradients: Ref = None
     read_gradients: Ref = None
-    rate_gradients: Ref = None
+    decay_gradients: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """A grid step.
+class GridStep:
+    """A grid step of a kernel.
 
     Attributes:
-        tile: Its tile of channels.
-        chunk: Its chunk.
-        first: Whether that is the first of its row or sequence.
-        last: Whether it is the last.
-        real: Whether it has tokens.
+        channel_tile: Index of its tile of channels.
+        chunk: Index of its chunk in the row.
+        is_first: Whether that chunk is the first of its row or packed sequence.
+        is_last: Whether that chunk is the last of its row or packed sequence.
+        has_tokens: Whether that chunk has tokens.
     """
 
-    tile: Any
+    channel_tile: Any
     chunk: Any
-    first: Any
-    last: Any
-    real: Any
+    is_first: Any
+    is_last: Any
+    has_tokens: Any
 
 
-def step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> Step:
+def grid_step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> GridStep:
     """Returns the grid step of a kernel whose grid is (rows, tiles, chunks)."""
     chunk = pl.program_id(2)
     chunk = spec.chunks - 1 - chunk if backwards else chunk
-    entry = refs.table[pl.program_id(0) * spec.chunks + chunk]
-    return Step(pl.program_id(1), chunk, (entry & FIRST) != 0, (entry & LAST) != 0, (entry & REAL) != 0)
+    entry = refs.chunk_table[pl.program_id(0) * spec.chunks + chunk]
+    return GridStep(pl.program_id(1), chunk, (entry & IS_FIRST) != 0, (entry & IS_LAST) != 0, (entry & HAS_TOKENS) != 0)
 
 
 def sequence_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
@@ -141,7 +143,7 @@ def sequence_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
 
 def lane_tiles(spec: ScanSpec) -> Iterable[int]:
     """Returns the tiles of 128 channels of a grid step."""
-    return range(spec.groups * SUBLANES)
+    return range(spec.groups_per_step * SUBLANES)
 
 
 def lanes_of(tile: int) -> slice:
@@ -149,108 +151,113 @@ def lanes_of(tile: int) -> slice:
     return slice(tile * LANES, (tile + 1) * LANES)
 
 
-def store_tokens(target: Ref, tile: int, x: jax.Array) -> None:
-    """Stores a tile of a chunk's tokens, [64, 128], into scratch memory, eight tokens a register."""
+def store_octets(target: Ref, tile: int, x: jax.Array) -> None:
+    """Stores a tile of a chunk's tokens, [64, 128], into scratch memory, with eight tokens in a register."""
     group, row = divmod(tile, SUBLANES)
-    for token_octet in range(OCTETS):
-        begin = ((group * OCTETS + token_octet) * SUBLANES + row) * SUBLANES
+    for token_octet in range(OCTETS_PER_CHUNK):
+        begin = ((group * OCTETS_PER_CHUNK + token_octet) * SUBLANES + row) * SUBLANES
         target[begin : begin + SUBLANES] = x[token_octet * SUBLANES : (token_octet + 1) * SUBLANES]
 
 
-def load_results(source: Ref, tile: int) -> jax.Array:
-    """Loads a tile of a chunk's tokens, [64, 128], from scratch memory in which each token is a register."""
+def load_by_token(source: Ref, tile: int) -> jax.Array:
+    """Loads a tile of a chunk's tokens, [64, 128], from scratch memory that has one token in a register."""
     group, row = divmod(tile, SUBLANES)
     return source[pl.ds(group * SUBLANES * CHUNK + row, CHUNK, stride=SUBLANES)]
 
 
-def number_rows(spec: ScanSpec, tile: int) -> Any:
-    """Returns the rows of a tile's numbers in the scratch memory of states."""
+def state_tile_rows(spec: ScanSpec, tile: int) -> Any:
+    """Returns the rows of the scratch memory of states that hold a tile of 128 channels."""
     group, row = divmod(tile, SUBLANES)
-    return pl.ds(group * spec.size * SUBLANES + row, spec.size, stride=SUBLANES)
+    return pl.ds(group * spec.state_size * SUBLANES + row, spec.state_size, stride=SUBLANES)
 
 
-def store_numbers(spec: ScanSpec, step: Step, source: Ref, target: Ref) -> None:
-    """Stores a block [E, 1024 n] into scratch memory, zeros for what is no channel."""
+def states_to_scratch(spec: ScanSpec, grid_step: GridStep, source: Ref, target: Ref) -> None:
+    """Stores a block [E, 1024 n] into scratch memory, with zeros past the last channel."""
     for tile in lane_tiles(spec):
         x = source[:, lanes_of(tile)].astype(jnp.float32)
-        target[number_rows(spec, tile)] = jnp.where(inside(spec, step, tile, x.shape), x, 0.0) if spec.cut else x
+        target[state_tile_rows(spec, tile)] = (
+            jnp.where(is_channel(spec, grid_step, tile, x.shape), x, 0.0) if spec.has_partial_channel_tile else x
+        )
 
 
-def inside(spec: ScanSpec, step: Step, tile: int, shape: tuple[int, ...]) -> jax.Array:
+def is_channel(spec: ScanSpec, grid_step: GridStep, tile: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns whether the lanes of a tile are channels."""
-    return lax.broadcasted_iota(jnp.int32, shape, 1) + (step.tile * spec.block + tile * LANES) < spec.channels
+    return (
+        lax.broadcasted_iota(jnp.int32, shape, 1) + (grid_step.channel_tile * spec.channels_per_step + tile * LANES)
+        < spec.channels
+    )
 
 
-def load_numbers(spec: ScanSpec, source: Ref, target: Ref) -> None:
+def scratch_to_states(spec: ScanSpec, source: Ref, target: Ref) -> None:
     """Stores scratch memory into a block [E, 1024 n]."""
     for tile in lane_tiles(spec):
-        target[:, lanes_of(tile)] = source[number_rows(spec, tile)].astype(target.dtype)
+        target[:, lanes_of(tile)] = source[state_tile_rows(spec, tile)].astype(target.dtype)
 
 
-def load_tile(ref: Ref, spec: ScanSpec, step: Step, tile: int) -> jax.Array:
+def load_tokens(ref: Ref, spec: ScanSpec, grid_step: GridStep, tile: int) -> jax.Array:
     """Loads the tokens of a tile of a block, float32 [64, 128], with zeros past the last token and the last channel."""
     x = ref[:, lanes_of(tile)].astype(jnp.float32)
-    there = None
+    is_valid = None
     if spec.has_partial_chunk:
-        token = lax.broadcasted_iota(jnp.int32, x.shape, 0) + step.chunk * CHUNK
-        there = token < spec.tokens
-    if spec.cut:
-        channel = inside(spec, step, tile, x.shape)
-        there = channel if there is None else there & channel
-    # A choice and no product: memory past the end of an array may hold NaN.
-    return x if there is None else jnp.where(there, x, 0.0)
+        token = lax.broadcasted_iota(jnp.int32, x.shape, 0) + grid_step.chunk * CHUNK
+        is_valid = token < spec.tokens
+    if spec.has_partial_channel_tile:
+        channel = is_channel(spec, grid_step, tile, x.shape)
+        is_valid = channel if is_valid is None else is_valid & channel
+    # Selected, not multiplied: memory past the end of an array may hold NaN.
+    return x if is_valid is None else jnp.where(is_valid, x, 0.0)
 
 
-def spread(spec: ScanSpec, source: Ref, target: Ref) -> None:
-    """Stores B or C of a chunk, [E, 64], with the number of every token in all lanes of a row, [64 * E, 128]."""
+def repeat_columns_over_lanes(spec: ScanSpec, source: Ref, target: Ref) -> None:
+    """Stores B or C of a chunk, [E, 64], with each token's element in all lanes of a row, [64 * E, 128]."""
     columns = source[...]
     for token in range(CHUNK):
-        column = jnp.broadcast_to(columns[:, token : token + 1], (spec.size, LANES))
-        target[token * spec.size : (token + 1) * spec.size] = column
+        column = jnp.broadcast_to(columns[:, token : token + 1], (spec.state_size, LANES))
+        target[token * spec.state_size : (token + 1) * spec.state_size] = column
 
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """A token of a chunk and where it is in scratch memory.
+    """A token of a chunk, in a loop that processes several tokens per iteration.
 
     Attributes:
-        base: The first token of its iteration.
-        offset: How many tokens after that it is.
+        first_of_iteration: Index in the chunk of the first token of the loop's iteration.
+        offset: Index of this token in the iteration.
     """
 
-    base: Any
+    first_of_iteration: Any
     offset: int
 
     @property
-    def number(self) -> Any:
+    def index(self) -> Any:
         """Returns the index of the token in the chunk."""
-        return self.base + self.offset
+        return self.first_of_iteration + self.offset
 
-    def strided(self, group: int) -> Any:
-        """Returns the token's rows in a layout where eight tokens of 128 channels lie together."""
-        token_octet = lax.div(self.base, jnp.int32(SUBLANES))
-        index = lax.rem(self.base, jnp.int32(SUBLANES)) + self.offset
-        return pl.ds((group * OCTETS + token_octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
+    def octet_rows(self, group: int) -> Any:
+        """Returns the token's rows in a layout with eight tokens of 128 channels in a register."""
+        token_octet = lax.div(self.first_of_iteration, jnp.int32(SUBLANES))
+        index = lax.rem(self.first_of_iteration, jnp.int32(SUBLANES)) + self.offset
+        return pl.ds((group * OCTETS_PER_CHUNK + token_octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
 
-    def whole(self, group: int) -> Any:
-        """Returns the token's rows in a layout where each token is a register."""
-        return pl.ds(pl.multiple_of((group * CHUNK + self.number) * SUBLANES, SUBLANES), SUBLANES)
+    def register_rows(self, group: int) -> Any:
+        """Returns the token's rows in a layout with one token in a register."""
+        return pl.ds(pl.multiple_of((group * CHUNK + self.index) * SUBLANES, SUBLANES), SUBLANES)
 
 
-def number_at(spec: ScanSpec, group: int, number: int) -> slice:
-    """Returns where a number of a group lies in the scratch memory of states."""
-    begin = (group * spec.size + number) * SUBLANES
+def state_element_rows(spec: ScanSpec, group: int, element: int) -> slice:
+    """Returns the rows of the scratch memory of states that hold one element of a group's channels."""
+    begin = (group * spec.state_size + element) * SUBLANES
     return slice(begin, begin + SUBLANES)
 
 
-def over_tokens(spec: ScanSpec, body: Any, carry: Any, *, backwards: bool = False) -> Any:
+def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, backwards: bool = False) -> Any:
     """Calls `body(token, carry)` for each token of a chunk in order, or in reverse."""
-    iterations = CHUNK // spec.unroll
+    iterations = CHUNK // spec.unrolled_tokens
 
-    def one(iteration: jax.Array, carry: Any) -> Any:
-        base = (iterations - 1 - iteration if backwards else iteration) * spec.unroll
-        for offset in range(spec.unroll):
-            carry = body(Token(base, spec.unroll - 1 - offset if backwards else offset), carry)
+    def iterate(iteration: jax.Array, carry: Any) -> Any:
+        first_of_iteration = (iterations - 1 - iteration if backwards else iteration) * spec.unrolled_tokens
+        for offset in range(spec.unrolled_tokens):
+            carry = body(Token(first_of_iteration, spec.unrolled_tokens - 1 - offset if backwards else offset), carry)
         return carry
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), one, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), iterate, carry)
