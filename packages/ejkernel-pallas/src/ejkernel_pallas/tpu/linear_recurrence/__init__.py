@@ -19,10 +19,10 @@ UNSUPPORTED = frozenset({"low_rank_write", "low_rank_read", "parents"})
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if (needed := config.state_bytes(record)) > config.STATES_VMEM_BYTES:
+    if (needed := config.state_vmem_bytes(record)) > config.STATES_VMEM_BYTES:
         sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
         yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_VMEM_BYTES}"
-    if (needed := config.table_bytes(record)) > config.CHUNK_TABLE_SMEM_BYTES:
+    if (needed := config.chunk_table_smem_bytes(record)) > config.CHUNK_TABLE_SMEM_BYTES:
         yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.CHUNK_TABLE_SMEM_BYTES}"
 
 

@@ -14,7 +14,12 @@ from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gr
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
-from ejkernel_pallas.tpu.linear_recurrence.forward import inputs, run, token_arrays, unless_empty
+from ejkernel_pallas.tpu.linear_recurrence.forward import (
+    keep_states_of_empty_sequences,
+    run,
+    token_arrays,
+    token_operands,
+)
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_bwd import chunk_bwd
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_states
 from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
@@ -37,70 +42,72 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     plan = make_plan(record, make_spec(record, config))
     arrays = token_arrays(plan, record)
     results = _run(pullback, plan, arrays, _chunk_states(plan, arrays, states(record)))
-    first = unless_empty(record, results["initial"], pullback.cotangent[1].astype(jnp.float32))
+    first = keep_states_of_empty_sequences(record, results["initial_state"], pullback.cotangent[1].astype(jnp.float32))
     found = {"initial_state": first, "sequence_state": first}
-    for name, count in plan.spec.wide:
-        if f"of_{name}" in results:
-            of_heads = layout.from_operand(plan, name, results[f"of_{name}"], _written(plan.spec, count))
+    for name, count in plan.spec.channel_field_heads:
+        if f"d{name}" in results:
+            of_heads = layout.result_by_token(plan, name, results[f"d{name}"], _num_gradient_heads(plan.spec, count))
             found[name] = plan.unalign(of_heads)
-    if "of_columns" in results:
-        of_columns = layout.column_gradients(plan, record, results["of_columns"], results.get("of_along"))
-        found |= {name: plan.unalign(x) for name, x in of_columns.items()}
+    if "dcolumns" in results:
+        dcolumns = layout.column_gradients(plan, record, results["dcolumns"], results.get("dlane_rows"))
+        found |= {name: plan.unalign(x) for name, x in dcolumns.items()}
     return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
 
 def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) -> jax.Array:
     """Returns the states before every chunk, [B, chunks, H, K, V], from the initial states."""
     spec = plan.spec
-    shape = (plan.rows, plan.chunks, spec.total_heads, spec.keys, spec.values)
+    shape = (plan.batch_size, plan.chunks_per_row, spec.total_heads, spec.key_dim, spec.value_dim)
     results = run(
         "chunk_states",
         chunk_states,
         plan,
-        inputs={**inputs(plan, arrays), "initial": layout.states_operand(plan, first, False)},
+        inputs={**token_operands(plan, arrays), "initial_state": layout.states_operand(plan, first, False)},
         outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
     )
     return results["chunk_states"]
 
 
 def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: jax.Array) -> dict[str, jax.Array]:
-    """Returns the gradients that the kernel writes, and those of the initial states as `initial`."""
-    record, (read, final), spec = pullback.record, pullback.cotangent, plan.spec
-    read = plan.align(read)
+    """Returns the gradients that the kernel writes, and those of the initial states as `initial_state`."""
+    record, (output_cotangent, final), spec = pullback.record, pullback.cotangent, plan.spec
+    output_cotangent = plan.align(output_cotangent)
     grad_fields = frozenset(pullback.grad_fields)
     outputs: dict[str, Operand] = {}
-    for name, count in spec.wide:
+    for name, count in spec.channel_field_heads:
         if name in grad_fields:
-            written = _written(spec, count)
+            written = _num_gradient_heads(spec, count)
             # What XLA adds up afterwards is in float32.
             dtype = getattr(record, name).dtype if written == count else jnp.float32
-            results = jax.ShapeDtypeStruct((plan.rows, plan.length, written, spec.width(name)), dtype)
-            outputs[f"of_{name}"] = layout.wide_operand(plan, name, results, written, True)
-    of_decay = bool(spec.sums) and "decay" in grad_fields
-    if of_decay or grad_fields & set(spec.columns):
-        results = (plan.rows, spec.steps, plan.length, layout.column_count(spec))
-        outputs["of_columns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
-    if of_decay:
-        results = (plan.rows, spec.steps, plan.chunks, spec.heads, spec.chunk)
-        outputs["of_along"] = layout.rows_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
-    outputs["initial"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
+            results = jax.ShapeDtypeStruct(
+                (plan.batch_size, plan.padded_tokens, written, spec.num_channels(name)), dtype
+            )
+            outputs[f"d{name}"] = layout.wide_operand(plan, name, results, written, True)
+    needs_decay_gradient = bool(spec.gate_sum_names) and "decay" in grad_fields
+    if needs_decay_gradient or grad_fields & set(spec.column_names):
+        results = (plan.batch_size, spec.head_steps, plan.padded_tokens, layout.column_count(spec))
+        outputs["dcolumns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
+    if needs_decay_gradient:
+        results = (plan.batch_size, spec.head_steps, plan.chunks_per_row, spec.heads_per_step, spec.chunk_tokens)
+        outputs["dlane_rows"] = layout.lane_rows_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
+    outputs["initial_state"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
     return run(
         "chunk_bwd",
         functools.partial(chunk_bwd, grad_fields=grad_fields),
         plan,
         inputs={
-            **inputs(plan, arrays, backwards=True),
-            "cotangent": layout.wide_operand(plan, "output", read, spec.total_heads, True),
-            "final": layout.states_operand(plan, final.astype(jnp.float32), True),
+            **token_operands(plan, arrays, backwards=True),
+            "cotangent": layout.wide_operand(plan, "output", output_cotangent, spec.total_heads, True),
+            "final_state": layout.states_operand(plan, final.astype(jnp.float32), True),
             "chunk_states": layout.chunk_states_operand(plan, before, True),
         },
         outputs=outputs,
     )
 
 
-def _written(spec: RecurrenceSpec, count: int) -> int:
-    """Returns heads of the gradient of a field: its own, or one per step if several steps read a head."""
-    return count if spec.heads * count >= spec.total_heads else spec.steps
+def _num_gradient_heads(spec: RecurrenceSpec, count: int) -> int:
+    """Returns the number of heads of the gradient of a field: its own, or one per step if several steps read a head."""
+    return count if spec.heads_per_step * count >= spec.total_heads else spec.head_steps
 
 
 def _as_field(gradient: jax.Array, field: jax.Array) -> jax.Array:

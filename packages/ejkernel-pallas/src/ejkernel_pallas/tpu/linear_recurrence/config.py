@@ -62,12 +62,12 @@ def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> t
     return tuple(dict.fromkeys((first, *found)))
 
 
-def state_bytes(record: LinearRecurrence) -> int:
+def state_vmem_bytes(record: LinearRecurrence) -> int:
     """Returns the bytes of VMEM for the states of one head."""
     return 5 * 4 * record.query.shape[3] * record.value.shape[3]
 
 
-def table_bytes(record: LinearRecurrence) -> int:
+def chunk_table_smem_bytes(record: LinearRecurrence) -> int:
     """Returns the bytes of SMEM for the table of chunks with the heuristic's chunks."""
     (rows, tokens), chunk = record.query.shape[:2], heuristic(record, None, "backward").chunk_size
     sequences = 0 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1

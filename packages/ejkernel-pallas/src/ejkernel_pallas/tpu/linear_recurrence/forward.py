@@ -43,53 +43,56 @@ def _forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax
     """Returns output and final states of a record with plain states."""
     first = states(record)
     output, final = _run_forward(record, config, first)
-    return (output, unless_empty(record, final, first)), ()
+    return (output, keep_states_of_empty_sequences(record, final, first)), ()
 
 
 def _run_forward(record: LinearRecurrence, config: TpuRecurrence, first: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the output, and the array of states after the kernel, whose memory is that of `first` if it is slots."""
     plan = make_plan(record, make_spec(record, config))
     spec = plan.spec
-    shape = (plan.rows, plan.length, spec.total_heads, spec.values)
+    shape = (plan.batch_size, plan.padded_tokens, spec.total_heads, spec.value_dim)
     output = jax.ShapeDtypeStruct(shape, record.query.dtype)
-    final = jax.ShapeDtypeStruct(first.shape, first.dtype if plan.in_slots else jnp.float32)
+    final = jax.ShapeDtypeStruct(first.shape, first.dtype if plan.states_in_slots else jnp.float32)
     results = run(
         "chunk_fwd",
-        functools.partial(chunk_fwd, in_slots=plan.in_slots),
+        functools.partial(chunk_fwd, in_slots=plan.states_in_slots),
         plan,
-        inputs={**inputs(plan, token_arrays(plan, record)), "initial": layout.states_operand(plan, first, False)},
+        inputs={
+            **token_operands(plan, token_arrays(plan, record)),
+            "initial_state": layout.states_operand(plan, first, False),
+        },
         outputs={
             "output": layout.wide_operand(plan, "output", output, spec.total_heads, False),
-            "final": layout.states_operand(plan, final, False),
+            "final_state": layout.states_operand(plan, final, False),
         },
-        aliases={"initial": "final"} if plan.in_slots else {},
+        aliases={"initial_state": "final_state"} if plan.states_in_slots else {},
         chunks=None if plan.token_positions is None else plan.token_positions.num_used_chunks,
     )
-    read = layout.from_operand(plan, "output", results["output"], spec.total_heads)
-    return plan.unalign(read), results["final"]
+    read = layout.result_by_token(plan, "output", results["output"], spec.total_heads)
+    return plan.unalign(read), results["final_state"]
 
 
 def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
     """Returns all kernels' inputs from a record's tokens, by the names of their refs."""
     shape = record.query.shape[:2]
     found: dict[str, jax.Array] = {}
-    for name, _ in plan.spec.wide:
+    for name, _ in plan.spec.channel_field_heads:
         x = getattr(record, name)
         found[name] = plan.align(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
-    if plan.spec.columns or plan.spec.runs:
-        found["columns"], along = layout.columns(plan, record)
-        found |= {} if along is None else {"along": along}
+    if plan.spec.column_names or plan.spec.has_segment_runs:
+        found["columns"], lane_rows = layout.make_column_arrays(plan, record)
+        found |= {} if lane_rows is None else {"lane_rows": lane_rows}
     return found
 
 
-def inputs(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False) -> dict[str, Operand]:
-    """Returns those arrays as operands of a kernel."""
-    counts = dict(plan.spec.wide)
+def token_operands(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False) -> dict[str, Operand]:
+    """Returns the arrays of `token_arrays` as operands of a kernel."""
+    counts = dict(plan.spec.channel_field_heads)
     found = {name: layout.wide_operand(plan, name, arrays[name], counts[name], backwards) for name in counts}
     if "columns" in arrays:
         found["columns"] = layout.columns_operand(plan, arrays["columns"], backwards)
-    if "along" in arrays:
-        found["along"] = layout.rows_operand(plan, arrays["along"], backwards)
+    if "lane_rows" in arrays:
+        found["lane_rows"] = layout.lane_rows_operand(plan, arrays["lane_rows"], backwards)
     return found
 
 
@@ -105,16 +108,18 @@ def run(
 ) -> dict[str, jax.Array]:
     """Runs one of the kernels on all chunks, or on the first `chunks` of them."""
     spec = plan.spec
-    scratch = {"state": pltpu.VMEM((spec.heads, spec.keys, spec.values), jnp.float32)}
+    scratch = {"state": pltpu.VMEM((spec.heads_per_step, spec.key_dim, spec.value_dim), jnp.float32)}
     return launch(
         KernelCall(
             name=f"ejkernel_linear_recurrence_{name}",
-            kernel=functools.partial(kernel, spec=spec, chunks=plan.chunks, packed=plan.token_positions is not None),
+            kernel=functools.partial(
+                kernel, spec=spec, chunks=plan.chunks_per_row, packed=plan.token_positions is not None
+            ),
             refs=RecurrenceRefs,
-            grid=(plan.rows, spec.steps, plan.chunks if chunks is None else chunks),
+            grid=(plan.batch_size, spec.head_steps, plan.chunks_per_row if chunks is None else chunks),
             # Rows and heads are parallel; the chunks of a row are sequential.
             parallel=2,
-            tables={"table": plan.table},
+            tables={"chunk_table": plan.chunk_table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
@@ -123,9 +128,11 @@ def run(
     )
 
 
-def unless_empty(record: LinearRecurrence, found: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """Returns the states of sequences; those without tokens, for which no step writes a state, keep `otherwise`."""
+def keep_states_of_empty_sequences(
+    record: LinearRecurrence, final_states: jax.Array, initial_states: jax.Array
+) -> jax.Array:
+    """Returns final states, with the initial states of sequences without tokens, which no step writes."""
     if record.cu_seqlens is None:
-        return found
+        return final_states
     is_empty = jnp.diff(record.cu_seqlens) == 0
-    return jnp.where(is_empty[:, None, None, None], otherwise, found)
+    return jnp.where(is_empty[:, None, None, None], initial_states, final_states)

@@ -24,58 +24,59 @@ from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.packed_chunks import ChunkPositions, chunk_table, make_chunk_positions, slot_table
 
 MIN_LOG_DECAY = -104.0
-"""exp of it is 0 in float32: log gates that channels share are clamped to it, including -inf."""
+"""The smallest log gate, whose exp is 0 in float32: log gates that channels share are clamped to it, -inf included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A record's chunks.
+    """The chunks of a record, and where they have its tokens.
 
     Attributes:
         spec: Constants of the kernels.
-        chunks: Chunks per row.
-        tokens: T.
-        chunks: Of a row.
-        token_positions: Positions of packed sequences' tokens; None without.
-        table: int32 [B * chunks] for the kernels. Packed sequences: `4 * owner + 2 * is_first + is_last`, with states
-            in slots `8 * slot + 4 * keeps + 2 * is_first + is_last`. Otherwise the number of runs of segments in each
-            chunk.
-        runs: float32 [B, T'] the run of each token in its chunk, -1 for padding; None without segments.
-        in_slots: Whether the states of packed sequences are slots, which the forward kernel updates in place.
+        batch_size: B, the number of rows.
+        tokens_per_row: T.
+        chunks_per_row: The number of chunks per row.
+        token_positions: The positions of packed sequences' tokens; None without packing.
+        chunk_table: int32 [B * chunks] for the kernels. Packed sequences: `4 * sequence + 2 * is_first + is_last`; with
+            states in slots `8 * slot + 4 * has_slot + 2 * is_first + is_last`. Otherwise the number of runs of segments
+            in each chunk.
+        run_of_token: float32 [B, T'], the index in its chunk of each token's run of a segment, -1 for padding; None
+            without segments.
+        states_in_slots: Whether the states of packed sequences are slots, which the forward kernel updates in place.
     """
 
     spec: RecurrenceSpec
-    rows: int
-    tokens: int
-    chunks: int
+    batch_size: int
+    tokens_per_row: int
+    chunks_per_row: int
     token_positions: ChunkPositions | None
-    table: jax.Array
-    runs: jax.Array | None
-    in_slots: bool = False
+    chunk_table: jax.Array
+    run_of_token: jax.Array | None
+    states_in_slots: bool = False
 
     @property
-    def length(self) -> int:
-        """Returns T'."""
-        return self.chunks * self.spec.chunk
+    def padded_tokens(self) -> int:
+        """Returns T', the number of positions per row: tokens and padding."""
+        return self.chunks_per_row * self.spec.chunk_tokens
 
     def align(self, x: jax.Array) -> jax.Array:
         """Returns [B, T, ...] as [B, T', ...], with zeros for padding."""
         if self.token_positions is not None:
             return jnp.take(x, self.token_positions.token_at_position, axis=1, mode="fill", fill_value=0)
-        return jnp.pad(x, ((0, 0), (0, self.length - self.tokens), *((0, 0),) * (x.ndim - 2)))
+        return jnp.pad(x, ((0, 0), (0, self.padded_tokens - self.tokens_per_row), *((0, 0),) * (x.ndim - 2)))
 
     def unalign(self, x: jax.Array) -> jax.Array:
         """Returns [B, T', ...] as [B, T, ...]."""
         if self.token_positions is not None:
             return jnp.take(x, self.token_positions.position_of_token, axis=1, mode="fill", fill_value=0)
-        return x[:, : self.tokens]
+        return x[:, : self.tokens_per_row]
 
 
 def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     """Returns the chunks of a record."""
     rows, tokens = record.query.shape[:2]
     if record.cu_seqlens is not None:
-        token_positions = make_chunk_positions(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk)
+        token_positions = make_chunk_positions(record.cu_seqlens.astype(jnp.int32), tokens, spec.chunk_tokens)
         slots_record = in_slots(record)
         if slots_record is None:
             table = chunk_table(token_positions)
@@ -93,16 +94,16 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
             None,
             slots_record is not None,
         )
-    chunks = cdiv(tokens, spec.chunk)
+    chunks = cdiv(tokens, spec.chunk_tokens)
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
         return plan
     real, starts = segment_roles(jnp.asarray(record.segment_ids))
     real, starts = plan.align(real), plan.align(starts)
-    run = jnp.cumsum((starts & real).reshape(rows, chunks, spec.chunk), axis=2, dtype=jnp.int32)
+    run = jnp.cumsum((starts & real).reshape(rows, chunks, spec.chunk_tokens), axis=2, dtype=jnp.int32)
     count = jnp.where(real.reshape(run.shape), run, 0).max(axis=2) + 1
     runs = jnp.where(real, run.reshape(rows, -1), -1).astype(jnp.float32)
-    return dataclasses.replace(plan, table=count.reshape(-1), runs=runs)
+    return dataclasses.replace(plan, chunk_table=count.reshape(-1), run_of_token=runs)
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -110,60 +111,69 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
 
 def wide_operand(plan: Plan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int, backwards: bool) -> Operand:
     """Returns a field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
-    spec, width = plan.spec, plan.spec.width(name)
+    spec, width = plan.spec, plan.spec.num_channels(name)
     block = spec.block_heads(count)
 
     def head(step: Any) -> Any:
-        return divide(step * (spec.heads * count), spec.total_heads * block)
+        return divide(step * (spec.heads_per_step * count), spec.total_heads * block)
 
     chunk = _chunk_index(plan, backwards)
-    if spec.lies_in_lanes(name, count):
-        shaped = _shaped(x, (plan.rows, plan.length, count * width), lambda x: x.reshape(*x.shape[:2], -1))
-        return Operand(shaped, (None, spec.chunk, block * width), lambda b, h, c, *_: (b, chunk(c), head(h)))
-    shaped = _shaped(x, (plan.rows, count, plan.length, width), lambda x: x.swapaxes(1, 2))
-    return Operand(shaped, (None, block, spec.chunk, width), lambda b, h, c, *_: (b, head(h), chunk(c), 0))
+    if spec.has_lane_blocks(name, count):
+        shaped = _rearrange(
+            x, (plan.batch_size, plan.padded_tokens, count * width), lambda x: x.reshape(*x.shape[:2], -1)
+        )
+        return Operand(shaped, (None, spec.chunk_tokens, block * width), lambda b, h, c, *_: (b, chunk(c), head(h)))
+    shaped = _rearrange(x, (plan.batch_size, count, plan.padded_tokens, width), lambda x: x.swapaxes(1, 2))
+    return Operand(shaped, (None, block, spec.chunk_tokens, width), lambda b, h, c, *_: (b, head(h), chunk(c), 0))
 
 
-def from_operand(plan: Plan, name: str, x: jax.Array, count: int) -> jax.Array:
+def result_by_token(plan: Plan, name: str, x: jax.Array, count: int) -> jax.Array:
     """Returns a result of `wide_operand`'s shape as [B, T', heads, channels]."""
-    if plan.spec.lies_in_lanes(name, count):
-        return x.reshape(plan.rows, plan.length, count, plan.spec.width(name))
+    if plan.spec.has_lane_blocks(name, count):
+        return x.reshape(plan.batch_size, plan.padded_tokens, count, plan.spec.num_channels(name))
     return x.swapaxes(1, 2)
 
 
 def columns_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
     """Returns the array of `columns` as blocks of a step's heads."""
     chunk, width = _chunk_index(plan, backwards), column_count(plan.spec)
-    return Operand(x, (None, None, plan.spec.chunk, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
+    return Operand(x, (None, None, plan.spec.chunk_tokens, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
 
 def column_count(spec: RecurrenceSpec) -> int:
     """Returns the elements per token in a block of columns."""
-    return len(spec.columns) * spec.heads + spec.runs
+    return len(spec.column_names) * spec.heads_per_step + spec.has_segment_runs
 
 
-def columns(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array | None]:
+def make_column_arrays(plan: Plan, record: LinearRecurrence) -> tuple[jax.Array, jax.Array | None]:
     """Returns the fields with one element per token and head, float32, those of a step's heads next to each other.
 
     Returns:
         [B, H / heads, T', columns], and [B, H / heads, chunks, rows, C] of the elements that kernels read along lanes.
     """
     spec = plan.spec
-    shape = (plan.rows, plan.tokens, spec.total_heads)
-    numbers = {
-        name: plan.align(_as_scalar(getattr(record, name), shape)) for name in SCALAR_FIELDS if name in spec.columns
+    shape = (plan.batch_size, plan.tokens_per_row, spec.total_heads)
+    arrays = {
+        name: plan.align(_as_scalar(getattr(record, name), shape))
+        for name in SCALAR_FIELDS
+        if name in spec.column_names
     }
-    if spec.sums:
-        numbers |= zip(spec.sums, _sums(plan, plan.align(_as_scalar(record.decay, shape))), strict=True)
-    parts = [numbers[name].reshape(plan.rows, plan.length, spec.steps, spec.heads) for name in spec.columns]
-    if plan.runs is not None:
-        runs = plan.runs[:, :, None, None]
-        parts.append(jnp.broadcast_to(runs, (plan.rows, plan.length, spec.steps, 1)))
-    along = None
-    if spec.sums:
-        along = jnp.concatenate([*parts[: len(spec.sums)], *parts[len(spec.columns) :]], axis=3)
-        along = along.reshape(plan.rows, plan.chunks, spec.chunk, spec.steps, spec.rows).transpose(0, 3, 1, 4, 2)
-    return jnp.concatenate(parts, axis=3).swapaxes(1, 2), along
+    if spec.gate_sum_names:
+        arrays |= zip(spec.gate_sum_names, _gate_sums(plan, plan.align(_as_scalar(record.decay, shape))), strict=True)
+    parts = [
+        arrays[name].reshape(plan.batch_size, plan.padded_tokens, spec.head_steps, spec.heads_per_step)
+        for name in spec.column_names
+    ]
+    if plan.run_of_token is not None:
+        runs = plan.run_of_token[:, :, None, None]
+        parts.append(jnp.broadcast_to(runs, (plan.batch_size, plan.padded_tokens, spec.head_steps, 1)))
+    lane_rows = None
+    if spec.gate_sum_names:
+        lane_rows = jnp.concatenate([*parts[: len(spec.gate_sum_names)], *parts[len(spec.column_names) :]], axis=3)
+        lane_rows = lane_rows.reshape(
+            plan.batch_size, plan.chunks_per_row, spec.chunk_tokens, spec.head_steps, spec.num_lane_rows
+        ).transpose(0, 3, 1, 4, 2)
+    return jnp.concatenate(parts, axis=3).swapaxes(1, 2), lane_rows
 
 
 def _as_scalar(x: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -171,27 +181,27 @@ def _as_scalar(x: Any, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x.astype(jnp.float32), shape)
 
 
-def _sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns cumulative sums of log gates [B, T', H] in every chunk, or run of a segment, as one or two numbers.
+def _gate_sums(plan: Plan, gates: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns cumulative sums of log gates [B, T', H] in every chunk, or run of a segment, as one array or two.
 
-    Of two the first are multiples of 2 ** -8, small enough for float32 to add exactly; the second are sums of the
-    remainders, at most 2 ** -9 per token.
+    Of two arrays the first has multiples of 2 ** -8, small enough for float32 to add exactly; the second has sums of
+    the remainders, at most 2 ** -9 per token.
     """
-    shape = (plan.rows, plan.chunks, plan.spec.chunk, -1)
-    if plan.runs is not None:
-        gates = jnp.where(plan.runs[:, :, None] < 0, 0.0, gates)
+    shape = (plan.batch_size, plan.chunks_per_row, plan.spec.chunk_tokens, -1)
+    if plan.run_of_token is not None:
+        gates = jnp.where(plan.run_of_token[:, :, None] < 0, 0.0, gates)
     gates = jnp.maximum(gates, MIN_LOG_DECAY)
     coarse = jnp.round(gates * 256.0) / 256.0
-    parts = jnp.stack([coarse, gates - coarse] if len(plan.spec.sums) > 1 else [gates])
+    parts = jnp.stack([coarse, gates - coarse] if len(plan.spec.gate_sum_names) > 1 else [gates])
     parts = parts.reshape(len(parts), *shape)
-    if plan.runs is None:
+    if plan.run_of_token is None:
         found = jnp.cumsum(parts, axis=3)
     else:
         # Selected, not subtracted: a gate of another segment may be NaN.
-        runs = lax.cummax(plan.runs.reshape(*shape[:3], 1), axis=2)
+        runs = lax.cummax(plan.run_of_token.reshape(*shape[:3], 1), axis=2)
         starts_run = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
         found, _ = lax.associative_scan(_add_with_restart, (parts, jnp.broadcast_to(starts_run, parts.shape)), axis=3)
-    return tuple(found.reshape(len(parts), plan.rows, plan.length, -1))
+    return tuple(found.reshape(len(parts), plan.batch_size, plan.padded_tokens, -1))
 
 
 def _add_with_restart(
@@ -201,49 +211,55 @@ def _add_with_restart(
     return jnp.where(second[1], second[0], first[0] + second[0]), first[1] | second[1]
 
 
-def rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+def lane_rows_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
     """Returns [B, H / heads, chunks, rows, C], as blocks of a step's heads."""
     chunk, spec = _chunk_index(plan, backwards), plan.spec
-    return Operand(x, (None, None, None, x.shape[3], spec.chunk), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
+    return Operand(x, (None, None, None, x.shape[3], spec.chunk_tokens), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
 
 
 def column_gradients(
-    plan: Plan, record: LinearRecurrence, x: jax.Array, along: jax.Array | None
+    plan: Plan, record: LinearRecurrence, x: jax.Array, lane_rows: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Returns the gradients [B, T', H] of the fields with one element per token and head."""
     spec = plan.spec
-    parts = x[..., : len(spec.columns) * spec.heads]
-    parts = parts.reshape(plan.rows, spec.steps, plan.length, len(spec.columns), spec.heads)
-    parts = parts.transpose(3, 0, 2, 1, 4).reshape(len(spec.columns), plan.rows, plan.length, spec.total_heads)
-    found = dict(zip(spec.columns, parts, strict=True))
-    if along is not None:
-        along = along.transpose(0, 2, 4, 1, 3).reshape(plan.rows, plan.length, spec.total_heads)
-        shape = (plan.rows, plan.tokens, spec.total_heads)
+    parts = x[..., : len(spec.column_names) * spec.heads_per_step]
+    parts = parts.reshape(
+        plan.batch_size, spec.head_steps, plan.padded_tokens, len(spec.column_names), spec.heads_per_step
+    )
+    parts = parts.transpose(3, 0, 2, 1, 4).reshape(
+        len(spec.column_names), plan.batch_size, plan.padded_tokens, spec.total_heads
+    )
+    found = dict(zip(spec.column_names, parts, strict=True))
+    if lane_rows is not None:
+        lane_rows = lane_rows.transpose(0, 2, 4, 1, 3).reshape(plan.batch_size, plan.padded_tokens, spec.total_heads)
+        shape = (plan.batch_size, plan.tokens_per_row, spec.total_heads)
         gates = plan.align(_as_scalar(record.decay, shape))
-        _, pull = jax.vjp(lambda gates: sum(_sums(plan, gates)), gates)
-        (found["decay"],) = pull(found["coarse"] + along)
+        _, pull = jax.vjp(lambda gates: sum(_gate_sums(plan, gates)), gates)
+        (found["decay"],) = pull(found["coarse"] + lane_rows)
     return found
 
 
 def states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
     """Returns states [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
     spec, chunk = plan.spec, _chunk_index(plan, backwards)
-    block = (None, spec.heads, spec.keys, spec.values)
+    block = (None, spec.heads_per_step, spec.key_dim, spec.value_dim)
     if plan.token_positions is None:
         return Operand(x, block, lambda b, h, c, *_: (b, h, 0, 0))
-    per_state = 8 if plan.in_slots else 4
+    per_state = 8 if plan.states_in_slots else 4
     return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], per_state), h, 0, 0))
 
 
 def chunk_states_operand(plan: Plan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
     """Returns states [B, chunks, H, K, V] before every chunk, as blocks."""
     spec, chunk = plan.spec, _chunk_index(plan, backwards)
-    return Operand(x, (None, None, spec.heads, spec.keys, spec.values), lambda b, h, c, *_: (b, chunk(c), h, 0, 0))
+    return Operand(
+        x, (None, None, spec.heads_per_step, spec.key_dim, spec.value_dim), lambda b, h, c, *_: (b, chunk(c), h, 0, 0)
+    )
 
 
 def _chunk_index(plan: Plan, backwards: bool) -> Any:
-    return (lambda c: plan.chunks - 1 - c) if backwards else (lambda c: c)
+    return (lambda c: plan.chunks_per_row - 1 - c) if backwards else (lambda c: c)
 
 
-def _shaped(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], arrange: Any) -> Any:
+def _rearrange(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], arrange: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else arrange(x)

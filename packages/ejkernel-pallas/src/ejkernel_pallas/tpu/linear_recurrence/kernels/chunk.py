@@ -19,13 +19,13 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
     HeadDecay,
     KeyGates,
     Span,
+    is_split_at_level,
     key_gates,
     last_row,
     make_spans,
-    separated,
 )
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
-from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve
+from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve_unit_lower
 
 Heads = tuple[jax.Array, ...]
 """One array per head."""
@@ -58,41 +58,43 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class ChunkArithmetic:
     """Constants of a chunk's arithmetic.
 
     Attributes:
-        scale: Factor on the outputs.
+        output_scale: Factor on the outputs.
         exact: Whether products keep float32's precision.
     """
 
-    scale: float
+    output_scale: float
     exact: bool
 
 
-def advance(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> tuple[Heads, Heads]:
+def advance_chunk(states: Heads, heads: tuple[Tokens, ...], arithmetic: ChunkArithmetic) -> tuple[Heads, Heads]:
     """Returns outputs [C, V] and states [K, V] of some heads after a chunk.
 
     Heads are independent. Each stage is computed for all of them before the next one starts, so that one head's
     products run while another's wait for their operands.
     """
     keys, values = _load_gates(heads)
-    writes = _compute_writes(states, heads, keys, numbers.exact)
+    writes = _compute_writes(states, heads, keys, arithmetic.exact)
     reads = [
-        numbers.scale * _read_state(state, x, key, value, write, numbers.exact)
+        arithmetic.output_scale * _read_state(state, x, key, value, write, arithmetic.exact)
         for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True)
     ]
     outputs = [
         read if x.skip is None else read + x.skip * x.value.astype(jnp.float32)
         for read, x in zip(reads, heads, strict=True)
     ]
-    return tuple(outputs), _state_after(states, heads, keys, values, writes, numbers.exact)
+    return tuple(outputs), _state_after(states, heads, keys, values, writes, arithmetic.exact)
 
 
-def next_states(states: Heads, heads: tuple[Tokens, ...], numbers: Numbers) -> Heads:
+def states_after_chunk(states: Heads, heads: tuple[Tokens, ...], arithmetic: ChunkArithmetic) -> Heads:
     """Returns only the states after a chunk."""
     keys, values = _load_gates(heads)
-    return _state_after(states, heads, keys, values, _compute_writes(states, heads, keys, numbers.exact), numbers.exact)
+    return _state_after(
+        states, heads, keys, values, _compute_writes(states, heads, keys, arithmetic.exact), arithmetic.exact
+    )
 
 
 def _load_gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
@@ -113,7 +115,7 @@ def _compute_writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGate
             matrices.append(x.beta * key.pairs(x.key, x.key, exact))
     if not rhs:
         return tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
-    return solve(tuple(matrices), tuple(rhs), exact)
+    return solve_unit_lower(tuple(matrices), tuple(rhs), exact)
 
 
 def _read_state(
@@ -123,7 +125,7 @@ def _read_state(
     before = keys.read(x.query, state, exact)
     if values is None:
         return before + dot(keys.pairs(x.query, x.key, exact), write, (1, 0), exact)
-    return before * values[-1].since + _decayed_reads(x, keys, write, values, exact)
+    return before * values[-1].decay_since_start + _decayed_reads(x, keys, write, values, exact)
 
 
 def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
@@ -132,8 +134,8 @@ def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Sp
     scores = keys.pairs(x.query, x.key, exact)
     total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
     for level, span in enumerate(values[:-1]):
-        masked_scores = jnp.where(separated(row, column, level), scores, 0.0)
-        total = total + dot(masked_scores, write * span.until, (1, 0), exact) * span.since
+        masked_scores = jnp.where(is_split_at_level(row, column, level), scores, 0.0)
+        total = total + dot(masked_scores, write * span.decay_until_end, (1, 0), exact) * span.decay_since_start
     return total
 
 
@@ -150,6 +152,6 @@ def _state_after(
         before, written = state, write
         if value is not None:
             # Gates per value channel decay columns of the state, so they multiply the writes, not the keys.
-            before, written = state * last_row(value[-1].since), write * value[-1].until
+            before, written = state * last_row(value[-1].decay_since_start), write * value[-1].decay_until_end
         found.append(key.add(before, x.key, written, exact))
     return tuple(found)

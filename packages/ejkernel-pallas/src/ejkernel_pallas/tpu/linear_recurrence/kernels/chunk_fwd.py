@@ -9,74 +9,74 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, advance, next_states
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Heads, advance_chunk, states_after_chunk
 from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import (
+    GridStep,
     RecurrenceRefs,
-    Step,
     fold_segment_runs,
-    load_all,
+    grid_step_of,
+    head_index,
+    load_all_heads,
     load_runs,
-    part,
-    step_of,
 )
 from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
 
 
 def chunk_fwd(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool, in_slots: bool = False) -> None:
     """Processes one chunk of some heads."""
-    step = step_of(refs, chunks=chunks, packed=packed, in_slots=in_slots)
-    pl.when(step.is_first)(lambda: _load_state(refs, step))
-    if step.keeps is not None:
+    grid_step = grid_step_of(refs, chunks=chunks, packed=packed, in_slots=in_slots)
+    pl.when(grid_step.is_first)(lambda: _load_state(refs, grid_step))
+    if grid_step.has_slot is not None:
         # The first chunk's block of the final states goes back to a slot even where no step writes it.
-        @pl.when((pl.program_id(2) == 0) & ~step.keeps)
+        @pl.when((pl.program_id(2) == 0) & ~grid_step.has_slot)
         def _() -> None:
-            refs.final[...] = refs.initial[...]
+            refs.final_state[...] = refs.initial_state[...]
 
-    heads, states = load_all(refs, spec)
-    runs = load_runs(refs, spec, step)
+    heads, states = load_all_heads(refs, spec)
+    runs = load_runs(refs, spec, grid_step)
     if runs is None:
-        reads, states = advance(states, heads, spec.numbers)
+        reads, states = advance_chunk(states, heads, spec.arithmetic)
     else:
 
         def run(number: jax.Array, carry: tuple[Heads, Heads]) -> tuple[Heads, Heads]:
             totals, states = carry
             segment_run = runs[number]
             before = tuple(jnp.where(number == 0, state, 0.0) for state in states)
-            reads, after = advance(before, tuple(segment_run.select(x) for x in heads), spec.numbers)
-            return tuple(jnp.where(segment_run.column, x, y) for x, y in zip(reads, totals, strict=True)), after
+            reads, after = advance_chunk(before, tuple(segment_run.select(x) for x in heads), spec.arithmetic)
+            return tuple(jnp.where(segment_run.column_mask, x, y) for x, y in zip(reads, totals, strict=True)), after
 
-        zeros = jnp.zeros((spec.chunk, spec.values), jnp.float32)
-        reads, states = fold_segment_runs(step, run, ((zeros,) * spec.heads, states))
-    for head in range(spec.heads):
+        zeros = jnp.zeros((spec.chunk_tokens, spec.value_dim), jnp.float32)
+        reads, states = fold_segment_runs(grid_step, run, ((zeros,) * spec.heads_per_step, states))
+    for head in range(spec.heads_per_step):
         refs.state[head] = states[head]
-        refs.output[part(refs.output, head, spec.values)] = reads[head].astype(refs.output.dtype)
+        refs.output[head_index(refs.output, head, spec.value_dim)] = reads[head].astype(refs.output.dtype)
 
-    @pl.when(step.is_last if step.keeps is None else step.is_last & step.keeps)
+    @pl.when(grid_step.is_last if grid_step.has_slot is None else grid_step.is_last & grid_step.has_slot)
     def _() -> None:
-        refs.final[...] = refs.state[...].astype(refs.final.dtype)
+        refs.final_state[...] = refs.state[...].astype(refs.final_state.dtype)
 
 
-def _load_state(refs: RecurrenceRefs, step: Step) -> None:
+def _load_state(refs: RecurrenceRefs, grid_step: GridStep) -> None:
     """Loads the states before the first chunk of a sequence; zeros of one without a slot."""
-    initial = refs.initial[...].astype(jnp.float32)
-    refs.state[...] = initial if step.keeps is None else jnp.where(step.keeps, initial, 0.0)
+    initial = refs.initial_state[...].astype(jnp.float32)
+    refs.state[...] = initial if grid_step.has_slot is None else jnp.where(grid_step.has_slot, initial, 0.0)
 
 
 def chunk_states(refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks: int, packed: bool) -> None:
     """Computes the states before one chunk of some heads, which the backward kernel reads."""
-    step = step_of(refs, chunks=chunks, packed=packed)
+    grid_step = grid_step_of(refs, chunks=chunks, packed=packed)
 
-    @pl.when(step.is_first)
+    @pl.when(grid_step.is_first)
     def _() -> None:
-        refs.state[...] = refs.initial[...]
+        refs.state[...] = refs.initial_state[...]
 
     refs.chunk_states[...] = refs.state[...]
-    heads, states = load_all(refs, spec)
-    runs = load_runs(refs, spec, step)
+    heads, states = load_all_heads(refs, spec)
+    runs = load_runs(refs, spec, grid_step)
     if runs is not None:
         # Only the last run of the chunk determines the state after it.
-        last = step.runs - 1
+        last = grid_step.num_runs - 1
         heads = tuple(runs[last].select(x) for x in heads)
         states = tuple(jnp.where(last == 0, state, 0.0) for state in states)
-    for head, state in enumerate(next_states(states, heads, spec.numbers)):
+    for head, state in enumerate(states_after_chunk(states, heads, spec.arithmetic)):
         refs.state[head] = state

@@ -3,8 +3,8 @@
 A pair of tokens j <= i is weighted by exp(g[j+1] + ... + g[i]). The product exp(b[i]) * exp(-b[j]) of cumulative sums b
 would overflow, and their difference would lose the digits of gates that follow a strong one. So
 
-    one gate per head      cumulative sums are stored as two numbers, one of which is exact: differences lose nothing
-    (as one number if operands are bfloat16: an error of at most a thousandth of a weight)
+    one gate per head      cumulative sums are stored as two values, one of which is exact: differences lose nothing
+    (as one value if operands are bfloat16: an error of at most a thousandth of a weight)
     one gate per channel   the chunk is halved recursively: a pair that a cut at m separates has two factors,
                          exp(g[m+1] + ... + g[i]) of token i, and exp(g[j+1] + ... + g[m]) of token j
 
@@ -36,9 +36,9 @@ class HeadDecay:
 
     Attributes:
         coarse: [C, 1] multiples of 2 ** -8, exact; the whole sums if `fine` is None.
-        coarse_row: [1, C] the same numbers as a row.
+        coarse_row: [1, C] the same values as a row.
         fine: [C, 1] the remainders.
-        fine_row: [1, C] the same numbers as a row.
+        fine_row: [1, C] the same values as a row.
     """
 
     coarse: jax.Array
@@ -52,30 +52,32 @@ class HeadGates:
     """One gate per head and token.
 
     Attributes:
-        between: [C, C] weights of the gates after token j up to and including token i; 0 for j > i.
-        since: [C, 128] weights of the gates up to and including each token, the same in every lane.
-        until: [C, 128] weights of the gates after each token, the same in every lane.
-        total: [1, 128] weight of all gates, the same in every lane.
+        pair_decay: [C, C] weights of the gates after token j up to and including token i; 0 for j > i.
+        decay_since_start: [C, 128] weights of the gates up to and including each token, the same in every lane.
+        decay_until_end: [C, 128] weights of the gates after each token, the same in every lane.
+        chunk_decay: [1, 128] weight of all gates, the same in every lane.
     """
 
-    between: jax.Array
-    since: jax.Array
-    until: jax.Array
-    total: jax.Array
+    pair_decay: jax.Array
+    decay_since_start: jax.Array
+    decay_until_end: jax.Array
+    chunk_decay: jax.Array
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
         """Returns the reads of tokens from the state before the chunk, decayed up to each token: [C, V]."""
-        return dot(left, state, (1, 0), exact) * widen(self.since, state.shape[1])
+        return dot(left, state, (1, 0), exact) * widen(self.decay_since_start, state.shape[1])
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
         """Returns <left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
-        return dot(left, right, (1, 1), exact) * self.between
+        return dot(left, right, (1, 1), exact) * self.pair_decay
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
         """Returns the state after the chunk."""
         # The weights multiply the writes, so that keys are not converted.
         width = state.shape[1]
-        return state * widen(self.total, width) + dot(key, write * widen(self.until, width), (0, 0), exact)
+        return state * widen(self.chunk_decay, width) + dot(
+            key, write * widen(self.decay_until_end, width), (0, 0), exact
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,27 +92,27 @@ class ChannelGates:
 
     def read(self, left: jax.Array, state: jax.Array, exact: bool) -> jax.Array:
         """Returns the reads of tokens from the state before the chunk; see `HeadGates`."""
-        return dot(left * self.spans[-1].since, state, (1, 0), exact)
+        return dot(left * self.spans[-1].decay_since_start, state, (1, 0), exact)
 
     def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         row, column = indices(left.shape[0])
         total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
         for level, span in enumerate(self.spans[:-1]):
-            square = dot(left * span.since, right * span.until, (1, 1), exact)
-            total = jnp.where(separated(row, column, level), square, total)
+            square = dot(left * span.decay_since_start, right * span.decay_until_end, (1, 1), exact)
+            total = jnp.where(is_split_at_level(row, column, level), square, total)
         return total
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadGates`."""
         span = self.spans[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
-        row = last_row(span.since)
+        row = last_row(span.decay_since_start)
         if key.shape[0] > ROWS_PER_REGISTER:
             total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T
         else:  # steps of few tokens, which the transposition of whole states would take longest
             total = in_rows(row, state.shape[1])
-        return state * total + dot(key * span.until, write, (0, 0), exact)
+        return state * total + dot(key * span.decay_until_end, write, (0, 0), exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,14 +148,16 @@ def _head_gates(sums: HeadDecay) -> HeadGates:
     # Each token's sums are in every lane, so that reading them along lanes needs no other broadcast.
     coarse, fine = _in_lanes(sums.coarse), None if sums.fine is None else _in_lanes(sums.fine)
     after = widen(coarse, row.shape[1]) - sums.coarse_row
-    total, until = coarse, last_row(coarse) - coarse
+    total, decay_until_end = coarse, last_row(coarse) - coarse
     if fine is not None and sums.fine_row is not None:
         after = after + (widen(fine, row.shape[1]) - sums.fine_row)
-        total, until = total + fine, until + (last_row(fine) - fine)
+        total, decay_until_end = total + fine, decay_until_end + (last_row(fine) - fine)
     # Above the diagonal, and between tokens of two segments, sums may have any sign: 0 times infinity would be NaN.
-    between, until = (jnp.exp(jnp.minimum(x, MAX_EXPONENT)) for x in (after, until))
-    since = jnp.exp(total)
-    return HeadGates(jnp.where(row >= column, between, 0.0), since, until, last_row(since))
+    pair_decay, decay_until_end = (jnp.exp(jnp.minimum(x, MAX_EXPONENT)) for x in (after, decay_until_end))
+    decay_since_start = jnp.exp(total)
+    return HeadGates(
+        jnp.where(row >= column, pair_decay, 0.0), decay_since_start, decay_until_end, last_row(decay_since_start)
+    )
 
 
 def _in_lanes_fwd(column: jax.Array) -> tuple[jax.Array, None]:
@@ -194,12 +198,12 @@ class Span:
     """Weights of the gates in blocks of one length, [C, channels].
 
     Attributes:
-        since: From the block's first token to each token, both included.
-        until: From the token after each token to the block's last.
+        decay_since_start: From the block's first token to each token, both included.
+        decay_until_end: From the token after each token to the block's last.
     """
 
-    since: jax.Array
-    until: jax.Array
+    decay_since_start: jax.Array
+    decay_until_end: jax.Array
 
 
 def make_spans(gates: jax.Array) -> tuple[Span, ...]:
@@ -211,16 +215,19 @@ def make_spans(gates: jax.Array) -> tuple[Span, ...]:
         # Tokens of a second block multiply the gates of the first one, those of a first block the gates of the second.
         in_second_half, other, last = (token & length) != 0, swap_blocks(total, length), found[-1]
         found.append(
-            Span(last.since * jnp.where(in_second_half, other, 1.0), last.until * jnp.where(in_second_half, 1.0, other))
+            Span(
+                last.decay_since_start * jnp.where(in_second_half, other, 1.0),
+                last.decay_until_end * jnp.where(in_second_half, 1.0, other),
+            )
         )
         total = total * other
         length *= 2
     return tuple(found)
 
 
-def separated(row: jax.Array, column: jax.Array, level: int) -> jax.Array:
-    """Returns whether tokens i >= j are in two halves of one block of `2 ** (level + 1)` tokens, and of no shorter
-    one.
+def is_split_at_level(row: jax.Array, column: jax.Array, level: int) -> jax.Array:
+    """Returns whether the smallest block that contains tokens i >= j has `2 ** (level + 1)` tokens: its halves separate
+    them.
     """
     return ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) > (column >> level))
 
@@ -254,7 +261,9 @@ def _in_rows_bwd(width: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
 
 @with_custom_gradient(_in_rows_fwd, _in_rows_bwd, static=(1,))
 def in_rows(row: jax.Array, width: int) -> jax.Array:
-    """Returns [1, n] as [n, width], the same in every lane: one register a lane group is transposed, not `width`."""
+    """Returns [1, n] as [n, width], the same in every lane: one register per lane group is transposed, not `width` of
+    them.
+    """
     column = jnp.broadcast_to(row, (ROWS_PER_REGISTER, row.shape[1])).T[:, :1]
     return jnp.broadcast_to(column, (row.shape[1], width))
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS_PER_REGISTER, separated
+from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS_PER_REGISTER, is_split_at_level
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 
@@ -11,7 +11,7 @@ Heads = tuple[jax.Array, ...]
 
 
 def _solve_fwd(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Heads, Heads]]:
-    inverse_matrices = inverses(matrices, exact)
+    inverse_matrices = invert_unit_lower(matrices, exact)
     found = tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
     return found, (inverse_matrices, found)
 
@@ -26,15 +26,15 @@ def _solve_bwd(exact: bool, residuals: tuple[Heads, Heads], cotangents: Heads) -
 
 
 @with_custom_gradient(_solve_fwd, _solve_bwd, static=(2,))
-def solve(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
+def solve_unit_lower(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
     """Returns x [C, V] with `(1 + matrix) x = rhs` for each head; only the part of [C, C] below the diagonal is
     read.
     """
-    inverse_matrices = inverses(matrices, exact)
+    inverse_matrices = invert_unit_lower(matrices, exact)
     return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
 
 
-def inverses(matrices: Heads, exact: bool) -> Heads:
+def invert_unit_lower(matrices: Heads, exact: bool) -> Heads:
     """Returns the inverses of `1 + matrix`, from diagonal blocks of 1, 2, 4, ... tokens.
 
     [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' the inverses of its blocks. The products
@@ -43,27 +43,30 @@ def inverses(matrices: Heads, exact: bool) -> Heads:
     """
     size = matrices[0].shape[0]
     row, column = indices(size)
-    first, below_diagonal_mask = row == column, separated(row, column, 0)
+    first, below_diagonal_mask = row == column, is_split_at_level(row, column, 0)
     found = [jnp.where(first, 1.0, jnp.where(below_diagonal_mask, -matrix, 0.0)) for matrix in matrices]
     for level in range(1, size.bit_length() - 1):
-        length, below_diagonal_mask = 2**level, separated(row, column, level)
+        length, below_diagonal_mask = 2**level, is_split_at_level(row, column, level)
         below_diagonal_blocks = [jnp.where(below_diagonal_mask, matrix, 0.0) for matrix in matrices]
         # All heads' first products, then all second ones: each depends on its own head's first.
-        half = [dot(_seconds(x, length), b, (1, 0), exact) for x, b in zip(found, below_diagonal_blocks, strict=True)]
+        half = [
+            dot(_rows_of_second_blocks(x, length), b, (1, 0), exact)
+            for x, b in zip(found, below_diagonal_blocks, strict=True)
+        ]
         half = [dot(x, inverse, (1, 0), exact) for x, inverse in zip(half, found, strict=True)]
-        found = [_minus_seconds(x, y, length) for x, y in zip(found, half, strict=True)]
+        found = [_subtract_from_second_blocks(x, y, length) for x, y in zip(found, half, strict=True)]
     return tuple(found)
 
 
-def _seconds(x: jax.Array, length: int) -> jax.Array:
+def _rows_of_second_blocks(x: jax.Array, length: int) -> jax.Array:
     """Returns the rows of every second block; all rows if blocks are smaller than registers."""
     if length < ROWS_PER_REGISTER:
         return x
     return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
 
 
-def _minus_seconds(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
-    """Returns x minus `y`, which has the rows of `_seconds`."""
+def _subtract_from_second_blocks(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
+    """Returns x minus `y`, which has the rows of `_rows_of_second_blocks`."""
     if length < ROWS_PER_REGISTER:
         return x - y
     parts: list[jax.Array] = []
