@@ -25,7 +25,7 @@ import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.chips import gpu_of
-from ejkernel.ops.config.table import as_part, decode, table_name
+from ejkernel.ops.config.table import entry_config_part, decode, table_name
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
@@ -50,7 +50,7 @@ def entries(folder: Path, rules: bool) -> Iterator[tuple[str, str, Any, Any]]:
         for key, entry in decode(path.read_bytes()).items():
             name, kind = (key.split(" | ")[n] for n in (1, 5))
             (made,) = (i for i in found.implementations[path.stem] if i.name == name)
-            part = as_part(entry, made.config.forward, key)
+            part = entry_config_part(entry, made.config.forward, key)
             if part is None:
                 raise SystemExit(f"{path}: {key} has another configuration's fields")
             yield path.stem, kind, made, part

@@ -149,7 +149,7 @@ def test_partial_leaves_the_tests_of_other_programs_as_not_run(tree, what, monke
     for found in families(tree):
         assert (found.digest, found.carried.programs) == ("d2", 2 if what == "new" else 1)
         assert found.operations["flash"] == Tally(passed=2, not_run=(left,))
-        assert "not run" in evidence.trouble(found, "flash")
+        assert "not run" in evidence.not_confirmed_reason(found, "flash")
 
 
 def test_new_calls_that_only_a_pinned_platform_gets_do_not_keep_it_from_being_confirmed(tree, monkeypatch):
@@ -158,7 +158,7 @@ def test_new_calls_that_only_a_pinned_platform_gets_do_not_keep_it_from_being_co
     carrying.carry(programs_of("d1"), change(programs_of("d2"), "new"), {}, partial=True)
     for found in families(tree):
         assert found.operations["flash"] == Tally(passed=3, left_out=("test_c",))
-        assert evidence.trouble(found, "flash") == ""
+        assert evidence.not_confirmed_reason(found, "flash") == ""
 
 
 def test_the_tests_of_a_call_are_known_by_its_label():

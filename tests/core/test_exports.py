@@ -9,7 +9,7 @@ import pytest
 
 import ejkernel.modules
 from ejkernel.modules import operations
-from ejkernel.modules.exports import home
+from ejkernel.modules.exports import defining_module
 from ejkernel.modules.operations import configs
 
 OPERATIONS = "ejkernel.modules.operations"
@@ -27,7 +27,7 @@ def test_every_operation_module_is_listed_once():
 
 @pytest.mark.parametrize("name", ejkernel.modules.__all__)
 def test_a_name_is_what_its_module_defines(name):
-    module = home(name)
+    module = defining_module(name)
     assert module is not None
     assert getattr(ejkernel.modules, name) is getattr(importlib.import_module(module), name)
 

@@ -18,7 +18,7 @@ print(json.dumps({
     "environment": dict(os.environ) != before,
     "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - known}),
     "pallas": [name for name in sys.modules if "pallas" in name],
-    "plugins": len(ejkernel.ops.plugins.loaded),
+    "plugins": len(ejkernel.ops.plugins.loaded_registries),
 }))
 """
 

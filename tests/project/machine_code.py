@@ -85,10 +85,10 @@ def compare(before: dict[str, list[str]], after: dict[str, list[str]]) -> int:
 
 def compiled(chip: str, only: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name of each FFI handler, and what identifies the machine code of each kernel that its source is compiled to."""
-    from ejkernel.ops.source_digest import handlers
+    from ejkernel.ops.source_digest import ffi_handlers
     from ejkernel_conformance.confirm.programs import cubins
 
-    for name, path in sorted(handlers("ejkernel_cuda").items()):
+    for name, path in sorted(ffi_handlers("ejkernel_cuda").items()):
         root = next(parent for parent in path.parents if parent.name == "csrc")
         if re.search(only, name):
             yield name, cubins.kernels_of(path, root, CHIPS[chip].compute_capability or 0)

@@ -11,7 +11,7 @@ from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArgume
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.key import schema_hash
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_triton.tiled_attention import config, implementations
 
@@ -27,7 +27,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
         _, implementation, direction, device, schema, kind, _ = key.split(" | ")
         assert (implementation, device.replace(" ", "_")) == ("triton", file.parent.name)
         assert schema == schema_hash(PARTS[direction])
-        part = as_part(entry, PARTS[direction], key)
+        part = entry_config_part(entry, PARTS[direction], key)
         config.forward_tile(part) if direction == "forward" else config.backward_tiles(part)
         kinds[direction].add(kind)
     assert kinds["forward"] == kinds["backward"] != set()
@@ -43,7 +43,7 @@ def test_a_call_finds_the_entry_of_its_kind(direction, batch):
     request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "persistent: shipped table"
-    assert selection.part == request.completed(selection.part)
+    assert selection.part == request.complete_with_heuristic(selection.part)
 
 
 def test_entries_have_the_tiles_that_were_measured():
@@ -56,7 +56,7 @@ def test_entries_have_the_tiles_that_were_measured():
     lines: list[str] = []
     for key, entry in decode(file.read_bytes()).items():
         direction, kind = (key.split(" | ")[n] for n in (2, 5))
-        part = as_part(entry, PARTS[direction], key)
+        part = entry_config_part(entry, PARTS[direction], key)
         first = part if direction == "forward" else part.dkv
         sizes = [first.block_q, first.block_kv, first.num_warps, first.num_stages]
         if direction == "backward":

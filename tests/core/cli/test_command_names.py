@@ -8,7 +8,7 @@ import click
 import pytest
 
 from ejkernel.cli import COMMANDS, groups, main
-from ejkernel.suggestion import did_you_mean, no_such, similar
+from ejkernel.suggestion import did_you_mean, no_such_name_message, similar
 
 PROBE = """
 import json, sys
@@ -77,4 +77,4 @@ def test_similar_names(name, known, found):
 
 
 def test_all_names_are_listed_if_none_is_similar():
-    assert no_such("operation", "zzz", ["b", "a"]) == "no operation 'zzz'; there are a, b"
+    assert no_such_name_message("operation", "zzz", ["b", "a"]) == "no operation 'zzz'; there are a, b"

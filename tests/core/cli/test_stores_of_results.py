@@ -19,7 +19,9 @@ def entry(block):
 @pytest.mark.parametrize(("target", "predicted"), [((), False), (("--target", "v5e"), True)])
 def test_predictions_are_stored_apart_from_measurements(run, store, monkeypatch, target, predicted):
     used = []
-    monkeypatch.setattr(tune, "_tune_call", lambda call, settings, *stores: used.append(stores) or [])
+    monkeypatch.setattr(
+        tune, "_tune_call", lambda call, settings, *stores_and_output: used.append(stores_and_output) or []
+    )
     run("tune", *SMALL, *target)
     ((measured, results, _),) = used
     assert (results is measured) != predicted

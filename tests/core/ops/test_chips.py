@@ -3,7 +3,7 @@
 import pytest
 
 from ejkernel.ops import chips
-from ejkernel.ops.device import KINDS, DeviceInfo
+from ejkernel.ops.device import DEVICES_BY_SHORT_NAME, DeviceInfo
 
 
 def _nvidia(capability):
@@ -34,7 +34,7 @@ def test_an_unknown_target_is_an_error_that_lists_the_known_ones():
 
 
 def test_devices_of_the_command_line_are_in_the_table():
-    for name, device in KINDS.items():
+    for name, device in DEVICES_BY_SHORT_NAME.items():
         if device.platform == "tpu":
             assert chips.tpu_of(device) is chips.TPUS[name]
         elif device.platform == "gpu":

@@ -10,12 +10,12 @@ from toy import toy as call
 import ejkernel
 from ejkernel.ops import hookimpl
 from ejkernel.ops.config.key import ConfigKey
-from ejkernel.ops.plugins import BUILT_IN
+from ejkernel.ops.plugins import BUILT_IN_DISTRIBUTIONS
 
 
 def plugin(distribution, *implementations, name=None):
     """A plugin of a distribution, which declares the toy operation if it is one of this project."""
-    ops = (toy.OP,) if distribution in BUILT_IN else ()
+    ops = (toy.OP,) if distribution in BUILT_IN_DISTRIBUTIONS else ()
     entry_point = toy.plugin(*implementations, name=name or distribution, ops=ops)
     entry_point.dist = SimpleNamespace(name=distribution, version="3.0", requires=[])
     return entry_point

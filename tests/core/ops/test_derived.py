@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.modules import operations
 from ejkernel.ops import ArgumentRecord, Case, Op
 from ejkernel.ops.argument_records import holds_arrays
-from ejkernel.ops.derived import axes_of, cases_of, config_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_of, normal_inputs
 
 
 def public(
@@ -52,7 +52,7 @@ def test_axes_are_those_of_the_annotations_unless_others_are_given():
 
 
 def test_the_configuration_class_is_that_of_the_annotation():
-    assert config_of(public) is toy.ToyConfig
+    assert config_class_of(public) is toy.ToyConfig
 
 
 def test_normal_inputs_are_for_floats_alone():
@@ -83,12 +83,12 @@ def test_an_optional_floating_array_without_a_case_gets_one():
 
     fields = ("bias", "ids", "table", "other")
     cases = (Case(name="packed", make=make, exercises=frozenset({"ids"})), Case(name="plain", make=make))
-    (case,) = cases_of(biased, fields, cases)
+    (case,) = cases_of_uncovered_arrays(biased, fields, cases)
     record = case.make(jax.random.key(0))
     assert (case.name, case.exercises, case.tags) == ("bias alone", {"bias"}, {"ci"})
     assert (record.x.shape, record.bias.shape, record.ids, record.table) == ((2, 3, 4), (2, 3), None, None)
-    assert not cases_of(biased, fields, (*cases, case))
-    assert not cases_of(biased, fields, cases[:1])
+    assert not cases_of_uncovered_arrays(biased, fields, (*cases, case))
+    assert not cases_of_uncovered_arrays(biased, fields, cases[:1])
 
 
 def test_a_declaration_says_what_does_not_follow():

@@ -7,16 +7,16 @@ import pytest
 import ejkernel
 from ejkernel.modules import flash_attention
 from ejkernel.ops import DeviceInfo, current_device, target_device
-from ejkernel.ops.device import KINDS, find_device
+from ejkernel.ops.device import DEVICES_BY_SHORT_NAME, find_device
 
 QUERY = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", DEVICES_BY_SHORT_NAME)
 def test_every_known_kind_can_be_named_and_described(name):
-    for device in (name, name.upper(), KINDS[name].kind, KINDS[name]):
+    for device in (name, name.upper(), DEVICES_BY_SHORT_NAME[name].kind, DEVICES_BY_SHORT_NAME[name]):
         with target_device(device):
-            assert current_device() == KINDS[name]
+            assert current_device() == DEVICES_BY_SHORT_NAME[name]
 
 
 def test_a_call_can_be_explained_for_a_named_kind():

@@ -195,7 +195,7 @@ def test_an_eager_call_under_an_autotune_policy_tunes_the_pair(use, x):
     assert ejkernel.explain(toy.toy, x).forward.tier == "heuristics"
     plan = make_plan(toy.OP, toy.ToyArguments(x=x), None, None, chain)
     record = toy.ToyArguments(x=x)
-    forward, backward = plan.pick_both(record, frozenset({"x"}))
+    forward, backward = plan.choose_both_passes(record, frozenset({"x"}))
     assert chain.known(plan.request(forward, record))
     assert chain.known(plan.request(backward, record))
 

@@ -9,7 +9,14 @@ import toy
 
 from ejkernel.modules.base import detect_platform
 from ejkernel.ops import DeviceInfo, evidence, explain, model, target_device
-from ejkernel.ops.evidence import Confirmation, EvidenceFile, EvidenceWarning, FamilyEvidence, Tally, trouble
+from ejkernel.ops.evidence import (
+    Confirmation,
+    EvidenceFile,
+    EvidenceWarning,
+    FamilyEvidence,
+    Tally,
+    not_confirmed_reason,
+)
 
 H200 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
 H100 = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H100 80GB HBM3", compute_capability=9.0)
@@ -25,7 +32,13 @@ def confirmation(tally=PASSED, *, device=H200, jax=f"{JAX}.77", at="2026-11-26",
 
 
 def forget():
-    caches = evidence.shipped, evidence._unconfirmed, evidence._confirmed, evidence._is_allowed, model._shipped_folder
+    caches = (
+        evidence.shipped,
+        evidence._unconfirmed_reason,
+        evidence._confirmed_text,
+        evidence._is_allowed,
+        model._shipped_folder,
+    )
     for cached in caches:
         cached.cache_clear()
 
@@ -132,8 +145,8 @@ def test_evidence_has_to_be_whole(ship, shipped, problem):
 )
 def test_an_operation_without_a_served_case_has_the_evidence_of_its_kin(kin, holds):
     found = FamilyEvidence(digest="d", operations={"toy": Tally(refused=9), "another": kin})
-    assert trouble(found, "toy") == ("" if holds else "no test of toy has run")
-    assert trouble(found, "unknown") == "no test of unknown has run"
+    assert not_confirmed_reason(found, "toy") == ("" if holds else "no test of toy has run")
+    assert not_confirmed_reason(found, "unknown") == "no test of unknown has run"
 
 
 def test_the_last_run_on_the_same_kind_of_device_counts(ship):
@@ -161,11 +174,11 @@ def test_summaries_say_what_is_known(ship):
     from ejkernel.ops.plugins import registry
 
     fast, xla = registry().implementations["toy"]
-    assert (evidence.in_words(fast, "toy"), evidence.in_words(xla, "toy")) == ("none", "none needed")
+    assert (evidence.evidence_in_words(fast, "toy"), evidence.evidence_in_words(xla, "toy")) == ("none", "none needed")
     bad = Tally(passed=9, failed={"test_value[a]": "wrong"})
     ship(confirmation(jax="0.11.2"), confirmation(bad, jax="0.12.0"), confirmation(jax="0.13.0", stale=True))
-    assert evidence.in_words(fast, "toy") == (
+    assert evidence.evidence_in_words(fast, "toy") == (
         "sm_90, jax 0.11.2; sm_90, jax 0.12.0 (1 of 10 tests of toy fail); "
         "sm_90, jax 0.13.0 (the sources have changed since)"
     )
-    assert [found.stale for found in evidence.summaries(fast, "toy")] == [False, False, True]
+    assert [found.stale for found in evidence.evidence_summaries(fast, "toy")] == [False, False, True]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.modules import flash_attention, operations
-from ejkernel.promotion import promoting, standard_promotion
+from ejkernel.promotion import standard_promotion, with_standard_promotion
 from ejkernel.quantization import dequantize, quantize
 from ejkernel_conformance.running import is_floating, leaves_by_name, with_gradients
 from ejkernel_conformance.subjects import abstract_args, abstract_record
@@ -77,7 +77,7 @@ def test_helpers_of_quantised_weights():
 def test_code_of_callers_keeps_their_settings():
     add = lambda: jnp.ones(3) + jnp.ones((2, 3))  # noqa: E731
     with jax.numpy_rank_promotion("raise"):
-        assert promoting(add)().shape == (2, 3)
+        assert with_standard_promotion(add)().shape == (2, 3)
         with standard_promotion():
             assert add().shape == (2, 3)
         with pytest.raises(ValueError, match="rank_promotion"):

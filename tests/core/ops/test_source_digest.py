@@ -52,7 +52,7 @@ def of_another_kernel():
     "../../csrc/common/ptx.cuh": "constexpr int kLanes = 32;\n",
     "../../csrc/common/of_another_handler.cuh": "constexpr int kStages = 2;\n",
 }
-CACHES = ("_parsed", "_read", "_is_module", "_cpp_root", "handlers")
+CACHES = ("_parse_module", "_read_definition", "_is_module", "_cpp_root", "ffi_handlers")
 
 
 def no_reasons(record):
@@ -149,7 +149,7 @@ def test_claims_count(digest):
 def test_every_kernel_of_this_repository_has_its_sources():
     found = {i.name: i for listed in registry().implementations.values() for i in listed if i.platform != "xla"}
     for implementation in found.values():
-        closure = module._Closure(implementation.forward.partition(".")[0])
+        closure = module._SourceClosure(implementation.forward.partition(".")[0])
         closure.add(*implementation.forward.split(":"))
         assert len(closure.texts) > 3, implementation.name
         if implementation.platform == "cuda" and implementation.name != "cudnn":

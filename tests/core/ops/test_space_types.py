@@ -23,7 +23,7 @@ from ejkernel.ops import (
     StoreWarning,
     overlay_cache,
 )
-from ejkernel.ops.config.table import Entry, as_part
+from ejkernel.ops.config.table import Entry, entry_config_part
 from ejkernel.ops.params import given_values
 
 PARTS = {
@@ -110,14 +110,14 @@ def test_a_public_field_sets_all_fields_of_fields_that_it_stands_for(loops):
     found = loops.completed(LOOPS, BwdParams(q_blocksize=4), "backward")
     assert found == TwoLoops(dkv=Loop(rows=4, stages=2), dq=Loop(rows=4, stages=2))
     assert loops.unread(BwdParams(q_blocksize=4, kv_blocksize=4), "backward") == ["kv_blocksize"]
-    assert loops.shown(ToyConfig, found, "backward") == BwdParams(q_blocksize=4, num_stages=2)
-    assert loops.shown(ToyConfig, LOOPS, "backward") == LOOPS
+    assert loops.part_in_public_fields(ToyConfig, found, "backward") == BwdParams(q_blocksize=4, num_stages=2)
+    assert loops.part_in_public_fields(ToyConfig, LOOPS, "backward") == LOOPS
 
 
 def test_fields_of_fields_come_back_from_a_store_and_strange_ones_are_damage():
     entry = Entry({"dkv": {"rows": 8, "stages": 2}, "dq": {"rows": 16, "stages": 2}}, 1.0)
-    assert as_part(entry, TwoLoops, "there") == LOOPS
+    assert entry_config_part(entry, TwoLoops, "there") == LOOPS
     strange = Entry({**entry.config, "dq": {"rows": 16, "stages": 2, "warps": 4}}, 1.0)
     with pytest.warns(StoreWarning, match=r"no field dq\.warps"):
-        assert as_part(strange, TwoLoops, "there") is None
+        assert entry_config_part(strange, TwoLoops, "there") is None
     assert given_values(LOOPS) == "dkv.rows=8, dkv.stages=2, dq.rows=16, dq.stages=2"

@@ -8,7 +8,7 @@ from ejkernel.ops import Requires
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.toolchain import lacking, split_requirement
+from ejkernel.ops.toolchain import missing_module_reason, split_requirement
 
 JAX = importlib.metadata.version("jax")
 
@@ -16,21 +16,21 @@ JAX = importlib.metadata.version("jax")
 @pytest.fixture(autouse=True)
 def forgetful():
     """Nobody remembers what was installed."""
-    lacking.cache_clear()
+    missing_module_reason.cache_clear()
     yield
-    lacking.cache_clear()
+    missing_module_reason.cache_clear()
 
 
 def test_a_module_that_is_too_new_or_too_old_is_named_with_its_version_and_the_wanted_ones():
-    assert lacking("jax") is None
-    assert lacking("jax>=0.10") is None
-    assert lacking("jax>=0.1,<0.2") == f"module jax {JAX} is installed, needs >=0.1,<0.2"
-    assert lacking("jax>=99") == f"module jax {JAX} is installed, needs >=99"
+    assert missing_module_reason("jax") is None
+    assert missing_module_reason("jax>=0.10") is None
+    assert missing_module_reason("jax>=0.1,<0.2") == f"module jax {JAX} is installed, needs >=0.1,<0.2"
+    assert missing_module_reason("jax>=99") == f"module jax {JAX} is installed, needs >=99"
 
 
 def test_a_module_that_is_missing_is_named():
-    assert lacking("no_such_module") == "module no_such_module is not installed"
-    assert lacking("no_such_module>=2,<3") == "module no_such_module is not installed, needs >=2,<3"
+    assert missing_module_reason("no_such_module") == "module no_such_module is not installed"
+    assert missing_module_reason("no_such_module>=2,<3") == "module no_such_module is not installed, needs >=2,<3"
 
 
 def test_the_next_jax_refuses_kernels_that_reach_into_it_and_leaves_xla(monkeypatch):
@@ -38,7 +38,9 @@ def test_the_next_jax_refuses_kernels_that_reach_into_it_and_leaves_xla(monkeypa
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.13.0" if name == "jax" else real(name))
     needs = {one.name: one.requires.modules for one in registry().implementations["flash_attention"]}
     for name in ("triton", "mosaic_gpu", "mosaic_tpu"):
-        assert "module jax 0.13.0 is installed, needs >=0.10,<0.13" in [lacking(module) for module in needs[name]]
+        assert "module jax 0.13.0 is installed, needs >=0.10,<0.13" in [
+            missing_module_reason(module) for module in needs[name]
+        ]
     assert needs["xla"] == ()
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ejkernel.ops.declarations import object_problem, problems, wrong_declarations
+from ejkernel.ops.declarations import declaration_errors, object_problem, wrong_declarations
 from ejkernel.ops.plugins import registry
 from ejkernel_xla.segment_pooling import IMPLEMENTATIONS
 
@@ -49,13 +49,13 @@ def with_requires(**changes):
     ],
 )
 def test_a_name_that_does_not_exist_is_found(implementation, sentence):
-    (found,) = problems(implementation, FAMILY)
+    (found,) = declaration_errors(implementation, FAMILY)
     assert sentence in found
 
 
 def test_requirements_of_the_backward_pass_are_checked_too():
     wrong = dataclasses.replace(GOOD, backward_requires=dataclasses.replace(GOOD.requires, dtypes=frozenset({"fp16"})))
-    (found,) = problems(wrong, FAMILY)
+    (found,) = declaration_errors(wrong, FAMILY)
     assert "backward_requires.dtypes: there is no dtype 'fp16'" in found
 
 

@@ -47,7 +47,7 @@ class Guard:
 
     def begin_test(self) -> None:
         """Notes the state before the fixtures of a test, and of a file, change it."""
-        self._registry = list(plugins.loaded)
+        self._registry = list(plugins.loaded_registries)
         if not self._in_file:
             self._in_file = True
             self._variables, self._options = _variables(), dict(jax.config.values)
@@ -59,7 +59,7 @@ class Guard:
         Args:
             ends_file: Whether fixtures of the file are torn down, too.
         """
-        plugins.loaded[:] = self._registry
+        plugins.loaded_registries[:] = self._registry
         if not ends_file or not self._in_file:
             return
         self._in_file = False

@@ -14,7 +14,7 @@ from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing,
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
@@ -153,7 +153,7 @@ def test_entries_have_the_tiles_that_were_measured():
     lines = []
     for key, entry in decode(file.read_bytes()).items():
         direction, kind = (key.split(" | ")[n] for n in (2, 5))
-        fields = dataclasses.asdict(as_part(entry, types[direction], key)) | {"band": config.GROUP_M}
+        fields = dataclasses.asdict(entry_config_part(entry, types[direction], key)) | {"band": config.GROUP_M}
         lines.append(f"{direction} {kind}: {json.dumps(fields, sort_keys=True)} {entry.seconds}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
     assert digest == "797c1e44a304c7d281290379f4a551c59a8a5ca75cf6f9654e392b3f3830b6f9"

@@ -16,7 +16,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.key import schema_hash
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel_triton import ahead, launch
@@ -57,7 +57,7 @@ def test_entries_are_of_this_version(file):
         part = implementation(file.stem, name).config.forward
         assert (op.partition("@")[0], direction, core) == (file.stem, "both", "shipped")
         assert (device.replace(" ", "_"), schema) == (file.parent.name, schema_hash(part))
-        assert as_part(entry, part, key) is not None
+        assert entry_config_part(entry, part, key) is not None
 
 
 def test_entries_have_the_tiles_that_were_measured():
@@ -66,7 +66,7 @@ def test_entries_have_the_tiles_that_were_measured():
     lines: list[str] = []
     for key, entry in decode(file.read_bytes()).items():
         direction, kind = (key.split(" | ")[n] for n in (2, 5))
-        part = dataclasses.asdict(as_part(entry, implementation(file.stem, "triton").config.forward, key))
+        part = dataclasses.asdict(entry_config_part(entry, implementation(file.stem, "triton").config.forward, key))
         fields = {THEN.get(name, name): value for name, value in part.items()} | FROZEN
         lines.append(f"{direction} {kind}: {json.dumps(fields, sort_keys=True)} {entry.seconds}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
@@ -92,7 +92,7 @@ def test_the_kernels_fit_the_chip_and_spill_nothing():
     kernels, record = implementation("gated_linear_attention", "triton"), record_of()
     (file,) = (file for file in FILES if file.stem == "gated_linear_attention")
     ((key, entry),) = decode(file.read_bytes()).items()
-    part = as_part(entry, kernels.config.forward, key)
+    part = entry_config_part(entry, kernels.config.forward, key)
     wanted = ("query", "key", "value", "decay")
 
     def both(record):

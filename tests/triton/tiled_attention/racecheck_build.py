@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
@@ -174,7 +174,7 @@ def from_table():
     found = {}
     for key, entry in decode(table.read_bytes()).items():
         direction, kind = key.split(" | ")[2], key.split(" | ")[5]
-        part = as_part(entry, config.TritonForward if direction == "forward" else config.TritonBackward, key)
+        part = entry_config_part(entry, config.TritonForward if direction == "forward" else config.TritonBackward, key)
         bits, size = int(kind.split()[0]), int(kind.split()[2].split("x")[0])
         found.setdefault((bits, size), {}).setdefault(direction, {})[part] = None
     for (bits, size), parts in found.items():

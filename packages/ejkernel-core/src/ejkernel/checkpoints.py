@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel import _compat
 from ejkernel.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD, pack, unpack
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Column n of the eight columns of a word is in nibble `AWQ_ORDER[n]` of the word."""
@@ -25,7 +25,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 MatmulArguments = dict[str, Any]
 
 
-@promoting
+@with_standard_promotion
 def from_gptq(
     qweight: jax.Array,
     qzeros: jax.Array,
@@ -62,7 +62,7 @@ def from_gptq(
     return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
 
-@promoting
+@with_standard_promotion
 def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> MatmulArguments:
     """Returns arguments for a layer of AWQ's GEMM version, 4 bits (Lin et al. 2023, arXiv:2306.00978).
 
@@ -81,7 +81,7 @@ def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Matmul
     return _matmul_arguments(pack(codes, 4), stored, mode="affine", bits=4, group_size=group)
 
 
-@promoting
+@with_standard_promotion
 def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) -> MatmulArguments:
     """Returns arguments for a layer in a format of compressed-tensors, which the names of its tensors tell.
 
@@ -125,7 +125,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
     return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
 
-@promoting
+@with_standard_promotion
 def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> MatmulArguments:
     """Returns arguments for weights in mxfp4, as GPT-OSS and OCP's specification have them.
 
@@ -143,7 +143,7 @@ def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> MatmulArguments:
     return _matmul_arguments(words, {"scales": scales}, mode="mxfp4", bits=4, group_size=group)
 
 
-@promoting
+@with_standard_promotion
 def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.Array | None = None) -> MatmulArguments:
     """Returns arguments for weights in nvfp4, as ModelOpt stores them; compressed-tensors stores 1 / weight_scale_2.
 
@@ -165,7 +165,7 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
     return _matmul_arguments(words, stored, mode="nvfp4", bits=4, group_size=group)
 
 
-@promoting
+@with_standard_promotion
 def from_fp8_blocks(
     weight: jax.Array, weight_scale_inv: jax.Array, *, block: tuple[int, int] = (128, 128)
 ) -> MatmulArguments:

@@ -22,16 +22,16 @@ def standard_promotion() -> contextlib.AbstractContextManager[Any]:
     dtypes = config.jax_numpy_dtype_promotion
     if config.jax_numpy_rank_promotion == "allow" and getattr(dtypes, "value", dtypes) == "standard":
         return _NO_CONTEXT
-    return _entered()
+    return _standard_promotion_context()
 
 
 @contextlib.contextmanager
-def _entered() -> Any:
+def _standard_promotion_context() -> Any:
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
-def promoting(function: Function) -> Function:
+def with_standard_promotion(function: Function) -> Function:
     """Runs a function in `standard_promotion`: a public one, or a rule of `jax.custom_vjp`, which JAX calls later."""
 
     @functools.wraps(function)

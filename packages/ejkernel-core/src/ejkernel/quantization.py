@@ -33,8 +33,8 @@ from ejkernel.planning.quantized_formats import (
     pack,
     with_row_group_size,
 )
-from ejkernel.promotion import promoting
-from ejkernel.renamed import also_called
+from ejkernel.promotion import with_standard_promotion
+from ejkernel.renamed import accept_older_names
 
 __all__ = [
     "MODES",
@@ -53,12 +53,12 @@ __all__ = [
 # `ejkernel.quantization.quantized_array` is an old import path below this module, which therefore has to be a package.
 __path__: list[str] = []
 
-Quantized = tuple[jax.Array, ...]
+QuantizedArrays = tuple[jax.Array, ...]
 """Words and scales; with affine codes their zeros, with nvfp4 and nvfp8 the tensor scale."""
 
 
-@also_called(runtime_config="scale_dtype")
-@promoting
+@accept_older_names(runtime_config="scale_dtype")
+@with_standard_promotion
 def quantize(
     w: jax.Array,
     group_size: int | None = None,
@@ -66,7 +66,7 @@ def quantize(
     mode: Mode = "affine",
     axis: str = "row",
     scale_dtype: Any = None,
-) -> Quantized:
+) -> QuantizedArrays:
     """Quantises weights and packs their codes.
 
     A weight comes back with an error of at most half a step between codes (a whole one, where rounding up would leave
@@ -111,11 +111,11 @@ def quantize(
             f"wants {name} in multiples of group_size {form.group_size}"
         )
     _check_values(rows, form, dtype)
-    return _quantized(rows, form, dtype)
+    return _quantize_rows(rows, form, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantized(rows: jax.Array, form: Format, dtype: Any) -> Quantized:
+def _quantize_rows(rows: jax.Array, form: Format, dtype: Any) -> QuantizedArrays:
     encoded = encode(rows, form, dtype)
     optional = (encoded.zeros, encoded.tensor_scale)
     return pack(encoded.codes, form.bits), encoded.scales, *(array for array in optional if array is not None)
@@ -135,7 +135,7 @@ def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
     """Refuses weights that are not finite or need scales that `dtype` cannot hold, where values can be read."""
     if _compat.is_tracer(rows) or not rows.is_fully_addressable or not rows.size:
         return
-    finite, largest = jax.device_get(_seen(rows, form, dtype))
+    finite, largest = jax.device_get(_finite_and_largest_scale(rows, form, dtype))
     if not finite:
         raise ValueError("w: got values that are not finite in float32, wants finite weights")
     if not form.integers and form.mode != "fp8":
@@ -148,7 +148,7 @@ def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Array | int]:
+def _finite_and_largest_scale(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Array | int]:
     """Returns whether all weights are finite, and the largest scale that affine codes need."""
     values = rows.astype(jnp.float32)
     groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
@@ -157,8 +157,8 @@ def _seen(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Arr
     return jnp.isfinite(values).all(), largest
 
 
-@also_called(w_q="packed", runtime_config="dtype")
-@promoting
+@accept_older_names(w_q="packed", runtime_config="dtype")
+@with_standard_promotion
 def dequantize(
     packed: jax.Array,
     scales: jax.Array,
@@ -201,7 +201,7 @@ def dequantize(
 _decode = jax.jit(decode, static_argnums=3)
 
 
-@also_called(runtime_config="scale_dtype")
+@accept_older_names(runtime_config="scale_dtype")
 def prepack_quantized_weights(
     w: jax.Array,
     group_size: int | None = None,
@@ -210,7 +210,7 @@ def prepack_quantized_weights(
     transpose: bool = True,
     axis: str | None = None,
     scale_dtype: Any = None,
-) -> Quantized:
+) -> QuantizedArrays:
     """Calls `quantize` with the axis as a truth value: `transpose=True` is "row", False is "col". If `axis` is given,
     it is used instead.
 

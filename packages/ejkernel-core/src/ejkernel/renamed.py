@@ -7,14 +7,14 @@ from typing import Any, TypeVar, cast
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def also_called(**names: str) -> Callable[[Function], Function]:
+def accept_older_names(**names: str) -> Callable[[Function], Function]:
     """Lets keyword arguments of a function be given by older names.
 
     Args:
         **names: Older name -> name.
     """
 
-    def known(function: Function) -> Function:
+    def with_older_names(function: Function) -> Function:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **current_names(run, kwargs))
@@ -22,7 +22,7 @@ def also_called(**names: str) -> Callable[[Function], Function]:
         run.__dict__["also_called"] = names
         return cast(Function, run)
 
-    return known
+    return with_older_names
 
 
 def current_names(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

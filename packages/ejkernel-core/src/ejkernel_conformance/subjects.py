@@ -144,7 +144,9 @@ def refusal(
         grad_fields = differentiable_fields(subject.op.family, record) if direction == "backward" else NONE
     returns_lse = subject.op.returns_residual_lse(abstract_args(subject.case))
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), returns_lse=returns_lse)
-    choice = plan.pick_both(record, grad_fields)[1] if direction == "backward" else plan.pick(record, direction)
+    choice = (
+        plan.choose_both_passes(record, grad_fields)[1] if direction == "backward" else plan.pick(record, direction)
+    )
     if choice.implementation is not None:
         return ""
     return "; ".join(f"{v.implementation.name}: {', '.join(v.reasons)}" for v in choice.verdicts)

@@ -1,6 +1,6 @@
 """Says why TPUs have no kernel for a family, or for some of its operations, for the support matrix."""
 
-REASONS = {
+REASONS_WITHOUT_TPU_KERNEL = {
     "attention_weights": (
         "the weights of all pairs are an output, and writing them takes more of the memory's time than computing "
         "them; `flash_attention` has a kernel, without weights"

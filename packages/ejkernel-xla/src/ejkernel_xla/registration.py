@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
 from ejkernel.types.arguments import optional_fields
-from ejkernel_xla.no_tpu_kernel import REASONS
+from ejkernel_xla.no_tpu_kernel import REASONS_WITHOUT_TPU_KERNEL
 
-FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 def xla_implementation(
@@ -16,7 +16,7 @@ def xla_implementation(
     handles: Iterable[str] | None = None,
     gradients: Iterable[str] | None = None,
     backward: bool = True,
-    dtypes: frozenset[str] = FLOATS,
+    dtypes: frozenset[str] = FLOAT_DTYPES,
     symbolic: bool = True,
 ) -> Implementation:
     """Returns an implementation for every device, with the passes of the family's folder here.
@@ -45,5 +45,7 @@ def xla_implementation(
             devices=frozenset({"cpu", "gpu", "tpu"}), symbolic=symbolic, dtypes=dtypes, handles=frozenset(handles)
         ),
         config=config,
-        instead_of_kernel={"tpu": REASONS[family.name]} if family.name in REASONS else {},
+        instead_of_kernel={"tpu": REASONS_WITHOUT_TPU_KERNEL[family.name]}
+        if family.name in REASONS_WITHOUT_TPU_KERNEL
+        else {},
     )

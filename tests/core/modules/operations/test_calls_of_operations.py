@@ -10,7 +10,7 @@ import pytest
 from ejkernel.modules import flash_attention, operations
 from ejkernel.ops import explain
 from ejkernel.ops.model import CALL_OPTIONS
-from ejkernel.ops.operation import OPTIONS, complete_docstring
+from ejkernel.ops.operation import CALL_OPTIONS_DOC, complete_docstring
 
 EVERY = pytest.mark.parametrize("op", operations.OPS, ids=lambda op: op.name)
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
@@ -36,7 +36,7 @@ def test_an_argument_is_documented_once_and_call_options_in_one_text(op):
         if line[4:5].strip() and ":" in line
     ]
     assert documented == list(inspect.signature(op.function).parameters)
-    assert OPTIONS.rstrip() in text
+    assert CALL_OPTIONS_DOC.rstrip() in text
 
 
 def test_names_and_positions_mean_the_same():

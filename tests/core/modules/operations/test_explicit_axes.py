@@ -18,7 +18,7 @@ from ejkernel.ops.call import call
 from ejkernel.ops.config.policy import AutotunePolicy
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.sharding import letters_of
+from ejkernel.ops.sharding import axis_letters_of
 from ejkernel_conformance.checks import public_arguments
 from ejkernel_conformance.running import differentiable_inputs
 from ejkernel_conformance.subjects import inputs
@@ -34,7 +34,7 @@ def mesh():
 
 def splits(op, args):
     """By argument, the spec that splits the batch, or else rows, heads or channels, if they are even."""
-    letters = letters_of(op, args)
+    letters = axis_letters_of(op, args)
     axes = letters.arguments
     shapes = {name: jnp.shape(getattr(args, name)) for name in axes if hasattr(getattr(args, name), "shape")}
     given = {name: axes[name].split() for name, shape in shapes.items() if len(shape) == len(axes[name].split())}

@@ -89,7 +89,7 @@ def test_a_kernel_refuses_both_modes_by_name(monkeypatch):
     kernel = __import__("dataclasses").replace(xla, name="some_kernel", platform="triton")
 
     def run(x):
-        return second.refusing("flash_attention", kernel, jnp.sin, x)
+        return second.run_refusing_derivatives("flash_attention", kernel, jnp.sin, x)
 
     for derive in (jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
         with pytest.raises(NotImplementedError, match="no second derivative by some_kernel"):

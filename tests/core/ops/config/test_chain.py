@@ -49,7 +49,7 @@ def shipping(use, tmp_path, monkeypatch):
         forget()
 
     def forget() -> None:
-        table._shipped.cache_clear()
+        table._shipped_table.cache_clear()
         model._shipped_folder.cache_clear()
 
     yield ship

@@ -54,7 +54,7 @@ def test_no_entry_of_the_cache_is_lost():
 def test_the_generation_counts_every_change_of_an_answer_in_use():
     cache = ConfigCache()
     for number in range(THREADS):
-        cache.answered(key(number), tile(1))
+        cache.note_selected_part(key(number), tile(1))
 
     together(lambda number: cache.put(key(number), tile(2)))
 
@@ -65,11 +65,11 @@ def test_the_generation_counts_every_change_of_an_answer_in_use():
     ("steps", "generation"),
     [
         ([("put", 1)], 0),
-        ([("answered", 1), ("put", 1)], 0),
-        ([("answered", 1), ("put", 2)], 1),
-        ([("answered", 1), ("put", 2), ("put", 2)], 1),
-        ([("answered", 1), ("put", 2), ("answered", 2), ("put", 1)], 2),
-        ([("put", 2), ("answered", 1)], 1),  # a thread was answered just before another stored
+        ([("note_selected_part", 1), ("put", 1)], 0),
+        ([("note_selected_part", 1), ("put", 2)], 1),
+        ([("note_selected_part", 1), ("put", 2), ("put", 2)], 1),
+        ([("note_selected_part", 1), ("put", 2), ("note_selected_part", 2), ("put", 1)], 2),
+        ([("put", 2), ("note_selected_part", 1)], 1),  # a thread was answered just before another stored
     ],
 )
 def test_compiled_calls_are_abandoned_only_when_their_answer_changed(steps, generation):

@@ -9,25 +9,25 @@ import toy
 from toy import toy as call
 
 from ejkernel.ops import AutotunePolicy, ConfigSelectorChain, NoConfigError, policy_override
-from ejkernel.ops.config.policy import effective
+from ejkernel.ops.config.policy import effective_policy
 
 
 def test_overrides_nest_field_by_field():
     base = AutotunePolicy()
     with policy_override(allow_heuristics=False):
         with policy_override(cache_miss_fallback="autotune"):
-            assert effective(base) == AutotunePolicy(allow_heuristics=False, cache_miss_fallback="autotune")
+            assert effective_policy(base) == AutotunePolicy(allow_heuristics=False, cache_miss_fallback="autotune")
         with policy_override(allow_heuristics=True):
-            assert effective(base) == base
-        assert effective(base) == AutotunePolicy(allow_heuristics=False)
-    assert effective(base) is base
+            assert effective_policy(base) == base
+        assert effective_policy(base) == AutotunePolicy(allow_heuristics=False)
+    assert effective_policy(base) is base
 
 
 def test_an_override_changes_no_policy_object():
     base = AutotunePolicy()
     before = dataclasses.asdict(base)
     with policy_override(allow_heuristics=False):
-        effective(base)
+        effective_policy(base)
 
     assert dataclasses.asdict(base) == before
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -83,7 +83,7 @@ def test_threads_do_not_see_each_others_overrides():
         for _ in range(50):
             with policy_override(cache_miss_fallback=fallback):
                 barrier.wait()
-                seen.setdefault(number, set()).add(effective(AutotunePolicy()).cache_miss_fallback)
+                seen.setdefault(number, set()).add(effective_policy(AutotunePolicy()).cache_miss_fallback)
 
     threads = [threading.Thread(target=work, args=(("autotune", "heuristics")[i % 2], i)) for i in range(4)]
     for thread in threads:
@@ -108,7 +108,7 @@ def test_an_override_of_one_chain_leaves_the_others_alone(x):
     mine, other = ConfigSelectorChain(), ConfigSelectorChain()
 
     def both(field):
-        return tuple(getattr(effective(chain.policy, chain), field) for chain in (mine, other))
+        return tuple(getattr(effective_policy(chain.policy, chain), field) for chain in (mine, other))
 
     with policy_override(mine, allow_heuristics=False):
         assert both("allow_heuristics") == (False, True)

@@ -104,7 +104,7 @@ def race(monkeypatch):
             tuner_module._Contender(part=name, run=functools.partial(call, name, *np.atleast_1d(took)), alone=False)
             for name, took in seconds.items()
         ]
-        Tuner(warmup_iterations=0, **options)._race(contenders, lambda step: None)
+        Tuner(warmup_iterations=0, **options)._measure_interleaved(contenders, lambda step: None)
         return order[len(seconds) :], [contender.measurement() for contender in contenders]
 
     return run
@@ -136,7 +136,7 @@ def test_a_sample_of_short_calls_is_many_of_them(race):
 
 def test_no_sample_is_endless(race):
     order, _ = race({"a": 0.0}, timing_iterations=1)
-    assert len(order) == 1 + tuner_module.MOST
+    assert len(order) == 1 + tuner_module.MAX_CALLS_PER_SAMPLE
 
 
 def test_candidates_that_do_not_run_lose_to_those_that_do(use, x, monkeypatch):

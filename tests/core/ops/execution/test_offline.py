@@ -179,7 +179,7 @@ def test_progress_over_the_calls_is_shown_when_asked(plain, x, tuning, capsys):
 
 
 def test_too_many_calls_are_not_dropped_silently(plain, x, chain, monkeypatch):
-    monkeypatch.setattr(recording, "LIMIT", 1)
+    monkeypatch.setattr(recording, "MAX_RECORDED_CALLS", 1)
     with record_calls():
         call(x, chain=chain)
         with pytest.warns(recording.RecordingWarning, match="no more will be"):

@@ -11,7 +11,7 @@ from ejkernel.modules import flash_attention, scaled_dot_product_attention
 from ejkernel.modules.operations.flash_attention import OP, FlashAttentionArguments
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel_pallas.gpu.tiled_attention import config, implementations
 from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
@@ -31,7 +31,10 @@ def test_kernels_can_have_the_tiles_of_every_entry():
     assert {key.split(" | ")[2] for key in entries} == set(PARTS)
     for key, entry in entries.items():
         direction, kind = (key.split(" | ")[n] for n in (2, 5))
-        spec, part = make_spec(record(int(kind.split("x")[1].split()[0]))), as_part(entry, PARTS[direction], key)
+        spec, part = (
+            make_spec(record(int(kind.split("x")[1].split()[0]))),
+            entry_config_part(entry, PARTS[direction], key),
+        )
         (config.forward_tile if direction == "forward" else config.backward_tile)(part, spec)
 
 
@@ -44,7 +47,7 @@ def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, l
     request = Request(op=OP, implementation=implementation, direction=direction, device=H200, record=call)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1].startswith(source)
-    assert selection.part == request.completed(selection.part)
+    assert selection.part == request.complete_with_heuristic(selection.part)
 
 
 def test_entries_have_the_tiles_that_were_measured():
@@ -52,7 +55,7 @@ def test_entries_have_the_tiles_that_were_measured():
     lines: list[str] = []
     for key, entry in decode(TABLE.read_bytes()).items():
         direction, kind = (key.split(" | ")[n] for n in (2, 5))
-        part = as_part(entry, PARTS[direction], key)
+        part = entry_config_part(entry, PARTS[direction], key)
         tile = f"{part.block_q} {part.block_kv} {part.stages}"
         lines.append(f"{direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

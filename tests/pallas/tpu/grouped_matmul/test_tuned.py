@@ -11,7 +11,7 @@ from ejkernel.modules.operations.grouped_matmul import OP, GroupedMatmulArgument
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.key import schema_hash
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.tpu.grouped_matmul import implementations
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
@@ -28,7 +28,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
         _, implementation, _, device, schema, _, _ = key.split(" | ")
         assert (implementation, device.replace(" ", "_")) == ("mosaic_tpu", file.parent.name)
         assert schema == schema_hash(TpuMatmul)
-        fit_blocks_to_arrays(blocks_of(as_part(entry, TpuMatmul, key)), 2**20, 2**20)
+        fit_blocks_to_arrays(blocks_of(entry_config_part(entry, TpuMatmul, key)), 2**20, 2**20)
 
 
 # On v7x no tiles are faster forward than those of the rule, so that its table has no entry.
@@ -51,7 +51,7 @@ def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
     request = Request(op=OP, implementation=implementation, direction=direction, device=device, record=record)
     selection = ConfigSelectorChain().choose(request)
     assert selection.trail[-1] == "heuristics: predicted and not measured, shipped table"
-    assert selection.part == request.completed(selection.part)
+    assert selection.part == request.complete_with_heuristic(selection.part)
 
 
 def test_entries_have_the_tiles_that_were_predicted():
@@ -60,7 +60,7 @@ def test_entries_have_the_tiles_that_were_predicted():
     for file in FILES:
         for key, entry in decode(file.read_bytes()).items():
             device, direction, kind = (key.split(" | ")[n] for n in (3, 2, 5))
-            part = as_part(entry, TpuMatmul, key)
+            part = entry_config_part(entry, TpuMatmul, key)
             tile = f"{part.block_m} {part.block_k} {part.block_n}"
             lines.append(f"{device} {direction} {kind}: {tile} {entry.seconds} {entry.measured_at}")
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -10,7 +10,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.flash_attention import OP
 from ejkernel.ops import ConfigSelectorChain
 from ejkernel.ops.config.selection import Request
-from ejkernel.ops.config.table import as_part, decode
+from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.tpu.profile import CHIPS
 from ejkernel_pallas.tpu.tiled_attention import config, implementations
@@ -35,7 +35,7 @@ def chosen(chip, made, direction):
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[chip].kind)
     request = Request(op=OP, implementation=FLASH, direction=direction, device=device, record=made)
     selection = ConfigSelectorChain().choose(request)
-    return request.completed(selection.part), selection.trail[-1]
+    return request.complete_with_heuristic(selection.part), selection.trail[-1]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
@@ -43,7 +43,7 @@ def test_kernels_can_have_the_tiles_of_every_entry(file):
     assert file.parent.name in {chip.kind.replace(" ", "_") for chip in CHIPS.values()}
     for key, entry in decode(file.read_bytes()).items():
         direction = key.split(" | ")[2]
-        part = as_part(entry, PARTS[direction], key)
+        part = entry_config_part(entry, PARTS[direction], key)
         blocks = [forward_blocks(part)] if direction == "forward" else backward_blocks(part)
         for found in blocks:
             made = make_spec(record(4096, causal=True), found)
@@ -85,7 +85,7 @@ def test_entries_have_the_tiles_that_were_predicted():
     for file in FILES:
         for key, entry in decode(file.read_bytes()).items():
             device, direction, kind = (key.split(" | ")[n] for n in (3, 2, 5))
-            part = as_part(entry, PARTS[direction], key)
+            part = entry_config_part(entry, PARTS[direction], key)
             if direction == "forward":
                 sizes = (part.block_q, part.block_kv, part.chunk_q, part.chunk_kv)
             else:

@@ -14,8 +14,16 @@ from ejkernel.cli.as_json import JSON_OPTION, print_json
 from ejkernel.cli.tables import format_milliseconds, open_console, print_table
 from ejkernel.cli.times import parse_time, read_time
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.table import DAMAGED, Entry, OtherFormatError, Table, decode, encode, leaves
-from ejkernel.ops.json_text import malformed
+from ejkernel.ops.config.table import (
+    DAMAGED_TABLE_ERRORS,
+    Entry,
+    OtherFormatError,
+    Table,
+    decode,
+    encode,
+    flattened_fields,
+)
+from ejkernel.ops.json_text import json_error
 from ejkernel.ops.plugins import registry
 from ejkernel.suggestion import did_you_mean
 
@@ -277,8 +285,8 @@ def read_table(path: Path) -> Mapping[str, Entry]:
         raise click.ClickException(f"{path} cannot be read: {error}") from error
     try:
         return decode(data)
-    except DAMAGED as error:
-        reason = malformed(data) or str(error)
+    except DAMAGED_TABLE_ERRORS as error:
+        reason = json_error(data) or str(error)
         raise click.ClickException(f"{path} is not a table of configurations: {reason}") from error
     except OtherFormatError as error:
         raise click.ClickException(f"{path} {error}") from error
@@ -324,7 +332,7 @@ def _plain(key: str, entry: Entry) -> dict[str, Any]:
 
 def _entry_row(key: str, entry: Entry) -> tuple[str, ...]:
     parts = key.split(" | ")
-    config = "\n".join(f"{name}={value}" for name, value in leaves(entry.config) if value is not None)
+    config = "\n".join(f"{name}={value}" for name, value in flattened_fields(entry.config) if value is not None)
     about = ("", "", key)
     if len(parts) == NUM_KEY_PARTS:
         op, implementation, direction, device, _, call, _ = parts

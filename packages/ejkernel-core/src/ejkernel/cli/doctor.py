@@ -22,7 +22,7 @@ from ejkernel.ops.declarations import wrong_declarations
 from ejkernel.ops.device import DeviceInfo, device_info
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import Plugin, Registry, registry
-from ejkernel.ops.toolchain import lacking, split_requirement
+from ejkernel.ops.toolchain import missing_module_reason, split_requirement
 
 
 @click.command()
@@ -113,7 +113,7 @@ def _implementation_to_dict(implementation: Implementation, devices_here: set[De
         "devices": sorted(requires.devices),
         "device_here": any(requires.devices & device.names for device in devices_here),
         "modules": list(requires.modules),
-        "missing": [sentence for sentence in map(lacking, requires.modules) if sentence],
+        "missing": [sentence for sentence in map(missing_module_reason, requires.modules) if sentence],
     }
 
 
@@ -196,7 +196,7 @@ def _print_operations(out: Console, registered: Registry, devices_here: set[Devi
 def _implementation_row(implementation: Implementation, devices_here: set[DeviceInfo]) -> tuple[object, ...]:
     requires = implementation.requires
     serves = any(requires.devices & device.names for device in devices_here)
-    missing = any(map(lacking, requires.modules))
+    missing = any(map(missing_module_reason, requires.modules))
     toolchain = ", ".join(map(_module_status, requires.modules)) or "none needed"
     return (
         implementation.name,
@@ -211,7 +211,7 @@ def _implementation_row(implementation: Implementation, devices_here: set[Device
 def _module_status(needed: str) -> str:
     """Names a module, and says if it is missing or has another version."""
     name, versions = split_requirement(needed)
-    sentence = lacking(needed)
+    sentence = missing_module_reason(needed)
     if sentence is None:
         return name
     return f"{name} (missing)" if sentence.startswith(f"module {name} is not") else f"{name} (needs {versions})"

@@ -75,7 +75,7 @@ def _operation_to_dict(op: Op, implementations: tuple[Implementation, ...], note
             {
                 "name": one.name,
                 **{label: describe(one) for label, describe in IMPLEMENTATION_FACTS.items()},
-                "evidence": [msgspec.to_builtins(summary) for summary in evidence.summaries(one, op.name)],
+                "evidence": [msgspec.to_builtins(summary) for summary in evidence.evidence_summaries(one, op.name)],
                 "priority": one.usual_rank,
                 "backward": one.backward is not None,
                 "fields": {name: _field_support(op.family, one, name) for name in names},
@@ -137,7 +137,7 @@ def _operation_section(op: Op, implementations: tuple[Implementation, ...], note
     yield from (f"Note: {note}.\n" for note in notes)
     rows = [(label, *map(describe, implementations)) for label, describe in IMPLEMENTATION_FACTS.items()]
     rows = [row for row in rows if any(row[1:])]
-    rows.append(("evidence", *(evidence.in_words(one, op.name) for one in implementations)))
+    rows.append(("evidence", *(evidence.evidence_in_words(one, op.name) for one in implementations)))
     rows += [
         (_field_label(op, name), *(_field_support(op.family, one, name) for one in implementations))
         for name in distinguishing_fields(op, implementations)

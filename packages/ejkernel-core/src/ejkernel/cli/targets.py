@@ -4,7 +4,7 @@ import importlib.metadata
 
 import click
 
-from ejkernel.ops.device import KINDS, DeviceInfo, find_device
+from ejkernel.ops.device import DEVICES_BY_SHORT_NAME, DeviceInfo, find_device
 from ejkernel.ops.execution.target import GROUP, Target
 from ejkernel.suggestion import did_you_mean
 
@@ -37,7 +37,7 @@ def find_device_to_explain(name: str) -> DeviceInfo:
     try:
         return find_device(name)
     except ValueError:
-        known = [*KINDS, *(target for target in targets if target not in KINDS)]
+        known = [*DEVICES_BY_SHORT_NAME, *(target for target in targets if target not in DEVICES_BY_SHORT_NAME)]
         message = f"--target: got {name!r}, there are {', '.join(known)}{did_you_mean(name, known)}"
         raise click.UsageError("; ".join([message, *problems])) from None
 

@@ -97,7 +97,7 @@ def _confirmed_kernels(
             others[_reason_without_counts(reason)][one.name] += 1
         else:
             confirmed[one.name] += 1
-    words = ", ".join(f"{name} {versions[name]}" for name in evidence.SHOWN if name in versions)
+    words = ", ".join(f"{name} {versions[name]}" for name in evidence.MODULES_SHOWN if name in versions)
     return ConfirmedKernels(
         what, chip, words, dict(confirmed), {reason: dict(names) for reason, names in others.items()}
     )
@@ -110,7 +110,7 @@ def _refusal_reason(one: Implementation, versions: Mapping[str, str]) -> str:
     for needed in one.requires.modules:
         module, accepted = split_requirement(needed)
         version = versions.get(module)
-        if version is None and module in evidence.SHOWN:
+        if version is None and module in evidence.MODULES_SHOWN:
             return f"module {module} is not installed"
         if version is not None and not SpecifierSet(accepted).contains(version, prereleases=True):
             return f"{module} {version} is refused, needs {accepted}"

@@ -34,7 +34,7 @@ from ejkernel.ops import (
     stable_json,
     vmap_with_config,
 )
-from ejkernel.ops.execution.custom_kernel import overridden
+from ejkernel.ops.execution.custom_kernel import overrides_method
 from ejkernel.ops.execution.kernel import Cfg, Out
 
 __all__ = [
@@ -112,7 +112,7 @@ def platform_method(
     """Returns the kernel's method of this name that is most specific; None if its class defines none."""
     names = [f"{method_name}_{context}_{platform}", f"{method_name}_{context}"] if context else []
     names += [f"{method_name}_{platform}", method_name]
-    return next((getattr(k, name) for name in names if overridden(k, name)), None)
+    return next((getattr(k, name) for name in names if overrides_method(k, name)), None)
 
 
 def has_custom_vjp(k: Kernel[Any, Any], platform: str | None = None, context: str | None = None) -> bool:

@@ -20,7 +20,7 @@ from ejkernel.compat.sample_inputs import random_blocks, varlen_input_helper
 from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import rounded
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 __all__ = [
     "assert_close",
@@ -182,7 +182,7 @@ def generate_block_indices(
     return jnp.repeat(jnp.where(blocks == num_query_blocks, -1, blocks), size, axis=1)
 
 
-@also_called(mesh_axis="axis_dims")
+@accept_older_names(mesh_axis="axis_dims")
 def make_mesh(
     axis_dims: Sequence[int] = (1, -1, 1, 1),
     axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"),

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from ejkernel.planning import token_shards
 from ejkernel.planning.token_shards import PackedBorders, TokenShards, Transitions
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import array_fields
 
 TOKENS_PER_SUM = 128
@@ -153,7 +153,7 @@ def run_on_token_shard(
         return (read, final), (record, kept, pull)
 
     backward = functools.partial(_backward, rule, shards)
-    call.defvjp(promoting(forward), promoting(backward), symbolic_zeros=True)
+    call.defvjp(with_standard_promotion(forward), with_standard_promotion(backward), symbolic_zeros=True)
     return call(record)
 
 

@@ -7,13 +7,13 @@ first used, and with it only the operation it belongs to.
 import importlib
 from typing import Any
 
-from ejkernel.modules.exports import home, public_names
+from ejkernel.modules.exports import defining_module, public_names
 
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return public_names()
-    module = home(name)
+    module = defining_module(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module), name)

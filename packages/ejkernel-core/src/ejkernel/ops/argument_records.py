@@ -14,7 +14,7 @@ from ejkernel.ops.model import CALL_OPTIONS
 from ejkernel.types import MaskInfo
 from ejkernel.types.arguments import arguments, static
 
-TREES = (jax.Array, AbstractArray, MaskInfo)
+FIELD_TREE_TYPES = (jax.Array, AbstractArray, MaskInfo)
 """The types of arguments that are children of the record's pytree: arrays, and `MaskInfo`, which holds arrays."""
 
 
@@ -64,4 +64,4 @@ def holds_arrays(annotation: Any) -> bool:
     inner = typing.get_args(annotation)
     if inner:
         return any(map(holds_arrays, inner))
-    return isinstance(annotation, type) and issubclass(annotation, TREES)
+    return isinstance(annotation, type) and issubclass(annotation, FIELD_TREE_TYPES)

@@ -9,25 +9,25 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ejkernel import _compat
 from ejkernel.ops import recording, tuning, values
-from ejkernel.ops.callers import callers
+from ejkernel.ops.callers import caller_arguments
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
-from ejkernel.ops.isolation import SENTENCE, sequences_isolated
+from ejkernel.ops.isolation import NOT_ISOLATED_NOTE, sequences_isolated
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig, Platform
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_enabled
-from ejkernel.ops.sharding import record_on_shard, sharded, specs_of_types
-from ejkernel.ops.suspicions import suspicions
+from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_of_types
+from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.types.arguments import array_fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class CallSettings:
     """How a call is to be carried out; everything here is part of the jit cache key."""
 
     plan: CallPlan
@@ -80,16 +80,16 @@ def call(
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
-    if plan.tunes_on_miss and not _traced(args) and _placed(plan.op, args, mesh, specs)[0] is None:
+    if plan.tunes_on_miss and not _traced(args) and _mesh_and_specs(plan.op, args, mesh, specs)[0] is None:
         tuning.tune_missing(plan, args)
-    options = Options(plan, mesh, specs, out_specs, chain.cache.generation)
-    outer = callers.set(args)
+    options = CallSettings(plan, mesh, specs, out_specs, chain.cache.generation)
+    outer = caller_arguments.set(args)
     try:
         return _compiled(options, args)
     except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
-        raise _explained(op, args, error) from error
+        raise _explain_jax_error(op, args, error) from error
     finally:
-        callers.reset(outer)
+        caller_arguments.reset(outer)
 
 
 def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSelectorChain) -> CallPlan:
@@ -121,7 +121,7 @@ def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
     isolate = plan.op.family.isolate
     if isolate is None or plan.isolates or plan.op.padding_only or not isolate.concerns(record):
         return ()
-    return (SENTENCE,)
+    return (NOT_ISOLATED_NOTE,)
 
 
 def decide(op: Op, args: Any, **options: Any) -> Decision:
@@ -133,58 +133,58 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
         **options: As for `call`. Under a mesh the decision is the one made for a shard.
     """
     chain = options.get("chain") or default_chain()
-    op, args, options = op.routed(args, options)
+    op, args, options = op.routed_call(args, options)
     plan = make_plan(op, args, options.get("platform"), options.get("cfg"), chain)
     mesh, in_specs, out_specs = (options.get(name) for name in ("mesh", "in_specs", "out_specs"))
     _check_mesh(mesh, in_specs, out_specs)
     op = plan.op
     decisions: list[Decision] = []
 
-    def note(record: Any) -> Any:
+    def note_record(record: Any) -> Any:
         grad_fields = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
-        notes = (*forward.notes, *suspicions(op, args), *isolation_notes(plan, record))
+        notes = (*forward.notes, *suspicious_argument_warnings(op, args), *isolation_notes(plan, record))
         forward = dataclasses.replace(forward, notes=notes)
-        first, backward = plan.pick_both(record, grad_fields)
+        first, backward = plan.choose_both_passes(record, grad_fields)
         other = first.implementation not in (None, forward.implementation)
         decisions.append(
             Decision(
                 forward=forward,
-                backward=plan.configured(backward, record),
-                differentiated=plan.configured(first, record) if other else None,
+                backward=plan.choice_with_config(backward, record),
+                differentiated=plan.choice_with_config(first, record) if other else None,
             )
         )
         return record
 
-    def trace(args: Any) -> Any:
+    def trace_call(args: Any) -> Any:
         op.validate(args)
-        placed, specs = _placed(op, args, mesh, in_specs)
+        placed, specs = _mesh_and_specs(op, args, mesh, in_specs)
         if placed is not None:
-            return record_on_shard(op, args, placed, _as_specs(specs), out_specs, note)
-        return note(op.lower(args))
+            return record_on_shard(op, args, placed, _as_specs(specs), out_specs, note_record)
+        return note_record(op.lower(args))
 
-    outer = callers.set(args)
+    outer = caller_arguments.set(args)
     try:
-        jax.eval_shape(trace, args)
+        jax.eval_shape(trace_call, args)
     finally:
-        callers.reset(outer)
+        caller_arguments.reset(outer)
     return decisions[0]
 
 
 # Not inlined: an eager `jax.grad` would run the backward pass outside of `jit`, and compile its loops in every call.
 @functools.partial(jax.jit, static_argnums=0)
-def _compiled(options: Options, args: Any) -> Any:
+def _compiled(options: CallSettings, args: Any) -> Any:
     plan = options.plan
     plan.op.validate(args)
-    mesh, specs = _placed(plan.op, args, options.mesh, options.in_specs)
-    recording.note(plan, args, mesh, specs)
+    mesh, specs = _mesh_and_specs(plan.op, args, options.mesh, options.in_specs)
+    recording.record_call(plan, args, mesh, specs)
     run = functools.partial(differentiable_call, plan)
     if mesh is not None:
-        return sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
+        return run_sharded(plan.op, args, mesh, specs or (), options.out_specs, run)
     return plan.op.finish(args, run(plan.op.lower(args)))
 
 
-def _placed(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
+def _mesh_and_specs(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
     """Returns the mesh and the specs of a call: its own or, where it has none, those of its arrays' types."""
     return (mesh, in_specs) if mesh is not None else specs_of_types(op, args)
 
@@ -220,7 +220,7 @@ def _traced(args: Any) -> bool:
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
 
 
-def _explained(op: Op, args: Any, error: Exception) -> Exception:
+def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
     """Returns an error of JAX in words about the call: forward-mode derivatives, symbolic dimensions, unhashable
     values.
     """
@@ -235,14 +235,14 @@ def _explained(op: Op, args: Any, error: Exception) -> Exception:
             f"{op.name}: the chosen kernels need sizes that are numbers, got symbolic dimensions in {shapes}: export a "
             "program for every size"
         )
-    return _unhashable(op, args, error)
+    return _name_unhashable_argument(op, args, error)
 
 
 def _is_symbolic(value: Any) -> bool:
     return not all(isinstance(size, int) for size in getattr(value, "shape", ()))
 
 
-def _unhashable(op: Op, args: Any, error: Exception) -> Exception:
+def _name_unhashable_argument(op: Op, args: Any, error: Exception) -> Exception:
     """Names the argument that should have been a plain Python value; any other error stays as it was."""
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)

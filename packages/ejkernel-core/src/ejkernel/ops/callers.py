@@ -11,7 +11,7 @@ import jax
 
 from ejkernel import _compat
 
-callers: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_callers", default=None)
+caller_arguments: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel_callers", default=None)
 """The argument record of the call that is being carried out; None outside of calls."""
 
 
@@ -21,5 +21,5 @@ def passed_tracer(value: Any) -> bool:
     """
     if not _compat.is_tracer(value):
         return False
-    args = callers.get()
+    args = caller_arguments.get()
     return args is None or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from ejkernel.ops.json_text import line_number, malformed
+from ejkernel.ops.json_text import json_error, line_number
 from ejkernel.ops.model import Op
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.recording import RecordedCall, get_recorded
@@ -62,7 +62,7 @@ def save_recorded(path: str | os.PathLike[str], calls: Iterable[RecordedCall] | 
     Raises:
         ValueError: A call has an argument that cannot be written, such as a function.
     """
-    written = [_written(call) for call in (get_recorded() if calls is None else calls)]
+    written = [_call_to_json(call) for call in (get_recorded() if calls is None else calls)]
     data = msgspec.json.format(msgspec.json.encode({"calls": written}), indent=1)
     Path(path).write_bytes(data + b"\n")
     return len(written)
@@ -76,11 +76,11 @@ def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
         OSError: The file cannot be read.
     """
     data = Path(path).read_bytes()
-    problem = malformed(data)
+    problem = json_error(data)
     if problem is not None:
         raise ValueError(f"{path}, {problem}")
     try:
-        calls = msgspec.json.decode(data, type=_File).calls
+        calls = msgspec.json.decode(data, type=_ParsedFile).calls
     except msgspec.ValidationError as error:
         raise ValueError(f'{path}: wants {{"calls": [...]}}; {error}') from error
     written: list[WrittenCall] = []
@@ -89,22 +89,22 @@ def read_calls(path: str | os.PathLike[str]) -> list[WrittenCall]:
         start = data.index(text, end)
         end = start + len(text)
         try:
-            written.append(_read(msgspec.json.decode(text)))
+            written.append(_call_from_json(msgspec.json.decode(text)))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}, line {line_number(data, start)}: call {number}: {error}") from error
     return written
 
 
-class _File(msgspec.Struct):
+class _ParsedFile(msgspec.Struct):
     """A file of calls; the text of a call is kept, so that an error can name its line."""
 
     calls: list[msgspec.Raw]
 
 
-def _written(call: RecordedCall) -> dict[str, Any]:
+def _call_to_json(call: RecordedCall) -> dict[str, Any]:
     op: Op = call.plan.op
     values = {f.name: getattr(call.args, f.name) for f in dataclasses.fields(call.args)}
-    arguments = {n: _encoded(f"{op.name}: {n}", v) for n, v in values.items() if v is not None}
+    arguments = {n: _value_to_json(f"{op.name}: {n}", v) for n, v in values.items() if v is not None}
     entry: dict[str, Any] = {"op": op.name, "arguments": arguments}
     if call.plan.platform not in (None, "auto"):
         entry["platform"] = call.plan.platform
@@ -114,16 +114,16 @@ def _written(call: RecordedCall) -> dict[str, Any]:
     return entry
 
 
-def _encoded(name: str, value: Any) -> Any:
+def _value_to_json(name: str, value: Any) -> Any:
     """Returns a value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
         items: Iterable[Any] = value
-        return [_encoded(name, item) for item in items]
+        return [_value_to_json(name, item) for item in items]
     if isinstance(value, MaskInfo):
         leaves, fixed = value.tree_flatten_with_keys()
-        return {"mask_info": [_encoded(name, leaf) for _, leaf in leaves], "fixed": list(fixed)}
+        return {"mask_info": [_value_to_json(name, leaf) for _, leaf in leaves], "fixed": list(fixed)}
     if isinstance(value, jax.lax.Precision):
         return {"precision": value.name}
     if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
@@ -137,17 +137,17 @@ def _encoded(name: str, value: Any) -> Any:
     raise ValueError(f"{name}: got a {type(value).__name__}, which cannot be written to a file of calls")
 
 
-def _read(call: Any) -> WrittenCall:
+def _call_from_json(call: Any) -> WrittenCall:
     _check_keys(call)
     op = registry().op(call["op"])
-    args = _arguments(op, {name: _decoded(value) for name, value in call["arguments"].items()})
+    args = _argument_record(op, {name: _value_from_json(value) for name, value in call["arguments"].items()})
     sizes, specs = call.get("mesh"), call.get("in_specs")
     return WrittenCall(
         op=op,
         args=args,
         platform=call.get("platform"),
         mesh=None if sizes is None else AbstractMesh(tuple(sizes.values()), tuple(sizes)),
-        in_specs=None if specs is None else tuple(map(_spec, specs)),
+        in_specs=None if specs is None else tuple(map(_spec_from_json, specs)),
     )
 
 
@@ -156,13 +156,13 @@ def _check_keys(call: Any) -> None:
     if not isinstance(call, dict):
         raise ValueError(f"got {call!r}, wants an object with the keys op and arguments")
     named: dict[str, Any] = call
-    for name, kinds, words in _KEYS:
+    for name, kinds, words in _CALL_KEYS:
         value = named.get(name)
         if not isinstance(value, kinds):
             raise ValueError(f"{name}: got {value!r}, wants {words}")
 
 
-def _arguments(op: Op, values: dict[str, Any]) -> Any:
+def _argument_record(op: Op, values: dict[str, Any]) -> Any:
     """Returns the argument record of a call, validated."""
     fields = dataclasses.fields(op.arguments)
     known = [f.name for f in fields]
@@ -178,26 +178,26 @@ def _arguments(op: Op, values: dict[str, Any]) -> Any:
     return args
 
 
-def _spec(entries: Any) -> Any:
+def _spec_from_json(entries: Any) -> Any:
     return None if entries is None else PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
 
 
-def _decoded(value: Any) -> Any:
+def _value_from_json(value: Any) -> Any:
     if isinstance(value, list):
         items: list[Any] = value
-        return tuple(_decoded(item) for item in items)
+        return tuple(_value_from_json(item) for item in items)
     if isinstance(value, str):
-        return _array(value)
+        return _shape_from_text(value)
     if not isinstance(value, dict):
         return value
     named: dict[str, Any] = value
-    for word, decode in _WORDS.items():
+    for word, decode in _TAGGED_VALUE_READERS.items():
         if word in named:
             return decode(named)
-    raise ValueError(f"got {named}, wants one of {', '.join(_WORDS)}")
+    raise ValueError(f"got {named}, wants one of {', '.join(_TAGGED_VALUE_READERS)}")
 
 
-def _array(text: str) -> Any:
+def _shape_from_text(text: str) -> Any:
     """Returns a shape such as `1,64,2,16:bfloat16`, or `:int32` for a scalar; any other text is itself."""
     sizes, colon, dtype = text.rpartition(":")
     parts = sizes.split(",") if sizes else []
@@ -206,20 +206,20 @@ def _array(text: str) -> Any:
     return jax.ShapeDtypeStruct(tuple(map(int, parts)), jnp.dtype(dtype))
 
 
-def _mask(value: dict[str, Any]) -> MaskInfo:
-    leaves = tuple(_decoded(leaf) for leaf in value["mask_info"])
+def _mask_info_from_json(value: dict[str, Any]) -> MaskInfo:
+    leaves = tuple(_value_from_json(leaf) for leaf in value["mask_info"])
     return MaskInfo.tree_unflatten(tuple(tuple(x) if isinstance(x, list) else x for x in value["fixed"]), leaves)
 
 
-_KEYS: tuple[tuple[str, Any, str], ...] = (
+_CALL_KEYS: tuple[tuple[str, Any, str], ...] = (
     ("op", str, "the name of an operation"),
     ("arguments", dict, "an object of the arguments by name"),
     ("platform", (str, type(None)), "the name of a platform"),
     ("mesh", (dict, type(None)), "an object of sizes by the name of the axis"),
     ("in_specs", (list, type(None)), "a list of partition specs"),
 )
-_WORDS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
-    "mask_info": _mask,
+_TAGGED_VALUE_READERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
+    "mask_info": _mask_info_from_json,
     "precision": lambda value: jax.lax.Precision[value["precision"]],
     "dtype": lambda value: jnp.dtype(value["dtype"]),
 }

@@ -90,7 +90,7 @@ class Tpu:
         return self.bandwidth / self.cores
 
 
-_GPUS = (
+_GPU_ROWS = (
     # target, product, architecture, multiprocessors, KiB of shared memory of each, MiB of L2, bytes per second
     Gpu("sm_80", "A100", "ampere", 108, 164 * KIBI, 40 * MEBI, 2039e9),
     Gpu("sm_86", "RTX A6000", "ampere", 84, 100 * KIBI, 6 * MEBI, 768e9),
@@ -104,17 +104,17 @@ _GPUS = (
     # Registers are vector registers: of 64 lanes, in 32-bit words a lane.
     Gpu("gfx942", "MI300X", "cdna3", 304, 64 * KIBI, 32 * MEBI, 5300e9, registers=128 * KIBI),
 )
-GPUS = {gpu.target: gpu for gpu in _GPUS}
+GPUS = {gpu.target: gpu for gpu in _GPU_ROWS}
 """GPUs by target."""
 
-_TPUS = (
+_TPU_ROWS = (
     # name, kind, clock, operations, bytes of HBM and of a link a second, matrix units and VMEM of a core, cores
     Tpu("v5e", "TPU v5 lite", 1.50e9, 197e12, 819e9, 400e9 / 2 / 4, 4, 128 * MEBI),
     Tpu("v5p", "TPU v5", 1.75e9, 459e12, 2765e9, 1200e9 / 2 / 6, 4, 64 * MEBI, cores=2),
     Tpu("v6e", "TPU v6 lite", 1.75e9, 918e12, 1640e9, 800e9 / 2 / 4, 2, 128 * MEBI),
     Tpu("v7x", "TPU7x", 2.20e9, 2307e12 / 2, 7380e9 / 2, 1200e9 / 2 / 6, 2, 64 * MEBI),
 )
-TPUS = {tpu.name: tpu for tpu in _TPUS}
+TPUS = {tpu.name: tpu for tpu in _TPU_ROWS}
 """TPUs by short name."""
 
 

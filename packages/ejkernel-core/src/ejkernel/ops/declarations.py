@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation, Requires
 from ejkernel.ops.plugins import Registry
-from ejkernel.ops.toolchain import lacking
+from ejkernel.ops.toolchain import missing_module_reason
 from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import optional_fields
 
-DEVICES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
+DEVICE_NAMES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
 PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handle in addition to record fields
 
 
@@ -29,16 +29,16 @@ def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
     for (op, name), plugin in registry.providers.items():
         implementation = next(one for one in registry.implementations[op] if one.name == name)
         sentences = by_plugin.setdefault(plugin, [])
-        for problem in problems(implementation, families[implementation.family]):
+        for problem in declaration_errors(implementation, families[implementation.family]):
             sentence = f"implementation {name!r} of {implementation.family}: {problem}"
             if sentence not in sentences:
                 sentences.append(sentence)
     return {plugin: sentences for plugin, sentences in by_plugin.items() if sentences}
 
 
-def problems(implementation: Implementation, family: Family) -> Iterator[str]:
+def declaration_errors(implementation: Implementation, family: Family) -> Iterator[str]:
     """Yields an error message for each name that an implementation declares and that does not exist."""
-    yield from _unknown("gradients", implementation.gradients, family.differentiable)
+    yield from _unknown_name_errors("gradients", implementation.gradients, family.differentiable)
     for field in ("requires", "backward_requires"):
         requires: Requires | None = getattr(implementation, field)
         if requires is not None:
@@ -54,20 +54,20 @@ def problems(implementation: Implementation, family: Family) -> Iterator[str]:
 
 def _requirement_problems(field: str, requires: Requires, family: Family) -> Iterator[str]:
     optional = set(optional_fields(family.record)) | PULLBACK_PIECES
-    yield from _unknown(f"{field}.handles", requires.handles, optional)
-    yield from _unknown(f"{field}.devices", requires.devices, DEVICES)
+    yield from _unknown_name_errors(f"{field}.handles", requires.handles, optional)
+    yield from _unknown_name_errors(f"{field}.devices", requires.devices, DEVICE_NAMES)
     for dtype in sorted(requires.dtypes):
         reason = _dtype_problem(dtype)
         if reason:
             yield f"{field}.dtypes: {reason}"
     for module in requires.modules:
         try:
-            lacking(module)
+            missing_module_reason(module)
         except ValueError as error:
             yield f"{field}.{error}" if str(error).startswith("modules") else f"{field}.modules: {error}"
 
 
-def _unknown(field: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
+def _unknown_name_errors(field: str, names: Iterable[str], known: Iterable[str]) -> Iterator[str]:
     known = sorted(known)
     for name in sorted(set(names) - set(known)):
         yield f"{field}: there is no {name!r}{did_you_mean(name, known) or '; there are ' + ', '.join(known)}"
@@ -134,4 +134,4 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _top_level(block)
 
 
-__all__ = ["object_problem", "problems", "wrong_declarations"]
+__all__ = ["declaration_errors", "object_problem", "wrong_declarations"]

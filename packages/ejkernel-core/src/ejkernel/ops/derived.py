@@ -17,7 +17,7 @@ from jaxtyping import AbstractArray
 from ejkernel.ops.params import BaseOperationConfig
 
 
-def config_of(function: Callable[..., Any]) -> type[BaseOperationConfig]:
+def config_class_of(function: Callable[..., Any]) -> type[BaseOperationConfig]:
     """Returns the configuration class that the annotation of `cfg` names first."""
     annotation = inspect.signature(function, eval_str=True).parameters["cfg"].annotation
     for option in typing.get_args(annotation) or (annotation,):
@@ -35,7 +35,7 @@ def axes_of(function: Callable[..., Any], other: Mapping[str, str]) -> dict[str,
     """
     letters: dict[str, str] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        axes = other.get(name, next(_shapes(parameter.annotation), None))
+        axes = other.get(name, next(_shape_annotations(parameter.annotation), None))
         if parameter.kind is parameter.KEYWORD_ONLY or axes is None:
             continue
         if name not in other and any(len(axis) != 1 or not axis.isalpha() for axis in axes.split()):
@@ -51,13 +51,15 @@ def _arrays(annotation: Any) -> Iterator[type[AbstractArray]]:
             yield option
 
 
-def _shapes(annotation: Any) -> Iterator[str]:
+def _shape_annotations(annotation: Any) -> Iterator[str]:
     """Yields the shapes of an annotation of arrays, without the marks of axes that are broadcast."""
     for option in _arrays(annotation):
         yield option.dim_str.replace("#", "").strip()
 
 
-def cases_of(function: Callable[..., Any], fields: Iterable[str], cases: tuple[Any, ...]) -> tuple[Any, ...]:
+def cases_of_uncovered_arrays(
+    function: Callable[..., Any], fields: Iterable[str], cases: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Returns a case for every optional floating array of the family that no case is about.
 
     Such a case is the first one that is about no optional field, with normal numbers in the shape that the annotation
@@ -79,7 +81,7 @@ def cases_of(function: Callable[..., Any], fields: Iterable[str], cases: tuple[A
     for name in names:
         axes = optional.get(name)
         if axes is not None and set(axes) <= known:
-            make = functools.partial(_with_array, plain.make, required, name, axes)
+            make = functools.partial(_record_with_array, plain.make, required, name, axes)
             derived.append(dataclasses.replace(plain, name=f"{name} alone", make=make, exercises=frozenset({name})))
     return tuple(derived)
 
@@ -97,7 +99,7 @@ def _shapes_of_arrays(function: Callable[..., Any]) -> tuple[dict[str, list[str]
     return required, optional
 
 
-def _with_array(make: Callable[[Any], Any], required: Any, name: str, axes: list[str], key: jax.Array) -> Any:
+def _record_with_array(make: Callable[[Any], Any], required: Any, name: str, axes: list[str], key: jax.Array) -> Any:
     """Returns the record of a case with one more array of normal numbers, whose sizes follow from the others'."""
     record = make(key)
     sizes: dict[str, int] = {}

@@ -46,7 +46,7 @@ def _tpu(kind: str) -> DeviceInfo:
     return DeviceInfo(platform="tpu", vendor="google", kind=kind)
 
 
-KINDS: dict[str, DeviceInfo] = {
+DEVICES_BY_SHORT_NAME: dict[str, DeviceInfo] = {
     "a100": _nvidia("A100-SXM4-80GB", 8.0),
     "h100": _nvidia("H100 80GB HBM3", 9.0),
     "h200": _nvidia("H200", 9.0),
@@ -60,43 +60,44 @@ KINDS: dict[str, DeviceInfo] = {
 }
 """Devices that `target_device` accepts by a short name."""
 
-VENDORS = {"cpu": frozenset({""}), "gpu": frozenset({"nvidia", "amd"}), "tpu": frozenset({"google"})}
+VENDORS_BY_PLATFORM = {"cpu": frozenset({""}), "gpu": frozenset({"nvidia", "amd"}), "tpu": frozenset({"google"})}
 
 
 def find_device(device: Any) -> DeviceInfo:
     """Returns the device that a short name or a device kind means, or a `DeviceInfo` itself if its fields fit together.
 
     Args:
-        device: A key of `KINDS`, the `kind` of one of its values, or a description of any other device.
+        device: A key of `DEVICES_BY_SHORT_NAME`, the `kind` of one of its values, or a description of any other device.
 
     Raises:
         ValueError: There is no such kind, or the description contradicts itself.
     """
     if isinstance(device, str):
-        by_name = KINDS | {info.kind: info for info in KINDS.values()}
+        by_name = DEVICES_BY_SHORT_NAME | {info.kind: info for info in DEVICES_BY_SHORT_NAME.values()}
         match = by_name.get(device) or by_name.get(device.casefold())
         if match is None:
             raise ValueError(
-                f"device: got {device!r}, wants one of {', '.join(KINDS)}, or a DeviceInfo for another device"
+                f"device: got {device!r}, wants one of {', '.join(DEVICES_BY_SHORT_NAME)}, "
+                f"or a DeviceInfo for another device"
                 f"{did_you_mean(device, by_name)}"
             )
         return match
     if not isinstance(device, DeviceInfo):
-        raise ValueError(f"device: got {device!r}, wants a DeviceInfo or one of {', '.join(KINDS)}")
-    reason = next(_contradictions(device), None)
+        raise ValueError(f"device: got {device!r}, wants a DeviceInfo or one of {', '.join(DEVICES_BY_SHORT_NAME)}")
+    reason = next(_description_errors(device), None)
     if reason is not None:
-        raise ValueError(f"device: got {device!r}, {reason}; known kinds are {', '.join(KINDS)}")
+        raise ValueError(f"device: got {device!r}, {reason}; known kinds are {', '.join(DEVICES_BY_SHORT_NAME)}")
     return device
 
 
-def _contradictions(device: DeviceInfo) -> Generator[str]:
+def _description_errors(device: DeviceInfo) -> Generator[str]:
     """Yields what is wrong with the description of a device; the engine would not match such a device
     with any kernel.
     """
-    if device.platform not in VENDORS:
-        yield f"whose platform is not one of {', '.join(VENDORS)}"
-    elif device.vendor not in VENDORS[device.platform]:
-        vendors = " or ".join(sorted(map(repr, VENDORS[device.platform])))
+    if device.platform not in VENDORS_BY_PLATFORM:
+        yield f"whose platform is not one of {', '.join(VENDORS_BY_PLATFORM)}"
+    elif device.vendor not in VENDORS_BY_PLATFORM[device.platform]:
+        vendors = " or ".join(sorted(map(repr, VENDORS_BY_PLATFORM[device.platform])))
         yield f"whose vendor is not {vendors}, as it must be on platform {device.platform!r}"
     if device.vendor == "nvidia" and device.compute_capability is None:
         yield "which needs compute_capability=, for example 9.0, as every NVIDIA GPU does"
@@ -106,7 +107,7 @@ def _contradictions(device: DeviceInfo) -> Generator[str]:
 
 # Part of the key of every jitted function. Made at import, as the other contexts are: one that joins later makes JAX
 # trace everything again. It touches no device.
-_target: Any = jax.make_user_context(None)
+_target_context: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -117,19 +118,19 @@ def target_device(device: DeviceInfo | str) -> Generator[None]:
 
     Args:
         device: A short name such as `"h200"` or `"v6e"`, JAX's `device_kind` such as `"NVIDIA H200"`, or a
-            `DeviceInfo` for a device that `ejkernel.ops.device.KINDS` does not have.
+            `DeviceInfo` for a device that `ejkernel.ops.device.DEVICES_BY_SHORT_NAME` does not have.
 
     Raises:
         ValueError: There is no such kind, or the `DeviceInfo` contradicts itself; the message lists the kinds.
     """
-    with _target(find_device(device)):
+    with _target_context(find_device(device)):
         yield
 
 
 def current_device(array: Any = None) -> DeviceInfo:
     """Returns the device of a call: that of the `target_device` block, else that of `array`, else JAX's default."""
-    if _target.value is not None:
-        return _target.value
+    if _target_context.value is not None:
+        return _target_context.value
     if isinstance(array, jax.Array) and not _compat.is_tracer(array):
         return device_info(next(iter(array.sharding.device_set)))
     return device_info(_compat.default_device())

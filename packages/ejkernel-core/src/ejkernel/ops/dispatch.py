@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 from ejkernel.families.contract import Family
 from ejkernel.ops import evidence
-from ejkernel.ops.config.selection import foreign_part
+from ejkernel.ops.config.selection import foreign_part_reason
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op, Requires
 from ejkernel.ops.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.plugins import Plugin, registry
-from ejkernel.ops.toolchain import lacking
+from ejkernel.ops.toolchain import missing_module_reason
 from ejkernel.types.arguments import array_fields, non_default_fields
 
 Status = Literal["chosen", "usable", "refused"]
@@ -159,7 +159,7 @@ def choose(
         direction=direction,
         device=device,
         platform=platform,
-        verdicts=_with_first_chosen(sorted(verdicts, key=_order)),
+        verdicts=_with_first_chosen(sorted(verdicts, key=_order_of_choice_key)),
         failed_plugins=registered.failed,
         notes=tuple(sentence for (name, _), sentence in registered.renamed.items() if name == op.name),
     )
@@ -190,7 +190,7 @@ def _verdict(
     )
 
 
-def _order(verdict: Verdict) -> tuple[bool, int, str]:
+def _order_of_choice_key(verdict: Verdict) -> tuple[bool, int, str]:
     """Returns the key of the order of choice: evidence, then priority, then name."""
     # An unconfirmed kernel may be wrong on this device, so it comes after a slower one that is known to be right. The
     # name breaks ties: the order in which plugins load must not decide which kernel a call runs.
@@ -206,7 +206,7 @@ def _foreign_config(
     """
     direction = "both" if implementation.paired else direction
     part = None if cfg is None else cfg.part_of(direction)
-    foreign = None if part is None else foreign_part(op, implementation, part, direction)
+    foreign = None if part is None else foreign_part_reason(op, implementation, part, direction)
     return (f"cfg: {foreign}",) if foreign else ()
 
 
@@ -223,15 +223,17 @@ def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     forwards = {v.implementation.name: v for v in forward.verdicts}
     backwards = {v.implementation.name: v for v in backward.verdicts}
     unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
-    forward_verdicts = [_as_first(v, backwards, unpaired) for v in forward.verdicts]
+    forward_verdicts = [_verdict_before_backward(v, backwards, unpaired) for v in forward.verdicts]
     pair = _first_pair(forward_verdicts, backward)
     forward_verdicts = _with_first_chosen([_unless_pair(v, pair) for v in forward_verdicts])
     chosen = next((v.implementation for v in forward_verdicts if v.status == "chosen"), None)
-    second = [_as_second(v, forwards, chosen) for v in backward.verdicts]
+    second = [_verdict_after_forward(v, forwards, chosen) for v in backward.verdicts]
     if chosen is None or not chosen.paired:
         followers = _with_first_chosen(second)
     else:
-        same = [dataclasses.replace(v, status="chosen", remark=PAIRED) for v in second if v.implementation is chosen]
+        same = [
+            dataclasses.replace(v, status="chosen", remark=PAIRED_REMARK) for v in second if v.implementation is chosen
+        ]
         followers = tuple(same[0] if v.implementation is chosen else v for v in second)
     return dataclasses.replace(forward, verdicts=forward_verdicts), dataclasses.replace(backward, verdicts=followers)
 
@@ -257,7 +259,7 @@ def require_handles(choice: Choice, piece: str) -> Choice:
     return dataclasses.replace(choice, verdicts=_with_first_chosen(verdicts))
 
 
-PAIRED = "paired: serves both passes with one configuration"
+PAIRED_REMARK = "paired: serves both passes with one configuration"
 
 
 def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -266,14 +268,14 @@ def _with_first_chosen(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     return tuple(
         v
         if v.status == "refused"
-        else dataclasses.replace(v, status="chosen", remark=PAIRED if v.implementation.paired else "")
+        else dataclasses.replace(v, status="chosen", remark=PAIRED_REMARK if v.implementation.paired else "")
         if i == chosen
         else dataclasses.replace(v, status="usable")
         for i, v in enumerate(verdicts)
     )
 
 
-def _as_first(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
+def _verdict_before_backward(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
     """Returns the verdict on a forward pass if a backward pass has to follow it."""
     if verdict.status == "refused":
         return verdict
@@ -312,7 +314,7 @@ def _is_forward_only(verdict: Verdict) -> bool:
     return not verdict.implementation.paired and verdict.implementation.backward is None
 
 
-def _as_second(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
+def _verdict_after_forward(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
     """Returns the verdict on a backward pass, now that the forward pass is chosen."""
     implementation = verdict.implementation
     if verdict.status == "refused" or not implementation.paired or implementation is chosen:
@@ -374,7 +376,7 @@ def _hardware_refusals(
     reasons = []
     if not devices & device.names:
         reasons.append(f"needs {' or '.join(sorted(devices))}, this is {device.platform}")
-    reasons += filter(None, map(lacking, modules))
+    reasons += filter(None, map(missing_module_reason, modules))
     if capability is not None and device.compute_capability is not None and device.compute_capability < capability:
         reasons.append(f"needs compute capability {capability}, this is {device.compute_capability}")
     return tuple(reasons)

@@ -26,7 +26,7 @@ from ejkernel.ops.toolchain import split_requirement
 FORMAT = 1
 VARIABLE = "EJKERNEL_UNCONFIRMED"
 """With the value `allow` in the environment, dispatch goes by priority alone, evidence or not."""
-SHOWN = ("jax", "jax_triton", "triton")
+MODULES_SHOWN = ("jax", "jax_triton", "triton")
 """The versions that tell toolchains apart, in the order in which they are printed."""
 
 
@@ -108,7 +108,7 @@ class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def toolchain(self) -> str:
         """Returns the toolchain in words: `jax 0.11.2, triton 3.6.0`."""
-        return _in_words(self.versions, 3)
+        return _versions_in_words(self.versions, 3)
 
 
 class EvidenceFile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,7 +142,7 @@ def chip_of(device: DeviceInfo) -> str:
 
 def encode(file: EvidenceFile) -> bytes:
     """Returns an evidence file as text that people can read and compare, with its checksum."""
-    return msgspec.json.format(msgspec.json.encode(_sealed(file), order="sorted"), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(_with_checksum(file), order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> EvidenceFile:
@@ -154,12 +154,12 @@ def decode(data: bytes) -> EvidenceFile:
     file = msgspec.json.decode(data, type=EvidenceFile)
     if file.format != FORMAT:
         raise ValueError(f"has format {file.format}, this version reads {FORMAT}")
-    if _sealed(file).checksum != file.checksum:
+    if _with_checksum(file).checksum != file.checksum:
         raise ValueError("its checksum does not fit its content: evidence is written by runs, not by hand")
     return file
 
 
-def _sealed(file: EvidenceFile) -> EvidenceFile:
+def _with_checksum(file: EvidenceFile) -> EvidenceFile:
     content = msgspec.json.encode(msgspec.structs.replace(file, checksum=""), order="sorted")
     return msgspec.structs.replace(file, checksum=hashlib.sha256(content).hexdigest()[:16])
 
@@ -172,10 +172,10 @@ def shipped(folder: str, name: str) -> tuple[EvidenceFile, ...]:
         folder: `"package:folder"` from the implementation.
         name: Name of the implementation.
     """
-    return tuple(_read(folder, name))
+    return tuple(_read_evidence_files(folder, name))
 
 
-def _read(folder: str, name: str) -> Iterator[EvidenceFile]:
+def _read_evidence_files(folder: str, name: str) -> Iterator[EvidenceFile]:
     for file in evidence_files(folder):
         if file.name != f"{name}.json":
             continue
@@ -202,7 +202,7 @@ def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> 
         return ""
     if not implementation.requires.devices & device.names:  # it is refused there
         return ""
-    return _unconfirmed(implementation, op, device)
+    return _unconfirmed_reason(implementation, op, device)
 
 
 @functools.cache
@@ -211,7 +211,7 @@ def _is_allowed() -> bool:
 
 
 @functools.cache
-def _unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+def _unconfirmed_reason(implementation: Implementation, op: str, device: DeviceInfo) -> str:
     return unconfirmed_with(implementation, op, device, installed_versions(implementation.requires.modules))
 
 
@@ -219,15 +219,15 @@ def confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> st
     """Returns the device and toolchain where an implementation was confirmed; empty if evidence does not confirm it."""
     if implementation.evidence is None or device.platform != "gpu":
         return ""
-    return _confirmed(implementation, op, device)
+    return _confirmed_text(implementation, op, device)
 
 
 @functools.cache
-def _confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
+def _confirmed_text(implementation: Implementation, op: str, device: DeviceInfo) -> str:
     versions = installed_versions(implementation.requires.modules)
     if unconfirmed_with(implementation, op, device, versions):
         return ""
-    latest = _latest(implementation, device, versions)
+    latest = _latest_confirmation(implementation, device, versions)
     return "" if latest is None else f"confirmed on {latest.device} with {latest.toolchain}"
 
 
@@ -238,34 +238,36 @@ def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
     if not on_chip:
         return f"not confirmed on {chip}: no run of its tests there is known"
-    latest = _latest(implementation, device, versions)
+    latest = _latest_confirmation(implementation, device, versions)
     if latest is None:
-        needed = _needed(implementation, versions)
-        others = "; ".join(dict.fromkeys(_in_words(x.versions, 2, needed) for x in on_chip))
-        return f"not confirmed with {_in_words(needed, 2)} on {chip}, but with {others}"
-    problem = trouble(latest.families[family], op)
+        needed = _versions_needed(implementation, versions)
+        others = "; ".join(dict.fromkeys(_versions_in_words(x.versions, 2, needed) for x in on_chip))
+        return f"not confirmed with {_versions_in_words(needed, 2)} on {chip}, but with {others}"
+    problem = not_confirmed_reason(latest.families[family], op)
     return f"not confirmed on {latest.device} with {latest.toolchain}: {problem}" if problem else ""
 
 
-def _latest(implementation: Implementation, device: DeviceInfo, versions: Mapping[str, str]) -> Confirmation | None:
+def _latest_confirmation(
+    implementation: Implementation, device: DeviceInfo, versions: Mapping[str, str]
+) -> Confirmation | None:
     """Returns the last run with a toolchain on a chip, and on the same kind of device where there is one; None without
     any.
     """
-    chip, family, needed = chip_of(device), implementation.family, _needed(implementation, versions)
+    chip, family, needed = chip_of(device), implementation.family, _versions_needed(implementation, versions)
     files = shipped(implementation.evidence or "", implementation.name)
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
-    matching = [x for x in on_chip if _minor(x.versions, needed) == _minor(needed, needed)]
+    matching = [x for x in on_chip if _minor_versions(x.versions, needed) == _minor_versions(needed, needed)]
     same_kind = [x for x in matching if x.device == device.kind]
     return max(same_kind or matching, key=lambda x: x.at, default=None)
 
 
-def _needed(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
+def _versions_needed(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
     """Returns the versions of what an implementation needs, and of JAX."""
     names = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
     return {name: version for name, version in versions.items() if name in names}
 
 
-def trouble(results: FamilyEvidence, op: str) -> str:
+def not_confirmed_reason(results: FamilyEvidence, op: str) -> str:
     """Returns what keeps evidence from confirming an operation; empty where it does."""
     tally = results.operations.get(op, Tally())
     if results.stale:
@@ -313,12 +315,18 @@ class Summary(msgspec.Struct, frozen=True):
         return f"{self.chip}, {self.toolchain}" + (f" ({self.problem})" if self.problem else "")
 
 
-def summaries(implementation: Implementation, op: str) -> list[Summary]:
+def evidence_summaries(implementation: Implementation, op: str) -> list[Summary]:
     """Returns what is known of an operation of an implementation, of every chip and toolchain."""
     if implementation.evidence is None:
         return []
     return [
-        Summary(file.chip, one.device, one.toolchain, trouble(results, op), results.stale and not trouble(renewed, op))
+        Summary(
+            file.chip,
+            one.device,
+            one.toolchain,
+            not_confirmed_reason(results, op),
+            results.stale and not not_confirmed_reason(renewed, op),
+        )
         for file in shipped(implementation.evidence, implementation.name)
         for one in file.confirmations
         if (results := one.families.get(implementation.family)) is not None and op in results.operations
@@ -326,11 +334,11 @@ def summaries(implementation: Implementation, op: str) -> list[Summary]:
     ]
 
 
-def in_words(implementation: Implementation, op: str) -> str:
+def evidence_in_words(implementation: Implementation, op: str) -> str:
     """Returns what is known of an operation of an implementation, in words."""
     if implementation.evidence is None:
         return "none needed"
-    text = "; ".join(map(str, summaries(implementation, op)))
+    text = "; ".join(map(str, evidence_summaries(implementation, op)))
     if "tpu" not in implementation.requires.devices:
         return text or "none"
     interpreted = f"interpreted on a CPU ({text.replace('tpu, ', '')})" if text else "interpreted on a CPU in CI"
@@ -340,24 +348,24 @@ def in_words(implementation: Implementation, op: str) -> str:
 def installed_versions(modules: Iterable[str]) -> dict[str, str]:
     """Returns the installed versions of what an implementation needs, and of JAX, by module."""
     names = dict.fromkeys(["jax", *(split_requirement(needed)[0] for needed in modules)])
-    versions = {name: _installed(name) for name in names}
+    versions = {name: _installed_version(name) for name in names}
     return {name: version for name, version in versions.items() if version}
 
 
 @functools.cache
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None
 
 
-def _minor(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+def _minor_versions(versions: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Returns the major and minor versions of some modules."""
     return {name: ".".join(versions.get(name, "").split(".")[:2]) for name in names}
 
 
-def _in_words(versions: Mapping[str, str], length: int, names: Iterable[str] = SHOWN) -> str:
+def _versions_in_words(versions: Mapping[str, str], length: int, names: Iterable[str] = MODULES_SHOWN) -> str:
     """Returns versions in words, each cut to `length` numbers."""
-    shown = [name for name in SHOWN if name in versions and name in names]
+    shown = [name for name in MODULES_SHOWN if name in versions and name in names]
     return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:length])}" for name in shown)

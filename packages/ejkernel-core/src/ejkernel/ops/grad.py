@@ -17,13 +17,13 @@ from jax.custom_derivatives import SymbolicZero
 from ejkernel import _compat
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
-from ejkernel.ops.config.policy import effective
+from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import Choice, choose, choose_pair, require_handles
 from ejkernel.ops.model import Op
 from ejkernel.ops.params import BaseOperationConfig, Direction
-from ejkernel.ops.second import backward_pass, forward_pass, refusing
-from ejkernel.promotion import promoting
+from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import arguments, array_fields, static
 from ejkernel.types.pullback import Pullback, Results, differentiating
 
@@ -55,7 +55,7 @@ class CallPlan:
     @property
     def tunes_on_miss(self) -> bool:
         """Returns whether the current policy measures calls for which no tier has a configuration."""
-        return effective(self.chain.policy, self.chain).tunes_on_miss
+        return effective_policy(self.chain.policy, self.chain).tunes_on_miss
 
     def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation."""
@@ -64,16 +64,16 @@ class CallPlan:
 
     def choose(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, if one serves the call, its configuration."""
-        return self.configured(self.pick(record, direction, grad_fields), record)
+        return self.choice_with_config(self.pick(record, direction, grad_fields), record)
 
-    def configured(self, choice: Choice, record: Any) -> Choice:
+    def choice_with_config(self, choice: Choice, record: Any) -> Choice:
         """Returns a choice with the configuration of its implementation, if it has one."""
         if choice.implementation is None:
             return choice
         selection = self.chain.choose(self.request(choice, record))
         return dataclasses.replace(choice, config=selection.part, tier=selection.tier, trail=selection.trail)
 
-    def pick_both(self, record: Any, grad_fields: frozenset[str]) -> tuple[Choice, Choice]:
+    def choose_both_passes(self, record: Any, grad_fields: frozenset[str]) -> tuple[Choice, Choice]:
         """Chooses the forward and the backward implementation of a call that is differentiated."""
         return choose_pair(self.pick(record, "forward"), self.pick(record, "backward", grad_fields))
 
@@ -94,14 +94,14 @@ class CallPlan:
 
         Args:
             record: The family record.
-            choice: Result of `choose` or `configured`; None chooses here.
+            choice: Result of `choose` or `choice_with_config`; None chooses here.
 
         Raises:
             NoImplementationError: All implementations are refused; the message is the table of reasons.
         """
         choice = self.choose(record, "forward") if choice is None else choice
         isolate = None if self.op.padding_only or not self.isolates else self.op.family.isolate
-        results = Results(*self._apply(choice, record if isolate is None else isolate.record(record)))
+        results = Results(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
         return _checked(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
@@ -113,11 +113,11 @@ class CallPlan:
         if choice.implementation is None:
             raise NoImplementationError(choice)
         if not self.differentiable_twice:
-            return refusing(self.op.name, choice.implementation, run, argument)
+            return run_refusing_derivatives(self.op.name, choice.implementation, run, argument)
         rule = forward_pass if choice.direction == "forward" else backward_pass
         return rule(self.op.family, run, argument)
 
-    def _apply(self, choice: Choice, argument: Any) -> Any:
+    def _apply_lowered(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
         # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so the
@@ -129,7 +129,7 @@ class CallPlan:
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice, and returns gradients by field name."""
         isolate = self.op.family.isolate if self.isolates else None
-        return self._apply(choice, pullback if isolate is None else isolate.pullback(pullback))
+        return self._apply_lowered(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 
 def _checked(choice: Choice, results: Results) -> Results:
@@ -145,7 +145,7 @@ def _checked(choice: Choice, results: Results) -> Results:
 
 
 @arguments
-class _Saved:
+class _SavedForBackward:
     """The values that the gradient rule keeps from the forward pass for the backward pass.
 
     Attributes:
@@ -158,62 +158,71 @@ class _Saved:
     config: Any = static(None)
 
 
-@promoting
+@with_standard_promotion
 def _forward_only(plan: CallPlan, record: Any) -> Any:
     results = plan.forward(record)
     return (results.output, results.residuals.lse) if plan.returns_lse else results.output
 
 
-@promoting
-def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _Saved]:
-    record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_marked)
+@with_standard_promotion
+def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
+    record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_custom_vjp_primal)
     # JAX marks the arrays that are differentiated, so a kernel computes no gradient that is not needed.
     grad_fields = _grad_fields(plan.op, marked)
     # The backward pass runs later but is chosen now, so that a call without one fails at its own line.
-    forward, backward = plan.pick_both(record, grad_fields)
+    forward, backward = plan.choose_both_passes(record, grad_fields)
     if backward.implementation is None:
         raise NoImplementationError(backward)
-    forward = plan.configured(forward, record)
+    forward = plan.choice_with_config(forward, record)
     with differentiating():
         results = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
     # kernel again to compute it, although its policy saves the named one.
-    results = _named(results)
+    results = _name_results(results)
     pullback = Pullback(record=record, cotangent=None, grad_fields=grad_fields, **results._asdict())
     config = forward.config if forward.implementation.paired else None
     result = (results.output, results.residuals.lse) if plan.returns_lse else results.output
-    return result, _Saved(pullback=pullback, config=config)
+    return result, _SavedForBackward(pullback=pullback, config=config)
 
 
-OUTPUT, LSE, STATE, PRIVATE = "ejkernel_out", "ejkernel_lse", "ejkernel_state", "ejkernel_private"
+OUTPUT_CHECKPOINT_NAME, LSE_CHECKPOINT_NAME, STATE_CHECKPOINT_NAME, PRIVATE_RESIDUALS_CHECKPOINT_NAME = (
+    "ejkernel_out",
+    "ejkernel_lse",
+    "ejkernel_state",
+    "ejkernel_private",
+)
 """Names of the results of a forward pass, for the policies of `jax.checkpoint`."""
 
 
-def _named(results: Results) -> Results:
+def _name_results(results: Results) -> Results:
     """Names the results, so that policies of `jax.checkpoint` can save them."""
     return Results(
-        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT), results.output),
-        residuals=jax.tree_util.tree_map_with_path(_named_residual, results.residuals),
-        private_residuals=jax.tree.map(functools.partial(checkpoint_name, name=PRIVATE), results.private_residuals),
+        output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT_CHECKPOINT_NAME), results.output),
+        residuals=jax.tree_util.tree_map_with_path(_name_residual, results.residuals),
+        private_residuals=jax.tree.map(
+            functools.partial(checkpoint_name, name=PRIVATE_RESIDUALS_CHECKPOINT_NAME), results.private_residuals
+        ),
     )
 
 
-def _named_residual(path: Any, value: Any) -> Any:
-    return checkpoint_name(value, LSE if path and getattr(path[-1], "name", None) == "lse" else STATE)
+def _name_residual(path: Any, value: Any) -> Any:
+    return checkpoint_name(
+        value, LSE_CHECKPOINT_NAME if path and getattr(path[-1], "name", None) == "lse" else STATE_CHECKPOINT_NAME
+    )
 
 
-@promoting
-def _backward(plan: CallPlan, from_forward: _Saved, cotangent: Any) -> tuple[Any]:
+@with_standard_promotion
+def _backward(plan: CallPlan, from_forward: _SavedForBackward, cotangent: Any) -> tuple[Any]:
     saved, lse_cotangent = from_forward.pullback, None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
-    cotangent = jax.tree.map(_instantiate, cotangent, is_leaf=_is_symbolic_zero)
+    cotangent = jax.tree.map(_zeros_for_symbolic, cotangent, is_leaf=_is_symbolic_zero)
     # The choice depends on shapes and the device alone, so this is the implementation that the forward pass chose.
-    _, backward = plan.pick_both(saved.record, saved.grad_fields)
+    _, backward = plan.choose_both_passes(saved.record, saved.grad_fields)
     if from_forward.config is None:
-        backward = plan.configured(backward, saved.record)
+        backward = plan.choice_with_config(backward, saved.record)
     else:
         # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
         backward = dataclasses.replace(backward, config=from_forward.config)
@@ -248,15 +257,15 @@ def _grad_fields(op: Op, marked: Any) -> frozenset[str]:
 
 
 def _any_perturbed(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=_is_marked)
+    leaves = jax.tree.leaves(value, is_leaf=_is_custom_vjp_primal)
     return any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact) for leaf in leaves)
 
 
-def _is_marked(value: Any) -> bool:
+def _is_custom_vjp_primal(value: Any) -> bool:
     return hasattr(value, "perturbed")
 
 
-def _instantiate(cotangent: Any) -> Any:
+def _zeros_for_symbolic(cotangent: Any) -> Any:
     return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype) if _is_symbolic_zero(cotangent) else cotangent
 
 

@@ -4,7 +4,7 @@ from ejkernel.ops.call import default_chain, make_plan
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.execution.kernel import Invocation
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.recording import RecordedCall, get_recorded, note, record_calls
+from ejkernel.ops.recording import RecordedCall, get_recorded, record_call, record_calls
 
 __all__ = ["get_invocations", "record_invocation"]
 
@@ -17,10 +17,10 @@ def record_invocation(invocation: Invocation, chain: ConfigSelectorChain | None 
         chain: Whose configurations are tuned; None for those of the public functions.
     """
     op = registry().op(invocation.op_id)
-    op, record, options = op.routed(invocation.arguments(), invocation.options())
+    op, record, options = op.routed_call(invocation.arguments(), invocation.options())
     plan = make_plan(op, record, options["platform"], options["cfg"], chain or default_chain())
     with record_calls():
-        note(plan, record, options["mesh"], options["in_specs"])
+        record_call(plan, record, options["mesh"], options["in_specs"])
 
 
 def get_invocations() -> tuple[RecordedCall, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_isolated: Any = jax.make_user_context(False)
+_isolated_context: Any = jax.make_user_context(False)
 
-SENTENCE = (
+NOT_ISOLATED_NOTE = (
     "a NaN or infinity of one sequence may reach sequences that share a tile with it; to keep it where it is, at the "
     "cost of a pass over keys and values, make the call under ejkernel.ops.isolate_sequences()"
 )
@@ -38,10 +38,10 @@ def isolate_sequences() -> Generator[None]:
         assert jnp.isfinite(output[:, 5:]).all()
         ```
     """
-    with _isolated(True):
+    with _isolated_context(True):
         yield
 
 
 def sequences_isolated() -> bool:
     """Returns whether an `isolate_sequences` block is around."""
-    return _isolated.value
+    return _isolated_context.value

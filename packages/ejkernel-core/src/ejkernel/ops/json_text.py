@@ -8,7 +8,7 @@ def line_number(data: bytes, offset: int) -> int:
     return data.count(b"\n", 0, offset) + 1
 
 
-def malformed(data: bytes) -> str | None:
+def json_error(data: bytes) -> str | None:
     """Returns where and why bytes are no JSON: "line 3, column 7: Expecting ',' delimiter"; None if they are JSON."""
     try:
         json.loads(data.decode("utf-8"))

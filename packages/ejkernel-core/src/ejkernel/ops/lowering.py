@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.model import Op
-from ejkernel.ops.sharding import letters_of, record_specs, split_axes
+from ejkernel.ops.sharding import axis_letters_of, record_specs, split_axes
 
 
-def lowered(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
+def lowered_record(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
     """Returns the record that the kernels of a call see: the lowered call or, under a mesh, its first shard.
 
     Args:
@@ -26,7 +26,7 @@ def lowered(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) -> Any:
     record = op.lower(args)
     if mesh is None:
         return record
-    letters = letters_of(op, args)
+    letters = axis_letters_of(op, args)
     split = split_axes(letters, tuple(in_specs), mesh)
 
     def first_shard(x: Any, spec: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
-from ejkernel.ops.derived import axes_of, cases_of, config_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_of, normal_inputs
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
@@ -60,7 +60,7 @@ def _as_it_is(args: Any, value: Any) -> Any:
     return value
 
 
-def _unstated(*args: Any, **kwargs: Any) -> Any:
+def _unstated_function(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
@@ -112,10 +112,10 @@ class Op:
     lower: Callable[[Any], Any]
     cases: tuple[Case, ...]
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    function: Callable[..., Any] = _unstated
+    function: Callable[..., Any] = _unstated_function
     name: str = ""
     config: type[BaseOperationConfig] = BaseOperationConfig
-    reference: Callable[[Any], Any] = _unstated
+    reference: Callable[[Any], Any] = _unstated_function
     tolerance: Mapping[str, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCE)
     make_inputs: Callable[[Any, Any], Any] = normal_inputs
     finish: Callable[[Any, Any], Any] = _as_it_is
@@ -130,14 +130,17 @@ class Op:
     version: str = "1"
 
     def __post_init__(self) -> None:
-        function = getattr(self.arguments, "stated_by", None) if self.function is _unstated else self.function
+        function = getattr(self.arguments, "stated_by", None) if self.function is _unstated_function else self.function
         if function is None:
             raise ValueError(f"function: got none, and {self.arguments.__name__} has its fields from no function")
         derived: dict[str, Any] = {"function": function, "axes": axes_of(function, self.axes)}
-        derived["cases"] = (*self.cases, *cases_of(function, optional_fields(self.family.record), self.cases))
+        derived["cases"] = (
+            *self.cases,
+            *cases_of_uncovered_arrays(function, optional_fields(self.family.record), self.cases),
+        )
         derived["name"] = self.name or function.__name__
-        derived["config"] = config_of(function) if self.config is BaseOperationConfig else self.config
-        derived["reference"] = self._lowered_reference if self.reference is _unstated else self.reference
+        derived["config"] = config_class_of(function) if self.config is BaseOperationConfig else self.config
+        derived["reference"] = self._lowered_reference if self.reference is _unstated_function else self.reference
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -160,7 +163,7 @@ class Op:
         output = special.pop("output", self.output)
         return {**self.axes, **special}, output
 
-    def routed(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
+    def routed_call(self, args: Any, options: Mapping[str, Any]) -> "tuple[Op, Any, dict[str, Any]]":
         """Returns the operation, the record and all call options with which a call runs."""
         call_options = {name: options.get(name) for name in CALL_OPTIONS}
         return (self, args, call_options) if self.route is None else self.route(args, call_options)
@@ -176,7 +179,7 @@ class Op:
         return self.arguments(**bound), options
 
 
-def _no_reasons(record: Any) -> Iterable[str]:
+def _no_refusal_reasons(record: Any) -> Iterable[str]:
     return ()
 
 
@@ -204,7 +207,7 @@ class Requires:
     min_compute_capability: float | None = None
     head_dims: Container[int] | None = None
     symbolic: bool = False
-    extra: Callable[[Any], Iterable[str]] = _no_reasons
+    extra: Callable[[Any], Iterable[str]] = _no_refusal_reasons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

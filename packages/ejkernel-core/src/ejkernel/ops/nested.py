@@ -23,9 +23,9 @@ def dispatched_forward(op: str, record: Any) -> tuple[Any, Any]:
     Raises:
         NoImplementationError: No implementation serves it.
     """
-    plan = _plan(op)
+    plan = _plan_of_nested_call(op)
     choice = exclude_paired(plan.pick(record, "forward"))
-    results = plan.forward(record, plan.configured(choice, record))
+    results = plan.forward(record, plan.choice_with_config(choice, record))
     return results.output, results.residuals
 
 
@@ -39,12 +39,12 @@ def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
     Raises:
         NoImplementationError: No implementation serves it.
     """
-    plan = _plan(op)
+    plan = _plan_of_nested_call(op)
     choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.grad_fields))
     if choice.implementation is None:
         raise NoImplementationError(choice)
-    return plan.backward(pullback, plan.configured(choice, pullback.record))
+    return plan.backward(pullback, plan.choice_with_config(choice, pullback.record))
 
 
-def _plan(op: str) -> CallPlan:
+def _plan_of_nested_call(op: str) -> CallPlan:
     return CallPlan(op=registry().ops[op], device=current_device(), platform="auto", cfg=None, chain=default_chain())

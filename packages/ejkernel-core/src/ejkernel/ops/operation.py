@@ -10,7 +10,7 @@ from ejkernel.promotion import standard_promotion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-OPTIONS = """
+CALL_OPTIONS_DOC = """
     platform: `"triton"`, `"pallas"`, `"cuda"`, `"xla"` or `"auto"`. An explicit one is never replaced.
     cfg: Configuration for this call alone; changes speed, not results.
     mesh: With `in_specs` and `out_specs`: run under `shard_map`, with the meaning of the unsharded call.
@@ -20,7 +20,7 @@ OPTIONS = """
         inputs'.
 """
 """The documentation of the call options in every operation's docstring."""
-ERRORS = """
+ERRORS_DOC = """
 Raises:
     ValueError: A shape, dtype or value is wrong; the message names the argument.
     NoImplementationError: No backend serves the call; the message is the table of reasons.
@@ -71,8 +71,8 @@ def complete_docstring(docstring: str | None) -> str | None:
         raise ValueError(f"docstring: got {'again ' + ', '.join(repeated) if repeated else 'none of'} Args and Returns")
     declared_errors, example = "\nRaises:\n", "\n\nExample:\n"
     if declared_errors in results:
-        results = results.replace(declared_errors, ERRORS, 1)
+        results = results.replace(declared_errors, ERRORS_DOC, 1)
     else:
         results, head, code = results.partition(example)
-        results = f"{results.rstrip()}\n{ERRORS.rstrip()}{head}{code}"
-    return arguments + OPTIONS.rstrip() + separator + results
+        results = f"{results.rstrip()}\n{ERRORS_DOC.rstrip()}{head}{code}"
+    return arguments + CALL_OPTIONS_DOC.rstrip() + separator + results

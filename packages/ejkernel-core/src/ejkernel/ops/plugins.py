@@ -15,7 +15,7 @@ import pluggy
 
 from ejkernel._version import __version__
 from ejkernel.ops.model import Implementation, Op
-from ejkernel.suggestion import no_such
+from ejkernel.suggestion import no_such_name_message
 
 GROUP = "ejkernel"
 hookspec = pluggy.HookspecMarker(GROUP)
@@ -88,46 +88,46 @@ class Registry:
             if what is op or what is op.function or what == op.name:
                 return op
         if isinstance(what, str):
-            raise ValueError(f"op: {no_such('operation', what, self.ops)}")
+            raise ValueError(f"op: {no_such_name_message('operation', what, self.ops)}")
         raise ValueError(f"op: got {what!r}, wants one of {', '.join(sorted(self.ops))}, its function or its class")
 
 
-loaded: list[Registry] = []
+loaded_registries: list[Registry] = []
 """The registry in use, as the only element; empty until something asks for it."""
 
 
 def registry() -> Registry:
     """Discovers and loads the plugins, once per process. `EJKERNEL_PLUGINS=a,b` limits loading to those names."""
-    if not loaded:
-        loaded.append(load(_entry_points()))
-    return loaded[0]
+    if not loaded_registries:
+        loaded_registries.append(load(_entry_points()))
+    return loaded_registries[0]
 
 
 def reload() -> None:
     """Forgets the registry, so that the next call discovers the plugins again."""
-    loaded.clear()
+    loaded_registries.clear()
 
 
 def load(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Registry:
     """Loads entry points one by one, this project's first and then by name; a failure does not stop the others."""
     built_in: tuple[Op, ...] = importlib.import_module(OPERATIONS).OPS
-    collected = _Collected({op.name: op for op in built_in})
+    collected = _CollectedDeclarations({op.name: op for op in built_in})
     owners: dict[str, str] = {}
     # Sorted, because the order of `importlib.metadata` depends on the file system, and the first of two equal names is
     # kept: the same packages must give the same registry on every machine.
-    for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution(e))):
-        name, owner = entry_point.name, _owner(entry_point)
+    for entry_point in sorted(entry_points, key=lambda e: (not _is_built_in(e), e.name, _distribution_and_version(e))):
+        name, owner = entry_point.name, _distribution_name(entry_point)
         if owners.setdefault(name, owner) != owner:
             name = f"{owner}:{name}"
         known = {plugin.name for plugin in collected.plugins}
         duplicate = f"another plugin is already named {name!r}" if name in known else None
         error = duplicate or _version_error(entry_point) or collected.add(entry_point, name)
-        collected.plugins.append(Plugin(name, _distribution(entry_point), error))
+        collected.plugins.append(Plugin(name, _distribution_and_version(entry_point), error))
     return collected.registry()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Declared:
+class _DeclaredImplementation:
     """An implementation with the plugin and the distribution that declared it."""
 
     implementation: Implementation
@@ -135,38 +135,40 @@ class _Declared:
     owner: str
     version: str
 
-    def qualified(self) -> "_Declared":
+    def with_qualified_name(self) -> "_DeclaredImplementation":
         """Returns it with a name that no other distribution can have."""
         name = f"{self.owner}:{self.implementation.name}"
         return dataclasses.replace(self, implementation=dataclasses.replace(self.implementation, name=name))
 
 
-class _Collected:
+class _CollectedDeclarations:
     """Collects the declarations of the plugins, and lists them by operation when all are loaded."""
 
     def __init__(self, ops: dict[str, Op]) -> None:
         self.ops = ops
         self.plugins: list[Plugin] = []
-        self.declared: list[_Declared] = []
+        self.declared: list[_DeclaredImplementation] = []
 
     def add(self, entry_point: importlib.metadata.EntryPoint, name: str) -> str | None:
         """Adds one plugin under a name; returns what is wrong with it, or None."""
         try:
-            ops, implementations = _declarations(entry_point)
+            ops, implementations = _declarations_of_entry_point(entry_point)
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along
             return f"{type(error).__name__}: {error}"
         problems: list[str] = []
         for op in ops:
-            problem = self._problem(op)
+            problem = self._operation_error(op)
             if problem is None:
                 self.ops[op.name] = op
             else:
                 problems.append(problem)
         version = entry_point.dist.version if entry_point.dist else "unknown"
-        self.declared += [_Declared(one, name, _owner(entry_point), version) for one in implementations]
+        self.declared += [
+            _DeclaredImplementation(one, name, _distribution_name(entry_point), version) for one in implementations
+        ]
         return "; ".join(problems) or None
 
-    def _problem(self, op: Op) -> str | None:
+    def _operation_error(self, op: Op) -> str | None:
         if op.name in self.ops:
             return f"operation {op.name!r} is already declared"
         if any(op.family.name == other.family.name and op.family is not other.family for other in self.ops.values()):
@@ -180,25 +182,25 @@ class _Collected:
         other one is qualified by its distribution.
         """
         # Only when all plugins are loaded: one may declare an operation of a family that earlier plugins serve.
-        by_op: dict[str, dict[str, _Declared]] = {name: {} for name in self.ops}
+        by_op: dict[str, dict[str, _DeclaredImplementation]] = {name: {} for name in self.ops}
         problems: dict[str, list[str]] = {}
         renamed: dict[tuple[str, str], str] = {}
         for declared in self.declared:
             served = [op.name for op in self.ops.values() if declared.implementation.serves(op)]
             notes = problems.setdefault(declared.plugin, [])
             for name in served:
-                entry = _enter(by_op[name], declared)
+                entry = _add_implementation(by_op[name], declared)
                 if isinstance(entry, str):
-                    renamed[name, entry] = _renaming(declared, entry, by_op[name])
+                    renamed[name, entry] = _renaming_note(declared, entry, by_op[name])
                 elif not entry:
                     notes.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
             notes += self._unserved(declared.implementation, served)
         entries = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
         return Registry(
             ops=self.ops,
-            implementations={name: _ranked(declared.values()) for name, declared in by_op.items()},
+            implementations={name: _statically_ordered(declared.values()) for name, declared in by_op.items()},
             plugins=tuple(
-                _reported(plugin, problems.get(plugin.name, []), entries, renamed) for plugin in self.plugins
+                _plugin_with_errors(plugin, problems.get(plugin.name, []), entries, renamed) for plugin in self.plugins
             ),
             versions={key: declared.version for key, declared in entries.items()},
             providers={key: declared.plugin for key, declared in entries.items()},
@@ -213,7 +215,7 @@ class _Collected:
         return [f"implementation {implementation.name!r}: {implementation.family} has no {missing}"] if missing else []
 
 
-def _ranked(declared: Iterable[_Declared]) -> tuple[Implementation, ...]:
+def _statically_ordered(declared: Iterable[_DeclaredImplementation]) -> tuple[Implementation, ...]:
     """Returns the implementations in the order of choice, as far as it does not depend on the call."""
     return tuple(sorted((d.implementation for d in declared), key=_static_order))
 
@@ -223,13 +225,13 @@ def _static_order(implementation: Implementation) -> tuple[bool, int, str]:
     return usual is not None, -(usual or 0), implementation.name
 
 
-def _enter(entries: dict[str, _Declared], declared: _Declared) -> str | bool:
+def _add_implementation(entries: dict[str, _DeclaredImplementation], declared: _DeclaredImplementation) -> str | bool:
     """Adds an implementation to an operation; returns its new name if it was renamed, else whether it was added."""
     name = declared.implementation.name
     if name not in entries:
         entries[name] = declared
         return True
-    qualified = declared.qualified()
+    qualified = declared.with_qualified_name()
     new_name = qualified.implementation.name
     if entries[name].owner == declared.owner or new_name in entries:
         return False
@@ -237,7 +239,7 @@ def _enter(entries: dict[str, _Declared], declared: _Declared) -> str | bool:
     return new_name
 
 
-def _renaming(declared: _Declared, name: str, entries: Mapping[str, _Declared]) -> str:
+def _renaming_note(declared: _DeclaredImplementation, name: str, entries: Mapping[str, _DeclaredImplementation]) -> str:
     short = declared.implementation.name
     return (
         f"implementation {short!r} of {declared.owner} is named {name!r}, because {entries[short].owner} has an "
@@ -245,10 +247,10 @@ def _renaming(declared: _Declared, name: str, entries: Mapping[str, _Declared]) 
     )
 
 
-def _reported(
+def _plugin_with_errors(
     plugin: Plugin,
     problems: list[str],
-    entries: Mapping[tuple[str, str], _Declared],
+    entries: Mapping[tuple[str, str], _DeclaredImplementation],
     renamed: Mapping[tuple[str, str], str],
 ) -> Plugin:
     """Returns a plugin with the errors of its implementations and the notes on their names."""
@@ -261,19 +263,19 @@ def _reported(
     return dataclasses.replace(plugin, error=error, notes=notes)
 
 
-def _declarations(entry_point: importlib.metadata.EntryPoint) -> tuple[list[Op], list[Implementation]]:
+def _declarations_of_entry_point(entry_point: importlib.metadata.EntryPoint) -> tuple[list[Op], list[Implementation]]:
     # A manager for each plugin: one that raises, or misspells a hook, cannot affect the calls of the others.
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(Hooks)
     manager.register(entry_point.load(), name=entry_point.name)
     manager.check_pending()
     return (
-        _typed(manager.hook.ejkernel_ops, Op),
-        _typed(manager.hook.ejkernel_implementations, Implementation),
+        _checked_hook_results(manager.hook.ejkernel_ops, Op),
+        _checked_hook_results(manager.hook.ejkernel_implementations, Implementation),
     )
 
 
-def _typed(hook: Callable[[], list[Iterable[Any]]], kind: type) -> list[Any]:
+def _checked_hook_results(hook: Callable[[], list[Iterable[Any]]], kind: type) -> list[Any]:
     declared = [item for items in hook() for item in items]
     for item in declared:
         if not isinstance(item, kind):
@@ -298,19 +300,21 @@ def _version_error(entry_point: importlib.metadata.EntryPoint) -> str | None:
 OPERATIONS = "ejkernel.modules.operations"
 """The module with the library's own operations, which is above the engine and is loaded by name, as plugins are."""
 
-BUILT_IN = frozenset({"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"})
+BUILT_IN_DISTRIBUTIONS = frozenset(
+    {"ejkernel-core", "ejkernel-xla", "ejkernel-triton", "ejkernel-pallas", "ejkernel-cuda"}
+)
 """Distributions of this project. Their plugins are loaded first, so that none of their names goes to another plugin."""
 
 
 def _is_built_in(entry_point: importlib.metadata.EntryPoint) -> bool:
-    return entry_point.dist is not None and entry_point.dist.name.lower().replace("_", "-") in BUILT_IN
+    return entry_point.dist is not None and entry_point.dist.name.lower().replace("_", "-") in BUILT_IN_DISTRIBUTIONS
 
 
-def _owner(entry_point: importlib.metadata.EntryPoint) -> str:
+def _distribution_name(entry_point: importlib.metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else "unknown"
 
 
-def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
+def _distribution_and_version(entry_point: importlib.metadata.EntryPoint) -> str:
     return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "unknown"
 
 

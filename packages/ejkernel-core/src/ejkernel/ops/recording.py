@@ -10,11 +10,11 @@ import jax
 
 from ejkernel.ops.config.key import signature
 
-LIMIT = 4096  # distinct calls; a program with more has varying shapes, and tuning each would not pay
+MAX_RECORDED_CALLS = 4096  # distinct calls; a program with more has varying shapes, and tuning each would not pay
 
 # Part of the key of every jitted function, so that a call compiled earlier is traced, and so recorded, again.
-_active: Any = jax.make_user_context(False)
-_calls: dict[Hashable, "RecordedCall"] = {}
+_recording_context: Any = jax.make_user_context(False)
+_recorded_calls: dict[Hashable, "RecordedCall"] = {}
 
 
 class RecordingWarning(UserWarning):
@@ -46,38 +46,38 @@ class RecordedCall:
 @contextlib.contextmanager
 def record_calls() -> Generator[None]:
     """Records the calls traced inside the block; see `get_recorded` and `autotune_recorded`."""
-    with _active(True):
+    with _recording_context(True):
         yield
 
 
-def note(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
+def record_call(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
     """Records a call if recording is on, or if the policy would tune the call but the call is traced."""
-    if not (_active.value or (plan.tunes_on_miss and _open(plan.cfg))):
+    if not (_recording_context.value or (plan.tunes_on_miss and _needs_chain(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
     call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)
-    if len(_calls) < LIMIT:
-        _calls.setdefault(call.identity, call)
-    elif call.identity not in _calls:
-        message = f"{LIMIT} distinct calls are recorded; no more will be before they are tuned or cleared"
+    if len(_recorded_calls) < MAX_RECORDED_CALLS:
+        _recorded_calls.setdefault(call.identity, call)
+    elif call.identity not in _recorded_calls:
+        message = f"{MAX_RECORDED_CALLS} distinct calls are recorded; no more will be before they are tuned or cleared"
         warnings.warn(message, RecordingWarning, stacklevel=2)
 
 
 def get_recorded() -> tuple[RecordedCall, ...]:
     """Returns the distinct calls recorded so far."""
-    return tuple(_calls.values())
+    return tuple(_recorded_calls.values())
 
 
-def forget(call: RecordedCall) -> None:
+def forget_call(call: RecordedCall) -> None:
     """Forgets one call."""
-    _calls.pop(call.identity, None)
+    _recorded_calls.pop(call.identity, None)
 
 
 def clear_recorded() -> None:
     """Forgets the recorded calls."""
-    _calls.clear()
+    _recorded_calls.clear()
 
 
-def _open(cfg: Any) -> bool:
+def _needs_chain(cfg: Any) -> bool:
     """Returns whether a call's own configuration leaves something to the chain."""
     return cfg is None or cfg.part("forward") is None or cfg.part("backward") is None

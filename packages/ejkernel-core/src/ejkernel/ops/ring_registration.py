@@ -31,13 +31,13 @@ def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -
         forward=forward,
         backward=backward,
         gradients=tiled.gradients & set(FAMILY.differentiable),
-        requires=_requires(tiled.requires),
-        backward_requires=None if needs is None else _requires(needs),
+        requires=_ring_requirements(tiled.requires),
+        backward_requires=None if needs is None else _ring_requirements(needs),
         config=_config(tiled.config),
     )
 
 
-def _requires(tiled: Requires) -> Requires:
+def _ring_requirements(tiled: Requires) -> Requires:
     def extra(record: RingAttention) -> Iterator[str]:
         yield from dict.fromkeys(_step_refusals(record, tiled))
 

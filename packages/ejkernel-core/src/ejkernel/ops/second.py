@@ -20,13 +20,13 @@ import numpy as np
 
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.pullback import Pullback, Results
 
 Run = Callable[[Any], Any]
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
-_enabled: Any = jax.make_user_context(False)
+_enabled_context: Any = jax.make_user_context(False)
 
 
 @contextlib.contextmanager
@@ -52,16 +52,16 @@ def second_derivatives() -> Generator[None]:
         assert curvature.shape == x.shape
         ```
     """
-    with _enabled(True):
+    with _enabled_context(True):
         yield
 
 
 def second_derivatives_enabled() -> bool:
     """Returns whether a `second_derivatives` block is around."""
-    return _enabled.value
+    return _enabled_context.value
 
 
-def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
+def run_refusing_derivatives(op: str, implementation: Implementation, run: Run, argument: Any) -> Any:
     """Returns `run(argument)`, a pass of a kernel. Differentiating the result raises an error that names the operation.
 
     Passes that XLA compiles can be differentiated in forward mode.
@@ -72,12 +72,12 @@ def refusing(op: str, implementation: Implementation, run: Run, argument: Any) -
     wants = "make the call under `ejkernel.ops.second_derivatives()`"
     message = f"{op} has no second derivative by {implementation.name}: {wants}"
     if implementation.platform == "xla":
-        return jax.tree.map(functools.partial(_each, _forwards_only, message), run(argument))
+        return jax.tree.map(functools.partial(_guard_floating, _refuse_reverse_mode, message), run(argument))
     # Leaf by leaf, so that what the kernel does not read is not kept for it.
-    return run(jax.tree.map(functools.partial(_each, _constant, message), argument))
+    return run(jax.tree.map(functools.partial(_guard_floating, _constant, message), argument))
 
 
-def _each(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
+def _guard_floating(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
     return guard(message, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
@@ -88,23 +88,23 @@ def _constant(message: str, x: jax.Array) -> jax.Array:
 
 
 @_constant.defjvp
-def _constant_tangent(message: str, primals: Any, tangents: Any) -> Any:
+def _refuse_tangent(message: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(message)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forwards_only(message: str, x: jax.Array) -> jax.Array:
+def _refuse_reverse_mode(message: str, x: jax.Array) -> jax.Array:
     """Returns x, so that differentiating it in reverse mode is an error."""
     return x
 
 
-@_forwards_only.defjvp
-def _forwards_only_tangent(message: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-    return _forwards_only(message, *primals), _untransposed().bind(*tangents, message=message)
+@_refuse_reverse_mode.defjvp
+def _refuse_reverse_mode_jvp(message: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+    return _refuse_reverse_mode(message, *primals), _untransposable_primitive().bind(*tangents, message=message)
 
 
 @functools.cache
-def _untransposed() -> Any:
+def _untransposable_primitive() -> Any:
     """Returns a primitive that hands on a tangent, and cannot be transposed; `linear_call` of JAX cannot be batched."""
     from jax.extend.core import Primitive
     from jax.interpreters import ad, batching, mlir
@@ -113,10 +113,10 @@ def _untransposed() -> Any:
     primitive.def_impl(lambda x, *, message: x)
     primitive.def_abstract_eval(lambda x, *, message: x)
 
-    def refuse(cotangent: Any, x: Any, *, message: str) -> Any:
+    def refuse_transpose(cotangent: Any, x: Any, *, message: str) -> Any:
         raise NotImplementedError(message)
 
-    ad.deflinear2(primitive, refuse)
+    ad.deflinear2(primitive, refuse_transpose)
     batching.defvectorized(primitive)
     mlir.register_lowering(primitive, lambda _, x, *, message: [x])
     return primitive
@@ -135,11 +135,11 @@ def forward_pass(family: Family, run: Run, record: Any) -> Results:
 
 
 @forward_pass.defjvp
-@promoting
+@with_standard_promotion
 def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
     results = forward_pass(family, run, *primals)
     _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
-    return results, Results(output, residuals, jax.tree.map(_no_tangent, results.private_residuals))
+    return results, Results(output, residuals, jax.tree.map(_zero_tangent, results.private_residuals))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -155,7 +155,7 @@ def backward_pass(family: Family, run: Run, pullback: Pullback) -> dict[str, Any
 
 
 @backward_pass.defjvp
-@promoting
+@with_standard_promotion
 def _backward_tangent(
     family: Family, run: Run, primals: tuple[Pullback], tangents: tuple[Pullback]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -176,6 +176,6 @@ def _reference_gradients(
     return pull(cotangent if lse_cotangent is None else (cotangent, lse_cotangent))[0]
 
 
-def _no_tangent(x: jax.Array) -> Any:
+def _zero_tangent(x: jax.Array) -> Any:
     """Returns no tangent: only the same kernel's backward pass reads private residuals."""
     return jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)

@@ -24,7 +24,7 @@ MeshAxes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Letters:
+class AxisLetters:
     """The axis letters of one call.
 
     Attributes:
@@ -48,7 +48,7 @@ class Letters:
     sizes: Mapping[str, int]
 
 
-def letters_of(op: Op, args: Any) -> Letters:
+def axis_letters_of(op: Op, args: Any) -> AxisLetters:
     """Returns the axis letters of a call, from the shapes of its arguments."""
     untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     record = jax.eval_shape(op.lower, untyped)
@@ -58,7 +58,7 @@ def letters_of(op: Op, args: Any) -> Letters:
     first, *others = (outputs,) if isinstance(outputs, str) else outputs
     lse = (op.lse,) if op.lse is not None and args.return_lse else ()
     results = (axes["output"], op.family.lse) if op.returns_residual_lse(args) else axes["output"]
-    return Letters(
+    return AxisLetters(
         op=op,
         arguments=arguments,
         record=axes,
@@ -66,12 +66,12 @@ def letters_of(op: Op, args: Any) -> Letters:
         results=results,
         shardable=op.family.splittable_of(record),
         aligned=op.family.aligned_of(record),
-        sizes=_sizes(arguments, args),
+        sizes=_letter_sizes(arguments, args),
     )
 
 
 def split_axes(
-    letters: Letters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
+    letters: AxisLetters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
 ) -> dict[str, MeshAxes]:
     """Returns which mesh axes split which letter of the operation's axes.
 
@@ -96,8 +96,8 @@ def split_axes(
                 f"in_specs: got {spec} for {argument}, wants at most one entry per axis of {axis_letters!r}"
             )
         for letter, axes in zip(axis_letters.split(), entries, strict=False):
-            _check_known(argument, axes, mesh)
-            axes = axes if keep_single else _splitting(axes, mesh)
+            _check_known_axes(argument, axes, mesh)
+            axes = axes if keep_single else _axes_with_devices(axes, mesh)
             _check_shardable(letters, argument, letter, axes)
             # An argument that is not split along this letter is replicated by the caller. The split of another argument
             # decides, and `shard_map` then slices the replicated array.
@@ -123,7 +123,7 @@ def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
     return mesh, tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
 
 
-def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
+def record_specs(letters: AxisLetters, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
     """Returns a record of partition specs, one for every leaf of `record`.
 
     Raises:
@@ -137,7 +137,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
             if size != 1:  # an axis of size 1 broadcasts: it is not split, and is not the size of the letter
                 sizes[letter] = size
         specs[name] = PartitionSpec(
-            *(_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
+            *(_spec_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
         )
     for letter, axes in split.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -156,7 +156,7 @@ def record_specs(letters: Letters, record: Any, split: Mapping[str, MeshAxes], m
     return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
 
 
-def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
+def check_output(letters: AxisLetters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
     """Checks `out_specs` against the split that follows from the inputs; mesh axes of size 1 do not count.
 
     Raises:
@@ -172,63 +172,63 @@ def check_output(letters: Letters, split: Mapping[str, MeshAxes], out_specs: Any
         if not isinstance(spec, PartitionSpec | None):
             raise ValueError(f"out_specs: got {spec!r}, wants a PartitionSpec")
         expected = [split.get(letter, ()) for letter in axis_letters.split()]
-        named = [_splitting(_mesh_axes(entry), mesh) for entry in spec or ()]
+        named = [_axes_with_devices(_mesh_axes(entry), mesh) for entry in spec or ()]
         while len(named) > len(expected) and not named[-1]:
             named.pop()  # entries that split nothing may outnumber an output's axes, as on a mesh of one device
         if named + [()] * (len(expected) - len(named)) != expected:
             of = f" {index} of {letters.op.name}, with axes {axis_letters!r}," if len(outputs) > 1 else ""
-            expected_spec = _spec(axis_letters, split)
+            expected_spec = _partition_spec(axis_letters, split)
             raise ValueError(f"out_specs: the inputs' specs make the output{of} {expected_spec}, got {spec}")
 
 
-def sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
+def run_sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, run: Any) -> Any:
     """Runs `run(record)` on every shard and returns the result of the call without sharding.
 
     `out_specs` is None if the specs come from the types of the arrays; those of the output then follow from the inputs.
     """
-    letters = letters_of(op, args)
+    letters = axis_letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
-    parts = jax.tree.map(lambda axis_letters: _spec(axis_letters, split), letters.results)
+    parts = jax.tree.map(lambda axis_letters: _partition_spec(axis_letters, split), letters.results)
 
-    def whole(mesh: Any, args: Any) -> Any:
-        over_tokens = _over_tokens(letters, split, mesh)
+    def run_on_mesh(mesh: Any, args: Any) -> Any:
+        over_tokens = _token_shard_functions(letters, split, mesh)
 
         def on_shard(local: Any) -> Any:
             if over_tokens is None:
                 return run(local)
             return over_tokens.run(run, local, _shards(letters, over_tokens.letter, local, split, mesh))
 
-        return op.finish(args, _mapped(letters, op.lower(args), mesh, split, parts, on_shard))
+        return op.finish(args, _shard_mapped(letters, op.lower(args), mesh, split, parts, on_shard))
 
     def shardings() -> Any:
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         structure = jax.tree.structure(jax.eval_shape(op.reference, untyped))
         outputs = letters.outputs[: structure.num_leaves]  # which results there are can depend on the arguments
         return jax.tree.unflatten(
-            structure, [NamedSharding(mesh, _spec(axis_letters, split)) for axis_letters in outputs]
+            structure, [NamedSharding(mesh, _partition_spec(axis_letters, split)) for axis_letters in outputs]
         )
 
-    return _with_automatic_axes(whole, mesh, args, shardings)
+    return _with_automatic_axes(run_on_mesh, mesh, args, shardings)
 
 
 def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
     """Calls `note(record)` with the record of one shard; the result is unused."""
-    letters = letters_of(op, args)
+    letters = axis_letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
 
-    over_tokens = _over_tokens(letters, split, mesh)
+    over_tokens = _token_shard_functions(letters, split, mesh)
 
     def run(local: Any) -> Any:
         note(local if over_tokens is None else over_tokens.on_device(local))
         return jnp.zeros(())
 
-    def whole(mesh: Any, args: Any) -> Any:
-        return _mapped(letters, op.lower(args), mesh, split, PartitionSpec(), run)
+    def run_on_mesh(mesh: Any, args: Any) -> Any:
+        return _shard_mapped(letters, op.lower(args), mesh, split, PartitionSpec(), run)
 
-    return _with_automatic_axes(whole, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
+    return _with_automatic_axes(run_on_mesh, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
 
 
-def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
+def _checked_split(letters: AxisLetters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
     if out_specs is not None:
         split = split_axes(letters, in_specs, mesh)
         check_output(letters, split, out_specs, mesh)
@@ -243,24 +243,28 @@ def _checked_split(letters: Letters, mesh: Any, in_specs: tuple[Any, ...], out_s
         raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
 
 
-def _mapped(letters: Letters, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any) -> Any:
+def _shard_mapped(
+    letters: AxisLetters, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any
+) -> Any:
     specs = record_specs(letters, record, split, mesh)
 
     def body(local: Any) -> Any:
-        return run(letters.op.family.localise(local, _offsets(letters, local, split, mesh)))
+        return run(letters.op.family.localise(local, _shard_offsets(letters, local, split, mesh)))
 
     # JAX cannot infer over which mesh axes the results of a kernel vary, so it does not check them (`check_vma`). The
     # specs are derived from the letters and need no check.
     return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(record)
 
 
-def _over_tokens(letters: Letters, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShardFunctions | None:
+def _token_shard_functions(
+    letters: AxisLetters, split: Mapping[str, MeshAxes], mesh: Any
+) -> TokenShardFunctions | None:
     """Returns how the family of a call computes tokens that are split; None where they are not, or need no exchange."""
     over_tokens = letters.op.family.over_tokens
-    return over_tokens if over_tokens and _splitting(split.get(over_tokens.letter, ()), mesh) else None
+    return over_tokens if over_tokens and _axes_with_devices(split.get(over_tokens.letter, ()), mesh) else None
 
 
-def _shards(letters: Letters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShards:
+def _shards(letters: AxisLetters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShards:
     """Returns how the tokens of a call, whose axis has a letter, are split, from the record of one device."""
     tokens = max(
         size
@@ -268,7 +272,7 @@ def _shards(letters: Letters, letter: str, local: Any, split: Mapping[str, MeshA
         for each, size in zip(letters.record[name].split(), value.shape, strict=True)
         if each == letter
     )
-    axes = _splitting(split[letter], mesh)
+    axes = _axes_with_devices(split[letter], mesh)
     return TokenShards(axes=axes, sizes=tuple(mesh.shape[axis] for axis in axes), tokens=tokens)
 
 
@@ -285,13 +289,13 @@ def _with_automatic_axes(run: Any, mesh: Any, args: Any, shardings: Any) -> Any:
     if not has_explicit_axes and isinstance(mesh, Mesh) and jax.sharding.get_abstract_mesh().empty:
         return run(Mesh(mesh.devices, mesh.axis_names), args)
 
-    def automatic(args: Any) -> Any:
+    def run_with_automatic_axes(args: Any) -> Any:
         return run(jax.sharding.get_abstract_mesh(), args)
 
-    return jax.sharding.auto_axes(automatic, out_sharding=shardings())(args)
+    return jax.sharding.auto_axes(run_with_automatic_axes, out_sharding=shardings())(args)
 
 
-def _offsets(letters: Letters, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
+def _shard_offsets(letters: AxisLetters, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> dict[str, Any]:
     """Returns the index in the whole array of the shard's first element, for every letter that is split."""
     sizes = {
         letter: size
@@ -309,7 +313,7 @@ def _offsets(letters: Letters, local: Any, split: Mapping[str, MeshAxes], mesh: 
     return offsets
 
 
-def _check_specs(letters: Letters, in_specs: tuple[Any, ...]) -> None:
+def _check_specs(letters: AxisLetters, in_specs: tuple[Any, ...]) -> None:
     optional, names = optional_fields(letters.op.arguments), letters.arguments
     least = sum(name not in optional for name in names)
     if not least <= len(in_specs) <= len(names):
@@ -320,18 +324,18 @@ def _check_specs(letters: Letters, in_specs: tuple[Any, ...]) -> None:
             raise ValueError(f"in_specs: got {spec!r} for {argument}, wants a PartitionSpec or None")
 
 
-def _check_known(argument: str, axes: MeshAxes, mesh: Any) -> None:
+def _check_known_axes(argument: str, axes: MeshAxes, mesh: Any) -> None:
     unknown = [axis for axis in axes if axis not in mesh.shape]
     if unknown:
         raise ValueError(f"in_specs: {argument} names mesh axis {unknown[0]!r}, the mesh has {tuple(mesh.shape)}")
 
 
-def _splitting(axes: MeshAxes, mesh: Any) -> MeshAxes:
+def _axes_with_devices(axes: MeshAxes, mesh: Any) -> MeshAxes:
     """Returns the mesh axes that have more than one device."""
     return tuple(axis for axis in axes if mesh.shape.get(axis) != 1)
 
 
-def _check_shardable(letters: Letters, argument: str, letter: str, axes: MeshAxes) -> None:
+def _check_shardable(letters: AxisLetters, argument: str, letter: str, axes: MeshAxes) -> None:
     if axes and letter not in letters.shardable:
         instead = letters.op.family.unsplit.get(letter)
         raise ValueError(
@@ -340,8 +344,8 @@ def _check_shardable(letters: Letters, argument: str, letter: str, axes: MeshAxe
         )
 
 
-def _spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:
-    return PartitionSpec(*(_entry(split.get(letter, ()), 2) for letter in letters.split()))
+def _partition_spec(letters: str, split: Mapping[str, MeshAxes]) -> PartitionSpec:
+    return PartitionSpec(*(_spec_entry(split.get(letter, ()), 2) for letter in letters.split()))
 
 
 def _mesh_axes(entry: Any) -> MeshAxes:
@@ -350,7 +354,7 @@ def _mesh_axes(entry: Any) -> MeshAxes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
+def _letter_sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
     """Returns the size of each letter whose size is not 1."""
     shapes = {name: getattr(getattr(args, name), "shape", ()) for name in letters}
     axes_and_shapes = [(axis_letters.split(), shapes[name]) for name, axis_letters in letters.items()]
@@ -363,7 +367,7 @@ def _sizes(letters: Mapping[str, str], args: Any) -> dict[str, int]:
     return {letter: size for letter, size in pairs if size != 1}
 
 
-def _entry(axes: MeshAxes, size: int) -> Any:
+def _spec_entry(axes: MeshAxes, size: int) -> Any:
     if size == 1 or not axes:
         return None
     return axes[0] if len(axes) == 1 else axes

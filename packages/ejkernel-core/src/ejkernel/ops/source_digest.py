@@ -20,13 +20,13 @@ from typing import Any
 
 from ejkernel.ops.model import Implementation, Requires
 
-_REFERENCE = re.compile(r"([a-zA-Z_][\w.]*):([a-zA-Z_]\w*)")
-_HANDLER = re.compile(r"(?:XLA_FFI_DEFINE_HANDLER_SYMBOL|EJKERNEL_FFI_HANDLER)\(\s*(\w+)")
-_INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_REFERENCE_PATTERN = re.compile(r"([a-zA-Z_][\w.]*):([a-zA-Z_]\w*)")
+_HANDLER_PATTERN = re.compile(r"(?:XLA_FFI_DEFINE_HANDLER_SYMBOL|EJKERNEL_FFI_HANDLER)\(\s*(\w+)")
+_INCLUDE_PATTERN = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_COMMENT_PATTERN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 # Fields that depend on the version of Python, or that say nothing about what a program does.
-_IGNORED = frozenset({"type_params", "type_comment", "type_ignores", "kind", "ctx"})
+_IGNORED_AST_FIELDS = frozenset({"type_params", "type_comment", "type_ignores", "kind", "ctx"})
 
 Definition = tuple[str, str]
 """A module and the name of something that it defines."""
@@ -36,7 +36,7 @@ def source_digest(implementation: Implementation) -> str:
     """Returns sixteen hexadecimal digits, which change with the sources of an implementation and with
     what it requires.
     """
-    closure = _Closure(implementation.forward.partition(":")[0].partition(".")[0])
+    closure = _SourceClosure(implementation.forward.partition(":")[0].partition(".")[0])
     for path in filter(None, (implementation.forward, implementation.backward)):
         module, _, name = path.partition(":")
         closure.add(module, name)
@@ -44,11 +44,11 @@ def source_digest(implementation: Implementation) -> str:
     refusals = {implementation.requires_for(direction).extra: None for direction in ("forward", "backward")}
     for function in (space.heuristic, space.candidates, *refusals):
         closure.add_function(function)
-    pieces = [*closure.pieces(), *_declared(implementation)]
+    pieces = [*closure.pieces(), *_declared_claims(implementation)]
     return hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
 
 
-def _declared(implementation: Implementation) -> Iterator[str]:
+def _declared_claims(implementation: Implementation) -> Iterator[str]:
     """Yields what an implementation says that it serves: new claims have yet to be confirmed."""
     for direction in ("forward", "backward"):
         requires: Requires = implementation.requires_for(direction)
@@ -57,7 +57,7 @@ def _declared(implementation: Implementation) -> Iterator[str]:
     yield f"{sorted(implementation.gradients)} {implementation.paired} {sorted(implementation.only or ())}"
 
 
-class _Closure:
+class _SourceClosure:
     """The definitions of one package that some of them reach by name."""
 
     def __init__(self, package: str) -> None:
@@ -70,19 +70,19 @@ class _Closure:
         pending = [(module, name)]
         while pending:
             definition = pending.pop()
-            if definition in self.texts or not _is_of(self.package, definition[0]):
+            if definition in self.texts or not _is_in_package(self.package, definition[0]):
                 continue
-            contents = _read(*definition)
+            contents = _read_definition(*definition)
             self.texts[definition] = contents.text
             pending += contents.references
             for text in contents.strings:
-                self._add_source(handlers(self.package).get(text))
+                self._add_source(ffi_handlers(self.package).get(text))
 
     def add_function(self, function: Any) -> None:
         """Adds a function; of one without a name at the top of its module, the whole module."""
         function = getattr(function, "func", function)  # functools.partial
         module, name = function.__module__, function.__qualname__.partition(".")[0]
-        names = [name] if name in _parsed(module).definitions else _parsed(module).definitions
+        names = [name] if name in _parse_module(module).definitions else _parse_module(module).definitions
         for each in names:
             self.add(module, each)
 
@@ -91,21 +91,21 @@ class _Closure:
         for module, name in sorted(self.texts):
             yield f"{module}:{name} {self.texts[module, name]}"
         for path in sorted(self.sources):
-            yield f"{path.relative_to(_cpp_root(self.package)).as_posix()} {_plain_cpp(path)}"
+            yield f"{path.relative_to(_cpp_root(self.package)).as_posix()} {_cpp_without_comments(path)}"
 
     def _add_source(self, path: Path | None) -> None:
         """Adds a C++ file with the headers that it includes, and the files that define what those declare."""
         if path is None or path in self.sources or not path.is_file():
             return
         self.sources.add(path)
-        for name in _INCLUDE.findall(path.read_text(encoding="utf-8")):
+        for name in _INCLUDE_PATTERN.findall(path.read_text(encoding="utf-8")):
             header = path.parent / name  # where the compiler looks first
             self._add_source(header if header.is_file() else _cpp_root(self.package) / name)
         self._add_source(path.with_suffix(".cu"))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Read:
+class _DefinitionSource:
     """One definition.
 
     Attributes:
@@ -120,38 +120,42 @@ class _Read:
 
 
 @functools.cache
-def _read(module: str, name: str) -> _Read:
-    parsed = _parsed(module)
+def _read_definition(module: str, name: str) -> _DefinitionSource:
+    parsed = _parse_module(module)
     if name not in parsed.definitions:  # imported there from another module, or assigned in another way
-        return _Read("", tuple(_imported(parsed, name)))
+        return _DefinitionSource("", tuple(_imported_definition(parsed, name)))
     nodes = parsed.definitions[name]
     parts = [part for node in nodes for part in ast.walk(node)]
     references: list[Definition] = [(module, "")]
     for part in parts:
-        references += _references(module, parsed, part)
+        references += _referenced_definitions(module, parsed, part)
     strings = (part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
-    return _Read(" ".join(map(_canonical, nodes)), tuple(references), tuple(strings))
+    return _DefinitionSource(" ".join(map(_canonical_dump, nodes)), tuple(references), tuple(strings))
 
 
-def _references(module: str, parsed: "_Parsed", node: ast.AST) -> list[Definition]:
+def _referenced_definitions(module: str, parsed: "_ParsedModule", node: ast.AST) -> list[Definition]:
     """Returns the definitions that a piece of a module's syntax tree names."""
     if isinstance(node, ast.Name):
-        return [(module, node.id)] if node.id in parsed.definitions else _imported(parsed, node.id)
-    if isinstance(node, ast.Attribute) and (path := _dotted(node)):
-        return _attribute(module.partition(".")[0], parsed, path)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and (match := _REFERENCE.fullmatch(node.value)):
-        ours = _is_of(module.partition(".")[0], match[1]) and _is_module(match[1])
+        return [(module, node.id)] if node.id in parsed.definitions else _imported_definition(parsed, node.id)
+    if isinstance(node, ast.Attribute) and (path := _dotted_names(node)):
+        return _attribute_definition(module.partition(".")[0], parsed, path)
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and (match := _REFERENCE_PATTERN.fullmatch(node.value))
+    ):
+        ours = _is_in_package(module.partition(".")[0], match[1]) and _is_module(match[1])
         return [(match[1], match[2])] if ours else []
     return []
 
 
-def _imported(parsed: "_Parsed", name: str) -> list[Definition]:
+def _imported_definition(parsed: "_ParsedModule", name: str) -> list[Definition]:
     """Returns the definition that an imported name stands for; nothing for a module, whose attributes say more."""
     target = parsed.imports.get(name)
     return [target] if target and target[1] and not _is_module(".".join(target)) else []
 
 
-def _attribute(package: str, parsed: "_Parsed", path: list[str]) -> list[Definition]:
+def _attribute_definition(package: str, parsed: "_ParsedModule", path: list[str]) -> list[Definition]:
     """Returns the definition that `module.name` stands for, where the first name is an imported module
     of the package.
     """
@@ -159,17 +163,17 @@ def _attribute(package: str, parsed: "_Parsed", path: list[str]) -> list[Definit
     if target is None:
         return []
     module, rest = ".".join(filter(None, target)), path[1:]
-    while rest and _is_of(package, module) and _is_module(f"{module}.{rest[0]}"):
+    while rest and _is_in_package(package, module) and _is_module(f"{module}.{rest[0]}"):
         module, rest = f"{module}.{rest[0]}", rest[1:]
-    return [(module, rest[0])] if rest and _is_of(package, module) and _is_module(module) else []
+    return [(module, rest[0])] if rest and _is_in_package(package, module) and _is_module(module) else []
 
 
-def _is_of(package: str, module: str) -> bool:
+def _is_in_package(package: str, module: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parsed:
+class _ParsedModule:
     """The definitions and imports of a module, by name.
 
     Attributes:
@@ -182,14 +186,14 @@ class _Parsed:
 
 
 @functools.cache
-def _parsed(module: str) -> _Parsed:
+def _parse_module(module: str) -> _ParsedModule:
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        return _Parsed({}, {})
+        return _ParsedModule({}, {})
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    parsed = _Parsed({"": []}, {})
+    parsed = _ParsedModule({"": []}, {})
     for statement in tree.body:
-        for name in _defined(statement):
+        for name in _defined_names(statement):
             parsed.definitions.setdefault(name, []).append(statement)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -201,11 +205,11 @@ def _parsed(module: str) -> _Parsed:
     return parsed
 
 
-def _defined(statement: ast.stmt) -> list[str]:
+def _defined_names(statement: ast.stmt) -> list[str]:
     """Returns the names that a statement at the top of a module defines; `""` for a statement that defines nothing."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement):
+    if isinstance(statement, ast.Import | ast.ImportFrom) or _is_docstring(statement):
         return []
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
@@ -214,12 +218,12 @@ def _defined(statement: ast.stmt) -> list[str]:
     return [""]
 
 
-def _is_text(node: Any) -> bool:
+def _is_docstring(node: Any) -> bool:
     """Returns whether a statement is only a string: a docstring, or a string that documents an assignment."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _dotted(node: ast.expr) -> list[str]:
+def _dotted_names(node: ast.expr) -> list[str]:
     """Returns the names of `a.b.c`; empty for other expressions."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
@@ -236,16 +240,16 @@ def _is_module(name: str) -> bool:
         return False
 
 
-def _canonical(node: Any) -> str:
+def _canonical_dump(node: Any) -> str:
     """Returns a syntax tree as text that is the same under every version of Python."""
     if isinstance(node, list):
-        return f"[{' '.join(_canonical(each) for each in node if not _is_text(each))}]"
+        return f"[{' '.join(_canonical_dump(each) for each in node if not _is_docstring(each))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
         node = ast.JoinedStr([x for x in node.values if not isinstance(x, ast.Constant) or x.value])
-    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _IGNORED)
-    arguments = [f"{name}={_canonical(value)}" for name, value in fields if value is not None and value != []]
+    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in _IGNORED_AST_FIELDS)
+    arguments = [f"{name}={_canonical_dump(value)}" for name, value in fields if value is not None and value != []]
     return f"{type(node).__name__}({' '.join(arguments)})"
 
 
@@ -258,13 +262,15 @@ def _cpp_root(package: str) -> Path:
 
 
 @functools.cache
-def handlers(package: str) -> dict[str, Path]:
+def ffi_handlers(package: str) -> dict[str, Path]:
     """Returns the symbols of a package's FFI handlers, and the C++ files that define them."""
     sources = sorted(_cpp_root(package).rglob("*.cu"))
-    return {symbol: path for path in sources for symbol in _HANDLER.findall(path.read_text(encoding="utf-8"))}
+    return {symbol: path for path in sources for symbol in _HANDLER_PATTERN.findall(path.read_text(encoding="utf-8"))}
 
 
-def _plain_cpp(path: Path) -> str:
+def _cpp_without_comments(path: Path) -> str:
     """Returns a C++ source without comments and layout."""
-    text = _COMMENT.sub(lambda match: match[0] if match[0].startswith('"') else " ", path.read_text(encoding="utf-8"))
+    text = _COMMENT_PATTERN.sub(
+        lambda match: match[0] if match[0].startswith('"') else " ", path.read_text(encoding="utf-8")
+    )
     return " ".join(text.split())

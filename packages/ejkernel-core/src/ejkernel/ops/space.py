@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
 
-PUBLIC = (FwdParams, BwdParams, BaseOperationConfig)
+PUBLIC_CONFIG_TYPES = (FwdParams, BwdParams, BaseOperationConfig)
 """The public configuration classes. A kernel may use one of these classes as its own configuration type."""
 
 
-def _of_no_kind(record: Any) -> str | None:
+def _no_call_kind(record: Any) -> str | None:
     return None
 
 
@@ -57,7 +57,7 @@ class ConfigSpace:
     heuristic: Callable[[Any, DeviceInfo, Direction], Any]
     candidates: Callable[[Any, DeviceInfo, Direction], tuple[Any, ...]]
     forward: type
-    kind: Callable[[Any], str | None] = _of_no_kind
+    kind: Callable[[Any], str | None] = _no_call_kind
     backward: type | None = None
     public_fields: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=dict[str, str | tuple[str, ...]], hash=False
@@ -95,7 +95,7 @@ class ConfigSpace:
 
     def is_kernel_type(self, part: Any, direction: Direction) -> bool:
         """Returns whether a part has the kernel's own fields, not public fields."""
-        return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC)
+        return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC_CONFIG_TYPES)
 
     def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
         """Returns a part that a rule made, with the fields replaced that another part sets, public or the
@@ -106,7 +106,7 @@ class ConfigSpace:
             public = self._public_fields(direction)
             settings = {field: value for name, value in settings.items() for field in public.get(name, ())}
         for path, value in settings.items():
-            ruled = _replaced(ruled, path.split("."), value)
+            ruled = _replace_nested_field(ruled, path.split("."), value)
         return ruled
 
     def unread(self, part: Any, direction: Direction) -> list[str]:
@@ -129,9 +129,12 @@ class ConfigSpace:
 
         A part that the public fields cannot express is held as it is by classes that have a part for each direction.
         """
-        return config.from_parts(self.shown(config, forward, "forward"), self.shown(config, backward, "backward"))
+        return config.from_parts(
+            self.part_in_public_fields(config, forward, "forward"),
+            self.part_in_public_fields(config, backward, "backward"),
+        )
 
-    def shown(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
+    def part_in_public_fields(self, config: type[BaseOperationConfig], part: Any, direction: Direction) -> Any:
         """Returns a part in the public fields. If the public fields cannot express it and the public class can hold it,
         returns it unchanged.
         """
@@ -170,9 +173,11 @@ def _leaf_names(config_type: type) -> Iterator[str]:
             yield field.name
 
 
-def _replaced(part: Any, path: list[str], value: Any) -> Any:
+def _replace_nested_field(part: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
-    return dataclasses.replace(part, **{name: _replaced(getattr(part, name), rest, value) if rest else value})
+    return dataclasses.replace(
+        part, **{name: _replace_nested_field(getattr(part, name), rest, value) if rest else value}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,13 +185,13 @@ class NoChoice:
     """The configuration of a kernel that has nothing to choose."""
 
 
-def _nothing(record: Any, device: DeviceInfo, direction: Direction) -> NoChoice:
+def _no_choice_heuristic(record: Any, device: DeviceInfo, direction: Direction) -> NoChoice:
     return NoChoice()
 
 
-def _nothing_to_measure(record: Any, device: DeviceInfo, direction: Direction) -> tuple[NoChoice, ...]:
+def _no_candidates(record: Any, device: DeviceInfo, direction: Direction) -> tuple[NoChoice, ...]:
     return ()
 
 
-NO_CHOICE = ConfigSpace(heuristic=_nothing, candidates=_nothing_to_measure, forward=NoChoice)
+NO_CHOICE = ConfigSpace(heuristic=_no_choice_heuristic, candidates=_no_candidates, forward=NoChoice)
 """The configurations of such a kernel."""

@@ -5,7 +5,7 @@ from typing import Any
 from ejkernel.ops.model import Op
 
 
-def suspicions(op: Op, args: Any) -> tuple[str, ...]:
+def suspicious_argument_warnings(op: Op, args: Any) -> tuple[str, ...]:
     """Returns what `explain` warns of.
 
     Args:

@@ -9,19 +9,19 @@ import importlib.metadata
 import importlib.util
 import re
 
-_NEEDED = re.compile(r"\s*([\w.]+)\s*(.*)")
+_REQUIREMENT_PATTERN = re.compile(r"\s*([\w.]+)\s*(.*)")
 
 
 def split_requirement(needed: str) -> tuple[str, str]:
     """Returns the module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
-    match = _NEEDED.fullmatch(needed)
+    match = _REQUIREMENT_PATTERN.fullmatch(needed)
     if match is None:
         raise ValueError(f"modules: got {needed!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'")
     return match[1], match[2]
 
 
 @functools.cache
-def lacking(needed: str) -> str | None:
+def missing_module_reason(needed: str) -> str | None:
     """Returns a sentence saying what is wrong with a module here; None where it will do.
 
     Args:
@@ -30,7 +30,7 @@ def lacking(needed: str) -> str | None:
     module, versions = split_requirement(needed)
     if importlib.util.find_spec(module) is None:
         return f"module {module} is not installed" + (f", needs {versions}" if versions else "")
-    installed = _version(module) if versions else None
+    installed = _installed_version(module) if versions else None
     if installed is None:  # a module on the path without metadata does not say what it is
         return None
     from packaging.specifiers import SpecifierSet
@@ -40,7 +40,7 @@ def lacking(needed: str) -> str | None:
     return f"module {module} {installed} is installed, needs {versions}"
 
 
-def _version(module: str) -> str | None:
+def _installed_version(module: str) -> str | None:
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

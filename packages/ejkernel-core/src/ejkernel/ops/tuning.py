@@ -12,12 +12,12 @@ from ejkernel.ops.config.measurement import TuningResult
 from ejkernel.ops.config.tuner import traced
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.lowering import lowered
+from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.params import Direction
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import Pullback, Results
 
-BOTH: tuple[Direction, ...] = ("forward", "backward")
+BOTH_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def tune_missing(plan: CallPlan, args: Any) -> None:
@@ -31,17 +31,24 @@ def tune_missing(plan: CallPlan, args: Any) -> None:
     settled = plan.chain.cache.settled
     if call in settled:
         return
-    record, choice = _lowered(plan, args)
+    record, choice = _record_and_choice(plan, args)
     if choice.implementation is None:
         return
     here = all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
-    selection = plan.chain.choose(plan.request(choice, record), argument_of(plan, record, choice) if here else None)
+    selection = plan.chain.choose(
+        plan.request(choice, record), tuning_argument_of(plan, record, choice) if here else None
+    )
     if selection.tier != "overlay":  # an overlay does not hold for the call outside of its block
         settled.add(call)
 
 
 def tune_call(
-    plan: CallPlan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+    plan: CallPlan,
+    args: Any,
+    directions: tuple[Direction, ...] = BOTH_DIRECTIONS,
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
 ) -> list[TuningResult]:
     """Measures the given passes of a concrete call and stores the winners.
 
@@ -61,10 +68,10 @@ def tune_call(
     """
     if traced(args):
         raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-    record, _ = _lowered(plan, args, mesh, in_specs)
+    record, _ = _record_and_choice(plan, args, mesh, in_specs)
     results: list[TuningResult | None] = []
     for choice, forward in passes(plan, record, directions):
-        make = functools.partial(argument_of, plan, record, choice, forward)
+        make = functools.partial(tuning_argument_of, plan, record, choice, forward)
         results.append(plan.chain.tune(plan.request(choice, record), make))
     return [result for result in results if result is not None]
 
@@ -74,7 +81,7 @@ def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> It
     asked for.
     """
     grad_fields = _grad_fields(plan, record)
-    forward, backward = plan.pick_both(record, grad_fields)
+    forward, backward = plan.choose_both_passes(record, grad_fields)
     if "backward" not in directions or not grad_fields or backward.implementation is None:
         forward, backward = plan.pick(record, "forward"), None
     if forward.implementation is None:
@@ -85,7 +92,7 @@ def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> It
         yield backward, forward
 
 
-def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
+def tuning_argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | None = None) -> Any:
     """Returns the argument that the kernel of a choice is measured with: a record, or a `Pullback` with a random
     cotangent.
 
@@ -98,9 +105,11 @@ def argument_of(plan: CallPlan, record: Any, choice: Choice, forward: Choice | N
     implementation = choice.implementation
     assert implementation is not None  # callers have looked
     if implementation.paired:
-        return _pair_argument(plan, record, choice)
+        return _tuning_argument_of_pair(plan, record, choice)
     return (
-        record if forward is None or choice is forward else _pullback(plan, record, forward, _grad_fields(plan, record))
+        record
+        if forward is None or choice is forward
+        else _random_pullback(plan, record, forward, _grad_fields(plan, record))
     )
 
 
@@ -108,13 +117,13 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
     return frozenset(plan.op.family.differentiable) & set(array_fields(record))
 
 
-def _pair_argument(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
+def _tuning_argument_of_pair(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
     """Returns the argument to measure a pair with; without a cotangent if its backward pass lacks a gradient."""
     grad_fields = pair_gradients(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
     output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
-    cotangent = _cotangent(output) if grad_fields else None
+    cotangent = _random_cotangent(output) if grad_fields else None
     return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=grad_fields)
 
 
@@ -128,20 +137,22 @@ def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str
     return grad_fields if serving else frozenset()
 
 
-def _cotangent(output: Any) -> Any:
+def _random_cotangent(output: Any) -> Any:
     draw = functools.partial(jax.random.normal, jax.random.key(1), dtype=jnp.float32)
     return jax.tree.map(lambda x: draw(shape=x.shape).astype(x.dtype), output)
 
 
-def _pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: frozenset[str]) -> Pullback:
+def _random_pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: frozenset[str]) -> Pullback:
     """Returns what the backward implementation is given, with a random cotangent."""
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
     results = jax.jit(lambda r: Results(*kernel(r, config)))(record)
-    return Pullback(record=record, cotangent=_cotangent(results.output), grad_fields=grad_fields, **results._asdict())
+    return Pullback(
+        record=record, cotangent=_random_cotangent(results.output), grad_fields=grad_fields, **results._asdict()
+    )
 
 
-def _lowered(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
-    record = jax.jit(lambda args: lowered(plan.op, args, mesh, in_specs))(args)
+def _record_and_choice(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
+    record = jax.jit(lambda args: lowered_record(plan.op, args, mesh, in_specs))(args)
     return record, plan.pick(record, "forward")

@@ -19,7 +19,7 @@ from ejkernel.types.integers import clamp_to_int32
 
 # Part of the key of every jitted function, and made at import, as in `ejkernel.ops.config.policy`.
 _checked: Any = jax.make_user_context(False)
-_WIDE = (np.dtype(np.int32), np.dtype(np.int64))
+_READABLE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
     Raises:
         ValueError: A condition does not hold; or an argument is of 64-bit integers that JAX would wrap around.
     """
-    _check_width(args)
+    _check_numpy_width(args)
     stated = () if conditions is None else tuple(conditions(args))
     arrays = {id(array): array for condition in stated for array in condition.reads}
     readable = {key: array for key, array in arrays.items() if _readable(array)}
@@ -96,7 +96,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
     for condition in stated:
         if readable.keys() >= set(map(id, condition.reads)):
             if not condition.traced_only:
-                _check_now(condition, [_on_host(host, array) for array in condition.reads], args, validate)
+                _check_now(condition, [_host_values(host, array) for array in condition.reads], args, validate)
         elif _checked.value and any(map(_compat.is_tracer, condition.reads)):
             _check_later(condition)
 
@@ -112,12 +112,12 @@ def _readable(array: Any) -> bool:
     return isinstance(array, np.ndarray | np.generic)
 
 
-def _on_host(host: dict[int, Any], array: Any) -> np.ndarray:
+def _host_values(host: dict[int, Any], array: Any) -> np.ndarray:
     """Returns the numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
     value = host.get(id(array))
     if value is None:
         value = np.asarray(array)
-        value = host[id(array)] = value if value.dtype in _WIDE else value.astype(np.int64)
+        value = host[id(array)] = value if value.dtype in _READABLE_DTYPES else value.astype(np.int64)
     return value
 
 
@@ -138,7 +138,7 @@ def _check_later(condition: Condition) -> None:
     checkify.check(jnp.all(condition.holds(jnp, *arrays)), message, values=arrays[0])
 
 
-def _check_width(args: Any) -> None:
+def _check_numpy_width(args: Any) -> None:
     """Checks NumPy's 64-bit integers, which JAX takes for 32 bits of them unless it has 64.
 
     Raises:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.checks import check_rank
 from ejkernel.types.integers import as_array, exact_segment_ids
 
@@ -50,7 +50,7 @@ def segment_rule(q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Arr
     return (q_ids == kv_ids) & (q_ids >= 0)
 
 
-@promoting
+@with_standard_promotion
 def segment_ids_to_positions(segment_ids: ArrayLike, *, pad_value: int = -1) -> jax.Array:
     """Counts tokens from 0 in every run of equal ids.
 

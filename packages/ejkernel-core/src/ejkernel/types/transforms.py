@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types import changes
 from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
 from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
@@ -132,7 +132,7 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
     )
 
 
-@promoting
+@with_standard_promotion
 def apply_kv_lengths(
     info: Info,
     kv_lengths: ArrayLike,

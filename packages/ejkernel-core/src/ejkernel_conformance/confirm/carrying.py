@@ -275,7 +275,7 @@ def tests_of(key: str, label: str, chip: str) -> list[tuple[str, bool]]:
     Args:
         key: Family and implementation.
         label: From a file of `programs`.
-        chip: A name in `ejkernel.ops.device.KINDS`.
+        chip: A name in `ejkernel.ops.device.DEVICES_BY_SHORT_NAME`.
     """
     op, _, case = label.removesuffix(programs.GRADIENTS).partition(", ")
     implementation = key.partition("/")[2]

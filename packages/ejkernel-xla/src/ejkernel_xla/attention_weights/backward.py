@@ -26,7 +26,7 @@ from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.kernels.scores import (
     accumulator,
     dot,
-    drop,
+    drop_weights,
     dropout_rows,
     folds_scale,
     head_sinks,
@@ -36,7 +36,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     load_query,
     load_rows,
 )
-from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, add
+from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, add
 
 Gradients = dict[str, jax.Array]
 
@@ -81,25 +81,27 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
         plan = plan_rows(record, config)
 
         def step(n: jax.Array, grads: Gradients) -> Gradients:
-            at = plan.cursor(n)
-            return _add_tile_gradients(grads, _differentiate(pullback, plan, at), record, plan, at)
+            at = plan.outer_step(n)
+            return _add_tile_gradients(grads, _differentiate_query_tile(pullback, plan, at), record, plan, at)
 
         grads = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, grads)
     return {name: grads[name].astype(x.dtype) for name, x in fields.items()}
 
 
-def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTile:
+def _differentiate_query_tile(pullback: Pullback, plan: TilePlan, at: OuterStep) -> WeightsTile:
     record, dtype = pullback.record, accumulator(pullback.record)
     query = load_query(record, plan, at)
     key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     cotangent, dweights = load_rows(pullback.cotangent[0], record, plan, at), _weight_cotangent(pullback, plan, at)
-    if plan.queries.ragged:  # rows that the tile shares with the tile before contribute once
+    if plan.queries.has_overlapping_tiles:  # rows that the tile shares with the tile before contribute once
         fresh = plan.queries.fresh(at.tile)[:, None]
         cotangent, dweights = jnp.where(fresh, cotangent, 0), jnp.where(fresh, dweights, 0)
     scores = row_scores(record, plan, at, query, key)
     lse, rows = finite(load_heads(pullback.residuals.lse, plan, at)), dropout_rows(record, plan, at)
     weights = jnp.exp(scores.value - lse[..., None])
-    dweights = drop(dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS)
+    dweights = drop_weights(
+        dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS
+    )
     if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
         # Their weights are replaced, too: lse is NaN in rows that are not finite.
         dweights, weights = jnp.where(scores.allowed, dweights, 0), jnp.where(scores.allowed, weights, 0)
@@ -110,17 +112,17 @@ def _differentiate(pullback: Pullback, plan: TilePlan, at: Cursor) -> WeightsTil
         dscores = dscores * scores.slope
     if scores.allowed is not None:
         dscores = jnp.where(scores.allowed, dscores, 0)
-    return WeightsTile(query, key, cotangent, drop(weights, rows, record, ALL_KEYS), dscores, lse, delta)
+    return WeightsTile(query, key, cotangent, drop_weights(weights, rows, record, ALL_KEYS), dscores, lse, delta)
 
 
-def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
+def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns the cotangent of a query tile's weights, [b, h, g, t, S]."""
     tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 
 def _add_tile_gradients(
-    grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: Cursor
+    grads: Gradients, rows: WeightsTile, record: TiledAttention, plan: TilePlan, at: OuterStep
 ) -> Gradients:
     """Returns the gradients with what a query tile adds to them."""
     b, h, g, t, s = rows.dscores.shape

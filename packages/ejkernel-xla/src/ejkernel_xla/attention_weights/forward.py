@@ -21,9 +21,9 @@ from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
-    allow,
+    allowed_pairs,
     dot,
-    drop,
+    drop_weights,
     dropout_rows,
     head_sinks,
     load_keys,
@@ -31,7 +31,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     mask,
     score,
 )
-from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, put
+from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, put
 
 ALL_KEYS: Any = 0
 """The one tile of keys."""
@@ -62,17 +62,19 @@ def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, Softmax
         plan = plan_rows(record, config)
 
         def step(n: jax.Array, state: State) -> State:
-            return _query_tile(record, plan, plan.cursor(n), state)
+            return _query_tile(record, plan, plan.outer_step(n), state)
 
         state = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, state)
     return (state.output, state.weights), SoftmaxResiduals(lse=state.lse)
 
 
-def _query_tile(record: TiledAttention, plan: TilePlan, at: Cursor, state: State) -> State:
+def _query_tile(record: TiledAttention, plan: TilePlan, at: OuterStep, state: State) -> State:
     key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
     scores = row_scores(record, plan, at, load_query(record, plan, at), key)
-    lse = _log_sum(record, plan, at, scores.value)
-    weights = drop(jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, ALL_KEYS)
+    lse = _log_sum_exp(record, plan, at, scores.value)
+    weights = drop_weights(
+        jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, ALL_KEYS
+    )
     output = dot("bhgts,bhsv->bhgtv", weights.astype(value.dtype), value, record)
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     head = at.head * plan.group
@@ -83,12 +85,12 @@ def _query_tile(record: TiledAttention, plan: TilePlan, at: Cursor, state: State
     )
 
 
-def row_scores(record: TiledAttention, plan: TilePlan, at: Cursor, query: jax.Array, key: jax.Array) -> Scores:
+def row_scores(record: TiledAttention, plan: TilePlan, at: OuterStep, query: jax.Array, key: jax.Array) -> Scores:
     """Returns scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
-    return mask(score(record, plan, at, ALL_KEYS, query, key), allow(record, plan, at, ALL_KEYS))
+    return mask(score(record, plan, at, ALL_KEYS, query, key), allowed_pairs(record, plan, at, ALL_KEYS))
 
 
-def _log_sum(record: TiledAttention, plan: TilePlan, at: Cursor, scores: jax.Array) -> jax.Array:
+def _log_sum_exp(record: TiledAttention, plan: TilePlan, at: OuterStep, scores: jax.Array) -> jax.Array:
     """Returns log-sum-exp of the rows [b, h, g, t], the sink included; -inf where nothing attends."""
     row_max = jnp.max(scores, axis=-1)
     sink = head_sinks(record, plan, at)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients
-from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, select_tokens
+from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, select_tokens
 
 
 def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
@@ -27,12 +27,12 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
     saved = {name: getattr(pullback.residuals, name) for name in sorted(pullback.grad_fields)}
     if all(gradient is not None for gradient in saved.values()):
         return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
-    factors = gradients.factors(
+    factors = gradients.logit_gradient_factors(
         record, pullback.output[1], loss_cotangent, jnp.zeros(()) if record.summed else lse_cotangent
     )
     scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
 
-    def add(span: Span, sums: Any) -> Any:
+    def add(span: AxisSpan, sums: Any) -> Any:
         return gradients.add_tokens(sums, select_tokens(record, span), factors.cut(span), span, scale, config.block_v)
 
     sums = loop_over_spans(

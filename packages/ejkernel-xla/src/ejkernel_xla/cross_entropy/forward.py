@@ -8,7 +8,7 @@ from ejkernel.families.cross_entropy import FAMILY, CrossEntropy, CrossEntropyRe
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_xla.cross_entropy.config import LogitBlocks
 from ejkernel_xla.cross_entropy.kernels import gradients, statistics
-from ejkernel_xla.cross_entropy.kernels.blocks import Span, loop_over_spans, replace_span, select_tokens
+from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, loop_over_spans, replace_span, select_tokens
 
 
 def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntropyResiduals]:
@@ -29,12 +29,12 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
     grad_fields = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
     scale = gradients.power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
 
-    def add(span: Span, carry: Any) -> Any:
+    def add(span: AxisSpan, carry: Any) -> Any:
         outputs, sums = carry
         part = select_tokens(record, span)
-        results = statistics.losses(part, statistics.of_tokens(part, config.block_v))
+        results = statistics.losses(part, statistics.statistics_of_tokens(part, config.block_v))
         if saves_gradients:
-            factors = gradients.factors(part, results[1], 1.0, 0.0)
+            factors = gradients.logit_gradient_factors(part, results[1], 1.0, 0.0)
             sums = gradients.add_tokens(sums, part, factors, span, scale, config.block_v)
         return tuple(replace_span(whole, x, span, 0) for whole, x in zip(outputs, results, strict=True)), sums
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.families.gather_reduce import GatherReduce, accumulator, named, take_rows
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.gather_reduce.kernels.row_sums import column, sum_of_terms, weighted_rows
+from ejkernel_xla.gather_reduce.kernels.row_sums import column, rows_times_weights, sum_of_terms
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
@@ -29,7 +29,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         wide = pullback.cotangent.astype(dtype)
 
         def dot(n: jax.Array) -> jax.Array:
-            return jnp.sum(weighted_rows(record.rows, column(record.indices, n), None, dtype) * wide, axis=1)
+            return jnp.sum(rows_times_weights(record.rows, column(record.indices, n), None, dtype) * wide, axis=1)
 
         # One column at a time: all named rows together would be K times the cotangent.
         dot_products = lax.map(dot, jnp.arange(record.indices.shape[1], dtype=jnp.int32))
@@ -45,6 +45,6 @@ def _rows_gradient(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> ja
         pair = column(record.inverse, n)
         valid = named(pair, tokens * count)
         token = jnp.where(valid, pair // count, -1)
-        return weighted_rows(cotangent, token, None if flat is None else take_rows(flat, pair), dtype)
+        return rows_times_weights(cotangent, token, None if flat is None else take_rows(flat, pair), dtype)
 
     return sum_of_terms(term, record.inverse.shape[1], jnp.zeros(record.rows.shape, dtype))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.gather_reduce import GatherReduce, accumulator
-from ejkernel_xla.gather_reduce.kernels.row_sums import column, sum_of_terms, weighted_rows
+from ejkernel_xla.gather_reduce.kernels.row_sums import column, rows_times_weights, sum_of_terms
 
 
 def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
@@ -23,7 +23,7 @@ def forward(record: GatherReduce, config: Any) -> tuple[jax.Array, tuple[()]]:
 
     def term(n: Any) -> jax.Array:
         index, weights = column(record.indices, n), record.weights
-        return weighted_rows(record.rows, index, None if weights is None else column(weights, n), dtype)
+        return rows_times_weights(record.rows, index, None if weights is None else column(weights, n), dtype)
 
     empty = jnp.zeros((record.indices.shape[0], record.rows.shape[1]), dtype)
     return sum_of_terms(term, record.indices.shape[1], empty).astype(record.rows.dtype), ()

@@ -3,10 +3,12 @@
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.grouped_matmul import config
-from ejkernel_xla.registration import FLOATS, xla_implementation
+from ejkernel_xla.registration import FLOAT_DTYPES, xla_implementation
 
 IMPLEMENTATIONS = (
     xla_implementation(
-        FAMILY, dtypes=FLOATS | {"float8_e4m3fn", "float8_e5m2"}, config=ConfigSpace.of(config, forward=config.RowTiles)
+        FAMILY,
+        dtypes=FLOAT_DTYPES | {"float8_e4m3fn", "float8_e5m2"},
+        config=ConfigSpace.of(config, forward=config.RowTiles),
     ),
 )

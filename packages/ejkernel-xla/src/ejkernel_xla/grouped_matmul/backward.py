@@ -23,7 +23,7 @@ from ejkernel.families.grouped_matmul import (
 )
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
-from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, fold_groups, fold_row_tiles, load
 
 Gradients = dict[str, jax.Array]
 ROW_FIELDS = ("lhs", "lhs_scale")
@@ -47,16 +47,16 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
     if rows and grads:
 
         def group(g: jax.Array, first: jax.Array, end: jax.Array, grads: Gradients) -> Gradients:
-            def tile(at: RowTile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
+            def add_row_tile(at: RowTile, carry: tuple[Gradients, Gradients]) -> tuple[Gradients, Gradients]:
                 return _add_tile_gradients(record, weights, at, jnp.where(at.valid, at.take(cotangent), 0), carry)
 
             # Loaded, and scaled, once a group; its gradient is an accumulator that all of the group's tiles add to.
             weights = load(record, g)
             start = (_zero_accumulators(record, grads), {name: x for name, x in grads.items() if name in ROW_FIELDS})
-            sums, lhs = over_tiles(first, end, sizes(record, config), rows, tile, start)
-            return {**_store(record, g, sums, grads), **lhs}
+            sums, lhs = fold_row_tiles(first, end, sizes(record, config), rows, add_row_tile, start)
+            return {**_store_group_gradients(record, g, sums, grads), **lhs}
 
-        grads = over_groups(*group_rows(record), group, grads)
+        grads = fold_groups(*group_rows(record), group, grads)
     if "existing_out" in pullback.grad_fields:
         grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
     return grads
@@ -99,7 +99,7 @@ def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gr
     return gradients_of_rows(record, product, at.take(record.lhs), scale, at.start)
 
 
-def _store(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
+def _store_group_gradients(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:
     """Stores the gradients of group g's matrix, scales and bias in `grads`, and returns the updated `grads`."""
     gradients, scale = {}, None
     if record.rhs_scale is not None:

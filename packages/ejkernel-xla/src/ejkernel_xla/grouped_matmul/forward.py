@@ -6,7 +6,7 @@ from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
 from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
-from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, load, over_groups, over_tiles
+from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, fold_groups, fold_row_tiles, load
 
 
 def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[()]]:
@@ -37,9 +37,9 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
                 product = product + at.take(record.existing_out).astype(product.dtype)
             return at.put(output, product)
 
-        return over_tiles(first, end, sizes(record, config), rows, tile, output)
+        return fold_row_tiles(first, end, sizes(record, config), rows, tile, output)
 
-    return over_groups(*group_rows(record), group, output), ()
+    return fold_groups(*group_rows(record), group, output), ()
 
 
 def _bias(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:

@@ -16,9 +16,17 @@ from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, 
 from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
-from ejkernel_xla.linear_recurrence.forward import by_head, chunk_step, load, state_table, store
+from ejkernel_xla.linear_recurrence.forward import chunk_step, load, split_state_heads, state_table, store
 from ejkernel_xla.linear_recurrence.kernels.chunk import next_state, precision
-from ejkernel_xla.linear_recurrence.kernels.chunking import Chunking, assemble, cut, loop, make_chunking, paste, slices
+from ejkernel_xla.linear_recurrence.kernels.chunking import (
+    Chunking,
+    add_chunk_slice,
+    chunk_from_slices,
+    cut,
+    make_chunking,
+    run_loop,
+    slices_of_chunk,
+)
 from ejkernel_xla.linear_recurrence.kernels.segment_runs import next_state_of_segments
 from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tokens
 from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_backward
@@ -44,7 +52,7 @@ def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
         grads = tree_backward(pullback)
     else:
         chunking = make_chunking(record, config.chunk_size)
-        grads = _reverse_chunks(pullback, chunking, _chunk_states(record, chunking))
+        grads = _differentiate_chunks(pullback, chunking, _chunk_states(record, chunking))
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
@@ -58,17 +66,17 @@ def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
         at = chunking.chunk_at(n)
         state = load(record, table, at)
         states = lax.dynamic_update_index_in_dim(states, state, n, 0)
-        parts = slices(record, chunking, at)
+        parts = slices_of_chunk(record, chunking, at)
         if chunking.roles is not None:
             after = next_state_of_segments(record, chunking, at, state, parts)
         else:
-            after = next_state(state, assemble(record, chunking, at, parts), precision(record))
+            after = next_state(state, chunk_from_slices(record, chunking, at, parts), precision(record))
         return states, store(record, table, at, after)
 
-    return loop(chunking.count, step, (states, table))[0]
+    return run_loop(chunking.count, step, (states, table))[0]
 
 
-def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Array) -> Gradients:
+def _differentiate_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Array) -> Gradients:
     """Differentiates the chunks in reverse; the table holds the cotangents of the states after the current chunk."""
     record, (outputs, finals) = pullback.record, pullback.cotangent
     table = finals.reshape(-1, *finals.shape[2:])
@@ -86,17 +94,17 @@ def _reverse_chunks(pullback: Pullback, chunking: Chunking, chunk_states: jax.Ar
         before = lax.dynamic_index_in_dim(chunk_states, n, keepdims=False)
         # The VJP is taken inside of the loop, so the residuals of a chunk are dropped before the next chunk. The VJP of
         # the whole loop would keep the residuals of all chunks.
-        _, pull = jax.vjp(run, before, slices(record, chunking, at))
+        _, pull = jax.vjp(run, before, slices_of_chunk(record, chunking, at))
         dstate, parts = pull((load(record, table, at), cut(outputs, chunking, at).astype(table.dtype)))
         # Added: tokens that a chunk only shares have gradients of 0 in it.
-        grads = {name: paste(grads[name], parts[name], at) for name in names}
+        grads = {name: add_chunk_slice(grads[name], parts[name], at) for name in names}
         return grads, store(record, table, at, dstate)
 
-    grads, table = loop(chunking.count, step, (grads, table))
+    grads, table = run_loop(chunking.count, step, (grads, table))
     if record.cu_seqlens is not None:
         # After the loop: the table then holds the cotangents of the states that these tokens leave.
         grads, table = _single_token_gradients(pullback, grads, table)
-    first = by_head(record, table)
+    first = split_state_heads(record, table)
     return {**grads, "initial_state": first, "sequence_state": first}
 
 

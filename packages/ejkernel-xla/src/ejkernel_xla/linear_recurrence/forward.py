@@ -16,12 +16,12 @@ from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
     ChunkSlice,
-    assemble,
-    loop,
+    add_chunk_slice,
+    chunk_from_slices,
     make_chunking,
-    paste,
     replace,
-    slices,
+    run_loop,
+    slices_of_chunk,
     split_heads,
     valid_tokens,
 )
@@ -48,17 +48,17 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return (_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)
     # Chunks that share tokens add their outputs, since each chunk has 0 for the tokens of the other chunk.
-    write = replace if chunking.all_full else paste
+    write = replace if chunking.has_no_masked_token else add_chunk_slice
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         output, table = carry
         at = chunking.chunk_at(n)
-        state, read = chunk_step(record, chunking, at, load(record, table, at), slices(record, chunking, at))
+        state, read = chunk_step(record, chunking, at, load(record, table, at), slices_of_chunk(record, chunking, at))
         return write(output, read, at), store(record, table, at, state)
 
     # This is a loop and not a vmap over chunks: states are sequential, and memory holds the scores of one chunk only.
-    output, table = loop(chunking.count, step, _initial_outputs_and_states(record))
-    return (output, by_head(record, table)), ()
+    output, table = run_loop(chunking.count, step, _initial_outputs_and_states(record))
+    return (output, split_state_heads(record, table)), ()
 
 
 def _initial_outputs_and_states(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
@@ -78,7 +78,7 @@ def state_table(record: LinearRecurrence) -> jax.Array:
     return states(record).reshape(-1, record.query.shape[3], record.value.shape[3])
 
 
-def by_head(record: LinearRecurrence, table: jax.Array) -> jax.Array:
+def split_state_heads(record: LinearRecurrence, table: jax.Array) -> jax.Array:
     """Returns [n, K, V] as the record's [rows or sequences, H, K, V]."""
     return table.reshape(-1, head_count(record), *table.shape[1:])
 
@@ -91,7 +91,7 @@ def chunk_step(
     """
     if chunking.roles is not None:
         return segment_step(record, chunking, at, state, parts)
-    chunk = assemble(record, chunking, at, parts)
+    chunk = chunk_from_slices(record, chunking, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))
     output, valid = split_heads(output, head_count(record)), valid_tokens(chunking, at)
     return state, output if valid is None else jnp.where(valid[:, :, None, None], output, 0)

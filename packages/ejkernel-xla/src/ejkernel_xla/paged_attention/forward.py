@@ -28,7 +28,7 @@ from ejkernel.families.tiled_attention import apply_soft_cap
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.config import PagedTiles, PagedTiling, tiles
 
-_BATCHES = ((0, 1), (0, 1))
+_BATCH_DIMENSIONS = ((0, 1), (0, 1))
 
 
 class OnlineSoftmax(NamedTuple):
@@ -50,7 +50,7 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
     """
     record, pages = paged_cache.write(record)
-    state = _initial(record)
+    state = _initial_output_and_lse(record)
     if state[0].size and record.kv_lens.size and record.key_pages.size:
         state = _sweep(record, tiles(record, config), state)
     return (*state, *pages), None
@@ -76,7 +76,7 @@ def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...
         # A traced bound: short sequences end early, and tables may be wider than what they hold.
         steps = (jnp.max(at.high - at.low) + cut.keys - 1) // cut.keys
         running = lax.fori_loop(jnp.int32(0), steps, key_tile, _initial_softmax(record, query))
-        tile = _epilogue(record, running)
+        tile = _normalise_and_lse(record, running)
         return tuple(_store(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
 
     return lax.fori_loop(jnp.int32(0), (work.live + cut.stack - 1) // cut.stack, batch, state)
@@ -87,7 +87,7 @@ def accumulator(record: PagedAttention) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def _initial(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+def _initial_output_and_lse(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of rows that belong to no sequence."""
     rows, heads, _ = record.query.shape
     output = jnp.zeros((rows, heads, paged_cache.value_size(record)), record.query.dtype)
@@ -102,7 +102,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
     kv_heads = paged_cache.kv_heads(record)
     # Rows that a tile does not have are T, after the array: read as 0 here, dropped in `_store`.
     query = round_to_compute_dtype(record.query.at[rows].get(mode="fill", fill_value=0), record)
-    query = query.astype(_operand(record, record.key_pages)).reshape(
+    query = query.astype(_operand_dtype(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
     )
     return query.swapaxes(1, 2).reshape(cut.stack, kv_heads, -1, size), rows
@@ -122,10 +122,10 @@ def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[
     )
     stored = record.key_pages if record.value_pages is None else record.value_pages
     values = values.astype(_wider_dtype(record.query.dtype, stored.dtype))
-    return keys.astype(_operand(record, record.key_pages)), values, page < paged_cache.page_count(record)
+    return keys.astype(_operand_dtype(record, record.key_pages)), values, page < paged_cache.page_count(record)
 
 
-def _operand(record: PagedAttention, pages: jax.Array) -> Any:
+def _operand_dtype(record: PagedAttention, pages: jax.Array) -> Any:
     """Returns the operands' dtype of the product of queries and keys."""
     return record.compute_dtype or _wider_dtype(record.query.dtype, pages.dtype)
 
@@ -137,7 +137,7 @@ def _wider_dtype(query: Any, stored: Any) -> Any:
 
 def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
     """Returns scores before masking, [n, h, k, t, g]."""
-    contract = (((3,), (3,)), _BATCHES)
+    contract = (((3,), (3,)), _BATCH_DIMENSIONS)
     dtype = accumulator(record)
     scores = lax.dot_general(keys, query, contract, product_precision(keys.dtype), preferred_element_type=dtype)
     # On the float32 scores: 16-bit queries keep their digits.
@@ -185,7 +185,7 @@ def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> Onl
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # exp(-inf - 0) = 0 where nothing was seen yet
     weights, alpha = jnp.exp(scores - shift[:, :, None]), jnp.exp(running.row_max - shift)
     row_sum = alpha * running.row_sum + jnp.sum(weights, axis=2)
-    contract = (((2,), (2,)), _BATCHES)
+    contract = (((2,), (2,)), _BATCH_DIMENSIONS)
     weights = weights.astype(values.dtype)
     step = lax.dot_general(
         weights, values, contract, product_precision(values.dtype), preferred_element_type=scores.dtype
@@ -193,7 +193,7 @@ def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> Onl
     return OnlineSoftmax(row_max, row_sum, alpha[..., None] * running.acc + step)
 
 
-def _epilogue(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
+def _normalise_and_lse(record: PagedAttention, running: OnlineSoftmax) -> tuple[jax.Array, jax.Array]:
     """Returns the epilogue: output [n, h, r, v] and lse [n, h, r]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
     sink = jnp.array(-jnp.inf, row_max.dtype)

@@ -28,7 +28,7 @@ from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
 from ejkernel_xla.recurrent_network.kernels.layer import (
     Direction,
-    concatenated,
+    concatenate_directions,
     keep_state_in_padding,
     precision,
     product,
@@ -58,7 +58,8 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
         parts = jnp.split(outputs, directions, axis=-1)
         layer_directions = [Direction.of(record, layer, n) for n in range(directions)]
         grads = [
-            _direction(pullback, at, inputs, part, config) for at, part in zip(layer_directions, parts, strict=True)
+            _direction_gradients(pullback, at, inputs, part, config)
+            for at, part in zip(layer_directions, parts, strict=True)
         ]
         outputs = functools.reduce(jnp.add, [each["inputs"] for each in grads])
         layer_grads.insert(0, grads)
@@ -71,13 +72,15 @@ def _inputs(pullback: Pullback, layer: int) -> jax.Array:
     """Returns what a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
-        return concatenated([time_major(record.x)], valid_tokens(record))  # 0 in padding, even if padding holds NaN
+        return concatenate_directions(
+            [time_major(record.x)], valid_tokens(record)
+        )  # 0 in padding, even if padding holds NaN
     directions = shape(record)[1]
     below = pullback.residuals.hidden[(layer - 1) * directions : layer * directions]
-    return concatenated([time_major(hidden) for hidden in below], valid_tokens(record))
+    return concatenate_directions([time_major(hidden) for hidden in below], valid_tokens(record))
 
 
-def _direction(
+def _direction_gradients(
     pullback: Pullback, at: Direction, inputs: jax.Array, outputs: jax.Array, config: TokenBlocks
 ) -> Gradients:
     """Returns gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
@@ -91,8 +94,8 @@ def _direction(
         to_inputs, to_recurrent = input_and_recurrent_cotangents(record.cell, to_gates)
         # These sums over t * B rows run after the token loop as one product, instead of one outer product per token.
         contributions = {
-            "weight_ih": _outer(record, to_inputs, inputs),
-            "weight_hh": _outer(record, to_recurrent, tokens[1][0]),
+            "weight_ih": _sum_of_outer_products(record, to_inputs, inputs),
+            "weight_hh": _sum_of_outer_products(record, to_recurrent, tokens[1][0]),
             "bias_ih": to_inputs.sum(axis=(0, 1)),
             "bias_hh": to_recurrent.sum(axis=(0, 1)),
         }
@@ -141,7 +144,7 @@ def _states_before(pullback: Pullback, at: Direction) -> State:
     return tuple(states_before)
 
 
-def _outer(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
+def _sum_of_outer_products(record: RecurrentNetwork, left: jax.Array, right: jax.Array) -> jax.Array:
     """Returns sum over tokens and rows of the products of every two entries, [left, right]."""
     return jnp.einsum("tbg,tbf->gf", left, right.astype(left.dtype), precision=precision(record))
 

@@ -17,7 +17,7 @@ from ejkernel_xla.recurrent_network.config import TokenBlocks
 from ejkernel_xla.recurrent_network.kernels.blocks import Blocks
 from ejkernel_xla.recurrent_network.kernels.layer import (
     Direction,
-    concatenated,
+    concatenate_directions,
     keep_state_in_padding,
     time_major,
     valid_tokens,
@@ -43,7 +43,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
         runs = [_run(Direction.of(record, layer, n), inputs, config) for n in range(directions)]
         finals += [last for last, _ in runs]
         layer_states += [tuple(map(time_major, each)) for _, each in runs]
-        inputs = concatenated([each[1] for _, each in runs], tokens)
+        inputs = concatenate_directions([each[1] for _, each in runs], tokens)
     output = time_major(inputs).astype(record.x.dtype)
     return (output, *stack_states(finals)), NetworkResiduals.of(stack_states(layer_states))
 
@@ -59,7 +59,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         carry: tuple[State, jax.Array], parts: tuple[jax.Array, jax.Array | None]
     ) -> tuple[tuple[State, jax.Array], State]:
         (state, projected), (following, is_real) = carry, parts
-        gates = combined(at.record.cell, projected, at.from_state(state[0]))
+        gates = combined(at.record.cell, projected, at.state_projection(state[0]))
         # 0 in padding: the backward pass reads them, and must find no NaN.
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
         after = keep_state_in_padding(is_real, state_after_token(at.record.cell, gates, state), state)
@@ -68,7 +68,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
     def block(state: State, parts: tuple[jax.Array, jax.Array | None]) -> tuple[State, State]:
         inputs, is_real = parts
         # W_ih x of a whole block is one product. The loop over tokens computes only W_hh h, which needs the state.
-        projected = at.from_inputs(inputs)
+        projected = at.input_projection(inputs)
         first = projected[-1 if at.backwards else 0]
         following = jnp.roll(projected, 1 if at.backwards else -1, axis=0)
         tokens = (following, is_real)

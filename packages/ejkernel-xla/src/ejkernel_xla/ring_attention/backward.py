@@ -56,13 +56,13 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
         cotangent=ring.stripe(pullback.cotangent, 1),
         lse_cotangent=None if pullback.lse_cotangent is None else ring.stripe(pullback.lse_cotangent, 2),
     )
-    grads = _around(local, params, ring)
+    grads = _run_ring_backward(local, params, ring)
     if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = _sink_gradient(pullback)
-    return {name: _home(grads[name], name, pullback.record, ring) for name in sorted(pullback.grad_fields)}
+    return {name: _to_field_layout(grads[name], name, pullback.record, ring) for name in sorted(pullback.grad_fields)}
 
 
-def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
+def _run_ring_backward(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients:
     """Returns the gradients of everything but sinks, in the layout that the ring works in."""
     record, dtype = pullback.record, accumulator(as_tiled_attention(pullback.record))
     names = sorted(pullback.grad_fields - {"softmax_aux"})
@@ -95,7 +95,7 @@ def _around(pullback: Pullback, params: ChunkedSoftmax, ring: Ring) -> Gradients
     return {**collected, **local}
 
 
-def _home(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
+def _to_field_layout(gradient: jax.Array, name: str, record: RingAttention, ring: Ring) -> jax.Array:
     """Returns a gradient in its field's dtype and layout."""
     field = getattr(record, name)
     gradient = gradient.astype(field.dtype)

@@ -18,20 +18,27 @@ from ejkernel.families.selected_attention import Branch, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
-from ejkernel_xla.selected_attention.forward import DENSE
+from ejkernel_xla.selected_attention.forward import DENSE_KERNEL
 from ejkernel_xla.selected_attention.kernels.lists import (
     Operands,
     SelectedPlan,
     add,
     arrange_operands,
-    by_group,
-    by_token,
-    find_readers,
-    fold,
+    fold_block_readers,
+    group_query_heads,
     make_plan,
+    sort_queries_by_block,
     take,
+    ungroup_query_heads,
 )
-from ejkernel_xla.selected_attention.kernels.scores import PlanStep, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.kernels.scores import (
+    PlanStep,
+    accumulator,
+    block_scores,
+    dot,
+    keys_of_block,
+    queries_of_step,
+)
 from ejkernel_xla.tiled_attention import plan as blocks
 from ejkernel_xla.tiled_attention.forward import finite
 
@@ -52,12 +59,14 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
     def selected(
         record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str]
     ) -> Gradients:
-        return _selected(record, branch, cotangent, config)
+        return _selected_branch_gradients(record, branch, cotangent, config)
 
-    return selected_branches.backward(pullback, selected, DENSE)
+    return selected_branches.backward(pullback, selected, DENSE_KERNEL)
 
 
-def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles) -> Gradients:
+def _selected_branch_gradients(
+    record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles
+) -> Gradients:
     """Returns gradients of query, key and value in the selected branch."""
     if not record.query.size:
         return {name: jnp.zeros_like(getattr(record, name)) for name in ("query", "key", "value")}
@@ -65,35 +74,35 @@ def _selected(record: SelectedAttention, branch: Branch, cotangent: jax.Array, c
     operands, dtype = arrange_operands(record, plan), accumulator(record)
     delta = jnp.sum(cotangent.astype(dtype) * branch.output.astype(dtype), axis=-1, keepdims=True)
     rows = {
-        "cotangent": by_group(cotangent, plan),
-        "delta": by_group(delta, plan)[..., 0],
-        "lse": by_group(finite(branch.lse).swapaxes(1, 2)[..., None], plan)[..., 0],
+        "cotangent": group_query_heads(cotangent, plan),
+        "delta": group_query_heads(delta, plan)[..., 0],
+        "lse": group_query_heads(finite(branch.lse).swapaxes(1, 2)[..., None], plan)[..., 0],
     }
     grads = {name: jnp.zeros(getattr(operands, name).shape, dtype) for name in ("query", "key", "value")}
 
     def step(n: jax.Array, grads: Gradients) -> Gradients:
         at = PlanStep(*plan.step_at(n))
-        query_rows = {name: tile_of(x, plan, at) for name, x in rows.items()}
+        query_rows = {name: queries_of_step(x, plan, at) for name, x in rows.items()}
         # dq of this step's queries alone is scattered to; it is small, and stays in a cache.
         carry = {**grads, "query": jnp.zeros((plan.queries, *grads["query"].shape[3:]), dtype)}
-        readers = find_readers(tile_of(operands.listed, plan, at), plan)
+        readers = sort_queries_by_block(queries_of_step(operands.listed, plan, at), plan)
 
         def read(c: jax.Array, lines: jax.Array, carry: Gradients) -> Gradients:
-            return _read(record, operands, plan, at, query_rows, (c, lines), carry)
+            return _add_block_gradients(record, operands, plan, at, query_rows, (c, lines), carry)
 
-        carry = fold(readers, plan, read, carry)
+        carry = fold_block_readers(readers, plan, read, carry)
         offsets = (at.batch, at.head, at.query, 0, 0)
         return {**carry, "query": blocks.put(grads["query"], offsets, carry["query"][None, None])}
 
     grads = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, grads)
     length, keys = record.query.shape[1], record.key.shape[1]
     return {
-        "query": by_token(grads["query"], length),
+        "query": ungroup_query_heads(grads["query"], length),
         **{name: grads[name][:, :, :keys].transpose(0, 2, 1, 3) for name in ("key", "value")},
     }
 
 
-def _read(
+def _add_block_gradients(
     record: SelectedAttention,
     operands: Operands,
     plan: SelectedPlan,
@@ -105,8 +114,8 @@ def _read(
     """Adds what some queries of one block contribute; the query's gradient is [t, g, d], of its step alone."""
     block, rows = listed_block
     start = operands.starts[block]
-    scores, query, key = score(record, operands, plan, at, start, rows)
-    value = block_of(operands.value, at, start, record.block_size)
+    scores, query, key = block_scores(record, operands, plan, at, start, rows)
+    value = keys_of_block(operands.value, at, start, record.block_size)
     cotangent = take(query_rows["cotangent"], rows)
     # Rows that fill up a tile have scores of -inf: weights of 0, and gradients that go nowhere. Both are selected: lse
     # is NaN in rows that are not finite.

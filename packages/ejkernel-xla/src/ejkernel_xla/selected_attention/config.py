@@ -43,15 +43,15 @@ def sizes(record: SelectedAttention, config: SelectedTiles) -> tuple[int, int]:
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> SelectedTiles:
     """Returns tile sizes for a record on a device, not measured."""
     group = record.query.shape[2] // record.key.shape[2]
-    return _sized(record, min(MAX_BLOCK_Q, max(16, ROWS_PER_BLOCK // group)))
+    return _with_default_sizes(record, min(MAX_BLOCK_Q, max(16, ROWS_PER_BLOCK // group)))
 
 
 def candidates(record: SelectedAttention, device: Any, direction: Direction) -> tuple[SelectedTiles, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    return tuple(dict.fromkeys(_sized(record, rows) for rows in (64, 128, 256, 512, 1024)))
+    return tuple(dict.fromkeys(_with_default_sizes(record, rows) for rows in (64, 128, 256, 512, 1024)))
 
 
-def _sized(record: SelectedAttention, rows: int) -> SelectedTiles:
+def _with_default_sizes(record: SelectedAttention, rows: int) -> SelectedTiles:
     queries = _max_sorted_queries(record)
     return SelectedTiles(queries_per_sort=queries, block_q=min(queries, rows))
 

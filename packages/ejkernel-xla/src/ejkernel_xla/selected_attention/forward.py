@@ -14,14 +14,21 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
 from ejkernel_xla.selected_attention.kernels.lists import (
     arrange_operands,
-    by_token,
-    find_readers,
-    fold,
+    fold_block_readers,
     make_plan,
     put,
+    sort_queries_by_block,
     take,
+    ungroup_query_heads,
 )
-from ejkernel_xla.selected_attention.kernels.scores import PlanStep, accumulator, block_of, dot, score, tile_of
+from ejkernel_xla.selected_attention.kernels.scores import (
+    PlanStep,
+    accumulator,
+    block_scores,
+    dot,
+    keys_of_block,
+    queries_of_step,
+)
 from ejkernel_xla.tiled_attention import backward as tiled_backward
 from ejkernel_xla.tiled_attention import config as tiled_tiles
 from ejkernel_xla.tiled_attention import forward as tiled_forward
@@ -39,10 +46,10 @@ def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select, DENSE)
+    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select_blocks, DENSE_KERNEL)
 
 
-def _select(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def _select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
     return select(record)
 
 
@@ -56,7 +63,7 @@ def _dense_backward(pullback: Pullback) -> dict[str, jax.Array]:
     return tiled_backward.backward(pullback, params)
 
 
-DENSE = DenseKernel(_dense_forward, _dense_backward)
+DENSE_KERNEL = DenseKernel(_dense_forward, _dense_backward)
 """The branches that are tiled attention."""
 
 
@@ -90,12 +97,14 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
 
         def read(c: jax.Array, rows: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             start = operands.starts[c]
-            scores, _, _ = score(record, operands, plan, at, start, rows)
-            return _update(running, rows, scores, block_of(operands.value, at, start, record.block_size))
+            scores, _, _ = block_scores(record, operands, plan, at, start, rows)
+            return _update(running, rows, scores, keys_of_block(operands.value, at, start, record.block_size))
 
         # Blocks outside, their readers inside: a block is loaded once, and the running softmax of its readers is
         # gathered and scattered.
-        running = fold(find_readers(tile_of(operands.listed, plan, at), plan), plan, read, empty)
+        running = fold_block_readers(
+            sort_queries_by_block(queries_of_step(operands.listed, plan, at), plan), plan, read, empty
+        )
         attends = running.row_sum > 0
         denominator = jnp.where(attends, running.row_sum, 1)
         lse = jnp.where(attends, jnp.log(denominator) + finite(running.row_max), -jnp.inf)
@@ -110,7 +119,10 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     state = jnp.zeros((*lead, size), record.query.dtype), jnp.zeros(lead, dtype)
     output, lse = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, state)
     length = record.query.shape[1]
-    return Branch(output=by_token(output, length), lse=by_token(lse[..., None], length)[..., 0].swapaxes(1, 2))
+    return Branch(
+        output=ungroup_query_heads(output, length),
+        lse=ungroup_query_heads(lse[..., None], length)[..., 0].swapaxes(1, 2),
+    )
 
 
 def _update(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:

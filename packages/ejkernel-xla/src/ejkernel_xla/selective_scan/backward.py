@@ -16,7 +16,7 @@ from ejkernel.families.selective_scan import SelectiveScan, accumulator
 from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selective_scan.config import ScanSteps
-from ejkernel_xla.selective_scan.kernels.chunk import pull
+from ejkernel_xla.selective_scan.kernels.chunk import chunk_cotangents
 from ejkernel_xla.selective_scan.plan import (
     chunk_at,
     chunks,
@@ -61,7 +61,9 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)
         before = lax.dynamic_index_in_dim(pullback.residuals.states, n, axis=1, keepdims=False)
         cotangents = (dstate, jnp.moveaxis(cotangent, 1, 0))
-        before, token_gradients, ddecay = pull(config.associative, before, load(record, at), decay, cotangents)
+        before, token_gradients, ddecay = chunk_cotangents(
+            config.associative, before, load(record, at), decay, cotangents
+        )
         parts = {name: jnp.moveaxis(part, 0, 1) for name, part in token_gradients._asdict().items()}
         # The skip does not pass through the state.
         parts["x"] = parts["x"] + skip * cotangent

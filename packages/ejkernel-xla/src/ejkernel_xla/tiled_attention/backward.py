@@ -29,9 +29,9 @@ from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
-    allow,
+    allowed_pairs,
     dot,
-    drop,
+    drop_weights,
     dropout_rows,
     folds_scale,
     load_heads,
@@ -41,7 +41,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     relative_distances,
     score,
 )
-from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, add, make_plan
+from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, add, make_plan
 
 Gradients = dict[str, jax.Array]
 
@@ -103,7 +103,7 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
     record, key_tiles = pullback.record, find_key_tiles(pullback.record, plan)
 
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
-        at = plan.cursor(step)
+        at = plan.outer_step(step)
         rows = _load(pullback, plan, at)
         # dq is complete after the key loop and stays a tile; dk and dv are whole arrays, updated in place.
         carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
@@ -124,11 +124,11 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
     return lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, grads)
 
 
-def _load(pullback: Pullback, plan: TilePlan, at: Cursor) -> QueryTile:
+def _load(pullback: Pullback, plan: TilePlan, at: OuterStep) -> QueryTile:
     record, residuals, dtype = pullback.record, pullback.residuals, accumulator(pullback.record)
     query = load_query(record, plan, at)
     cotangent, output = (load_rows(x, record, plan, at) for x in (pullback.cotangent, pullback.output))
-    if plan.queries.ragged:  # rows that the tile shares with the tile before contribute once
+    if plan.queries.has_overlapping_tiles:  # rows that the tile shares with the tile before contribute once
         cotangent = jnp.where(plan.queries.fresh(at.tile)[:, None], cotangent, 0)
     # From the output instead of from weights and their gradients: a sum over Dv, and not over all keys.
     delta = jnp.sum(cotangent.astype(dtype) * output.astype(dtype), axis=-1)
@@ -139,15 +139,23 @@ def _load(pullback: Pullback, plan: TilePlan, at: Cursor) -> QueryTile:
     return QueryTile(query, cotangent, finite(shift), delta, row_argmax, dropout_rows(record, plan, at))
 
 
-def _load_lse_cotangent(pullback: Pullback, plan: TilePlan, at: Cursor) -> jax.Array:
+def _load_lse_cotangent(pullback: Pullback, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns [b, h, g, t]; 0 for rows with nothing to attend, and for those that an earlier tile had."""
     cotangent, lse = (load_heads(x, plan, at) for x in (pullback.lse_cotangent, pullback.residuals.lse))
     counted = lse > -jnp.inf
-    return jnp.where(counted & plan.queries.fresh(at.tile) if plan.queries.ragged else counted, cotangent, 0)
+    return jnp.where(
+        counted & plan.queries.fresh(at.tile) if plan.queries.has_overlapping_tiles else counted, cotangent, 0
+    )
 
 
 def _key_tile(
-    record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array, rows: QueryTile, grads: Gradients, masked: bool
+    record: TiledAttention,
+    plan: TilePlan,
+    at: OuterStep,
+    tile: jax.Array,
+    rows: QueryTile,
+    grads: Gradients,
+    masked: bool,
 ) -> Gradients:
     """Adds what one tile pair contributes to the gradients (the query's: [b, h, g, t, d], of its tile alone)."""
     start = plan.keys.start(tile)
@@ -155,12 +163,12 @@ def _key_tile(
     scores = score(record, plan, at, tile, rows.query, key)
     # Normalised where the shift is lse: neither the maximum nor the row sum is made again.
     weights = jnp.exp(scores.value - rows.shift[..., None])
-    if masked and (pairs := allow(record, plan, at, tile)) is not None:
+    if masked and (pairs := allowed_pairs(record, plan, at, tile)) is not None:
         # Masked after the exponential, which is NaN in all of a row whose shift is: it is replaced, not multiplied.
         weights, scores = jnp.where(pairs, weights, 0), scores._replace(allowed=pairs)
     where, grads = (at.batch, start, at.head, 0), dict(grads)
     if "value" in grads:
-        dropped = drop(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)
+        dropped = drop_weights(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)
         # XLA adds to the slice of the carry in place; a key tile's gradient is float32 until all queries have added.
         dv = dot("bhgts,bhgtv->bshv", dropped, rows.cotangent, record)
         grads["value"] = add(grads["value"], where, dv)
@@ -186,7 +194,7 @@ def _score_gradient(
     record: TiledAttention, rows: QueryTile, value: jax.Array, weights: jax.Array, scores: Scores, start: jax.Array
 ) -> jax.Array:
     """Returns gradient of the scaled and biased scores, [b, h, g, t, s]."""
-    dweights = drop(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
+    dweights = drop_weights(dot("bhgtv,bhsv->bhgts", rows.cotangent, value, record), rows.dropout, record, start)
     delta = rows.delta[..., None]
     if rows.row_argmax is None:
         dscores = weights * (dweights - delta)
@@ -199,13 +207,13 @@ def _score_gradient(
     return dscores if scores.allowed is None else jnp.where(scores.allowed, dscores, 0)
 
 
-def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: Cursor, start: jax.Array) -> jax.Array:
+def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: OuterStep, start: jax.Array) -> jax.Array:
     b, h, g, t, s = dscores.shape
     return add(bias, (at.batch, at.head * plan.group, at.query, start), dscores.reshape(b, h * g, t, s))
 
 
 def _add_relative_bias(
-    table: jax.Array, dscores: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
+    table: jax.Array, dscores: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array
 ) -> jax.Array:
     """Adds the sums of a tile's diagonals to the gradient of the table [H, n]."""
     _, h, g, t, s = dscores.shape
@@ -219,7 +227,7 @@ def _add_relative_bias(
 
 
 def _store(
-    grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: TilePlan, at: Cursor, rows: QueryTile
+    grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: TilePlan, at: OuterStep, rows: QueryTile
 ) -> Gradients:
     """Returns the gradients with a finished query tile in them."""
     b, h, g, t = rows.delta.shape

@@ -8,11 +8,11 @@ from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP
 
-BLOCK = 512
+DEFAULT_BLOCK = 512
 """Long enough that matrix products dominate, short enough that a causal mask or a window leaves most tiles out."""
 
 
-PATTERN_BLOCK = 128
+DEFAULT_PATTERN_BLOCK = 128
 """Smaller than BLOCK, since small tiles skip more of a pattern's gaps."""
 
 
@@ -42,18 +42,18 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
     Half as many keys in a band: tiles that it only touches at a corner are what it costs beyond its own size.
     """
     if record.pattern is not None:
-        return _params(record, PATTERN_BLOCK, PATTERN_BLOCK)
-    return _params(record, BLOCK, BLOCK if None in band(record) else BLOCK // 2)
+        return _clamped_blocks(record, DEFAULT_PATTERN_BLOCK, DEFAULT_PATTERN_BLOCK)
+    return _clamped_blocks(record, DEFAULT_BLOCK, DEFAULT_BLOCK if None in band(record) else DEFAULT_BLOCK // 2)
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
     small = () if record.pattern is None else ((64, 64), (128, 128))
     pairs = (*small, (256, 256), (256, 512), (512, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024))
-    return tuple(dict.fromkeys(_params(record, *pair) for pair in pairs))
+    return tuple(dict.fromkeys(_clamped_blocks(record, *pair) for pair in pairs))
 
 
-def _params(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
+def _clamped_blocks(record: TiledAttention, queries: int, keys: int) -> ChunkedSoftmax:
     """Returns sizes clamped to the lengths. The query heads of a KV head share a tile: many of them leave few queries
     each.
     """

@@ -31,9 +31,9 @@ from ejkernel_xla.tiled_attention.kernels.key_tiles import find_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
-    allow,
+    allowed_pairs,
     dot,
-    drop,
+    drop_weights,
     dropout_rows,
     head_sinks,
     load_keys,
@@ -41,7 +41,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     mask,
     score,
 )
-from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan, make_plan, put
+from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, make_plan, put
 
 
 class OnlineSoftmax(NamedTuple):
@@ -78,19 +78,19 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
     # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
     state = _compat.as_varying(_initial(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
-        return _pack(state)
+        return _output_and_residuals(state)
     plan = make_plan(record, params.block_q, params.block_kv)
     key_tiles = find_key_tiles(record, plan)
 
     def query_tile(step: jax.Array, state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        at = plan.cursor(step)
+        at = plan.outer_step(step)
         query, rows = load_query(record, plan, at), dropout_rows(record, plan, at)
 
         def key_tile(tile: jax.Array, running: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
             scores = score(record, plan, at, tile, query, key)
             if masked:
-                scores = mask(scores, allow(record, plan, at, tile))
+                scores = mask(scores, allowed_pairs(record, plan, at, tile))
             return _update(running, scores, value, rows, record, plan.keys.start(tile))
 
         # Two bodies: full tiles, which are most of a long causal call, compile without the comparisons of the masks.
@@ -103,7 +103,7 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
         return _store(state, _epilogue(running, record, plan, at), plan, at)
 
     # The arrays are carried, so that XLA updates a query tile of them in place.
-    return _pack(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
+    return _output_and_residuals(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
 
 
 def _initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:
@@ -129,7 +129,7 @@ def _update(
     alpha = jnp.exp(running.row_max - shift)
     row_sum = alpha * running.row_sum + jnp.sum(weights, axis=-1)
     # After the row sum: dropout applies to normalised weights, so the denominator has those that are dropped.
-    weights = drop(weights, rows, record, start).astype(value.dtype)
+    weights = drop_weights(weights, rows, record, start).astype(value.dtype)
     acc = alpha[..., None] * running.acc + dot("bhgts,bhsv->bhgtv", weights, value, record)
     return OnlineSoftmax(row_max, _first_argmax(running, scores.value, start), row_sum, acc)
 
@@ -145,7 +145,7 @@ def _first_argmax(running: OnlineSoftmax, scores: jax.Array, start: jax.Array) -
     )
 
 
-def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: Cursor) -> dict[str, Any]:
+def _epilogue(running: OnlineSoftmax, record: TiledAttention, plan: TilePlan, at: OuterStep) -> dict[str, Any]:
     """Returns the epilogue of a query tile, arrays [b, h, g, t, ...]. The denominator gets the sink here, once."""
     row_max, row_sum = running.row_max, running.row_sum
     sink = head_sinks(record, plan, at)
@@ -181,7 +181,7 @@ def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     return state
 
 
-def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: Cursor) -> dict[str, jax.Array]:
+def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: OuterStep) -> dict[str, jax.Array]:
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     # A tile that was moved back writes the rows that it shares with the previous tile again, with the same numbers.
     head = at.head * plan.group
@@ -190,6 +190,6 @@ def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at
     return {"output": put(state["output"], (at.batch, at.query, head, 0), output), **stored}
 
 
-def _pack(state: dict[str, jax.Array]) -> tuple[jax.Array, SoftmaxResiduals]:
+def _output_and_residuals(state: dict[str, jax.Array]) -> tuple[jax.Array, SoftmaxResiduals]:
     rest = {name: x for name, x in state.items() if name != "output"}
     return state["output"], dataclasses.replace(SoftmaxResiduals(lse=rest.pop("lse")), **rest)

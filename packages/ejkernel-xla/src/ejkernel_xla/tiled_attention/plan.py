@@ -23,7 +23,7 @@ SCORES_PER_STEP = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Axis:
+class TiledAxis:
     """A sequence axis of `length` cut into tiles of `block` indices. A symbolic length is one tile."""
 
     length: Any
@@ -32,7 +32,7 @@ class Axis:
     @property
     def symbolic(self) -> bool:
         """Returns whether the length is known only when the program runs, as in `jax.export`."""
-        return _symbolic(self.length)
+        return _is_symbolic(self.length)
 
     @property
     def tiles(self) -> int:
@@ -42,7 +42,7 @@ class Axis:
         return cdiv(self.length, self.block)
 
     @property
-    def ragged(self) -> bool:
+    def has_overlapping_tiles(self) -> bool:
         """Returns whether the last tile shares indices with the one before it."""
         return not self.symbolic and self.length % self.block != 0
 
@@ -69,8 +69,8 @@ class TilePlan:
     `group` query heads share a KV head; their rows stand next to each other in a tile, so keys are never repeated.
     """
 
-    queries: Axis
-    keys: Axis
+    queries: TiledAxis
+    keys: TiledAxis
     batch: int
     heads: int
     group: int
@@ -81,14 +81,14 @@ class TilePlan:
         """Returns steps of the outer loop."""
         return math.prod(self.chunks) * self.queries.tiles
 
-    def cursor(self, step: Any) -> "Cursor":
+    def outer_step(self, step: Any) -> "OuterStep":
         """Returns where a step of the outer loop works. All query tiles of the same heads follow each other."""
         chunk, tile = step // self.queries.tiles, step % self.queries.tiles
         rows, heads = chunk // self.chunks[1], chunk % self.chunks[1]
-        return Cursor(rows, tile, rows * self.batch, heads * self.heads, self.queries.start(tile))
+        return OuterStep(rows, tile, rows * self.batch, heads * self.heads, self.queries.start(tile))
 
 
-class Cursor(NamedTuple):
+class OuterStep(NamedTuple):
     """A step of the outer loop: chunk of batch rows, query tile, and the first batch row, KV head and query."""
 
     chunk: jax.Array
@@ -101,7 +101,7 @@ class Cursor(NamedTuple):
 def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> TilePlan:
     """Cuts a record whose lengths are all at least 1 into tiles of at most the given sizes."""
     (batch, length, heads, _), (_, keys, kv_heads, _) = record.query.shape, record.key.shape
-    q_axis, kv_axis = _axis(length, q_blocksize), _axis(keys, kv_blocksize)
+    q_axis, kv_axis = _tiled_axis(length, q_blocksize), _tiled_axis(keys, kv_blocksize)
     group = heads // kv_heads
     if q_axis.symbolic or kv_axis.symbolic:
         return TilePlan(q_axis, kv_axis, 1, 1, group, (batch, kv_heads))
@@ -109,23 +109,23 @@ def make_plan(record: TiledAttention, q_blocksize: int, kv_blocksize: int) -> Ti
     room = max(1, SCORES_PER_STEP // (group * q_axis.block * kv_axis.block))
     has_many_tiles = q_axis.tiles * kv_axis.tiles > 1
     heads_per_step = (
-        1 if has_many_tiles and _heads_differ(record) else _divisor(kv_heads, room)
+        1 if has_many_tiles and _heads_differ(record) else _largest_divisor(kv_heads, room)
     )  # each head skips other tiles
-    takes_one_row = heads_per_step != kv_heads or _symbolic(batch)  # a symbolic batch has no divisor but 1
-    rows = 1 if takes_one_row else _divisor(batch, room // kv_heads)
+    takes_one_row = heads_per_step != kv_heads or _is_symbolic(batch)  # a symbolic batch has no divisor but 1
+    rows = 1 if takes_one_row else _largest_divisor(batch, room // kv_heads)
     if has_many_tiles and _rows_differ(record):
         rows = 1  # each batch row then skips other tiles
     return TilePlan(q_axis, kv_axis, rows, heads_per_step, group, (batch // rows, kv_heads // heads_per_step))
 
 
-def _axis(length: Any, block: int) -> Axis:
-    return Axis(length, min(block, length) if isinstance(length, int) else length)
+def _tiled_axis(length: Any, block: int) -> TiledAxis:
+    return TiledAxis(length, min(block, length) if isinstance(length, int) else length)
 
 
 def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
     """Returns a slice of x; dimensions of size 1 broadcast, so they are taken whole."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
-    sizes = [_minimum(n, size) for n, size in zip(x.shape, sizes, strict=True)]
+    sizes = [_smaller_size(n, size) for n, size in zip(x.shape, sizes, strict=True)]
     return lax.dynamic_slice(x, _int32(starts), sizes)
 
 
@@ -146,11 +146,11 @@ def _int32(starts: Sequence[Any]) -> list[jax.Array]:
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
-def _symbolic(size: Any) -> bool:
+def _is_symbolic(size: Any) -> bool:
     return not isinstance(size, int)
 
 
-def _minimum(n: Any, size: Any) -> Any:
+def _smaller_size(n: Any, size: Any) -> Any:
     """Returns the smaller one. Of a symbolic axis one row is taken or all; one row is all that others
     may have of it.
     """
@@ -159,7 +159,7 @@ def _minimum(n: Any, size: Any) -> Any:
     return n if n == 1 else size
 
 
-def _divisor(n: int, limit: int) -> int:
+def _largest_divisor(n: int, limit: int) -> int:
     """Returns the largest divisor of n that is at most limit (at least 1)."""
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= max(1, limit))
 

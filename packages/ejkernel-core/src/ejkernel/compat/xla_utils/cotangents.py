@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.modules.operations.shared.shapes import as_float_dtype
 from ejkernel.planning.precision import rounded
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 
 
 def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Any], Any]:
@@ -44,7 +44,7 @@ def identity_dtype_convert(dtype: DTypeLike) -> Callable[[Any], Any]:
     def forward(x: Any) -> tuple[Any, None]:
         return x, None
 
-    @promoting
+    @with_standard_promotion
     def backward(_: None, cotangent: Any) -> tuple[Any]:
         return (jax.tree.map(lambda g: rounded(g, narrow), cotangent),)
 

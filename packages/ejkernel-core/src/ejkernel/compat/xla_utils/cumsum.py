@@ -12,10 +12,10 @@ from ejkernel.compat.xla_utils.packed import as_cumulative_lengths
 from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, check_dtype, got
 from ejkernel.planning.packing import packed_ids
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 
 
-@promoting
+@with_standard_promotion
 def chunk_local_cumsum(
     g: Float[Array, "b t h"] | Float[Array, "b t h k"],
     chunk_size: int,
@@ -57,7 +57,7 @@ def chunk_local_cumsum(
     return _checked_cumsum("g", g, size, reverse, softmax_scale, cu_seqlens, head_first, output_dtype)
 
 
-@promoting
+@with_standard_promotion
 def chunk_global_cumsum(
     s: Float[Array, "b t h"] | Float[Array, "b t h k"],
     reverse: bool = False,

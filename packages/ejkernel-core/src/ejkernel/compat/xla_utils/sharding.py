@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, got
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 
-@also_called(spec="partition_spec")
+@accept_older_names(spec="partition_spec")
 def get_corrected_named_sharding(shape: Sequence[int], partition_spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """Returns the sharding that a mesh can give an array of this shape: what does not fit is replicated instead.
 
@@ -56,7 +56,7 @@ def _fitting_spec_entry(size: int, entry: Any, mesh: Mesh) -> Any:
     return tuple(axes)
 
 
-@also_called(x="tensor")
+@accept_older_names(x="tensor")
 def reorder_sequence(tensor: jax.Array, cp_size: int, seq_dim: int = 1, to_contiguous: bool = False) -> jax.Array:
     """Deals tokens out to devices so that causal attention gives each of them equally much to do. Differentiable.
 

@@ -37,13 +37,13 @@ class RowSegments(NamedTuple):
     Attributes:
         first: First row.
         end: The row after the last.
-        tiles: Number of tiles of the rows.
+        num_tiles: Number of tiles of the rows.
         stop: Number of tiles of these rows and all earlier rows.
     """
 
     first: jax.Array
     end: jax.Array
-    tiles: jax.Array
+    num_tiles: jax.Array
     stop: jax.Array
 
 
@@ -59,14 +59,14 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
     segments, length = _row_segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
     matrix = jnp.where(matrix < matrices, matrix, NO_GROUP)
-    fields = (matrix, segments.first - (segments.stop - segments.tiles) * block, segments.end, segments.first)
+    fields = (matrix, segments.first - (segments.stop - segments.num_tiles) * block, segments.end, segments.first)
     # A single masked sum gives the fields of the segment of every entry, and in the last line the numbers of tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
-    in_segment = (entry < segments.stop) & (entry >= segments.stop - segments.tiles) & (entry < length)
+    in_segment = (entry < segments.stop) & (entry >= segments.stop - segments.num_tiles) & (entry < length)
     counted = jnp.arange(matrices + 2)
     kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
     values = jnp.where(in_segment[..., None], jnp.stack(fields, axis=-1), 0)
-    values += jnp.where(entry[..., None] == length, segments.tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
+    values += jnp.where(entry[..., None] == length, segments.num_tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
     steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
     real = jnp.any(in_segment, axis=1, keepdims=True)
     return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)

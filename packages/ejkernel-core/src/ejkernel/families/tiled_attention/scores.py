@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.planning.precision import rounded
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 
 
 def apply_soft_cap(scores: jax.Array, cap: float) -> jax.Array:
@@ -23,7 +23,7 @@ def round_to_logits_dtype(dtype: Any, scores: jax.Array) -> jax.Array:
 
 
 @round_to_logits_dtype.defjvp
-@promoting
+@with_standard_promotion
 def _round_to_logits_dtype_jvp(
     dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ejkernel.modules.exports import EXPORTS, HOMES, home, public_names
+from ejkernel.modules.exports import EXPORTS, MODULE_OF_NAME, defining_module, public_names
 
 if TYPE_CHECKING:
     from ejkernel.modules import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
@@ -30,7 +30,7 @@ class _Operations(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and name in HOMES:
+        if isinstance(value, ModuleType) and name in MODULE_OF_NAME:
             value = vars(value)[name]
         super().__setattr__(name, value)
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
     if name == "OPS":
         value: Any = tuple(importlib.import_module(f"{__name__}.{operation}").OP for operation in EXPORTS)
     else:
-        module = home(name)
+        module = defining_module(name)
         if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(module), name)

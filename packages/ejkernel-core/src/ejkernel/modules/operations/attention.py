@@ -221,7 +221,7 @@ def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
     return FlashAttentionConfig(platform=cfg.platform, backend=cfg.backend, **parts)
 
 
-def _route(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+def _route_without_weights(args: AttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Routes a call with `return_weights=False` to `flash_attention`."""
     if args.return_weights:
         return OP, args, options
@@ -253,10 +253,10 @@ OP = Op(
     family=attention_weights.FAMILY,
     validate=validate,
     lower=lower,
-    conventions=conventions.of_dense(),
+    conventions=conventions.dense_sentences(),
     cases=cases.cases(AttentionArguments),
     make_inputs=make_inputs,
-    route=_route,
+    route=_route_without_weights,
     axes={"bias": "b h t s", "dropout_rng": "c", "softmax_aux": "h n"},
 )
 Attention.op = OP

@@ -51,7 +51,7 @@ def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
         )
 
 
-def _built(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask | None:
+def _built_pattern(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask | None:
     """Returns the pattern that a `mask_builder` describes."""
     if builder is None or isinstance(builder, Mask) or len(query) != 4 or len(key) != 4:
         return builder
@@ -59,13 +59,13 @@ def _built(builder: Any, query: tuple[int, ...], key: tuple[int, ...]) -> Mask |
         raise ValueError(f"mask_builder: got {got(builder)}, wants a callable that returns a Mask, or a Mask")
     heads, sizes = query[1], (query[2], key[2])
     if not inspect.signature(builder).parameters:
-        return _as_mask(builder(), heads)
-    masks = [_as_mask(builder(*sizes, heads, head, sizes[0]), heads) for head in range(heads)]
+        return _checked_mask(builder(), heads)
+    masks = [_checked_mask(builder(*sizes, heads, head, sizes[0]), heads) for head in range(heads)]
     alike = all(mask == masks[0] for mask in masks)
     return masks[0] if alike else MultiHeadMask(tuple(mask.of_head(head) for head, mask in enumerate(masks)))
 
 
-def _as_mask(mask: Any, heads: int) -> Mask:
+def _checked_mask(mask: Any, heads: int) -> Mask:
     if not isinstance(mask, Mask):
         raise ValueError(
             f"mask_builder: returned {got(mask)}, wants a Mask of ejkernel.types.sparse_masks; qkv_layouts are not "
@@ -178,7 +178,7 @@ class BlockSparseAttentionArguments(ArgumentRecord, of=blocksparse_attention):
             "return_lse": as_flag("return_lse", self.return_lse),
             "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "mask_builder": _built(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
+            "mask_builder": _built_pattern(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
             "sliding_window": as_window("sliding_window", self.sliding_window),
             "chunk_size": as_chunk("chunk_size", self.chunk_size),
             "causal": as_flag("causal", self.causal),
@@ -239,16 +239,16 @@ def lower(args: BlockSparseAttentionArguments) -> TiledAttention:
     """Returns the tiled-attention record of a call."""
     record = lower_flash(_as_flash(args))
     pattern = cast("Mask | None", args.mask_builder)  # the record called the builder when it was made
-    changes: dict[str, Any] = _pattern(record, pattern)
+    changes: dict[str, Any] = _pattern_fields(record, pattern)
     if args.attention_mask is not None:
         mask = args.attention_mask.astype(bool)
         changes["mask"] = mask if record.mask is None else mask & record.mask
     if args.chunk_size is not None:
-        changes["q_segment_ids"], changes["kv_segment_ids"] = _chunks(args, record, args.chunk_size)
+        changes["q_segment_ids"], changes["kv_segment_ids"] = _segment_ids_of_chunks(args, record, args.chunk_size)
     return dataclasses.replace(record, **changes)
 
 
-def _pattern(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
+def _pattern_fields(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
     """Returns the fields of a record that say a pattern: causal and window where it is a band around the diagonal.
 
     A band goes by indices, as the window does where the record has no positions.
@@ -267,7 +267,9 @@ def _pattern(record: TiledAttention, pattern: Mask | None) -> dict[str, Any]:
     return {"causal": causal, "sliding_window": None if window == (None, None) else window}
 
 
-def _chunks(args: BlockSparseAttentionArguments, record: TiledAttention, size: int) -> tuple[jax.Array, jax.Array]:
+def _segment_ids_of_chunks(
+    args: BlockSparseAttentionArguments, record: TiledAttention, size: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns segment ids under which tokens attend if they are of one chunk and, where there are segments, of one of
     these.
     """
@@ -302,7 +304,7 @@ OP = Op(
     family=tiled_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conventions=conventions.of_dense(2),
+    conventions=conventions.dense_sentences(2),
     reference=reference,
     cases=cases.cases(BlockSparseAttentionArguments),
     make_inputs=cases.make_inputs,

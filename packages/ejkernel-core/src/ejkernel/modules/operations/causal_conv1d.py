@@ -13,7 +13,7 @@ from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared import convolution_states
-from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees, slots
+from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees, slots
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_parents, rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -163,7 +163,7 @@ def conditions(args: CausalConv1dArguments) -> Iterable[Condition]:
         yield from slots(args.state_indices, each if args.cu_seqlens is None else args.cu_seqlens, args.initial_state)
 
 
-_of_bounds = of_trees(of_bounds("cu_seqlens", "x"))
+_of_bounds = conditions_of_trees(conditions_of_bounds("cu_seqlens", "x"))
 
 
 def lower(args: CausalConv1dArguments) -> CausalConvolution:
@@ -191,7 +191,7 @@ def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> 
         y = output[0].reshape(args.x.shape)
         if args.cu_seqlens is not None:  # padding tokens have a bias too
             y = jnp.where(convolution_states.tree_windows(args).real[None, :, None], y, 0)
-        return (y, convolution_states.after_trees(args)) if args.return_state else y
+        return (y, convolution_states.states_after_tree_tokens(args)) if args.return_state else y
     return (output[0], convolution_states.after(args, output[1])) if args.return_state else output[0]
 
 

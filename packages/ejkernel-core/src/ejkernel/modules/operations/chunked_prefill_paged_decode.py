@@ -15,9 +15,9 @@ from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
-    tuned,
+    with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import settle_terms
+from ejkernel.modules.operations.shared.paged_terms import set_canonical_terms
 from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -123,7 +123,7 @@ class ChunkedPrefillPagedDecodeArguments(ArgumentRecord, of=chunked_prefill_page
     """The arguments of a call of `chunked_prefill_paged_decode`."""
 
     def __post_init__(self) -> None:
-        settle_terms(
+        set_canonical_terms(
             self,
             causal=as_flag("causal", self.causal),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
@@ -154,7 +154,7 @@ def configure(
 ) -> ChunkedPrefillPagedDecodeConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
     tuning = {"num_par_softmax_segments": args.num_par_softmax_segments}
-    return tuned(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
+    return with_tuning_arguments(ChunkedPrefillPagedDecodeConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
 
 
 class ChunkedPrefillPagedDecode(Kernel[ChunkedPrefillPagedDecodeConfig, tuple[Array, Array, Array]]):

@@ -11,25 +11,25 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import DecodeAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
+from ejkernel.modules.operations.shared.conditions import has_rank, shared_prefix, value_range_condition
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
     check_groups,
     check_ints,
     check_query,
-    tuned,
+    with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
+from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 
-@also_called(seq_lens="kv_lens")
+@accept_older_names(seq_lens="kv_lens")
 @document_options
 def decode_attention(
     query: Float[Array, "r h d"],
@@ -111,7 +111,7 @@ class DecodeAttentionArguments(ArgumentRecord, of=decode_attention):
     def __post_init__(self) -> None:
         if as_count("page_size", self.page_size) is None:
             raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
-        settle_terms(self, num_kv_splits=as_count("num_kv_splits", self.num_kv_splits))
+        set_canonical_terms(self, num_kv_splits=as_count("num_kv_splits", self.num_kv_splits))
 
 
 def validate(args: DecodeAttentionArguments) -> None:
@@ -138,7 +138,9 @@ def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
     """Yields the condition that no sequence is longer than its pages."""
     if has_rank(args, req_to_tokens=2, kv_lens=1):
         capacity = args.req_to_tokens.shape[1] * args.page_size
-        yield from between("kv_lens", args.kv_lens, 0, capacity, "lengths that req_to_tokens has pages for,")
+        yield from value_range_condition(
+            "kv_lens", args.kv_lens, 0, capacity, "lengths that req_to_tokens has pages for,"
+        )
         if args.shared_prefix is not None:
             yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
@@ -158,13 +160,13 @@ def lower(args: DecodeAttentionArguments) -> PagedAttention:
         query_start=None,
         kv_layout="pshd",
         kv_heads=None,
-        **record_terms(args, args.query, args.query.shape[-1]),
+        **score_fields(args, args.query, args.query.shape[-1]),
     )
 
 
 def configure(args: DecodeAttentionArguments, cfg: DecodeAttentionConfig | None) -> DecodeAttentionConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
-    return tuned(DecodeAttentionConfig, cfg, num_kv_splits=args.num_kv_splits)
+    return with_tuning_arguments(DecodeAttentionConfig, cfg, num_kv_splits=args.num_kv_splits)
 
 
 class DecodeAttention(Kernel[DecodeAttentionConfig, tuple[Array, Array]]):

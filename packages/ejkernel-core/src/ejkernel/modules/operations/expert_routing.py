@@ -119,7 +119,7 @@ def validate(args: ExpertRoutingArguments) -> None:
     if sizes["T"] * args.top_k >= 2**31:
         raise ValueError(f"logits: got shape {tuple(args.logits.shape)}, wants fewer than 2**31 rows of experts")
     if args.scores is None:
-        for name, default in _OF_SCORES.items():
+        for name, default in _SCORE_DEFAULTS.items():
             if (value := getattr(args, name)) is not default and value != default:
                 raise ValueError(f"{name}: got {got(value)} without scores, wants scores='softmax' or 'sigmoid'")
     if args.selection_bias is not None:
@@ -128,7 +128,7 @@ def validate(args: ExpertRoutingArguments) -> None:
     _check_groups(args, sizes["E"])
 
 
-_OF_SCORES = {"selection_bias": None, "n_groups": None, "group_score_experts": 2, "normalise": False, "scale": 1.0}
+_SCORE_DEFAULTS = {"selection_bias": None, "n_groups": None, "group_score_experts": 2, "normalise": False, "scale": 1.0}
 """Arguments that only calls with scores have, and their defaults."""
 
 

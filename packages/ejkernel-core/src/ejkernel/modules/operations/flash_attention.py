@@ -13,7 +13,7 @@ from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
 from ejkernel.modules.operations.paged_keys import of_pages, paged_call
 from ejkernel.modules.operations.shared import conventions, dense_arguments
-from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
@@ -214,7 +214,7 @@ def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
         return
     for name, array in (("cum_seqlens_q", args.query), ("cum_seqlens_k", args.key)):
         if getattr(args, name) is not None:
-            yield from cumulative(name, getattr(args, name), *array.shape[:2])
+            yield from cumulative_length_conditions(name, getattr(args, name), *array.shape[:2])
 
 
 def lower(args: FlashAttentionArguments) -> TiledAttention:
@@ -337,7 +337,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
-    conventions=conventions.of_dense(),
+    conventions=conventions.dense_sentences(),
     reference=reference,
     cases=cases.cases(FlashAttentionArguments),
     make_inputs=cases.make_inputs,

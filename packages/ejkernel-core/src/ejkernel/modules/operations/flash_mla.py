@@ -13,15 +13,15 @@ from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.shared.conditions import of_bounds
+from ejkernel.modules.operations.shared.conditions import conditions_of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
     check_latent_sizes,
     check_query_size,
-    expand,
+    read_out_latent,
     rng_seed,
-    settle,
-    widened,
+    set_canonical_values,
+    with_accumulator_dtype,
 )
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
@@ -144,7 +144,7 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
-        settle(
+        set_canonical_values(
             self,
             return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
@@ -155,7 +155,7 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )
-        settle(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
+        set_canonical_values(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
             check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
@@ -205,17 +205,17 @@ def _check_rng(args: FlashMLAArguments) -> None:
 
 def lower(args: FlashMLAArguments) -> TiledAttention:
     """Returns the tiled-attention record of a call: keys and values of the KV heads, made out of the latent vectors."""
-    query, key = args.query, expand(args.key_value, args.w_kc)
+    query, key = args.query, read_out_latent(args.key_value, args.w_kc)
     if args.b_k is not None:
-        key = jnp.concatenate([key, _for_heads(args.b_k, key.shape[2])], axis=-1)
+        key = jnp.concatenate([key, _project_for_heads(args.b_k, key.shape[2])], axis=-1)
     if args.b_q is not None:
-        query = jnp.concatenate([query, _for_heads(args.b_q, query.shape[2])], axis=-1)
+        query = jnp.concatenate([query, _project_for_heads(args.b_q, query.shape[2])], axis=-1)
     mask = args.attention_mask
     return lower_flash(
         flash_call(
             query=query,
             key=key,
-            value=expand(args.key_value, args.w_vc),
+            value=read_out_latent(args.key_value, args.w_vc),
             bias=args.bias,
             cum_seqlens_q=args.cu_seqlens,
             softmax_aux=args.softmax_aux,
@@ -231,7 +231,7 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
     )
 
 
-def _for_heads(x: jax.Array, heads: int) -> jax.Array:
+def _project_for_heads(x: jax.Array, heads: int) -> jax.Array:
     """Returns [B, T, n] -> [B, T, heads, n]."""
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], heads, x.shape[2]))
 
@@ -239,7 +239,7 @@ def _for_heads(x: jax.Array, heads: int) -> jax.Array:
 def reference(args: FlashMLAArguments) -> Any:
     """Returns the operation's meaning in plain jnp; keys and values are not rounded to the arguments' dtype."""
     with jax.default_matmul_precision("highest"):
-        output, residuals = tiled_attention.reference(lower(widened(args)))
+        output, residuals = tiled_attention.reference(lower(with_accumulator_dtype(args)))
     return with_lse(args, output.astype(args.query.dtype), residuals.lse)
 
 
@@ -252,7 +252,7 @@ OP = Op(
     family=tiled_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_bounds("cu_seqlens", "query"),
+    conditions=conditions_of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(FlashMLAArguments),
     make_inputs=cases.make_inputs,

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.cases import fused_cross_entropy as cases
 from ejkernel.modules.operations.configs import FusedCrossEntropyConfig
 from ejkernel.modules.operations.shared import token_losses
 from ejkernel.modules.operations.shared.head_function import head_function_loss
-from ejkernel.modules.operations.shared.paged_arguments import as_cap, as_choice, settle, tuned
+from ejkernel.modules.operations.shared.paged_arguments import as_cap, as_choice, settle, with_tuning_arguments
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -308,12 +308,12 @@ def finish(args: FusedCrossEntropyArguments, output: Any) -> CrossEntropyOutput:
         loss, lse, entry = _over_devices(args, loss, lse, largest, entry)
     weights, shape = _weights(args), _rows(args).shape[:-1]
     lse, entry = (lax.stop_gradient(x).reshape(shape) for x in (lse, entry))
-    z_loss = token_losses.reduced(args.z_loss * lse**2, weights, args)
+    z_loss = token_losses.reduce_losses(args.z_loss * lse**2, weights, args)
     loss = loss.reshape(shape) if args.reduction == "none" else jnp.sum(loss)
     if args.reduction == "mean" and args.vocab_parallel_axis is not None:
-        loss = token_losses.average(loss, weights)
+        loss = token_losses.average_loss(loss, weights)
     right = None if args.targets is None else jnp.sum(jnp.where(entry == args.targets, weights, 0))
-    accuracy = None if right is None else token_losses.average(right, weights)
+    accuracy = None if right is None else token_losses.average_loss(right, weights)
     return CrossEntropyOutput(loss, *jax.tree.map(lax.stop_gradient, (z_loss, jnp.sum(weights), accuracy)))
 
 
@@ -340,7 +340,7 @@ def _over_devices(
 def _configure(args: FusedCrossEntropyArguments, cfg: Any) -> Any:
     """Returns the configuration with the arguments that only tune."""
     tokens, entries = args.chunk_strategy != "vocab", args.chunk_strategy != "token"
-    return tuned(
+    return with_tuning_arguments(
         FusedCrossEntropyConfig,
         cfg,
         block_m=args.chunk_size if args.chunk_size and tokens else None,

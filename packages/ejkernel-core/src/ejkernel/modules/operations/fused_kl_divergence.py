@@ -148,7 +148,9 @@ def finish(args: FusedKLDivergenceArguments, output: Any) -> KLDivergenceOutput:
     """Returns the public results of a call."""
     weights = _weights(args)
     loss, entropy = (
-        token_losses.reduced(token_losses.across(x, args.vocab_parallel_axis).reshape(weights.shape), weights, args)
+        token_losses.reduce_losses(
+            token_losses.sum_over_mesh_axis(x, args.vocab_parallel_axis).reshape(weights.shape), weights, args
+        )
         for x in output
     )
     entropy = lax.stop_gradient(entropy) if args.return_teacher_entropy else None

@@ -10,9 +10,9 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
-from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, rank, settle_packing
+from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees
+from ejkernel.modules.operations.shared.paged_arguments import settle, with_tuning_arguments
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_and_canonicalise_packing, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -114,7 +114,7 @@ class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
                 raise ValueError(f"seg_ids: got {got(self.seg_ids)} with initial_state given, wants [B, T] ints")
             object.__setattr__(self, "initial_state", self.seg_ids)
             object.__setattr__(self, "seg_ids", None)
-        settle_packing(self)
+        check_and_canonicalise_packing(self)
         scale = self.softmax_scale
         settle(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
 
@@ -134,7 +134,7 @@ def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, 
 
 def _configure(args: GatedDeltaRuleArguments, cfg: Any) -> Any:
     if args.autotune_chunk_candidates is not None:
-        cfg = tuned(GatedDeltaRuleConfig, cfg, chunk_size=args.autotune_chunk_candidates[0])
+        cfg = with_tuning_arguments(GatedDeltaRuleConfig, cfg, chunk_size=args.autotune_chunk_candidates[0])
     return delta_rule.configure(OP, args, cfg)
 
 
@@ -147,7 +147,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=delta_rule.validate,
     lower=delta_rule.lower,
-    conditions=of_trees(of_bounds("cu_seqlens", "query")),
+    conditions=conditions_of_trees(conditions_of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta_rule_cases(GatedDeltaRuleArguments),
     tolerance=TOLERANCE,

@@ -13,10 +13,10 @@ from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.packed_matrices import (
-    checked_shapes,
-    dequantised,
     packed_axes,
-    settle_format,
+    set_canonical_format,
+    with_checked_shapes,
+    with_dequantised_matrices,
 )
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.recurrences import rank
@@ -123,7 +123,7 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
     """The arguments of a call of `gated_grouped_matmul`."""
 
     def __post_init__(self) -> None:
-        settle_format(self)
+        set_canonical_format(self)
         left_over = as_choice("left_over", self.left_over, UNASSIGNED_ROW_CHOICES)
         settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
         settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
@@ -134,7 +134,7 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
 def validate(args: GatedGroupedMatmulArguments) -> None:
     """Raises ValueError for arguments that are wrong on every backend."""
     if args.rhs_mode is not None:
-        args = checked_shapes(args)
+        args = with_checked_shapes(args)
     sizes: dict[str, int] = {}
     matrices = "E N K" if args.transpose_rhs else "E K N"
     for name, axes in (("lhs", "T K"), ("rhs", matrices), ("group_sizes", "E"), ("indices", "M")):
@@ -166,7 +166,7 @@ def _check_scale(args: GatedGroupedMatmulArguments, sizes: dict[str, int]) -> No
         raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
 
 
-_OF_GATES = {"interleaved": False, "beta": 0.0, "limit": None}
+_GATE_DEFAULTS = {"interleaved": False, "beta": 0.0, "limit": None}
 """Arguments of a gate, and their defaults."""
 
 
@@ -178,7 +178,7 @@ def _check_activation(args: GatedGroupedMatmulArguments) -> None:
         raise ValueError(f"activation: got {args.activation!r}{gate}, wants one of {', '.join(activations)}")
     if args.alpha != 1 and args.activation != "silu":
         raise ValueError(f"alpha: got {args.alpha} with activation={args.activation!r}, wants activation='silu'")
-    for name, default in _OF_GATES.items():
+    for name, default in _GATE_DEFAULTS.items():
         if not args.gated and getattr(args, name) != default:
             raise ValueError(f"{name}: got {getattr(args, name)} with gated=False, wants the default, or gated=True")
 
@@ -193,7 +193,7 @@ def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:
     """Returns the record of a call."""
     if args.rhs_mode is not None:
-        args = dequantised(args)
+        args = with_dequantised_matrices(args)
     return family.GatedGroupedMatmul(
         lhs=args.lhs,
         rhs=args.rhs,

@@ -13,11 +13,11 @@ from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
 from ejkernel.modules.operations.shared.conditions import groups, has_rank
 from ejkernel.modules.operations.shared.packed_matrices import (
-    checked_shapes,
-    dequantised,
-    is_factor,
+    is_matmul_dtype,
     packed_axes,
-    settle_format,
+    set_canonical_format,
+    with_checked_shapes,
+    with_dequantised_matrices,
 )
 from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
 from ejkernel.modules.operations.shared.shapes import (
@@ -150,7 +150,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
     def __post_init__(self) -> None:
         _refuse(self.interpret, self.out_shard_callback)
         out_dtype = self.preferred_element_type
-        settle_format(self)
+        set_canonical_format(self)
         settle(
             self,
             preferred_element_type=None if out_dtype is None else as_float_dtype("preferred_element_type", out_dtype),
@@ -168,7 +168,7 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
 def validate(args: GroupedMatmulArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     if args.rhs_mode is not None:
-        args = checked_shapes(args)
+        args = with_checked_shapes(args)
     sizes: dict[str, int] = {"1": 1}
     axes = "E N K" if args.transpose_rhs else "E K N"
     check_shape("lhs", args.lhs, "M K", sizes)
@@ -177,7 +177,7 @@ def validate(args: GroupedMatmulArguments) -> None:
     check_dtype("lhs", args.lhs, jnp.floating, "a floating dtype")
     for name in ("lhs", "rhs"):
         dtype = getattr(args, name).dtype
-        if getattr(args, f"{name}_scale") is None and not is_factor(dtype):
+        if getattr(args, f"{name}_scale") is None and not is_matmul_dtype(dtype):
             raise ValueError(f"{name}: got {dtype} without {name}_scale, wants a floating dtype of 16 bits or more")
     _check_groups(args, sizes)
     if args.existing_out is not None and args.left_over != "zero":
@@ -222,11 +222,11 @@ def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
 def lower(args: GroupedMatmulArguments) -> Record:
     """Returns the grouped-matmul record of a call."""
     if args.rhs_mode is not None:
-        args = dequantised(args)
+        args = with_dequantised_matrices(args)
     offset, out_dtype = args.group_offset, args.preferred_element_type
     lhs, rhs = args.lhs, args.rhs
     if args.rhs_scale is None and lhs.dtype != rhs.dtype:
-        if is_factor(lhs.dtype):
+        if is_matmul_dtype(lhs.dtype):
             out_dtype = lhs.dtype if out_dtype is None else out_dtype
             rhs = rhs.astype(jnp.promote_types(lhs.dtype, rhs.dtype))
         lhs = lhs.astype(rhs.dtype)

@@ -11,14 +11,14 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_bounds, of_trees
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, settle_packing
+from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_and_canonicalise_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 
 
 @document_options
@@ -106,13 +106,13 @@ class KernelDeltaAttentionArguments(ArgumentRecord, of=kernel_delta_attention):
         object.__setattr__(self, "chunk_size", None if size is None else as_count("chunk_size", size, 1))
         for name in ("use_qk_l2norm", "use_chunked", "return_state"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
-        settle_packing(self)
+        check_and_canonicalise_packing(self)
 
 
 kda_attention = kernel_delta_attention
 
 
-@promoting
+@with_standard_promotion
 def kda_decay(
     gate: Float[Array, "*tokens h"] | Float[Array, "*tokens h k"],
     A_log: Float[Array, " h"] | Float[Array, "1 1 h 1"],
@@ -145,7 +145,7 @@ def kda_decay(
         ```
     """
     dtype, heads = jnp.promote_types(gate.dtype, jnp.float32), A_log.size
-    channels = _channels(gate, A_log, dt_bias)
+    channels = _has_channel_gates(gate, A_log, dt_bias)
     rate = jnp.exp(A_log.reshape(heads, *([1] if channels else [])).astype(dtype))
     bias = dt_bias.reshape(heads, *([gate.shape[-1]] if channels else [])).astype(dtype)
     if lower_bound is not None:
@@ -153,7 +153,7 @@ def kda_decay(
     return -rate * jax.nn.softplus(gate.astype(dtype) + bias)
 
 
-def _channels(gate: Any, A_log: Any, dt_bias: Any) -> bool:
+def _has_channel_gates(gate: Any, A_log: Any, dt_bias: Any) -> bool:
     """Returns whether a gate has an entry for each key channel; refuses shapes that fit neither kind."""
     heads, biases = A_log.size, dt_bias.size
     if A_log.shape not in ((heads,), (1, 1, heads, 1)):
@@ -184,7 +184,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=delta_rule.validate,
     lower=delta_rule.lower,
-    conditions=of_trees(of_bounds("cu_seqlens", "query")),
+    conditions=conditions_of_trees(conditions_of_bounds("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta_attention_cases(KernelDeltaAttentionArguments),
     tolerance=TOLERANCE,

@@ -110,7 +110,7 @@ def default_decay(heads: int, layer_idx: int, num_layers: int, dtype: Any = jnp.
     return -(8 / max(heads, 1)) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=dtype)
 
 
-def _recurrent(args: LightningAttentionArguments) -> Any:
+def _as_recurrent_call(args: LightningAttentionArguments) -> Any:
     """Returns the same call with its decay spelt out; without decay where every slope is 0."""
     if args.slopes is not None:
         return as_recurrent(args, g_gamma=-args.slopes)
@@ -125,12 +125,12 @@ def validate(args: LightningAttentionArguments) -> None:
     if args.slopes is not None:
         check_shape("slopes", args.slopes, "H", {"H": args.query.shape[-2]})
         check_dtype("slopes", args.slopes, jnp.floating, "a floating dtype")
-    plain_recurrence.validate(_recurrent(args))
+    plain_recurrence.validate(_as_recurrent_call(args))
 
 
 def lower(args: LightningAttentionArguments) -> LinearRecurrence:
     """Returns the family's record of a call."""
-    return plain_recurrence.lower(_recurrent(args))
+    return plain_recurrence.lower(_as_recurrent_call(args))
 
 
 class LightningAttention(Kernel[LightningAttentionConfig, Array]):
@@ -138,7 +138,7 @@ class LightningAttention(Kernel[LightningAttentionConfig, Array]):
 
 
 OP = plain_recurrence.operation(
-    LightningAttentionArguments, recurrence_cases.constant, axes={}, validate=validate, lower=lower
+    LightningAttentionArguments, recurrence_cases.lightning_attention_cases, axes={}, validate=validate, lower=lower
 )
 LightningAttention.op = OP
 lightning_attn = with_state(OP, "lightning_attn")

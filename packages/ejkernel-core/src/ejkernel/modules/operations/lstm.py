@@ -10,7 +10,7 @@ from ejkernel.families import recurrent_network
 from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import LSTMConfig
 from ejkernel.modules.operations.shared import recurrent_networks
-from ejkernel.modules.operations.shared.conditions import of_rows
+from ejkernel.modules.operations.shared.conditions import conditions_of_row_lengths
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -89,7 +89,7 @@ OP = Op(
     family=recurrent_network.FAMILY,
     validate=functools.partial(recurrent_networks.validate, cell="lstm"),
     lower=functools.partial(recurrent_networks.lower, cell="lstm"),
-    conditions=of_rows,
+    conditions=conditions_of_row_lengths,
     reference=functools.partial(recurrent_networks.reference, cell="lstm"),
     cases=cases.cases(LSTMArguments, "lstm"),
     tolerance=recurrent_networks.TOLERANCE,

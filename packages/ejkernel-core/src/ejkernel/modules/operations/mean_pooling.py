@@ -12,7 +12,7 @@ from ejkernel.families import segment_pooling
 from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
 from ejkernel.modules.operations.cases import mean_pooling as cases
 from ejkernel.modules.operations.configs import MeanPoolingConfig
-from ejkernel.modules.operations.shared.conditions import cumulative
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions
 from ejkernel.modules.operations.shared.paged_arguments import settle
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -31,7 +31,7 @@ from ejkernel.ops.values import Condition
 CHUNK_SIZE = 32
 """Tokens per chunk of values with heads, where the call does not say."""
 
-AXES = {2: "T C", 3: "B T C", 4: "B T H D"}
+AXES_BY_RANK = {2: "T C", 3: "B T C", 4: "B T H D"}
 
 
 @document_options
@@ -87,14 +87,14 @@ class MeanPoolingArguments(ArgumentRecord, of=mean_pooling):
         if self.chunk_size is not None:
             settle(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
         # The call goes on under a trace, where no values can be seen.
-        if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES:
+        if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES_BY_RANK:
             rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]
             check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
 
 
 def validate(args: MeanPoolingArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    axes = AXES.get(jnp.ndim(args.x))
+    axes = AXES_BY_RANK.get(jnp.ndim(args.x))
     if axes is None:
         raise ValueError(f"x: got {got(args.x)}, wants [B, T, C], [B, T, H, D] or, with cu_seqlens, [T, C]")
     sizes: dict[str, int] = {}
@@ -114,14 +114,14 @@ def validate(args: MeanPoolingArguments) -> None:
 
 def conditions(args: MeanPoolingArguments) -> Iterable[Condition]:
     """Yields the condition that cumulative lengths fit the rows."""
-    if args.cu_seqlens is not None and jnp.ndim(args.x) in AXES:
+    if args.cu_seqlens is not None and jnp.ndim(args.x) in AXES_BY_RANK:
         rows, tokens = (1, args.x.shape[0]) if jnp.ndim(args.x) == 2 else args.x.shape[:2]
-        yield from cumulative("cu_seqlens", args.cu_seqlens, rows, tokens)
+        yield from cumulative_length_conditions("cu_seqlens", args.cu_seqlens, rows, tokens)
 
 
 def lower(args: MeanPoolingArguments) -> SegmentPooling:
     """Returns the pooling record of a call."""
-    values, size = _with_heads(args.x), _chunk_size(args)
+    values, size = _with_row_and_head_axes(args.x), _chunk_size(args)
     rows, tokens = values.shape[:2]
     whole = SegmentPooling(values=values, chunk_size=tokens if size is None else min(size, tokens))
     if args.cu_seqlens is None:
@@ -143,7 +143,7 @@ def finish(args: MeanPoolingArguments, output: jax.Array) -> jax.Array:
     if args.x.ndim == 4:
         return output
     output = output[:, :, 0]
-    if args.x.ndim == 2 or (_chunk_size(args) is None and _packed(args)):
+    if args.x.ndim == 2 or (_chunk_size(args) is None and _is_packed(args)):
         return output[0]
     return output[:, 0] if _chunk_size(args) is None else output
 
@@ -153,12 +153,12 @@ def axes_of(args: MeanPoolingArguments) -> dict[str, str]:
     if getattr(args.x, "ndim", None) not in (2, 3):
         return {}
     whole = _chunk_size(args) is None
-    if args.x.ndim == 2 or (whole and _packed(args)):
+    if args.x.ndim == 2 or (whole and _is_packed(args)):
         return {"x": "t d" if args.x.ndim == 2 else "b t d", "output": "p d"}
     return {"x": "b t d", "output": "b d" if whole else "b p d"}
 
 
-def _with_heads(x: jax.Array) -> jax.Array:
+def _with_row_and_head_axes(x: jax.Array) -> jax.Array:
     """Returns [B, T, H, D] with a row and a head where x has none."""
     return x if x.ndim == 4 else x[None, :, None] if x.ndim == 2 else x[:, :, None]
 
@@ -168,7 +168,7 @@ def _chunk_size(args: MeanPoolingArguments) -> int | None:
     return CHUNK_SIZE if args.chunk_size is None and args.x.ndim == 4 else args.chunk_size
 
 
-def _packed(args: MeanPoolingArguments) -> bool:
+def _is_packed(args: MeanPoolingArguments) -> bool:
     return args.cu_seqlens is not None and (args.x.ndim == 2 or args.x.shape[0] == 1)
 
 

@@ -14,13 +14,13 @@ from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.shared.conditions import between, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
 from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
     check_lengths,
     check_query_size,
-    settle,
-    widened,
+    set_canonical_values,
+    with_accumulator_dtype,
 )
 from ejkernel.modules.operations.shared.lse import WithLse, lse_of, with_lse
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
@@ -113,7 +113,7 @@ class MLADecodeArguments(ArgumentRecord, of=mla_decode):
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
-        settle(
+        set_canonical_values(
             self,
             return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
@@ -149,7 +149,9 @@ def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
     that are not traced.
     """
     if has_rank(args, latent_cache=3, lengths=1):
-        yield from between("lengths", args.lengths, 0, args.latent_cache.shape[1], "lengths", traced_only=True)
+        yield from value_range_condition(
+            "lengths", args.lengths, 0, args.latent_cache.shape[1], "lengths", traced_only=True
+        )
 
 
 def lower(args: MLADecodeArguments) -> TiledAttention:
@@ -201,7 +203,7 @@ def reference(args: MLADecodeArguments) -> Any:
     """Returns the operation's meaning in plain jnp; absorbed queries and latent outputs are not rounded
     to their dtype.
     """
-    wide = widened(args)
+    wide = with_accumulator_dtype(args)
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(wide))
         output, lse = lse_of(args, finish(wide, with_lse(args, output, residuals.lse)))

@@ -18,14 +18,14 @@ from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     check_ints,
     check_tables,
-    quantised,
+    rounded_as_cache,
     table_axes,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
     check_terms,
     packed_conditions,
-    record_terms,
-    settle_terms,
+    score_fields,
+    set_canonical_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
     check_dtype,
@@ -154,7 +154,7 @@ class MultiLatentRaggedPageAttentionArguments(ArgumentRecord, of=multi_latent_ra
     """The arguments of a call of `multi_latent_ragged_page_attention`."""
 
     def __post_init__(self) -> None:
-        settle_terms(self)
+        set_canonical_terms(self)
 
 
 def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
@@ -208,7 +208,7 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
     slots, sequences = args.kv_cache.shape[1] * args.kv_cache.shape[2], args.kv_lens.shape[0]
     query = jnp.concatenate((args.queries_nope, args.queries_pe), axis=-1)
     return PagedAttention(
-        query=quantised(query, args.q_scale, args.kv_cache.dtype),
+        query=rounded_as_cache(query, args.q_scale, args.kv_cache.dtype),
         key_pages=args.kv_cache.reshape(pages, slots, lanes),
         value_pages=None,
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
@@ -219,7 +219,7 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
         num_seqs=args.distribution[2],
         new_keys=jnp.concatenate((args.keys_values, args.keys_pe), axis=-1)[:, None],
         latent=(args.queries_nope.shape[-1], columns(args)[0]),
-        **record_terms(args, query, query.shape[-1]),
+        **score_fields(args, query, query.shape[-1]),
     )
 
 

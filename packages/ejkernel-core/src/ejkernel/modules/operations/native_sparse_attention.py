@@ -11,14 +11,14 @@ from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
-from ejkernel.modules.operations.shared.conditions import of_bounds
-from ejkernel.modules.operations.shared.latent_inputs import settle
+from ejkernel.modules.operations.shared.conditions import conditions_of_bounds
+from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
 from ejkernel.modules.operations.shared.native_sparse_blocks import (
-    Blocks,
+    TokenBlocks,
     block_ids,
     block_means,
-    find_blocks,
     listed,
+    make_token_blocks,
 )
 from ejkernel.modules.operations.shared.repeated import check_repeated
 from ejkernel.modules.operations.shared.shapes import (
@@ -37,8 +37,8 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.types.integers import NO_LIMIT
 
-BLOCKS = 16
-SMALLEST_BLOCK = 64  # for which every kernel has tiles
+DEFAULT_NUM_BLOCKS = 16
+MIN_BLOCK_SIZE = 64  # for which every kernel has tiles
 """Blocks a query reads where the call does not say; the paper's number."""
 
 
@@ -58,7 +58,7 @@ def native_sparse_attention(
     g_cmp: Float[Array, "b t h"] | None = None,
     g_slc: Float[Array, "b t h"] | None = None,
     block_indices: Integer[Array, "b t g k"] | None = None,
-    block_counts: int | Integer[Array, "b t g"] = BLOCKS,
+    block_counts: int | Integer[Array, "b t g"] = DEFAULT_NUM_BLOCKS,
     cu_seqlens: Integer[Array, " n"] | None = None,
     *,
     g_swa: Float[Array, "b t h"] | None = None,
@@ -139,7 +139,7 @@ class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention)
         counts, scale = self.block_counts, self.softmax_scale
         if not isinstance(counts, Slots) and not hasattr(counts, "shape"):
             counts = Slots(as_count("block_counts", counts, least=1))
-        settle(
+        set_canonical_values(
             self,
             block_counts=counts,
             block_size=as_count("block_size", self.block_size, least=1),
@@ -197,7 +197,7 @@ def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -
 def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     """Returns the selected-attention record of a call: block means, and the blocks that are listed."""
     scale = args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale
-    blocks = find_blocks(args.query.shape, _block_size(args), args.cu_seqlens)
+    blocks = make_token_blocks(args.query.shape, _block_size(args), args.cu_seqlens)
     means = None if args.g_cmp is None else block_means(blocks, args.key)
     selected = 0
     if args.block_indices is None:
@@ -208,7 +208,7 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
         query=args.query,
         key=args.key,
         value=args.value,
-        block_indices=_indices(args, blocks),
+        block_indices=_given_block_indices(args, blocks),
         softmax_scale=scale,
         block_size=blocks.size,
         selected_blocks=selected,
@@ -230,11 +230,11 @@ def _block_size(args: NativeSparseAttentionArguments) -> int:
     the end of either.
     """
     tokens: Any = args.query.shape[1]
-    longest = max(SMALLEST_BLOCK, 1 << tokens.bit_length()) if isinstance(tokens, int) else NO_LIMIT
+    longest = max(MIN_BLOCK_SIZE, 1 << tokens.bit_length()) if isinstance(tokens, int) else NO_LIMIT
     return min(args.block_size, longest)
 
 
-def _indices(args: NativeSparseAttentionArguments, blocks: Blocks) -> jax.Array | None:
+def _given_block_indices(args: NativeSparseAttentionArguments, blocks: TokenBlocks) -> jax.Array | None:
     """Returns the caller's blocks; None where they are to be selected."""
     counts = args.block_counts
     counts = counts.count if isinstance(counts, Slots) else counts
@@ -264,7 +264,7 @@ OP = Op(
     family=selected_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_bounds("cu_seqlens", "query"),
+    conditions=conditions_of_bounds("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
     make_inputs=cases.make_inputs,

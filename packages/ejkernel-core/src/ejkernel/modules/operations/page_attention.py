@@ -11,7 +11,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank, shared_prefix
+from ejkernel.modules.operations.shared.conditions import has_rank, shared_prefix, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_choice,
@@ -21,19 +21,19 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_caches,
     check_ints,
     check_query,
-    tuned,
+    with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
+from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
 from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 
-@also_called(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
+@accept_older_names(context_lens="kv_lens", attn_scale="softmax_scale", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def page_attention(
     query: Float[Array, "r h d"] | Float[Array, "r 1 h d"],
@@ -128,7 +128,7 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
     """The arguments of a call of `page_attention`."""
 
     def __post_init__(self) -> None:
-        settle_terms(
+        set_canonical_terms(
             self,
             max_context_len=as_count("max_context_len", self.max_context_len),
             num_splits=as_count("num_splits", self.num_splits, least=0) or None,
@@ -158,10 +158,10 @@ def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
     if not has_rank(args, key_cache=4, kv_lens=1, block_tables=2):
         return
     capacity = args.block_tables.shape[1] * args.key_cache.shape[args.kv_layout.index("s")]
-    yield from between("kv_lens", args.kv_lens, 0, capacity, "lengths that block_tables has pages for,")
+    yield from value_range_condition("kv_lens", args.kv_lens, 0, capacity, "lengths that block_tables has pages for,")
     if args.max_context_len is not None and args.max_context_len < capacity:
         what = "lengths that max_context_len promises,"
-        yield from between("kv_lens", args.kv_lens, 0, args.max_context_len, what)
+        yield from value_range_condition("kv_lens", args.kv_lens, 0, args.max_context_len, what)
     if args.shared_prefix is not None:
         yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
@@ -180,7 +180,7 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
         query_start=None,
         kv_layout=args.kv_layout,
         kv_heads=None,
-        **record_terms(args, query, query.shape[-1]),
+        **score_fields(args, query, query.shape[-1]),
     )
 
 
@@ -192,7 +192,7 @@ def finish(args: PageAttentionArguments, output: tuple[jax.Array, ...]) -> Any:
 
 def configure(args: PageAttentionArguments, cfg: PageAttentionConfig | None) -> PageAttentionConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
-    return tuned(
+    return with_tuning_arguments(
         PageAttentionConfig,
         cfg,
         num_splits=args.num_splits,

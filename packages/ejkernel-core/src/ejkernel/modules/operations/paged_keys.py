@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
 from ejkernel.modules.operations.shared.lse import with_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
@@ -65,7 +65,10 @@ def of_pages(args: Any) -> Iterable[Condition]:
     starts = args.cum_seqlens_q
     for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32)):
         if bounds is not None:
-            now = (dataclasses.replace(one, traced_only=False) for one in cumulative(name, bounds, 1, most))
+            now = (
+                dataclasses.replace(one, traced_only=False)
+                for one in cumulative_length_conditions(name, bounds, 1, most)
+            )
             yield from now
     if not has_rank(args, block_tables=2) or not integers(ends) or ends.shape != (tables.shape[0] + 1,):
         return

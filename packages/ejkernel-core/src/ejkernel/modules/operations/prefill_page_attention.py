@@ -12,7 +12,7 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_layout,
@@ -21,16 +21,16 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_ints,
     check_query,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
+from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 
-@also_called(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
+@accept_older_names(context_len="kv_lens", attn_logits_soft_cap="logits_soft_cap")
 @document_options
 def prefill_page_attention(
     query: Float[Array, "t h d"],
@@ -110,7 +110,7 @@ class PrefillPageAttentionArguments(ArgumentRecord, of=prefill_page_attention):
     """The arguments of a call of `prefill_page_attention`."""
 
     def __post_init__(self) -> None:
-        settle_terms(self, kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
+        set_canonical_terms(self, kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:
@@ -128,7 +128,9 @@ def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
     """Yields the condition that the sequence is not longer than its pages."""
     if has_rank(args, key_cache=4, kv_lens=1, page_indices=1):
         capacity = args.page_indices.shape[0] * args.key_cache.shape[args.kv_layout.index("s")]
-        yield from between("kv_lens", args.kv_lens, 0, capacity, "a length that page_indices has pages for,")
+        yield from value_range_condition(
+            "kv_lens", args.kv_lens, 0, capacity, "a length that page_indices has pages for,"
+        )
 
 
 def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
@@ -143,7 +145,7 @@ def lower(args: PrefillPageAttentionArguments) -> PagedAttention:
         query_start=jnp.array([0, chunk], jnp.int32),
         kv_layout=args.kv_layout,
         kv_heads=None,
-        **record_terms(args, args.query, size),
+        **score_fields(args, args.query, size),
     )
 
 

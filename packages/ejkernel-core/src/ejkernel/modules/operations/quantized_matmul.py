@@ -11,7 +11,7 @@ from ejkernel.families import quantized_matmul as family
 from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
 from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle, tuned
+from ejkernel.modules.operations.shared.paged_arguments import settle, with_tuning_arguments
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -28,7 +28,7 @@ from ejkernel.planning.quantized_formats import (
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 # The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
-_CHOICES = {
+_TUNING_DEFAULTS = {
     "gemv_mode": "auto",
     "revsplit_k": "auto",
     "revsplit_k_parts": None,
@@ -146,8 +146,8 @@ def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
     """Returns the configuration with the arguments that chose a kernel: they only tune, and dispatch
     chooses it here.
     """
-    chosen = {name: getattr(args, name) for name, default in _CHOICES.items() if getattr(args, name) != default}
-    return tuned(QuantizedMatmulConfig, cfg, **chosen)
+    chosen = {name: getattr(args, name) for name, default in _TUNING_DEFAULTS.items() if getattr(args, name) != default}
+    return with_tuning_arguments(QuantizedMatmulConfig, cfg, **chosen)
 
 
 def validate(args: QuantizedMatmulArguments) -> None:
@@ -158,7 +158,7 @@ def validate(args: QuantizedMatmulArguments) -> None:
     check_dtype("x", args.x, jnp.floating, "a floating dtype")
     check_shape("w", args.w, "rows words", sizes)
     check_shape("scales", args.scales, "rows groups", sizes)
-    form = _form(args)
+    form = _weight_format(args)
     check_quantized(args.w, args.scales, args.zeros, form, tensor_scale=args.tensor_scale)
     contracted = args.scales.shape[1] * form.group_size if args.transpose else args.w.shape[0]
     if args.x.shape[-1] != contracted:
@@ -167,7 +167,7 @@ def validate(args: QuantizedMatmulArguments) -> None:
         )
 
 
-def _form(args: QuantizedMatmulArguments) -> Format:
+def _weight_format(args: QuantizedMatmulArguments) -> Format:
     """Returns the format of a call's weights; groups of whole rows have the rows' size."""
     form = make_format(args.mode, args.bits, args.group_size)
     return with_row_group_size(form, args.w.shape[-1] * WORD // form.bits)
@@ -175,7 +175,7 @@ def _form(args: QuantizedMatmulArguments) -> Format:
 
 def lower(args: QuantizedMatmulArguments) -> Record:
     """Returns the quantised-matmul record of a call."""
-    scales, zeros, form = split_row_groups(as_stored(args.scales), args.zeros, _form(args))
+    scales, zeros, form = split_row_groups(as_stored(args.scales), args.zeros, _weight_format(args))
     return Record(
         x=args.x.reshape(-1, args.x.shape[-1]),
         packed=as_words(args.w),

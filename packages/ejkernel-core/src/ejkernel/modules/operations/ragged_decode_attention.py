@@ -11,14 +11,14 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
-from ejkernel.modules.operations.shared.conditions import between, has_rank
+from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     check_caches,
     check_ints,
     check_query,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, record_terms, settle_terms
+from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
 from ejkernel.modules.operations.shared.shapes import as_window, check_not_empty, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -105,7 +105,7 @@ class RaggedDecodeAttentionArguments(ArgumentRecord, of=ragged_decode_attention)
                 f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
                 "keys and the newest w keys in those on a cache"
             )
-        settle_terms(self, sliding_window=as_window("sliding_window", window))
+        set_canonical_terms(self, sliding_window=as_window("sliding_window", window))
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:
@@ -125,8 +125,8 @@ def conditions(args: RaggedDecodeAttentionArguments) -> Iterable[Condition]:
     """Ranges of keys lie within the rows."""
     if has_rank(args, key=4, sequence_start=1, sequence_end=1):
         keys = args.key.shape[1]
-        yield from between("sequence_start", args.sequence_start, 0, keys, "first keys")
-        yield from between("sequence_end", args.sequence_end, 0, keys, "ends")
+        yield from value_range_condition("sequence_start", args.sequence_start, 0, keys, "first keys")
+        yield from value_range_condition("sequence_end", args.sequence_end, 0, keys, "ends")
 
 
 def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
@@ -142,7 +142,7 @@ def lower(args: RaggedDecodeAttentionArguments) -> PagedAttention:
         kv_layout="pshd",
         kv_heads=None,
         kv_starts=args.sequence_start,
-        **record_terms(args, query, query.shape[-1]),
+        **score_fields(args, query, query.shape[-1]),
     )
 
 

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import of_states, of_trees
+from ejkernel.modules.operations.shared.conditions import conditions_of_states, conditions_of_trees
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_parents, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -160,7 +160,9 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_trees(of_states("query", 0, "query_start_loc", "recurrent_state"), "query_start_loc"),
+    conditions=conditions_of_trees(
+        conditions_of_states("query", 0, "query_start_loc", "recurrent_state"), "query_start_loc"
+    ),
     cases=delta_cases.ragged_gated_delta_rule_cases(RaggedGatedDeltaRuleArguments),
     tolerance=TOLERANCE,
     make_inputs=recurrence_cases.make_inputs,

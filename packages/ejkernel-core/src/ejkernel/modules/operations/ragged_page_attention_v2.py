@@ -21,13 +21,13 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
     check_packed,
     check_query,
-    tuned,
+    with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
     check_terms,
     packed_conditions,
-    record_terms,
-    settle_terms,
+    score_fields,
+    set_canonical_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -42,10 +42,10 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
-from ejkernel.renamed import also_called
+from ejkernel.renamed import accept_older_names
 
 
-@also_called(context_lens="kv_lens")
+@accept_older_names(context_lens="kv_lens")
 @document_options
 def ragged_page_attention_v2(
     queries: Float[Array, "t h d"],
@@ -140,7 +140,7 @@ class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2
 
     def __post_init__(self) -> None:
         dtype = self.compute_dtype
-        settle_terms(
+        set_canonical_terms(
             self,
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
@@ -203,7 +203,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
         compute_dtype=args.compute_dtype,
-        **record_terms(args, args.queries, size),
+        **score_fields(args, args.queries, size),
     )
 
 
@@ -216,7 +216,7 @@ def configure(
     args: RaggedPageAttentionv2Arguments, cfg: RaggedPageAttentionv2Config | None
 ) -> RaggedPageAttentionv2Config | None:
     """Returns the call's own configuration, tuning arguments included."""
-    return tuned(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
+    return with_tuning_arguments(RaggedPageAttentionv2Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
 class RaggedPageAttentionv2(Kernel[RaggedPageAttentionv2Config, Array]):

@@ -25,15 +25,15 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     check_ints,
     check_query,
     check_tables,
-    quantised,
+    rounded_as_cache,
     table_axes,
-    tuned,
+    with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
     check_terms,
     packed_conditions,
-    record_terms,
-    settle_terms,
+    score_fields,
+    set_canonical_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
     check_dtype,
@@ -160,7 +160,7 @@ class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3
     """The arguments of a call of `ragged_page_attention_v3`."""
 
     def __post_init__(self) -> None:
-        settle_terms(
+        set_canonical_terms(
             self,
             vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
@@ -231,7 +231,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
     combined = args.kv_cache.reshape(pages, slots, math.prod(rows) // (2 * lanes), 2, lanes)
     return PagedAttention(
-        query=quantised(args.queries, args.q_scale, args.kv_cache.dtype),
+        query=rounded_as_cache(args.queries, args.q_scale, args.kv_cache.dtype),
         key_pages=combined,
         value_pages=None,
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
@@ -242,7 +242,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         num_seqs=args.distribution,
         new_keys=args.keys,
         new_values=args.values,
-        **record_terms(args, args.queries, size),
+        **score_fields(args, args.queries, size),
     )
 
 
@@ -255,7 +255,7 @@ def configure(
     args: RaggedPageAttentionv3Arguments, cfg: RaggedPageAttentionv3Config | None
 ) -> RaggedPageAttentionv3Config | None:
     """Returns the call's own configuration, tuning arguments included."""
-    return tuned(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
+    return with_tuning_arguments(RaggedPageAttentionv3Config, cfg, vmem_limit_bytes=args.vmem_limit_bytes)
 
 
 class RaggedPageAttentionv3(Kernel[RaggedPageAttentionv3Config, tuple[Array, Array]]):
@@ -268,7 +268,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
-    conventions=conventions.of_unscaled_pages,
+    conventions=conventions.unscaled_page_sentences,
     cases=paged_cases.v3_cases(RaggedPageAttentionv3Arguments),
     make_inputs=paged_inputs.make_v3_inputs,
     axes={"kv_cache": "p s g c d", "block_tables": "k", "distribution": "c", "softmax_aux": "h sinks"},

@@ -19,7 +19,7 @@ from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
-from ejkernel.modules.operations.shared.ring_placement import placement
+from ejkernel.modules.operations.shared.ring_placement import mesh_and_specs
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
     as_flag,
@@ -267,7 +267,7 @@ class RingAttention(Kernel[RingAttentionConfig, Array]):
 def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Returns the call on the mesh around it, where it gives none."""
     sharding_options = (options[name] for name in ("mesh", "in_specs", "out_specs"))
-    return OP, args, {**options, **placement(args, *sharding_options)}
+    return OP, args, {**options, **mesh_and_specs(args, *sharding_options)}
 
 
 OP = Op(

@@ -10,7 +10,7 @@ from ejkernel.families.recurrent_network import RecurrentNetwork
 from ejkernel.modules.operations.cases import recurrent_network as cases
 from ejkernel.modules.operations.configs import RNNConfig
 from ejkernel.modules.operations.shared import recurrent_networks
-from ejkernel.modules.operations.shared.conditions import of_rows
+from ejkernel.modules.operations.shared.conditions import conditions_of_row_lengths
 from ejkernel.modules.operations.shared.paged_arguments import as_choice
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -108,7 +108,7 @@ OP = Op(
     family=recurrent_network.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_rows,
+    conditions=conditions_of_row_lengths,
     reference=reference,
     cases=cases.cases(RNNArguments, "tanh"),
     tolerance=recurrent_networks.TOLERANCE,

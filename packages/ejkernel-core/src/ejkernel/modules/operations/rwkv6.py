@@ -106,7 +106,7 @@ def validate(args: RWKV6Arguments) -> None:
 
 def lower(args: RWKV6Arguments) -> LinearRecurrence:
     """Returns the family's record of a call: each token reads, after its write, for the token that follows it."""
-    record = _in_order(args)
+    record = _as_gated_linear_record(args)
     following = jnp.pad(record.query[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0)))
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, record.query.shape[1])
@@ -117,20 +117,20 @@ def lower(args: RWKV6Arguments) -> LinearRecurrence:
 
 def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns the public result: what was read for each token, and the token's own term."""
-    record = _in_order(args)
+    record = _as_gated_linear_record(args)
     if record.query.size:
         read = jnp.pad(output[0][:, :-1], ((0, 0), (1, 0), (0, 0), (0, 0))).astype(accumulator(record))
-        read = _with_bonus(record, args.u, _read_first(record, read))
+        read = _with_bonus(record, args.u, _with_reads_of_first_tokens(record, read))
         output = read.astype(record.query.dtype), output[1]
     return rwkv.finish(args, output)
 
 
-def _in_order(args: RWKV6Arguments) -> LinearRecurrence:
+def _as_gated_linear_record(args: RWKV6Arguments) -> LinearRecurrence:
     """Returns the record of gated linear attention, whose tokens are in the order of the recurrence."""
     return plain_recurrence.lower(rwkv.as_plain(args))
 
 
-def _read_first(record: LinearRecurrence, read: jax.Array) -> jax.Array:
+def _with_reads_of_first_tokens(record: LinearRecurrence, read: jax.Array) -> jax.Array:
     """Returns the reads [B, T, H, V] with those of first tokens, which read the state before their sequence."""
     plain = with_plain_states(record)
     bounds, query = record.cu_seqlens, record.query.astype(read.dtype)

@@ -11,7 +11,7 @@ from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.modules.operations.cases import state_space_v1 as cases
 from ejkernel.modules.operations.configs import StateSpaceV1Config
-from ejkernel.modules.operations.shared.conditions import of_states
+from ejkernel.modules.operations.shared.conditions import conditions_of_states
 from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -185,7 +185,7 @@ OP = Op(
     family=selective_scan.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_states("hidden_states"),
+    conditions=conditions_of_states("hidden_states"),
     cases=cases.cases(StateSpaceV1Arguments),
     tolerance=tolerances(float64=1e-10, float32=3e-5, bfloat16=2e-2, float16=3e-3),
     make_inputs=cases.make_inputs,

@@ -13,7 +13,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.cases import state_space as state_space_cases
 from ejkernel.modules.operations.configs import StateSpaceV2Config
-from ejkernel.modules.operations.shared.conditions import of_states, of_trees
+from ejkernel.modules.operations.shared.conditions import conditions_of_states, conditions_of_trees
 from ejkernel.modules.operations.shared.recurrences import (
     TOLERANCE,
     check_floating,
@@ -274,7 +274,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=of_trees(of_states("x")),
+    conditions=conditions_of_trees(conditions_of_states("x")),
     axes_of=axes_of,
     cases=state_space_cases.cases(StateSpaceV2Arguments),
     tolerance=TOLERANCE,

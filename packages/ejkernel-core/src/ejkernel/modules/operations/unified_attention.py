@@ -14,9 +14,9 @@ from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
-    tuned,
+    with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import bias_axes, settle_terms
+from ejkernel.modules.operations.shared.paged_terms import bias_axes, set_canonical_terms
 from ejkernel.modules.operations.shared.shapes import as_flag
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -116,7 +116,7 @@ class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
     """The arguments of a call of `unified_attention`."""
 
     def __post_init__(self) -> None:
-        settle_terms(
+        set_canonical_terms(
             self,
             causal=as_flag("causal", self.causal),
             seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
@@ -132,7 +132,7 @@ def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> An
 def configure(args: UnifiedAttentionArguments, cfg: UnifiedAttentionConfig | None) -> UnifiedAttentionConfig | None:
     """Returns the call's own configuration, tuning arguments included."""
     tuning = {"num_par_softmax_segments": args.num_par_softmax_segments}
-    return tuned(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
+    return with_tuning_arguments(UnifiedAttentionConfig, cfg, seq_threshold_3d=args.seq_threshold_3d, **tuning)
 
 
 class UnifiedAttention(Kernel[UnifiedAttentionConfig, Array]):

@@ -25,8 +25,8 @@ from ejkernel.ops.config.selection import Selection
 
 TIMEOUT_VARIABLE = "EJKERNEL_AGREEMENT_TIMEOUT_S"
 
-_serials = itertools.count()
-_looking: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
+_chain_serial_numbers = itertools.count()
+_only_looking: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,19 +40,19 @@ def only_looking() -> Generator[None]:
     """Returns a context in which chains neither decide for other processes nor wait for them, so that a single process
     can explain a call.
     """
-    token = _looking.set(True)
+    token = _only_looking.set(True)
     try:
         yield
     finally:
-        _looking.reset(token)
+        _only_looking.reset(token)
 
 
 def looking() -> bool:
     """Returns whether an `only_looking` block is active."""
-    return _looking.get()
+    return _only_looking.get()
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     """Returns whether the job has a single process."""
     return _compat.coordination_client() is None or jax.process_count() == 1
 
@@ -86,33 +86,33 @@ class Agreement:
             AgreementError: Process 0 has not asked for this key within `EJKERNEL_AGREEMENT_TIMEOUT_S` (600) seconds,
                 or could not decide.
         """
-        if alone():
+        if is_single_process():
             return propose()
         with self._lock:
             if anew:
                 self._end_round(key)
             if key in self._decided:
                 return self._decided[key]
-            name = self._name(key)
+            name = self._message_key(key)
             if jax.process_index() == 0:
-                return self._lead(name, key, propose)
-        selection = self._follow(name, key, part)  # without the lock: other calls need not wait for this one
+                return self._decide_and_publish(name, key, propose)
+        selection = self._wait_for_decision(name, key, part)  # without the lock: other calls need not wait for this one
         self._decided[key] = selection
         return selection
 
-    def _lead(self, name: str, key: ConfigKey, propose: Callable[[], Selection]) -> Selection:
+    def _decide_and_publish(self, name: str, key: ConfigKey, propose: Callable[[], Selection]) -> Selection:
         try:
             selection = propose()
         except Exception as error:
-            _publish(name, _Message(error=f"{type(error).__name__}: {error}"))
+            _publish_message(name, _Message(error=f"{type(error).__name__}: {error}"))
             self._end_round(key)
             raise
-        _publish(name, _Message(selection.part, selection.tier))
+        _publish_message(name, _Message(selection.part, selection.tier))
         self._decided[key] = selection
         return selection
 
-    def _follow(self, name: str, key: ConfigKey, part: type) -> Selection:
-        message = msgspec.json.decode(_wait(name, key), type=_Message)
+    def _wait_for_decision(self, name: str, key: ConfigKey, part: type) -> Selection:
+        message = msgspec.json.decode(_wait_for_message(name, key), type=_Message)
         if message.error is not None:
             with self._lock:
                 self._end_round(key)
@@ -124,19 +124,19 @@ class Agreement:
         self._rounds[key] = self._rounds.get(key, 0) + 1
         self._decided.pop(key, None)
 
-    def _name(self, key: ConfigKey) -> str:
+    def _message_key(self, key: ConfigKey) -> str:
         if self._serial is None:
-            self._serial = next(_serials)
+            self._serial = next(_chain_serial_numbers)
         digest = hashlib.sha256(str(key).encode()).hexdigest()
         return f"ejkernel/config/{self._serial}/{digest}/{self._rounds.get(key, 0)}"
 
 
-def _publish(name: str, message: _Message) -> None:
+def _publish_message(name: str, message: _Message) -> None:
     client: Any = _compat.coordination_client()
     client.key_value_set(name, msgspec.json.encode(message).decode())
 
 
-def _wait(name: str, key: ConfigKey) -> str:
+def _wait_for_message(name: str, key: ConfigKey) -> str:
     client: Any = _compat.coordination_client()
     timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, "600"))
     try:

@@ -29,17 +29,17 @@ from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.measurement import TunerWarning, TuningResult
 from ejkernel.ops.config.memory import ConfigCache
 from ejkernel.ops.config.persistent import PersistentCache
-from ejkernel.ops.config.policy import AutotunePolicy, effective
-from ejkernel.ops.config.selection import Request, Selection, foreign_part, op_label
+from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
+from ejkernel.ops.config.selection import Request, Selection, foreign_part_reason, op_label
 from ejkernel.ops.config.table import Entry, shipped_part
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.params import given_values
 
-MEASURED = frozenset({"memory", "persistent", "autotune"})
+MEASURED_TIERS = frozenset({"memory", "persistent", "autotune"})
 """The tiers whose answers were measured, on this machine or another. No other answers are stored."""
 
 
-_EVENTS: dict[str, tuple[str, dict[str, str]]] = {
+_EVENT_BY_TIER: dict[str, tuple[str, dict[str, str]]] = {
     "override": ("override", {}),
     "overlay": ("overlay_hit", {}),
     "memory": ("cache_hit", {"level": "memory"}),
@@ -48,7 +48,7 @@ _EVENTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-class Measures(Protocol):
+class TunerMethods(Protocol):
     """The methods of a tuner that a chain calls."""
 
     def tune(self, request: Request, argument: Any) -> TuningResult:
@@ -75,7 +75,7 @@ class ConfigSelectorChain:
         self,
         cache: ConfigCache | None = None,
         policy: AutotunePolicy | None = None,
-        tuner: Measures | None = None,
+        tuner: TunerMethods | None = None,
         persistent: PersistentCache | None = None,
         persist_autotune: bool = True,
         on_event: Callable[..., None] | None = None,
@@ -108,22 +108,22 @@ class ConfigSelectorChain:
         trail: list[str] = []
         # The configuration that the caller wrote wins under every policy. It holds for this call alone, so it is not
         # stored: another call of these shapes must not inherit it.
-        explicit = self._explicit(request, trail)
+        explicit = self._override_or_overlay(request, trail)
         if explicit is not None:
-            self._tell(explicit, request)
+            self._report_selection(explicit, request)
             return explicit
         key = request.key()
         if looking():  # `explain` must not measure, store, or wait for other processes
-            return self._agreement.known(key) or self._implied(key, request, None, trail)
+            return self._agreement.known(key) or self._first_later_tier(key, request, None, trail)
 
         def propose() -> Selection:
-            return self._implied(key, request, argument, trail)
+            return self._first_later_tier(key, request, argument, trail)
 
         # Process 0 decides for all processes of a job: they must compile the same program, or their collectives hang.
         selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
-        self._keep(key, selection)
-        self.cache.answered(key, selection.part)
-        self._tell(selection, request)
+        self._keep_measured(key, selection)
+        self.cache.note_selected_part(key, selection.part)
+        self._report_selection(selection, request)
         return selection
 
     def event(self, name: str, operation: str, **details: Any) -> None:
@@ -131,9 +131,9 @@ class ConfigSelectorChain:
         if self.on_event is not None and not looking():
             self.on_event(name, operation, **details)
 
-    def _tell(self, selection: Selection, request: Request) -> None:
+    def _report_selection(self, selection: Selection, request: Request) -> None:
         """Reports the tier of an answer; a measurement was reported when it ended."""
-        name, details = _EVENTS.get(selection.tier, (None, {}))
+        name, details = _EVENT_BY_TIER.get(selection.tier, (None, {}))
         if name is not None:
             self.event(name, request.op.name, direction=request.direction, **details)
 
@@ -154,22 +154,25 @@ class ConfigSelectorChain:
         Raises:
             TunerError: The policy does not allow measuring, or no candidate ran.
         """
-        if not effective(self.policy, self).allow_autotune:
+        if not effective_policy(self.policy, self).allow_autotune:
             raise TunerError(f"the policy does not allow measuring {request.op.name}: allow_autotune is False")
         key, results = request.key(), list[TuningResult]()
 
         def propose() -> Selection:
-            results.append(self._measured(request, make_argument(), predicted))
+            results.append(self._measure_candidates(request, make_argument(), predicted))
             if predicted:
                 return Selection(results[0].winner.part, "heuristics", ("heuristics: predicted on request",))
             return Selection(results[0].winner.part, "autotune", ("autotune: measured on request",))
 
-        self._keep(key, self._agreement.decide(key, request.part_type(), propose, anew=True))
+        self._keep_measured(key, self._agreement.decide(key, request.part_type(), propose, anew=True))
         return results[0] if results else None
 
     def known(self, request: Request) -> bool:
         """Returns whether a tier before autotune has a configuration."""
-        return self._explicit(request, []) is not None or self._stored(request.key(), request, []) is not None
+        return (
+            self._override_or_overlay(request, []) is not None
+            or self._select_stored(request.key(), request, []) is not None
+        )
 
     def store(
         self,
@@ -193,12 +196,12 @@ class ConfigSelectorChain:
             config = msgspec.to_builtins(part)
             self.persistent.predicted.update({str(key): Entry(config, seconds, predicted_at, predicted=True)})
 
-    def _keep(self, key: ConfigKey, selection: Selection) -> None:
+    def _keep_measured(self, key: ConfigKey, selection: Selection) -> None:
         # The answer of a rule is not stored: it would hide the answer of a later version of the rule.
-        if selection.tier in MEASURED:
+        if selection.tier in MEASURED_TIERS:
             self.cache.put(key, selection.part)
 
-    def _explicit(self, request: Request, trail: list[str]) -> Selection | None:
+    def _override_or_overlay(self, request: Request, trail: list[str]) -> Selection | None:
         cfg = request.override
         part = None if cfg is None else cfg.part_of(request.direction)
         if cfg is not None and part is not None:
@@ -206,31 +209,33 @@ class ConfigSelectorChain:
             remark = f" ({elsewhere})" if elsewhere else ""
             if request.direction == "both" and cfg.part("backward") not in (None, part):
                 remark += f" (its backward part has no meaning for {request.implementation.name}, which is paired)"
-            trail.append(f"override: cfg= gives {given_values(part)}{remark}{_unread(part, request)}")
-            return Selection(request.completed(part), "override", tuple(trail))
+            trail.append(f"override: cfg= gives {given_values(part)}{remark}{_remark_on_unread_fields(part, request)}")
+            return Selection(request.complete_with_heuristic(part), "override", tuple(trail))
         trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
         part, remark = overlay.find(request.key(), request.serves()) if overlay.overlays() else (None, "none active")
-        foreign = None if part is None else foreign_part(request.op, request.implementation, part, request.direction)
+        foreign = (
+            None if part is None else foreign_part_reason(request.op, request.implementation, part, request.direction)
+        )
         if foreign:
             part, remark = None, f"skipped, {foreign}"
         if part is not None:
-            trail.append(f"overlay: {remark} gives {given_values(part)}{_unread(part, request)}")
-            return Selection(request.completed(part), "overlay", tuple(trail))
+            trail.append(f"overlay: {remark} gives {given_values(part)}{_remark_on_unread_fields(part, request)}")
+            return Selection(request.complete_with_heuristic(part), "overlay", tuple(trail))
         trail.append(f"overlay: {remark}")
         return None
 
-    def _implied(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
+    def _first_later_tier(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
         """Returns the answer of the first tier after `cfg=` and overlays that has one.
 
         A stored measurement comes before a new one, which takes seconds. Both come before a rule, which is a guess.
         """
         return (
-            self._stored(key, request, trail)
-            or self._tuned(key, request, argument, trail)
-            or self._ruled(key, request, trail)
+            self._select_stored(key, request, trail)
+            or self._select_tuned(key, request, argument, trail)
+            or self._select_by_heuristic(key, request, trail)
         )
 
-    def _stored(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection | None:
+    def _select_stored(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection | None:
         part = self.cache.get(key)
         if part is not None:
             return Selection(part, "memory", (*trail, "memory: hit"))
@@ -238,14 +243,14 @@ class ConfigSelectorChain:
         part = self.persistent.get(key, request.part_type()) if self.persistent is not None else None
         source = "user store"
         if part is None:
-            part, source = _shipped(key, request)
+            part, source = _shipped_entry(key, request)
         if part is None:
             trail.append("persistent: no entry in the user store or a shipped table")
             return None
-        return Selection(request.completed(part), "persistent", (*trail, f"persistent: {source}"))
+        return Selection(request.complete_with_heuristic(part), "persistent", (*trail, f"persistent: {source}"))
 
-    def _tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
-        policy = effective(self.policy, self)
+    def _select_tuned(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection | None:
+        policy = effective_policy(self.policy, self)
         if not policy.tunes_on_miss:
             trail.append("autotune: not asked for by the policy")
         elif request.direction == "backward" and not policy.validate_backward:
@@ -257,7 +262,7 @@ class ConfigSelectorChain:
             trail.append("autotune: wanted, but nothing is measured under a trace; tune the call eagerly or offline")
         else:
             try:
-                part = self._measured(request, argument).winner.part
+                part = self._measure_candidates(request, argument).winner.part
                 return Selection(part, "autotune", (*trail, "autotune: measured now"))
             except TunerError as error:
                 # Remembered, so that a training loop does not try the same measurement again at every step.
@@ -266,7 +271,7 @@ class ConfigSelectorChain:
                 trail.append(f"autotune: failed, {error}")
         return None
 
-    def _measured(self, request: Request, argument: Any, predicted: bool = False) -> TuningResult:
+    def _measure_candidates(self, request: Request, argument: Any, predicted: bool = False) -> TuningResult:
         if self.forbid_reautotune and request.key() in self._measured_keys:
             raise EjkernelRuntimeError(f"forbid_reautotune: got True, and {request.key()} was measured already")
         self.event("autotune_start", request.op.name, direction=request.direction)
@@ -283,8 +288,8 @@ class ConfigSelectorChain:
         self._untunable.pop(result.key, None)
         return result
 
-    def _ruled(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
-        if not effective(self.policy, self).allow_heuristics:
+    def _select_by_heuristic(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
+        if not effective_policy(self.policy, self).allow_heuristics:
             self.event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
@@ -292,30 +297,30 @@ class ConfigSelectorChain:
         if part is None:
             return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
         step = f"heuristics: predicted and not measured, {source}"
-        return Selection(request.completed(part), "heuristics", (*trail, step))
+        return Selection(request.complete_with_heuristic(part), "heuristics", (*trail, step))
 
     def _predicted(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
         """Returns the configuration that was predicted to be fastest, and where the prediction is stored."""
         if key in self._predictions:
             return self._predictions[key], "in this process"
         part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
-        return (part, "user store") if part is not None else _shipped(key, request, predicted=True)
+        return (part, "user store") if part is not None else _shipped_entry(key, request, predicted=True)
 
 
-def _shipped(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
+def _shipped_entry(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
     """Returns the entry of a shipped table, and the name of the table.
 
     A kernel gets a record and does not know the operation, so a measurement holds for all operations of the family.
     """
     tuned, kind, part_type = request.implementation.tuned, request.kind(), request.part_type()
-    for op in request.relatives():
+    for op in request.operations_of_family():
         part = shipped_part(tuned, op.name, dataclasses.replace(key, op=op_label(op)), part_type, kind, predicted)
         if part is not None:
             return part, "shipped table" if op is request.op else f"shipped table of {op.name}"
     return None, "shipped table"
 
 
-def _unread(part: Any, request: Request) -> str:
+def _remark_on_unread_fields(part: Any, request: Request) -> str:
     """Returns a remark on fields that are set and that the chosen kernel does not read."""
     implementation = request.implementation
     unread = implementation.config.unread(part, request.direction)

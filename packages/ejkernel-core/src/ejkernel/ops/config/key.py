@@ -59,38 +59,38 @@ def signature(record: Any) -> str:
     """
     present = set(non_default_fields(record))
     fields = [f for f in dataclasses.fields(record) if f.default is dataclasses.MISSING or f.name in present]
-    return " ".join(f"{f.name}={_described(f, getattr(record, f.name))}" for f in fields)
+    return " ".join(f"{f.name}={_field_signature(f, getattr(record, f.name))}" for f in fields)
 
 
-def _described(field: Any, value: Any) -> str:
+def _field_signature(field: Any, value: Any) -> str:
     if field.metadata.get("static"):
         return "float" if isinstance(value, float) else str(value).replace(" ", "")
     # The paths of the leaves are part of the key: MaskInfo may hold ids of queries, or ids of keys of the same shape.
     leaves = jax.tree_util.tree_leaves_with_path(value)
     if not leaves:  # a structure without arrays, such as a number of slots
         return str(value).replace(" ", "")
-    return ",".join(jax.tree_util.keystr(path) + _array(leaf) for path, leaf in leaves)
+    return ",".join(jax.tree_util.keystr(path) + _array_signature(leaf) for path, leaf in leaves)
 
 
-def _array(leaf: Any) -> str:
+def _array_signature(leaf: Any) -> str:
     return f"{jax.dtypes.result_type(leaf)}[{','.join(map(str, jnp.shape(leaf)))}]"
 
 
 @functools.cache
 def schema_hash(part: type) -> str:
     """Returns eight hex digits that change with the fields, types or defaults of a configuration type."""
-    text = msgspec.json.encode(_undocumented(msgspec.json.schema(part)), order="sorted")
+    text = msgspec.json.encode(_schema_without_docs(msgspec.json.schema(part)), order="sorted")
     return hashlib.sha256(text).hexdigest()[:8]
 
 
-def _undocumented(schema: Any) -> Any:
+def _schema_without_docs(schema: Any) -> Any:
     """Returns a JSON schema without the words meant for readers, which come from docstrings."""
     if isinstance(schema, list):
-        return [_undocumented(item) for item in schema]
+        return [_schema_without_docs(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     words = [name for name in ("title", "description") if isinstance(schema.get(name), str)]
-    return {name: _undocumented(value) for name, value in schema.items() if name not in words}
+    return {name: _schema_without_docs(value) for name, value in schema.items() if name not in words}
 
 
 def device_label(device: DeviceInfo) -> str:

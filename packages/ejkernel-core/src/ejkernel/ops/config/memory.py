@@ -41,7 +41,7 @@ class ConfigCache:
             if self._answers.pop(key, part) != part:
                 self._generation += 1
 
-    def answered(self, key: ConfigKey, part: Any) -> None:
+    def note_selected_part(self, key: ConfigKey, part: Any) -> None:
         """Notes that a call is going to use `part`, wherever it came from."""
         with self._lock:
             self._answers[key] = part

@@ -13,7 +13,7 @@ from ejkernel.ops.plugins import registry
 _Overlay = tuple[tuple[ConfigKey | str, Any], ...]
 
 # Part of the key of every jitted function, innermost overlay first; made at import for the reasons given in `policy`.
-_stack: Any = jax.make_user_context(())
+_overlay_context: Any = jax.make_user_context(())
 
 
 @contextlib.contextmanager
@@ -33,13 +33,13 @@ def overlay_cache(mapping: Mapping[ConfigKey | str, Any]) -> Generator[None]:
             expected = registry().op(key).config
             if not isinstance(config, expected):
                 raise ValueError(f"mapping[{key!r}]: got {type(config).__name__}, wants {expected.__name__}")
-    with _stack((tuple(mapping.items()), *overlays())):
+    with _overlay_context((tuple(mapping.items()), *overlays())):
         yield
 
 
 def overlays() -> tuple[_Overlay, ...]:
     """Returns the active overlays, innermost first."""
-    return _stack.value
+    return _overlay_context.value
 
 
 def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:

@@ -16,17 +16,26 @@ from typing import Any
 import msgspec
 
 from ejkernel.ops.config.key import ConfigKey
-from ejkernel.ops.config.table import DAMAGED, Entry, StoreWarning, Table, as_part, decode, encode, table_name
+from ejkernel.ops.config.table import (
+    DAMAGED_TABLE_ERRORS,
+    Entry,
+    StoreWarning,
+    Table,
+    decode,
+    encode,
+    entry_config_part,
+    table_name,
+)
 
 FILE_NAME = "configs.json"
-PREDICTED = ".predicted.json"
+PREDICTED_SUFFIX = ".predicted.json"
 DIRECTORY_VARIABLE = "EJKERNEL_PERSISTENT_CACHE_DIR"
 LOCK_TIMEOUT_S = 60.0
 
 # The errors of a file system; filelock raises NotImplementedError on one without locks.
-_UNUSABLE = (OSError, NotImplementedError)
+_UNUSABLE_STORE_ERRORS = (OSError, NotImplementedError)
 
-_Stamp = tuple[int, int, int]
+_FileStamp = tuple[int, int, int]
 
 
 def default_path() -> Path:
@@ -73,13 +82,13 @@ class PersistentCache:
         if path is None and opname is not None:
             path = default_path().with_name(f"{opname}.json") if _is_word(opname) else opname
         self._path = Path(path).expanduser() if path is not None else None
-        self._snapshot: tuple[_Stamp | None, Mapping[str, Entry]] = (None, {})
+        self._snapshot: tuple[_FileStamp | None, Mapping[str, Entry]] = (None, {})
         self._readable = self._writable = True
 
     @property
     def predicted(self) -> "PersistentCache":
         """Returns the store next to this one, which holds predictions instead of measurements."""
-        return PersistentCache(path=self.path.with_suffix(PREDICTED))
+        return PersistentCache(path=self.path.with_suffix(PREDICTED_SUFFIX))
 
     @property
     def path(self) -> Path:
@@ -98,23 +107,23 @@ class PersistentCache:
             stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
             seen, entries = self._snapshot
             if stamp != seen:
-                entries = self._load()
+                entries = self._load_entries()
                 # In one step: threads must not pair the stamp of one with the content of another.
                 self._snapshot = (stamp, entries)
             return entries
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except _UNUSABLE as error:
+        except _UNUSABLE_STORE_ERRORS as error:
             self._readable = False
-            self._give_up(f"cannot be read ({error})")
+            self._stop_writing(f"cannot be read ({error})")
             return {}
 
     def get(self, key: ConfigKey, part: type) -> Any | None:
         """Returns the configuration part stored under `key`, or None."""
         entry = self.entries().get(str(key))
-        if entry is not None and entry.predicted and not self.path.name.endswith(PREDICTED):
+        if entry is not None and entry.predicted and not self.path.name.endswith(PREDICTED_SUFFIX):
             return None  # somebody put files together by hand
-        return as_part(entry, part, f"{self.path}, entry {key}")
+        return entry_config_part(entry, part, f"{self.path}, entry {key}")
 
     def put(
         self,
@@ -132,42 +141,42 @@ class PersistentCache:
 
     def update(self, entries: Mapping[str, Entry]) -> None:
         """Merges entries into the file under its lock."""
-        self._change(lambda stored: {**stored, **entries})
+        self._change_entries(lambda stored: {**stored, **entries})
 
     def remove(self, keys: Iterable[str]) -> None:
         """Takes entries out of the file under its lock; keys that are not there are no error."""
         removed_keys = frozenset(keys)
-        self._change(lambda stored: {key: entry for key, entry in stored.items() if key not in removed_keys})
+        self._change_entries(lambda stored: {key: entry for key, entry in stored.items() if key not in removed_keys})
 
-    def _change(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
+    def _change_entries(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
         if not self._writable:
             return
         try:
-            with self._locked():
-                self._sweep()
-                self._replace(encode(Table(change(self._read_or_set_aside()))))
-        except _UNUSABLE as error:
-            self._give_up(f"cannot be written ({error})")
+            with self._store_lock():
+                self._remove_stale_temporaries()
+                self._replace_file(encode(Table(change(self._read_or_set_aside()))))
+        except _UNUSABLE_STORE_ERRORS as error:
+            self._stop_writing(f"cannot be written ({error})")
 
     def clear(self) -> None:
         """Removes all entries."""
         if self.path.exists():
-            with self._locked():
+            with self._store_lock():
                 self.path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def _locked(self) -> Generator[None]:
+    def _store_lock(self) -> Generator[None]:
         import filelock
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{self.path}.lock", timeout=LOCK_TIMEOUT_S):
             yield
 
-    def _load(self) -> Mapping[str, Entry]:
+    def _load_entries(self) -> Mapping[str, Entry]:
         try:
             return decode(self.path.read_bytes())
-        except DAMAGED:
-            with self._locked():
+        except DAMAGED_TABLE_ERRORS:
+            with self._store_lock():
                 return self._read_or_set_aside()
 
     def _read_or_set_aside(self) -> Mapping[str, Entry]:
@@ -176,13 +185,13 @@ class PersistentCache:
             return decode(self.path.read_bytes())
         except FileNotFoundError:
             return {}
-        except DAMAGED as error:
+        except DAMAGED_TABLE_ERRORS as error:
             damaged_path = self.path.with_suffix(f".damaged-{os.getpid()}.json")
             os.replace(self.path, damaged_path)
             warnings.warn(f"{self.path} was damaged ({error}); moved to {damaged_path}", StoreWarning, stacklevel=2)
             return {}
 
-    def _replace(self, data: bytes) -> None:
+    def _replace_file(self, data: bytes) -> None:
         temporary = f"{self.path}.{os.getpid()}.tmp"  # of one writer at a time, for the lock is held
         try:
             with open(temporary, "wb") as file:
@@ -195,12 +204,12 @@ class PersistentCache:
                 os.unlink(temporary)
             raise
 
-    def _sweep(self) -> None:
+    def _remove_stale_temporaries(self) -> None:
         """Removes what writers that were killed have left."""
         for left in glob.glob(f"{glob.escape(str(self.path))}.*.tmp"):
             os.unlink(left)
 
-    def _give_up(self, reason: str) -> None:
+    def _stop_writing(self, reason: str) -> None:
         was_unwritable, self._writable = not self._writable, False
         if not was_unwritable:
             message = f"ejkernel keeps tuned configurations in memory only: {self.path} {reason}"

@@ -38,17 +38,17 @@ class AutotunePolicy:
         return self.allow_autotune and self.cache_miss_fallback == "autotune"
 
 
-_Update = tuple[int | None, str, Any]
+_PolicyUpdate = tuple[int | None, str, Any]
 """Whose policy, by the chain's `id`; None for every chain's; a field, and its value."""
 
 # Part of the key of every jitted function. Made at import: a context that joins later makes JAX compile everything
 # again, and making one is not thread-safe. It touches no device.
-_override: Any = jax.make_user_context(())
+_override_context: Any = jax.make_user_context(())
 
 
-def active_policy_overrides() -> tuple[_Update, ...]:
+def active_policy_overrides() -> tuple[_PolicyUpdate, ...]:
     """Returns what enclosing `policy_override` blocks replace, those of every chain first."""
-    return _override.value
+    return _override_context.value
 
 
 class HasPolicy(Protocol):
@@ -57,7 +57,7 @@ class HasPolicy(Protocol):
     policy: AutotunePolicy
 
 
-def effective(policy: AutotunePolicy, chain: HasPolicy | None = None) -> AutotunePolicy:
+def effective_policy(policy: AutotunePolicy, chain: HasPolicy | None = None) -> AutotunePolicy:
     """Returns `policy` with the enclosing `policy_override` blocks applied: the blocks for every chain and the blocks
     for this chain.
     """
@@ -88,7 +88,7 @@ def policy_override(selector: HasPolicy | None = None, **updates: Any) -> Genera
     # blocks with the same effect have the same jit key.
     entries = [each for each in active_policy_overrides() if each[1] not in updates or owner not in (None, each[0])]
     entries += [(owner, name, value) for name, value in updates.items()]
-    with _override(tuple(sorted(entries, key=lambda each: (each[0] or 0, each[1])))):
+    with _override_context(tuple(sorted(entries, key=lambda each: (each[0] or 0, each[1])))):
         yield
 
 

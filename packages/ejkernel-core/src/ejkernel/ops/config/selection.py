@@ -69,11 +69,11 @@ class Request:
         """Returns what the implementation's rule says."""
         return self.implementation.config.heuristic(self.record, self.device, self.direction)
 
-    def completed(self, part: Any) -> Any:
+    def complete_with_heuristic(self, part: Any) -> Any:
         """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic."""
         return self.implementation.config.completed(self.heuristic(), part, self.direction)
 
-    def relatives(self) -> tuple[Op, ...]:
+    def operations_of_family(self) -> tuple[Op, ...]:
         """Returns the operation and, after it, the other operations of its family."""
         others = (op for op in registry().ops.values() if op.family is self.op.family and op.name != self.op.name)
         return (self.op, *sorted(others, key=lambda op: op.name))
@@ -97,7 +97,7 @@ class Selection:
     trail: tuple[str, ...]
 
 
-def foreign_part(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
+def foreign_part_reason(op: Op, implementation: Implementation, part: Any, direction: Direction) -> str | None:
     """Returns why a configuration part cannot be the implementation's: it is of another kernel's own type."""
     public_type = op.config.part_types.get(piece(direction), op.config)
     if isinstance(part, (public_type, implementation.config.kernel_type(direction))):

@@ -11,10 +11,10 @@ import msgspec
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.space import leaf_names
 
-FORMAT = 1
+TABLE_FORMAT_VERSION = 1
 
 # What decoding raises on damaged data: not JSON, not a table, not UTF-8, or nested too deeply.
-DAMAGED = (ValueError, RecursionError)
+DAMAGED_TABLE_ERRORS = (ValueError, RecursionError)
 
 
 class StoreWarning(UserWarning):
@@ -45,14 +45,14 @@ class Table(msgspec.Struct, frozen=True):
     """The content of a store or of a shipped table, by key."""
 
     entries: Mapping[str, Entry]
-    format: int = FORMAT
+    format: int = TABLE_FORMAT_VERSION
 
 
-class _Loose(msgspec.Struct):
+class _UncheckedTable(msgspec.Struct):
     """A table whose entries have yet to be looked at, one by one."""
 
     entries: dict[str, Any]
-    format: int = FORMAT
+    format: int = TABLE_FORMAT_VERSION
 
 
 class OtherFormatError(OSError):
@@ -66,9 +66,9 @@ def decode(data: bytes) -> Mapping[str, Entry]:
         ValueError: The data is not a table. The same RecursionError.
         OtherFormatError: The table has a format of another version.
     """
-    table = msgspec.json.decode(data, type=_Loose)
-    if table.format != FORMAT:
-        raise OtherFormatError(f"has format {table.format}, this version reads {FORMAT}")
+    table = msgspec.json.decode(data, type=_UncheckedTable)
+    if table.format != TABLE_FORMAT_VERSION:
+        raise OtherFormatError(f"has format {table.format}, this version reads {TABLE_FORMAT_VERSION}")
     entries: dict[str, Entry] = {}
     for key, raw in table.entries.items():
         try:
@@ -83,14 +83,14 @@ def encode(table: Table) -> bytes:
     return msgspec.json.format(msgspec.json.encode(table, order="sorted"), indent=1)
 
 
-def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
+def entry_config_part(entry: Entry | None, part: type, where: str) -> Any | None:
     """Returns the configuration part of an entry, or None. The key holds the schema's hash, so only edited files fail
     here.
     """
     if entry is None:
         return None
     try:
-        unknown = sorted({name for name, _ in leaves(entry.config)} - leaf_names(part))
+        unknown = sorted({name for name, _ in flattened_fields(entry.config)} - leaf_names(part))
         if not unknown:
             return msgspec.convert(entry.config, part)
         problem = f"no field {', '.join(unknown)}"
@@ -100,11 +100,11 @@ def as_part(entry: Entry | None, part: type, where: str) -> Any | None:
     return None
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened_fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the fields of an entry and their values; those of a field that has fields of its own with a dot."""
     for name, value in config.items():
         if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from flattened_fields(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -130,34 +130,34 @@ def shipped_part(
     if tuned is None:
         return None
     name = table_name(key.device, op_name)
-    entry = _shipped(tuned, name).get(key.shipped(kind))
+    entry = _shipped_table(tuned, name).get(key.shipped(kind))
     if entry is None or entry.predicted != predicted:
         return None
-    return as_part(entry, part, f"{tuned}/{name}, entry {key}")
+    return entry_config_part(entry, part, f"{tuned}/{name}, entry {key}")
 
 
 @functools.cache
-def _shipped(tuned: str, name: str) -> Mapping[str, Entry]:
+def _shipped_table(tuned: str, name: str) -> Mapping[str, Entry]:
     package, _, folder = tuned.partition(":")
     try:
         file = importlib.resources.files(package).joinpath(folder, *name.split("/"))
         return decode(file.read_bytes()) if file.is_file() else {}
-    except (ImportError, OSError, *DAMAGED) as error:
+    except (ImportError, OSError, *DAMAGED_TABLE_ERRORS) as error:
         warnings.warn(f"the table {tuned}/{name} is ignored: {error}", StoreWarning, stacklevel=2)
         return {}
 
 
 __all__ = [
-    "DAMAGED",
-    "FORMAT",
+    "DAMAGED_TABLE_ERRORS",
+    "TABLE_FORMAT_VERSION",
     "Entry",
     "OtherFormatError",
     "StoreWarning",
     "Table",
-    "as_part",
     "decode",
     "encode",
-    "leaves",
+    "entry_config_part",
+    "flattened_fields",
     "shipped_part",
     "table_name",
 ]

@@ -19,16 +19,16 @@ from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.config.selection import Request
 from ejkernel.ops.device import DeviceInfo, device_info
 
-SAMPLE = 0.02
+MIN_SAMPLE_SECONDS = 0.02
 """Seconds that a sample takes at least, so that neither the clock nor the start of a call shows in it."""
 
 MIN_SAMPLES = 2
 """Fewer have no spread."""
 
-MOST = 100
+MAX_CALLS_PER_SAMPLE = 100
 """Calls in a sample at most."""
 
-SLOW = 1.5
+SLOW_CANDIDATE_RATIO = 1.5
 """A candidate that took this many times as long as the fastest, in both of the first rounds, is timed no further.
 
 A single round may catch a device that has yet to wake up from waiting for the compiler.
@@ -57,27 +57,27 @@ class _Contender:
     times: list[float] = dataclasses.field(default_factory=list[float])
     error: str | None = None
 
-    def trace(self, kernel: Callable[[Any, Any], Any], argument: Any) -> None:
+    def trace_kernel(self, kernel: Callable[[Any, Any], Any], argument: Any) -> None:
         self.traced = jax.jit(lambda value: kernel(value, self.part)).trace(argument)
 
-    def compile(self, argument: Any) -> None:
+    def compile_traced(self, argument: Any) -> None:
         self.run = functools.partial(self.traced.lower().compile(), argument)
 
     def warm_up(self, iterations: int) -> None:
         for _ in range(iterations):
             jax.block_until_ready(self.run())
 
-    def sample(self) -> None:
+    def take_sample(self) -> None:
         """Takes a sample. The first sample determines how many calls the later samples need; it counts if it was long
         enough.
         """
-        seconds = self._seconds()
+        seconds = self._mean_seconds_per_call()
         if not self.times:
-            self.calls = max(1, min(MOST, math.ceil(SAMPLE / max(seconds, 1e-9))))
-            seconds = self._seconds() if self.calls > 1 else seconds
+            self.calls = max(1, min(MAX_CALLS_PER_SAMPLE, math.ceil(MIN_SAMPLE_SECONDS / max(seconds, 1e-9))))
+            seconds = self._mean_seconds_per_call() if self.calls > 1 else seconds
         self.times.append(seconds)
 
-    def _seconds(self) -> float:
+    def _mean_seconds_per_call(self) -> float:
         outputs, start = None, time.perf_counter()
         for _ in range(self.calls):
             outputs = self.run()
@@ -86,7 +86,7 @@ class _Contender:
         jax.block_until_ready(outputs)
         return (time.perf_counter() - start) / self.calls
 
-    def attempt(self, step: Callable[[], None]) -> None:
+    def attempt_step(self, step: Callable[[], None]) -> None:
         """Takes a step, unless an earlier one failed."""
         if self.error is None:
             try:
@@ -147,10 +147,10 @@ class Tuner:
         """
         if traced((args, kwargs)):
             raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-        alone = _contender(None, functools.partial(fn, **kwargs), *args)
+        alone = _make_contender(None, functools.partial(fn, **kwargs), *args)
         alone.warm_up(1 + self.warmup_iterations)
         for _ in range(self.timing_iterations):
-            alone.sample()
+            alone.take_sample()
         return statistics.median(alone.times)
 
     def autotune(
@@ -196,33 +196,33 @@ class Tuner:
         kernel = request.kernel()
         parts = implementation.config.candidates(request.record, request.device, request.direction)
         unique = dict.fromkeys((request.heuristic(), *parts))
-        contenders = [_contender(part, kernel, argument) for part in unique]
+        contenders = [_make_contender(part, kernel, argument) for part in unique]
         label = f"{request.op.name} {request.direction} {implementation.name}"
-        with self._progress(2 * len(contenders), label) as advance:
-            _compile(contenders, kernel, argument, advance)
-            self._race(contenders, advance)
+        with self._tuning_progress(2 * len(contenders), label) as advance:
+            _compile_contenders(contenders, kernel, argument, advance)
+            self._measure_interleaved(contenders, advance)
         measured = [contender.measurement() for contender in contenders]
         ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
         if ranked[0].seconds is None:
             raise TunerError("\n  ".join([f"no candidate of {label} ran:", *(f"{m.part}: {m.error}" for m in ranked)]))
         return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
-    def _race(self, contenders: list[_Contender], advance: Callable[[str], None]) -> None:
+    def _measure_interleaved(self, contenders: list[_Contender], advance: Callable[[str], None]) -> None:
         """Measures the contenders interleaved, in rounds, so that a device that slows down does so for all of them."""
         for contender in contenders:
-            contender.attempt(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
+            contender.attempt_step(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
             advance("measuring")
         running = contenders
         for number in range(self.timing_iterations):
             for contender in running[:: -1 if number % 2 else 1]:
-                contender.attempt(contender.sample)
+                contender.attempt_step(contender.take_sample)
             running = [contender for contender in running if contender.error is None]
             if number > 0:
-                limit = SLOW * min((min(contender.times) for contender in running), default=0.0)
+                limit = SLOW_CANDIDATE_RATIO * min((min(contender.times) for contender in running), default=0.0)
                 running = [contender for contender in running if min(contender.times) <= limit]
 
     @contextlib.contextmanager
-    def _progress(self, steps: int, label: str) -> Generator[Callable[[str], None]]:
+    def _tuning_progress(self, steps: int, label: str) -> Generator[Callable[[str], None]]:
         """Gives a function that is told of each step; each candidate is compiled and measured."""
         if not self.show_progress:
             yield lambda step: None
@@ -238,11 +238,11 @@ class Tuner:
             yield advance
 
 
-def _contender(part: Any, function: Callable[..., Any], *args: Any) -> _Contender:
+def _make_contender(part: Any, function: Callable[..., Any], *args: Any) -> _Contender:
     return _Contender(part=part, run=functools.partial(function, *args), alone=_device_of(args).platform == "cpu")
 
 
-def _compile(
+def _compile_contenders(
     contenders: list[_Contender],
     kernel: Callable[[Any, Any], Any],
     argument: Any,
@@ -250,9 +250,9 @@ def _compile(
 ) -> None:
     """Traces the contenders one by one, as JAX's settings hold for a thread, and compiles them side by side."""
     for contender in contenders:
-        contender.attempt(functools.partial(contender.trace, kernel, argument))
+        contender.attempt_step(functools.partial(contender.trace_kernel, kernel, argument))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(c.attempt, functools.partial(c.compile, argument)) for c in contenders]
+        jobs = [pool.submit(c.attempt_step, functools.partial(c.compile_traced, argument)) for c in contenders]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
             advance("compiling")

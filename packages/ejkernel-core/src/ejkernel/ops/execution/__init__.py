@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.execution.kernel import Invocation, Kernel
     from ejkernel.ops.execution.offline import autotune_recorded, tune_abstract
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "ejkernel.ops.execution.batching": ("vmap_with_config",),
     "ejkernel.ops.execution.executor": ("Executor", "create_default_executor"),
     "ejkernel.ops.execution.kernel": ("Invocation", "Kernel"),
@@ -21,7 +21,7 @@ _HOMES = {
     "ejkernel.ops.config.measurement": ("Measurement", "TuningResult"),
     "ejkernel.ops.config.tuner": ("Tuner",),
 }
-_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "Executor",
@@ -39,6 +39,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _MODULE_OF_NAME:
         return importlib.import_module("ejkernel.compat.paths").resolve_old_name(__name__, name)
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)

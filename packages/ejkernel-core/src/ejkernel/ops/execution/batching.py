@@ -29,14 +29,14 @@ def vmap_with_config(executor: Executor, kernel: Kernel[Any, Any], in_axes: Any 
             raise ValueError(f"in_axes: got {in_axes!r} for {len(args)} positional arguments, wants an axis for one")
         # A None among the arguments has no axis to map.
         axes = tuple(None if arg is None else axis for arg, axis in zip(args, axes, strict=True))
-        one = [_element(arg, axis) for arg, axis in zip(args, axes, strict=True)]
+        one = [_shapes_of_element(arg, axis) for arg, axis in zip(args, axes, strict=True)]
         config = executor.choose_config(kernel, *one, **kwargs)
         return jax.vmap(lambda *each: executor(kernel, *each, **{**kwargs, "cfg": config}), in_axes=axes)(*args)
 
     return run
 
 
-def _element(arg: Any, axis: int | None) -> Any:
+def _shapes_of_element(arg: Any, axis: int | None) -> Any:
     """Returns the shapes of one element of a batch."""
     if axis is None:
         return arg

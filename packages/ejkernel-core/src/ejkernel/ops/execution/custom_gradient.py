@@ -15,7 +15,7 @@ Method = Callable[..., Any]
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Differentiated:
+class _DifferentiatedLeaves:
     """The array leaves of the positional arguments that are differentiated."""
 
     leaves: tuple[bool, ...]
@@ -41,13 +41,13 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
     constants = [None if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
     of_args = sum(is_array[: len(jax.tree.leaves(args))])
 
-    def restored(arrays: Any) -> Any:
+    def arguments_from_arrays(arrays: Any) -> Any:
         rest = iter(arrays)
         merged = [next(rest) if array else leaf for leaf, array in zip(constants, is_array, strict=True)]
         return jax.tree.unflatten(structure, merged)
 
-    def primal(*arrays: Any) -> Any:
-        positional, keywords = restored(arrays)
+    def run_primal(*arrays: Any) -> Any:
+        positional, keywords = arguments_from_arrays(arrays)
         return forward(*positional, cfg=cfg, **keywords)[0]
 
     def run_forward(*arrays: Any) -> tuple[Any, Any]:
@@ -56,21 +56,21 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
                 f"{name}: got a keyword, wants a positional argument: vjp has gradients of positional arguments alone"
             )
         values = tuple(x.value for x in arrays)
-        positional, keywords = restored(values)
+        positional, keywords = arguments_from_arrays(values)
         output, residuals = forward(*positional, cfg=cfg, **keywords)
-        differentiated = _Differentiated(tuple(bool(x.perturbed) for x in arrays[:of_args]))
+        differentiated = _DifferentiatedLeaves(tuple(bool(x.perturbed) for x in arrays[:of_args]))
         return output, (values, output, residuals, differentiated)
 
     def run_backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
         values, output, residuals, differentiated = saved
-        positional, keywords = restored(values)
-        cotangent = jax.tree.map(_instantiated, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        positional, keywords = arguments_from_arrays(values)
+        cotangent = jax.tree.map(_zeros_for_symbolic, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
         outputs = (output,) if _takes_output(backward) else ()
         gradients = backward(residuals, *outputs, cotangent, *positional, cfg=cfg, **keywords)
-        cotangents = _aligned(name, positional, gradients, differentiated.leaves)
-        return (*cotangents, *(_zero(x) for x in values[of_args:]))
+        cotangents = _gradients_of_leaves(name, positional, gradients, differentiated.leaves)
+        return (*cotangents, *(_zero_gradient(x) for x in values[of_args:]))
 
-    differentiable = jax.custom_vjp(primal)
+    differentiable = jax.custom_vjp(run_primal)
     differentiable.defvjp(run_forward, run_backward, symbolic_zeros=True)
     return differentiable(*(leaf for leaf, array in zip(leaves, is_array, strict=True) if array))
 
@@ -81,7 +81,7 @@ def _takes_output(backward: Method) -> bool:
     return names[1:3] == ["y", "dy"]
 
 
-def _aligned(name: str, args: tuple[Any, ...], gradients: Any, marked: tuple[bool, ...]) -> list[Any]:
+def _gradients_of_leaves(name: str, args: tuple[Any, ...], gradients: Any, marked: tuple[bool, ...]) -> list[Any]:
     """Returns one gradient for each array leaf of the positional arguments."""
     if isinstance(gradients, dict) or len(gradients) != len(args):
         got = type(gradients).__name__ if isinstance(gradients, dict) else f"{len(gradients)} gradients"
@@ -97,11 +97,13 @@ def _aligned(name: str, args: tuple[Any, ...], gradients: Any, marked: tuple[boo
             raise TypeError(
                 f"{name}: vjp returned {len(leaves)} arrays for positional argument {number}, wants {len(arrays)}"
             )
-        cotangents += [_zero(x) if g is None or not _is_float(x) else g for x, g in zip(arrays, leaves, strict=True)]
+        cotangents += [
+            _zero_gradient(x) if g is None or not _is_float(x) else g for x, g in zip(arrays, leaves, strict=True)
+        ]
     return cotangents
 
 
-def _instantiated(cotangent: Any) -> Any:
+def _zeros_for_symbolic(cotangent: Any) -> Any:
     """Returns an array of zeros in the place of a symbolic one."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
@@ -113,5 +115,5 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _zero(x: Any) -> Any:
+def _zero_gradient(x: Any) -> Any:
     return jnp.zeros_like(x) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0)

@@ -23,7 +23,7 @@ import jax
 from ejkernel.errors import NoConfigError
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import ConfigKey, device_label
-from ejkernel.ops.config.policy import effective
+from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.config.tuner import Tuner, traced
 from ejkernel.ops.device import current_device
 from ejkernel.ops.execution import custom_gradient
@@ -59,7 +59,7 @@ def run(
     for name in ("mesh", "in_specs", "out_specs"):
         if mapping.get(name) is None:
             raise ValueError(f"{name}: got None, wants a value for {kernel.op_id} under shard_map")
-    if overridden(kernel, "create_shard_map_wrapper"):
+    if overrides_method(kernel, "create_shard_map_wrapper"):
         mapped, operands, *after = kernel.create_shard_map_wrapper(*args, **mapping, cfg=cfg, **kwargs)
         output = mapped(*operands)
         return after[0](output, cfg=cfg) if after else output
@@ -67,19 +67,19 @@ def run(
     return jax.shard_map(runner, **mapping)(*args)
 
 
-def overridden(kernel: Any, name: str) -> bool:
+def overrides_method(kernel: Any, name: str) -> bool:
     """Returns whether a kernel's class defines a method itself."""
     method = getattr(type(kernel), name, None)
     return method is not None and method is not _base_methods().get(name)
 
 
-def specialised(kernel: Any, name: str, mapped: bool = False) -> Callable[..., Any] | None:
+def most_specific_method(kernel: Any, name: str, mapped: bool = False) -> Callable[..., Any] | None:
     """Returns the kernel's method of this name that is most specific for the device and the call; None
     if it has none.
     """
     platform = current_device(None).platform
     names = [f"{name}_shard_map_{platform}", f"{name}_shard_map"] if mapped else []
-    return next((getattr(kernel, n) for n in (*names, f"{name}_{platform}", name) if overridden(kernel, n)), None)
+    return next((getattr(kernel, n) for n in (*names, f"{name}_{platform}", name) if overrides_method(kernel, n)), None)
 
 
 @functools.cache
@@ -89,10 +89,13 @@ def _base_methods() -> Mapping[str, Any]:
 
 def _runner(kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool) -> Callable[..., Any]:
     """Returns a function of the positional arguments, with the kernel's own gradient where it has one."""
-    forward, backward = specialised(kernel, "fwd_with_residuals", mapped), specialised(kernel, "vjp", mapped)
+    forward, backward = (
+        most_specific_method(kernel, "fwd_with_residuals", mapped),
+        most_specific_method(kernel, "vjp", mapped),
+    )
     if forward is not None and backward is not None:
         return functools.partial(custom_gradient.call, kernel.op_id, forward, backward, cfg, kwargs)
-    method = specialised(kernel, "run", mapped)
+    method = most_specific_method(kernel, "run", mapped)
     if method is None:
         raise NotImplementedError(f"{kernel.op_id} has no run method for {current_device(None).platform}")
     return functools.partial(method, cfg=cfg, **kwargs)
@@ -116,14 +119,14 @@ def choose(
     if cfg is not None:
         chain.event("override", kernel.op_id)
         return cfg
-    key = _key(kernel, args, kwargs)
+    key = _config_key(kernel, args, kwargs)
     known = chain.cache.get(key)
     if known is not None:
         chain.event("cache_hit", kernel.op_id, level="memory")
         return known
-    invocation, policy = kernel.invocation(args, kwargs), effective(chain.policy, chain)
+    invocation, policy = kernel.invocation(args, kwargs), effective_policy(chain.policy, chain)
     if policy.tunes_on_miss and not mapped and not traced((args, kwargs)):
-        candidates = specialised(kernel, "candidate_cfgs")
+        candidates = most_specific_method(kernel, "candidate_cfgs")
         best = _measured(chain, kernel, tuple(candidates(invocation) if candidates else ()), args, kwargs)
         if best is not None:
             chain.cache.put(key, best)
@@ -132,7 +135,7 @@ def choose(
         chain.event("error", kernel.op_id)
         raise NoConfigError(f"no configuration for {key}: heuristics: not allowed by the policy")
     chain.event("heuristics", kernel.op_id)
-    rule = specialised(kernel, "heuristic_cfg", mapped)
+    rule = most_specific_method(kernel, "heuristic_cfg", mapped)
     if rule is None:
         raise NotImplementedError(f"{kernel.op_id} has no rule: define heuristic_cfg")
     return rule(invocation)
@@ -149,7 +152,7 @@ def _measured(
     seconds: dict[int, float] = {}
     for number, candidate in enumerate(candidates):
         try:
-            seconds[number] = tuner.measure(_with(kernel, candidate, kwargs), *args)
+            seconds[number] = tuner.measure(_jitted_runner(kernel, candidate, kwargs), *args)
         except Exception:  # noqa: BLE001 - a candidate may exceed any limit of the device or its compiler
             continue
     best = candidates[min(seconds, key=seconds.__getitem__)] if seconds else None
@@ -157,11 +160,11 @@ def _measured(
     return best
 
 
-def _with(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _jitted_runner(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
     return jax.jit(_runner(kernel, cfg, kwargs, mapped=False))
 
 
-def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:
+def _config_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:
     leaves, structure = jax.tree.flatten((args, kwargs))
     builder = kernel.key_builder
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in leaves]
@@ -175,4 +178,4 @@ def _key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKe
     )
 
 
-__all__ = ["choose", "overridden", "run", "specialised"]
+__all__ = ["choose", "most_specific_method", "overrides_method", "run"]

@@ -24,7 +24,7 @@ from ejkernel.ops.params import BaseOperationConfig
 Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")
 
-_MAPPING = ("mesh", "in_specs", "out_specs")
+_SHARD_MAP_ARGUMENTS = ("mesh", "in_specs", "out_specs")
 
 
 class Executor:
@@ -71,7 +71,7 @@ class Executor:
         name = f"{prefix}#{kernel.op_id}@v{kernel.version}"
         with contextlib.nullcontext() if prefix is None else jax.named_scope(name):
             if kernel.is_custom:
-                mapping = {name: kwargs.pop(name, None) for name in _MAPPING}
+                mapping = {name: kwargs.pop(name, None) for name in _SHARD_MAP_ARGUMENTS}
                 mapped = method is not None or any(value is not None for value in mapping.values())
                 mapping |= {"check_vma": check_vma}
                 return custom_kernel.run(self.chooser, kernel, args, cfg, kwargs, mapping if mapped else None)
@@ -79,7 +79,7 @@ class Executor:
                 raise ValueError(
                     "check_vma: got True, wants False: JAX cannot infer over which axes the results of a kernel vary"
                 )
-            missing = [name for name in _MAPPING if method and kwargs.get(name) is None]
+            missing = [name for name in _SHARD_MAP_ARGUMENTS if method and kwargs.get(name) is None]
             if missing:
                 raise ValueError(f"{missing[0]}: got None, wants a value with method='shard_map'")
             return kernel.run(*args, cfg=cfg, chain=self.chooser, **kwargs)
@@ -108,7 +108,8 @@ class Executor:
         space = chosen.config
         follower = space if backward.implementation is None else backward.implementation.config
         config: Any = op.config.from_parts(
-            space.shown(op.config, forward.config, "forward"), follower.shown(op.config, backward.config, "backward")
+            space.part_in_public_fields(op.config, forward.config, "forward"),
+            follower.part_in_public_fields(op.config, backward.config, "backward"),
         )
         return dataclasses.replace(config, platform=decision.forward.platform)
 
@@ -132,7 +133,7 @@ class Executor:
     def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
         """Returns the operation that carries the call out, and what it would do."""
         args, kwargs = kernel.prepare(*args, **kwargs)
-        op, record, options = kernel.op.routed(*kernel.op.bind(args, kwargs))
+        op, record, options = kernel.op.routed_call(*kernel.op.bind(args, kwargs))
         return op, decide(op, record, chain=self.chooser, **options)
 
 

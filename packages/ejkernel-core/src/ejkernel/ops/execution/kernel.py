@@ -14,7 +14,7 @@ from ejkernel.ops.config.key import signature
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.dispatch import can_compute
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.lowering import lowered
+from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.model import Implementation, Op
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.plugins import registry
@@ -23,7 +23,7 @@ Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")
 
 # What heuristics are told about a platform that is not in this machine.
-_TYPICAL = {
+_TYPICAL_DEVICES = {
     "gpu": DeviceInfo(platform="gpu", vendor="nvidia", kind="gpu", compute_capability=9.0),
     "tpu": DeviceInfo(platform="tpu", vendor="google", kind="tpu"),
 }
@@ -61,7 +61,7 @@ class Invocation:
 
     def arguments(self) -> Any:
         """Returns the argument record of the call."""
-        return self._bound[0]
+        return self._bound_arguments[0]
 
     def options(self) -> dict[str, Any]:
         """Returns the call options that were given: `platform`, `cfg`, `mesh`, `in_specs`, `out_specs`."""
@@ -71,7 +71,7 @@ class Invocation:
             "in_specs": self.in_specs,
             "out_specs": self.out_specs,
         }
-        merged = self._bound[1] | {name: value for name, value in call_options.items() if value is not None}
+        merged = self._bound_arguments[1] | {name: value for name, value in call_options.items() if value is not None}
         return {name: value for name, value in merged.items() if value is not None}
 
     @property
@@ -88,7 +88,7 @@ class Invocation:
         return self.call_key if key_builder is None else key_builder(self)
 
     @functools.cached_property
-    def _bound(self) -> tuple[Any, dict[str, Any]]:
+    def _bound_arguments(self) -> tuple[Any, dict[str, Any]]:
         return registry().op(self.op_id).bind(self.args, self.kwargs)
 
 
@@ -185,19 +185,19 @@ class Kernel(Generic[Cfg, Out]):
         Raises:
             NoImplementationError: No implementation serves the call.
         """
-        plan, record = self._situation(inv)
+        plan, record = self._plan_and_record(inv)
         choice = plan.pick(record, "forward")
         if choice.implementation is None:
             raise NoImplementationError(choice)
-        return self._rule(choice.implementation, record, plan.device)
+        return self._heuristic_of_implementation(choice.implementation, record, plan.device)
 
     def heuristic_cfg_gpu(self, inv: Invocation) -> Cfg:
         """Returns what the best registered GPU implementation's rule says."""
-        return self._first_rule(inv, "gpu")
+        return self._heuristic_of_best_implementation(inv, "gpu")
 
     def heuristic_cfg_tpu(self, inv: Invocation) -> Cfg:
         """Returns what the best registered TPU implementation's rule says."""
-        return self._first_rule(inv, "tpu")
+        return self._heuristic_of_best_implementation(inv, "tpu")
 
     def candidate_cfgs(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring on this machine: of every implementation that could serve the call,
@@ -205,59 +205,59 @@ class Kernel(Generic[Cfg, Out]):
         """
         if self.is_custom:
             return (self.heuristic_cfg(inv),)
-        plan, record = self._situation(inv)
+        plan, record = self._plan_and_record(inv)
         verdicts = plan.pick(record, "forward").verdicts
         serving = [v.implementation for v in verdicts if v.status != "refused"]
-        return self._candidates(serving, record, plan.device)
+        return self._candidates_of_implementations(serving, record, plan.device)
 
     def candidate_cfgs_gpu(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring on a GPU."""
-        return self._candidates(*self._implementations_for(inv, "gpu"))
+        return self._candidates_of_implementations(*self._implementations_for(inv, "gpu"))
 
     def candidate_cfgs_tpu(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring on a TPU."""
-        return self._candidates(*self._implementations_for(inv, "tpu"))
+        return self._candidates_of_implementations(*self._implementations_for(inv, "tpu"))
 
     def candidate_cfgs_xla(self, inv: Invocation) -> tuple[Cfg, ...]:
         """Returns configurations worth measuring for the XLA implementations, on this machine's device."""
-        plan, record = self._situation(inv)
+        plan, record = self._plan_and_record(inv)
         xla = [i for i in registry().implementations.get(plan.op.name, ()) if i.platform == "xla"]
-        return self._candidates(xla, record, plan.device)
+        return self._candidates_of_implementations(xla, record, plan.device)
 
     # Under shard_map a kernel sees one shard. The code above also uses one shard for an invocation with a mesh.
     candidate_cfgs_shard_map_gpu = candidate_cfgs_gpu
     candidate_cfgs_shard_map_tpu = candidate_cfgs_tpu
     candidate_cfgs_shard_map_xla = candidate_cfgs_xla
 
-    def _situation(self, inv: Invocation) -> tuple[CallPlan, Any]:
+    def _plan_and_record(self, inv: Invocation) -> tuple[CallPlan, Any]:
         """Returns how the call would be carried out, and the record that kernels would see, with shapes for arrays."""
         if self.is_custom:
             raise NotImplementedError(f"{type(self).__name__} has no rule: define heuristic_cfg")
         options, args = inv.options(), inv.arguments()
         plan = make_plan(self.op, args, options.get("platform"), options.get("cfg"), default_chain())
-        lower = functools.partial(lowered, plan.op, mesh=options.get("mesh"), in_specs=options.get("in_specs"))
+        lower = functools.partial(lowered_record, plan.op, mesh=options.get("mesh"), in_specs=options.get("in_specs"))
         return plan, jax.eval_shape(lower, args)
 
     def _implementations_for(self, inv: Invocation, platform: str) -> tuple[list[Implementation], Any, DeviceInfo]:
         """Returns implementations that serve the call on a kind of device, best first; record and device to ask them
         about.
         """
-        plan, record = self._situation(inv)
-        device = plan.device if plan.device.platform == platform else _TYPICAL[platform]
+        plan, record = self._plan_and_record(inv)
+        device = plan.device if plan.device.platform == platform else _TYPICAL_DEVICES[platform]
         everything = registry().implementations.get(plan.op.name, ())
         fitting = [i for i in everything if i.requires.devices & device.names]
         serving = [i for i in fitting if can_compute(plan.op.family, i, record, "forward")]
         return sorted(serving, key=lambda i: (-i.rank(record, device), i.name)), record, device
 
-    def _first_rule(self, inv: Invocation, platform: str) -> Cfg:
+    def _heuristic_of_best_implementation(self, inv: Invocation, platform: str) -> Cfg:
         implementations, record, device = self._implementations_for(inv, platform)
         if not implementations:
             raise NotImplementedError(f"no registered implementation of {self.op.name} serves this call on {platform}")
-        return self._rule(implementations[0], record, device)
+        return self._heuristic_of_implementation(implementations[0], record, device)
 
-    def _rule(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
+    def _heuristic_of_implementation(self, implementation: Implementation, record: Any, device: DeviceInfo) -> Cfg:
         if implementation.paired:
-            return self._config(implementation, implementation.config.heuristic(record, device, "both"), None)
+            return self._public_config(implementation, implementation.config.heuristic(record, device, "both"), None)
         directions: tuple[Direction, ...] = ("forward", "backward")
         parts = (
             implementation.config.heuristic(record, device, direction)
@@ -265,22 +265,22 @@ class Kernel(Generic[Cfg, Out]):
             else None
             for direction in directions
         )
-        return self._config(implementation, *parts)
+        return self._public_config(implementation, *parts)
 
-    def _candidates(
+    def _candidates_of_implementations(
         self, implementations: Iterable[Implementation], record: Any, device: DeviceInfo
     ) -> tuple[Cfg, ...]:
         configs: list[Cfg] = []
         for implementation in implementations:
-            space, rule = implementation.config, self._rule(implementation, record, device)
+            space, rule = implementation.config, self._heuristic_of_implementation(implementation, record, device)
             forward, backward = rule.part("forward"), rule.part("backward")
             parts = space.candidates(record, device, "both" if implementation.paired else "forward")
-            configs += [rule, *(self._config(implementation, part, backward) for part in parts)]
+            configs += [rule, *(self._public_config(implementation, part, backward) for part in parts)]
             if backward is not None:
                 parts = space.candidates(record, device, "backward")
-                configs += [self._config(implementation, forward, part) for part in parts]
+                configs += [self._public_config(implementation, forward, part) for part in parts]
         return tuple(dict.fromkeys(configs))
 
-    def _config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
+    def _public_config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
         config: Any = implementation.config.public(self.op.config, forward, backward)
         return dataclasses.replace(config, platform=implementation.platform, backend=implementation.backend)

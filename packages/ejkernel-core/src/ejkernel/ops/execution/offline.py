@@ -10,15 +10,15 @@ from ejkernel.ops.config.measurement import TuningResult
 from ejkernel.ops.config.tuner import traced
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.params import Direction
-from ejkernel.ops.recording import RecordedCall, forget, get_recorded
-from ejkernel.ops.tuning import BOTH, tune_call
+from ejkernel.ops.recording import RecordedCall, forget_call, get_recorded
+from ejkernel.ops.tuning import BOTH_DIRECTIONS, tune_call
 
 
 def autotune_recorded(
     calls: Iterable[RecordedCall] | None = None,
     *,
     show_progress: bool = False,
-    directions: tuple[Direction, ...] = BOTH,
+    directions: tuple[Direction, ...] = BOTH_DIRECTIONS,
 ) -> list[TuningResult]:
     """Measures recorded calls and stores the winners in the chains that the calls were made through.
 
@@ -41,7 +41,7 @@ def autotune_recorded(
     for call in _progress(pending_calls, show_progress):
         try:
             results += tune_abstract(call.plan, call.args, directions, mesh=call.mesh, in_specs=call.in_specs)
-            forget(call)
+            forget_call(call)
         except TunerError as error:
             problems.append(str(error))
     if problems:
@@ -51,7 +51,12 @@ def autotune_recorded(
 
 
 def tune_abstract(
-    plan: CallPlan, args: Any, directions: tuple[Direction, ...] = BOTH, *, mesh: Any = None, in_specs: Any = None
+    plan: CallPlan,
+    args: Any,
+    directions: tuple[Direction, ...] = BOTH_DIRECTIONS,
+    *,
+    mesh: Any = None,
+    in_specs: Any = None,
 ) -> list[TuningResult]:
     """Measures a call known by its shapes, on inputs that the operation itself makes.
 

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.ops.config.chain import Measures
+from ejkernel.ops.config.chain import TunerMethods
 from ejkernel.ops.config.measurement import TuningResult
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.lowering import lowered
+from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.params import Direction
-from ejkernel.ops.tuning import BOTH, pair_gradients, passes
+from ejkernel.ops.tuning import BOTH_DIRECTIONS, pair_gradients, passes
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import Pullback, Results
 
@@ -38,11 +38,11 @@ class Target:
     """
 
     device: DeviceInfo
-    tuner: Callable[[bool], Measures]
+    tuner: Callable[[bool], TunerMethods]
 
 
 def tune_described(
-    plan: CallPlan, make: Callable[[jax.Array], Any], directions: tuple[Direction, ...] = BOTH
+    plan: CallPlan, make: Callable[[jax.Array], Any], directions: tuple[Direction, ...] = BOTH_DIRECTIONS
 ) -> list[TuningResult]:
     """Has the given passes of a call predicted for the plan's device, and stores the winners; nothing is run on it.
 
@@ -57,18 +57,20 @@ def tune_described(
     Raises:
         TunerError: The tuner's own, or the policy forbids it.
     """
-    record = describe(lambda: lowered(plan.op, make(jax.random.key(0))))
+    record = describe(lambda: lowered_record(plan.op, make(jax.random.key(0))))
     results: list[TuningResult | None] = []
     with target_device(plan.device):
         for choice, forward in passes(plan, record, directions):
-            argument = _argument(plan, record, choice, forward)
+            argument = _abstract_kernel_argument(plan, record, choice, forward)
             results.append(
-                plan.chain.tune(plan.request(choice, record), functools.partial(_constant, argument), predicted=True)
+                plan.chain.tune(
+                    plan.request(choice, record), functools.partial(_constant_argument, argument), predicted=True
+                )
             )
     return [result for result in results if result is not None]
 
 
-def _constant(argument: Any) -> Any:
+def _constant_argument(argument: Any) -> Any:
     return argument
 
 
@@ -84,7 +86,7 @@ def describe(make: Callable[[], Any]) -> Any:
     return jax.tree.unflatten(structure, described)
 
 
-def _argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
+def _abstract_kernel_argument(plan: CallPlan, record: Any, choice: Choice, forward: Choice) -> Any:
     """Returns what a kernel is given: a record, or a `Pullback` that has shapes but for the record."""
     assert forward.implementation is not None  # the caller has looked
     is_paired = forward.implementation.paired

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--impl", action="append", default=[], help="these implementations alone")
     parser.add_argument("--op", action="append", default=[], help="these operations alone")
-    parser.add_argument("--chip", default="h200", help="a name in ejkernel.ops.device.KINDS")
+    parser.add_argument("--chip", default="h200", help="a name in ejkernel.ops.device.DEVICES_BY_SHORT_NAME")
     parser.add_argument("--against", type=Path, help="leave out what has the same digest in this file")
     parser.add_argument("--texts", type=Path, help="folder for the programs and kernels as text")
     args = parser.parse_args(arguments)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ejkernel.errors import TunerError
-from ejkernel.ops.config.chain import Measures, Request
+from ejkernel.ops.config.chain import Request, TunerMethods
 from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.execution.target import Target
@@ -25,7 +25,7 @@ def targets() -> Mapping[str, Target]:
 
 
 def _target(name: str) -> Target:
-    def make_tuner(show_progress: bool) -> Measures:
+    def make_tuner(show_progress: bool) -> TunerMethods:
         if importlib.util.find_spec("libtpu") is None:
             raise TunerError(NEEDS_LIBTPU)
         return ProfileTuner(target=name, show_progress=show_progress)

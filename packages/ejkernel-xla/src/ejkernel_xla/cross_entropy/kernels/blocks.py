@@ -17,7 +17,7 @@ from ejkernel.families.cross_entropy import CrossEntropy, accumulator, smoothed_
 from ejkernel.planning.precision import product_precision
 
 
-class Span(NamedTuple):
+class AxisSpan(NamedTuple):
     """A block's part of an axis.
 
     Attributes:
@@ -31,7 +31,7 @@ class Span(NamedTuple):
     new: jax.Array
 
 
-class Logits(NamedTuple):
+class VocabularyBlock(NamedTuple):
     """A block of logits.
 
     Attributes:
@@ -45,7 +45,7 @@ class Logits(NamedTuple):
     new: jax.Array
 
 
-def loop_over_spans(total: int, size: int, body: Callable[[Span, Any], Any], carry: Any) -> Any:
+def loop_over_spans(total: int, size: int, body: Callable[[AxisSpan, Any], Any], carry: Any) -> Any:
     """Calls `body(span, carry)` for each span of an axis and returns the last carry; a single span needs no loop."""
     size = min(size, total)
     if not size:
@@ -53,24 +53,24 @@ def loop_over_spans(total: int, size: int, body: Callable[[Span, Any], Any], car
 
     def step(i: Any, carry: Any) -> Any:
         start = jnp.minimum(i * size, total - size)
-        return body(Span(start, size, start + jnp.arange(size) >= i * size), carry)
+        return body(AxisSpan(start, size, start + jnp.arange(size) >= i * size), carry)
 
     if size == total:
-        return body(Span(0, size, jnp.ones(size, bool)), carry)
+        return body(AxisSpan(0, size, jnp.ones(size, bool)), carry)
     return lax.fori_loop(0, cdiv(total, size), step, carry)
 
 
-def cut(array: jax.Array, span: Span, axis: int) -> jax.Array:
+def cut(array: jax.Array, span: AxisSpan, axis: int) -> jax.Array:
     """Returns a span of one axis."""
     return lax.dynamic_slice_in_dim(array, span.start, span.size, axis)
 
 
-def replace_span(array: jax.Array, part: jax.Array, span: Span, axis: int) -> jax.Array:
+def replace_span(array: jax.Array, part: jax.Array, span: AxisSpan, axis: int) -> jax.Array:
     """Returns an array with a span of one axis replaced."""
     return lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), span.start, axis)
 
 
-def select_tokens(record: CrossEntropy, span: Span) -> CrossEntropy:
+def select_tokens(record: CrossEntropy, span: AxisSpan) -> CrossEntropy:
     """Returns the record of some tokens; those of weight 0 have inputs 0, for they may hold NaN."""
     weights = cut(record.weights, span, 0)
     return dataclasses.replace(
@@ -82,7 +82,7 @@ def select_tokens(record: CrossEntropy, span: Span) -> CrossEntropy:
     )
 
 
-def logits(record: CrossEntropy, span: Span) -> Logits:
+def vocabulary_block(record: CrossEntropy, span: AxisSpan) -> VocabularyBlock:
     """Returns the logits of a record of some tokens, for some entries of the vocabulary."""
     dtype = accumulator(record)
     if record.lm_head is None:
@@ -99,7 +99,7 @@ def logits(record: CrossEntropy, span: Span) -> Logits:
         entry = span.start + jnp.arange(span.size, dtype=record.targets.dtype)
         targets = (entry == record.targets[:, None]).astype(dtype)
     counted = (record.weights != 0)[:, None] & span.new
-    return Logits(values, jnp.where(counted, smoothed_targets(record, targets), 0), span.new)
+    return VocabularyBlock(values, jnp.where(counted, smoothed_targets(record, targets), 0), span.new)
 
 
 def product(left: jax.Array, right: jax.Array, contract: Any, dtype: Any) -> jax.Array:

@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.cross_entropy import CrossEntropy, accumulator, target_mass, vocabulary
-from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, cut, logits, loop_over_spans, product, replace_span
+from ejkernel_xla.cross_entropy.kernels.blocks import (
+    AxisSpan,
+    VocabularyBlock,
+    cut,
+    loop_over_spans,
+    product,
+    replace_span,
+    vocabulary_block,
+)
 
 
-class Factors(NamedTuple):
+class LogitGradientFactors(NamedTuple):
     """The gradient of a token's logits is `scale * (softmax * softmax_factor - targets * target_factor)`.
 
     The scale leaves numbers of about 1, for products of 16 bits. It is a token's own, and a power of 2: so it rounds
@@ -27,12 +35,14 @@ class Factors(NamedTuple):
     target_factor: jax.Array
     scale: jax.Array
 
-    def cut(self, span: Span) -> "Factors":
+    def cut(self, span: AxisSpan) -> "LogitGradientFactors":
         """Returns the factors of the tokens of a span."""
-        return Factors(*(cut(x, span, 0) for x in self))
+        return LogitGradientFactors(*(cut(x, span, 0) for x in self))
 
 
-def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, lse_cotangent: jax.Array | float) -> Factors:
+def logit_gradient_factors(
+    record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, lse_cotangent: jax.Array | float
+) -> LogitGradientFactors:
     """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have
     `lse_cotangent`.
     """
@@ -43,7 +53,7 @@ def factors(record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, lse_c
     softmax_factor = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + lse_cotangent, 0)
     target_factor = jnp.where(active, weights, 0)
     scale = power_of_two(jnp.maximum(jnp.abs(softmax_factor), jnp.abs(target_factor)))
-    return Factors(lse, softmax_factor / scale, target_factor / scale, scale)
+    return LogitGradientFactors(lse, softmax_factor / scale, target_factor / scale, scale)
 
 
 def power_of_two(x: jax.Array) -> jax.Array:
@@ -81,7 +91,12 @@ def zero_gradients(record: CrossEntropy, grad_fields: frozenset[str]) -> Gradien
 
 
 def add_tokens(
-    sums: GradientSums, record: CrossEntropy, factors: Factors, span: Span, scale: jax.Array, block_v: int
+    sums: GradientSums,
+    record: CrossEntropy,
+    factors: LogitGradientFactors,
+    span: AxisSpan,
+    scale: jax.Array,
+    block_v: int,
 ) -> GradientSums:
     """Returns gradients with those of some tokens.
 
@@ -97,9 +112,9 @@ def add_tokens(
     share = factors.scale / scale
     rows = jnp.zeros(record.inputs.shape, dtype) if sums.inputs is not None else None
 
-    def add(entries: Span, carry: tuple[GradientSums, jax.Array | None]) -> tuple[GradientSums, jax.Array | None]:
+    def add(entries: AxisSpan, carry: tuple[GradientSums, jax.Array | None]) -> tuple[GradientSums, jax.Array | None]:
         sums, rows = carry
-        gradient = logit_gradient(record, logits(record, entries), factors)
+        gradient = logit_gradient(record, vocabulary_block(record, entries), factors)
         if record.lm_head is None:
             rows = None if rows is None else replace_span(rows, gradient, entries, 1)
         elif rows is not None:
@@ -114,7 +129,7 @@ def add_tokens(
     return sums._replace(inputs=replace_span(sums.inputs, rows * factors.scale[:, None], span, 0))
 
 
-def logit_gradient(record: CrossEntropy, block: Logits, factors: Factors) -> jax.Array:
+def logit_gradient(record: CrossEntropy, block: VocabularyBlock, factors: LogitGradientFactors) -> jax.Array:
     """Returns the gradient of a block of logits before their cap, [t, v]; 0 for entries that are not new."""
     lse, softmax_factor, target_factor, _ = (x[:, None] for x in factors)
     counted = (record.weights != 0)[:, None] & block.new
@@ -126,7 +141,7 @@ def logit_gradient(record: CrossEntropy, block: Logits, factors: Factors) -> jax
     return jnp.where(counted, gradient, 0)
 
 
-def add_block(sums: GradientSums, record: CrossEntropy, gradient: jax.Array, entries: Span) -> GradientSums:
+def add_block(sums: GradientSums, record: CrossEntropy, gradient: jax.Array, entries: AxisSpan) -> GradientSums:
     """Returns sums over tokens with those of a block of logits' gradients."""
     if sums.lm_head is not None:
         narrow = gradient.astype(record.inputs.dtype)

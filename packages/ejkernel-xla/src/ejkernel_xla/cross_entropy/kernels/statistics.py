@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.cross_entropy import CrossEntropy, accumulator, vocabulary
-from ejkernel_xla.cross_entropy.kernels.blocks import Logits, Span, logits, loop_over_spans
+from ejkernel_xla.cross_entropy.kernels.blocks import AxisSpan, VocabularyBlock, loop_over_spans, vocabulary_block
 
 
-class Statistics(NamedTuple):
+class TokenStatistics(NamedTuple):
     """Numbers of each token, [t].
 
     Attributes:
@@ -28,34 +28,34 @@ class Statistics(NamedTuple):
 
     def lse(self) -> jax.Array:
         """Returns the log-sum-exp; -inf where all logits are."""
-        return jnp.log(self.total) + finite(self.largest)
+        return jnp.log(self.total) + exponential_offset(self.largest)
 
 
-def finite(largest: jax.Array) -> jax.Array:
+def exponential_offset(largest: jax.Array) -> jax.Array:
     """Returns what exponentials are taken relative to: 0 where all logits are -inf."""
     return jnp.where(jnp.isneginf(largest), 0, largest)
 
 
-def of_tokens(record: CrossEntropy, block_v: int) -> Statistics:
+def statistics_of_tokens(record: CrossEntropy, block_v: int) -> TokenStatistics:
     """Returns the statistics of a record of some tokens."""
     tokens, dtype = record.weights.shape[0], accumulator(record)
     zeros = jnp.zeros(tokens, dtype)
-    start = Statistics(jnp.full(tokens, -jnp.inf, dtype), jnp.full(tokens, -1, jnp.int32), zeros, zeros, zeros)
+    start = TokenStatistics(jnp.full(tokens, -jnp.inf, dtype), jnp.full(tokens, -1, jnp.int32), zeros, zeros, zeros)
 
-    def add(span: Span, statistics: Statistics) -> Statistics:
-        return add_block(statistics, logits(record, span), span)
+    def add(span: AxisSpan, statistics: TokenStatistics) -> TokenStatistics:
+        return add_block(statistics, vocabulary_block(record, span), span)
 
     return loop_over_spans(vocabulary(record), block_v, add, start)
 
 
-def add_block(statistics: Statistics, block: Logits, span: Span) -> Statistics:
+def add_block(statistics: TokenStatistics, block: VocabularyBlock, span: AxisSpan) -> TokenStatistics:
     """Returns statistics with those of a block of logits."""
     values = jnp.where(block.new, block.values, -jnp.inf)
     entry = jnp.argmax(values, axis=1)
     best = jnp.max(values, axis=1)
     largest = jnp.maximum(statistics.largest, best)
-    relative = finite(largest)
-    return Statistics(
+    relative = exponential_offset(largest)
+    return TokenStatistics(
         largest=largest,
         entry=jnp.where(best > statistics.largest, span.start + entry, statistics.entry).astype(jnp.int32),
         total=statistics.total * jnp.exp(statistics.largest - relative)
@@ -66,7 +66,7 @@ def add_block(statistics: Statistics, block: Logits, span: Span) -> Statistics:
     )
 
 
-def losses(record: CrossEntropy, statistics: Statistics) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def losses(record: CrossEntropy, statistics: TokenStatistics) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the losses, the log-sum-exps, the largest logits and their entries, [t] each, of some tokens."""
     active, dtype = record.weights != 0, accumulator(record)
     lse = jnp.where(active, statistics.lse(), 0)

@@ -18,7 +18,7 @@ def column(array: jax.Array, n: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(array, n, axis=1, keepdims=False)
 
 
-def weighted_rows(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
+def rows_times_weights(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns the named rows times their weights; 0 for an index that names none, whatever its weight is."""
     valid = named(index, rows.shape[0])
     gathered = take_rows(rows, index).astype(dtype)

@@ -47,7 +47,7 @@ class RowTile(NamedTuple):
         return lax.dynamic_update_slice_in_dim(x, merged, self.start, 0)
 
 
-def over_tiles(
+def fold_row_tiles(
     first: jax.Array, end: jax.Array, sizes: tuple[int, ...], rows: int, body: Callable[..., Any], carry: Any
 ) -> Any:
     """Folds `body(tile, carry)` over rows `first` to `end` of an array with `rows` of them."""
@@ -68,7 +68,7 @@ def over_tiles(
     return carry
 
 
-def over_groups(first: jax.Array, end: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
+def fold_groups(first: jax.Array, end: jax.Array, body: Callable[..., Any], carry: Any) -> Any:
     """Folds `body(group, first, end, carry)` over the groups that have rows."""
 
     def group(g: jax.Array, carry: Any) -> Any:

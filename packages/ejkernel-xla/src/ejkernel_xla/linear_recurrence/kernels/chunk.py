@@ -24,10 +24,15 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.linear_recurrence.kernels.decay_weights import DecaySpans, apply_triangle, corners, decay_spans
+from ejkernel_xla.linear_recurrence.kernels.decay_weights import (
+    DecaySpans,
+    apply_triangle,
+    decay_spans,
+    off_diagonal_squares,
+)
 from ejkernel_xla.linear_recurrence.kernels.gates import KeyGates, key_gates
 from ejkernel_xla.linear_recurrence.kernels.low_rank import low_rank_reads
-from ejkernel_xla.linear_recurrence.kernels.products import decay_columns, dots, expand, multiply, weigh
+from ejkernel_xla.linear_recurrence.kernels.products import decay_columns, dot_products, expand, multiply, scale_vectors
 from ejkernel_xla.linear_recurrence.kernels.ut_solve import ut_solve
 
 
@@ -64,7 +69,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
     """Returns outputs [n, C, V] and the states [n, K, V] after a chunk, from the states before it."""
     count, keys = state.shape[0], key_gates(chunk.decay)
     write = _compute_writes(state, chunk, keys, precision)
-    low_rank = _low_rank(state, chunk, write, keys, precision)
+    low_rank = _low_rank_write(state, chunk, write, keys, precision)
     after = _state_after(state, chunk, write, keys, precision)
     if low_rank is not None:
         after = after + keys.update(*low_rank, precision)
@@ -77,7 +82,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
             output = output + multiply(keys.pairs(chunk.query, vectors, count, precision), values, precision)
         output = scale * output
     if chunk.skip is not None:
-        output = output + weigh(expand(chunk.value, count), chunk.skip)
+        output = output + scale_vectors(expand(chunk.value, count), chunk.skip)
     return output, after
 
 
@@ -95,12 +100,12 @@ def next_state(state: jax.Array, chunk: ChunkTokens, precision: Any) -> jax.Arra
     """Returns the states after a chunk alone."""
     keys = key_gates(chunk.decay)
     write = _compute_writes(state, chunk, keys, precision)
-    low_rank = _low_rank(state, chunk, write, keys, precision)
+    low_rank = _low_rank_write(state, chunk, write, keys, precision)
     after = _state_after(state, chunk, write, keys, precision)
     return after if low_rank is None else after + keys.update(*low_rank, precision)
 
 
-def _low_rank(
+def _low_rank_write(
     state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any
 ) -> tuple[jax.Array, jax.Array] | None:
     """Returns the vectors [n, C, K] and values [n, C, V] of the low-rank write; None where there is none."""
@@ -123,12 +128,12 @@ def _compute_writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precis
     count = state.shape[0]
     value = expand(chunk.value, count)
     if chunk.beta is None:
-        return value if chunk.dt is None else weigh(value, chunk.dt)
+        return value if chunk.dt is None else scale_vectors(value, chunk.dt)
     # The state before the chunk answers first; what tokens of the chunk write to each other is the triangular system.
-    rhs = weigh(value - keys.read(chunk.key, state, precision), chunk.beta)
+    rhs = scale_vectors(value - keys.read(chunk.key, state, precision), chunk.beta)
     if value.shape[-2] == 1:
         return rhs
-    return ut_solve(weigh(keys.pairs(chunk.key, chunk.key, count, precision), chunk.beta), rhs, precision)
+    return ut_solve(scale_vectors(keys.pairs(chunk.key, chunk.key, count, precision), chunk.beta), rhs, precision)
 
 
 def _value_levels(chunk: ChunkTokens) -> list[DecaySpans] | None:
@@ -139,8 +144,8 @@ def _intra_chunk_read(chunk: ChunkTokens, write: jax.Array, values: list[DecaySp
     """Returns what the tokens of a chunk read from each other with gates of the values' channels, [n, C, V]."""
     count = write.shape[0]
     query, key = expand(chunk.query, count), expand(chunk.key, count)
-    squares = corners(query, key, None if chunk.decay is None else decay_spans(chunk.decay), precision)
-    return apply_triangle(dots(query, key), squares, write, values, precision)
+    squares = off_diagonal_squares(query, key, None if chunk.decay is None else decay_spans(chunk.decay), precision)
+    return apply_triangle(dot_products(query, key), squares, write, values, precision)
 
 
 def precision(record: LinearRecurrence) -> lax.Precision | None:

@@ -74,7 +74,7 @@ class Chunking:
         return ChunkSlice(sequence, jnp.minimum(first, self.tokens - self.length), first, end)
 
     @property
-    def all_full(self) -> bool:
+    def has_no_masked_token(self) -> bool:
         """Returns whether no token of any chunk is masked."""
         return self.bounds is None and self.roles is None and self.tokens % self.length == 0
 
@@ -97,7 +97,7 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
     return Chunking(length, tokens, max_chunks, last[-1], bounds, last, roles)
 
 
-def slices(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:
+def slices_of_chunk(record: LinearRecurrence, chunking: Chunking, at: ChunkSlice) -> dict[str, jax.Array]:
     """Returns the parts of a record's arrays that a chunk covers, in their layout: [B|1, C|1, heads, ...]."""
     arrays = {name: getattr(record, name) for name in TOKEN_FIELDS}
     return {name: cut(x, chunking, at) for name, x in arrays.items() if x is not None}
@@ -108,7 +108,7 @@ def cut(x: jax.Array, chunking: Chunking, at: ChunkSlice) -> jax.Array:
     return take(x, (0, at.start, *(0,) * (x.ndim - 2)), (x.shape[0], chunking.length, *x.shape[2:]))
 
 
-def paste(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
+def add_chunk_slice(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
     """Returns x with a part added where `cut` took it."""
     return add(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
@@ -120,14 +120,14 @@ def replace(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
 
 def valid_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array | None:
     """Returns which tokens of a chunk are not masked, bool [B|1, C]; None when all of them."""
-    if chunking.all_full:
+    if chunking.has_no_masked_token:
         return None
     token = at.start + jnp.arange(chunking.length, dtype=jnp.int32)
     part = ((token >= at.first) & (token < at.end))[None]
     return part if chunking.roles is None else part & cut(chunking.roles[0], chunking, at)
 
 
-def assemble(
+def chunk_from_slices(
     record: LinearRecurrence,
     chunking: Chunking,
     at: ChunkSlice,
@@ -141,7 +141,7 @@ def assemble(
     valid, dtype, rows = valid_tokens(chunking, at), accumulator(record), record.query.shape[0]
     valid = valid if run is None else run
 
-    def canonical(name: str, x: jax.Array) -> jax.Array:
+    def in_canonical_layout(name: str, x: jax.Array) -> jax.Array:
         x = x.astype(dtype)
         if valid is not None:
             # Selected, not multiplied: padding may hold NaN. A gate of 0 decays nothing, and a key of 0 writes nothing.
@@ -149,7 +149,9 @@ def assemble(
         heads = head_count(record) if name == "decay" else x.shape[2]
         return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))
 
-    fields: dict[str, Any] = {name: canonical(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS}
+    fields: dict[str, Any] = {
+        name: in_canonical_layout(name, parts[name]) if name in parts else None for name in TOKEN_FIELDS
+    }
     return ChunkTokens(**fields)
 
 
@@ -163,7 +165,7 @@ def split_heads(x: jax.Array, heads: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 
-def loop(count: Any, body: Any, carry: Any) -> Any:
+def run_loop(count: Any, body: Any, carry: Any) -> Any:
     """Runs `lax.fori_loop` from 0; a single step runs without a loop."""
     if isinstance(count, int) and count == 1:
         return body(jnp.int32(0), carry)

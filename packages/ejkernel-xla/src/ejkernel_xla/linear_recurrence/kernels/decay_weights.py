@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel_xla.linear_recurrence.kernels.products import dots, multiply, multiply_rows, weigh
+from ejkernel_xla.linear_recurrence.kernels.products import dot_products, multiply, multiply_rows, scale_vectors
 
 
 class DecaySpans(NamedTuple):
@@ -53,7 +53,7 @@ def split(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
-def corners(
+def off_diagonal_squares(
     left: jax.Array, right: jax.Array, levels: list[DecaySpans] | None, precision: lax.Precision | None = None
 ) -> list[jax.Array]:
     """Returns scores of each later token i with each earlier token j: `sum_k left_ik weight_ijk right_jk`.
@@ -69,38 +69,38 @@ def corners(
     """
     triangle_levels, n, length = [], 1, left.shape[-2]
     while n < length:
-        _, later = split(_blocks(left, n))
-        earlier, _ = split(_blocks(right, n))
+        _, later = split(_split_into_blocks(left, n))
+        earlier, _ = split(_split_into_blocks(right, n))
         if levels is not None:
             level = levels[n.bit_length() - 1]
             # The factors multiply the operands. Each token has one factor per level, so no [n, n, channels] array is
             # needed.
             later = later * split(level.decay_since_start)[1]
             earlier = earlier * split(level.decay_until_end)[0]
-        triangle_levels.append(outer(later, earlier, precision))
+        triangle_levels.append(batched_outer_product(later, earlier, precision))
         n *= 2
     return triangle_levels
 
 
-def outer(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
+def batched_outer_product(left: jax.Array, right: jax.Array, precision: lax.Precision | None = None) -> jax.Array:
     """Returns [..., n, d] and [..., m, d] as products [..., n, m]; leading dimensions broadcast."""
     if left.shape[-1] == 1:
         return left * jnp.swapaxes(right, -1, -2)
-    return dots(left, right)[..., None] if left.shape[-2] == 1 else multiply_rows(left, right, precision)
+    return dot_products(left, right)[..., None] if left.shape[-2] == 1 else multiply_rows(left, right, precision)
 
 
-def triangle(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
-    """Returns the lower triangular [..., C, C] matrix of a diagonal [..., C] and the squares from `corners`."""
+def lower_triangular_matrix(diagonal: jax.Array, squares: list[jax.Array]) -> jax.Array:
+    """Returns the lower triangular [..., C, C] matrix of a diagonal [..., C] and of `off_diagonal_squares`."""
     if squares:
         diagonal = jnp.broadcast_to(diagonal, (*squares[0].shape[:-3], diagonal.shape[-1]))
     blocks = diagonal[..., None, None]
     for square in squares:
         first, second = split(blocks)
-        blocks = _join(first, square, second)
+        blocks = _join_triangles(first, square, second)
     return blocks[..., 0, :, :]
 
 
-def _join(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
+def _join_triangles(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
     """Returns [[first, 0], [corner, second]], each [..., n, n]."""
     upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
     return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
@@ -117,15 +117,15 @@ def apply_triangle(
 
     Args:
         diagonal: [..., C].
-        squares: From `corners`.
+        squares: From `off_diagonal_squares`.
         values: [..., C, channels].
         levels: Spans of the value gates.
         precision: Of the matrix products.
     """
-    total = weigh(values, diagonal)
+    total = scale_vectors(values, diagonal)
     for n, square in enumerate(squares):
         length = 2**n
-        earlier, _ = split(_blocks(values, length))
+        earlier, _ = split(_split_into_blocks(values, length))
         fresh = earlier * split(levels[n].decay_until_end)[0]
         correction = multiply(square, fresh, precision) * split(levels[n].decay_since_start)[1]
         pairs = jnp.stack([jnp.zeros_like(correction), correction], axis=-3)  # nothing for the first block of each pair
@@ -133,5 +133,5 @@ def apply_triangle(
     return total
 
 
-def _blocks(x: jax.Array, n: int) -> jax.Array:
+def _split_into_blocks(x: jax.Array, n: int) -> jax.Array:
     return x.reshape(*x.shape[:-2], -1, n, x.shape[-1])

@@ -10,19 +10,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.promotion import promoting
-from ejkernel_xla.linear_recurrence.kernels.decay_weights import DecaySpans, corners, decay_spans, triangle
+from ejkernel.promotion import with_standard_promotion
+from ejkernel_xla.linear_recurrence.kernels.decay_weights import (
+    DecaySpans,
+    decay_spans,
+    lower_triangular_matrix,
+    off_diagonal_squares,
+)
 from ejkernel_xla.linear_recurrence.kernels.products import (
     decay_rows,
-    dots,
+    dot_products,
     expand,
     gram,
-    masked,
     multiply,
     multiply_columns,
     multiply_rows,
     multiply_shared_columns,
-    weigh,
+    scale_vectors,
+    weigh_products,
 )
 
 
@@ -45,11 +50,11 @@ class HeadGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
-        return weigh(multiply(expand(left, state.shape[0]), state, precision), self.decay_since_start)
+        return scale_vectors(multiply(expand(left, state.shape[0]), state, precision), self.decay_since_start)
 
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
-        return masked(_shared_products(left, right, precision), self.between)
+        return weigh_products(_shared_products(left, right, precision), self.between)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk."""
@@ -58,7 +63,7 @@ class HeadGates:
     def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns what the chunk adds to the states."""
         # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
-        return multiply_shared_columns(key, weigh(write, self.between[..., -1, :]), precision)
+        return multiply_shared_columns(key, scale_vectors(write, self.between[..., -1, :]), precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,9 @@ class ChannelGates:
     def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
-        return triangle(dots(left, right), corners(left, right, self.levels, precision))
+        return lower_triangular_matrix(
+            dot_products(left, right), off_diagonal_squares(left, right, self.levels, precision)
+        )
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk; see `HeadGates`."""
@@ -135,17 +142,17 @@ def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `between` and `decay_since_start` of `HeadGates` for gates [n, C]."""
     levels = decay_spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
-    between = triangle(one[..., 0], corners(one, one, levels))
+    between = lower_triangular_matrix(one[..., 0], off_diagonal_squares(one, one, levels))
     return between, levels[-1].decay_since_start[..., 0, :, 0]
 
 
-@promoting
+@with_standard_promotion
 def _weights_fwd(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     weights = _weights(gates)
     return weights, weights
 
 
-@promoting
+@with_standard_promotion
 def _weights_bwd(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
     """Returns the gradients of the gates. Gate k is a factor in the weight of every pair of a token from k on and a
     token before k.
@@ -156,7 +163,7 @@ def _weights_bwd(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Arra
     # and none of the halvings is differentiated. A gate of -inf has weights of 0, and with them a gradient of 0.
     suffix_sums = jnp.matmul(jnp.triu(ones), between, precision=lax.Precision.HIGHEST)
     return (
-        dots(suffix_sums, jnp.tril(ones, -1))
+        dot_products(suffix_sums, jnp.tril(ones, -1))
         + lax.cumsum(decay_since_start, axis=decay_since_start.ndim - 1, reverse=True),
     )
 

@@ -45,9 +45,9 @@ def low_rank_reads(
     moved = jnp.concatenate([reads[:, 1:], jnp.zeros_like(reads[:, :1])], axis=1)
     known = keys.read(moved, state, precision) + multiply(keys.pairs(moved, key, count, precision), write, precision)
     rhs = jnp.concatenate([first, known[:, :-1]], axis=1)
-    return ut_solve(-_one_row_down(keys.pairs(moved, writes, count, precision)), rhs, precision)
+    return ut_solve(-_shift_rows_down(keys.pairs(moved, writes, count, precision)), rhs, precision)
 
 
-def _one_row_down(matrix: jax.Array) -> jax.Array:
+def _shift_rows_down(matrix: jax.Array) -> jax.Array:
     """Returns [n, C, C] lower triangular matrices with rows moved down by one, so that the diagonal is zero."""
     return jnp.concatenate([jnp.zeros_like(matrix[:, :1]), matrix[:, :-1]], axis=1)

@@ -21,14 +21,14 @@ def with_gradients(constant: int) -> Callable[[Callable[..., jax.Array]], jax.cu
     return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(constant,))
 
 
-def sums(subscripts: str, *arrays: jax.Array) -> jax.Array:
+def exact_einsum(subscripts: str, *arrays: jax.Array) -> jax.Array:
     """Computes `einsum` with all digits, for sums so small that lower precision would save no time."""
     return jnp.einsum(subscripts, *arrays, precision=lax.Precision.HIGHEST)
 
 
-def dots(left: jax.Array, right: jax.Array) -> jax.Array:
+def dot_products(left: jax.Array, right: jax.Array) -> jax.Array:
     """Returns products of the vectors along the last axis: [..., d] and [..., d] to [...]."""
-    return sums("...d,...d->...", left, right)
+    return exact_einsum("...d,...d->...", left, right)
 
 
 @with_gradients(2)
@@ -111,21 +111,21 @@ gram.defvjp(lambda x, precision: (gram(x, precision), x), _gram_gradient)
 
 
 @jax.custom_vjp
-def weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
+def scale_vectors(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns [..., d] times weights [...]."""
     return x * weights[..., None]
 
 
 def _weigh_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     x, weights = saved
-    return cotangent * weights[..., None], dots(cotangent, x)
+    return cotangent * weights[..., None], dot_products(cotangent, x)
 
 
-weigh.defvjp(lambda x, weights: (weigh(x, weights), (x, weights)), _weigh_gradients)
+scale_vectors.defvjp(lambda x, weights: (scale_vectors(x, weights), (x, weights)), _weigh_gradients)
 
 
 @jax.custom_vjp
-def masked(products: jax.Array, weights: jax.Array) -> jax.Array:
+def weigh_products(products: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns products [m, C, C] times weights [n, C, C], where n / m neighbours share products: [n, C, C]."""
     return _repeat(products, weights.shape[0]) * weights
 
@@ -136,10 +136,12 @@ def _masked_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     if products.shape == weights.shape:
         return cotangent * weights, weight_gradients
     shared = (x.reshape(products.shape[0], -1, *x.shape[1:]) for x in (cotangent, weights))
-    return sums("mnij,mnij->mij", *shared), weight_gradients
+    return exact_einsum("mnij,mnij->mij", *shared), weight_gradients
 
 
-masked.defvjp(lambda products, weights: (masked(products, weights), (products, weights)), _masked_gradients)
+weigh_products.defvjp(
+    lambda products, weights: (weigh_products(products, weights), (products, weights)), _masked_gradients
+)
 
 
 @jax.custom_vjp
@@ -151,7 +153,9 @@ def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
 def _decay_rows_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     state, weights = saved
     one = weights.shape[-1] == 1
-    weight_gradients = sums("nkv,nkv->n", cotangent, state)[..., None] if one else dots(cotangent, state)
+    weight_gradients = (
+        exact_einsum("nkv,nkv->n", cotangent, state)[..., None] if one else dot_products(cotangent, state)
+    )
     return cotangent * weights[..., :, None], weight_gradients
 
 
@@ -166,7 +170,7 @@ def decay_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _decay_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
     state, weights = saved
-    return cotangent * weights[..., None, :], sums("nkv,nkv->nv", cotangent, state)
+    return cotangent * weights[..., None, :], exact_einsum("nkv,nkv->nv", cotangent, state)
 
 
 decay_columns.defvjp(lambda state, weights: (decay_columns(state, weights), (state, weights)), _decay_columns_gradients)
@@ -174,14 +178,14 @@ decay_columns.defvjp(lambda state, weights: (decay_columns(state, weights), (sta
 
 def expand(x: jax.Array, count: int) -> jax.Array:
     """Returns [m, ...] as [count, ...]: each of the m is repeated `count / m` times."""
-    return x if x.shape[0] == count else _expand(x, count)
+    return x if x.shape[0] == count else _repeat_with_gradient(x, count)
 
 
 def _repeat(x: jax.Array, count: int) -> jax.Array:
     return x if x.shape[0] == count else jnp.repeat(x, count // x.shape[0], axis=0)
 
 
-_expand = with_gradients(1)(_repeat)
+_repeat_with_gradient = with_gradients(1)(_repeat)
 
 
 def _expand_gradient(count: int, saved: tuple[int], cotangent: jax.Array) -> tuple[jax.Array]:
@@ -193,4 +197,4 @@ def _expand_gradient(count: int, saved: tuple[int], cotangent: jax.Array) -> tup
     return (shared.sum(axis=1),)
 
 
-_expand.defvjp(lambda x, count: (_repeat(x, count), (x.shape[0],)), _expand_gradient)
+_repeat_with_gradient.defvjp(lambda x, count: (_repeat(x, count), (x.shape[0],)), _expand_gradient)

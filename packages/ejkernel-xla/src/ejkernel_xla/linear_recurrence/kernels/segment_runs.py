@@ -22,7 +22,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunk import advance, next_state, pr
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
     ChunkSlice,
-    assemble,
+    chunk_from_slices,
     cut,
     split_heads,
     valid_tokens,
@@ -46,7 +46,7 @@ def next_state_of_segments(
     """Returns the states after a chunk alone: those of each row's last run."""
     runs = runs_of(chunking, at)
     last = _last_run(runs)
-    chunk = assemble(record, chunking, at, parts, runs == last[:, None])
+    chunk = chunk_from_slices(record, chunking, at, parts, runs == last[:, None])
     return next_state(_state_before_run(record, state, last == 0), chunk, precision(record))
 
 
@@ -59,7 +59,7 @@ def segment_step(
 
     def run(n: jax.Array, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
         """Returns one pass: the states after its run, and the outputs of its tokens."""
-        chunk = assemble(record, chunking, at, parts, runs == n)
+        chunk = chunk_from_slices(record, chunking, at, parts, runs == n)
         before = _state_before_run(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
         output = split_heads(output, head_count(record))
@@ -68,7 +68,7 @@ def segment_step(
             jnp.where((runs == n)[:, :, None, None], output, 0),
         )
 
-    return _passes(run, runs_of(chunking, at), state, parts)
+    return _sum_of_passes(run, runs_of(chunking, at), state, parts)
 
 
 def _last_run(runs: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _passes(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
+def _sum_of_passes(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of all passes, each of which is 0 where it has nothing."""
     return _sum_over_runs(lambda n: run(n, runs, state, parts), runs)
 
@@ -103,7 +103,7 @@ def _sum_over_runs(run_function: Any, runs: jax.Array) -> Any:
 
 
 def _passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[Any, Any]:
-    return _passes(run, runs, state, parts), (runs, state, parts)
+    return _sum_of_passes(run, runs, state, parts), (runs, state, parts)
 
 
 def _passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
@@ -115,4 +115,4 @@ def _passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
     return (None, *_sum_over_runs(pull, runs))
 
 
-_passes.defvjp(_passes_forward, _passes_backward)
+_sum_of_passes.defvjp(_passes_forward, _passes_backward)

@@ -18,7 +18,7 @@ from ejkernel.planning.trees import TokenTrees, token_trees
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens, advance, precision
 
-Fields = dict[str, jax.Array]
+TokenFields = dict[str, jax.Array]
 
 
 class TreeStep(NamedTuple):
@@ -38,7 +38,7 @@ class TreeStep(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trees:
+class RecordTrees:
     """The trees of a record.
 
     Attributes:
@@ -81,7 +81,7 @@ def tree_forward(record: LinearRecurrence) -> tuple[jax.Array, jax.Array]:
     return output.reshape(rows, tokens, *output.shape[1:]), every.reshape(rows, tokens, *every.shape[1:])
 
 
-def tree_backward(pullback: Pullback) -> Fields:
+def tree_backward(pullback: Pullback) -> TokenFields:
     """Returns the gradients of a record with trees and plain states, of all token fields that are asked for and of the
     initial states.
     """
@@ -93,7 +93,7 @@ def tree_backward(pullback: Pullback) -> Fields:
     names = [name for name in TOKEN_FIELDS if name in pullback.grad_fields]
     grads = {name: jnp.zeros(getattr(record, name).shape, accumulator(record)) for name in names}
 
-    def step(n: jax.Array, carry: tuple[Fields, jax.Array, jax.Array]) -> tuple[Fields, jax.Array, jax.Array]:
+    def step(n: jax.Array, carry: tuple[TokenFields, jax.Array, jax.Array]) -> tuple[TokenFields, jax.Array, jax.Array]:
         grads, devery, dfirst = carry
         at = trees.step(trees.steps - 1 - n)
         _, pull = jax.vjp(
@@ -110,11 +110,11 @@ def tree_backward(pullback: Pullback) -> Fields:
     return {**grads, "initial_state": dfirst, "sequence_state": dfirst}
 
 
-def _make_trees(record: LinearRecurrence) -> Trees:
+def _make_trees(record: LinearRecurrence) -> RecordTrees:
     if record.parents is None:
         raise ValueError("parents: got None, wants the tree of every row or sequence")
     trees, tokens = token_trees(record.parents, record.cu_seqlens), record.query.shape[1]
-    return Trees(
+    return RecordTrees(
         trees=trees, tokens=tokens, steps=tokens if record.cu_seqlens is None else jnp.max(trees.lengths, initial=0)
     )
 
@@ -124,7 +124,7 @@ def _states_before(every: jax.Array, first: jax.Array, at: TreeStep) -> jax.Arra
     return jnp.where(at.root[:, None, None, None], first, every[at.parent])
 
 
-def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: Fields) -> tuple[jax.Array, jax.Array]:
+def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: TokenFields) -> tuple[jax.Array, jax.Array]:
     """Returns the states after one token of every request and their outputs [N, H, V], differentiable in all."""
     tokens: dict[str, Any] = {name: None for name in TOKEN_FIELDS}
     tokens |= {name: x.reshape(-1, 1, *x.shape[2:]) for name, x in fields.items()}
@@ -133,7 +133,7 @@ def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: Fields) -> 
     return after.reshape(before.shape), read.reshape(-1, head_count(record), read.shape[2])
 
 
-def _load_tokens(record: LinearRecurrence, at: TreeStep, tokens: int) -> Fields:
+def _load_tokens(record: LinearRecurrence, at: TreeStep, tokens: int) -> TokenFields:
     """Returns the fields of a step's tokens, [N, heads, ...] in the accumulator's dtype."""
     fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
     return {

@@ -55,11 +55,11 @@ class Direction:
             bias_hh=bias_hh,
         )
 
-    def from_inputs(self, inputs: jax.Array) -> jax.Array:
+    def input_projection(self, inputs: jax.Array) -> jax.Array:
         """Returns W_ih x + b_ih of every token, [T, B, G * H], from inputs [T, B, inputs]."""
         return _add_bias(product(self.record, inputs, self.weight_ih.T), self.bias_ih)
 
-    def from_state(self, hidden: jax.Array) -> jax.Array:
+    def state_projection(self, hidden: jax.Array) -> jax.Array:
         """Returns W_hh h + b_hh, [..., G * H], from states [..., H]."""
         return _add_bias(product(self.record, hidden, self.weight_hh.T), self.bias_hh)
 
@@ -107,7 +107,7 @@ def keep_state_in_padding(valid_tokens: jax.Array | None, new: State, old: State
     return new if valid_tokens is None else tuple(jnp.where(valid_tokens, n, o) for n, o in zip(new, old, strict=True))
 
 
-def concatenated(hidden: list[jax.Array], valid_tokens: jax.Array | None) -> jax.Array:
+def concatenate_directions(hidden: list[jax.Array], valid_tokens: jax.Array | None) -> jax.Array:
     """Returns output of a layer, [T, B, R * H]: its directions side by side, and 0 in padding."""
     outputs = jnp.concatenate(hidden, axis=-1)
     return outputs if valid_tokens is None else jnp.where(valid_tokens, outputs, 0)

@@ -89,9 +89,9 @@ def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
             fill(record.kv_segment_ids, 1, record.key.shape[1] + record.block_size, -2),
         )
     return Operands(
-        query=by_group(record.query, plan),
-        key=_by_head(record.key, record.block_size),
-        value=_by_head(record.value, record.block_size),
+        query=group_query_heads(record.query, plan),
+        key=_heads_first_padded(record.key, record.block_size),
+        value=_heads_first_padded(record.value, record.block_size),
         listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.blocks),
         q_positions=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
         starts=starts(record),
@@ -99,14 +99,14 @@ def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
     )
 
 
-def by_group(x: jax.Array, plan: SelectedPlan) -> jax.Array:
+def group_query_heads(x: jax.Array, plan: SelectedPlan) -> jax.Array:
     """Returns [B, t, H, n] -> [B, Hk, T, g, n]."""
     x = x.reshape(*x.shape[:2], plan.heads, plan.group, x.shape[3]).transpose(0, 2, 1, 3, 4)
     return fill(x, 2, plan.tiles * plan.queries, 0)
 
 
-def by_token(x: jax.Array, length: int) -> jax.Array:
-    """Returns [B, Hk, T, g, n] -> [B, t, H, n], the inverse of `by_group`."""
+def ungroup_query_heads(x: jax.Array, length: int) -> jax.Array:
+    """Returns [B, Hk, T, g, n] -> [B, t, H, n], the inverse of `group_query_heads`."""
     x = x[:, :, :length].transpose(0, 2, 1, 3, 4)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
@@ -118,11 +118,11 @@ def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:
     return jnp.pad(x, padding, constant_values=value) if missing else x
 
 
-def _by_head(x: jax.Array, room: int) -> jax.Array:
+def _heads_first_padded(x: jax.Array, room: int) -> jax.Array:
     return fill(x.transpose(0, 2, 1, 3), 2, x.shape[1] + room, 0)
 
 
-class Readers(NamedTuple):
+class BlockReaders(NamedTuple):
     """The queries of a tile by the block they read.
 
     Attributes:
@@ -134,7 +134,7 @@ class Readers(NamedTuple):
     bounds: jax.Array
 
 
-def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
+def sort_queries_by_block(listed: jax.Array, plan: SelectedPlan) -> BlockReaders:
     """Sorts the lists [T, N] of a tile of queries by block; `plan.blocks` stands for none."""
     count, slots = listed.size, listed.shape[1]
     pair = jnp.arange(count, dtype=jnp.uint32)
@@ -145,11 +145,11 @@ def find_readers(listed: jax.Array, plan: SelectedPlan) -> Readers:
     rows = (ordered % jnp.uint32(count)).astype(jnp.int32) // slots
     # The list has room for one more product, so that the slice of a block's last tile stays inside and is not moved
     # back.
-    return Readers(fill(rows, 0, count + plan.rows, 0), bounds)
+    return BlockReaders(fill(rows, 0, count + plan.rows, 0), bounds)
 
 
-def fold(
-    readers: Readers, plan: SelectedPlan, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry
+def fold_block_readers(
+    readers: BlockReaders, plan: SelectedPlan, step: Callable[[jax.Array, jax.Array, Carry], Carry], carry: Carry
 ) -> Carry:
     """Applies `step(block, rows, carry)` to every block and every `plan.rows` of the queries that read it.
 

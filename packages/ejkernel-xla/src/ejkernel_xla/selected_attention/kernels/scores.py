@@ -33,34 +33,34 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
 
 
-def tile_of(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
+def queries_of_step(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
     """Returns [B, Hk, T, ...] -> [t, ...], the queries of a step."""
     rest = x.shape[3:]
     part = blocks.take(x, (at.batch, at.head, at.query, *(0,) * len(rest)), (1, 1, plan.queries, *rest))
     return part.reshape(plan.queries, *rest)
 
 
-def row_of(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
+def row_values_of_step(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
     """Returns [B|1, T] -> [t], the queries of a step."""
     return blocks.take(x, (at.batch, at.query), (1, plan.queries))[0]
 
 
-def block_of(x: jax.Array, at: PlanStep, start: jax.Array, size: int) -> jax.Array:
+def keys_of_block(x: jax.Array, at: PlanStep, start: jax.Array, size: int) -> jax.Array:
     """Returns [B, Hk, S, n] -> [k, n], the keys of a block."""
     return blocks.take(x, (at.batch, at.head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
 
 
-def score(
+def block_scores(
     record: SelectedAttention, operands: Operands, plan: SelectedPlan, at: PlanStep, start: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns scores [p, g, k] of queries of a step and a block, -inf where not allowed; the queries; the keys."""
-    key = block_of(operands.key, at, start, record.block_size)
-    query = take(tile_of(operands.query, plan, at), rows)
+    key = keys_of_block(operands.key, at, start, record.block_size)
+    query = take(queries_of_step(operands.query, plan, at), rows)
     scores = dot("pgd,kd->pgk", query, key) * record.softmax_scale
     index = start + jnp.arange(record.block_size, dtype=jnp.int32)
-    allowed = index <= take(row_of(operands.q_positions, plan, at), rows)[:, None]
+    allowed = index <= take(row_values_of_step(operands.q_positions, plan, at), rows)[:, None]
     if operands.ids is not None:
         ids = blocks.take(operands.ids[1], (at.batch, start), (1, record.block_size))
-        allowed &= ids == take(row_of(operands.ids[0], plan, at), rows)[:, None]
+        allowed &= ids == take(row_values_of_step(operands.ids[0], plan, at), rows)[:, None]
     allowed &= (rows < plan.queries)[:, None]
     return jnp.where(allowed[:, None], scores, -jnp.inf), query, key

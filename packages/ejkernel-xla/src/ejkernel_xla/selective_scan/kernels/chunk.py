@@ -37,7 +37,7 @@ def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Arra
     return (_associative_scan if associative else _sequential_scan)(state, tokens, decay)
 
 
-def pull(
+def chunk_cotangents(
     associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
 ) -> tuple[jax.Array, Tokens, jax.Array]:
     """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""

@@ -22,7 +22,7 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import runs, sorted_pairs
 from ejkernel_xla.tiled_attention.kernels.patterns import KeyTileLists, list_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import segment_ids
-from ejkernel_xla.tiled_attention.plan import Cursor, TilePlan
+from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan
 
 Carry = TypeVar("Carry")
 Step = Callable[[jax.Array, Carry], Carry]
@@ -44,7 +44,7 @@ class KeyTileRuns:
     any_full: bool
     any_partial: bool
 
-    def fold(self, at: Cursor, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+    def fold(self, at: OuterStep, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
         """Applies `full(tile, carry)` to the full key tiles of a query tile, and `partial(tile, carry)` to the partial
         ones.
         """
@@ -102,7 +102,7 @@ def _classify_tiles(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, b
     if segment_ids(record) is None:
         record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
     some, every, xp = sorted_pairs(record, plan.queries.cut, plan.keys.cut)
-    if plan.keys.ragged:  # keys that the last tile shares with the one before it count once
+    if plan.keys.has_overlapping_tiles:  # keys that the last tile shares with the one before it count once
         every = every & (np.arange(plan.keys.tiles) < plan.keys.tiles - 1)
     return _per_chunk(some, plan).any(axis=1), _per_chunk(every, plan).all(axis=1), xp is jnp
 

@@ -20,7 +20,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists, cut_pattern
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
-from ejkernel_xla.tiled_attention.plan import Axis, Cursor, TilePlan
+from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan
 
 Carry = TypeVar("Carry")
 Step = Callable[[jax.Array, Carry], Carry]
@@ -42,7 +42,7 @@ class KeyTileLists:
     count: Any
     heads: int
 
-    def fold(self, at: Cursor, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+    def fold(self, at: OuterStep, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
         """Applies `full(tile, carry)` or `masked(tile, carry)` to the full and partial key tiles of a query tile."""
         indices = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
         index = (*(0 if size == 1 else index for size, index in indices), at.tile)
@@ -98,7 +98,7 @@ def _pattern_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan) -> tup
 
 
 @functools.lru_cache(maxsize=64)
-def tile_tables(pattern: Mask, queries: Axis, keys: Axis, group: int) -> tuple[np.ndarray, np.ndarray]:
+def tile_tables(pattern: Mask, queries: TiledAxis, keys: TiledAxis, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns which tiles of a whole call, cut like one shard of it, are not empty in a pattern, and which are full.
 
     `group` query heads share their tiles; a pattern that is the same for all heads has one group.

@@ -14,7 +14,7 @@ from ejkernel.families.tiled_attention import FAR, TiledAttention, band, round_t
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
-from ejkernel_xla.tiled_attention.plan import Axis, Cursor, TilePlan, take
+from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan, take
 
 
 class Scores(NamedTuple):
@@ -43,7 +43,7 @@ def segment_ids(record: TiledAttention) -> tuple[jax.Array, jax.Array] | None:
     return record.q_segment_ids, record.kv_segment_ids
 
 
-def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
+def load_rows(x: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns [B, T, H, n] -> [b, h, g, t, n], the query tile's rows; padding rows are 0, whatever they hold."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     tile = take(x, (at.batch, at.query, at.head * g, 0), (b, t, h * g, x.shape[3]))
@@ -66,7 +66,7 @@ def folds_scale(record: TiledAttention) -> bool:
     return record.query.dtype == accumulator(record)
 
 
-def load_query(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
+def load_query(record: TiledAttention, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns [B, T, H, D] -> [b, h, g, t, d], times the softmax scale if `folds_scale`: that saves a pass over the
     scores.
     """
@@ -74,7 +74,7 @@ def load_query(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array:
     return rows * record.softmax_scale if folds_scale(record) else rows
 
 
-def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns [B, S, Hk, n] -> [b, h, s, n], the key tile's rows; padding rows are 0, whatever they hold."""
     start, b, s = plan.keys.start(tile), plan.batch, plan.keys.block
     rows = take(x, (at.batch, start, at.head, 0), (b, s, plan.heads, x.shape[3])).transpose(0, 2, 1, 3)
@@ -88,13 +88,13 @@ def load_keys(x: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, 
     return rows
 
 
-def load_heads(x: jax.Array, plan: TilePlan, at: Cursor) -> jax.Array:
+def load_heads(x: jax.Array, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns [B, H, T] -> [b, h, g, t], one number per row of the query tile."""
     b, h, g, t = plan.batch, plan.heads, plan.group, plan.queries.block
     return take(x, (at.batch, at.head * g, at.query), (b, h * g, t)).reshape(b, h, g, t)
 
 
-def load_pairs(x: jax.Array, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def load_pairs(x: jax.Array, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns [B|1, H|1, T|1, S|1] -> [b|1, h|1, g|1, t|1, s|1]; dimensions that broadcast stay so."""
     h, g = (plan.heads, plan.group) if x.shape[1] > 1 else (1, 1)
     starts = (at.batch, at.head * plan.group, at.query, plan.keys.start(tile))
@@ -109,7 +109,7 @@ def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Ar
 
 
 def score(
-    record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array, query: jax.Array, key: jax.Array
+    record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array, query: jax.Array, key: jax.Array
 ) -> Scores:
     """Returns scores of a query tile [b, h, g, t, d] and a key tile [b, h, s, d] before masking."""
     scores = dot("bhgtd,bhsd->bhgts", query, key, record)
@@ -121,7 +121,7 @@ def score(
     if record.relative_bias is not None:
         scores = scores + _bias_from_distance_table(record.relative_bias, record, plan, at, tile).astype(scores.dtype)
     if record.alibi_slopes is not None:
-        scores = scores - _alibi(record.alibi_slopes, record, plan, at, tile).astype(scores.dtype)
+        scores = scores - _alibi_bias(record.alibi_slopes, record, plan, at, tile).astype(scores.dtype)
     if record.logits_soft_cap is not None:
         bounded, masked = jnp.tanh(scores / record.logits_soft_cap), scores == -jnp.inf
         scores, slope = record.logits_soft_cap * bounded, 1 - bounded * bounded
@@ -133,7 +133,7 @@ def score(
     return Scores(scores, slope, None)
 
 
-def _alibi(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _alibi_bias(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns slopes [B|1, H] times distances of positions, [b|1, h, g, t, s]: exact distances, whatever the length."""
     q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
     k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
@@ -142,21 +142,21 @@ def _alibi(slopes: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor
     return heads * jnp.abs(k - q).astype(heads.dtype)
 
 
-def relative_distances(table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> Any:
+def relative_distances(table: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> Any:
     """Returns which entry of a table [H, n] each diagonal of a tile has: one-hot [n, t + s - 1].
 
     The lowest distance comes first. A product with it reads the table, and one with its transpose adds to it, in the
     same order in every run.
     """
     t, s, farthest = plan.queries.block, plan.keys.block, table.shape[1] // 2
-    first = plan.keys.start(tile) + _origin(record, 3) - (at.query + _origin(record, 2) + t - 1)
+    first = plan.keys.start(tile) + _dropout_origin(record, 3) - (at.query + _dropout_origin(record, 2) + t - 1)
     distance = first + jnp.arange(t + s - 1, dtype=jnp.int32)
     entry = farthest + jnp.clip(distance, -farthest, farthest)
     return (jnp.arange(table.shape[1], dtype=jnp.int32)[:, None] == entry).astype(accumulator(record))
 
 
 def _bias_from_distance_table(
-    table: jax.Array, record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
+    table: jax.Array, record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array
 ) -> jax.Array:
     """Returns the bias of a tile, [1, h, g, t, s], from a table [H, n] of distances."""
     t, s, heads = plan.queries.block, plan.keys.block, plan.heads * plan.group
@@ -176,7 +176,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
     return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.slope, allowed)
 
 
-def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array | None:
+def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array | None:
     """Returns what the masks allow in a tile, bool broadcastable to [b, h, g, t, s]; None when nothing restricts it."""
     terms = []
     if band(record) != (None, None):
@@ -191,12 +191,12 @@ def allow(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -
         terms.append(load_pairs(record.mask, plan, at, tile))
     if record.pattern is not None:
         terms.append(_in_pattern(record, record.pattern, plan, at, tile))
-    if plan.keys.ragged:
+    if plan.keys.has_overlapping_tiles:
         terms.append(plan.keys.fresh(tile))
     return functools.reduce(jnp.logical_and, terms) if terms else None
 
 
-def _in_band(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _in_band(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns whether positions are within the band, bool [b|1, 1, 1, t, s]."""
     left, right = band(record)
     q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
@@ -209,13 +209,13 @@ def _in_band(record: TiledAttention, plan: TilePlan, at: Cursor, tile: jax.Array
     return jnp.logical_and(left is None or k >= q - left, right is None or k <= q + right)
 
 
-def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Cursor, tile: jax.Array) -> jax.Array:
+def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns whether pairs are in the pattern, bool broadcastable to [b, h, g, t, s]."""
     sizes = (plan.queries.block, plan.keys.block)
-    query, key = at.query + _origin(record, 2), plan.keys.start(tile) + _origin(record, 3)
+    query, key = at.query + _dropout_origin(record, 2), plan.keys.start(tile) + _dropout_origin(record, 3)
     if not isinstance(pattern, MultiHeadMask):
         return pattern.allowed(query, key, sizes)
-    heads = at.head * plan.group + _origin(record, 1) + jnp.arange(plan.heads * plan.group, dtype=jnp.int32)
+    heads = at.head * plan.group + _dropout_origin(record, 1) + jnp.arange(plan.heads * plan.group, dtype=jnp.int32)
     branches = [functools.partial(mask.allowed, query, key, sizes) for mask in pattern.distinct_masks]
     which = jnp.asarray(pattern.mask_index_by_head, jnp.int32)[heads]
     # One head at a time: under vmap a switch would compute every branch for every head.
@@ -223,43 +223,43 @@ def _in_pattern(record: TiledAttention, pattern: Mask, plan: TilePlan, at: Curso
     return allowed.reshape(plan.heads, plan.group, *sizes)
 
 
-def dropout_rows(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
+def dropout_rows(record: TiledAttention, plan: TilePlan, at: OuterStep) -> jax.Array | None:
     """Returns the dropout key of every row, uint32 [b, h, g, t]; None when nothing is dropped."""
     if record.dropout_prob == 0.0 or record.dropout_seed is None:
         return None
     sizes = (plan.batch, plan.heads * plan.group, plan.queries.block)
     starts = (at.batch, at.head * plan.group, at.query)
     batch, head, query = (
-        jnp.arange(n, dtype=jnp.int32) + start + _origin(record, d)
+        jnp.arange(n, dtype=jnp.int32) + start + _dropout_origin(record, d)
         for d, (n, start) in enumerate(zip(sizes, starts, strict=True))
     )
     rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
     return rows.reshape(plan.batch, plan.heads, plan.group, plan.queries.block)
 
 
-def drop(weights: jax.Array, rows: jax.Array | None, record: TiledAttention, start: jax.Array) -> jax.Array:
+def drop_weights(weights: jax.Array, rows: jax.Array | None, record: TiledAttention, start: jax.Array) -> jax.Array:
     """Returns weights [b, h, g, t, s] of the keys from `start` on with the dropped ones at 0 and the
     others scaled up.
     """
     if rows is None:
         return weights
-    keys = jnp.arange(weights.shape[-1], dtype=jnp.int32) + start + _origin(record, 3)
+    keys = jnp.arange(weights.shape[-1], dtype=jnp.int32) + start + _dropout_origin(record, 3)
     kept = dropout.is_kept(rows[..., None], keys, record.dropout_prob)
     return jnp.where(kept, weights * (1.0 / (1.0 - record.dropout_prob)), 0)
 
 
-def _origin(record: TiledAttention, dimension: int) -> jax.Array | int:
+def _dropout_origin(record: TiledAttention, dimension: int) -> jax.Array | int:
     return 0 if record.dropout_origin is None else record.dropout_origin[dimension].astype(jnp.int32)
 
 
-def _positions(positions: jax.Array | None, axis: Axis, at: Cursor, rows: int, tile: jax.Array) -> jax.Array:
+def _positions(positions: jax.Array | None, axis: TiledAxis, at: OuterStep, rows: int, tile: jax.Array) -> jax.Array:
     """Returns positions of a tile, int32 [b|1, block]."""
     if positions is None:
         return (axis.start(tile) + jnp.arange(axis.block, dtype=jnp.int32))[None]
     return take(positions, (at.batch, axis.start(tile)), (rows, axis.block))
 
 
-def head_sinks(record: TiledAttention, plan: TilePlan, at: Cursor) -> jax.Array | None:
+def head_sinks(record: TiledAttention, plan: TilePlan, at: OuterStep) -> jax.Array | None:
     """Returns sink logits of a tile's heads, [h, g, 1]."""
     if record.softmax_aux is None:
         return None

@@ -18,24 +18,24 @@ SMALL = AttentionSizes(t=40, s=62, d=8, v=12)
 SQUARE = AttentionSizes(t=64, s=64, d=8, v=8)
 
 
-def _by_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+def _mask_of_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     shape = (q_len, kv_len)
     return ChunkedCausalMask(shape, 16) if head % 3 else LocalMask(shape, (5, 9)) & CausalMask(shape, offset=4)
 
 
-def _scattered(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
+def _scattered_mask(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
     rows, columns = np.arange(q_len)[:, None] // 8, np.arange(kv_len) // 8
     return NumpyMask((rows * 3 + columns) % 4 == 0) | LocalMask((q_len, kv_len), (0, 0))
 
 
 def _pattern(key: jax.Array) -> dict[str, Any]:
-    return {"mask_builder": _by_head, "causal": False}
+    return {"mask_builder": _mask_of_head, "causal": False}
 
 
 def _masked(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 4, 40, 62)).at[:, :, 3].set(False)
-    pattern = {"mask_builder": _scattered, "causal": False}
+    pattern = {"mask_builder": _scattered_mask, "causal": False}
     return {**pattern, "attention_mask": allowed, "bias": jax.random.normal(bias, (1, 4, 40, 62))}
 
 
@@ -96,10 +96,10 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, _heads_first, _TABLE)
+    return table(arguments, _inputs_with_heads_first, _TABLE)
 
 
-def _heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
+def _inputs_with_heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
     return {name: x.swapaxes(1, 2) for name, x in qkv(key, sizes).items()}
 
 

@@ -8,42 +8,74 @@ import jax.numpy as jnp
 from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
 from ejkernel.ops.model import Case
 
-BOUNDS = (0, 1, 1, 30, 33, 60)
+CU_SEQLENS = (0, 1, 1, 30, 33, 60)
 """Cumulative lengths of a packed case: one token, none, fewer than a state has, and padding tokens after."""
 
 # name, (rows, tokens, channels, width), optional arrays, further arguments, dtype, record fields it is about, tags
 _Row = tuple[str, tuple[int, int, int, int], tuple[str, ...], dict[str, Any], Any, tuple[str, ...], tuple[str, ...]]
-_SILU = {"activation": "silu"}
-_STATE = {"return_state": True}
+_SILU_ARGUMENTS = {"activation": "silu"}
+_RETURN_STATE_ARGUMENTS = {"return_state": True}
 _TABLE: tuple[_Row, ...] = (
     ("plain", (2, 63, 20, 4), (), {}, jnp.float32, (), ()),
-    ("layer", (2, 65, 24, 4), ("bias",), _SILU, jnp.float32, ("bias", "activation"), ()),
-    ("two weights", (1, 33, 60, 2), ("bias", "initial_state"), _STATE, jnp.float32, ("initial_state",), ()),
-    ("eight weights", (2, 35, 8, 8), ("initial_state",), _SILU | _STATE, jnp.float32, ("initial_state",), ("awkward",)),
-    ("decode", (3, 1, 20, 4), ("bias", "initial_state"), _SILU | _STATE, jnp.float32, ("initial_state",), ()),
-    ("packed", (1, 63, 20, 4), ("cu_seqlens", "bias"), _SILU, jnp.float32, ("cu_seqlens", "bias"), ("awkward",)),
+    ("layer", (2, 65, 24, 4), ("bias",), _SILU_ARGUMENTS, jnp.float32, ("bias", "activation"), ()),
+    (
+        "two weights",
+        (1, 33, 60, 2),
+        ("bias", "initial_state"),
+        _RETURN_STATE_ARGUMENTS,
+        jnp.float32,
+        ("initial_state",),
+        (),
+    ),
+    (
+        "eight weights",
+        (2, 35, 8, 8),
+        ("initial_state",),
+        _SILU_ARGUMENTS | _RETURN_STATE_ARGUMENTS,
+        jnp.float32,
+        ("initial_state",),
+        ("awkward",),
+    ),
+    (
+        "decode",
+        (3, 1, 20, 4),
+        ("bias", "initial_state"),
+        _SILU_ARGUMENTS | _RETURN_STATE_ARGUMENTS,
+        jnp.float32,
+        ("initial_state",),
+        (),
+    ),
+    (
+        "packed",
+        (1, 63, 20, 4),
+        ("cu_seqlens", "bias"),
+        _SILU_ARGUMENTS,
+        jnp.float32,
+        ("cu_seqlens", "bias"),
+        ("awkward",),
+    ),
     (
         "packed with states",
         (1, 63, 20, 5),
         ("cu_seqlens", "initial_state"),
-        _SILU | _STATE,
+        _SILU_ARGUMENTS | _RETURN_STATE_ARGUMENTS,
         jnp.float32,
         ("cu_seqlens", "sequence_state"),
         ("awkward",),
     ),
-    ("bfloat16", (2, 65, 40, 4), ("bias",), _SILU | _STATE, jnp.bfloat16, ("bias",), ()),
-    ("model", (8, 4096, 4096, 4), ("bias",), _SILU, jnp.bfloat16, (), ("bench",)),
-    ("small model", (2, 1024, 512, 4), ("bias",), _SILU, jnp.float32, (), ("bench_cpu",)),
+    ("bfloat16", (2, 65, 40, 4), ("bias",), _SILU_ARGUMENTS | _RETURN_STATE_ARGUMENTS, jnp.bfloat16, ("bias",), ()),
+    ("model", (8, 4096, 4096, 4), ("bias",), _SILU_ARGUMENTS, jnp.bfloat16, (), ("bench",)),
+    ("small model", (2, 1024, 512, 4), ("bias",), _SILU_ARGUMENTS, jnp.float32, (), ("bench_cpu",)),
 )
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    in_slots = (_in_slots(arguments, packed) for packed in (False, True))
-    return (*(_case(arguments, row) for row in _TABLE), *in_slots, _tree(arguments))
+    in_slots = (_slotted_states_case(arguments, packed) for packed in (False, True))
+    return (*(_case(arguments, row) for row in _TABLE), *in_slots, _draft_tree_case(arguments))
 
 
-def _tree(arguments: type) -> Case:
+def _draft_tree_case(arguments: type) -> Case:
     """Returns a case of three trees of draft tokens, one of them empty, whose states are in slots, and padding."""
 
     def make(key: jax.Array) -> Any:
@@ -53,22 +85,22 @@ def _tree(arguments: type) -> Case:
         bounds, indices = jnp.array([0, 5, 5, 8], jnp.int32), jnp.array([3, 0, -1], jnp.int32)
         parents = jnp.array([[-1, 0, 0, 1, 3, -1, -1, 1, 0]], jnp.int32)
         fields = {"cu_seqlens": bounds, "state_indices": indices, "parents": parents}
-        return arguments(**arrays, **fields, **_SILU, **_STATE)
+        return arguments(**arrays, **fields, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
     return tagged("packed trees of draft tokens", make, ("bias", "initial_state"), ("awkward",))
 
 
-def _in_slots(arguments: type, packed: bool) -> Case:
+def _slotted_states_case(arguments: type, packed: bool) -> Case:
     """Returns a case whose states, of W tokens, lie in slots; one row or sequence has none."""
-    rows, tokens, sequences = (1, 63, len(BOUNDS) - 1) if packed else (3, 1, 3)
+    rows, tokens, sequences = (1, 63, len(CU_SEQLENS) - 1) if packed else (3, 1, 3)
 
     def make(key: jax.Array) -> Any:
         shapes = {"x": (rows, tokens, 20), "weight": (20, 4), "bias": (20,), "initial_state": (7, 20, 4)}
         keys = jax.random.split(key, len(shapes))
         arrays = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-        bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if packed else {}
+        bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if packed else {}
         indices = jnp.array([5, -1, 2, 0, 6][:sequences], jnp.int32)
-        return arguments(**arrays, **bounds, state_indices=indices, **_SILU, **_STATE)
+        return arguments(**arrays, **bounds, state_indices=indices, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
     name, field = ("packed, states in slots", "sequence_state") if packed else ("decode in slots", "initial_state")
     return tagged(name, make, (field,), ())
@@ -76,7 +108,7 @@ def _in_slots(arguments: type, packed: bool) -> Case:
 
 def _case(arguments: type, row: _Row) -> Case:
     name, (rows, tokens, channels, width), optional, further_fields, dtype, exercises, tags = row
-    sequences = len(BOUNDS) - 1 if "cu_seqlens" in optional else rows
+    sequences = len(CU_SEQLENS) - 1 if "cu_seqlens" in optional else rows
     shapes = {
         "x": (rows, tokens, channels),
         "weight": (channels, width),
@@ -88,7 +120,7 @@ def _case(arguments: type, row: _Row) -> Case:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         used = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
         arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in used.items()}
-        bounds = {"cu_seqlens": jnp.array(BOUNDS, jnp.int32)} if "cu_seqlens" in optional else {}
+        bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if "cu_seqlens" in optional else {}
         return arguments(**arrays, **bounds, **further_fields)
 
     return tagged(name, make, exercises, tags)

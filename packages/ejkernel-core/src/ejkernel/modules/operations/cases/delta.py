@@ -53,7 +53,7 @@ def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return gates("beta", "decay", "initial_state", return_state=True, cu_seqlens=jnp.array(BOUNDS))(key, sizes)
 
 
-def _weak(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _weak_corrections(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns weak corrections for keys that are not normalised: strong corrections for long keys make the recurrence
     itself grow.
     """
@@ -71,18 +71,24 @@ def trees(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**inputs, "parents": jnp.array(PARENTS, jnp.int32)}
 
 
-_OPTIONAL = ("beta", "decay", "initial_state")
-_SHARED_KEYS: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _OPTIONAL, ())
-_PACKED: Row = (
+_OPTIONAL_FIELDS = ("beta", "decay", "initial_state")
+_SHARED_KEYS_ROW: Row = ("more value heads than key heads", RecurrenceSizes(g=2), _shared_keys, _OPTIONAL_FIELDS, ())
+_PACKED_ROW: Row = (
     "packed, states",
     RecurrenceSizes(b=1, g=2, n=len(BOUNDS) - 1),
     _packed,
     ("beta", "decay", "cu_seqlens", "sequence_state"),
     ("awkward",),
 )
-_CHANNELS: Row = ("decay of channels, grouped", RecurrenceSizes(g=2, v=12), _decay_of_channels, _OPTIONAL, ())
-_MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
-_SMALL_MODEL: Row = (
+_CHANNEL_DECAY_ROW: Row = (
+    "decay of channels, grouped",
+    RecurrenceSizes(g=2, v=12),
+    _decay_of_channels,
+    _OPTIONAL_FIELDS,
+    (),
+)
+_MODEL_ROW: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("beta", "decay"), (), ("bench",))
+_SMALL_MODEL_ROW: Row = (
     "small model",
     RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64),
     gates("beta", "decay"),
@@ -91,13 +97,13 @@ _SMALL_MODEL: Row = (
 )
 _KERNEL_DELTA_ROWS: tuple[Row, ...] = (
     ("no decay", RecurrenceSizes(t=7, g=1, k=6, v=10), gates("beta"), ("beta",), ("awkward",)),
-    ("keys as they are", RecurrenceSizes(), _weak, ("beta",), ()),
-    _CHANNELS,
+    ("keys as they are", RecurrenceSizes(), _weak_corrections, ("beta",), ()),
+    _CHANNEL_DECAY_ROW,
     ("bfloat16", RecurrenceSizes(g=2, dtype=jnp.bfloat16), gates("beta", "decay"), ("beta", "decay"), ()),
     ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
-    _PACKED,
-    _MODEL,
-    _SMALL_MODEL,
+    _PACKED_ROW,
+    _MODEL_ROW,
+    _SMALL_MODEL_ROW,
 )
 _GATED_DELTA_ROWS: tuple[Row, ...] = (
     (
@@ -114,12 +120,12 @@ _GATED_DELTA_ROWS: tuple[Row, ...] = (
         ("beta", "decay", "initial_state"),
         (),
     ),
-    _CHANNELS,
+    _CHANNEL_DECAY_ROW,
     ("segments with padding", RecurrenceSizes(), segments, ("segment_ids", "initial_state"), ()),
     ("trees of draft tokens", RecurrenceSizes(t=7, g=2), trees, ("parents", "initial_state"), ("awkward",)),
-    _SHARED_KEYS,
-    _MODEL,
-    _SMALL_MODEL,
+    _SHARED_KEYS_ROW,
+    _MODEL_ROW,
+    _SMALL_MODEL_ROW,
 )
 
 
@@ -148,10 +154,13 @@ _PACKED_PARENTS = (-1, 0, 0, 1, 3, -1, -1, 1, 0)
 def ragged_gated_delta_rule_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_gated_delta_rule`."""
     steps = (("model", 64, 16, 128, jnp.bfloat16, "bench"), ("small model", 8, 4, 64, jnp.float32, "bench_cpu"))
-    return (*(_ragged(arguments, *row) for row in _RAGGED_DELTA_ROWS), *(_step(arguments, *step) for step in steps))
+    return (
+        *(_ragged_case(arguments, *row) for row in _RAGGED_DELTA_ROWS),
+        *(_decode_step_case(arguments, *step) for step in steps),
+    )
 
 
-def _step(arguments: type, name: str, requests: int, heads: int, dim: int, dtype: Any, tag: str) -> Case:
+def _decode_step_case(arguments: type, name: str, requests: int, heads: int, dim: int, dtype: Any, tag: str) -> Case:
     """Returns a step of decoding to time: one token of each request, whose states are in slots."""
     tokens, bounds = jax.ShapeDtypeStruct((requests, heads, dim), dtype), jax.ShapeDtypeStruct((requests + 1,), "int32")
     gate = jax.ShapeDtypeStruct((requests, heads), jnp.float32)
@@ -168,7 +177,7 @@ def _step(arguments: type, name: str, requests: int, heads: int, dim: int, dtype
     return Case(name=name, make=functools.partial(make_inputs, shapes), tags=frozenset({tag}))
 
 
-def _ragged(
+def _ragged_case(
     arguments: type,
     name: str,
     tokens: int,

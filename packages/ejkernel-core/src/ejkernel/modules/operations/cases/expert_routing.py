@@ -23,10 +23,13 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return (*(_case(arguments, row) for row in _TABLE), *(_scored(arguments, *row) for row in _SCORED.items()))
+    return (
+        *(_case(arguments, row) for row in _TABLE),
+        *(_scored_case(arguments, *row) for row in _SCORED_CASE_OPTIONS.items()),
+    )
 
 
-_SCORED: dict[str, dict[str, Any]] = {
+_SCORED_CASE_OPTIONS: dict[str, dict[str, Any]] = {
     "softmax scores": {"scores": "softmax", "normalise": True},
     "biased sigmoid scores of groups": {
         "scores": "sigmoid",
@@ -38,7 +41,7 @@ _SCORED: dict[str, dict[str, Any]] = {
 }
 
 
-def _scored(arguments: type, name: str, options: dict[str, Any]) -> Case:
+def _scored_case(arguments: type, name: str, options: dict[str, Any]) -> Case:
     """Returns a call that returns weights."""
 
     def make(key: jax.Array) -> Any:
@@ -54,13 +57,13 @@ def _case(arguments: type, row: _Row) -> Case:
     def make(key: jax.Array) -> Any:
         logits = jax.random.normal(key, (tokens, experts))
         if step is not None:
-            logits = _tied(logits, step)
+            logits = _tied_logits(logits, step)
         return arguments(logits=logits.astype(dtype), top_k=top_k)
 
     return tagged(name, make, (), tags)
 
 
-def _tied(logits: jax.Array, step: float) -> jax.Array:
+def _tied_logits(logits: jax.Array, step: float) -> jax.Array:
     """Returns rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
     rounded_logits = jnp.round(logits / step) * step
     # One is left out, as if it were masked.

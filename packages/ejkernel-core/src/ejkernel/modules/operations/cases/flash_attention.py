@@ -64,7 +64,7 @@ def _masked(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     return {"mask_info": MaskInfo(_attention_mask=mask)}
 
 
-def _kept(key: jax.Array, sizes: AttentionSizes) -> jax.Array:
+def _mask_of_real_keys(key: jax.Array, sizes: AttentionSizes) -> jax.Array:
     """Returns a mask of keys, [B, S], with padding at the end."""
     return jnp.arange(sizes.s) < jax.random.randint(key, (sizes.b, 1), 20, sizes.s)
 
@@ -107,7 +107,7 @@ def _dropout(prob: float = 0.3) -> dict[str, Any]:
     return {"dropout_prob": prob, "dropout_seed": jnp.uint32(7)}
 
 
-def exact(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
+def exact_scores_inputs(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """Returns queries and keys on a grid, whose scores are exact: coarse logits are then rounded alike in any order of
     sums.
     """
@@ -116,92 +116,104 @@ def exact(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 
 
 LSE = {"return_lse": True}
-PLAIN = AttentionSizes()
-PACKED = AttentionSizes(b=1, t=129, s=129)
-CROSS = AttentionSizes(t=40, s=63)
-HALF = AttentionSizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
-LONG = AttentionSizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
-TALL = AttentionSizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
-WIDE = AttentionSizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
+PLAIN_SIZES = AttentionSizes()
+PACKED_SIZES = AttentionSizes(b=1, t=129, s=129)
+CROSS_SIZES = AttentionSizes(t=40, s=63)
+HALF_PRECISION_SIZES = AttentionSizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat16)
+LONG_KEYS_SIZES = AttentionSizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
+LONG_QUERIES_SIZES = AttentionSizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
+LARGE_HEAD_DIM_SIZES = AttentionSizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
 LATENT = AttentionSizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
 _TABLE: tuple[Row[AttentionSizes], ...] = (
-    ("plain", PLAIN, lambda k: {}, (), ()),
+    ("plain", PLAIN_SIZES, lambda k: {}, (), ()),
     ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("one query", AttentionSizes(t=1, s=129), lambda k: {}, (), ("awkward",)),
     ("cross, head size 60", AttentionSizes(t=40, s=129, d=60, v=60), lambda k: {}, (), ("awkward",)),
     ("multi-query, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ("awkward",)),
     ("causal", AttentionSizes(t=129, s=129), lambda k: {"causal": True}, ("causal",), ()),
     ("causal, more queries", AttentionSizes(t=63, s=40), lambda k: {"causal": True}, ("causal",), ("awkward",)),
-    ("window", PLAIN, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
-    ("window, one side open", PLAIN, lambda k: {"sliding_window": (None, 3)}, ("sliding_window",), ("awkward",)),
-    ("window of the diagonal", PLAIN, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
-    ("causal window", PLAIN, lambda k: {"sliding_window": (17, 4), "causal": True}, ("causal", "sliding_window"), ()),
-    ("bias", PLAIN, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
+    ("window", PLAIN_SIZES, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
+    ("window, one side open", PLAIN_SIZES, lambda k: {"sliding_window": (None, 3)}, ("sliding_window",), ("awkward",)),
+    ("window of the diagonal", PLAIN_SIZES, lambda k: {"sliding_window": (0, 0)}, ("sliding_window",), ("awkward",)),
+    (
+        "causal window",
+        PLAIN_SIZES,
+        lambda k: {"sliding_window": (17, 4), "causal": True},
+        ("causal", "sliding_window"),
+        (),
+    ),
+    ("bias", PLAIN_SIZES, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
     (
         "slopes of ALiBi, causal, lse",
-        PLAIN,
+        PLAIN_SIZES,
         lambda k: {"alibi_slopes": 0.2 * jax.random.uniform(k, (4,)), "causal": True, **LSE},
         ("alibi_slopes", "causal"),
         (),
     ),
     (
         "mask of keys, slopes of rows",
-        CROSS,
-        lambda k: {"attention_mask": _kept(k, CROSS), "alibi_slopes": jax.random.uniform(k, (2, 4))},
+        CROSS_SIZES,
+        lambda k: {"attention_mask": _mask_of_real_keys(k, CROSS_SIZES), "alibi_slopes": jax.random.uniform(k, (2, 4))},
         ("mask", "alibi_slopes"),
         ("awkward",),
     ),
     (
         "bias of distances",
-        CROSS,
+        CROSS_SIZES,
         lambda k: {"relative_bias": jax.random.normal(k, (4, 21))},
         ("relative_bias",),
         (),
     ),
     (
         "bias of -inf and soft cap, lse",
-        PLAIN,
-        lambda k: {**_masking_bias(k, PLAIN), **LSE, "logits_soft_cap": 1.5},
+        PLAIN_SIZES,
+        lambda k: {**_masking_bias(k, PLAIN_SIZES), **LSE, "logits_soft_cap": 1.5},
         ("bias", "logits_soft_cap"),
         ("awkward",),
     ),
     (
         "positions at the ends of int32",
-        PLAIN,
-        lambda k: {**_extreme_positions(k, PLAIN), "sliding_window": (None, 1)},
+        PLAIN_SIZES,
+        lambda k: {**_extreme_positions(k, PLAIN_SIZES), "sliding_window": (None, 1)},
         (*_POSITION_FIELDS, "sliding_window"),
         ("awkward",),
     ),
-    ("bias of keys", CROSS, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
-    ("mask with empty rows, lse", PLAIN, lambda k: {**_masked(k, PLAIN), **LSE}, ("mask",), ("awkward",)),
-    ("segments with padding", PLAIN, lambda k: _segmented(PLAIN), _SEGMENT_FIELDS, ()),
-    ("positions", PLAIN, lambda k: _positioned(k, PLAIN), (*_POSITION_FIELDS, "causal"), ()),
-    ("sinks", PLAIN, lambda k: _sinks(k, (3,)), ("softmax_aux",), ()),
+    ("bias of keys", CROSS_SIZES, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
+    ("mask with empty rows, lse", PLAIN_SIZES, lambda k: {**_masked(k, PLAIN_SIZES), **LSE}, ("mask",), ("awkward",)),
+    ("segments with padding", PLAIN_SIZES, lambda k: _segmented(PLAIN_SIZES), _SEGMENT_FIELDS, ()),
+    ("positions", PLAIN_SIZES, lambda k: _positioned(k, PLAIN_SIZES), (*_POSITION_FIELDS, "causal"), ()),
+    ("sinks", PLAIN_SIZES, lambda k: _sinks(k, (3,)), ("softmax_aux",), ()),
     (
         "sinks by head, causal, lse",
-        PLAIN,
+        PLAIN_SIZES,
         lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
         ("softmax_aux", "causal"),
         (),
     ),
-    ("soft cap", PLAIN, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
-    ("dropout", PLAIN, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
-    ("numerator only", PLAIN, lambda k: {"normalize_output": False, "causal": True}, ("normalize_output",), ()),
+    ("soft cap", PLAIN_SIZES, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+    ("dropout", PLAIN_SIZES, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
+    ("numerator only", PLAIN_SIZES, lambda k: {"normalize_output": False, "causal": True}, ("normalize_output",), ()),
     (
         "numerator and lse, sinks",
-        PLAIN,
+        PLAIN_SIZES,
         lambda k: {**_sinks(k, (4, 1)), **LSE, "normalize_output": False},
         ("normalize_output",),
         ("awkward",),
     ),
-    ("coarse logits", PLAIN, lambda k: {**exact(k, PLAIN), "logits_dtype": jnp.bfloat16}, ("logits_dtype",), ()),
-    ("highest precision", PLAIN, lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
+    (
+        "coarse logits",
+        PLAIN_SIZES,
+        lambda k: {**exact_scores_inputs(k, PLAIN_SIZES), "logits_dtype": jnp.bfloat16},
+        ("logits_dtype",),
+        (),
+    ),
+    ("highest precision", PLAIN_SIZES, lambda k: {"precision": jax.lax.Precision.HIGHEST}, ("precision",), ()),
     (
         "packed",
-        PACKED,
+        PACKED_SIZES,
         lambda k: {"cum_seqlens_q": jnp.array([0, 40, 40, 100, 120], jnp.int32), "causal": True},
         _SEGMENT_FIELDS,
         (),
@@ -217,12 +229,12 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (*_SEGMENT_FIELDS, *_POSITION_FIELDS),
         ("awkward",),
     ),
-    ("padded rows", PLAIN, lambda k: {"cum_seqlens_q": jnp.array([0, 50, 63], jnp.int32)}, _SEGMENT_FIELDS, ()),
+    ("padded rows", PLAIN_SIZES, lambda k: {"cum_seqlens_q": jnp.array([0, 50, 63], jnp.int32)}, _SEGMENT_FIELDS, ()),
     (
         "everything",
-        PLAIN,
+        PLAIN_SIZES,
         lambda k: {
-            **_segmented(PLAIN),
+            **_segmented(PLAIN_SIZES),
             **_bias(k, (1, 4, 63, 63)),
             **_sinks(k, (2,)),
             **_dropout(0.1),
@@ -248,33 +260,39 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("sliding_window",),
         (),
     ),
-    ("bfloat16, few queries and many keys", LONG, lambda k: _sinks(k, (2,)), ("softmax_aux",), ()),
-    ("bfloat16, many queries and few keys", TALL, lambda _: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
+    ("bfloat16, few queries and many keys", LONG_KEYS_SIZES, lambda k: _sinks(k, (2,)), ("softmax_aux",), ()),
+    (
+        "bfloat16, many queries and few keys",
+        LONG_QUERIES_SIZES,
+        lambda _: {"logits_soft_cap": 1.5},
+        ("logits_soft_cap",),
+        (),
+    ),
     (
         "bfloat16, heads of 256, many queries and few keys",
-        dataclasses.replace(TALL, d=256, v=256),
+        dataclasses.replace(LONG_QUERIES_SIZES, d=256, v=256),
         lambda k: _sinks(k, (4,)),
         ("softmax_aux",),
         (),
     ),
     (
         "bfloat16, causal window and bias",
-        HALF,
+        HALF_PRECISION_SIZES,
         lambda k: {**_bias(k, (1, 4, 128, 128), jnp.bfloat16), "causal": True, "sliding_window": (30, 0)},
         ("causal", "sliding_window", "bias"),
         (),
     ),
     (
         "bfloat16, causal and bias of -inf, lse",
-        HALF,
-        lambda k: {**_masking_bias(k, HALF), **LSE, "causal": True},
+        HALF_PRECISION_SIZES,
+        lambda k: {**_masking_bias(k, HALF_PRECISION_SIZES), **LSE, "causal": True},
         ("causal", "bias"),
         ("awkward",),
     ),
     (
         "bfloat16, segments and soft cap, lse",
-        HALF,
-        lambda k: {**_segmented(HALF), **LSE, "logits_soft_cap": 1.5},
+        HALF_PRECISION_SIZES,
+        lambda k: {**_segmented(HALF_PRECISION_SIZES), **LSE, "logits_soft_cap": 1.5},
         (*_SEGMENT_FIELDS, "logits_soft_cap"),
         (),
     ),
@@ -294,23 +312,23 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     ),
     (
         "bfloat16, heads of 256",
-        WIDE,
+        LARGE_HEAD_DIM_SIZES,
         lambda k: {"mask_info": MaskInfo.from_segments(jnp.array([_segments((40, 30), 72)])), "causal": True},
         (*_SEGMENT_FIELDS, "causal"),
         (),
     ),
     (
         "bfloat16, dropout and soft cap, lse",
-        HALF,
+        HALF_PRECISION_SIZES,
         lambda k: {**_dropout(), **LSE, "logits_soft_cap": 1.5},
         ("dropout_prob", "dropout_seed", "logits_soft_cap"),
         (),
     ),
-    ("bfloat16, dropout of many keys", LONG, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
+    ("bfloat16, dropout of many keys", LONG_KEYS_SIZES, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
     (
         "bfloat16, heads of 256 and dropout",
-        WIDE,
-        lambda k: {**_segmented(WIDE), **_dropout()},
+        LARGE_HEAD_DIM_SIZES,
+        lambda k: {**_segmented(LARGE_HEAD_DIM_SIZES), **_dropout()},
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
         (),
     ),
@@ -339,10 +357,10 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
     attending.
     """
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "mask_info":
         return _make_mask_info(shape)
     if name.startswith("cum_seqlens"):

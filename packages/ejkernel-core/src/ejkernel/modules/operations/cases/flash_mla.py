@@ -60,7 +60,7 @@ def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 PLAIN = LatentSizes(form="a", b=2)
-ROTARY = LatentSizes()
+ROTARY_SIZES = LatentSizes()
 SHARED = LatentSizes(form="c", t=30)
 
 _TABLE: tuple[Row[LatentSizes], ...] = (
@@ -74,7 +74,7 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
     ),
     (
         "b, causal, sinks by head",
-        ROTARY,
+        ROTARY_SIZES,
         lambda k: {"causal": True, **_sinks(k, (4, 2))},
         ("causal", "softmax_aux"),
         (),

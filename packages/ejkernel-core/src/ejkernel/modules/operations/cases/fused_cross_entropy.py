@@ -29,7 +29,7 @@ def _inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     return {"hidden": hidden.astype(sizes.dtype), "lm_head_weight": head.astype(sizes.dtype), "targets": targets}
 
 
-def _soft(tokens: tuple[int, ...], entries: int) -> Any:
+def _soft_targets_maker(tokens: tuple[int, ...], entries: int) -> Any:
     """Returns a maker of distributions in the place of targets."""
 
     def make(key: jax.Array) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _soft(tokens: tuple[int, ...], entries: int) -> Any:
     return make
 
 
-def _ignored(key: jax.Array) -> dict[str, Any]:
+def _padding_mask(key: jax.Array) -> dict[str, Any]:
     """Returns a mask of padding at the rows' ends, as packing leaves it."""
     return {"attention_mask": jnp.arange(12) < jnp.array([[12], [7], [0]])}
 
@@ -51,12 +51,12 @@ def _weighted(key: jax.Array) -> dict[str, Any]:
 _ROWS: tuple[Row[Sizes], ...] = (
     ("logits, mean", Sizes((3, 12), 50), lambda key: {}, ("summed",), ()),
     ("logits, each", Sizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
-    ("logits, soft", Sizes((2, 9), 40), _soft((2, 9), 40), ("soft_targets",), ()),
+    ("logits, soft", Sizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
     ("head", Sizes((3, 12), 67, 16), _weighted, ("lm_head", "lm_head_bias", "summed"), ()),
     (
         "head, padding",
         Sizes((3, 12), 67, 24),
-        lambda key: {"reduction": "none", "label_smoothing": 0.1, **_ignored(key)},
+        lambda key: {"reduction": "none", "label_smoothing": 0.1, **_padding_mask(key)},
         ("lm_head", "label_smoothing"),
         (),
     ),
@@ -70,7 +70,12 @@ _ROWS: tuple[Row[Sizes], ...] = (
     (
         "head, soft, in blocks",
         Sizes((30,), 45, 16),
-        lambda key: {"label_smoothing": 0.2, "chunk_size": 16, "chunk_strategy": "block", **_soft((30,), 45)(key)},
+        lambda key: {
+            "label_smoothing": 0.2,
+            "chunk_size": 16,
+            "chunk_strategy": "block",
+            **_soft_targets_maker((30,), 45)(key),
+        },
         ("lm_head", "soft_targets", "label_smoothing"),
         ("awkward",),
     ),

@@ -15,10 +15,10 @@ from ejkernel.types.arguments import optional_fields
 
 # name, tokens, rows (None without indices), contracted, columns, rows of each group, dtype, other options, tags
 _Row = tuple[str, int, int | None, int, int, tuple[int, ...], Any, dict[str, Any], tuple[str, ...]]
-_GROUPS = (40, 0, 33, 1)
+_GROUP_SIZES = (40, 0, 33, 1)
 _TABLE: tuple[_Row, ...] = (
-    ("gathered", 24, 81, 60, 36, _GROUPS, jnp.float32, {}, ()),
-    ("bfloat16", 24, 81, 64, 64, _GROUPS, jnp.bfloat16, {}, ()),
+    ("gathered", 24, 81, 60, 36, _GROUP_SIZES, jnp.float32, {}, ()),
+    ("bfloat16", 24, 81, 64, 64, _GROUP_SIZES, jnp.bfloat16, {}, ()),
     ("rows as they are", 70, None, 33, 20, (20, 0, 45), jnp.float32, {"activation": "gelu"}, ("awkward",)),
     # No row is left over, so that the output is defined.
     ("precision", 16, 40, 32, 16, (25, 15), jnp.float32, {"precision": "highest", "left_over": "undefined"}, ()),
@@ -28,13 +28,13 @@ _TABLE: tuple[_Row, ...] = (
         81,
         60,
         36,
-        _GROUPS,
+        _GROUP_SIZES,
         jnp.float32,
         {"rhs_bias": 0.5, "interleaved": True, "alpha": 1.702, "beta": 1.0, "limit": 0.8},
         (),
     ),
-    ("columns first", 24, 81, 20, 36, _GROUPS, jnp.float32, {"transpose_rhs": True}, ()),
-    ("no gate", 24, 81, 20, 36, _GROUPS, jnp.float32, {"gated": False, "activation": "relu2"}, ("awkward",)),
+    ("columns first", 24, 81, 20, 36, _GROUP_SIZES, jnp.float32, {"transpose_rhs": True}, ()),
+    ("no gate", 24, 81, 20, 36, _GROUP_SIZES, jnp.float32, {"gated": False, "activation": "relu2"}, ("awkward",)),
     ("layer", 8192, 65536, 2048, 768, (512,) * 128, jnp.bfloat16, {}, ("bench",)),
     ("small layer", 256, 1024, 256, 128, (64,) * 16, jnp.float32, {}, ("bench_cpu",)),
 )
@@ -42,10 +42,13 @@ _TABLE: tuple[_Row, ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return (*(_case(arguments, row) for row in _TABLE), *(_quantised(arguments, packed) for packed in (False, True)))
+    return (
+        *(_case(arguments, row) for row in _TABLE),
+        *(_quantised_case(arguments, packed) for packed in (False, True)),
+    )
 
 
-def _quantised(arguments: type, packed: bool) -> Case:
+def _quantised_case(arguments: type, packed: bool) -> Case:
     """Returns a case with matrices of float8 and scales of blocks, or of codes as GPT-OSS stores them."""
 
     def make(key: jax.Array) -> Any:
@@ -97,7 +100,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     sizes = jnp.full(groups, rows // groups).at[0].add(rows % groups)
     fields = {
         "lhs": normal_like(keys[0], args.lhs),
-        **_matrices(args, keys[1]),
+        **_matrices_and_scales(args, keys[1]),
         "group_sizes": sizes.astype(args.group_sizes.dtype),
     }
     if args.indices is not None:
@@ -107,7 +110,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     return dataclasses.replace(args, **fields)
 
 
-def _matrices(args: Any, key: jax.Array) -> dict[str, Any]:
+def _matrices_and_scales(args: Any, key: jax.Array) -> dict[str, Any]:
     """Returns matrices and their scales."""
     if args.rhs_mode is not None:
         return packed_like(args, key)

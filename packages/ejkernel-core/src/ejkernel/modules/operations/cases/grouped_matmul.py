@@ -30,12 +30,12 @@ PLAIN = GroupedSizes()
 SHARED = GroupedSizes(matrices=2)
 
 
-def _normal(key: jax.Array, name: str, *shape: int) -> dict[str, jax.Array]:
+def _normal_array(key: jax.Array, name: str, *shape: int) -> dict[str, jax.Array]:
     return {name: jax.random.normal(key, shape, jnp.float32)}
 
 
-def _offset(key: jax.Array) -> dict[str, jax.Array]:
-    return {"group_offset": jnp.array([2], jnp.int32), **_normal(key, "existing_out", 129, 48)}
+def _group_offset_arguments(key: jax.Array) -> dict[str, jax.Array]:
+    return {"group_offset": jnp.array([2], jnp.int32), **_normal_array(key, "existing_out", 129, 48)}
 
 
 def _quantised(key: jax.Array) -> dict[str, jax.Array]:
@@ -44,13 +44,13 @@ def _quantised(key: jax.Array) -> dict[str, jax.Array]:
     return {"rhs": rhs, "rhs_scale": jax.random.uniform(scales, (5, 4, 1, 48), jnp.float32, 0.002, 0.02)}
 
 
-def _transposed(key: jax.Array) -> dict[str, Any]:
+def _transposed_matrices(key: jax.Array) -> dict[str, Any]:
     scales, bias = jax.random.split(key)
-    extra = {**_normal(scales, "rhs_scale", 5, 2, 1, 48), **_normal(bias, "rhs_bias", 5, 1, 48)}
-    return {**_normal(key, "rhs", 5, 48, 60), **extra, "transpose_rhs": True}
+    extra = {**_normal_array(scales, "rhs_scale", 5, 2, 1, 48), **_normal_array(bias, "rhs_bias", 5, 1, 48)}
+    return {**_normal_array(key, "rhs", 5, 48, 60), **extra, "transpose_rhs": True}
 
 
-def _eight_bits(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
+def _eight_bit_operands(key: jax.Array, blocks: tuple[int, int], **static: Any) -> dict[str, Any]:
     """Returns rows and matrices of 8 bits, with scales of as many blocks each."""
     dtype, keys = jnp.float8_e4m3fn, jax.random.split(key, 4)
     rows, matrices = (jax.random.normal(k, s) * 2 for k, s in zip(keys, ((129, 96), (5, 48, 96)), strict=False))
@@ -70,8 +70,8 @@ def _packed(key: jax.Array, axis: str, mode: Mode = "affine") -> dict[str, Any]:
     return {**fields, "rhs_mode": mode, "rhs_group_size": 32, "transpose_rhs": axis == "col"}
 
 
-EIGHT = GroupedSizes(k=96)
-SCALED = ("lhs_scale", "rhs_scale")
+EIGHT_BIT_SIZES = GroupedSizes(k=96)
+SCALE_FIELDS = ("lhs_scale", "rhs_scale")
 
 
 _TABLE: tuple[Row[GroupedSizes], ...] = (
@@ -80,14 +80,14 @@ _TABLE: tuple[Row[GroupedSizes], ...] = (
     (
         "rows left over",
         GroupedSizes(groups=(3, 0, 70)),
-        lambda k: _normal(k, "existing_out", 129, 48),
+        lambda k: _normal_array(k, "existing_out", 129, 48),
         ("existing_out",),
         (),
     ),
-    ("some of the groups", SHARED, _offset, ("group_offset", "existing_out"), ("awkward",)),
-    ("bias", PLAIN, lambda k: _normal(k, "rhs_bias", 5, 1, 48), ("rhs_bias",), ()),
+    ("some of the groups", SHARED, _group_offset_arguments, ("group_offset", "existing_out"), ("awkward",)),
+    ("bias", PLAIN, lambda k: _normal_array(k, "rhs_bias", 5, 1, 48), ("rhs_bias",), ()),
     ("quantised", PLAIN, _quantised, ("rhs_scale",), ()),
-    ("transposed, everything", PLAIN, _transposed, ("rhs_scale", "rhs_bias"), ("awkward",)),
+    ("transposed, everything", PLAIN, _transposed_matrices, ("rhs_scale", "rhs_bias"), ("awkward",)),
     (
         "bfloat16",
         GroupedSizes(dtype=jnp.bfloat16),
@@ -103,8 +103,8 @@ _TABLE: tuple[Row[GroupedSizes], ...] = (
         ("transpose_rhs",),
         ("awkward",),
     ),
-    ("8 bits", EIGHT, lambda k: _eight_bits(k, (1, 1), transpose_rhs=True), SCALED, ()),
-    ("8 bits in blocks", EIGHT, lambda k: _eight_bits(k, (3, 3)), SCALED, ("awkward",)),
+    ("8 bits", EIGHT_BIT_SIZES, lambda k: _eight_bit_operands(k, (1, 1), transpose_rhs=True), SCALE_FIELDS, ()),
+    ("8 bits in blocks", EIGHT_BIT_SIZES, lambda k: _eight_bit_operands(k, (3, 3)), SCALE_FIELDS, ("awkward",)),
     ("int4", PLAIN, lambda k: _packed(k, "row"), (), ()),
     (
         "mxfp4, transposed",
@@ -137,7 +137,9 @@ def inputs(key: jax.Array, sizes: GroupedSizes) -> dict[str, jax.Array]:
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, groups of about the same size."""
     array_key, packed = jax.random.split(key)
-    return dataclasses.replace(fill(args, array_key, functools.partial(_make, args)), **packed_like(args, packed))
+    return dataclasses.replace(
+        fill(args, array_key, functools.partial(_make_argument, args)), **packed_like(args, packed)
+    )
 
 
 def packed_like(args: Any, key: jax.Array) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def packed_like(args: Any, key: jax.Array) -> dict[str, Any]:
     return {name: packed.get(of) for name, of in names.items() if getattr(args, name) is not None}
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name == "group_sizes":
         ends = jnp.linspace(0, args.lhs.shape[0], shape.shape[0] + 1).astype(shape.dtype)
         return jnp.diff(ends)

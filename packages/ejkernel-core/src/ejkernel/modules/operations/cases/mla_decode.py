@@ -31,7 +31,7 @@ class DecodeSizes:
     dtype: Any = jnp.float32
 
 
-def _windowed(key: jax.Array) -> dict[str, Any]:
+def _windowed_arguments(key: jax.Array) -> dict[str, Any]:
     sinks = jax.random.normal(key, (8, 2))
     return {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_aux": sinks, "return_lse": True}
 
@@ -47,7 +47,7 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
     (
         "one cache, window, cap, sinks, lse",
         DecodeSizes(one_cache=True, lengths=(63, 5, 31)),
-        _windowed,
+        _windowed_arguments,
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),

@@ -46,14 +46,14 @@ def _packed(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
 
 
 ALL = ("g_cmp", "g_slc", "g_swa")
-GATED = NativeSparseSizes(gates=ALL)
+GATED_SIZES = NativeSparseSizes(gates=ALL)
 WIDE = NativeSparseSizes(b=2, t=33, h=4, g=1, v=12, gates=("g_slc",))
 
 _TABLE: tuple[Row[NativeSparseSizes], ...] = (
     ("one token", NativeSparseSizes(t=1), lambda k: {"block_indices": jnp.zeros((1, 1, 2, 1), int)}, (), ("awkward",)),
     (
         "all branches",
-        GATED,
+        GATED_SIZES,
         lambda k: {"block_counts": 3, "window_size": 11},
         ("compressed_key", "compressed_value", *ALL, "window_size", "selected_blocks"),
         (),
@@ -70,8 +70,8 @@ _TABLE: tuple[Row[NativeSparseSizes], ...] = (
     ),
     (
         "packed",
-        GATED,
-        lambda k: _packed(k, GATED),
+        GATED_SIZES,
+        lambda k: _packed(k, GATED_SIZES),
         ("block_starts", "compressed_segment_ids", "q_segment_ids", "kv_segment_ids"),
         (),
     ),

@@ -82,12 +82,12 @@ def normal(key: jax.Array, dtype: Any, /, **shapes: tuple[int, ...]) -> Arrays:
 
 def caches(key: jax.Array, sizes: PagedSizes) -> Arrays:
     """Returns key and value cache [P, S, Hk, D]; the slots that hold no token are NaN, so that reading one shows."""
-    z, used = sizes, _used(sizes)
+    z, used = sizes, _used_slots(sizes)
     stored = normal(key, z.dtype, key_cache=(z.pages, z.s, z.g, z.d), value_cache=(z.pages, z.s, z.g, z.v))
     return {name: jnp.where(used[:, :, None, None], x, jnp.nan) for name, x in stored.items()}
 
 
-def _used(sizes: PagedSizes) -> np.ndarray:
+def _used_slots(sizes: PagedSizes) -> np.ndarray:
     """Returns bool [P, S], the slots that hold tokens."""
     used = np.zeros((sizes.pages, sizes.s), bool)
     for row, n in zip(sizes.tables(), sizes.lens, strict=True):

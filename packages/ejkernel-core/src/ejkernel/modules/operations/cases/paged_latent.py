@@ -59,20 +59,20 @@ def floats_of_8_bits(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 SMALL = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, s=8, v=60, d=17)
 HALF = dataclasses.replace(SMALL, h=96, v=128, d=64, dtype=jnp.bfloat16)
-MODEL = PagedSizes(
+MODEL_SIZES = PagedSizes(
     lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=16, s=64, v=512, d=64, dtype=jnp.bfloat16
 )
-SMALL_MODEL = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=4, s=16, v=128, d=32)
+SMALL_MODEL_SIZES = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=4, s=16, v=128, d=32)
 LSE = {"return_lse": True}
-SCALES = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
-QUARTERS = {"k_scale": 0.25, "v_scale": 0.25}
+SCALE_ARGUMENTS = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": 0.1}
+QUARTER_SCALES = {"k_scale": 0.25, "v_scale": 0.25}
 _TREES = ("qq_bias", "softmax_aux", "alibi_slopes", "chunk_size")
-CAPPED: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
+WINDOW_AND_SOFT_CAP: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
 
 
-_TIMED: tuple[Row[PagedSizes], ...] = (
-    ("model", MODEL, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
-    ("small model", SMALL_MODEL, lambda k: {"softmax_scale": 96**-0.5}, (), ("bench_cpu",)),
+_TIMED_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("model", MODEL_SIZES, lambda k: {"softmax_scale": 192**-0.5}, (), ("bench",)),
+    ("small model", SMALL_MODEL_SIZES, lambda k: {"softmax_scale": 96**-0.5}, (), ("bench_cpu",)),
 )
 
 
@@ -86,14 +86,22 @@ def cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `multi_latent_ragged_page_attention`."""
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", SMALL, lambda k: {}, ("latent", "new_keys", "num_seqs"), ("awkward",)),
-        ("window and soft cap, bfloat16", HALF, lambda k: CAPPED, ("sliding_window", "logits_soft_cap"), ()),
+        (
+            "window and soft cap, bfloat16",
+            HALF,
+            lambda k: WINDOW_AND_SOFT_CAP,
+            ("sliding_window", "logits_soft_cap"),
+            (),
+        ),
         ("a tree per sequence, sinks, alibi, chunks, lse", SMALL, _trees, _TREES, ()),
-        *_TIMED,
+        *_TIMED_ROWS,
     )
     eight: tuple[Row[PagedSizes], ...] = (
-        ("int8, scales, lse", SMALL, lambda k: {**SCALES, **LSE}, ("value_scale",), ()),
+        ("int8, scales, lse", SMALL, lambda k: {**SCALE_ARGUMENTS, **LSE}, ("value_scale",), ()),
     )
-    float8: tuple[Row[PagedSizes], ...] = (("float8_e4m3fn, scales", SMALL, lambda k: QUARTERS, ("value_scale",), ()),)
+    float8: tuple[Row[PagedSizes], ...] = (
+        ("float8_e4m3fn, scales", SMALL, lambda k: QUARTER_SCALES, ("value_scale",), ()),
+    )
     return (
         *table(arguments, inputs, rows),
         *table(arguments, integers, eight),
@@ -105,9 +113,9 @@ def cases_v2(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `multi_latent_ragged_page_attention_v2`, which is the same but for its configuration."""
     every = ("latent", "new_keys", "num_seqs", "sliding_window", "logits_soft_cap", "value_scale")
     rows: tuple[Row[PagedSizes], ...] = (
-        ("int8, everything, lse", SMALL, lambda k: {**CAPPED, **SCALES, **LSE}, every, ()),
+        ("int8, everything, lse", SMALL, lambda k: {**WINDOW_AND_SOFT_CAP, **SCALE_ARGUMENTS, **LSE}, every, ()),
     )
-    return (*table(arguments, integers, rows), *table(arguments, inputs, _TIMED))
+    return (*table(arguments, integers, rows), *table(arguments, inputs, _TIMED_ROWS))
 
 
 make_inputs = functools.partial(

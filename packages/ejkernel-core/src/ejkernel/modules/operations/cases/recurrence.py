@@ -102,7 +102,7 @@ def gates(*names: str, **constants: Any) -> Extra:
 
 BOUNDS = (0, 1, 1, 10, 10)
 _PACKED = RecurrenceSizes(b=1, t=11, n=len(BOUNDS) - 1)
-_BF16 = {"dtype": jnp.bfloat16}
+_BF16_ARGUMENTS = {"dtype": jnp.bfloat16}
 
 
 def bounds() -> jax.Array:
@@ -135,17 +135,17 @@ def _slopes(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {"slopes": jax.random.uniform(key, sizes.shape("g_gamma"))}
 
 
-_SLOTS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
+_SLOT_FIELDS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
 _MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
 _SMALL_MODEL: Row = ("small model", RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64), gates("g"), (), ("bench_cpu",))
-_SPARSE: Row = (
+_SPARSE_ROW: Row = (
     "packed",
     _PACKED,
     _packed("gate of channels", "g_gamma", "initial_state", return_state=True),
     ("decay", "cu_seqlens", "sequence_state"),
     (),
 )
-_RECURRENT: tuple[Row, ...] = (
+_RECURRENT_ROWS: tuple[Row, ...] = (
     ("no gates", RecurrenceSizes(t=7, g=1, k=6, v=10), gates(), (), ("awkward",)),
     (
         "gate of heads, states",
@@ -162,11 +162,11 @@ _RECURRENT: tuple[Row, ...] = (
         (),
     ),
     ("gate of heads for all tokens, reversed", RecurrenceSizes(), gates("g_gamma", reverse=True), ("decay",), ()),
-    _SPARSE,
+    _SPARSE_ROW,
     _MODEL,
     _SMALL_MODEL,
 )
-_GATED: tuple[Row, ...] = (
+_GATED_ROWS: tuple[Row, ...] = (
     (
         "one token with a state",
         RecurrenceSizes(t=1, g=2),
@@ -175,14 +175,14 @@ _GATED: tuple[Row, ...] = (
         ("awkward",),
     ),
     ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
-    ("bfloat16", RecurrenceSizes(g=2, **_BF16), gates("g"), ("decay",), ()),
-    _SPARSE,
+    ("bfloat16", RecurrenceSizes(g=2, **_BF16_ARGUMENTS), gates("g"), ("decay",), ()),
+    _SPARSE_ROW,
     ("segments with padding", RecurrenceSizes(g=2), _segments, ("segment_ids", "initial_state"), ()),
-    ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16), _in_slots, _SLOTS, ()),
+    ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16_ARGUMENTS), _in_slots, _SLOT_FIELDS, ()),
     _MODEL,
     _SMALL_MODEL,
 )
-_CONSTANT: tuple[Row, ...] = (
+_CONSTANT_DECAY_ROWS: tuple[Row, ...] = (
     ("grouped", RecurrenceSizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
     (
         "states, reversed",
@@ -207,17 +207,17 @@ _CONSTANT: tuple[Row, ...] = (
 
 def recurrent(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `recurrent_attention`."""
-    return make_cases(arguments, _RECURRENT)
+    return make_cases(arguments, _RECURRENT_ROWS)
 
 
 def gated(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `gated_linear_attention`."""
-    return make_cases(arguments, _GATED)
+    return make_cases(arguments, _GATED_ROWS)
 
 
-def constant(arguments: type) -> tuple[Case, ...]:
+def lightning_attention_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `lightning_attention`."""
-    return make_cases(arguments, _CONSTANT)
+    return make_cases(arguments, _CONSTANT_DECAY_ROWS)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -227,7 +227,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     return fill(args, key, functools.partial(_make, args))
 
 
-_LOGS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
+_LOG_GATE_FIELDS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
 
 
 def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
@@ -240,7 +240,7 @@ def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
         return jnp.full(shape.shape, -1, shape.dtype)
     if jnp.issubdtype(shape.dtype, jnp.integer):
         return jnp.zeros(shape.shape, shape.dtype)
-    if name in _LOGS:
+    if name in _LOG_GATE_FIELDS:
         return -0.1 * jax.random.uniform(key, shape.shape).astype(shape.dtype)
     if name in ("beta", "dt", "slopes"):
         return jax.random.uniform(key, shape.shape).astype(shape.dtype)

@@ -38,22 +38,22 @@ class NetworkSizes:
         }
 
 
-BIASES = ("bias_ih", "bias_hh")
-STATES = ("initial_hidden", "initial_cell")
+BIAS_FIELDS = ("bias_ih", "bias_hh")
+STATE_FIELDS = ("initial_hidden", "initial_cell")
 
 # name, sizes, optional arguments, lengths, further tags; the record fields a case is about are its optional arguments
 _Row = tuple[str, NetworkSizes, tuple[str, ...], tuple[int, ...] | None, tuple[str, ...]]
 _TABLE: tuple[_Row, ...] = (
     ("plain", NetworkSizes(), (), None, ()),
-    ("one token, states", NetworkSizes(b=1, t=1), STATES, None, ("awkward",)),
-    ("lengths, both directions", NetworkSizes(b=3, r=2), BIASES, (20, 0, 7), ("awkward",)),
-    ("everything", NetworkSizes(b=3, f=7, l=2, r=2), ("weight_ih_deep", *BIASES, *STATES), (1, 20, 13), ()),
-    ("bfloat16", NetworkSizes(h=32, dtype=jnp.bfloat16), BIASES, None, ()),
-    ("model", NetworkSizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIASES), None, ("bench",)),
+    ("one token, states", NetworkSizes(b=1, t=1), STATE_FIELDS, None, ("awkward",)),
+    ("lengths, both directions", NetworkSizes(b=3, r=2), BIAS_FIELDS, (20, 0, 7), ("awkward",)),
+    ("everything", NetworkSizes(b=3, f=7, l=2, r=2), ("weight_ih_deep", *BIAS_FIELDS, *STATE_FIELDS), (1, 20, 13), ()),
+    ("bfloat16", NetworkSizes(h=32, dtype=jnp.bfloat16), BIAS_FIELDS, None, ()),
+    ("model", NetworkSizes(b=32, t=512, f=512, l=2, r=2, h=512), ("weight_ih_deep", *BIAS_FIELDS), None, ("bench",)),
     (
         "small model",
         NetworkSizes(b=4, t=128, f=128, l=2, r=2, h=128),
-        ("weight_ih_deep", *BIASES),
+        ("weight_ih_deep", *BIAS_FIELDS),
         None,
         ("bench_cpu",),
     ),

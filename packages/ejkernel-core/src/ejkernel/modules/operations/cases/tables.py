@@ -25,14 +25,16 @@ def table(
         rows: The cases; what a row gives itself wins.
     """
 
-    def maker(sizes: Sizes, extra: Callable[[jax.Array], dict[str, Any]]) -> Callable[[jax.Array], Any]:
+    def case_input_maker(sizes: Sizes, extra: Callable[[jax.Array], dict[str, Any]]) -> Callable[[jax.Array], Any]:
         def make(key: jax.Array) -> Any:
             input_key, options = jax.random.split(key)
             return arguments(**{**inputs(input_key, sizes), **extra(options)})
 
         return make
 
-    return tuple(tagged(name, maker(sizes, extra), exercises, tags) for name, sizes, extra, exercises, tags in rows)
+    return tuple(
+        tagged(name, case_input_maker(sizes, extra), exercises, tags) for name, sizes, extra, exercises, tags in rows
+    )
 
 
 def tagged(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:

@@ -15,7 +15,7 @@ def has_rank(args: Any, **ranks: int) -> bool:
     return all(len(getattr(getattr(args, name), "shape", ())) == rank for name, rank in ranks.items())
 
 
-def cumulative(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condition]:
+def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condition]:
     """Yields cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows >
     1).
 
@@ -34,7 +34,7 @@ def cumulative(name: str, lengths: Any, rows: int, size: int) -> Iterable[Condit
     yield Condition(name=name, reads=(lengths,), holds=holds, wants=wants, traced_only=True)
 
 
-def of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
+def conditions_of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
     """Returns the conditions of an operation with one array of cumulative lengths.
 
     Args:
@@ -48,12 +48,14 @@ def of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
         shape: Any = getattr(getattr(args, array), "shape", ())
         axis = tokens_axis % max(len(shape), 1)
         if bounds is not None and len(shape) > axis:
-            yield from cumulative(name, bounds, shape[0] if axis else 1, shape[axis])
+            yield from cumulative_length_conditions(name, bounds, shape[0] if axis else 1, shape[axis])
 
     return conditions
 
 
-def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", states: str = "initial_state") -> Any:
+def conditions_of_states(
+    array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", states: str = "initial_state"
+) -> Any:
     """Returns the conditions of a recurrence: its cumulative lengths, and slots of its states where it has
     `state_indices`.
 
@@ -63,7 +65,7 @@ def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", stat
         bounds: The argument with the cumulative lengths.
         states: The argument with the slots.
     """
-    of_tokens = of_bounds(bounds, array, tokens_axis)
+    of_tokens = conditions_of_bounds(bounds, array, tokens_axis)
 
     def conditions(args: Any) -> Iterable[Condition]:
         yield from of_tokens(args)
@@ -72,7 +74,7 @@ def of_states(array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", stat
     return conditions
 
 
-def of_trees(others: Any, bounds: str = "cu_seqlens") -> Any:
+def conditions_of_trees(others: Any, bounds: str = "cu_seqlens") -> Any:
     """Returns the conditions of an operation that verifies trees of draft tokens: `others`, and that each token's
     parent comes before it in its own request.
 
@@ -113,13 +115,15 @@ def trees(parents: Any, bounds: Any) -> Iterable[Condition]:
     yield Condition(name="parents", reads=(parents, *packed), holds=holds, wants=wants)
 
 
-def of_rows(args: Any) -> Iterable[Condition]:
+def conditions_of_row_lengths(args: Any) -> Iterable[Condition]:
     """Yields the conditions of a recurrent network: no row has more tokens than x."""
     if has_rank(args, x=3, seq_lengths=1):
-        yield from between("seq_lengths", args.seq_lengths, 0, args.x.shape[1], "lengths")
+        yield from value_range_condition("seq_lengths", args.seq_lengths, 0, args.x.shape[1], "lengths")
 
 
-def between(name: str, values: Any, least: int, most: int, what: str, traced_only: bool = False) -> Iterable[Condition]:
+def value_range_condition(
+    name: str, values: Any, least: int, most: int, what: str, traced_only: bool = False
+) -> Iterable[Condition]:
     """Yields the condition that all integers of an array are from `least` to `most`."""
     if integers(values):
         wants = f"{what} from {least} to {most}"
@@ -132,7 +136,7 @@ def between(name: str, values: Any, least: int, most: int, what: str, traced_onl
         )
 
 
-class Packed(NamedTuple):
+class PagedBatch(NamedTuple):
     """The arguments of packed sequences over a cache of pages, by name and value.
 
     Attributes:
@@ -152,7 +156,7 @@ class Packed(NamedTuple):
     live: tuple[str, Any] | None = None
 
 
-def packed(call: Packed) -> Iterable[Condition]:
+def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
     (length_name, lengths), (start_name, starts), (table_name, tables) = call.lengths, call.starts, call.tables
     live = () if call.live is None else (call.live[1],)
@@ -164,35 +168,35 @@ def packed(call: Packed) -> Iterable[Condition]:
     entries = tables.shape[1] if len(tables.shape) == 2 else tables.shape[0] // max(sequences, 1)
     capacity = entries * call.page_size
     if call.live is not None:
-        yield from _live(call.live, sequences)
+        yield from _live_count_conditions(call.live, sequences)
 
-    def ordered(xp: Any, bounds: Any, *counts: Any) -> Any:
-        first, last, rest = bounds[:-1], bounds[1:], _rest(xp, sequences, counts)
+    def starts_in_order(xp: Any, bounds: Any, *counts: Any) -> Any:
+        first, last, rest = bounds[:-1], bounds[1:], _sequences_not_live(xp, sequences, counts)
         return xp.all(rest | ((first >= 0) & (first <= last) & (last <= call.rows)))
 
-    def long_enough(xp: Any, tokens: Any, bounds: Any, *counts: Any) -> Any:
-        return xp.all(_rest(xp, sequences, counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0)))
+    def covers_query_rows(xp: Any, tokens: Any, bounds: Any, *counts: Any) -> Any:
+        return xp.all(_sequences_not_live(xp, sequences, counts) | (tokens >= xp.maximum(bounds[1:] - bounds[:-1], 0)))
 
-    def short_enough(xp: Any, tokens: Any, *counts: Any) -> Any:
-        return xp.all(_rest(xp, sequences, counts) | (tokens <= capacity))
+    def fits_page_tables(xp: Any, tokens: Any, *counts: Any) -> Any:
+        return xp.all(_sequences_not_live(xp, sequences, counts) | (tokens <= capacity))
 
     up_to = f" up to the live sequences of {call.live[0]}" if call.live else ""
     wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
-    yield Condition(name=start_name, reads=(starts, *live), holds=ordered, wants=wants)
+    yield Condition(name=start_name, reads=(starts, *live), holds=starts_in_order, wants=wants)
     wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
-    yield Condition(name=length_name, reads=(lengths, starts, *live), holds=long_enough, wants=wants)
+    yield Condition(name=length_name, reads=(lengths, starts, *live), holds=covers_query_rows, wants=wants)
     wants = f"at most {capacity} tokens: {entries} pages of {call.page_size} are all that {table_name} lists"
-    yield Condition(name=length_name, reads=(lengths, *live), holds=short_enough, wants=wants)
+    yield Condition(name=length_name, reads=(lengths, *live), holds=fits_page_tables, wants=wants)
 
 
-def _rest(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
+def _sequences_not_live(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
     """Returns which sequences are not live, bool [N]; `counts` is empty where all are."""
     if not counts:
         return xp.zeros(sequences, bool)
     return xp.arange(sequences) >= xp.reshape(counts[0], (-1,))[-1]
 
 
-def _live(live: tuple[str, Any], sequences: int) -> Iterable[Condition]:
+def _live_count_conditions(live: tuple[str, Any], sequences: int) -> Iterable[Condition]:
     name, counts = live
 
     def holds(xp: Any, values: Any) -> Any:
@@ -228,7 +232,7 @@ def shared_prefix(
 
     def holds(xp: Any, count: Any, tokens: Any, *others: Any) -> Any:
         rows = xp.minimum(tokens, 1) if starts is None else others[0][1:] - others[0][:-1]
-        idle = _rest(xp, sequences, others[len(arrays) - 1 :]) | (rows <= 0)
+        idle = _sequences_not_live(xp, sequences, others[len(arrays) - 1 :]) | (rows <= 0)
         return (count >= 0) & (count <= capacity) & xp.all(idle | (count <= tokens - rows))
 
     wants = (
@@ -238,7 +242,9 @@ def shared_prefix(
     yield Condition(name="shared_prefix", reads=(prefix, *arrays, *counts), holds=holds, wants=wants)
 
 
-def packed_tables(entries: int, starts: tuple[str, Any], live: tuple[str, Any] | None) -> Iterable[Condition]:
+def packed_qq_bias_conditions(
+    entries: int, starts: tuple[str, Any], live: tuple[str, Any] | None
+) -> Iterable[Condition]:
     """Yields that a packed `qq_bias` has the table of every live sequence.
 
     Args:
@@ -253,7 +259,7 @@ def packed_tables(entries: int, starts: tuple[str, Any], live: tuple[str, Any] |
 
     def holds(xp: Any, first: Any, *others: Any) -> Any:
         rows = xp.maximum(first[1:] - first[:-1], 0)
-        rows = xp.where(_rest(xp, first.shape[0] - 1, others), 0, rows)
+        rows = xp.where(_sequences_not_live(xp, first.shape[0] - 1, others), 0, rows)
         # A sequence with more rows than the root of the entries is too long alone, so no square overflows int32.
         most = math.isqrt(entries)
         return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= entries)
@@ -281,16 +287,16 @@ def groups(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
     """Sizes of groups are not negative, and there are rows for all of them."""
     if not integers(sizes) or len(sizes.shape) != 1:
         return
-    yield from _not_negative("group_sizes", sizes)
+    yield from _not_negative_condition("group_sizes", sizes)
     wants = f"a sum of at most the {rows} rows of {array}"
     yield Condition(name="group_sizes", reads=(sizes,), holds=lambda xp, x: xp.sum(x) <= rows, wants=wants)
 
 
-def _not_negative(name: str, values: Any) -> Iterable[Condition]:
+def _not_negative_condition(name: str, values: Any) -> Iterable[Condition]:
     yield Condition(name=name, reads=(values,), holds=lambda xp, x: xp.all(x >= 0), wants="sizes of at least 0")
 
 
-def same_pairs(indices: Any, inverse: Any) -> Iterable[Condition]:
+def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
     """Yields the rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be
     read.
     """

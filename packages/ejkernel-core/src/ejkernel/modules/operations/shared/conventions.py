@@ -26,7 +26,7 @@ def window_sentence(window: Window, causal: bool) -> str:
     return f"sliding_window={window}{with_causal} keeps{count} {plural}: {where}"
 
 
-def of_dense(tokens_axis: int = 1) -> Any:
+def dense_sentences(tokens_axis: int = 1) -> Any:
     """Returns the sentences of an operation on dense queries and keys.
 
     Args:
@@ -55,7 +55,7 @@ def of_pages(args: Any) -> Iterable[str]:
         yield window_sentence(args.sliding_window, causal=False)
 
 
-def of_unscaled_pages(args: Any) -> Iterable[str]:
+def unscaled_page_sentences(args: Any) -> Iterable[str]:
     """Yields those of an operation whose scale is 1 by default."""
     yield from of_pages(args)
     if args.softmax_scale == 1 and rank(args.queries) == 3:

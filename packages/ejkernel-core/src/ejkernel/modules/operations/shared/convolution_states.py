@@ -25,13 +25,13 @@ def after(args: Any, final: jax.Array) -> jax.Array:
     if state is None:
         return final
     if state.shape[2] == args.weight.shape[1]:
-        final = jnp.concatenate([_oldest(args, state)[..., None].astype(final.dtype), final], axis=2)
+        final = jnp.concatenate([_oldest_state_token(args, state)[..., None].astype(final.dtype), final], axis=2)
     if args.state_indices is None:
         return final
     slots = args.initial_state
     stored = args.state_indices >= 0
     if args.cu_seqlens is not None:
-        stored &= _lengths(args) > 0
+        stored &= _packed_lengths(args) > 0
     target = jnp.where(stored, args.state_indices, slots.shape[0])
     return slots.at[target].set(final.astype(slots.dtype), mode="drop")
 
@@ -62,7 +62,7 @@ def tree_windows(args: Any) -> TreeWindows:
     return TreeWindows(x, before, real)
 
 
-def after_trees(args: Any) -> jax.Array:
+def states_after_tree_tokens(args: Any) -> jax.Array:
     """Returns the states after every token of a call with `parents`, [B, T, I, S], in x's dtype."""
     x, before, real = tree_windows(args)
     states = jnp.concatenate([before[..., 1:], x[..., None]], axis=2)
@@ -77,17 +77,17 @@ def _stored(args: Any) -> jax.Array | None:
     return slots.at[jnp.where(indices < 0, slots.shape[0], indices)].get(mode="fill", fill_value=0)
 
 
-def _oldest(args: Any, state: jax.Array) -> jax.Array:
+def _oldest_state_token(args: Any, state: jax.Array) -> jax.Array:
     """Returns the W-th token from the end of every row or sequence, [B, I] or [N, I]; `state` has W tokens."""
     width, tokens = state.shape[2], args.x.shape[1]
     if args.cu_seqlens is None:
         return args.x[:, tokens - width] if tokens >= width else state[:, :, tokens]
-    lengths = _lengths(args)
+    lengths = _packed_lengths(args)
     end = jnp.clip(args.cu_seqlens[1:], 0, tokens)
     inside = args.x[0].at[jnp.where(lengths >= width, end - width, 0)].get(mode="clip")
     carried = jnp.take_along_axis(state, jnp.clip(lengths, 0, width - 1)[:, None, None], axis=2)[..., 0]
     return jnp.where((lengths >= width)[:, None], inside, carried.astype(inside.dtype))
 
 
-def _lengths(args: Any) -> jax.Array:
+def _packed_lengths(args: Any) -> jax.Array:
     return jnp.diff(jnp.clip(args.cu_seqlens, 0, args.x.shape[1]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 SCORES = ("softmax", "sigmoid")
 
-TINY = 1e-20
+MIN_WEIGHT_SUM = 1e-20
 """Added to the sum of the weights before they are divided by it, as DeepSeek V3 does."""
 
 
@@ -30,10 +30,10 @@ def choice(args: Any) -> jax.Array:
     biased = scores(args)
     if args.selection_bias is not None:
         biased = biased + args.selection_bias.astype(biased.dtype)
-    return biased if args.n_groups is None else _in_best_groups(args, biased)
+    return biased if args.n_groups is None else _mask_other_groups(args, biased)
 
 
-def _in_best_groups(args: Any, biased: jax.Array) -> jax.Array:
+def _mask_other_groups(args: Any, biased: jax.Array) -> jax.Array:
     """Returns the scores, -inf for experts of groups that are not among the best."""
     grouped = biased.reshape(biased.shape[0], args.n_groups, -1)
     of_group = jax.lax.top_k(grouped, args.group_score_experts)[0].sum(axis=-1)
@@ -51,5 +51,5 @@ def weights(args: Any, experts: jax.Array) -> jax.Array:
     """
     chosen = jnp.take_along_axis(scores(args), experts, axis=1)
     if args.normalise:
-        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + TINY)
+        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + MIN_WEIGHT_SUM)
     return chosen * args.scale

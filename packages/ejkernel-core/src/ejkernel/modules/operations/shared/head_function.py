@@ -10,10 +10,10 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.shared.shapes import as_count
 from ejkernel.modules.operations.shared.token_losses import check_one
 
-TOKENS = 1024
+TOKENS_PER_BLOCK = 1024
 """Tokens in a block, unless the call says how many."""
 
-OF_TOKENS = ("targets", "weights", "attention_mask", "soft_targets")
+TOKEN_FIELDS = ("targets", "weights", "attention_mask", "soft_targets")
 
 
 def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -33,22 +33,22 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
             raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function makes the logits")
     check_one("logits", options.pop("logits"), "hidden", hidden)
     shape, reduction = tuple(hidden.shape[:-1]), options.pop("reduction")
-    size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS, hidden[..., 0].size))
-    per_token = {name: options.pop(name) for name in OF_TOKENS}
+    size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS_PER_BLOCK, hidden[..., 0].size))
+    per_token = {name: options.pop(name) for name in TOKEN_FIELDS}
     if per_token["weights"] is None:
         per_token["weights"] = jnp.ones(shape, jnp.promote_types(hidden.dtype, jnp.float32))
     blocks = {
-        name: _in_blocks(x.reshape(-1, *x.shape[len(shape) :]), size)
+        name: _split_rows_into_blocks(x.reshape(-1, *x.shape[len(shape) :]), size)
         for name, x in {"hidden": hidden, **per_token}.items()
         if x is not None
     }
 
     @jax.checkpoint
-    def of_block(block: dict[str, jax.Array]) -> Any:
+    def loss_of_block(block: dict[str, jax.Array]) -> Any:
         logits = function(block.pop("hidden"))
         return loss(logits, **block, **options, reduction="none" if reduction == "none" else "sum")
 
-    results = jax.lax.map(of_block, blocks)
+    results = jax.lax.map(loss_of_block, blocks)
     weight_sum = jnp.sum(results.weight_sum)
     total = jnp.where(weight_sum == 0, 1, weight_sum)
     accuracy = None if results.accuracy is None else jnp.sum(results.accuracy * results.weight_sum) / total
@@ -59,7 +59,7 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     return type(results)(loss_, z_loss, weight_sum, accuracy)
 
 
-def _in_blocks(rows: jax.Array, size: int) -> jax.Array:
+def _split_rows_into_blocks(rows: jax.Array, size: int) -> jax.Array:
     """Returns rows as [n, size, ...]; what is missing of the last block is 0, and has weight 0."""
     missing = cdiv(rows.shape[0], size) * size - rows.shape[0]
     rows = jnp.pad(rows, ((0, missing), *((0, 0),) * (rows.ndim - 1)))

@@ -20,7 +20,7 @@ from ejkernel.planning.precision import product_precision
 Record = TypeVar("Record")
 
 
-def settle(record: Any, **values: Any) -> None:
+def set_canonical_values(record: Any, **values: Any) -> None:
     """Gives fields of a record that is being made their canonical values."""
     for name, value in values.items():
         object.__setattr__(record, name, value)
@@ -79,7 +79,7 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
         raise ValueError(f"query: got a head size of {sizes['Dq']}, wants {parts}")
 
 
-def expand(latent: jax.Array, weights: jax.Array) -> jax.Array:
+def read_out_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
     wide = jnp.promote_types(latent.dtype, jnp.float32)
     product = jnp.einsum(
@@ -95,7 +95,7 @@ def rng_seed(rng: Any) -> jax.Array:
     return jnp.asarray(rng).astype(jnp.uint32)
 
 
-def widened(args: Record) -> Record:
+def with_accumulator_dtype(args: Record) -> Record:
     """Returns an argument record with its floating arrays in the accumulator's dtype: float32, or float64 for those."""
 
     def wide(x: Any) -> Any:

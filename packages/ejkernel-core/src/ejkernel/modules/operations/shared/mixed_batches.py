@@ -8,7 +8,7 @@ from typing import Any
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.paged_arguments import check_caches, check_packed, check_query
-from ejkernel.modules.operations.shared.paged_terms import check_terms, packed_conditions, record_terms
+from ejkernel.modules.operations.shared.paged_terms import check_terms, packed_conditions, score_fields
 from ejkernel.ops.values import Condition
 
 
@@ -49,6 +49,6 @@ def batch_record(args: Any, **fields: Any) -> PagedAttention:
         kv_layout="pshd",
         kv_heads=None,
         causal=args.causal,
-        **record_terms(args, args.queries, args.queries.shape[-1]),
+        **score_fields(args, args.queries, args.queries.shape[-1]),
         **fields,
     )

@@ -10,7 +10,7 @@ from ejkernel.families.segment_pooling import chunk_ranges
 from ejkernel.planning import packing
 
 
-class Blocks(NamedTuple):
+class TokenBlocks(NamedTuple):
     """Blocks of `size` tokens, cut from the first token of every sequence on. B rows, T tokens, M blocks.
 
     Attributes:
@@ -28,13 +28,13 @@ class Blocks(NamedTuple):
     ranges: jax.Array | None
 
     @property
-    def of_token(self) -> jax.Array:
+    def block_of_token(self) -> jax.Array:
         """Returns [B|1, T] int32, the block of every token; -1 for padding."""
         of_token = self.base + self.position // self.size
         return of_token if self.ids is None else jnp.where(self.ids >= 0, of_token, -1)
 
 
-def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None) -> Blocks:
+def make_token_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None) -> TokenBlocks:
     """Returns the blocks of rows of tokens.
 
     Args:
@@ -45,18 +45,18 @@ def find_blocks(shape: tuple[int, ...], size: int, cu_seqlens: jax.Array | None)
     rows, tokens = shape[:2]
     if cu_seqlens is None:
         position = jnp.arange(tokens, dtype=jnp.int32)[None]
-        return Blocks(size, None, position, jnp.zeros((1, 1), jnp.int32), None)
+        return TokenBlocks(size, None, position, jnp.zeros((1, 1), jnp.int32), None)
     if rows > 1:
         ids, position = packing.padded_ids(cu_seqlens, tokens)
-        return Blocks(size, ids.astype(jnp.int32), position, jnp.zeros((1, 1), jnp.int32), None)
+        return TokenBlocks(size, ids.astype(jnp.int32), position, jnp.zeros((1, 1), jnp.int32), None)
     bounds = jnp.clip(cu_seqlens.astype(jnp.int32), 0, tokens)
     ids, position = packing.packed_ids(bounds, tokens)
     last = jnp.cumsum(cdiv(jnp.diff(bounds), size), dtype=jnp.int32)
     base = jnp.concatenate([jnp.zeros(1, jnp.int32), last])[jnp.maximum(ids, 0)]
-    return Blocks(size, ids, position, base, chunk_ranges(bounds, size, tokens))
+    return TokenBlocks(size, ids, position, base, chunk_ranges(bounds, size, tokens))
 
 
-def block_means(blocks: Blocks, x: jax.Array) -> jax.Array:
+def block_means(blocks: TokenBlocks, x: jax.Array) -> jax.Array:
     """Returns the mean of every block over the tokens it has: [B, T, Hk, n] -> [B, M, Hk, n] in the same dtype."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if blocks.ids is not None:
@@ -79,7 +79,7 @@ def block_means(blocks: Blocks, x: jax.Array) -> jax.Array:
     return (jnp.sum(parts, axis=2, dtype=wide) / counts[..., None, None].astype(wide)).astype(x.dtype)
 
 
-def block_ids(blocks: Blocks) -> jax.Array | None:
+def block_ids(blocks: TokenBlocks) -> jax.Array | None:
     """Returns the sequence of every block, [B, M] int32, -1 for blocks without tokens; None where rows
     are sequences.
     """
@@ -91,7 +91,7 @@ def block_ids(blocks: Blocks) -> jax.Array | None:
     return jnp.where(end > first, blocks.ids[0, jnp.minimum(first, blocks.ids.shape[1] - 1)], -1)[None]
 
 
-def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
+def listed(blocks: TokenBlocks, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
     """Returns the caller's blocks, numbered through the row, each once; -1 for those that a query cannot read.
 
     Args:
@@ -101,7 +101,7 @@ def listed(blocks: Blocks, indices: jax.Array, counts: int | jax.Array) -> jax.A
     """
     slots = jnp.arange(indices.shape[3], dtype=jnp.int32)
     indices = indices.astype(jnp.int32)
-    last = (blocks.of_token - blocks.base)[:, :, None, None]  # -1 at most for padding
+    last = (blocks.block_of_token - blocks.base)[:, :, None, None]  # -1 at most for padding
     count = counts if isinstance(counts, int) else counts.astype(jnp.int32)[..., None]
     real = (indices >= 0) & (indices <= last) & (slots < count)
     indices = jnp.where(real, indices, -1)

@@ -15,7 +15,7 @@ from ejkernel.quantization import as_stored, as_words, check_quantized, split_th
 Record = TypeVar("Record")
 
 
-def settle_format(args: Any) -> None:
+def set_canonical_format(args: Any) -> None:
     """Gives the arguments of packed matrices their canonical values.
 
     Raises:
@@ -32,7 +32,7 @@ def settle_format(args: Any) -> None:
     settle(args, rhs_bits=None if form is None else form.bits, rhs_group_size=None if form is None else form.group_size)
 
 
-def checked_shapes(args: Record) -> Record:
+def with_checked_shapes(args: Record) -> Record:
     """Checks packed matrices and returns the arguments with the shape of what they hold.
 
     Raises:
@@ -40,7 +40,7 @@ def checked_shapes(args: Record) -> Record:
     """
     inputs = cast(Any, args)
     form = _form(inputs)
-    if not is_factor(inputs.lhs.dtype):
+    if not is_matmul_dtype(inputs.lhs.dtype):
         raise ValueError(f"lhs: got {inputs.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
     if inputs.rhs_scale is None:
         raise ValueError(f"rhs_scale: got None with rhs_mode {form.mode!r}, wants the scales that quantize makes")
@@ -48,16 +48,16 @@ def checked_shapes(args: Record) -> Record:
     names = ("rhs", "rhs_scale", "rhs_zeros", "rhs_tensor_scale")
     check_quantized(inputs.rhs, inputs.rhs_scale, inputs.rhs_zeros, form, names, inputs.rhs_tensor_scale)
     *rows, groups = inputs.rhs_scale.shape
-    return _plain(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), inputs.lhs.dtype))
+    return _with_plain_matrices(args, jax.ShapeDtypeStruct((*rows, groups * form.group_size), inputs.lhs.dtype))
 
 
-def dequantised(args: Record) -> Record:
+def with_dequantised_matrices(args: Record) -> Record:
     """Returns the arguments with packed matrices in lhs's dtype."""
     inputs = cast(Any, args)
     values = decode(
         as_words(inputs.rhs), as_stored(inputs.rhs_scale), inputs.rhs_zeros, _form(inputs), inputs.rhs_tensor_scale
     )
-    return _plain(args, rounded(values, inputs.lhs.dtype).astype(inputs.lhs.dtype))
+    return _with_plain_matrices(args, rounded(values, inputs.lhs.dtype).astype(inputs.lhs.dtype))
 
 
 def packed_axes(args: Any) -> dict[str, str]:
@@ -66,7 +66,7 @@ def packed_axes(args: Any) -> dict[str, str]:
     return {"rhs": f"e {row} w", "rhs_scale": f"e {row} q", "rhs_zeros": f"e {row} q", "rhs_tensor_scale": "e"}
 
 
-def is_factor(dtype: Any) -> bool:
+def is_matmul_dtype(dtype: Any) -> bool:
     """Returns whether matrices of a dtype can be multiplied as they are."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
@@ -77,7 +77,7 @@ def _form(args: Any) -> Format:
     return with_row_group_size(form, args.rhs.shape[-1] * WORD // form.bits)
 
 
-def _plain(args: Record, rhs: Any) -> Record:
+def _with_plain_matrices(args: Record, rhs: Any) -> Record:
     """Returns the arguments with matrices that are not packed."""
     packed = ("rhs_scale", "rhs_zeros", "rhs_tensor_scale", "rhs_mode", "rhs_bits", "rhs_group_size")
     return dataclasses.replace(cast(Any, args), rhs=rhs, **dict.fromkeys(packed))

@@ -22,7 +22,7 @@ from ejkernel.ops.params import BaseOperationConfig
 
 Config = TypeVar("Config", bound=BaseOperationConfig)
 
-LETTERS = {"p": "P", "s": "S", "h": "Hk"}
+AXIS_BY_LAYOUT_LETTER = {"p": "P", "s": "S", "h": "Hk"}
 
 
 def cache_axes(kv_layout: str) -> dict[str, str]:
@@ -115,7 +115,10 @@ def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
         return as_choice("kv_layout", value, (*LAYOUTS[:3], None))
     fitting = {layout: heads for layout in LAYOUTS[:3] if (heads := _kv_heads(layout, query, cache)) is not None}
     if len(fitting) > 1:
-        axes = {layout: ", ".join(LETTERS.get(letter, letter.upper()) for letter in layout) for layout in fitting}
+        axes = {
+            layout: ", ".join(AXIS_BY_LAYOUT_LETTER.get(letter, letter.upper()) for letter in layout)
+            for layout in fitting
+        }
         readings = " or ".join(
             f"[{axes[layout]}] with {heads} KV heads ({layout!r})" for layout, heads in fitting.items()
         )
@@ -162,7 +165,7 @@ def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[st
             layout argument.
     """
     hint = f" (as {argument}={layout!r} says)" if argument else ""
-    axes = " ".join(LETTERS[letter] for letter in layout[:-1])
+    axes = " ".join(AXIS_BY_LAYOUT_LETTER[letter] for letter in layout[:-1])
     for (name, cache), last in zip(caches.items(), ("D", "Dv"), strict=True):
         try:
             check_shape(name, cache, f"{axes} {last}", sizes)
@@ -245,7 +248,7 @@ def per_head(array: jax.Array | None, query: jax.Array) -> jax.Array | None:
     return None if array is None else array.astype(jnp.promote_types(query.dtype, jnp.float32))
 
 
-def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
+def rounded_as_cache(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     """Returns queries divided by `scale` and rounded as a cache's dtype represents them, in their own dtype."""
     if scale is None:
         return queries
@@ -257,7 +260,7 @@ def quantised(queries: jax.Array, scale: float | None, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(scaled.astype(dtype)).astype(queries.dtype)
 
 
-def tuned(config: type[Config], cfg: Config | None, **fields: Any) -> Config | None:
+def with_tuning_arguments(config: type[Config], cfg: Config | None, **fields: Any) -> Config | None:
     """Returns `cfg` with the fields that the call's tuning arguments set. If no tuning argument is set, returns `cfg`
     unchanged.
 

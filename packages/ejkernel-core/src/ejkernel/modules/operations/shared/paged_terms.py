@@ -23,7 +23,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations.shared.conditions import Packed, packed, packed_tables, shared_prefix
+from ejkernel.modules.operations.shared.conditions import (
+    PagedBatch,
+    packed_qq_bias_conditions,
+    paged_batch_conditions,
+    shared_prefix,
+)
 from ejkernel.modules.operations.shared.paged_arguments import (
     accept_mask_value,
     as_cap,
@@ -39,20 +44,20 @@ from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
 from ejkernel.ops.values import Condition
 
 
-def _as_stored_scale(name: str, scale: Any) -> float | None:
+def _as_positive_scale(name: str, scale: Any) -> float | None:
     return None if scale is None else as_number(name, scale, above=0)
 
 
-def _as_prefix(name: str, prefix: Any) -> Any:
+def _as_int32_prefix(name: str, prefix: Any) -> Any:
     return np.int32(prefix) if isinstance(prefix, int) else prefix
 
 
-CANONICAL: dict[str, Callable[[str, Any], Any]] = {
+CANONICAL_VALUE_FUNCTIONS: dict[str, Callable[[str, Any], Any]] = {
     "softmax_scale": as_scale,
-    "q_scale": _as_stored_scale,
-    "k_scale": _as_stored_scale,
-    "v_scale": _as_stored_scale,
-    "shared_prefix": _as_prefix,
+    "q_scale": _as_positive_scale,
+    "k_scale": _as_positive_scale,
+    "v_scale": _as_positive_scale,
+    "shared_prefix": _as_int32_prefix,
     "chunk_size": as_count,
     "sliding_window": as_newest,
     "logits_soft_cap": as_cap,
@@ -62,14 +67,18 @@ CANONICAL: dict[str, Callable[[str, Any], Any]] = {
 """Argument -> (its name, what was given) -> its canonical value."""
 
 
-def settle_terms(args: Any, **others: Any) -> None:
+def set_canonical_terms(args: Any, **others: Any) -> None:
     """Sets the canonical values of a record that is being constructed.
 
     Args:
         args: The argument record.
         **others: Values of arguments that only this operation has, or that it reads in a different way.
     """
-    terms = {name: canonical for name, canonical in CANONICAL.items() if name not in others and hasattr(args, name)}
+    terms = {
+        name: canonical
+        for name, canonical in CANONICAL_VALUE_FUNCTIONS.items()
+        if name not in others and hasattr(args, name)
+    }
     settle(args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others)
 
 
@@ -90,10 +99,10 @@ def check_terms(args: Any, sizes: dict[str, int]) -> None:
         check_shape("shared_prefix", prefix, "", {})
         check_dtype("shared_prefix", prefix, jnp.integer, "an integer dtype")
     if bias is not None:
-        _check_bias(bias, sizes)
+        _check_qq_bias(bias, sizes)
 
 
-def _check_bias(bias: Any, sizes: dict[str, int]) -> None:
+def _check_qq_bias(bias: Any, sizes: dict[str, int]) -> None:
     shape = getattr(bias, "shape", ())
     largest = {"Q": max((0, *shape[-2:]))}
     axes = {1: "L", 3: "N Q Q"}.get(len(shape), "Q Q") if "N" in sizes else "Q Q"
@@ -116,7 +125,7 @@ def packed_conditions(args: Any, rows: int, page_size: int, live: str | None = N
         page_size: Slots of a page.
         live: The argument that says how many of the sequences are live; None for all.
     """
-    batch = Packed(
+    batch = PagedBatch(
         lengths=("kv_lens", args.kv_lens),
         starts=("query_start_loc", args.query_start_loc),
         tables=("block_tables", args.block_tables),
@@ -124,16 +133,16 @@ def packed_conditions(args: Any, rows: int, page_size: int, live: str | None = N
         page_size=page_size,
         live=None if live is None else (live, getattr(args, live)),
     )
-    yield from packed(batch)
+    yield from paged_batch_conditions(batch)
     tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))
     if _get(args, "shared_prefix") is not None:
         capacity = math.prod(tables) // sequences * page_size
         yield from shared_prefix(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.live)
     if len(getattr(_get(args, "qq_bias"), "shape", ())) == 1:
-        yield from packed_tables(args.qq_bias.shape[0], batch.starts, batch.live)
+        yield from packed_qq_bias_conditions(args.qq_bias.shape[0], batch.starts, batch.live)
 
 
-def record_terms(args: Any, query: Any, size: int) -> dict[str, Any]:
+def score_fields(args: Any, query: Any, size: int) -> dict[str, Any]:
     """Returns the fields of a paged-attention record that the terms of a call have.
 
     Args:

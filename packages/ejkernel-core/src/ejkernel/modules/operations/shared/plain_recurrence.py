@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
 from ejkernel.modules.operations.cases.recurrence import make_inputs
-from ejkernel.modules.operations.shared.conditions import of_states
+from ejkernel.modules.operations.shared.conditions import conditions_of_states
 from ejkernel.modules.operations.shared.recurrences import (
     TOLERANCE,
+    check_and_canonicalise_packing,
     check_floating,
     check_log_gate,
     check_packing,
@@ -21,7 +22,6 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_states,
     check_tokens,
     rank,
-    settle_packing,
     wide,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number
@@ -35,12 +35,12 @@ def canonicalise(args: Any) -> None:
     object.__setattr__(args, "softmax_scale", None if scale is None else as_number("softmax_scale", scale))
     for name in ("reverse", "return_state"):
         object.__setattr__(args, name, as_flag(name, getattr(args, name)))
-    settle_packing(args)
+    check_and_canonicalise_packing(args)
 
 
 def validate(args: Any) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    rows = "" if _flat(args) else "B "
+    rows = "" if _has_no_row_axis(args) else "B "
     sizes = {"B": 1, **check_tokens(args, rows)}
     heads = f"{rows}T H"
     check_log_gate("g", args.g, heads, sizes)
@@ -71,7 +71,7 @@ def lower(args: Any) -> LinearRecurrence:
         key=tokens["key"],
         value=tokens["value"],
         softmax_scale=args.query.shape[-1] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
-        decay=_decay(tokens["g"], args.g_gamma, tokens["gk"]),
+        decay=_decay_of_key_channels(tokens["g"], args.g_gamma, tokens["gk"]),
         value_decay=tokens["gv"],
         initial_state=state if bounds is None else None,
         cu_seqlens=bounds,
@@ -88,7 +88,7 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
         read = jnp.flip(read, axis=1)
         by_sequence = args.cu_seqlens is not None and args.state_indices is None
         state = jnp.flip(state, axis=0) if by_sequence else state
-    read = read[0] if _flat(args) else read
+    read = read[0] if _has_no_row_axis(args) else read
     return (read, state) if args.return_state else read
 
 
@@ -114,7 +114,7 @@ def operation(
         family=FAMILY,
         validate=validate,
         lower=lower,
-        conditions=of_states("query", -3),
+        conditions=conditions_of_states("query", -3),
         cases=cases(arguments),
         tolerance=TOLERANCE,
         make_inputs=make_inputs,
@@ -123,16 +123,16 @@ def operation(
     )
 
 
-def _flat(args: Any) -> bool:
+def _has_no_row_axis(args: Any) -> bool:
     """Returns whether packed tokens came without a row axis."""
     return args.cu_seqlens is not None and rank(args.query) == 3
 
 
 def _with_row_axis(x: jax.Array, args: Any) -> jax.Array:
-    return x[None] if _flat(args) else x
+    return x[None] if _has_no_row_axis(args) else x
 
 
-def _decay(g: jax.Array | None, g_gamma: jax.Array | None, gk: jax.Array | None) -> jax.Array | None:
+def _decay_of_key_channels(g: jax.Array | None, g_gamma: jax.Array | None, gk: jax.Array | None) -> jax.Array | None:
     """Returns the sum of the gates of the keys' channels, [B|1, T|1, H, K|1]; None if there are none."""
     terms = []
     if g_gamma is not None:

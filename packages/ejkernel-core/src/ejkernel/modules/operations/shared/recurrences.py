@@ -16,7 +16,7 @@ from ejkernel.modules.operations.shared.shapes import (
     check_shape,
 )
 from ejkernel.ops.model import Op, tolerances
-from ejkernel.promotion import promoting
+from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.integers import exact_ids
 
 TOLERANCE = tolerances(float64=1e-9, float32=5e-5, bfloat16=2e-2, float16=4e-3)
@@ -103,7 +103,7 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
         raise ValueError(f"{error}, or [{', '.join(other.split())}]") from None
 
 
-def settle_packing(args: Any) -> None:
+def check_and_canonicalise_packing(args: Any) -> None:
     """Checks the lengths of a record under construction if they are not traced, and keeps 64-bit ids exact.
 
     Raises:
@@ -145,7 +145,7 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
 
 
 def check_parents(args: Any, sizes: dict[str, int], axes: str = "B T") -> None:
-    """Checks the shape and dtype of the trees of draft tokens; `conditions.of_trees` checks their values.
+    """Checks the shape and dtype of the trees of draft tokens; `conditions.conditions_of_trees` checks their values.
 
     Raises:
         ValueError: `parents` are not such integers, or there are segments too.
@@ -210,11 +210,11 @@ def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
 
 def l2_normalised(x: jax.Array) -> jax.Array:
     """Returns x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
-    return _normalised(wide(x)).astype(x.dtype)
+    return _normalise(wide(x)).astype(x.dtype)
 
 
 @jax.custom_vjp
-def _normalised(x: jax.Array) -> jax.Array:
+def _normalise(x: jax.Array) -> jax.Array:
     return x * _inverse_length(x)
 
 
@@ -222,7 +222,7 @@ def _inverse_length(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
-@promoting
+@with_standard_promotion
 def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     """Computes the gradient by hand, because XLA's CPU backend computes the sum of products of two arrays fast only as
     a matrix product, and because a vector whose cotangent is zero has a gradient of zero, whatever it holds: tokens
@@ -235,7 +235,7 @@ def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]
 
 
 # Written out in the forward rule, which forward-mode derivatives of gradients go through.
-_normalised.defvjp(promoting(lambda x: (x * _inverse_length(x), x)), _normalised_gradient)
+_normalise.defvjp(with_standard_promotion(lambda x: (x * _inverse_length(x), x)), _normalised_gradient)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from ejkernel import _compat
 from ejkernel.families.ring_attention import is_axis_bound
 
 
-def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
+def mesh_and_specs(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, Any]:
     """Returns the `mesh`, `in_specs` and `out_specs` that a call is carried out with.
 
     Args:
@@ -39,7 +39,7 @@ def placement(args: Any, mesh: Any, in_specs: Any, out_specs: Any) -> dict[str, 
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh: got {type(mesh).__name__}, wants a jax.sharding.Mesh")
     _check_axis(args.axis_name, mesh)
-    query, keys = _specs(args, mesh)
+    query, keys = _query_and_key_specs(args, mesh)
     return {"mesh": mesh, "in_specs": (query, keys, keys), "out_specs": query}
 
 
@@ -59,13 +59,13 @@ def _check_specs(axis_name: str | None, in_specs: Any, mesh: Any) -> None:
     names = ("query", "key", "value")
     sizes = getattr(mesh, "shape", {})
 
-    def splitting(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    def axes_of_several_devices(axes: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(axis for axis in axes if sizes.get(axis) != 1)
 
     pairs = zip(names, in_specs, strict=False)
-    along = {name: splitting(_axes(spec, 1)) for name, spec in pairs if spec is not None}
+    along = {name: axes_of_several_devices(_spec_entry_axes(spec, 1)) for name, spec in pairs if spec is not None}
     if axis_name is not None:
-        wrong = {name: axes for name, axes in along.items() if axes != splitting((axis_name,))}
+        wrong = {name: axes for name, axes in along.items() if axes != axes_of_several_devices((axis_name,))}
         if wrong:
             name, axes = next(iter(wrong.items()))
             raise ValueError(
@@ -75,7 +75,7 @@ def _check_specs(axis_name: str | None, in_specs: Any, mesh: Any) -> None:
         raise ValueError(f"axis_name: got None with the keys split over {keys}, wants the axis they are split over")
 
 
-def _specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
+def _query_and_key_specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
     """Specs of the queries and of the keys on the mesh around the call.
 
     Batch and heads stay where they are known to be: with arrays that have been placed, and with explicit mesh axes.
@@ -83,7 +83,7 @@ def _specs(args: Any, mesh: Any) -> tuple[PartitionSpec, PartitionSpec]:
     known = [_known_spec(x, mesh) for x in (args.query, args.key, args.value)]
     entries: dict[int, Any] = {}
     for axis in (0, 2):
-        mesh_axes = [_axes(spec, axis) for spec in known]
+        mesh_axes = [_spec_entry_axes(spec, axis) for spec in known]
         shared = mesh_axes[0] == mesh_axes[1] == mesh_axes[2] and args.axis_name not in mesh_axes[0]
         entries[axis] = mesh_axes[0] if shared and mesh_axes[0] else None
     spec = PartitionSpec(entries[0], args.axis_name, entries[2])
@@ -97,7 +97,7 @@ def _known_spec(x: Any, mesh: Any) -> PartitionSpec:
     return sharding.spec if on_mesh else PartitionSpec()
 
 
-def _axes(spec: Any, axis: int) -> tuple[Any, ...]:
+def _spec_entry_axes(spec: Any, axis: int) -> tuple[Any, ...]:
     """Returns the mesh axes of one entry of a spec."""
     entry = spec[axis] if isinstance(spec, PartitionSpec) and axis < len(spec) else None
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

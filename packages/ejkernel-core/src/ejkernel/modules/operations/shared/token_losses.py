@@ -63,18 +63,18 @@ def token_weights(args: Any, dtype: Any) -> jax.Array | None:
     return functools.reduce(jnp.multiply, inputs) if inputs else None
 
 
-def average(weighted: jax.Array, weights: jax.Array) -> jax.Array:
+def average_loss(weighted: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns a sum divided by the sum of weights; 0 if the weights are 0."""
     total = jnp.sum(weights)
     return jnp.where(total == 0, 0, weighted / jnp.where(total == 0, 1, total))
 
 
-def reduced(losses: jax.Array, weights: jax.Array, args: Any) -> jax.Array:
+def reduce_losses(losses: jax.Array, weights: jax.Array, args: Any) -> jax.Array:
     """Returns losses [...] times their weights, reduced as a call asks for; those of weight 0 count nothing."""
     weighted = jnp.where(weights == 0, 0, weights * losses)
     if args.reduction == "none":
         return weighted
-    return jnp.sum(weighted) if args.reduction == "sum" else average(jnp.sum(weighted), weights)
+    return jnp.sum(weighted) if args.reduction == "sum" else average_loss(jnp.sum(weighted), weights)
 
 
 def token_letters(rank: int) -> str:
@@ -84,7 +84,7 @@ def token_letters(rank: int) -> str:
     return " ".join(["t", *"abcefghi"[: max(rank - 1, 0)]][:rank])
 
 
-def across(x: jax.Array, axis: str | None) -> jax.Array:
+def sum_over_mesh_axis(x: jax.Array, axis: str | None) -> jax.Array:
     """Returns the sum over a mesh axis; what it is given where there is none."""
     return x if axis is None else lax.psum(x, axis)
 
