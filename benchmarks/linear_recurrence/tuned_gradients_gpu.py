@@ -25,7 +25,7 @@ import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.chips import gpu_of
-from ejkernel.ops.config.table import entry_config_part, decode, table_name
+from ejkernel.ops.config.table import decode, entry_config_part, table_name
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback

@@ -58,7 +58,7 @@ def test_the_body_of_a_public_function_calls_the_engine():
         source = inspect.getsource(op.function)
         before, definition, _ = source.partition(f"@document_options\ndef {op.function.__name__}(")
         assert definition
-        assert before == "" or before.startswith("@also_called(")
+        assert before == "" or before.startswith("@accept_older_names(")
         assert source.endswith("    return run_operation(OP, locals())\n")
         written_in = inspect.unwrap(op.function).__code__.co_filename
         assert written_in == importlib.import_module(op.function.__module__).__file__

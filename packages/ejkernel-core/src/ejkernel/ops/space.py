@@ -70,7 +70,7 @@ class ConfigSpace:
         *,
         forward: type,
         backward: type | None = None,
-        kind: Callable[[Any], str | None] = _of_no_kind,
+        kind: Callable[[Any], str | None] = _no_call_kind,
     ) -> "ConfigSpace":
         """Returns the configurations of a kernel directory, whose module `config` has the rules and public fields.
 
