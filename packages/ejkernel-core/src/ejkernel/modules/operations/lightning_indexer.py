@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int32, Integer
 from ejkernel.families import lightning_indexer as family
 from ejkernel.modules.operations.cases import lightning_indexer as cases
 from ejkernel.modules.operations.configs import LightningIndexerConfig
-from ejkernel.modules.operations.shared.conditions import cumulative, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
 from ejkernel.modules.operations.shared.dense_arguments import check_cum_seqlens
 from ejkernel.modules.operations.shared.key_ranges import key_ranges
-from ejkernel.modules.operations.shared.latent_inputs import settle
+from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -107,7 +107,7 @@ class LightningIndexerArguments(ArgumentRecord, of=lightning_indexer):
 
     def __post_init__(self) -> None:
         scale = self.softmax_scale
-        settle(
+        set_canonical_values(
             self,
             top_k=as_count("top_k", self.top_k, least=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
@@ -141,7 +141,7 @@ def validate(args: LightningIndexerArguments) -> None:
 def conditions(args: LightningIndexerArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit the arrays."""
     for name, array in _sequences(args):
-        yield from cumulative(name, getattr(args, name), *array.shape[:2])
+        yield from cumulative_length_conditions(name, getattr(args, name), *array.shape[:2])
 
 
 def lower(args: LightningIndexerArguments) -> family.LightningIndexer:

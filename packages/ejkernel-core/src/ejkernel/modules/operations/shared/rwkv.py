@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
 from ejkernel.modules.operations.cases.rwkv import make_inputs
 from ejkernel.modules.operations.shared import plain_recurrence, recurrences
-from ejkernel.modules.operations.shared.conditions import of_states
+from ejkernel.modules.operations.shared.conditions import conditions_of_states
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
 from ejkernel.ops.model import Case, Op
@@ -110,7 +110,7 @@ def operation(
         family=FAMILY,
         validate=validate,
         lower=lower,
-        conditions=of_states("r", -3),
+        conditions=conditions_of_states("r", -3),
         cases=cases(arguments),
         tolerance=recurrences.TOLERANCE,
         make_inputs=make_inputs,
