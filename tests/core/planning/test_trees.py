@@ -31,3 +31,24 @@ def test_gradients_of_rows_are_not_added_by_a_scatter():
     program = str(jax.make_jaxpr(jax.grad(lambda x, index: rows_with_ordered_gradients(x, index).sum()))(*shapes))
     assert "scatter" not in program
     assert "scatter-add" in str(jax.make_jaxpr(jax.grad(lambda x, index: x[index].sum()))(*shapes))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_gradients_of_rows_are_rounded_once(dtype):
+    """Sums of bfloat16 are those of float32; sums of float64 keep its digits."""
+    index = np.repeat([0, 2], [300, 41])
+    with jax.enable_x64(dtype == "float64"):
+        cotangent = jnp.asarray(np.random.default_rng(0).uniform(size=(len(index), 16)), dtype)
+        expected = np.stack([np.asarray(cotangent, np.float64)[index == row].sum(0) for row in range(3)])
+        _, pull = jax.vjp(lambda x: rows_with_ordered_gradients(x, jnp.asarray(index)), jnp.ones((3, 16), dtype))
+        (got,) = pull(cotangent)
+        assert got.dtype == dtype
+        if dtype == "bfloat16":
+            np.testing.assert_array_equal(got, expected.astype(got.dtype))
+        np.testing.assert_allclose(got, expected, rtol=1e-14 if dtype == "float64" else 2**-8)
+
+
+def test_nan_in_a_cotangent_stays_in_the_row_that_was_read():
+    index, cotangent = jnp.asarray([0, 1, 0, 2, 1]), jnp.ones((5, 3)).at[2, 1].set(jnp.nan)
+    (got,) = jax.vjp(lambda x: rows_with_ordered_gradients(x, index), jnp.zeros((4, 3)))[1](cotangent)
+    np.testing.assert_array_equal(got, [[2, np.nan, 2], [2] * 3, [1] * 3, [0] * 3])

@@ -198,6 +198,13 @@ def test_a_program_of_the_delta_rule_adds_up_gradients_of_shared_keys():
     assert kernels["shared"].grid == kernels["full"].grid // 2
 
 
+def test_gradients_of_queries_and_keys_that_groups_of_heads_share():
+    """8 heads share 4 queries and 2 keys, so that a group of 2 has one of each; then 2 queries and 1 key, in groups of
+    4.
+    """
+    run_interpreted("linear_recurrence/delta_shared_heads_process.py")
+
+
 def test_few_programs_of_the_delta_rule_have_one_head_each():
     query, value = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (1, 4))
     beta, decay = (jax.ShapeDtypeStruct((1, 256, 4, *rest), jnp.float32) for rest in ((), (1,)))
