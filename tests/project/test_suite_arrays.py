@@ -79,3 +79,23 @@ def test_traced_arrays_are_left_to_jax():
     assert made.eqns
     assert arrays.install() is None
     assert jnp.zeros.__module__ == arrays.__name__
+
+
+DONATED = {
+    "zeros": lambda: jnp.zeros((64, 64)),
+    "range": lambda: jnp.arange(4096),
+    "converted": lambda: jnp.asarray(np.ones(4096, np.float32)),
+    "drawn": lambda: jax.random.normal(jax.random.key(0), (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", DONATED)
+def test_donated_arrays_are_updated_in_place(name):
+    """XLA copies a donated array whose memory is NumPy's: whether it is depends on where NumPy has put it."""
+    add_one = jax.jit(lambda x: x.at[0].add(1), donate_argnums=0)
+    for _ in range(16):
+        array = jax.block_until_ready(DONATED[name]())
+        pointer = array.unsafe_buffer_pointer()
+        updated = add_one(array)
+        assert array.is_deleted()
+        assert updated.unsafe_buffer_pointer() == pointer

@@ -1,8 +1,11 @@
 """Constant arrays for tests, which NumPy makes.
 
 JAX compiles a program for each shape of `jnp.zeros` and `jnp.arange`, and of `jnp.asarray` where a dtype changes. Tests
-have thousands of such arrays. These are JAX's bit by bit. What is traced, sharded, or of a kind that NumPy might
-convert otherwise is left to JAX.
+have thousands of such arrays. These are JAX's bit by bit, in memory that JAX may update where they are donated. What is
+traced, sharded, or of a kind that NumPy might convert otherwise is left to JAX.
+
+The library that is tested gets these functions, too, where it runs outside of `jax.jit`. A test that counts the
+programs that are compiled therefore does not see those of its constants.
 """
 
 import functools
@@ -20,6 +23,9 @@ from ejkernel._compat import under_trace
 LONGEST = 2**20
 """Longer arrays are left to JAX: there, copying takes longer than compiling."""
 
+ALIGNMENT = 64
+"""Of the memory that XLA shares with NumPy on a CPU, in bytes."""
+
 FLOATS = ("float32", "bfloat16", "float16")
 INTEGERS = ("int32", "int16", "int8", "uint32", "uint16", "uint8")
 
@@ -32,6 +38,18 @@ def install() -> None:
             setattr(jnp, name, _replaced(function, constant))
 
 
+def on_device(array: np.ndarray) -> jax.Array:
+    """Returns an array of JAX's in memory of its own, which a program may update where the array is donated.
+
+    XLA shares the memory of NumPy's arrays that are aligned to 64 bytes, and copies the others.
+    """
+    memory = np.empty(array.nbytes + 2 * ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT + ALIGNMENT // 2
+    unaligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    unaligned[...] = array
+    return jax.device_put(unaligned)
+
+
 def _replaced(function: Callable[..., jax.Array], constant: Callable[..., np.ndarray | None]) -> Callable[..., Any]:
     """Returns the function with the arrays that `constant` makes, where it makes one."""
     signature = inspect.signature(function)
@@ -41,7 +59,7 @@ def _replaced(function: Callable[..., jax.Array], constant: Callable[..., np.nda
         if under_trace() or not jax.sharding.get_abstract_mesh().empty:
             return function(*args, **kwargs)
         array = constant(**signature.bind(*args, **kwargs).arguments)
-        return function(*args, **kwargs) if array is None else jax.device_put(array)
+        return function(*args, **kwargs) if array is None else on_device(array)
 
     replaced.__module__ = __name__
     return replaced

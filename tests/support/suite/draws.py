@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ejkernel._compat import under_trace
+from suite.arrays import on_device
 
 FUNCTIONS = ("normal", "uniform", "randint")
 """The functions of `jax.random` that tests and cases draw with."""
@@ -47,8 +48,8 @@ def shared(draw: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             return draw(*args, **kwargs)
         size = math.prod(shape)
         call.arguments["shape"] = (max(8, 1 << (size - 1).bit_length()),)
-        # A copy in memory of its own. `jnp.array` would compile a program per shape.
-        return jax.device_put(np.array(np.asarray(draw(*call.args, **call.kwargs))[:size]).reshape(shape))
+        # `jnp.array` would compile a program per shape.
+        return on_device(np.asarray(draw(*call.args, **call.kwargs))[:size].reshape(shape))
 
     drawn.__module__ = __name__
     return drawn
