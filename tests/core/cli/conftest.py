@@ -1,18 +1,35 @@
 """A command line with a store of its own, and backends that are installed for one test."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from ejkernel.cli import main
+from ejkernel.cli.ops import support_matrix
 from ejkernel.ops import plugins
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.config.persistent import DIRECTORY_VARIABLE
+from ejkernel_conformance.subjects import abstract_record
 
 Run = Callable[..., Result]
 Install = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def traced_cases() -> Iterator[Callable[..., Any]]:
+    """Gives `ejkernel ops` the records that the conformance suite has traced; returns the function that it replaces.
+
+    Tracing all cases takes ten seconds, and the suite has done it to collect its tests.
+    """
+    module = sys.modules[support_matrix.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        original = module._case_record
+        patch.setattr(module, "_case_record", abstract_record)
+        yield original
 
 
 @pytest.fixture

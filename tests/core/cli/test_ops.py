@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from ejkernel.cli.ops import distinguishing_fields, support_matrix
@@ -13,6 +14,7 @@ from ejkernel.types.arguments import non_default_fields
 from ejkernel_conformance.subjects import abstract_record
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("traced_cases")
 PLUGIN = """
 import dataclasses
 from ejkernel.ops import Requires, hookimpl
@@ -43,8 +45,17 @@ def section(page: str, op: str) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def page() -> str:
+def page(traced_cases) -> str:
     return support_matrix(registry())
+
+
+def test_records_of_cases_are_those_of_the_conformance_suite(traced_cases):
+    """The other tests of the page rely on it."""
+    for name in ("flash_attention", "page_attention", "state_space_v1"):
+        op = registry().ops[name]
+        got, expected = (record(op, op.cases[0]) for record in (traced_cases, abstract_record))
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        assert jax.tree.leaves(got) == jax.tree.leaves(expected)
 
 
 @pytest.mark.parametrize("name", sorted(registry().ops))

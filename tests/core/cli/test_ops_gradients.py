@@ -8,9 +8,11 @@ from ejkernel.cli.ops import support_matrix_data
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import optional_fields
 
+pytestmark = pytest.mark.usefixtures("traced_cases")
+
 
 @pytest.fixture(scope="module")
-def every():
+def every(traced_cases):
     return support_matrix_data(registry())
 
 

@@ -288,7 +288,7 @@ class Implementation:
 
     def cases_of(self, op: Op) -> tuple[Case, ...]:
         """Returns its own conformance cases of an operation, in addition to the operation's."""
-        return () if self.cases is None else tuple(load_object(self.cases)().get(op.name, ()))
+        return () if self.cases is None else _cases_by_operation(self.cases).get(op.name, ())
 
     def requires_for(self, direction: Direction) -> Requires:
         """Returns the requirements of one direction."""
@@ -319,6 +319,12 @@ def _shipped_folder(package: str, name: str) -> str | None:
     except (ImportError, TypeError, ValueError):  # there is no such package, or it is a module
         return None
     return f"{package}:{name}" if exists else None
+
+
+@functools.cache
+def _cases_by_operation(path: str) -> dict[str, tuple[Case, ...]]:
+    """Returns the cases that a `"module:function"` gives, the same objects each time: what is traced is cached."""
+    return {name: tuple(cases) for name, cases in load_object(path)().items()}
 
 
 @functools.cache
