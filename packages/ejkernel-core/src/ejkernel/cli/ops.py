@@ -176,7 +176,7 @@ def splittable_axes(op: Op) -> list[str]:
 
 @functools.cache
 def _case_record(op: Op, case: Case) -> Any:
-    """Returns the shapes of a case's family record; nothing is computed. It is traced once: all cases take ten seconds."""
+    """Returns the shapes of a case's family record; tracing all cases takes ten seconds."""
     return jax.eval_shape(lambda key: op.lower(case.make(key)), jax.random.key(0))
 
 
