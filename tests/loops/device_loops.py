@@ -13,6 +13,7 @@ from lightning_indexer_loop import lightning_indexer
 from rwkv_loop import rwkv4, rwkv6, rwkv7, rwkv7_mul
 from segment_pooling_loop import mean_pooling
 from selective_scan_loop import state_space_v1
+from token_sparse_loop import token_sparse_attention
 
 PAIRS = 20_000
 """Pairs of a query and a key, over all heads, of which a loop takes seconds."""
@@ -104,6 +105,16 @@ def indexer(args):
     return lightning_indexer(**arrays(args, *names), top_k=args.top_k, softmax_scale=scale, **options)[0]
 
 
+def token_sparse(args):
+    (b, t, h, _), count = args.query.shape, args.indices.shape[-1]
+    if b * t * h * count > PAIRS:
+        return None
+    names = ("query", "key", "indices", "softmax_aux")
+    value = None if args.value is None else np.asarray(args.value)
+    options = {"value_size": args.value_size, "softmax_scale": args.softmax_scale}
+    return token_sparse_attention(**arrays(args, *names), value=value, **options)[0]
+
+
 def flash(args):
     (b, t, h, _), s = args.query.shape, args.key.shape[1]
     if b * h * t * s > PAIRS:
@@ -139,4 +150,5 @@ LOOPS = {
     "rwkv7_mul": lambda args: rwkv(args, rwkv7_mul, "r", "w", "k", "v", "kk", "a"),
     "state_space_v1": selective_scan,
     "state_space_v2": state_space_v2,
+    "token_sparse_attention": token_sparse,
 }

@@ -20,6 +20,7 @@ from ejkernel_xla import (
     selected_attention,
     selective_scan,
     tiled_attention,
+    token_sparse_attention,
     wkv,
 )
 
@@ -31,6 +32,7 @@ FAMILIES = (
     ring_attention,
     selected_attention,
     lightning_indexer,
+    token_sparse_attention,
     segment_pooling,
     grouped_matmul,
     quantized_matmul,

@@ -135,6 +135,10 @@ from ejkernel.modules.operations.scaled_dot_product_attention import (
 )
 from ejkernel.modules.operations.state_space_v1 import StateSpaceV1 as StateSpaceV1, state_space_v1 as state_space_v1
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2 as StateSpaceV2, state_space_v2 as state_space_v2
+from ejkernel.modules.operations.token_sparse_attention import (
+    TokenSparseAttention as TokenSparseAttention,
+    token_sparse_attention as token_sparse_attention,
+)
 from ejkernel.modules.operations.unified_attention import (
     UnifiedAttention as UnifiedAttention,
     unified_attention as unified_attention,

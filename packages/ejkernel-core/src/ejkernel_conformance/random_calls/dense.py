@@ -198,3 +198,21 @@ def indexer(rng: Rng) -> Drawn:
     window = (int(rng.integers(0, s + 1)), None) if some(rng, 0.3) else None
     options = given(causal=some(rng, 0.8), sliding_window=window, softmax_scale=0.125)
     return Drawn(values, {"top_k": pick(rng, (1, 3, 16, 64, 256)), **options})
+
+
+def token_sparse(rng: Rng) -> Drawn:
+    """Draws a call of `token_sparse_attention`. Keys that no query lists are poisoned."""
+    b, t, s, kind = int(rng.integers(1, 3)), tokens(rng, 100), tokens(rng, 200), dtype(rng)
+    (h, g), d, count = heads(rng, 16), pick(rng, (16, 32, 64, 128)), pick(rng, (1, 7, 16, 64))
+    latent, by_head, sinks = some(rng, 0.5), some(rng, 0.3), some(rng, 0.3)
+
+    def values(rng: Rng) -> Arrays:
+        shape = (b, t, g, count) if by_head else (b, t, count)
+        indices = rng.integers(-1, s + 1, shape).astype(np.int32)
+        listed = np.zeros(s, bool)
+        listed[indices[(indices >= 0) & (indices < s)]] = True
+        key, value = (poison(normal(rng, (b, s, g, d), kind).swapaxes(0, 1), ~listed).swapaxes(0, 1) for _ in "kv")
+        arrays: Arrays = {"query": normal(rng, (b, t, h, d), kind), "key": key, "value": None if latent else value}
+        return {**arrays, "indices": indices, **({"softmax_aux": normal(rng, (h,))} if sinks else {})}
+
+    return Drawn(values, given(value_size=d // 2 if latent else None, return_lse=some(rng, 0.3) or None))

@@ -57,6 +57,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "scaled_dot_product_attention": functools.partial(dense.flash, op="scaled_dot_product_attention"),
     "state_space_v1": recurrences.state_space_v1,
     "state_space_v2": recurrences.state_space_v2,
+    "token_sparse_attention": dense.token_sparse,
     "unified_attention": pages.unified,
 }
 

@@ -13,6 +13,7 @@ from ejkernel.modules.operations.configuration.latent import (
     LightningIndexerConfig,
     MLADecodeConfig,
     NativeSparseAttentionConfig,
+    TokenSparseAttentionConfig,
 )
 from ejkernel.modules.operations.configuration.paged import (
     ChunkedPrefillPagedDecodeConfig,
@@ -104,6 +105,7 @@ __all__ = [
     "ScaledDotProductAttentionConfig",
     "StateSpaceV1Config",
     "StateSpaceV2Config",
+    "TokenSparseAttentionConfig",
     "UnifiedAttentionConfig",
 ]
 

@@ -51,3 +51,14 @@ class LightningIndexerConfig(BaseOperationConfig):
 
     block_q: int | None = None
     block_k: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSparseAttentionConfig(BaseOperationConfig):
+    """Tiles of `token_sparse_attention`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries per tile.
+    """
+
+    block_q: int | None = None

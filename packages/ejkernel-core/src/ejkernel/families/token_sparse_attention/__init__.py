@@ -1,0 +1,19 @@
+"""The token-sparse attention family: every query attends to the keys that it lists by their indices."""
+
+from ejkernel.families.contract import Family
+from ejkernel.families.token_sparse_attention.record import TokenSparseAttention, accumulator
+from ejkernel.families.token_sparse_attention.reference import reference
+
+__all__ = ["FAMILY", "TokenSparseAttention", "accumulator", "reference"]
+
+FAMILY = Family(
+    name="token_sparse_attention",
+    record=TokenSparseAttention,
+    head_dims=lambda record: (record.query.shape[-1], record.value_size),
+    axes={"output": "b t h v"},
+    # Each shard is a separate call: indices are split with the queries, and all keys are present.
+    shardable="bthg",
+    aligned=(("h", "g"),),
+    reference=reference,
+    lse="b h t",
+)

@@ -1,0 +1,84 @@
+"""Inputs for `token_sparse_attention`: the named cases every backend is tested on, and inputs of any given shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
+from ejkernel.ops.model import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSparseSizes:
+    """Shape of a call: batch, queries, keys, query heads, KV heads, head size, value size, listed keys; whether values
+    are arrays of their own, whether KV heads list keys of their own; dtype.
+    """
+
+    b: int = 1
+    t: int = 21
+    s: int = 40
+    h: int = 4
+    g: int = 2
+    d: int = 24
+    v: int = 16
+    k: int = 9
+    latent: bool = False
+    by_head: bool = False
+    dtype: Any = jnp.float32
+
+
+def arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
+    """Returns normal query, key and value, and indices from one before the first key to one after the last."""
+    z = sizes
+    shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
+    keys = jax.random.split(key, 4)
+    fields = {n: jax.random.normal(k, x).astype(z.dtype) for k, (n, x) in zip(keys, shapes.items(), strict=False)}
+    more: dict[str, Any] = {"value": None, "value_size": z.v} if z.latent else {}
+    lists = (z.b, z.t, z.g, z.k) if z.by_head else (z.b, z.t, z.k)
+    return {**fields, **more, "indices": jax.random.randint(keys[3], lists, -1, z.s + 1)}
+
+
+GQA = TokenSparseSizes()
+LATENT = TokenSparseSizes(g=1, h=6, latent=True)
+MODEL = TokenSparseSizes(t=4096, s=32768, h=128, g=1, d=576, v=512, k=2048, latent=True, dtype=jnp.bfloat16)
+_TABLE: tuple[Row[TokenSparseSizes], ...] = (
+    ("latent", LATENT, lambda k: {}, (), ()),
+    ("latent, two KV heads, bfloat16", TokenSparseSizes(b=2, latent=True, dtype=jnp.bfloat16), lambda k: {}, (), ()),
+    ("grouped heads, lse", GQA, lambda k: {"return_lse": True}, ("value",), ()),
+    (
+        "lists by head, sinks",
+        TokenSparseSizes(b=2, t=13, by_head=True),
+        lambda k: {"softmax_aux": jax.random.normal(k, (4,)), "return_lse": True},
+        ("value", "softmax_aux"),
+        ("awkward",),
+    ),
+    (
+        "empty lists",
+        LATENT,
+        lambda k: {"indices": jnp.where(jnp.arange(21)[:, None] % 3 > 0, jnp.arange(9), -1)[None], "return_lse": True},
+        (),
+        ("awkward",),
+    ),
+    ("one key, many times", LATENT, lambda k: {"indices": jnp.full((1, 21, 9), 3)}, (), ("awkward",)),
+    ("more queries than keys", TokenSparseSizes(t=30, s=5), lambda k: {}, ("value",), ("awkward",)),
+    ("model", MODEL, lambda k: {}, (), ("bench",)),
+    ("small model", TokenSparseSizes(t=256, s=1024, h=16, g=1, d=96, v=64, k=128), lambda k: {}, (), ("bench_cpu",)),
+)
+
+
+def cases(arguments: type) -> tuple[Case, ...]:
+    """Returns the named cases as argument records of the given type."""
+    return table(arguments, arrays, _TABLE)
+
+
+def make_inputs(args: Any, key: jax.Array) -> Any:
+    """Returns concrete arguments of the given shapes: normal numbers, and keys at random."""
+
+    def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
+        if name == "indices":
+            return jax.random.randint(key, shape.shape, 0, max(1, args.key.shape[1])).astype(shape.dtype)
+        return normal_like(key, shape)
+
+    return fill(args, key, make)

@@ -1,0 +1,194 @@
+"""Token-sparse attention: every query attends to the keys that it lists."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from ejkernel.families import token_sparse_attention as family
+from ejkernel.modules.operations.cases import token_sparse_attention as cases
+from ejkernel.modules.operations.configs import TokenSparseAttentionConfig
+from ejkernel.modules.operations.shared.latent_inputs import settle
+from ejkernel.modules.operations.shared.lse import WithLse, with_lse
+from ejkernel.modules.operations.shared.shapes import (
+    as_count,
+    as_flag,
+    as_number,
+    check_dtype,
+    check_not_empty,
+    check_same_dtype,
+    check_shape,
+)
+from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
+from ejkernel.ops.argument_records import ArgumentRecord
+from ejkernel.ops.execution.kernel import Kernel
+from ejkernel.ops.model import Op
+from ejkernel.ops.operation import document_options, run_operation
+
+
+@document_options
+def token_sparse_attention(
+    query: Float[Array, "b t h d"],
+    key: Float[Array, "b s g d"],
+    value: Float[Array, "b s g v"] | None,
+    indices: Integer[Array, "b t k"] | Integer[Array, "b t #g k"],
+    softmax_aux: Float[Array, " sinks"] | Float[Array, "#h sinks"] | None = None,
+    *,
+    value_size: int | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    platform: str | None = None,
+    cfg: TokenSparseAttentionConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+) -> Float[Array, "b t h v"] | WithLse:
+    """Computes softmax attention of each query to the keys that it lists, in memory linear in T (DeepSeek-V3.2).
+
+    Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, V value size, K listed keys.
+    Query head h reads KV head `h // (H // Hk)`. T and S are independent. The formulas are in
+    `ejkernel.families.token_sparse_attention`.
+
+    The indices alone decide what a query reads: causality, windows and packed sequences are those of the indices, as
+    `lightning_indexer` returns them. An index outside of 0..S-1 is an empty entry. An index that is listed n times
+    counts n times, as in FlashMLA.
+
+    Two forms of keys and values:
+
+    - value given: attention with Hk KV heads (GQA, MQA, MHA);
+    - value None: the *latent* form of absorbed MLA. The first `value_size` entries of each key are its value, which is
+      FlashMLA's `flash_mla_sparse_fwd` with 576 and 512.
+
+    Over devices, batch, heads and the query's tokens can be split.
+
+    Args:
+        query: [B, T, H, D] float16, bfloat16, float32 or float64.
+        key: [B, S, Hk, D], dtype of query; H is a multiple of Hk.
+        value: [B, S, Hk, V], dtype of query; None takes `value_size` entries of key.
+        indices: [B, T, K] int, for all heads, or [B, T, Hk|1, K], for the query heads of each KV head. In any order.
+        softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
+            Differentiable.
+        value_size: V, from 1 to D; only with value None.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
+
+    Returns:
+        [B, T, H, V] in query's dtype. A query without a valid index gives 0, and so is its gradient.
+        With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf where
+        a query has no valid index and no sink. Differentiable. Gradients of key and value are added in the order of the
+        queries, so two runs give the same bits.
+
+    Example:
+        ```python
+        import jax, jax.numpy as jnp
+        from ejkernel.modules import lightning_indexer, token_sparse_attention
+
+        keys = jax.random.split(jax.random.key(0), 5)
+        indices, _ = lightning_indexer(
+            jax.random.normal(keys[0], (1, 64, 4, 32)),
+            jax.random.normal(keys[1], (1, 64, 32)),
+            jax.random.normal(keys[2], (1, 64, 4)),
+            top_k=16,
+        )
+        query = jax.random.normal(keys[3], (1, 64, 8, 48))
+        latent = jax.random.normal(keys[4], (1, 64, 1, 48))  # [latent vector | rotary key]
+        output = token_sparse_attention(query, latent, None, indices, value_size=32)
+        assert output.shape == (1, 64, 8, 32)
+        ```
+    """
+    return run_operation(OP, locals())
+
+
+class TokenSparseAttentionArguments(ArgumentRecord, of=token_sparse_attention):
+    """The arguments of a call of `token_sparse_attention`."""
+
+    def __post_init__(self) -> None:
+        scale, size = self.softmax_scale, self.value_size
+        settle(
+            self,
+            value_size=None if size is None else as_count("value_size", size, least=1),
+            softmax_scale=None if scale is None else as_number("softmax_scale", scale),
+            return_lse=as_flag("return_lse", self.return_lse),
+        )
+
+
+def validate(args: TokenSparseAttentionArguments) -> None:
+    """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
+    sizes: dict[str, int] = {}
+    arrays = {"query": args.query, "key": args.key} | ({} if args.value is None else {"value": args.value})
+    for name, axes in (("query", "B T H D"), ("key", "B S Hk D"), ("value", "B S Hk V")):
+        if name in arrays:
+            check_shape(name, arrays[name], axes, sizes)
+            check_not_empty(name, arrays[name], axes, " ".join(axes.split()[2:]))
+    check_dtype("query", args.query, jnp.floating, "a floating dtype")
+    check_same_dtype(arrays)
+    if sizes["H"] % sizes["Hk"]:
+        raise ValueError(
+            f"key: got shape {tuple(args.key.shape)} with {sizes['Hk']} heads, wants a divisor of query's {sizes['H']}"
+        )
+    _check_value_size(args, sizes["D"])
+    if getattr(args.indices, "ndim", 0) == 4:
+        check_shape("indices", args.indices, "B T Hk K", sizes, broadcast="Hk")
+    else:
+        check_shape("indices", args.indices, "B T K", sizes)
+    check_dtype("indices", args.indices, jnp.integer, "an integer dtype")
+    check_sinks(args.softmax_aux, sizes["H"])
+
+
+def _check_value_size(args: TokenSparseAttentionArguments, size: int) -> None:
+    """Raises ValueError unless a call has either a value or the size of a value within the key."""
+    if args.value is not None:
+        if args.value_size is not None:
+            raise ValueError(f"value_size: got {args.value_size} with a value, wants one of the two")
+    elif args.value_size is None:
+        raise ValueError("value_size: got None with value None, wants how many leading entries of key are its value")
+    elif args.value_size > size:
+        raise ValueError(f"value_size: got {args.value_size}, wants at most the {size} entries of key")
+
+
+def lower(args: TokenSparseAttentionArguments) -> family.TokenSparseAttention:
+    """Returns the record of a call."""
+    # Numbers of 8 and 16 bits cannot be compared with a number of keys above theirs, and 64 bits do not fit into 32.
+    indices = args.indices.astype(jnp.promote_types(args.indices.dtype, jnp.int32))
+    indices = jnp.where((indices >= 0) & (indices < args.key.shape[1]), indices, -1).astype(jnp.int32)
+    value_size: Any = args.value_size if args.value is None else args.value.shape[3]
+    return family.TokenSparseAttention(
+        query=args.query,
+        key=args.key,
+        indices=indices if indices.ndim == 4 else indices[:, :, None],
+        softmax_scale=args.query.shape[3] ** -0.5 if args.softmax_scale is None else args.softmax_scale,
+        value_size=value_size,
+        value=args.value,
+        softmax_aux=sink_logits(args.softmax_aux, args.query.shape[2], args.query.dtype),
+    )
+
+
+def reference(args: TokenSparseAttentionArguments) -> Any:
+    """Returns the operation's meaning in plain jnp."""
+    output, residuals = family.reference(lower(args))
+    return with_lse(args, output, residuals.lse)
+
+
+def _axes_of(args: TokenSparseAttentionArguments) -> dict[str, Any]:
+    """Returns the axis letters of indices, where they differ by KV head."""
+    return {"indices": "b t g k"} if args.indices.ndim == 4 else {}
+
+
+class TokenSparseAttention(Kernel[TokenSparseAttentionConfig, Array]):
+    """Wraps `token_sparse_attention` in an object that an `Executor` can call."""
+
+
+OP = Op(
+    arguments=TokenSparseAttentionArguments,
+    family=family.FAMILY,
+    validate=validate,
+    lower=lower,
+    reference=reference,
+    cases=cases.cases(TokenSparseAttentionArguments),
+    make_inputs=cases.make_inputs,
+    lse="b h t",
+    axes={"indices": "b t k", "softmax_aux": "h n"},
+    axes_of=_axes_of,
+)
+TokenSparseAttention.op = OP

@@ -1,0 +1,74 @@
+"""Forward pass of token-sparse attention: a loop over tiles of queries, each with the keys that it lists."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.families.lightning_indexer import take_keys
+from ejkernel.families.tiled_attention import SoftmaxResiduals
+from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
+from ejkernel.planning.precision import product_precision
+from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.token_sparse_attention.config import QueryTile
+from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, finite, for_each_head
+
+
+def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, SoftmaxResiduals]:
+    """Returns output and residuals of a record.
+
+    Args:
+        record: The canonical arguments.
+        config: Queries per tile.
+
+    Returns:
+        [B, T, H, Dv] in the query's dtype, and lse [B, H, T] in the accumulator's.
+    """
+    (rows, tokens, heads, _), dtype = record.query.shape, accumulator(record)
+    sinks = jnp.full(heads, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
+    if not math.prod((record.query.size, record.key.size, record.indices.size, record.value_size)):
+        lse = jnp.broadcast_to(sinks[:, None], (rows, heads, tokens))
+        return jnp.zeros((rows, tokens, heads, record.value_size), record.query.dtype), SoftmaxResiduals(lse=lse)
+    sinks = jnp.broadcast_to(sinks, (rows, tokens, heads))
+    output, lse = for_each_head(lambda head: _head(head, record, config), record, sinks)
+    return by_query(output), SoftmaxResiduals(lse=by_query(lse).swapaxes(1, 2))
+
+
+def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, jax.Array]:
+    """Returns output [T, g, Dv] and lse [T, g] of one batch row and KV head."""
+    block = min(config.block_q, head.query.shape[0])
+    tiles = (into_tiles(head.query, block), into_tiles(head.indices, block, fill=-1), into_tiles(head.more[0], block))
+
+    def tile(arrays: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        query, indices, sinks = arrays
+        scores, _, value = scores_of_listed(query, indices, head, record)
+        row_max = jnp.maximum(jnp.max(scores, axis=-1), sinks)
+        shift = finite(row_max)
+        weights = jnp.exp(scores - shift[..., None])
+        total = jnp.sum(weights, axis=-1) + jnp.exp(sinks - shift)
+        attends = total != 0  # also where it is NaN
+        denominator = jnp.where(attends, total, 1)
+        acc = product("tgk,tkv->tgv", weights.astype(value.dtype), value)
+        lse = jnp.where(attends, jnp.log(denominator) + shift, -jnp.inf)
+        return (acc / denominator[..., None]).astype(query.dtype), lse
+
+    output, lse = lax.map(tile, tiles)
+    return from_tiles(output, head.query.shape[0]), from_tiles(lse, head.query.shape[0])
+
+
+def scores_of_listed(
+    query: jax.Array, indices: jax.Array, head: HeadRows, record: TokenSparseAttention
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns scores [t, g, K], -inf where no key is listed, and the listed keys [t, K, D] and values [t, K, Dv]."""
+    key = take_keys(head.key, indices)
+    value = key[..., : record.value_size] if head.value is None else take_keys(head.value, indices)
+    scores = product("tgd,tkd->tgk", query, key) * record.softmax_scale
+    return jnp.where((indices >= 0)[:, None], scores, -jnp.inf), key, value
+
+
+def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns a product of two tiles, accumulated and returned in the accumulator's dtype."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(spec, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
