@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.families import token_sparse_attention as family
 from ejkernel.modules.operations.cases import token_sparse_attention as cases
 from ejkernel.modules.operations.configs import TokenSparseAttentionConfig
-from ejkernel.modules.operations.shared.latent_inputs import settle
+from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -105,7 +105,7 @@ class TokenSparseAttentionArguments(ArgumentRecord, of=token_sparse_attention):
 
     def __post_init__(self) -> None:
         scale, size = self.softmax_scale, self.value_size
-        settle(
+        set_canonical_values(
             self,
             value_size=None if size is None else as_count("value_size", size, least=1),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
