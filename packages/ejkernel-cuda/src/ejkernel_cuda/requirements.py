@@ -1,4 +1,4 @@
-"""The requirements on device, library and dtypes that all decode attention kernels share."""
+"""The requirements that the registrations of all compiled kernels share: device, library and dtypes."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,19 +7,39 @@ from ejkernel.ops import Requires
 from ejkernel_cuda import library
 
 
+def cuda_requires(
+    min_compute_capability: float,
+    dtypes: Iterable[str],
+    *,
+    handles: Iterable[str],
+    extra: Callable[[Any], Iterable[str]],
+    head_dims: range | None = None,
+) -> Requires:
+    """Returns the requirements of a kernel: an NVIDIA GPU and the compiled library.
+
+    Args:
+        min_compute_capability: Of the GPU.
+        dtypes: Dtypes that the kernel reads.
+        handles: Optional fields that the kernel honours.
+        extra: Yields reasons that the other requirements cannot express.
+        head_dims: Head dimensions that the kernel supports; None for kernels without.
+    """
+    return Requires(
+        devices=frozenset({"nvidia"}),
+        modules=(library.COMPILED_MODULE,),
+        min_compute_capability=min_compute_capability,
+        dtypes=frozenset(dtypes),
+        head_dims=head_dims,
+        handles=frozenset(handles),
+        extra=extra,
+    )
+
+
 def decode_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
-    """Returns the requirements: NVIDIA GPUs from Ampere on, queries of 16 bits, and the compiled library.
+    """Returns the requirements of decode attention: GPUs from Ampere on, and queries of 16 bits.
 
     Args:
         handles: Optional fields that the kernels honour.
         extra: Yields reasons that the other requirements cannot express.
     """
-    return Requires(
-        devices=frozenset({"nvidia"}),
-        modules=(library.COMPILED_MODULE,),
-        min_compute_capability=8.0,
-        dtypes=frozenset({"float16", "bfloat16"}),
-        head_dims=range(8, 257),
-        handles=frozenset(handles),
-        extra=extra,
-    )
+    return cuda_requires(8.0, ("float16", "bfloat16"), handles=handles, extra=extra, head_dims=range(8, 257))

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
-from ejkernel.ops import Implementation, Requires
+from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
-from ejkernel_cuda import library
+from ejkernel_cuda.requirements import cuda_requires
 
 HANDLES = frozenset({"decay", "beta", "initial_state"})
 """Optional fields that the kernel honours."""
@@ -66,14 +66,7 @@ IMPLEMENTATIONS = (
         name="cuda_delta",
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=(library.COMPILED_MODULE,),
-            min_compute_capability=HOPPER,
-            dtypes=frozenset({"bfloat16"}),
-            handles=HANDLES,
-            extra=_reasons,
-        ),
+        requires=cuda_requires(HOPPER, {"bfloat16"}, handles=HANDLES, extra=_reasons),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",
     ),

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.quantized_matmul import columns
-from ejkernel.ops import ConfigSpace, Implementation, Requires
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
-from ejkernel_cuda import library
 from ejkernel_cuda.quantized_matmul import config
+from ejkernel_cuda.requirements import cuda_requires
 
 MAX_ROWS = 64
 """The largest number of rows of x for which the weights, and not the products, are the bottleneck."""
@@ -72,14 +72,7 @@ IMPLEMENTATIONS = (
         name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.quantized_matmul.forward:forward",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=(library.COMPILED_MODULE,),
-            min_compute_capability=9.0,
-            dtypes=frozenset({"bfloat16"}),
-            handles=frozenset({"zeros", "transpose", "precision"}),
-            extra=_refusal_reasons,
-        ),
+        requires=cuda_requires(9.0, {"bfloat16"}, handles={"zeros", "transpose", "precision"}, extra=_refusal_reasons),
         config=ConfigSpace.of(config, forward=config.QuantizedSplits),
         priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",

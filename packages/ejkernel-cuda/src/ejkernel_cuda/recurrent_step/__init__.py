@@ -5,21 +5,14 @@ in place.
 from collections.abc import Iterable
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
-from ejkernel.ops import Implementation, Requires
+from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_cuda import library
+from ejkernel.planning.decode_lengths import length_reasons
+from ejkernel_cuda.requirements import cuda_requires
 
 HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
 """Optional fields that the kernel honours."""
-
-MAX_TOKENS_PER_SEQUENCE = 8
-"""The largest number of tokens per sequence; for packed sequences, on average."""
-
-MAX_EXTRA_TOKENS = 256
-"""The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
-processes them in chunks of 8.
-"""
 
 MIN_TOKENS, MIN_TOKENS_WITH_CHANNEL_GATES = 4, 7
 """The number of tokens per sequence, without and with gates per key channel, from which on the kernel is faster than
@@ -35,16 +28,8 @@ VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 
 def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    tokens, sequences = record.query.shape[1], 1
-    if record.cu_seqlens is not None:
-        sequences = record.cu_seqlens.shape[0] - 1
-        if tokens - sequences > MAX_EXTRA_TOKENS:
-            longest_sequence = f"one of {sequences} packed sequences may have {tokens - sequences + 1} tokens"
-            yield f"query: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
-    if tokens > MAX_TOKENS_PER_SEQUENCE * sequences:
-        maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
-        yield f"query: {tokens} tokens of {sequences} sequences; {maximum}"
-    if not sequences:
+    yield from length_reasons("query", record.query.shape[1], record.cu_seqlens)
+    if record.cu_seqlens is not None and record.cu_seqlens.shape[0] == 1:
         yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
@@ -84,13 +69,8 @@ IMPLEMENTATIONS = (
         name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.recurrent_step.forward:forward",
-        requires=Requires(
-            devices=frozenset({"nvidia"}),
-            modules=(library.COMPILED_MODULE,),
-            min_compute_capability=8.0,
-            dtypes=frozenset({"float16", "bfloat16"}),
-            handles=HANDLES | {"transposed_states", "precision"},
-            extra=_refusal_reasons,
+        requires=cuda_requires(
+            8.0, {"float16", "bfloat16"}, handles=HANDLES | {"transposed_states", "precision"}, extra=_refusal_reasons
         ),
         priority=_priority,
         cases="ejkernel_cuda.recurrent_step.cases:cases",

@@ -7,7 +7,7 @@ from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
-from ejkernel_cuda import library
+from ejkernel_cuda.requirements import cuda_requires
 from ejkernel_cuda.selective_scan import config
 
 SMALL_STATE_DIM = 8
@@ -52,14 +52,12 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
 
 
 def _make_requires(min_capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
-    return Requires(
-        devices=frozenset({"nvidia"}),
-        modules=(library.COMPILED_MODULE,),
-        min_compute_capability=min_capability,
-        dtypes=frozenset(DTYPES),
-        head_dims=range(1, config.MAX_STATE_DIM + 1),
+    return cuda_requires(
+        min_capability,
+        DTYPES,
         handles=scan_sequences.HANDLES | {"initial_state"},
         extra=extra,
+        head_dims=range(1, config.MAX_STATE_DIM + 1),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.gated_grouped_matmul import config
-from ejkernel_triton.grouped_matmul import MAX_MATRIX_ELEMENTS
+from ejkernel_triton.grouped_matmul import matrix_size_reasons
 from ejkernel_triton.grouped_matmul.config import GroupedBackward
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -17,10 +17,8 @@ HANDLED_FIELDS = (
 
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
-    """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
-        rows, columns = record.rhs.shape[1:3]
-        yield f"rhs: got matrices of {rows} by {columns}, the kernel has at most {MAX_MATRIX_ELEMENTS} elements"
+    """Returns the reasons to refuse a record that `Requires` cannot express."""
+    return matrix_size_reasons(record.rhs)
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.families.grouped_matmul.kinds import kind_of
 from ejkernel.ops import ConfigSpace, Implementation
@@ -24,6 +26,13 @@ MAX_MATRIX_ELEMENTS = 2**31 - 1
 """The largest number of elements of a matrix: offsets in it have 32 bits."""
 
 
+def matrix_size_reasons(rhs: jax.Array) -> Iterable[str]:
+    """Yields the reason to refuse matrices [E, K, N] that are too large for the kernels' offsets."""
+    rows, columns = rhs.shape[1:3]
+    if rows * columns > MAX_MATRIX_ELEMENTS:
+        yield f"rhs: got matrices of {rows} by {columns}, the kernel has at most {MAX_MATRIX_ELEMENTS} elements"
+
+
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
@@ -35,9 +44,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", existing)):
         if dtype is not None and str(dtype) not in DTYPES:
             yield f"{name}: got {dtype}, the kernel writes {', '.join(DTYPES)}"
-    if record.rhs.shape[1] * record.rhs.shape[2] > MAX_MATRIX_ELEMENTS:
-        rows, columns = record.rhs.shape[1:3]
-        yield f"rhs: got matrices of {rows} by {columns}, the kernel has at most {MAX_MATRIX_ELEMENTS} elements"
+    yield from matrix_size_reasons(record.rhs)
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -201,20 +201,23 @@ def fit_shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer keys and stages until it fits the chip; the smallest one if none fits."""
     backward = hasattr(config, "key_block_kv")
     while _query_program_bytes(record, config, chip, backward) > chip.shared_memory:
-        if config.block_kv > MIN_TILE:
-            config = dataclasses.replace(config, block_kv=config.block_kv // 2)
-        elif config.num_stages > 1:
-            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
-        else:
+        if (smaller := _smaller(config, "block_kv", "num_stages")) is None:
             break
+        config = smaller
     while backward and _key_program_bytes(record, config, chip) > chip.shared_memory:
-        if config.key_block_kv > MIN_TILE:
-            config = dataclasses.replace(config, key_block_kv=config.key_block_kv // 2)
-        elif config.key_stages > 1:
-            config = dataclasses.replace(config, key_stages=config.key_stages - 1)
-        else:
+        if (smaller := _smaller(config, "key_block_kv", "key_stages")) is None:
             break
+        config = smaller
     return config
+
+
+def _smaller(config: Any, keys: str, stages: str) -> Any:
+    """Returns the configuration with half the keys of a program, or a stage less; None for the smallest one."""
+    if getattr(config, keys) > MIN_TILE:
+        return dataclasses.replace(config, **{keys: getattr(config, keys) // 2})
+    if getattr(config, stages) > 1:
+        return dataclasses.replace(config, **{stages: getattr(config, stages) - 1})
+    return None
 
 
 def shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> int:

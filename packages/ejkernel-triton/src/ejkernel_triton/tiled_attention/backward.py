@@ -27,7 +27,13 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
 from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_bias_blocks, plan_key_blocks, plan_query_blocks
-from ejkernel_triton.tiled_attention.spec import LOWEST_LOG2_SCORE, make_spec, slices_rows, splits_key_value_gradients
+from ejkernel_triton.tiled_attention.spec import (
+    LOWEST_LOG2_SCORE,
+    make_spec,
+    query_tile_constants,
+    slices_rows,
+    splits_key_value_gradients,
+)
 
 Gradients = dict[str, jax.Array]
 
@@ -150,11 +156,7 @@ def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: T
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(
-                record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
-            ),
-            "BLOCK_Q": tile.stationary,
-            "BLOCK_KV": tile.streamed,
+            **query_tile_constants(record, tile),
             "NUM_TILES": num_tiles,
             "LIST_SHAPE": blocks.lists,
             "REVERSE_TILES": record.causal,
@@ -183,11 +185,7 @@ def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Ti
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(
-                record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
-            ),
-            "BLOCK_Q": tile.stationary,
-            "BLOCK_KV": tile.streamed,
+            **query_tile_constants(record, tile),
             "NUM_Q_TILES": q_tiles,
             "NUM_K_TILES": k_tiles,
             "BIAS_SIZES": bias.shape[1:],

@@ -8,7 +8,7 @@ from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, ti
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.tiled_attention.config import TritonForward, forward_tile
 from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_key_blocks
-from ejkernel_triton.tiled_attention.spec import make_spec, slices_rows
+from ejkernel_triton.tiled_attention.spec import query_tile_constants
 
 
 def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -31,11 +31,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     blocks, q_tiles = plan_key_blocks(record, tile.stationary, tile.streamed), tiles(t, tile.stationary)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
-        "spec": make_spec(
-            record, tile.stationary, tile.streamed, slice_rows=slices_rows(record, tile.stationary, tile.streamed)
-        ),
-        "BLOCK_Q": tile.stationary,
-        "BLOCK_KV": tile.streamed,
+        **query_tile_constants(record, tile),
         "NUM_TILES": q_tiles,
         "LIST_SHAPE": blocks.lists,
         "REVERSE_TILES": record.causal,

@@ -195,6 +195,13 @@ def slices_rows(record: TiledAttention, stationary: int, streamed: int) -> bool:
     return record.query.dtype == jnp.float32 and longest_padded_row(record) > 64 and streamed > stationary
 
 
+def query_tile_constants(record: TiledAttention, tile: Any) -> dict[str, Any]:
+    """Returns the constants of the kernels whose programs keep the queries of a `Tile` and stream its keys."""
+    sizes = tile.stationary, tile.streamed
+    spec = make_spec(record, *sizes, slice_rows=slices_rows(record, *sizes))
+    return {"spec": spec, "BLOCK_Q": tile.stationary, "BLOCK_KV": tile.streamed}
+
+
 def _precision(record: TiledAttention, vendor: str) -> str:
     """Returns the precision of float32 products: three on tensor cores keep all digits; HIGHEST avoids tensor cores."""
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"

@@ -5,18 +5,11 @@ from typing import Any
 
 from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation
+from ejkernel.planning.decode_lengths import length_reasons
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan.decode import config
 
 DTYPES = ("float16", "bfloat16", "float32")
-
-MAX_TOKENS_PER_SEQUENCE = 8
-"""The largest number of tokens per sequence of the decode step; for packed sequences, on average."""
-
-MAX_EXTRA_TOKENS = 256
-"""The largest number of tokens minus sequences in a packed call. One sequence may have all these tokens, and the kernel
-processes the tokens of a sequence one after another.
-"""
 
 MAX_STATE_DIM = 256
 """The largest state dimension of the decode step."""
@@ -24,14 +17,7 @@ MAX_STATE_DIM = 256
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
-    tokens = record.x.shape[1]
-    num_sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    if tokens > MAX_TOKENS_PER_SEQUENCE * num_sequences:
-        maximum = f"the decode step supports at most {MAX_TOKENS_PER_SEQUENCE} tokens per sequence"
-        yield f"x: {tokens} tokens of {num_sequences} sequences; {maximum}"
-    if record.cu_seqlens is not None and tokens - num_sequences > MAX_EXTRA_TOKENS:
-        longest_sequence = f"one of {num_sequences} packed sequences may have {tokens - num_sequences + 1} tokens"
-        yield f"x: {longest_sequence}; the decode step supports at most {MAX_EXTRA_TOKENS + 1}"
+    yield from length_reasons("x", record.x.shape[1], record.cu_seqlens)
     yield from scan_refusal_reasons(record)
 
 
