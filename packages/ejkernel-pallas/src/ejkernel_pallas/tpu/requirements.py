@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
-from ejkernel.ops.space import ConfigModule
 from ejkernel_pallas.toolchain import JAX
 from ejkernel_pallas.tpu.interpret import device_kinds
 
@@ -33,32 +32,29 @@ def tpu_requires(
 
 def mosaic_tpu(
     family: Family,
-    config: ConfigModule,
-    *,
-    forward: type,
-    backward: type,
+    config: ConfigSpace,
     requires: Requires,
+    *,
+    folder: str = "",
+    backward: bool = True,
     without: frozenset[str] = frozenset(),
+    **others: Any,
 ) -> Implementation:
-    """Returns the implementation of a family whose folder has `forward.py`, `backward.py` and `config.py`.
+    """Returns an implementation whose passes are those of a folder here, `forward.py` and `backward.py`.
 
     Args:
-        family: The family; its name is the folder's.
-        config: The folder's module `config`: the heuristic, the candidates and the public fields.
-        forward: The config type of the forward kernel.
-        backward: The config type of the backward kernels.
+        family: The family.
+        config: What can be chosen.
         requires: What the kernels need, from `tpu_requires`.
+        folder: The folder; that of the family's name unless given.
+        backward: Whether there is a backward pass.
         without: Differentiable fields that the kernels do not have.
+        **others: Further fields of `Implementation`, or other values of its name and priority.
     """
-    folder = f"ejkernel_pallas.tpu.{family.name}"
+    module = f"ejkernel_pallas.tpu.{folder or family.name}"
+    fields: dict[str, Any] = {"name": "mosaic_tpu", "priority": 10, "forward": f"{module}.forward:forward"}
+    if backward:
+        fields |= {"backward": f"{module}.backward:backward", "gradients": frozenset(family.differentiable) - without}
     return Implementation(
-        family=family.name,
-        name="mosaic_tpu",
-        platform="pallas",
-        forward=f"{folder}.forward:forward",
-        backward=f"{folder}.backward:backward",
-        gradients=frozenset(family.differentiable) - without,
-        requires=requires,
-        config=ConfigSpace.of(config, forward=forward, backward=backward),
-        priority=10,
+        family=family.name, platform="pallas", requires=requires, config=config, **{**fields, **others}
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.causal_convolution import FAMILY
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.causal_convolution import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
@@ -30,6 +30,4 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
     requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=FILTER_WIDTHS)
-    return (
-        mosaic_tpu(FAMILY, config, forward=config.TpuConvolution, backward=config.TpuConvolution, requires=requires),
-    )
+    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuConvolution), requires),)

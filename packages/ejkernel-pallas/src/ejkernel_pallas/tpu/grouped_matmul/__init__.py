@@ -9,7 +9,7 @@ from typing import Any
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.grouped_matmul import config
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
@@ -69,19 +69,11 @@ def _dtype(array: Any) -> Any:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        Implementation(
-            family="grouped_matmul",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.grouped_matmul.forward:forward",
-            backward="ejkernel_pallas.tpu.grouped_matmul.backward:backward",
-            gradients=frozenset(FAMILY.differentiable) - {"lhs_scale"},
-            requires=tpu_requires(
-                handles=frozenset(OPTIONAL_FIELDS),
-                extra=_reasons,
-            ),
-            config=ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.kind),
-            priority=10,
+        mosaic_tpu(
+            FAMILY,
+            ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.kind),
+            tpu_requires(handles=OPTIONAL_FIELDS, extra=_reasons),
+            without=frozenset({"lhs_scale"}),
         ),
         Implementation(
             family="gated_grouped_matmul",

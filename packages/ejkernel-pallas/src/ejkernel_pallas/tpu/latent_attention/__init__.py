@@ -6,11 +6,12 @@ The requirements of the kernel are data in this module, which imports nothing of
 from collections.abc import Generator
 from typing import Any
 
+from ejkernel.families.tiled_attention import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu import paged_attention
 from ejkernel_pallas.tpu.latent_attention import config
 from ejkernel_pallas.tpu.latent_attention.plan import paged_shapes
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 HANDLES = frozenset(
     {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
@@ -26,18 +27,14 @@ def _reasons(record: Any) -> Generator[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        Implementation(
-            family="tiled_attention",
+        mosaic_tpu(
+            FAMILY,
+            ConfigSpace.of(config, forward=config.TpuPaged),
+            tpu_requires(head_dims=range(1, 1025), handles=HANDLES, extra=_reasons),
+            folder="latent_attention",
+            backward=False,
             only=frozenset({"mla_decode"}),
             name="mosaic_tpu_latent",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.latent_attention.forward:forward",
-            requires=tpu_requires(
-                head_dims=range(1, 1025),
-                handles=HANDLES,
-                extra=_reasons,
-            ),
-            config=ConfigSpace.of(config, forward=config.TpuPaged),
             priority=20,
         ),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.linear_recurrence import FAMILY
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
@@ -30,5 +30,5 @@ def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     handles = optional_fields(FAMILY.record).keys() - UNSUPPORTED
     requires = tpu_requires(handles=handles, extra=_reasons)
-    passes = {"forward": config.TpuRecurrence, "backward": config.TpuRecurrence}
-    return (mosaic_tpu(FAMILY, config, **passes, requires=requires, without=UNSUPPORTED),)
+    space = ConfigSpace.of(config, forward=config.TpuRecurrence)
+    return (mosaic_tpu(FAMILY, space, requires, without=UNSUPPORTED),)

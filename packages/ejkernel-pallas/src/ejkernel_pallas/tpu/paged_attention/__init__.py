@@ -10,14 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import FAMILY, PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.mosaic.paged_layout import rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 HANDLES = frozenset(
     {
@@ -136,19 +136,12 @@ def _latent_page_reasons(record: PagedAttention) -> Generator[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        Implementation(
-            family="paged_attention",
+        mosaic_tpu(
+            FAMILY,
+            ConfigSpace.of(config, forward=config.TpuPaged),
+            tpu_requires(head_dims=range(1, 1025), handles=HANDLES, extra=reasons),
+            backward=False,
             only=SUPPORTED_OPERATIONS,
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.paged_attention.forward:forward",
-            requires=tpu_requires(
-                head_dims=range(1, 1025),
-                handles=HANDLES,
-                extra=reasons,
-            ),
-            config=ConfigSpace.of(config, forward=config.TpuPaged),
-            priority=10,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",
         ),
     )

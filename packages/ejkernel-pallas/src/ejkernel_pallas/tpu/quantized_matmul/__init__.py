@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.quantized_matmul import FAMILY
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.quantized_matmul import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
@@ -24,4 +24,4 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     requires = tpu_requires(handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}), extra=_reasons)
-    return (mosaic_tpu(FAMILY, config, forward=config.TpuQuantized, backward=config.TpuQuantized, requires=requires),)
+    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuQuantized), requires),)

@@ -2,7 +2,7 @@
 
 from ejkernel.families.ring_attention import FAMILY
 from ejkernel.families.tiled_attention import MASKS, SOFTMAX
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.ring_attention import config
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, TpuForward
@@ -11,4 +11,4 @@ from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, TpuForward
 def implementations() -> tuple[Implementation, ...]:
     """Returns what this package registers for `ring_attention`."""
     requires = tpu_requires(head_dims=range(1, 257), handles=MASKS | SOFTMAX | {"bias", "lse_cotangent"})
-    return (mosaic_tpu(FAMILY, config, forward=TpuForward, backward=TpuBackward, requires=requires),)
+    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=TpuForward, backward=TpuBackward), requires),)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.selected_attention import FAMILY, slots
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.selected_attention import config
@@ -42,4 +42,4 @@ def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     handles = optional_fields(FAMILY.record).keys() - {"block_indices"}
     requires = tpu_requires(handles=handles, extra=_reasons, head_dims=range(1, 257))
-    return (mosaic_tpu(FAMILY, config, forward=config.TpuSelected, backward=config.TpuSelected, requires=requires),)
+    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuSelected), requires),)

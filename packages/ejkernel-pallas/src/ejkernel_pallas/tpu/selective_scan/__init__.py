@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.selective_scan import FAMILY
-from ejkernel.ops import Implementation
+from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.requirements import DTYPES, mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.selective_scan import config, plan
@@ -32,4 +32,4 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
     requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=STATE_SIZES)
-    return (mosaic_tpu(FAMILY, config, forward=config.TpuScan, backward=config.TpuScan, requires=requires),)
+    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuScan), requires),)

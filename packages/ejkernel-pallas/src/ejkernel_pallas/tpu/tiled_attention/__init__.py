@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import DROPOUT, MASKS, SOFTMAX, band
+from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.requirements import tpu_requires
+from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
 HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
@@ -51,21 +51,12 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        Implementation(
-            family="tiled_attention",
-            name="mosaic_tpu",
-            platform="pallas",
-            forward="ejkernel_pallas.tpu.tiled_attention.forward:forward",
-            backward="ejkernel_pallas.tpu.tiled_attention.backward:backward",
-            gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
-            requires=tpu_requires(
-                head_dims=range(1, 257),
-                handles=HANDLES,
-                extra=_reasons,
-            ),
-            config=ConfigSpace.of(
+        mosaic_tpu(
+            FAMILY,
+            ConfigSpace.of(
                 config, forward=config.TpuForward, backward=config.TpuBackward, kind=config.tuned_table_kind
             ),
-            priority=10,
+            tpu_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
+            without=frozenset({"relative_bias"}),
         ),
     )
