@@ -30,7 +30,6 @@ def test_the_functions_that_a_model_library_calls_are_here_with_all_their_argume
     missing = operations & set(found)
     assert missing == {
         "all_gather_matmul",
-        "deepseek_attn",
         "ragged_page_attention_v2_turboquant",
         "ragged_page_attention_v3_turboquant",
         "reduce_scatter_matmul",

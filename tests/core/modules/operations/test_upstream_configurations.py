@@ -44,6 +44,7 @@ ORDER = {
         "num_stages",
     ),
     configs.ScaledDotProductAttentionConfig: ("block_q", "block_k", "num_warps", "num_stages"),
+    configs.DeepSeekAttentionConfig: ("index_topk", "block_q", "block_k", "gemm_block", "num_warps", "num_stages"),
     configs.FlashMLAConfig: ("block_q", "block_k", "num_warps", "num_stages"),
     configs.PrefillPageAttentionConfig: ("block_k", "num_warps", "num_stages"),
     configs.GroupedMatmulConfig: ("block_m", "block_n", "block_k", "num_warps", "num_stages", "bypass_xla_tiling"),

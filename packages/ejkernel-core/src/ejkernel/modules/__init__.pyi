@@ -19,6 +19,10 @@ from ejkernel.modules.operations.decode_attention import (
     DecodeAttention as DecodeAttention,
     decode_attention as decode_attention,
 )
+from ejkernel.modules.operations.deepseek_attn import (
+    DeepSeekAttention as DeepSeekAttention,
+    deepseek_attn as deepseek_attn,
+)
 from ejkernel.modules.operations.expert_routing import ExpertRouting as ExpertRouting, expert_routing as expert_routing
 from ejkernel.modules.operations.flash_attention import (
     FlashAttention as FlashAttention,

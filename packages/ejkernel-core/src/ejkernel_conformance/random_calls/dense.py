@@ -216,3 +216,27 @@ def token_sparse(rng: Rng) -> Drawn:
         return {**arrays, "indices": indices, **({"softmax_aux": normal(rng, (h,))} if sinks else {})}
 
     return Drawn(values, given(value_size=d // 2 if latent else None, return_lse=some(rng, 0.3) or None))
+
+
+def deepseek(rng: Rng) -> Drawn:
+    """Draws a call of `deepseek_attn`. The arrays of the indexer are multiples of 1/4, as in `indexer`."""
+    b, t, kind, (h, g) = int(rng.integers(1, 3)), tokens(rng, 150), dtype(rng), heads(rng)
+    r, n, c, v = pick(rng, (32, 64)), pick(rng, (16, 32)), pick(rng, (8, 16)), pick(rng, (16, 24))
+    form, index_heads, size = pick(rng, "abc"), pick(rng, (1, 4)), pick(rng, (16, 32))
+
+    def values(rng: Rng) -> Arrays:
+        index = {
+            "query_index": (b, t, index_heads, size),
+            "key_index": (b, t, size),
+            "index_weights": (b, t, index_heads),
+        }
+        arrays: Arrays = {
+            name: (np.clip(np.rint(4 * normal(rng, x)), -8, 8) / 4).astype(kind) for name, x in index.items()
+        }
+        arrays |= {"query": normal(rng, (b, t, h, n + (c if form == "b" else 0)), kind)}
+        arrays |= {"key_value": normal(rng, (b, t, r), kind), "w_kc": normal(rng, (r, g, n), kind, r**-0.5)}
+        arrays |= {"w_vc": normal(rng, (r, g, v), kind, r**-0.5)}
+        rotary = {"a": (), "b": ("b_k",), "c": ("b_q", "b_k")}[form]
+        return {**arrays, **{name: normal(rng, (b, t, c), kind) for name in rotary}}
+
+    return Drawn(values, given(index_topk=pick(rng, (1, 16, 64)), causal=some(rng, 0.8), index_softmax_scale=0.125))

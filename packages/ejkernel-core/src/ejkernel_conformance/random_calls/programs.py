@@ -20,6 +20,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "causal_conv1d": recurrences.convolution,
     "chunked_prefill_paged_decode": pages.chunked,
     "decode_attention": pages.decode,
+    "deepseek_attn": dense.deepseek,
     "expert_routing": experts.routing,
     "flash_attention": dense.flash_or_packed,
     "flash_mla": dense.latent,

@@ -9,6 +9,7 @@ from ejkernel.modules.operations.configuration.attention import (
     TiledAttentionConfig,
 )
 from ejkernel.modules.operations.configuration.latent import (
+    DeepSeekAttentionConfig,
     FlashMLAConfig,
     LightningIndexerConfig,
     MLADecodeConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "CausalConv1dConfig",
     "ChunkedPrefillPagedDecodeConfig",
     "DecodeAttentionConfig",
+    "DeepSeekAttentionConfig",
     "ExpertRoutingConfig",
     "FlashAttentionConfig",
     "FlashMLAConfig",

@@ -62,3 +62,26 @@ class TokenSparseAttentionConfig(BaseOperationConfig):
     """
 
     block_q: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepSeekAttentionConfig(BaseOperationConfig):
+    """Tiles of `deepseek_attn`. `None` lets the heuristics decide.
+
+    Attributes:
+        index_topk: The argument of that name; a call whose argument says otherwise is refused.
+        block_q: Queries per tile.
+        block_k: Keys per tile.
+        gemm_block: Entries per tile of the products with the weights.
+        num_warps: Warps per program.
+        num_stages: Software pipeline depth.
+    """
+
+    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"index_topk"}
+
+    index_topk: int | None = None
+    block_q: int | None = None
+    block_k: int | None = None
+    gemm_block: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None

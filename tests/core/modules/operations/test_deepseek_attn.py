@@ -1,0 +1,73 @@
+"""`deepseek_attn`: latent attention to the tokens that its indexer selects."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import latent_attention_loop
+import numpy as np
+import pytest
+from lightning_indexer_loop import lightning_indexer as indexer_loop
+
+from ejkernel.modules import deepseek_attn, flash_mla
+from ejkernel.modules.operations.configs import DeepSeekAttentionConfig
+from ejkernel.modules.operations.deepseek_attn import OP
+
+CASES = {case.name: case for case in OP.cases if "ci" in case.tags}
+INDEXER = ("query_index", "key_index", "index_weights")
+
+
+def arguments(name):
+    """The arguments of a case, by name."""
+    args = CASES[name].make(jax.random.key(0))
+    return {f.name: x for f in dataclasses.fields(args) if (x := getattr(args, f.name)) is not None}
+
+
+@pytest.mark.parametrize("name", ["rotary", "no rotary, not causal"])
+def test_it_is_latent_attention_to_what_the_indexer_selects(name):
+    """In float64, with a mask of the selected pairs; with fewer keys than are selected in the first rows."""
+    given = arguments(name)
+    arrays = {name: np.asarray(x, np.float64) for name, x in given.items() if hasattr(x, "shape")}
+    indices, _ = indexer_loop(
+        *(arrays[name] for name in INDEXER), given["index_topk"], given["index_softmax_scale"], given["causal"]
+    )
+    tokens = indices.shape[1]
+    mask = (indices[..., None] == np.arange(tokens)).any(axis=2)[:, None]
+    options = {"mask": mask, "softmax_scale": (16 + (8 if "b_k" in given else 0)) ** -0.5}
+    latent = {name: x for name, x in arrays.items() if name not in INDEXER}
+    want = latent_attention_loop.attention(latent_attention_loop.Latent(**latent, options=options))
+    np.testing.assert_allclose(deepseek_attn(**given), want, rtol=2e-5, atol=2e-5)
+
+
+def test_all_tokens_are_flash_mla_with_its_gradients():
+    """The indexer's arrays are constants; the other gradients are those of dense attention."""
+    given = {name: x for name, x in arguments("rotary").items() if hasattr(x, "shape")}
+    latent = {name: x for name, x in given.items() if name not in INDEXER}
+
+    def sparse(arrays):
+        return jnp.sum(deepseek_attn(**arrays, index_topk=23) ** 2)
+
+    def dense(arrays):
+        return jnp.sum(flash_mla(**arrays, causal=True) ** 2)
+
+    got, want = jax.grad(sparse)(given), jax.grad(dense)(latent)
+    assert not any(np.any(got.pop(name)) for name in INDEXER)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), got, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"query_index": jnp.ones((2, 23, 3, 16))},
+            r"index_weights: got shape \(2, 23, 4\), wants \[B=2, T=23, Hi=3\]",
+        ),
+        ({"key_index": jnp.ones((2, 23, 16), jnp.bfloat16)}, "key_index: got dtype bfloat16, wants query_index's"),
+        ({"b_q": jnp.ones((2, 23, 8))}, "query: got a head size of 24, wants w_kc's Dn = 16"),
+        ({"index_topk": 0}, "index_topk: got int 0, wants an int of at least 1"),
+        ({"cfg": DeepSeekAttentionConfig(index_topk=5)}, "cfg: got index_topk=5, wants the call's 6"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        deepseek_attn(**arguments("rotary") | change)
