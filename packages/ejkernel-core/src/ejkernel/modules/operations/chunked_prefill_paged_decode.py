@@ -14,11 +14,10 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
-    as_count,
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import set_canonical_terms
-from ejkernel.modules.operations.shared.shapes import as_flag, check_same_dtype, check_shape
+from ejkernel.modules.operations.shared.paged_terms import CanonicalTerms
+from ejkernel.modules.operations.shared.shapes import check_same_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -119,16 +118,8 @@ def chunked_prefill_paged_decode(
     return run_operation(OP, locals())
 
 
-class ChunkedPrefillPagedDecodeArguments(ArgumentRecord, of=chunked_prefill_paged_decode):
+class ChunkedPrefillPagedDecodeArguments(CanonicalTerms, ArgumentRecord, of=chunked_prefill_paged_decode):
     """The arguments of a call of `chunked_prefill_paged_decode`."""
-
-    def __post_init__(self) -> None:
-        set_canonical_terms(
-            self,
-            causal=as_flag("causal", self.causal),
-            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
-            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
-        )
 
 
 def validate(args: ChunkedPrefillPagedDecodeArguments) -> None:

@@ -111,7 +111,7 @@ class DecodeAttentionArguments(ArgumentRecord, of=decode_attention):
     def __post_init__(self) -> None:
         if as_count("page_size", self.page_size) is None:
             raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
-        set_canonical_terms(self, num_kv_splits=as_count("num_kv_splits", self.num_kv_splits))
+        set_canonical_terms(self)
 
 
 def validate(args: DecodeAttentionArguments) -> None:

@@ -10,7 +10,6 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
-from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
 from ejkernel.modules.operations.shared.recurrences import with_state
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -87,11 +86,8 @@ def gated_linear_attention(
     return run_operation(OP, locals())
 
 
-class GLAttentionArguments(ArgumentRecord, of=gated_linear_attention):
+class GLAttentionArguments(plain_recurrence.CanonicalCall, ArgumentRecord, of=gated_linear_attention):
     """The arguments of a call of `gated_linear_attention`."""
-
-    def __post_init__(self) -> None:
-        canonicalise(self)
 
 
 gla_attention = gated_linear_attention
@@ -112,7 +108,11 @@ class GLAttention(Kernel[GLAttentionConfig, Array]):
 
 
 OP = plain_recurrence.operation(
-    GLAttentionArguments, recurrence_cases.gated, axes={"g": "b t h k"}, validate=validate, lower=lower
+    GLAttentionArguments,
+    recurrence_cases.gated,
+    axes={**plain_recurrence.STATE_AXES, "g": "b t h k"},
+    validate=validate,
+    lower=lower,
 )
 GLAttention.op = OP
 recurrent_gla = with_state(OP, "recurrent_gla")

@@ -138,7 +138,11 @@ class LightningAttention(Kernel[LightningAttentionConfig, Array]):
 
 
 OP = plain_recurrence.operation(
-    LightningAttentionArguments, recurrence_cases.lightning_attention_cases, axes={}, validate=validate, lower=lower
+    LightningAttentionArguments,
+    recurrence_cases.lightning_attention_cases,
+    axes=plain_recurrence.STATE_AXES,
+    validate=validate,
+    lower=lower,
 )
 LightningAttention.op = OP
 lightning_attn = with_state(OP, "lightning_attn")

@@ -22,10 +22,10 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     table_axes,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
+    CanonicalTerms,
     check_terms,
     packed_conditions,
     score_fields,
-    set_canonical_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
     check_dtype,
@@ -150,11 +150,8 @@ def multi_latent_ragged_page_attention(
     return run_operation(OP, locals())
 
 
-class MultiLatentRaggedPageAttentionArguments(ArgumentRecord, of=multi_latent_ragged_page_attention):
+class MultiLatentRaggedPageAttentionArguments(CanonicalTerms, ArgumentRecord, of=multi_latent_ragged_page_attention):
     """The arguments of a call of `multi_latent_ragged_page_attention`."""
-
-    def __post_init__(self) -> None:
-        set_canonical_terms(self)
 
 
 def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:

@@ -24,7 +24,7 @@ from ejkernel.modules.operations.shared.paged_arguments import (
     with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
-from ejkernel.modules.operations.shared.shapes import as_flag, check_not_empty
+from ejkernel.modules.operations.shared.shapes import check_not_empty
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -130,11 +130,8 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
     def __post_init__(self) -> None:
         set_canonical_terms(
             self,
-            max_context_len=as_count("max_context_len", self.max_context_len),
             num_splits=as_count("num_splits", self.num_splits, least=0) or None,
-            pages_per_compute_block=as_count("pages_per_compute_block", self.pages_per_compute_block),
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
-            inline_seq_dim=as_flag("inline_seq_dim", self.inline_seq_dim),
             kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
         )
 

@@ -18,7 +18,6 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    as_count,
     check_packed,
     check_query,
     with_tuning_arguments,
@@ -30,7 +29,6 @@ from ejkernel.modules.operations.shared.paged_terms import (
     set_canonical_terms,
 )
 from ejkernel.modules.operations.shared.shapes import (
-    as_flag,
     as_float_dtype,
     check_dtype,
     check_not_empty,
@@ -144,8 +142,6 @@ class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2
             self,
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
-            optimized=as_flag("optimized", self.optimized),
-            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
         )
 
 

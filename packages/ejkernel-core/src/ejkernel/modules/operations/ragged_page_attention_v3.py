@@ -20,7 +20,6 @@ from ejkernel.modules.operations.shared.conditions import has_rank
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_choice,
-    as_count,
     check_groups,
     check_ints,
     check_query,
@@ -162,7 +161,6 @@ class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3
     def __post_init__(self) -> None:
         set_canonical_terms(
             self,
-            vmem_limit_bytes=as_count("vmem_limit_bytes", self.vmem_limit_bytes),
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
         )
 

@@ -92,11 +92,8 @@ def recurrent_attention(
     return run_operation(OP, locals())
 
 
-class RecurrentAttentionArguments(ArgumentRecord, of=recurrent_attention):
+class RecurrentAttentionArguments(plain_recurrence.CanonicalCall, ArgumentRecord, of=recurrent_attention):
     """The arguments of a call of `recurrent_attention`."""
-
-    def __post_init__(self) -> None:
-        plain_recurrence.canonicalise(self)
 
 
 def as_recurrent(args: Any, **gates: Any) -> RecurrentAttentionArguments:
@@ -114,6 +111,8 @@ class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
     """Wraps `recurrent_attention` in an object that an `Executor` can call."""
 
 
-OP = plain_recurrence.operation(RecurrentAttentionArguments, recurrence_cases.recurrent, axes={"g": "b t h k"})
+OP = plain_recurrence.operation(
+    RecurrentAttentionArguments, recurrence_cases.recurrent, axes={**plain_recurrence.STATE_AXES, "g": "b t h k"}
+)
 RecurrentAttention.op = OP
 recurrent = with_state(OP, "recurrent")

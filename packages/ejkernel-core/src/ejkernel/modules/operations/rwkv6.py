@@ -89,11 +89,8 @@ def rwkv6(
     return run_operation(OP, locals())
 
 
-class RWKV6Arguments(ArgumentRecord, of=rwkv6):
+class RWKV6Arguments(rwkv.CanonicalCall, ArgumentRecord, of=rwkv6):
     """The arguments of a call of `rwkv6`."""
-
-    def __post_init__(self) -> None:
-        rwkv.canonicalise(self)
 
 
 def validate(args: RWKV6Arguments) -> None:

@@ -89,11 +89,8 @@ def rwkv7(
     return run_operation(OP, locals())
 
 
-class RWKV7Arguments(ArgumentRecord, of=rwkv7):
+class RWKV7Arguments(rwkv.CanonicalCall, ArgumentRecord, of=rwkv7):
     """The arguments of a call of `rwkv7`."""
-
-    def __post_init__(self) -> None:
-        rwkv.canonicalise(self)
 
 
 def validate(args: RWKV7Arguments) -> None:

@@ -84,11 +84,8 @@ def rwkv7_mul(
     return run_operation(OP, locals())
 
 
-class RWKV7MulArguments(ArgumentRecord, of=rwkv7_mul):
+class RWKV7MulArguments(rwkv.CanonicalCall, ArgumentRecord, of=rwkv7_mul):
     """The arguments of a call of `rwkv7_mul`."""
-
-    def __post_init__(self) -> None:
-        rwkv.canonicalise(self)
 
 
 def validate(args: RWKV7MulArguments) -> None:

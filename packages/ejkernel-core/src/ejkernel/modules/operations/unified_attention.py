@@ -13,11 +13,9 @@ from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, batch_record, check_batch
 from ejkernel.modules.operations.shared.paged_arguments import (
-    as_count,
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import bias_axes, set_canonical_terms
-from ejkernel.modules.operations.shared.shapes import as_flag
+from ejkernel.modules.operations.shared.paged_terms import CanonicalTerms, bias_axes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -112,16 +110,8 @@ def unified_attention(
     return run_operation(OP, locals())
 
 
-class UnifiedAttentionArguments(ArgumentRecord, of=unified_attention):
+class UnifiedAttentionArguments(CanonicalTerms, ArgumentRecord, of=unified_attention):
     """The arguments of a call of `unified_attention`."""
-
-    def __post_init__(self) -> None:
-        set_canonical_terms(
-            self,
-            causal=as_flag("causal", self.causal),
-            seq_threshold_3d=as_count("seq_threshold_3d", self.seq_threshold_3d, least=0),
-            num_par_softmax_segments=as_count("num_par_softmax_segments", self.num_par_softmax_segments),
-        )
 
 
 def finish(args: UnifiedAttentionArguments, output: tuple[jax.Array, ...]) -> Any:

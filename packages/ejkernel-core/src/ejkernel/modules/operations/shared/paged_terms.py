@@ -16,6 +16,7 @@ the arguments that it has.
 | `shared_prefix` | tokens that all sequences begin with |
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -63,6 +64,15 @@ CANONICAL_VALUE_FUNCTIONS: dict[str, Callable[[str, Any], Any]] = {
     "logits_soft_cap": as_cap,
     "mask_value": accept_mask_value,
     "return_lse": as_flag,
+    "causal": as_flag,
+    "optimized": as_flag,
+    "inline_seq_dim": as_flag,
+    "seq_threshold_3d": functools.partial(as_count, least=0),
+    "num_par_softmax_segments": as_count,
+    "num_kv_splits": as_count,
+    "max_context_len": as_count,
+    "pages_per_compute_block": as_count,
+    "vmem_limit_bytes": as_count,
 }
 """Argument -> (its name, what was given) -> its canonical value."""
 
@@ -80,6 +90,13 @@ def set_canonical_terms(args: Any, **others: Any) -> None:
         if name not in others and hasattr(args, name)
     }
     settle(args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others)
+
+
+class CanonicalTerms:
+    """Gives an argument record, as its first base, canonical values of all terms."""
+
+    def __post_init__(self) -> None:
+        set_canonical_terms(self)
 
 
 def check_terms(args: Any, sizes: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 `recurrent_attention` is all of it; `gated_linear_attention` and `lightning_attention` give some of its gates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +28,9 @@ from ejkernel.modules.operations.shared.shapes import as_flag, as_number
 from ejkernel.ops.model import Case, Op
 from ejkernel.types.integers import exact_ids
 
+STATE_AXES = {"initial_state": "b h k v", "cu_seqlens": "n"}
+"""Axis letters of states and of the bounds of sequences."""
+
 
 def canonicalise(args: Any) -> None:
     """Gives a record under construction its canonical values, and checks lengths while they can be seen."""
@@ -36,6 +39,13 @@ def canonicalise(args: Any) -> None:
     for name in ("reverse", "return_state"):
         object.__setattr__(args, name, as_flag(name, getattr(args, name)))
     check_and_canonicalise_packing(args)
+
+
+class CanonicalCall:
+    """Makes an argument record canonical, as its first base."""
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
 
 
 def validate(args: Any) -> None:
@@ -96,30 +106,31 @@ def operation(
     arguments: type,
     cases: Callable[[type], tuple[Case, ...]],
     *,
-    axes: Mapping[str, str],
     validate: Callable[[Any], object] = validate,
     lower: Callable[[Any], LinearRecurrence] = lower,
+    finish: Callable[[Any, Any], Any] = finish,
+    **others: Any,
 ) -> Op:
-    """Returns the declaration of a recurrence without a delta rule.
+    """Returns the declaration of a recurrence.
 
     Args:
         arguments: Its argument record.
         cases: Argument record -> cases.
-        axes: As `Op.axes`, without those of states and their bounds.
         validate: As `Op.validate`.
         lower: As `Op.lower`.
+        finish: As `Op.finish`.
+        **others: Further fields of `Op`.
     """
+    fields: dict[str, Any] = {"conditions": conditions_of_states("query", -3), "make_inputs": make_inputs, **others}
     return Op(
         arguments=arguments,
         family=FAMILY,
         validate=validate,
         lower=lower,
-        conditions=conditions_of_states("query", -3),
+        finish=finish,
         cases=cases(arguments),
         tolerance=TOLERANCE,
-        make_inputs=make_inputs,
-        axes={**axes, "initial_state": "b h k v", "cu_seqlens": "n"},
-        finish=finish,
+        **fields,
     )
 
 

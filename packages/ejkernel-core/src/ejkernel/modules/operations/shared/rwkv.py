@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import FAMILY, LinearRecurrence
+from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.modules.operations.cases.rwkv import make_inputs
 from ejkernel.modules.operations.shared import plain_recurrence, recurrences
 from ejkernel.modules.operations.shared.conditions import conditions_of_states
@@ -24,6 +24,13 @@ def canonicalise(args: Any) -> None:
         object.__setattr__(args, name, as_flag(name, getattr(args, name)))
     if args.cu_seqlens is not None and rank(args.r) in (3, 4):
         check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.r.shape[-3])
+
+
+class CanonicalCall:
+    """Makes an argument record canonical, as its first base."""
+
+    def __post_init__(self) -> None:
+        canonicalise(self)
 
 
 def check_tokens(args: Any, vectors: tuple[str, ...] = ()) -> dict[str, int]:
@@ -96,23 +103,13 @@ def operation(
     lower: Callable[[Any], LinearRecurrence],
     finish: Callable[[Any, Any], Any] = finish,
 ) -> Op:
-    """Returns the declaration of one of the linear recurrences of RWKV.
-
-    Args:
-        arguments: Its argument record.
-        cases: Argument record -> cases.
-        validate: As `Op.validate`.
-        lower: As `Op.lower`.
-        finish: As `Op.finish`.
-    """
-    return Op(
-        arguments=arguments,
-        family=FAMILY,
+    """Returns the declaration of a recurrence of RWKV, whose tokens are `r`; see `plain_recurrence.operation`."""
+    return plain_recurrence.operation(
+        arguments,
+        cases,
         validate=validate,
         lower=lower,
-        conditions=conditions_of_states("r", -3),
-        cases=cases(arguments),
-        tolerance=recurrences.TOLERANCE,
-        make_inputs=make_inputs,
         finish=finish,
+        conditions=conditions_of_states("r", -3),
+        make_inputs=make_inputs,
     )
