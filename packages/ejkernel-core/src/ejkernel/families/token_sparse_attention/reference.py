@@ -47,7 +47,7 @@ def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals
     shift = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     sink = None
     if record.softmax_aux is not None:
-        sink = record.softmax_aux.astype(dtype).reshape(kv_heads, -1, 1)
+        sink = record.softmax_aux.astype(dtype).reshape(kv_heads, heads // kv_heads, 1)
         shift = jnp.maximum(shift, sink)
     shift = lax.stop_gradient(jnp.where(shift == -jnp.inf, 0, shift))
     weights = jnp.where(is_listed, jnp.exp(jnp.where(is_listed, scores - shift, 0)), 0)
@@ -56,7 +56,7 @@ def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals
     denominator = jnp.where(attends, total, 1)
     lse = jnp.where(attends, jnp.log(denominator) + shift, -jnp.inf)
     output = jnp.einsum("btghk,btgkv->btghv", weights / denominator, value, precision=highest)
-    output = output.reshape(rows, tokens, heads, -1).astype(record.query.dtype)
+    output = output.reshape(rows, tokens, heads, record.value_size).astype(record.query.dtype)
     return output, SoftmaxResiduals(lse=lse.reshape(rows, tokens, heads).swapaxes(1, 2))
 
 

@@ -202,7 +202,7 @@ def _by_head(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     grouped = x.reshape(rows, tokens, weights.shape[1], heads // weights.shape[1], size)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     product = jnp.einsum(spec, grouped, weights, precision=product_precision(x.dtype), preferred_element_type=wide)
-    return product.reshape(rows, tokens, heads, -1).astype(x.dtype)
+    return product.reshape(rows, tokens, heads, product.shape[-1]).astype(x.dtype)
 
 
 def finish(args: DeepSeekAttentionArguments, output: jax.Array) -> jax.Array:
