@@ -46,8 +46,8 @@ def record_of(layout, dtype):
 def main():
     for layout, dtype in (("pshd", jnp.float8_e4m3fn), ("hpsd", jnp.int8), ("pshcd", jnp.float8_e5m2)):
         record = record_of(layout, dtype)
-        assert plan.copies_prefix(record), (layout, dtype)
-        assert not plan.copies_prefix(dataclasses.replace(record, block_tables=record.block_tables.repeat(2, 1)))
+        assert plan.should_copy_prefix(record), (layout, dtype)
+        assert not plan.should_copy_prefix(dataclasses.replace(record, block_tables=record.block_tables.repeat(2, 1)))
         chosen = config.heuristic(record, current_device(), "forward")
         output, lse, *_ = jax.jit(lambda record, chosen=chosen: forward(record, chosen)[0])(record)
         wide = dataclasses.replace(record, query=record.query.astype(jnp.float32))

@@ -43,9 +43,9 @@ def load_tile(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
 ):
-    """Loads [ROWS, COLUMNS] from row `start` on; 0 in columns from WIDTH on and, if MASKED, in rows that are not
+    """Loads [ROWS, COLUMNS] from row `start` on; 0 in columns from WIDTH on and, if IS_MASKED, in rows that are not
     valid.
     """
     rows = tl.arange(0, ROWS)
@@ -53,7 +53,7 @@ def load_tile(
     # The tile's address has 64 bits, offsets within it 32: 64-bit offsets of elements take registers.
     at = base + tl.cast(start, tl.int64) * STRIDE + (rows[:, None] * STRIDE + columns[None, :])
     # A mask costs time even if it is always true, so there are four loads instead of one with constant masks.
-    if MASKED:
+    if IS_MASKED:
         if COLUMNS != WIDTH:
             return tl.load(at, mask=valid[:, None] & (columns < WIDTH)[None, :], other=0.0)
         else:
@@ -86,9 +86,9 @@ def store_tile(
 
 
 @triton.jit
-def load_vector(base, index, valid, MASKED: tl.constexpr):
-    """Loads the elements at `index`; 0 for those that are not valid, if MASKED."""
-    if MASKED:
+def load_vector(base, index, valid, IS_MASKED: tl.constexpr):
+    """Loads the elements at `index`; 0 for those that are not valid, if IS_MASKED."""
+    if IS_MASKED:
         return tl.load(base + index, mask=valid, other=0)
     else:
         return tl.load(base + index)

@@ -29,7 +29,7 @@ class ConvolutionSpec:
         IS_PACKED: Whether a row has several sequences.
         APPLY_SILU: Whether the activation is SiLU.
         ADD_FINAL_COTANGENT: Whether the backward kernel adds the final state's cotangent; otherwise XLA does.
-        FAST_MATH: Whether exponentials and divisions use NVIDIA's approximate instructions.
+        USES_FAST_MATH: Whether exponentials and divisions use NVIDIA's approximate instructions.
         LOAD_CHANNEL_PAIRS: Whether two bfloat16 channels are loaded as one integer.
     """
 
@@ -47,7 +47,7 @@ class ConvolutionSpec:
     IS_PACKED: bool
     APPLY_SILU: bool
     ADD_FINAL_COTANGENT: bool
-    FAST_MATH: bool
+    USES_FAST_MATH: bool
     LOAD_CHANNEL_PAIRS: bool
 
 
@@ -80,6 +80,6 @@ def make_spec(
         IS_PACKED=record.cu_seqlens is not None,
         APPLY_SILU=record.activation == "silu",
         ADD_FINAL_COTANGENT=record.cu_seqlens is None and tokens >= record.weight.shape[1] - 1,
-        FAST_MATH=fast,
+        USES_FAST_MATH=fast,
         LOAD_CHANNEL_PAIRS=load_channel_pairs and fast and record.x.dtype == jnp.bfloat16 and channels % 2 == 0,
     )

@@ -66,7 +66,7 @@ class RecurrenceCall:
         query: [B, T, HQ, K].
         key: [B, T, HK, K].
         value: [B, T, HV, V].
-        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, from `gate_cumsum_of`; [B|1, H] where gates
+        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, from `make_gate_cumsum`; [B|1, H] where gates
             are constant; sums of chunks where queries and keys are decayed already; None without gates.
         decay: [B|1, T|1, H, K], log gates per key channel; None with other gates.
         scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], from `forward.intra_chunk_scores`; None without gates per
@@ -174,7 +174,7 @@ def make_call(
     spec = make_spec(record, chunk, config.segments)
     chunk_tables = make_chunk_tables(record, spec)
     if compute_gate_cumsum and gates is None:
-        gates = gate_cumsum_of(record.decay, spec, chunk_tables)
+        gates = make_gate_cumsum(record.decay, spec, chunk_tables)
     return RecurrenceCall(
         spec=spec,
         config=config,
@@ -190,7 +190,7 @@ def make_call(
     )
 
 
-def gate_sum_matrices(call: RecurrenceCall) -> jax.Array | None:
+def make_gate_sum_matrices(call: RecurrenceCall) -> jax.Array | None:
     """Returns the matrices whose products with a chunk's gates per key channel are the sums that kernels read.
 
     Rows are tokens, columns the gates of the chunk's tokens. In this order:
@@ -226,7 +226,7 @@ def gate_sum_matrices(call: RecurrenceCall) -> jax.Array | None:
     return jnp.asarray(np.stack(matrices)[None], dtype)
 
 
-def gate_cumsum_of(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables: ChunkTables) -> jax.Array | None:
+def make_gate_cumsum(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables: ChunkTables) -> jax.Array | None:
     """Returns the sums of log2 gates from each chunk's first token on.
 
     Args:

@@ -143,9 +143,9 @@ def state_dtype(record: LinearRecurrence) -> Any:
     return jnp.bfloat16 if record.query.dtype == jnp.bfloat16 else jnp.float32
 
 
-def with_compute_dtype(record: LinearRecurrence) -> LinearRecurrence:
-    """Returns the record in the kernels' dtype: float32 if intermediate products of 16-bit inputs must not be
-    rounded.
+def cast_to_compute_dtype(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns the record with query, key and value in the kernels' dtype: float32 if intermediate products of 16-bit
+    inputs must not be rounded.
     """
     if record.precision != lax.Precision.HIGHEST or record.query.dtype == jnp.float32:
         return record

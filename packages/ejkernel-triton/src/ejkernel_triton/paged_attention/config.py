@@ -92,7 +92,7 @@ MIN_TILE = 16
 MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
 """Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
-BARRIER_BYTES = KIBI
+BARRIER_SMEM_BYTES = KIBI
 """Bytes for the copies' mbarriers, and for maxima and sums across warps."""
 
 
@@ -374,7 +374,7 @@ def _nvidia_shared_memory_bytes(shape: TileShape, chip: Gpu) -> int:
         row_elements = shape.padded_head_dim + shape.padded_value_dim
         loop_bytes = max(weight_bytes, shape.block_kv * row_elements * shape.operand_itemsize)
     query_bytes = operand_splits * shape.score_rows * shape.padded_head_dim * shape.operand_itemsize
-    return max(query_bytes + loop_bytes, 4 * shape.score_rows * shape.padded_value_dim) + BARRIER_BYTES
+    return max(query_bytes + loop_bytes, 4 * shape.score_rows * shape.padded_value_dim) + BARRIER_SMEM_BYTES
 
 
 def _amd_shared_memory_bytes(shape: TileShape) -> int:

@@ -14,11 +14,11 @@ from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import (
     SharedPrefix,
-    copies_prefix,
     copy_prefix,
     make_paged_spec,
     plan_work,
     prefix_config,
+    should_copy_prefix,
     split_prefix,
 )
 from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, page_slot_head_strides
@@ -51,7 +51,7 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
         # After the write, which is in place only if nothing reads the pages as they were.
         prefix_record = dataclasses.replace(prefix.record, key_pages=record.key_pages, value_pages=record.value_pages)
         prefix = dataclasses.replace(
-            prefix, record=copy_prefix(prefix_record) if copies_prefix(prefix_record) else prefix_record
+            prefix, record=copy_prefix(prefix_record) if should_copy_prefix(prefix_record) else prefix_record
         )
         output_and_lse = merge_prefix(_attend_prefix(prefix), output_and_lse)
     return (*output_and_lse, *written_pages), None
@@ -267,7 +267,7 @@ def _write_cache_array(
         NUM_PAGES=paged_cache.page_count(record),
         PAGE_SIZE=paged_cache.page_size(record),
         PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
-        CACHE_ELEMENTS=pages.size,
+        CACHE_BATCH_STRIDE=pages.size,
     )
     tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]
     (written,) = launch(

@@ -91,11 +91,11 @@ def _stack_shares(schedule: Deal) -> jax.Array:
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
 
 
-MIN_COPYING_TILES = 4
+MIN_TILES_TO_COPY_PREFIX = 4
 """Tiles of query rows per KV head from which on a prefix of 8 bits is copied in 16 bits."""
 
-MAX_COPY_SHARE = 8
-"""A prefix is copied only if a table has at most this part of the cache's pages."""
+MIN_CACHE_PAGES_PER_TABLE_ENTRY = 8
+"""A prefix is copied only if the cache has at least this many pages per entry of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,9 @@ def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
     position_terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
     # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
     row_positions = (
-        None if record.query_start is not None and position_terms == (None, None, None) else _row_positions(record)
+        None
+        if record.query_start is not None and position_terms == (None, None, None)
+        else _row_positions_and_contexts(record)
     )
     suffix = dataclasses.replace(
         record, kv_starts=jnp.broadcast_to(record.shared_prefix, sequences), shared_prefix=None
@@ -130,7 +132,7 @@ def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
         block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
         kv_starts=None if row_positions is None else _first_visible_key(record, row_positions),
-        query_start=_query_range(record),
+        query_start=_query_range_of_batch(record),
         num_seqs=None,
         new_keys=None,
         new_values=None,
@@ -142,15 +144,15 @@ def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
     return SharedPrefix(prefix, row_positions), suffix
 
 
-def _query_range(record: PagedAttention) -> jax.Array:
-    """Returns the first query row of the batch and one more than the last, [2]."""
+def _query_range_of_batch(record: PagedAttention) -> jax.Array:
+    """Returns the first query row of the whole batch and one more than the last, [2]."""
     if record.query_start is None:
         return jnp.array([0, record.query.shape[0]], jnp.int32)
     num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
     return jnp.stack((record.query_start[0], record.query_start[num_live_sequences]))
 
 
-def _row_positions(record: PagedAttention) -> jax.Array:
+def _row_positions_and_contexts(record: PagedAttention) -> jax.Array:
     """Returns position and context of each query row, [T, 2] int32; rows of no sequence are at -1."""
     kv_lens = record.kv_lens.astype(jnp.int32)
     if record.query_start is None:
@@ -172,7 +174,7 @@ def _first_visible_key(record: PagedAttention, positions: jax.Array) -> jax.Arra
     return jnp.clip(jnp.maximum(*starts), 0, record.shared_prefix)[None]
 
 
-def copies_prefix(record: PagedAttention) -> bool:
+def should_copy_prefix(record: PagedAttention) -> bool:
     """Returns whether the prefix of a record is copied in the query's dtype, in which each of many tiles reads it."""
     tables = record.block_tables
     if tables is None or record.latent is not None:
@@ -180,9 +182,9 @@ def copies_prefix(record: PagedAttention) -> bool:
     if record.key_pages.dtype.itemsize > 1 or record.query.dtype.itemsize != 2:
         return False
     rows_per_kv_head = record.query.shape[0] * (record.query.shape[1] // paged_cache.kv_heads(record))
-    has_many_tiles = interpreting() or rows_per_kv_head >= MIN_COPYING_TILES * PREFILL_SCORE_ROWS
+    has_many_tiles = interpreting() or rows_per_kv_head >= MIN_TILES_TO_COPY_PREFIX * PREFILL_SCORE_ROWS
     # A copy has room for as many tokens as a table, so long tables in a small cache would cost too much memory.
-    return has_many_tiles and tables.shape[1] * MAX_COPY_SHARE <= paged_cache.page_count(record)
+    return has_many_tiles and tables.shape[1] * MIN_CACHE_PAGES_PER_TABLE_ENTRY <= paged_cache.page_count(record)
 
 
 def copy_prefix(record: PagedAttention) -> PagedAttention:

@@ -48,13 +48,13 @@ class PagedSpec:
         PAGES_PER_SEQUENCE: Entries per sequence of the block table; 0 if sequence n has page n.
         KEY_STRIDES: Strides of the keys' pages, slots and heads, in elements.
         VALUE_STRIDES: The same for the values.
-        KEY_CACHE_ELEMENTS: Elements of one batch row's key cache.
-        VALUE_CACHE_ELEMENTS: The same of its value cache.
+        KEY_CACHE_BATCH_STRIDE: Elements between the key caches of two batch rows.
+        VALUE_CACHE_BATCH_STRIDE: The same for the value caches.
         VALUE_OFFSET: Offset of the values in a combined cache, or of rotary columns in a latent one; else 0.
         BLOCK_Q: Query rows per tile.
         M: Rows of a tile of scores: BLOCK_Q query rows times G heads, padded to a power of two.
         BLOCK_KV: Keys per tile.
-        TILE_WITHIN_PAGE: Whether a tile is within one page, whose index it loads once.
+        TILE_IS_WITHIN_PAGE: Whether a tile is within one page, whose index it loads once.
         HAS_UNMASKED_LOOP: Whether full tiles have a separate loop without masks.
         NUM_ENTRIES: Entries of the work list.
         MAX_KV_LEN: Tokens of the longest sequence that the tables can describe.
@@ -64,7 +64,7 @@ class PagedSpec:
         NUM_PROGRAMS: Persistent programs that share the key tiles.
         SCORE_SCALE: softmax_scale, times log2(e) if nothing is applied between the product and the exponential.
         SOFT_CAP: Soft cap, or None.
-        FAST_TANH: Whether the device's approximate tanh is used, since its precision suffices.
+        USES_FAST_TANH: Whether the device's approximate tanh is used, since its precision suffices.
         WINDOW_LEFT: `p - WINDOW_LEFT <= k`; None is open.
         WINDOW_RIGHT: `k <= p + WINDOW_RIGHT`; None is open.
         CHUNK_SIZE: Positions per chunk, or None.
@@ -73,10 +73,10 @@ class PagedSpec:
         PARTIAL_TILE_STAGES: Pipeline stages of the loop over partial tiles.
         QQ_BIAS_SIZE: Entries of `qq_bias`; 0 without it.
         QQ_BIAS_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
-        QQ_BIAS_PER_SEQUENCE: Whether each sequence has such a table.
-        QQ_BIAS_PACKED: Whether tables are packed; `qq_tables` has the start and the rows of each sequence's.
+        HAS_QQ_BIAS_PER_SEQUENCE: Whether each sequence has such a table.
+        QQ_BIAS_IS_PACKED: Whether tables are packed; `qq_bias_tables` has the start and the rows of each sequence's.
         HAS_SINKS: Whether there are sinks.
-        ONLY_SCALED_SCORES: Whether scores are scaled products, with nothing else applied.
+        SCORES_ARE_ONLY_SCALED: Whether scores are scaled products, with nothing else applied.
         VALUE_SCALE: Factor on the output.
         COMPUTE_DTYPE: Dtype that queries, keys and values are rounded to, or None.
         CACHE_ITEMSIZE: Bytes per element of the cache.
@@ -105,13 +105,13 @@ class PagedSpec:
     PAGES_PER_SEQUENCE: int
     KEY_STRIDES: Strides
     VALUE_STRIDES: Strides
-    KEY_CACHE_ELEMENTS: int
-    VALUE_CACHE_ELEMENTS: int
+    KEY_CACHE_BATCH_STRIDE: int
+    VALUE_CACHE_BATCH_STRIDE: int
     VALUE_OFFSET: int
     BLOCK_Q: int
     M: int
     BLOCK_KV: int
-    TILE_WITHIN_PAGE: bool
+    TILE_IS_WITHIN_PAGE: bool
     HAS_UNMASKED_LOOP: bool
     NUM_ENTRIES: int
     MAX_KV_LEN: int
@@ -121,7 +121,7 @@ class PagedSpec:
     NUM_PROGRAMS: int
     SCORE_SCALE: float
     SOFT_CAP: float | None
-    FAST_TANH: bool
+    USES_FAST_TANH: bool
     WINDOW_LEFT: int | None
     WINDOW_RIGHT: int | None
     CHUNK_SIZE: int | None
@@ -130,10 +130,10 @@ class PagedSpec:
     PARTIAL_TILE_STAGES: int
     QQ_BIAS_SIZE: int
     QQ_BIAS_ROWS: int
-    QQ_BIAS_PER_SEQUENCE: bool
-    QQ_BIAS_PACKED: bool
+    HAS_QQ_BIAS_PER_SEQUENCE: bool
+    QQ_BIAS_IS_PACKED: bool
     HAS_SINKS: bool
-    ONLY_SCALED_SCORES: bool
+    SCORES_ARE_ONLY_SCALED: bool
     VALUE_SCALE: float
     COMPUTE_DTYPE: str | None
     CACHE_ITEMSIZE: int
@@ -164,7 +164,7 @@ class WriteSpec:
         NUM_PAGES: Pages of the cache.
         PAGE_SIZE: Slots per page.
         PAGE_SLOT_HEAD_STRIDES: Strides of pages, slots and heads, in elements.
-        CACHE_ELEMENTS: Elements of one batch row's cache.
+        CACHE_BATCH_STRIDE: Elements between the caches of two batch rows.
     """
 
     NUM_TOKENS: int
@@ -183,7 +183,7 @@ class WriteSpec:
     NUM_PAGES: int
     PAGE_SIZE: int
     PAGE_SLOT_HEAD_STRIDES: Strides
-    CACHE_ELEMENTS: int
+    CACHE_BATCH_STRIDE: int
 
 
 def make_spec(
@@ -191,7 +191,7 @@ def make_spec(
     config: PagedForward,
     entries: int,
     rotary: Rotary | None = None,
-    row_positions: bool = False,
+    loads_row_positions: bool = False,
 ) -> PagedSpec:
     """Returns the constants of a record's kernels on the device in use.
 
@@ -200,7 +200,7 @@ def make_spec(
         config: Tile sizes and programs.
         entries: Entries of the work list.
         rotary: Rotary columns of a latent record.
-        row_positions: Whether positions of query rows are loaded.
+        loads_row_positions: Whether positions of query rows are loaded.
     """
     rows, heads, head_dim = record.query.shape
     kv_heads = paged_cache.kv_heads(record)
@@ -217,7 +217,8 @@ def make_spec(
         BLOCK_Q=config.block_q,
         M=padded_for_dot(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
-        TILE_WITHIN_PAGE=record.block_tables is None or (config.tile_within_page and page_size % config.block_kv == 0),
+        TILE_IS_WITHIN_PAGE=record.block_tables is None
+        or (config.tile_within_page and page_size % config.block_kv == 0),
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
         HAS_UNMASKED_LOOP=record.qq_bias is not None
         or config.block_q * heads_per_tile >= (16 if interpreting() else PREFILL_SCORE_ROWS),
@@ -228,7 +229,7 @@ def make_spec(
         HAS_KV_STARTS=record.kv_starts is not None,
         NUM_PROGRAMS=config.num_programs,
         PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
-        LOAD_ROW_POSITIONS=row_positions,
+        LOAD_ROW_POSITIONS=loads_row_positions,
         VALUE_SCALE=record.value_scale,
         WIDEN=interpreting(),
         **_column_constants(record, rotary),
@@ -264,8 +265,8 @@ def _cache_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str,
         "PAGES_PER_SEQUENCE": 0 if record.block_tables is None else record.block_tables.shape[1],
         "KEY_STRIDES": key_strides,
         "VALUE_STRIDES": value_strides,
-        "KEY_CACHE_ELEMENTS": record.key_pages.size,
-        "VALUE_CACHE_ELEMENTS": value_array.size if rotary is None else rotary.rows.size,
+        "KEY_CACHE_BATCH_STRIDE": record.key_pages.size,
+        "VALUE_CACHE_BATCH_STRIDE": value_array.size if rotary is None else rotary.rows.size,
         "VALUE_OFFSET": value_offset,
         "CACHE_ITEMSIZE": jnp.dtype(value_array.dtype).itemsize,
     }
@@ -279,13 +280,13 @@ def _score_constants(record: PagedAttention) -> dict[str, Any]:
     return {
         "SCORE_SCALE": record.softmax_scale * (LOG2E if only_scaled_scores else 1.0),
         "SOFT_CAP": record.logits_soft_cap,
-        "FAST_TANH": is_nvidia and record.query.dtype != jnp.float32 and not interpreting(),
+        "USES_FAST_TANH": is_nvidia and record.query.dtype != jnp.float32 and not interpreting(),
         "WINDOW_LEFT": left,
         "WINDOW_RIGHT": right,
         "CHUNK_SIZE": record.chunk_size,
         "HAS_ALIBI": record.alibi_slopes is not None,
         "HAS_SINKS": record.softmax_aux is not None,
-        "ONLY_SCALED_SCORES": only_scaled_scores,
+        "SCORES_ARE_ONLY_SCALED": only_scaled_scores,
         **_qq_bias_constants(record.qq_bias),
     }
 
@@ -313,8 +314,8 @@ def _qq_bias_constants(bias: jax.Array | None) -> dict[str, Any]:
     return {
         "QQ_BIAS_SIZE": 0 if bias is None else bias.size,
         "QQ_BIAS_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
-        "QQ_BIAS_PER_SEQUENCE": rank == 3,
-        "QQ_BIAS_PACKED": rank == 1,
+        "HAS_QQ_BIAS_PER_SEQUENCE": rank == 3,
+        "QQ_BIAS_IS_PACKED": rank == 1,
     }
 
 

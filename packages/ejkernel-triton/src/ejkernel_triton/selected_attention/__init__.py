@@ -51,7 +51,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset(FAMILY.differentiable),
             requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
             config=ConfigSpace.of(
-                config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.kind
+                config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.tuned_table_key
             ),
         ),
     )

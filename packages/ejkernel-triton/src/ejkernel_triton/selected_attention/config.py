@@ -80,7 +80,7 @@ MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
 """Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
 
 
-def kind(record: SelectedAttention) -> str | None:
+def tuned_table_key(record: SelectedAttention) -> str | None:
     """Returns the key of a shipped table entry, for calls with enough work for a large GPU; else None."""
     batch, tokens, heads, head_dim = record.query.shape
     if batch * tokens * heads < 2**18:

@@ -24,7 +24,7 @@ SCORE_TILE = (64, 64)
 """Rows of a tile of scores (queries times heads of the group), and its blocks."""
 FLOAT32_SCORE_TILE = (16, 32)
 """SCORE_TILE for float32, whose tf32x3 products split both operands and need more registers."""
-PROGRAMS_PER_SM = 4
+RESIDENT_PROGRAMS_PER_SM = 4
 """Programs per multiprocessor that registers allow."""
 TOPK_TILE_ELEMENTS = 4096
 """Weights that a program keeps in registers while it selects the largest."""
@@ -77,8 +77,8 @@ def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward
 def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -> jax.Array:
     """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
-    Scratch memory: each of the `PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of a tile and
-    each block.
+    Scratch memory: each of the `RESIDENT_PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of
+    a tile and each block.
     """
     if compressed_branch is None or selected_attention.blocks(record) > MAX_BLOCKS:
         return selected_attention.select(record)
@@ -91,7 +91,9 @@ def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -
     queries = max(1, rows // heads)
     num_work_items = cdiv(spec.T, queries) * spec.HK
     chip = gpu_of(current_device())
-    programs = 3 if interpreting() else max(1, min(num_work_items, PROGRAMS_PER_SM * chip.multiprocessors // batch))
+    programs = (
+        3 if interpreting() else max(1, min(num_work_items, RESIDENT_PROGRAMS_PER_SM * chip.multiprocessors // batch))
+    )
     padded_num_blocks = max(block_tile, padded_for_dot(spec.M))
     lse_log2 = compressed_branch.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
@@ -118,8 +120,8 @@ def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -
             "QUERIES_PER_TILE": queries,
             "HEADS_PER_TILE": heads,
             "BLOCKS_PER_TILE": block_tile,
-            "BM": padded_num_blocks,
-            "TOPK_QUERIES": max(1, min(queries, TOPK_TILE_ELEMENTS // padded_num_blocks)),
+            "PADDED_NUM_BLOCKS": padded_num_blocks,
+            "QUERIES_PER_TOPK": max(1, min(queries, TOPK_TILE_ELEMENTS // padded_num_blocks)),
         },
     )
     return indices

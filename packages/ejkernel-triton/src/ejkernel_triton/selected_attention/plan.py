@@ -50,9 +50,9 @@ class QueryLists(NamedTuple):
     num_sum_slots: int
 
 
-BLOCK_KV = 64
+BACKWARD_BLOCK_KV = 64
 """Keys that a program of a backward kernel accumulates gradients for."""
-PROGRAMS_PER_SM = 2
+RESIDENT_PROGRAMS_PER_SM = 2
 """Programs per multiprocessor that registers allow."""
 MIN_QUERIES_PER_SPLIT = 256
 """The smallest number of queries per split."""
@@ -170,8 +170,8 @@ def query_splits(record: TiledAttention) -> int:
     # As many splits as fill the chip. With 8192 queries and 128 keys the backward pass took 4.78 ms in one call, 0.93
     # in 17 splits and 0.58 in 32 (docs/lab/native_sparse_attention_gpu.md).
     batch, keys, heads, _ = record.key.shape
-    programs = PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
-    key_programs = batch * heads * cdiv(keys, BLOCK_KV)
+    programs = RESIDENT_PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
+    key_programs = batch * heads * cdiv(keys, BACKWARD_BLOCK_KV)
     return max(1, min(cdiv(programs, key_programs), record.query.shape[1] // MIN_QUERIES_PER_SPLIT))
 
 

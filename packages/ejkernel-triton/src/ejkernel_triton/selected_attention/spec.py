@@ -35,8 +35,8 @@ class SelectedSpec:
         HAS_BLOCK_STARTS: Whether an array has the blocks' starts; otherwise they are multiples of BLOCK_SIZE.
         HAS_POSITIONS: Whether an array has each query's position among the keys; otherwise it is the query's index.
         HAS_SEGMENTS: Whether there are segment ids.
-        SCALE: Factor on the scores.
-        LOG2_SCORE_FACTOR: SCALE times log2(e), since the kernels exponentiate with exp2.
+        SCORE_SCALE: Factor on the scores.
+        LOG2_SCORE_FACTOR: SCORE_SCALE times log2(e), since the kernels exponentiate with exp2.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
         WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
     """
@@ -58,7 +58,7 @@ class SelectedSpec:
     HAS_BLOCK_STARTS: bool
     HAS_POSITIONS: bool
     HAS_SEGMENTS: bool
-    SCALE: float
+    SCORE_SCALE: float
     LOG2_SCORE_FACTOR: float
     PRECISION: str
     WIDEN: bool
@@ -86,7 +86,7 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         HAS_BLOCK_STARTS=record.block_starts is not None,
         HAS_POSITIONS=record.q_positions is not None,
         HAS_SEGMENTS=record.q_segment_ids is not None,
-        SCALE=record.softmax_scale,
+        SCORE_SCALE=record.softmax_scale,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,

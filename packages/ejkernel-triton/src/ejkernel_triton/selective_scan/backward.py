@@ -38,11 +38,11 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     output_cotangent, final_states_cotangent = pullback.cotangent
     operands = scan_operands(record)
     final_cotangent = jnp.swapaxes(final_states_cotangent, 1, 2).astype(jnp.float32)
-    end_cotangents = final_cotangent[None] if spec.PACKED else final_cotangent[:, None]
-    if spec.NUM_SEGMENTS > 1 and not spec.PACKED:
-        rates, _, read = operands
+    end_cotangents = final_cotangent[None] if spec.IS_PACKED else final_cotangent[:, None]
+    if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
+        decay_rates, _, read = operands
         end_cotangents = segment_initial_states(
-            record, spec, 1, (rates, read, output_cotangent), final_cotangent, reverse=True
+            record, spec, 1, (decay_rates, read, output_cotangent), final_cotangent, reverse=True
         )
     dx, ddt, partial_sums, ddecay, dskip, dinitial_states, _ = _launch(
         pullback, operands, output_cotangent, end_cotangents, spec
@@ -56,7 +56,7 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
         "write": bc_gradients[..., : spec.N],
         "read": bc_gradients[..., spec.BN : spec.BN + spec.N],
         "skip": dskip.sum(axis=(0, 1)),
-        "initial_state": jnp.swapaxes(dinitial_states[0] if spec.PACKED else dinitial_states, 1, 2),
+        "initial_state": jnp.swapaxes(dinitial_states[0] if spec.IS_PACKED else dinitial_states, 1, 2),
     }
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
@@ -72,7 +72,7 @@ def _launch(
     from ejkernel_triton.selective_scan.kernels.selective_scan_bwd import selective_scan_bwd_kernel
 
     record: SelectiveScan = pullback.record
-    rates, write, read = operands
+    decay_rates, write, read = operands
     num_rows, float32 = record.x.shape[0], jnp.float32
     programs = spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES
     blocks = spec.INTERVAL // spec.BLOCK_T
@@ -81,7 +81,7 @@ def _launch(
         (
             record.x,
             record.step,
-            rates,
+            decay_rates,
             write,
             read,
             record.skip.astype(float32)[None],
@@ -97,7 +97,7 @@ def _launch(
             Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), float32),
             Shape((num_rows, spec.NUM_SEGMENTS, spec.E), float32),
             Shape(
-                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.PACKED else (num_rows, spec.N, spec.E), float32
+                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E), float32
             ),
             # Scratch for one interval per program, overwritten by the next: small enough to stay in L2.
             Shape((num_rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),

@@ -55,7 +55,7 @@ class ScanBackward:
 PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
 """Maps fields of the public configuration to fields of this one."""
 
-WARPS_PER_SM = 4
+MIN_BUSY_WARPS_PER_SM = 4
 """With fewer warps per multiprocessor than this its schedulers idle, and the sequence is split."""
 
 
@@ -141,5 +141,5 @@ def _num_segments(record: SelectiveScan, device: DeviceInfo, block_e: int) -> in
     chunks = cdiv(tokens, INTERVAL)
     if interpreting():
         return min(2, chunks)
-    min_warps = WARPS_PER_SM * gpu_of(device).multiprocessors
+    min_warps = MIN_BUSY_WARPS_PER_SM * gpu_of(device).multiprocessors
     return max(1, min(cdiv(min_warps, warps) if warps < min_warps else 1, chunks // 4))

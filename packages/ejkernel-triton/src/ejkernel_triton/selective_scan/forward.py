@@ -30,22 +30,22 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         record, config.block_e, config.block_t, config.splits, bc_prefetch_distance=config.bc_prefetch_distance
     )
     num_rows = record.x.shape[0]
-    rates, write, read = scan_operands(record)
+    decay_rates, write, read = scan_operands(record)
     first_state = None
     if record.initial_state is not None:
         first_state = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
     # The initial states of packed sequences are passed as [1, N, E, I].
-    initial_states = None if first_state is None else first_state[None] if spec.PACKED else first_state[:, None]
-    if spec.NUM_SEGMENTS > 1 and not spec.PACKED:
+    initial_states = None if first_state is None else first_state[None] if spec.IS_PACKED else first_state[:, None]
+    if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
         initial_states = segment_initial_states(
-            record, spec, config.num_warps, (rates, write, record.x), first_state, reverse=False
+            record, spec, config.num_warps, (decay_rates, write, record.x), first_state, reverse=False
         )
     output, states, final_states = launch(
         selective_scan_fwd_kernel,
         (
             record.x,
             record.step,
-            rates,
+            decay_rates,
             write,
             read,
             record.skip.astype(jnp.float32)[None],
@@ -56,7 +56,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
             Shape(record.x.shape, record.x.dtype),
             Shape((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), jnp.float32),
             Shape(
-                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.PACKED else (num_rows, spec.N, spec.E),
+                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E),
                 jnp.float32,
             ),
         ),
@@ -82,8 +82,8 @@ def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Arra
     """Returns A^T * log2(e) as [1, N, E], B and C, all float32: the arrays are small, and kernels need not convert
     them.
     """
-    rates = record.decay.T.astype(jnp.float32)[None] * LOG2E
-    return rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
+    decay_rates = record.decay.T.astype(jnp.float32)[None] * LOG2E
+    return decay_rates, record.write.astype(jnp.float32), record.read.astype(jnp.float32)
 
 
 def segment_initial_states(
@@ -108,11 +108,11 @@ def segment_initial_states(
     """
     from ejkernel_triton.selective_scan.kernels.segment_states import segment_states_kernel
 
-    rates, column, values = operands
+    decay_rates, column, values = operands
     num_rows = record.x.shape[0]
     end_states, dt_sums = launch(
         segment_states_kernel,
-        (record.step, rates, column, values),
+        (record.step, decay_rates, column, values),
         (
             Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), jnp.float32),
             Shape((num_rows, spec.NUM_SEGMENTS, spec.E), jnp.float32),
@@ -126,7 +126,7 @@ def segment_initial_states(
 
     def pass_state(state: jax.Array, segment_summary: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         end_state, step_sum = segment_summary
-        return jnp.exp2(rates * step_sum[:, None]) * state + end_state, state
+        return jnp.exp2(decay_rates * step_sum[:, None]) * state + end_state, state
 
     # One step per segment, in float32: an error here would reach every later segment.
     zero_or_first_state = jnp.zeros((num_rows, spec.N, spec.E), jnp.float32) if first_state is None else first_state

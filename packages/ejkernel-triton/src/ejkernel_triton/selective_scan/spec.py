@@ -20,7 +20,7 @@ class ScanSpec:
         NUM_CHANNEL_TILES: Programs that share the channels.
         INTERVAL: Tokens between the states that the forward pass stores.
         NUM_INTERVALS: Intervals of the sequence.
-        PACKED: Whether the row has packed sequences.
+        IS_PACKED: Whether the row has packed sequences.
         NUM_SEGMENTS: Segments of the sequence that are scanned in parallel, or packed sequences.
         INTERVALS_PER_SEGMENT: Intervals per segment.
         BLOCK_T: Tokens that are loaded, computed and stored together.
@@ -40,7 +40,7 @@ class ScanSpec:
     NUM_CHANNEL_TILES: int
     INTERVAL: int
     NUM_INTERVALS: int
-    PACKED: bool
+    IS_PACKED: bool
     NUM_SEGMENTS: int
     INTERVALS_PER_SEGMENT: int
     BLOCK_T: int
@@ -84,7 +84,7 @@ def make_spec(
         NUM_CHANNEL_TILES=cdiv(channels, block_e),
         INTERVAL=INTERVAL,
         NUM_INTERVALS=num_intervals,
-        PACKED=packed,
+        IS_PACKED=packed,
         # Packed sequences are scanned in parallel without a split.
         NUM_SEGMENTS=sequences(record) if packed else cdiv(num_intervals, intervals_per_segment),
         INTERVALS_PER_SEGMENT=intervals_per_segment,

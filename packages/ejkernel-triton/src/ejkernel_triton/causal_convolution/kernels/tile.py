@@ -121,7 +121,7 @@ def load_masked_x(row, token, start, k, spec: tl.constexpr):
 @triton.jit
 def sigmoid(p, spec: tl.constexpr):
     """Returns 1 / (1 + exp(-p)). If exp overflows to inf, the result is 0."""
-    if spec.FAST_MATH:
+    if spec.USES_FAST_MATH:
         # The same operations without handling of subnormal numbers: 1 + exp(-p) is never subnormal, and rounds away a
         # subnormal exp(-p). It takes four instructions instead of nine, out of about 30 per element in the backward
         # pass.

@@ -19,7 +19,7 @@ from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intr
 from ejkernel_triton.linear_recurrence.config import ChunkedConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
-from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, state_dtype, with_compute_dtype
+from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, cast_to_compute_dtype, state_dtype
 
 Gradients = dict[str, jax.Array]
 FIELDS_OF_VALUE_KERNEL = frozenset({"value", "dt", "skip"})
@@ -42,7 +42,7 @@ def backward(pullback: Pullback, config: ChunkedConfig) -> Gradients:
         The gradient of each requested field, in its shape and dtype.
     """
     record, grad_fields, residuals = (
-        with_compute_dtype(pullback.record),
+        cast_to_compute_dtype(pullback.record),
         pullback.grad_fields,
         pullback.private_residuals,
     )

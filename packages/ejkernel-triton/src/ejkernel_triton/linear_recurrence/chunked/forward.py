@@ -16,7 +16,7 @@ from ejkernel_triton.linear_recurrence.chunked.config import RecurrenceConfig
 from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE
 from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
-from ejkernel_triton.linear_recurrence.spec import state_dtype, with_compute_dtype
+from ejkernel_triton.linear_recurrence.spec import cast_to_compute_dtype, state_dtype
 from ejkernel_triton.sizes import (
     padded,
 )
@@ -57,7 +57,7 @@ def forward(
         Output [B, T, H, V] in the query's dtype and final states in float32; no public residuals; the private
         residuals.
     """
-    dtype, record = record.query.dtype, with_compute_dtype(record)
+    dtype, record = record.query.dtype, cast_to_compute_dtype(record)
     call = make_call(record, config, config.chunk)
     states, initial_states_of_scans = None, segment_initial_states(record, call)
     has_same_chunks = config.backward_chunk == config.chunk

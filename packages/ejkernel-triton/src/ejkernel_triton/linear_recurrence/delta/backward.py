@@ -34,7 +34,7 @@ from ejkernel_triton.linear_recurrence.delta.plan import (
     key_heads_summed_per_program,
     state_gradient_stages,
 )
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call, make_gate_sum_matrices
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, find_chunks_until_decayed
 from ejkernel_triton.linear_recurrence.segments.plan import plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
@@ -282,7 +282,7 @@ def _launch_chunk_bwd_dhu(
             "FIRST_SEGMENT": cdiv(spec.NUM_CHUNKS, spec.CHUNKS_PER_SEGMENT) - spec.NUM_SEQUENCES
             if spec.CHUNKS_PER_SEGMENT
             else 0,
-            "UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
+            "NUM_UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
         },
     )
     return StateGradients(*outputs)
@@ -371,7 +371,7 @@ def key_gradients(
             cotangent,
             dy,
             *states,
-            gate_sum_matrices(call),
+            make_gate_sum_matrices(call),
             *call.chunk_tables.chunk_kernel_inputs,
         ),
         [

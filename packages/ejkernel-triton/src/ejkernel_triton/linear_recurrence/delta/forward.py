@@ -19,7 +19,7 @@ from ejkernel_triton.linear_recurrence.chunked.forward import (
 )
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 from ejkernel_triton.linear_recurrence.delta.config import DeltaRuleConfig
-from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, gate_sum_matrices, make_call
+from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call, make_gate_sum_matrices
 from ejkernel_triton.linear_recurrence.segments.forward import (
     delta_initial_states,
     end_states,
@@ -270,7 +270,7 @@ def wy_channel_gates(
         call.value,
         decay,
         beta,
-        gate_sum_matrices(call),
+        make_gate_sum_matrices(call),
         *call.chunk_tables.chunk_kernel_inputs,
     )
     options: dict[str, Any] = {"batch": batch, "num_warps": config.wy_warps, "num_stages": 1}

@@ -23,7 +23,7 @@ def chunk_start_and_sequence_end(chunk_starts, sequence_ends, row, chunk, spec: 
 
 
 @triton.jit
-def sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.constexpr, per: tl.constexpr):
+def load_sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.constexpr, per: tl.constexpr):
     """Returns a sequence's or segment's first chunk and the one after its last, its first token and the end of its
     tokens.
     """
@@ -47,8 +47,8 @@ def sequence_bounds(padded_cu_seqlens, chunk_offsets, row, sequence, spec: tl.co
 
 
 @triton.jit
-def sequence_of_scan(sequences_by_length, row, scan_index, spec: tl.constexpr, per: tl.constexpr):
-    """Returns the sequence or segment of the n-th scan of a row."""
+def sequence_index_of_scan(sequences_by_length, row, scan_index, spec: tl.constexpr, per: tl.constexpr):
+    """Returns the index of the sequence or segment of scan `scan_index` of a row."""
     if spec.CHUNKS_PER_SEGMENT == 0:
         return tl.load(sequences_by_length + (row // per.SEQUENCES_BY_LENGTH) * spec.NUM_SEQUENCES + scan_index)
     else:
@@ -57,7 +57,7 @@ def sequence_of_scan(sequences_by_length, row, scan_index, spec: tl.constexpr, p
 
 @triton.jit
 def masked_load(at, rows, columns, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
-    """Returns a tile; 0 where a row or column is masked."""
+    """Loads a tile from the addresses `at`; 0 in the rows that are not in `rows` if MASK_ROWS; the same for columns."""
     # A mask costs time even if it is always true, so there are four loads instead of one with constant masks.
     if MASK_ROWS:
         if MASK_COLUMNS:
@@ -182,7 +182,7 @@ def gates_address(gates, row, head, chunk, spec: tl.constexpr, per: tl.constexpr
 
 
 @triton.jit
-def load_vector_as_two_columns(vector_pointers, valid, MASKED: tl.constexpr):
+def load_vector_as_two_columns(vector_pointers, valid, IS_MASKED: tl.constexpr):
     """Loads a vector with one element per token, which a program reads once.
 
     Triton reloads a vector that is shorter than the number of threads for each layout in which it is used. After a loop
@@ -190,7 +190,7 @@ def load_vector_as_two_columns(vector_pointers, valid, MASKED: tl.constexpr):
     (docs/lab/linear_recurrence_gpu.md). Two columns of the same elements have as many elements as threads.
     """
     pointers = vector_pointers[:, None] + tl.arange(0, 2)[None, :] * 0
-    if MASKED:
+    if IS_MASKED:
         return tl.max(
             tl.load(pointers, mask=valid[:, None] & (tl.arange(0, 2) >= 0)[None, :], other=0.0).to(tl.float32), 1
         )

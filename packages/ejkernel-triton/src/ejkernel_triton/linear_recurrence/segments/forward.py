@@ -22,13 +22,13 @@ MAX_CHUNKS_UNTIL_DECAYED = 128
 """The number of chunks after which `find_chunks_until_decayed` gives up: the state does not decay to nothing."""
 
 CHUNKS_PER_CHECK = 4
-"""Chunks between two checks."""
+"""Chunks between two checks whether the state has decayed."""
 
-UNTIL_DECAYED_STAGES = 3
-"""The largest number of pipeline stages there."""
+MAX_UNTIL_DECAYED_STAGES = 3
+"""The largest number of pipeline stages of `chunks_until_decayed_kernel`."""
 
-UNTIL_DECAYED_BLOCK_V = 64
-"""The largest number of columns per program there."""
+MAX_UNTIL_DECAYED_BLOCK_V = 64
+"""The largest number of columns per program of `chunks_until_decayed_kernel`."""
 
 
 def pass_states(
@@ -125,7 +125,7 @@ def launch_chunk_fwd_h(
             "STARTS_FROM_ZERO": False,
             "NUM_SCANS_WITH_FINAL_STATE": 0,
             "SUB_SEGMENTS_PER_SEGMENT": 0,
-            "UNTIL_DECAYED_TILES": 0,
+            "NUM_UNTIL_DECAYED_TILES": 0,
             **constants,
         },
     )
@@ -152,11 +152,11 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     spec, config, batch = call.spec, call.config, w.shape[0]
     if spec.GATE_CHANNELS == 0 or w.dtype == jnp.float16:
         return None
-    block_v = min(UNTIL_DECAYED_BLOCK_V, config.state_block_v)
+    block_v = min(MAX_UNTIL_DECAYED_BLOCK_V, config.state_block_v)
     num_tiles, block_k, max_stages = (
         cdiv(spec.K, block_v),
         padded(spec.K, MIN_TILE),
-        min(config.state_stages, UNTIL_DECAYED_STAGES),
+        min(config.state_stages, MAX_UNTIL_DECAYED_STAGES),
     )
     (outputs,) = launch(
         chunks_until_decayed_kernel,
@@ -197,7 +197,7 @@ def end_states(
         values_or_cotangent: [B, T, heads, V], as for `pass_states`.
         sub_segment_plan: The sub-segments to scan.
         w: [B, T, H, K], as for `pass_states`.
-        chunks_until_decayed: Effective lengths, from `find_chunks_until_decayed`; with `w` only.
+        chunks_until_decayed: Chunks until a state has decayed, from `find_chunks_until_decayed`; with `w` only.
 
     Returns:
         [B, sub-segments, H, K, V] float32. With `w` there are V + K columns: the last K are the transition, which is
@@ -224,7 +224,7 @@ def end_states(
         "STARTS_FROM_ZERO": sub_segment_plan.row_starts_from_zeros,
         "NUM_SCANS_WITH_FINAL_STATE": sub_segment_plan.num_scans_with_final_state,
         "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
-        "UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
+        "NUM_UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
     }
     config, num_warps = _end_state_config(call)
     call = dataclasses.replace(call, spec=spec, config=config)

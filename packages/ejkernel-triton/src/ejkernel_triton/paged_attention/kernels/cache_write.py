@@ -88,7 +88,9 @@ def cache_write_kernel(
         x = tl.where(is_key, tl.load(keys + token_offsets, mask=mask & is_key, other=0.0), from_values)
     else:
         x = tl.load(keys + token_offsets, mask=mask, other=0.0)
-    head_offset = batch * spec.CACHE_ELEMENTS + head * spec.PAGE_SLOT_HEAD_STRIDES[2] + component * spec.CACHE_ROW_WIDTH
+    head_offset = (
+        batch * spec.CACHE_BATCH_STRIDE + head * spec.PAGE_SLOT_HEAD_STRIDES[2] + component * spec.CACHE_ROW_WIDTH
+    )
     # Padding columns are stored as 0. Each slot belongs to one token, so no two programs write to the same slot.
     tl.store(
         pages + head_offset + slot_offsets[:, None] + c[None, :],

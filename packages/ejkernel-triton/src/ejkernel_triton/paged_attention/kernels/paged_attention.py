@@ -34,10 +34,10 @@ from ejkernel_triton.paged_attention.kernels.tile import (
     load_alibi_slopes,
     load_cache_rows,
     load_page_indices,
-    load_positions,
+    load_positions_and_contexts,
     load_queries,
     offset_tables_to_batch,
-    row_positions,
+    positions_of_rows,
     store_output_rows,
     store_partial_acc,
     to_pv_dtype,
@@ -46,7 +46,7 @@ from ejkernel_triton.paged_attention.kernels.tile import (
 
 
 @triton.jit
-def attend_tile(
+def attend_to_key_tile(
     acc,
     rotary_acc,
     row_max,
@@ -97,12 +97,12 @@ def attend_tile(
     if IS_PARTIAL_TILE:
         # Row m is query row m // G.
         if spec.WINDOW_RIGHT is not None:
-            attends = attends & (k[None, :] <= (row_positions(position, m, spec) + spec.WINDOW_RIGHT)[:, None])
+            attends = attends & (k[None, :] <= (positions_of_rows(position, m, spec) + spec.WINDOW_RIGHT)[:, None])
         if spec.WINDOW_LEFT is not None:
-            attends = attends & (k[None, :] >= (row_positions(position, m, spec) - spec.WINDOW_LEFT)[:, None])
+            attends = attends & (k[None, :] >= (positions_of_rows(position, m, spec) - spec.WINDOW_LEFT)[:, None])
         if spec.CHUNK_SIZE is not None:
             # Division rounds to 0: a row before its sequence's first token would be in the first chunk.
-            row_position = row_positions(position, m, spec)
+            row_position = positions_of_rows(position, m, spec)
             chunk_start = tl.where(
                 row_position < 0, -spec.CHUNK_SIZE, row_position // spec.CHUNK_SIZE * spec.CHUNK_SIZE
             )
@@ -131,7 +131,7 @@ def attend_tile(
 
 
 @triton.jit
-def attend_to_tiles(
+def attend_to_key_tiles(
     q,
     q_rotary,
     keys,
@@ -163,11 +163,11 @@ def attend_to_tiles(
     )
     m = tl.arange(0, M)
     first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
-    position, context_len = load_positions(entry_address, positions, first_row, num_rows, m, spec)
+    position, context_len = load_positions_and_contexts(entry_address, positions, first_row, num_rows, m, spec)
     qq_bias_rows = spec.QQ_BIAS_ROWS
-    if spec.QQ_BIAS_PER_SEQUENCE:
+    if spec.HAS_QQ_BIAS_PER_SEQUENCE:
         qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_BIAS_ROWS * spec.QQ_BIAS_ROWS)
-    if spec.QQ_BIAS_PACKED:
+    if spec.QQ_BIAS_IS_PACKED:
         qq_bias = qq_bias + tl.load(qq_bias_tables + sequence * 2)
         qq_bias_rows = tl.load(qq_bias_tables + sequence * 2 + 1)
     row_max = tl.full([M], float("-inf"), tl.float32)
@@ -207,7 +207,7 @@ def attend_to_tiles(
             tl.maximum(unmasked_key_end // spec.BLOCK_KV, full_tile_start), first_tile + num_tiles
         )
         for tile in tl.range(full_tile_start, full_tile_end):
-            acc, rotary_acc, row_max, row_sum = attend_tile(
+            acc, rotary_acc, row_max, row_sum = attend_to_key_tile(
                 acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
                 context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
                 False, spec,
@@ -218,7 +218,7 @@ def attend_to_tiles(
         tile = step
         if spec.HAS_UNMASKED_LOOP:
             tile = tl.where(step < full_tile_start, step, step + (full_tile_end - full_tile_start))
-        acc, rotary_acc, row_max, row_sum = attend_tile(
+        acc, rotary_acc, row_max, row_sum = attend_to_key_tile(
             acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
             context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
             True, spec,
@@ -258,8 +258,8 @@ def paged_attention_kernel(
     batch = tl.cast(program // (spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
     program = program // spec.HEAD_TILES_PER_KV_HEAD % spec.NUM_PROGRAMS
     query = batch_row_address(query, batch, per.QUERY, spec.NUM_QUERY_ROWS * spec.H * spec.D)
-    keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_ELEMENTS)
-    values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_ELEMENTS)
+    keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_BATCH_STRIDE)
+    values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_BATCH_STRIDE)
     if spec.PAGES_PER_SEQUENCE > 0:
         block_tables = batch_row_address(
             block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
@@ -269,7 +269,7 @@ def paged_attention_kernel(
         alibi_slopes = batch_row_address(alibi_slopes, batch, per.ALIBI_SLOPES, spec.H)
     if spec.QQ_BIAS_SIZE > 0:
         qq_bias = batch_row_address(qq_bias, batch, per.QQ_BIAS, spec.QQ_BIAS_SIZE)
-    if spec.QQ_BIAS_PACKED:
+    if spec.QQ_BIAS_IS_PACKED:
         qq_bias_tables = batch_row_address(qq_bias_tables, batch, per.QQ_BIAS_TABLES, spec.NUM_SEQUENCES * 2)
     if spec.LOAD_ROW_POSITIONS:
         positions = batch_row_address(positions, batch, per.POSITIONS, spec.NUM_QUERY_ROWS * 2)
@@ -303,7 +303,7 @@ def paged_attention_kernel(
         num_item_tiles = tl.minimum(tiles_per_head - first_item_tile, share_end - tile_index)
         q_head = head * spec.HEAD_TILES_PER_KV_HEAD + head_tile
         q, q_rotary = load_queries(query, first_row, num_rows, q_head, spec)
-        acc, rotary_acc, row_max, row_sum = attend_to_tiles(
+        acc, rotary_acc, row_max, row_sum = attend_to_key_tiles(
             to_qk_dtype(q, spec),
             to_qk_dtype(q_rotary, spec),
             keys,

@@ -41,8 +41,8 @@ def prefix_copy_kernel(
     batch = tl.cast(program // (spec.HK * NUM_TILES), tl.int64)
     prefix_len = tl.load(batch_row_address(prefix_lens, batch, per.PREFIX_LENS, 1))
     if tile * spec.BLOCK_KV < prefix_len:
-        keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_ELEMENTS)
-        values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_ELEMENTS)
+        keys = batch_row_address(keys, batch, per.KEYS, spec.KEY_CACHE_BATCH_STRIDE)
+        values = batch_row_address(values, batch, per.VALUES, spec.VALUE_CACHE_BATCH_STRIDE)
         block_tables = batch_row_address(block_tables, batch, per.BLOCK_TABLES, spec.PAGES_PER_SEQUENCE)
         d = tl.arange(0, spec.BD)
         dv = tl.arange(0, spec.BV)

@@ -79,14 +79,14 @@ def load_queries(query, first_row, num_rows, head, spec: tl.constexpr):
 
 @triton.jit
 def load_page_indices(block_tables, sequence, tile, k, valid, spec: tl.constexpr):
-    """Returns the page of every key of a tile, or of the whole tile if TILE_WITHIN_PAGE, and the mask of keys in the
+    """Returns the page of every key of a tile, or of the whole tile if TILE_IS_WITHIN_PAGE, and the mask of keys in the
     sequence.
 
     A table entry that is no valid page index is padding.
     """
     if spec.PAGES_PER_SEQUENCE == 0:
         return sequence, valid & (k < spec.PAGE_SIZE)
-    elif spec.TILE_WITHIN_PAGE:
+    elif spec.TILE_IS_WITHIN_PAGE:
         page_in_sequence = tile * spec.BLOCK_KV // spec.PAGE_SIZE
         # The last tile may start past the table's end.
         page = tl.load(
@@ -122,7 +122,7 @@ def load_cache_rows(
     slot_stride: tl.constexpr = spec.VALUE_STRIDES[1] if IS_VALUE else spec.KEY_STRIDES[1]
     # 64 bits: a cache may have more than 2 ** 31 elements.
     page = tl.cast(page, tl.int64)
-    if spec.TILE_WITHIN_PAGE:
+    if spec.TILE_IS_WITHIN_PAGE:
         # Page indices per key would take one pipeline stage, and registers for pointers. With one page index per tile,
         # all stages hold tiles.
         slot = tile * spec.BLOCK_KV if spec.PAGES_PER_SEQUENCE == 0 else tile * spec.BLOCK_KV % spec.PAGE_SIZE
@@ -137,10 +137,10 @@ def load_cache_rows(
 
 
 @triton.jit
-def load_positions(entry_address, positions, first_row, num_rows, m, spec: tl.constexpr):
+def load_positions_and_contexts(entry_address, positions, first_row, num_rows, m, spec: tl.constexpr):
     """Returns positions and contexts of an entry's query rows m.
 
-    Both are scalars, of the entry's first row, if its rows are consecutive tokens of one sequence; `row_positions`
+    Both are scalars, of the entry's first row, if its rows are consecutive tokens of one sequence; `positions_of_rows`
     continues them. If they are of several sequences, both are [M].
     """
     if spec.LOAD_ROW_POSITIONS:
@@ -152,8 +152,8 @@ def load_positions(entry_address, positions, first_row, num_rows, m, spec: tl.co
 
 
 @triton.jit
-def row_positions(position, m, spec: tl.constexpr):
-    """Returns the position of query rows m, from what `load_positions` returns."""
+def positions_of_rows(position, m, spec: tl.constexpr):
+    """Returns the position of query rows m, from what `load_positions_and_contexts` returns."""
     if spec.LOAD_ROW_POSITIONS:
         return position
     else:
@@ -177,7 +177,7 @@ def compute_log2_scores(
     keys may be new tokens, which have biases.
     """
     scores = products * spec.SCORE_SCALE
-    if spec.ONLY_SCALED_SCORES:
+    if spec.SCORES_ARE_ONLY_SCALED:
         return scores
     else:
         if spec.HAS_ALIBI:
@@ -195,7 +195,7 @@ def compute_log2_scores(
             index = row[:, None] * qq_bias_rows + column[None, :]
             scores += tl.load(qq_bias + index, mask=in_range, other=0.0).to(tl.float32)
         if spec.SOFT_CAP is not None:
-            capped_scores = spec.SOFT_CAP * tanh(scores * (1.0 / spec.SOFT_CAP), spec.FAST_TANH)
+            capped_scores = spec.SOFT_CAP * tanh(scores * (1.0 / spec.SOFT_CAP), spec.USES_FAST_TANH)
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped_scores) if HAS_QQ_BIAS else capped_scores
         return scores * LOG2E

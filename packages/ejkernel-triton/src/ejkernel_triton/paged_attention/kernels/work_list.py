@@ -36,7 +36,7 @@ def maximum(a, b):
 
 
 @triton.jit
-def key_range(key_start, position, rows, context_end, spec: tl.constexpr):
+def compute_key_range(key_start, position, rows, context_end, spec: tl.constexpr):
     """Returns the first key and the end of the keys of tiles of query rows, as `paged_work` defines them."""
     key_end = tl.minimum(context_end, spec.MAX_KV_LEN)
     # With positions per row, the entry's own position has no meaning.
@@ -123,7 +123,7 @@ def work_list_kernel(
     if spec.HAS_KV_STARTS:
         kv_starts = batch_row_address(kv_starts, batch, per.KV_STARTS, spec.NUM_SEQUENCES)
         key_start = tl.load(kv_starts + sequence, mask=entry_in_bounds, other=0)
-    key_start, key_end = key_range(key_start, position, rows, kv_len, spec)
+    key_start, key_end = compute_key_range(key_start, position, rows, kv_len, spec)
     num_spanned_tiles = (key_end + spec.BLOCK_KV - 1) // spec.BLOCK_KV - key_start // spec.BLOCK_KV
     # An entry without keys gets one empty tile: its program stores the zeros of its output.
     tiles_per_head = tl.where(rows > 0, tl.maximum(tl.where(key_end > key_start, num_spanned_tiles, 0), 1), 0)

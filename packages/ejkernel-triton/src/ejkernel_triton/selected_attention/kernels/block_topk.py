@@ -32,14 +32,14 @@ def block_topk_kernel(
     QUERIES_PER_TILE: tl.constexpr,
     HEADS_PER_TILE: tl.constexpr,
     BLOCKS_PER_TILE: tl.constexpr,
-    BM: tl.constexpr,
-    TOPK_QUERIES: tl.constexpr,
+    PADDED_NUM_BLOCKS: tl.constexpr,
+    QUERIES_PER_TOPK: tl.constexpr,
 ):
     """Persistent kernel: NUM_PROGRAMS programs per batch row loop over its tiles of QUERIES_PER_TILE queries of every
     KV head.
 
     HEADS_PER_TILE is the group size padded to a power of two, BLOCKS_PER_TILE the blocks of a tile of scores, BM all
-    blocks padded to a power of two that is no less, TOPK_QUERIES the queries whose largest weights are selected at
+    blocks padded to a power of two that is no less, QUERIES_PER_TOPK the queries whose largest weights are selected at
     once.
     """
     program = tl.program_id(0) % NUM_PROGRAMS
@@ -52,49 +52,49 @@ def block_topk_kernel(
         q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
         block_ids = batch_row_address(block_ids, batch, per.BLOCK_IDS, spec.M)
     indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
-    scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES_PER_TILE * BM)
+    scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES_PER_TILE * PADDED_NUM_BLOCKS)
     TILES: tl.constexpr = (spec.T + QUERIES_PER_TILE - 1) // QUERIES_PER_TILE
     # An item is a tile of queries and a KV head.
     for work_item in tl.range(program, TILES * spec.HK, NUM_PROGRAMS):
         head = work_item // TILES
-        start = (work_item % TILES) * QUERIES_PER_TILE
-        token = start + tl.arange(0, QUERIES_PER_TILE)
+        first_query = (work_item % TILES) * QUERIES_PER_TILE
+        token = first_query + tl.arange(0, QUERIES_PER_TILE)
         current_block = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
         # No query of the tile can select a block from `end_block` on: those are not computed.
         end_block = tl.max(current_block, 0)
-        ids = (q_ids, block_ids)
+        q_and_block_ids = (q_ids, block_ids)
         _store_block_weights(
             query,
             keys,
             shift,
-            ids,
+            q_and_block_ids,
             scratch,
             head,
-            start,
+            first_query,
             current_block,
             end_block,
             spec,
             QUERIES_PER_TILE,
             HEADS_PER_TILE,
             BLOCKS_PER_TILE,
-            BM,
+            PADDED_NUM_BLOCKS,
         )
         # Barrier: threads read scratch rows that others wrote. A second one follows, before the next tile overwrites
         # them.
         tl.debug_barrier()
-        for first in tl.range(0, QUERIES_PER_TILE, TOPK_QUERIES):
+        for first_scratch_row in tl.range(0, QUERIES_PER_TILE, QUERIES_PER_TOPK):
             _store_largest_blocks(
                 current_blocks,
                 scratch,
                 indices,
                 head,
-                start + first,
-                first,
+                first_query + first_scratch_row,
+                first_scratch_row,
                 end_block,
                 spec,
                 BLOCKS_PER_TILE,
-                BM,
-                TOPK_QUERIES,
+                PADDED_NUM_BLOCKS,
+                QUERIES_PER_TOPK,
             )
         tl.debug_barrier()
 
@@ -104,31 +104,31 @@ def _store_block_weights(
     query,
     keys,
     shift,
-    ids,
+    q_and_block_ids,
     scratch,
     head,
-    start,
+    first_query,
     current_block,
     end_block,
     spec: tl.constexpr,
     QUERIES_PER_TILE: tl.constexpr,
     HEADS_PER_TILE: tl.constexpr,
     BLOCKS_PER_TILE: tl.constexpr,
-    BM: tl.constexpr,
+    PADDED_NUM_BLOCKS: tl.constexpr,
 ):
     """Stores the summed weights of the blocks before each query's current one in its scratch row, -1 for the others."""
-    q_ids, block_ids = ids
+    q_ids, block_ids = q_and_block_ids
     ROWS: tl.constexpr = QUERIES_PER_TILE * HEADS_PER_TILE
     d = tl.arange(0, spec.BD)
     row = tl.arange(0, ROWS)
     # Heads are the fast axis of the rows, so that a reshape separates them for the sum.
-    token, group_head = start + row // HEADS_PER_TILE, row % HEADS_PER_TILE
+    token, group_head = first_query + row // HEADS_PER_TILE, row % HEADS_PER_TILE
     valid = (token < spec.T) & (group_head < spec.G)
     q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
     in_row = (d < spec.D)[None, :]
     q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
     lse = tl.load(shift + q_row, mask=valid, other=0.0)
-    tokens = start + tl.arange(0, QUERIES_PER_TILE)
+    tokens = first_query + tl.arange(0, QUERIES_PER_TILE)
     for tile in tl.range(0, (end_block + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE):
         block = tile * BLOCKS_PER_TILE + tl.arange(0, BLOCKS_PER_TILE)
         at = keys + (block * spec.HK + head)[:, None] * spec.D + d[None, :]
@@ -143,9 +143,11 @@ def _store_block_weights(
             # Padding ids differ: -1 for queries, -2 for blocks.
             block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
             is_selectable = is_selectable & (q_id[:, None] == block_id[None, :])
-        offset = tl.arange(0, QUERIES_PER_TILE)[:, None] * BM + block[None, :]
+        offset = tl.arange(0, QUERIES_PER_TILE)[:, None] * PADDED_NUM_BLOCKS + block[None, :]
         # -1 is below every sum of weights: such a block is never selected while another is left.
-        tl.store(scratch + offset, tl.where(is_selectable, group_weights, -1.0), mask=(block < BM)[None, :])
+        tl.store(
+            scratch + offset, tl.where(is_selectable, group_weights, -1.0), mask=(block < PADDED_NUM_BLOCKS)[None, :]
+        )
 
 
 @triton.jit
@@ -154,24 +156,25 @@ def _store_largest_blocks(
     scratch,
     indices,
     head,
-    start,
-    first,
+    first_query,
+    first_scratch_row,
     end_block,
     spec: tl.constexpr,
     BLOCKS_PER_TILE: tl.constexpr,
-    BM: tl.constexpr,
-    TOPK_QUERIES: tl.constexpr,
+    PADDED_NUM_BLOCKS: tl.constexpr,
+    QUERIES_PER_TOPK: tl.constexpr,
 ):
-    """Stores the lists of TOPK_QUERIES queries from `start` on, current block first; scratch rows begin at `first`."""
-    token = start + tl.arange(0, TOPK_QUERIES)
+    """Stores the lists of QUERIES_PER_TOPK queries from `first_query` on, current block first; their scratch rows
+    begin at `first_scratch_row`."""
+    token = first_query + tl.arange(0, QUERIES_PER_TOPK)
     valid = token < spec.T
     current_block = tl.load(current_blocks + token, mask=valid, other=-1)
     at = indices + (tl.cast(token, tl.int64) * spec.HK + head) * spec.NUM_LISTED_BLOCKS
     tl.store(at, current_block, mask=valid)
-    block = tl.arange(0, BM)
+    block = tl.arange(0, PADDED_NUM_BLOCKS)
     # Later columns hold weights of an earlier tile of queries, or are uninitialised; they count as -1.
     is_written = (block < (end_block + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE * BLOCKS_PER_TILE)[None, :]
-    rows = scratch + (first + tl.arange(0, TOPK_QUERIES))[:, None] * BM + block[None, :]
+    rows = scratch + (first_scratch_row + tl.arange(0, QUERIES_PER_TOPK))[:, None] * PADDED_NUM_BLOCKS + block[None, :]
     weights = tl.load(rows, mask=is_written, other=-1.0)
     # Takes the largest for each slot: a few reductions over registers instead of a sort. Selected weights become -1.
     for slot in tl.range(1, spec.NUM_LISTED_BLOCKS):

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
-from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, block_start, load_keys
+from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, load_block_start, load_keys
 
 # Fields of a split of a list.
 BLOCK_FIELD = tl.constexpr(0)
@@ -102,7 +102,7 @@ def selected_bwd_dkdv_kernel(
             q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
         BD: tl.constexpr = spec.BD
         BV: tl.constexpr = spec.BV
-        start = block_start(block_starts, block, spec)
+        start = load_block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         valid = (index < spec.BLOCK_SIZE) & (start + index < spec.S)
         if spec.HAS_SEGMENTS:
@@ -141,7 +141,7 @@ def selected_bwd_dkdv_kernel(
             if spec.HAS_SEGMENTS:
                 dscores = tl.where(attends, dscores, 0.0)
             dk = add_dot(dk, dscores.to(q.dtype), q, spec)
-        dk = dk * spec.SCALE
+        dk = dk * spec.SCORE_SCALE
         # With a single split this is the gradient. With packed sequences, a block may extend into the next sequence,
         # whose first block stores those keys.
         if slot < 0:

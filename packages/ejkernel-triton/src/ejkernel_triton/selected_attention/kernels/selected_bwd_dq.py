@@ -5,14 +5,14 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.selected_attention.kernels.tile import (
-    attending_keys,
     batch_row_address,
-    block_list_end,
-    block_start,
+    find_block_list_end,
+    load_block_start,
     load_head_rows,
     load_keys,
     load_per_head,
-    query_position,
+    load_query_position,
+    mask_attending_keys,
     store_head_rows,
 )
 
@@ -52,14 +52,14 @@ def selected_bwd_dq_kernel(
         block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
     if spec.HAS_POSITIONS:
         q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
-    count = block_list_end(block_list, spec)
+    count = find_block_list_end(block_list, spec)
     q_id = 0
     if spec.HAS_SEGMENTS:
         k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
         count = tl.where(q_id >= 0, count, 0)
-    q_position = query_position(q_positions, token, spec)
+    q_position = load_query_position(q_positions, token, spec)
     TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
     BG: tl.constexpr = spec.BG
     BD: tl.constexpr = spec.BD
@@ -73,11 +73,11 @@ def selected_bwd_dq_kernel(
     for i in tl.range(0, count * TILES):
         block = tl.load(block_list + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        start = block_start(block_starts, block, spec)
+        start = load_block_start(block_starts, block, spec)
         valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
-        attends = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
+        attends = mask_attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.LOG2_SCORE_FACTOR
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not include.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)
@@ -87,4 +87,4 @@ def selected_bwd_dq_kernel(
         # K is loaded once for two products, of scores and of dq.
         acc = add_dot(acc, dscores.to(k.dtype), k, spec)
     dquery += tl.cast(batch, tl.int64) * (spec.T * spec.H * spec.D)
-    store_head_rows(dquery, token, head, acc * spec.SCALE, spec.D, BD, spec)
+    store_head_rows(dquery, token, head, acc * spec.SCORE_SCALE, spec.D, BD, spec)

@@ -19,13 +19,13 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import LN2, add_dot, dot, minus_inf_to_zero
 from ejkernel_triton.selected_attention.kernels.tile import (
-    attending_keys,
     batch_row_address,
-    block_list_end,
-    block_start,
+    find_block_list_end,
+    load_block_start,
     load_head_rows,
     load_keys,
-    query_position,
+    load_query_position,
+    mask_attending_keys,
     store_head_rows,
 )
 
@@ -61,13 +61,13 @@ def selected_fwd_kernel(
     if spec.HAS_POSITIONS:
         q_positions = batch_row_address(q_positions, batch, per.Q_POSITIONS, spec.T)
     # Slots after the last listed block cost nothing; an empty slot before it is a tile without keys.
-    count = block_list_end(block_list, spec)
+    count = find_block_list_end(block_list, spec)
     q_id = 0
     if spec.HAS_SEGMENTS:
         k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
         q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
-    q_position = query_position(q_positions, token, spec)
+    q_position = load_query_position(q_positions, token, spec)
     BG: tl.constexpr = spec.BG
     BV: tl.constexpr = spec.BV
     TILES: tl.constexpr = (spec.BLOCK_SIZE + BLOCK_KV - 1) // BLOCK_KV
@@ -81,12 +81,12 @@ def selected_fwd_kernel(
     for i in tl.range(0, count * TILES):
         block = tl.load(block_list + i // TILES)
         index = (i % TILES) * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        start = block_start(block_starts, block, spec)
+        start = load_block_start(block_starts, block, spec)
         # Keys out of bounds are read as 0: their weights are 0, and 0 x NaN would be NaN.
         valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
-        attend_mask = attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
+        attend_mask = mask_attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
         row_max, row_sum, acc = softmax_step(q, k, v, attend_mask, row_max, row_sum, acc, spec)
     # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.selected_attention.kernels.selected_bwd_dkdv import _store_key_rows
-from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, block_start
+from ejkernel_triton.selected_attention.kernels.tile import batch_row_address, load_block_start
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def split_combine_kernel(
         BV: tl.constexpr = spec.BV
         if spec.HAS_BLOCK_STARTS:
             block_starts = batch_row_address(block_starts, batch, per.BLOCK_STARTS, spec.M)
-        start = block_start(block_starts, block, spec)
+        start = load_block_start(block_starts, block, spec)
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         k_at = tl.arange(0, BLOCK_KV)[:, None] * BD + tl.arange(0, BD)[None, :]
         v_at = tl.arange(0, BLOCK_KV)[:, None] * BV + tl.arange(0, BV)[None, :]

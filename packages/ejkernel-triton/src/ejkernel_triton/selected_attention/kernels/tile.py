@@ -45,7 +45,7 @@ def load_per_head(base, token, head, spec: tl.constexpr):
 
 
 @triton.jit
-def block_list_end(block_list, spec: tl.constexpr):
+def find_block_list_end(block_list, spec: tl.constexpr):
     """Returns the index after the last used slot of a query's list."""
     slots = tl.arange(0, spec.BS)
     # One load for the list; empty slots may be between others.
@@ -54,7 +54,7 @@ def block_list_end(block_list, spec: tl.constexpr):
 
 
 @triton.jit
-def block_start(block_starts, block, spec: tl.constexpr):
+def load_block_start(block_starts, block, spec: tl.constexpr):
     """Returns the first key of a block; that of the first block for -1."""
     # An empty slot is -1: the load of `block_starts` has no mask and must not start before the array.
     block = tl.maximum(block, 0)
@@ -77,7 +77,7 @@ def load_keys(base, start, index, valid, WIDTH: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def query_position(q_positions, token, spec: tl.constexpr):
+def load_query_position(q_positions, token, spec: tl.constexpr):
     """Returns the query's position among the keys, which is the last key it may attend to."""
     if spec.HAS_POSITIONS:
         return tl.load(q_positions + token)
@@ -86,9 +86,11 @@ def query_position(q_positions, token, spec: tl.constexpr):
 
 
 @triton.jit
-def attending_keys(k_ids, key, valid, q_positions, q_id, spec: tl.constexpr):
-    """Returns which keys of a block one query attends to."""
-    attends = valid & (key <= q_positions)
+def mask_attending_keys(k_ids, key, valid, q_position, q_id, spec: tl.constexpr):
+    """Returns which `key` of a block a query attends to: those that are `valid`, not after its `q_position`, and of its
+    segment.
+    """
+    attends = valid & (key <= q_position)
     if spec.HAS_SEGMENTS:
         attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)
     return attends

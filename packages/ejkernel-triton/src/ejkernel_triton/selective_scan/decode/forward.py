@@ -27,12 +27,12 @@ def forward(record: SelectiveScan, config: ScanDecodeTile) -> tuple[tuple[jax.Ar
 
     spec, rows = make_spec(record, config), record.x.shape[0]
     bounds, slots, initial = record.cu_seqlens, record.state_slots, record.initial_state
-    if spec.PACKED:
+    if spec.IS_PACKED:
         bounds, slots, initial = (None if x is None else x[None] for x in (bounds, slots, initial))
         bounds, slots = (None if x is None else x.astype(jnp.int32) for x in (bounds, slots))
     fields = (record.x, record.step, record.decay[None], record.write, record.read, record.skip[None])
     inputs = (*fields, bounds, slots, initial)
-    states = (spec.NUM_SEQUENCES, spec.E, spec.N) if spec.PACKED else (spec.E, spec.N)
+    states = (spec.NUM_SEQUENCES, spec.E, spec.N) if spec.IS_PACKED else (spec.E, spec.N)
     final, output = launch(
         selective_state_update_kernel,
         inputs,
@@ -48,4 +48,4 @@ def forward(record: SelectiveScan, config: ScanDecodeTile) -> tuple[tuple[jax.Ar
         constants={"spec": spec},
     )
     # XLA computes the residuals of calls with a backward pass, and drops those of the others.
-    return (output, final[0] if spec.PACKED else final), selective_scan.reference(record)[1]
+    return (output, final[0] if spec.IS_PACKED else final), selective_scan.reference(record)[1]

@@ -24,7 +24,7 @@ class ScanDecodeSpec:
         BLOCK_E: Channels per program.
         BLOCK_N: N, padded to a power of two.
         NUM_CHANNEL_TILES: Programs per sequence.
-        PACKED: Whether sequences are packed.
+        IS_PACKED: Whether sequences are packed.
         HAS_INITIAL_STATE: Whether there are initial states.
         NUM_SLOTS: Number of slots that hold them; 0 without slots.
         IN_PLACE: Whether the final states alias the initial ones, and are read from there.
@@ -37,7 +37,7 @@ class ScanDecodeSpec:
     BLOCK_E: int
     BLOCK_N: int
     NUM_CHANNEL_TILES: int
-    PACKED: bool
+    IS_PACKED: bool
     HAS_INITIAL_STATE: bool
     NUM_SLOTS: int
     IN_PLACE: bool
@@ -56,7 +56,7 @@ def make_spec(record: SelectiveScan, config: ScanDecodeTile) -> ScanDecodeSpec:
         BLOCK_E=config.block_e,
         BLOCK_N=padded(size),
         NUM_CHANNEL_TILES=cdiv(channels, config.block_e),
-        PACKED=packed,
+        IS_PACKED=packed,
         HAS_INITIAL_STATE=states is not None,
         NUM_SLOTS=slots,
         IN_PLACE=states is not None and (slots > 0 or states.dtype == jnp.float32),

@@ -7,7 +7,7 @@ from ejkernel_triton.selective_scan.kernels.tile import (
     load_b_or_c,
     load_state,
     load_tokens,
-    program_tile,
+    locate_program,
     store_state,
     tile_channels,
     zero_channel_vector,
@@ -29,7 +29,7 @@ def segment_states_kernel(
     dt_array,
     decay,
     b_or_c,
-    values,
+    x_or_cotangent,
     end_states,
     dt_sums,
     REVERSE: tl.constexpr,
@@ -39,18 +39,18 @@ def segment_states_kernel(
     """Computes every segment's final state from zeros, [B, NUM_SEGMENTS, N, E], and its sum of dt, [B, NUM_SEGMENTS,
     E].
 
-    Forward, `b_or_c` is B and `values` x, and dt x B is added to the states. In REVERSE, `b_or_c` is C and `values` dy,
-    and dy C is added to the cotangents of the states before they decay.
+    Forward, `b_or_c` is B and `x_or_cotangent` is x, and dt x B is added to the states. In REVERSE, `b_or_c` is C and
+    `x_or_cotangent` is dy, and dy C is added to the cotangents of the states before they decay.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
-    row, segment, tile = program_tile(tl.program_id(0), spec)
+    row, segment, tile = locate_program(tl.program_id(0), spec)
     channels = tile_channels(tile, spec)
-    values, dt_array = (
-        values + (row // per.VALUES) * (spec.T * spec.E),
+    x_or_cotangent, dt_array = (
+        x_or_cotangent + (row // per.X_OR_COTANGENT) * (spec.T * spec.E),
         dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E),
     )
     b_or_c = b_or_c + (row // per.B_OR_C) * (spec.T * spec.N)
-    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    decay_rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     state = zero_state_tile(spec)
     step_sum = zero_channel_vector(spec)
     first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
@@ -58,12 +58,12 @@ def segment_states_kernel(
     # In reverse the partial block comes first: its tokens after T have dt and values of 0 and change nothing.
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
-    token_values = load_tokens(values, token, spec.T, channels, spec)
+    token_values = load_tokens(x_or_cotangent, token, spec.T, channels, spec)
     steps = load_tokens(dt_array, token, spec.T, channels, spec)
     for _ in tl.range(0, blocks):
         next_token = token + stride
         next_values, next_steps = (
-            load_tokens(values, next_token, spec.T, channels, spec),
+            load_tokens(x_or_cotangent, next_token, spec.T, channels, spec),
             load_tokens(dt_array, next_token, spec.T, channels, spec),
         )
         columns = (
@@ -78,10 +78,10 @@ def segment_states_kernel(
             if REVERSE:
                 dt, value = steps[BLOCK_T - 1 - i].to(tl.float32), token_values[BLOCK_T - 1 - i].to(tl.float32)
                 # The cotangent gets its token's share before it decays, since it is passed to the previous token.
-                state = tl.exp2(rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
+                state = tl.exp2(decay_rates * dt[None, :]) * (state + columns[i][:, None] * value[None, :])
             else:
                 dt, value = steps[i].to(tl.float32), token_values[i].to(tl.float32)
-                state = tl.exp2(rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
+                state = tl.exp2(decay_rates * dt[None, :]) * state + columns[i][:, None] * (dt * value)[None, :]
             # exp(A dt) over all tokens is exp(A * sum of dt): [E] elements per segment instead of [N, E].
             step_sum += dt
         token_values, steps, token = next_values, next_steps, next_token

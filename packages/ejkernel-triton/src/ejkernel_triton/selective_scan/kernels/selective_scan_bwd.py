@@ -25,11 +25,11 @@ from ejkernel_triton.blocks import LN2, zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
     load_b_or_c,
     load_boundary_state,
+    load_sequence_range,
     load_state,
     load_tokens,
-    program_tile,
-    segment_range,
-    sequence_range,
+    locate_program,
+    locate_segment,
     store_state,
     store_tokens,
     tile_channels,
@@ -39,7 +39,7 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 
 
 @triton.jit
-def exchange_lanes(low, high, LANE_DISTANCE: tl.constexpr, LANES: tl.constexpr):
+def add_lane_pairs(low, high, LANE_DISTANCE: tl.constexpr, LANES: tl.constexpr):
     """Adds pairs of lanes of low and of high, [..., LANES]; each lane keeps one of the two sums, by bit LANE_DISTANCE
     of its index.
 
@@ -69,7 +69,7 @@ def reduce_to_half_rows(p, LANE_DISTANCE: tl.constexpr, LANES: tl.constexpr):
     """Reduces [G, 2 LANE_DISTANCE, LANES] to [G, LANE_DISTANCE, LANES]."""
     row_halves = tl.reshape(p, [p.shape[0], 2, LANE_DISTANCE, LANES])
     low, high = tl.split(tl.permute(row_halves, (0, 2, 3, 1)))
-    return exchange_lanes(low, high, LANE_DISTANCE, LANES)
+    return add_lane_pairs(low, high, LANE_DISTANCE, LANES)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
     if 2 * BN <= LANES:
         # dB and dC fill one half of the lanes each, so that both are summed by the same shuffles: 31 per token with 32
         # channels and N 16, instead of the 160 of a reduction (docs/lab/selective_scan_gpu.md).
-        sums = exchange_lanes(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
+        sums = add_lane_pairs(tl.reshape(b_terms, [1, BN, LANES]), tl.reshape(c_terms, [1, BN, LANES]), BN, LANES)
         sums = sum_lanes(sums, BN, LANES)
         lane = tl.arange(0, LANES)
         for level in tl.static_range(7):
@@ -95,12 +95,12 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
     else:
         SUMS_PER_LANE: tl.constexpr = BN // LANES
         # More sums than lanes: a lane ends with SUMS_PER_LANE sums of dB, and as many of dC.
-        first = sum_lanes(tl.reshape(b_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
-        return first, sum_lanes(tl.reshape(c_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
+        b_sums = sum_lanes(tl.reshape(b_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
+        return b_sums, sum_lanes(tl.reshape(c_terms, [SUMS_PER_LANE, LANES, LANES]), LANES, LANES)
 
 
 @triton.jit
-def store_sums(partial_sums, token, end, sums, spec: tl.constexpr):
+def store_token_sums(partial_sums, token, end, sums, spec: tl.constexpr):
     """Stores the sums of a token from `sum_channels`."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
@@ -112,15 +112,15 @@ def store_sums(partial_sums, token, end, sums, spec: tl.constexpr):
         tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
         SUMS_PER_LANE: tl.constexpr = BN // LANES
-        first, second_array = sums
+        b_sums, c_sums = sums
         row = tl.arange(0, SUMS_PER_LANE)[:, None] * LANES + lane[None, :]
-        tl.store(at + row, tl.reshape(first, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
-        tl.store(at + BN + row, tl.reshape(second_array, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
+        tl.store(at + row, tl.reshape(b_sums, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
+        tl.store(at + BN + row, tl.reshape(c_sums, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
 
 
 @triton.jit
 def recompute_states(
-    x, dt_array, rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec: tl.constexpr
+    x, dt_array, decay_rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec: tl.constexpr
 ):
     """Recomputes the states of an interval, and stores those before each of its `num_blocks` blocks in the scratch."""
     BLOCK_T: tl.constexpr = spec.BLOCK_T
@@ -149,7 +149,7 @@ def recompute_states(
         # The barrier keeps loads from sinking to their use, where every token would wait for memory.
         tl.debug_barrier()
         for i in tl.static_range(BLOCK_T):
-            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), rates, columns[i])
+            state = next_state(state, xs[i].to(tl.float32), steps[i].to(tl.float32), decay_rates, columns[i])
         xs, steps, columns = next_xs, next_steps, next_columns
 
 
@@ -171,9 +171,9 @@ def load_block_b_or_c(base, token, end, spec: tl.constexpr):
 
 
 @triton.jit
-def next_state(state, x_value, dt, rates, b):
+def next_state(state, x_value, dt, decay_rates, b):
     """Returns the states after a token."""
-    return tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
+    return tl.exp2(decay_rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def selective_scan_bwd_kernel(
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     program = tl.program_id(0)
-    row, segment, tile = program_tile(program, spec)
+    row, segment, tile = locate_program(program, spec)
     channels = tile_channels(tile, spec)
     x, dt_array = x + (row // per.X) * (spec.T * spec.E), dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E)
     dx, ddt_array = dx + row * (spec.T * spec.E), ddt_array + row * (spec.T * spec.E)
@@ -235,20 +235,20 @@ def selective_scan_bwd_kernel(
     partial_sums = partial_sums + (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * 2 * spec.BN)
     scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
     scratch -= tile * spec.BLOCK_E  # the scratch is indexed by the program's channels
-    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    decay_rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     end_cotangents = end_cotangents + (row // per.END_COTANGENTS) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     # The cotangent of the states after the remaining tokens, which stays in registers through all intervals.
     state_cotangent = load_boundary_state(end_cotangents, segment, channels, True, spec)
     decay_gradient_acc = zero_state_tile(spec)
     skip_gradient_acc = zero_channel_vector(spec)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         cu_seqlens = cu_seqlens + (row // per.CU_SEQLENS) * (spec.NUM_SEGMENTS + 1)
-        start_token, end, first_interval = sequence_range(
+        start_token, end, first_interval = load_sequence_range(
             cu_seqlens, first_intervals + (row // per.FIRST_INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
         )
     else:
-        start_token, end, first_interval = segment_range(segment, spec)
+        start_token, end, first_interval = locate_segment(segment, spec)
     states = states + tl.cast(first_interval, tl.int64) * (spec.N * spec.E)
     chunks = tl.cdiv(end - start_token, spec.INTERVAL)
     for reverse_index in tl.range(0, chunks):
@@ -257,7 +257,9 @@ def selective_scan_bwd_kernel(
         num_blocks = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
         # The state that the forward pass stored: before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
-        recompute_states(x, dt_array, rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec)
+        recompute_states(
+            x, dt_array, decay_rates, b_array, state, scratch, first_token, num_blocks, end, channels, spec
+        )
         tl.debug_barrier()  # threads read scratch elements that others wrote
         # The first block's operands; without PREFETCH_TOKEN_BLOCKS nothing reads them, and the compiler drops the
         # loads.
@@ -282,7 +284,7 @@ def selective_scan_bwd_kernel(
             token_states = (state_before_block,)
             for i in tl.static_range(BLOCK_T):
                 x_value, dt = xs[i].to(tl.float32), steps[i].to(tl.float32)
-                token_states += (next_state(token_states[i], x_value, dt, rates, columns[i]),)
+                token_states += (next_state(token_states[i], x_value, dt, decay_rates, columns[i]),)
             # Scans backwards over the same tokens.
             dxs, step_gradients, sums = (), (), ()
             for j in tl.static_range(BLOCK_T):
@@ -291,20 +293,20 @@ def selective_scan_bwd_kernel(
                 # B is reloaded from L1: kept since the forward loop it would take registers.
                 b, c = load_b_or_c(b_array, at, end, spec)[:, None], load_b_or_c(c_array, at, end, spec)[:, None]
                 g = state_cotangent + c * dy[None, :]
-                state_cotangent = tl.exp2(rates * dt[None, :]) * g
+                state_cotangent = tl.exp2(decay_rates * dt[None, :]) * g
                 # a g h_{t-1}: the gradient of the exponent dt A; times dt it is dA's term, times A ddt's.
                 exponent_gradient = state_cotangent * token_states[BLOCK_T - 1 - j]
                 decay_gradient_acc += exponent_gradient * dt[None, :]
                 x_gradient_terms = tl.sum(g * b, 0)
                 dxs += (x_gradient_terms * dt + skip_weights * dy,)
-                # `rates` is A log2(e), so the gradient is multiplied by LN2.
-                step_gradients += (x_gradient_terms * x_value + tl.sum(exponent_gradient * rates, 0) * LN2,)
+                # `decay_rates` is A log2(e), so the gradient is multiplied by LN2.
+                step_gradients += (x_gradient_terms * x_value + tl.sum(exponent_gradient * decay_rates, 0) * LN2,)
                 skip_gradient_acc += dy * x_value
                 sums += (sum_channels(g * (dt * x_value)[None, :], token_states[BLOCK_T - j] * dy[None, :], spec),)
             # After the loop: tokens from `end` on are masked here, and with dy and dt of 0 `state_cotangent` passes
             # through unchanged.
             for j in tl.static_range(BLOCK_T):
-                store_sums(partial_sums, token + (BLOCK_T - 1 - j), end, sums[j], spec)
+                store_token_sums(partial_sums, token + (BLOCK_T - 1 - j), end, sums[j], spec)
             store_tokens(dx, token, end, channels, dxs, True, spec)
             store_tokens(ddt_array, token, end, channels, step_gradients, True, spec)
         # All reads of the scratch come before the next interval overwrites it.
@@ -312,7 +314,7 @@ def selective_scan_bwd_kernel(
     segment_row = row * spec.NUM_SEGMENTS + segment
     store_state(ddecay + segment_row * (spec.N * spec.E), channels, decay_gradient_acc, spec)
     tl.store(dskip + segment_row * spec.E + channels, skip_gradient_acc, mask=channels < spec.E)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         store_state(dinitial_states + segment_row * (spec.N * spec.E), channels, state_cotangent, spec)
         zero_padding_outputs(dx, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
         zero_padding_outputs(ddt_array, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)

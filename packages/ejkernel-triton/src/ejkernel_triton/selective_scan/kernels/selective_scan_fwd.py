@@ -24,11 +24,11 @@ from ejkernel_triton.blocks import zero_padding_outputs
 from ejkernel_triton.selective_scan.kernels.tile import (
     load_b_and_c,
     load_boundary_state,
+    load_sequence_range,
     load_state,
     load_tokens,
-    program_tile,
-    segment_range,
-    sequence_range,
+    locate_program,
+    locate_segment,
     store_state,
     store_tokens,
     tile_channels,
@@ -44,13 +44,13 @@ def store_interval_state(states, offset, channels, state, spec: tl.constexpr):
 
 
 @triton.jit
-def update_and_read_state(state, x, dt, rates, columns, skip_weights):
+def update_and_read_state(state, x, dt, decay_rates, columns, skip_weights):
     """Returns the states after a token, and its output."""
     b, c = columns
     x_value, dt = x.to(tl.float32), dt.to(tl.float32)
-    # `rates` includes log2(e), which saves a product per exponential. Padding rows of the state, and tokens after T,
-    # have b, dt and x of 0, and leave the states unchanged.
-    state = tl.exp2(rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
+    # `decay_rates` includes log2(e), which saves a product per exponential. Padding rows of the state, and tokens
+    # after T, have b, dt and x of 0, and leave the states unchanged.
+    state = tl.exp2(decay_rates * dt[None, :]) * state + b[:, None] * (dt * x_value)[None, :]
     # A sum over a thread's registers: no shuffle.
     return state, tl.sum(state * c[:, None], 0) + skip_weights * x_value
 
@@ -59,7 +59,7 @@ def update_and_read_state(state, x, dt, rates, columns, skip_weights):
 def scan_segment_tokens(
     x,
     dt_array,
-    rates,
+    decay_rates,
     b_array,
     c_array,
     skip_weights,
@@ -98,7 +98,7 @@ def scan_segment_tokens(
             if i + 2 < BLOCK_T:
                 columns += (load_b_and_c(b_array, c_array, token + i + 2, end, spec),)
                 tl.debug_barrier()
-            state, y = update_and_read_state(state, xs[i], steps[i], rates, columns[i], skip_weights)
+            state, y = update_and_read_state(state, xs[i], steps[i], decay_rates, columns[i], skip_weights)
             outputs += (y,)
         store_tokens(output, token, end, channels, outputs, False, spec)
         xs, steps = next_xs, next_steps
@@ -109,7 +109,7 @@ def scan_segment_tokens(
 def scan_segment_prefetched(
     x,
     dt_array,
-    rates,
+    decay_rates,
     b_array,
     c_array,
     skip_weights,
@@ -150,7 +150,7 @@ def scan_segment_prefetched(
         next_block = tl.where(next_token < end, next_token, token)
         column_registers, outputs = columns, ()
         for i in tl.static_range(BLOCK_T):
-            state, y = update_and_read_state(state, xs[i], steps[i], rates, column_registers[i], skip_weights)
+            state, y = update_and_read_state(state, xs[i], steps[i], decay_rates, column_registers[i], skip_weights)
             outputs += (y,)
             if i + PREFETCH_DISTANCE < BLOCK_T:
                 column_registers += (load_b_and_c(b_array, c_array, token + (i + PREFETCH_DISTANCE), end, spec),)
@@ -191,7 +191,7 @@ def selective_scan_fwd_kernel(
     sequences are segments, too, with the tokens between their `cu_seqlens` and their first stored state at
     `first_intervals`; they are independent.
     """
-    row, segment, tile = program_tile(tl.program_id(0), spec)
+    row, segment, tile = locate_program(tl.program_id(0), spec)
     channels = tile_channels(tile, spec)
     x, dt_array = x + (row // per.X) * (spec.T * spec.E), dt_array + (row // per.DT_ARRAY) * (spec.T * spec.E)
     output = output + row * (spec.T * spec.E)
@@ -201,28 +201,52 @@ def selective_scan_fwd_kernel(
     )
     states = states + row * (spec.NUM_INTERVALS * spec.N * spec.E)
     # A^T and D stay in registers for the whole segment.
-    rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
+    decay_rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
     if HAS_INITIAL_STATES:
         initial_states = initial_states + (row // per.INITIAL_STATES) * (spec.NUM_SEGMENTS * spec.N * spec.E)
     state = load_boundary_state(initial_states, segment, channels, HAS_INITIAL_STATES, spec)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         cu_seqlens = cu_seqlens + (row // per.CU_SEQLENS) * (spec.NUM_SEGMENTS + 1)
-        first_token, end, interval = sequence_range(
+        first_token, end, interval = load_sequence_range(
             cu_seqlens, first_intervals + (row // per.FIRST_INTERVALS) * (spec.NUM_SEGMENTS + 1), segment
         )
     else:
-        first_token, end, interval = segment_range(segment, spec)
+        first_token, end, interval = locate_segment(segment, spec)
     states = states + tl.cast(interval, tl.int64) * (spec.N * spec.E)
     if spec.BC_PREFETCH_DISTANCE:
         state = scan_segment_prefetched(
-            x, dt_array, rates, b_array, c_array, skip_weights, state, output, states, first_token, end, channels, spec
+            x,
+            dt_array,
+            decay_rates,
+            b_array,
+            c_array,
+            skip_weights,
+            state,
+            output,
+            states,
+            first_token,
+            end,
+            channels,
+            spec,
         )
     else:
         state = scan_segment_tokens(
-            x, dt_array, rates, b_array, c_array, skip_weights, state, output, states, first_token, end, channels, spec
+            x,
+            dt_array,
+            decay_rates,
+            b_array,
+            c_array,
+            skip_weights,
+            state,
+            output,
+            states,
+            first_token,
+            end,
+            channels,
+            spec,
         )
-    if spec.PACKED:
+    if spec.IS_PACKED:
         store_state(final_states + (row * spec.NUM_SEGMENTS + segment) * (spec.N * spec.E), channels, state, spec)
         zero_padding_outputs(output, cu_seqlens, segment, channels, spec.NUM_SEGMENTS, spec.T, spec.E, spec.E)
     # Only the last segment's final state is an output of the scan.

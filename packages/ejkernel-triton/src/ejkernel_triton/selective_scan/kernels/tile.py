@@ -13,7 +13,7 @@ from ejkernel_triton.blocks import load_token_range
 
 
 @triton.jit
-def program_tile(program, spec: tl.constexpr):
+def locate_program(program, spec: tl.constexpr):
     """Returns (batch row, segment of the sequence, tile of channels) of a program; the tile is the fastest index."""
     tile = program % spec.NUM_CHANNEL_TILES
     segment = (program // spec.NUM_CHANNEL_TILES) % spec.NUM_SEGMENTS
@@ -21,7 +21,7 @@ def program_tile(program, spec: tl.constexpr):
 
 
 @triton.jit
-def segment_range(segment, spec: tl.constexpr):
+def locate_segment(segment, spec: tl.constexpr):
     """Returns (first token, end, first interval) of a segment of the row."""
     # Segments are whole intervals, so each starts at a stored state.
     first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
@@ -33,7 +33,7 @@ def segment_range(segment, spec: tl.constexpr):
 
 
 @triton.jit
-def sequence_range(cu_seqlens, first_intervals, segment):
+def load_sequence_range(cu_seqlens, first_intervals, segment):
     """Returns (first token, end, first interval) of a packed sequence."""
     first_token, end = load_token_range(cu_seqlens, segment)
     return first_token, end, tl.load(first_intervals + segment).to(tl.int64)
@@ -93,7 +93,7 @@ def load_b_or_c(base, token, end, spec: tl.constexpr):
     n = tl.arange(0, spec.BN)
     at = base + token * spec.N + n
     # All lanes read the same addresses, 16 bytes per load, which Triton does only without a mask.
-    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.PACKED:
+    if spec.N == spec.BN and spec.T % spec.BLOCK_T == 0 and not spec.IS_PACKED:
         return tl.load(at)
     else:
         # The next token of a packed row belongs to another sequence: read 0 instead of its value, which may be NaN.
@@ -101,9 +101,9 @@ def load_b_or_c(base, token, end, spec: tl.constexpr):
 
 
 @triton.jit
-def load_b_and_c(first_array, second_array, token, end, spec: tl.constexpr):
-    """Returns a token's columns of two arrays."""
-    return load_b_or_c(first_array, token, end, spec), load_b_or_c(second_array, token, end, spec)
+def load_b_and_c(b_array, c_array, token, end, spec: tl.constexpr):
+    """Returns B and C of a token, [BN] each."""
+    return load_b_or_c(b_array, token, end, spec), load_b_or_c(c_array, token, end, spec)
 
 
 @triton.jit

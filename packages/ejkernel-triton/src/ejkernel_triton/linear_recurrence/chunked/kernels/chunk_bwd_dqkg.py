@@ -46,7 +46,7 @@ def reload_chunk_tiles(chunk_tiles, base, column, level, COLUMNS: tl.constexpr, 
 
 
 @triton.jit
-def channel_gradients(
+def add_channel_gradients(
     dq,
     dk,
     dscores_acc,
@@ -221,10 +221,10 @@ def chunk_bwd_dqkg_kernel(
             dq *= tl.exp2(gate_cumsum)
             dk *= tl.exp2(gate_sum[None, :] - gate_cumsum)
             state_product = state_product * tl.exp2(gate_sum) + tl.sum(dk * k.to(tl.float32), 0)
-            # Masked before `channel_gradients`, whose factors above the diagonal are large but finite: their product is
-            # 0.
+            # Masked before `add_channel_gradients`, whose factors above the diagonal are large but finite: their
+            # product is 0.
             dscores_acc = tl.where(rows[:, None] >= rows[None, :], dscores_acc, 0.0)
-            dq, dk = channel_gradients(
+            dq, dk = add_channel_gradients(
                 dq,
                 dk,
                 dscores_acc,

@@ -26,13 +26,13 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     load_head_gate_cumsum,
     load_head_gate_sum,
     load_log2_chunk_decay,
+    load_sequence_bounds,
     load_state,
     load_token_rows,
     load_token_scalars,
     pairwise_decay,
     score_pointers,
-    sequence_bounds,
-    sequence_of_scan,
+    sequence_index_of_scan,
     store_state,
     store_token_rows,
 )
@@ -96,8 +96,8 @@ def fused_chunk_scan_kernel(
     PACKED: tl.constexpr = spec.CHUNKS_PER_SEGMENT == 0
     row = program // (spec.NUM_SEQUENCES + PACKED)
     scan_index = program % (spec.NUM_SEQUENCES + PACKED) - PACKED
-    sequence = sequence_of_scan(sequences_by_length, row, tl.maximum(scan_index, 0), spec, per)
-    first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
+    sequence = sequence_index_of_scan(sequences_by_length, row, tl.maximum(scan_index, 0), spec, per)
+    first_chunk, end_chunk, sequence_start, sequence_end = load_sequence_bounds(
         padded_cu_seqlens, chunk_offsets, row, sequence, spec, per
     )
     if PACKED:

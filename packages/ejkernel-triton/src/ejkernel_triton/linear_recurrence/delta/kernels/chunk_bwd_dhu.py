@@ -28,10 +28,10 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     chunk_address,
     gates_address,
     load_log2_chunk_decay,
+    load_sequence_bounds,
     load_state,
     load_token_rows,
-    sequence_bounds,
-    sequence_of_scan,
+    sequence_index_of_scan,
     state_address,
     store_state,
     store_token_rows,
@@ -62,7 +62,7 @@ def chunk_bwd_dhu_kernel(
     HAS_FINAL_GRADIENTS: tl.constexpr,
     STORE_CHUNK_STATES: tl.constexpr,
     FIRST_SEGMENT: tl.constexpr,
-    UNTIL_DECAYED_TILES: tl.constexpr,
+    NUM_UNTIL_DECAYED_TILES: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
@@ -76,18 +76,18 @@ def chunk_bwd_dhu_kernel(
     head = program % spec.H
     program = program // spec.H
     row = program // spec.NUM_SEQUENCES
-    sequence = sequence_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
-    first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
+    sequence = sequence_index_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
+    first_chunk, end_chunk, sequence_start, sequence_end = load_sequence_bounds(
         padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
     )
-    if UNTIL_DECAYED_TILES > 0:
+    if NUM_UNTIL_DECAYED_TILES > 0:
         # The gradient at the segment's start: chunks whose contribution decays to nothing on the way there are skipped.
         NUM_SEGMENTS: tl.constexpr = (spec.NUM_CHUNKS + spec.CHUNKS_PER_SEGMENT - 1) // spec.CHUNKS_PER_SEGMENT
         end_chunk = tl.minimum(
             end_chunk,
             first_chunk
             + load_chunks_until_decayed(
-                chunks_until_decayed, row, sequence + FIRST_SEGMENT, head, NUM_SEGMENTS, UNTIL_DECAYED_TILES, spec
+                chunks_until_decayed, row, sequence + FIRST_SEGMENT, head, NUM_SEGMENTS, NUM_UNTIL_DECAYED_TILES, spec
             ),
         )
     rows = tl.arange(0, CHUNK)

@@ -36,7 +36,7 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
 
 
 @triton.jit
-def delta_channel_gradients(
+def add_delta_channel_gradients(
     dq,
     dr,
     dk,
@@ -65,7 +65,7 @@ def delta_channel_gradients(
         key: [CHUNK_SIZE, COLUMNS].
         betas: [CHUNK_SIZE].
         gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], likewise.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
         gate_sum_matrix_address: Address of the matrices of `sum_gates`.
         spec: Constants.
     """
@@ -108,7 +108,7 @@ def delta_channel_gradients(
 
 
 @triton.jit
-def cotangent_products(
+def multiply_cotangents(
     cotangent_base,
     v_new_base,
     states_base,
@@ -141,7 +141,7 @@ def store_or_add_to_group(
     group,
     head_in_group,
     tile_location,
-    FIELD_HEADS: tl.constexpr,
+    NUM_FIELD_HEADS: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     spec: tl.constexpr,
@@ -156,10 +156,14 @@ def store_or_add_to_group(
         group: Index of the group, which is the program's heads.
         head_in_group: Index of the head in its group.
         tile_location: The batch row, the chunk's first token, its sequence's end, and the first key channel.
+        NUM_FIELD_HEADS: Heads of the queries or keys, a divisor of H; H if heads do not share them.
+        HEADS_PER_PROGRAM: Heads of the group.
+        BLOCK_K: Key channels of the tile.
+        spec: Constants.
     """
     row, first_token, sequence_end, k_start = tile_location
     NUM_GROUPS: tl.constexpr = spec.H // HEADS_PER_PROGRAM
-    if FIELD_HEADS == spec.H or HEADS_PER_PROGRAM == 1:
+    if NUM_FIELD_HEADS == spec.H or HEADS_PER_PROGRAM == 1:
         head = group * HEADS_PER_PROGRAM + head_in_group
         address = chunk_address(gradient, row, first_token, head, spec.T, spec.H, spec.K)
         store_token_rows(address, tile, first_token, sequence_end, k_start, spec.H, spec.K, spec)
@@ -193,8 +197,8 @@ def chunk_bwd_dqkwg_kernel(
     sequence_ends,
     dquery,
     dkey,
-    dquery_sum,
-    dkey_sum,
+    dquery_group_sum,
+    dkey_group_sum,
     dgates,
     dbeta,
     spec: tl.constexpr,
@@ -240,7 +244,7 @@ def chunk_bwd_dqkwg_kernel(
         betas = load_token_scalars(beta, row // per.BETA, first_token, sequence_end, head, spec)
         value_operands = (v_new_base, states_base, dstates_base, first_token, sequence_end)
         # Ordered by register pressure: queries, then keys read as queries, then keys; each is stored before the next.
-        dscores, dq = cotangent_products(
+        dscores, dq = multiply_cotangents(
             do_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
         )
         q = load_token_rows(query_base, first_token, sequence_end, k_start, spec.HQ, spec.K, BLOCK_K, spec)
@@ -251,7 +255,7 @@ def chunk_bwd_dqkwg_kernel(
             # Gates per key channel: each level adds to all gradients. Pairs are kept at 16 bits, in half of the
             # registers.
             dqk_scores = dscores.to(q.dtype)
-            dscores, dr = cotangent_products(
+            dscores, dr = multiply_cotangents(
                 dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
             )
             # The second read: the key as a query, with -dy as its cotangent. A key reads what earlier tokens wrote, not
@@ -270,11 +274,20 @@ def chunk_bwd_dqkwg_kernel(
             dr *= -decay_since
             dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
             state_product = state_product * tl.exp2(tl.sum(gate_cumsum, 0)) + tl.sum(dk * k.to(tl.float32), 0)
-            dq, dr, dk = delta_channel_gradients(
+            dq, dr, dk = add_delta_channel_gradients(
                 dq, dr, dk, dqk_scores, dkk_scores, q, k, betas, gates_high, gates_low, gate_sum_matrix_address, spec
             )
             store_or_add_to_group(
-                dquery, dquery_sum, dq, group, head_in_group, tile_location, spec.HQ, HEADS_PER_PROGRAM, BLOCK_K, spec
+                dquery,
+                dquery_group_sum,
+                dq,
+                group,
+                head_in_group,
+                tile_location,
+                spec.HQ,
+                HEADS_PER_PROGRAM,
+                BLOCK_K,
+                spec,
             )
             dgate = dq * q.to(tl.float32)
             store_token_scalars(
@@ -284,7 +297,16 @@ def chunk_bwd_dqkwg_kernel(
             # by beta.
             dr *= betas[:, None]
             store_or_add_to_group(
-                dkey, dkey_sum, dk + dr, group, head_in_group, tile_location, spec.HK, HEADS_PER_PROGRAM, BLOCK_K, spec
+                dkey,
+                dkey_group_sum,
+                dk + dr,
+                group,
+                head_in_group,
+                tile_location,
+                spec.HK,
+                HEADS_PER_PROGRAM,
+                BLOCK_K,
+                spec,
             )
             if COMPUTE_GATE_GRADIENTS:
                 # G_t has a positive sign in the exponents of what token t reads, a negative one in those of what it
@@ -308,10 +330,19 @@ def chunk_bwd_dqkwg_kernel(
             dqk_scores = dscores.to(q.dtype)
             dq = add_dot(dq, dqk_scores, k, spec)
             store_or_add_to_group(
-                dquery, dquery_sum, dq, group, head_in_group, tile_location, spec.HQ, HEADS_PER_PROGRAM, BLOCK_K, spec
+                dquery,
+                dquery_group_sum,
+                dq,
+                group,
+                head_in_group,
+                tile_location,
+                spec.HQ,
+                HEADS_PER_PROGRAM,
+                BLOCK_K,
+                spec,
             )
             dgate = tl.sum(dq * q.to(tl.float32), 1)
-            dscores, dr = cotangent_products(
+            dscores, dr = multiply_cotangents(
                 dy_base, v_new_base, states_base, first_token, sequence_end, k_start, BLOCK_K, BLOCK_V, spec
             )
             if spec.GATE_CHANNELS == 1:
@@ -339,7 +370,7 @@ def chunk_bwd_dqkwg_kernel(
             dk = add_dot(dk, tl.trans(dkk_scores_with_beta), k, spec)
             store_or_add_to_group(
                 dkey,
-                dkey_sum,
+                dkey_group_sum,
                 dk - dr * betas[:, None],
                 group,
                 head_in_group,

@@ -26,8 +26,8 @@ def batched_inverses(blocks, spec: tl.constexpr):
     inverse = (row == column).to(tl.float32)[None, :, :] - tl.where(pair[None, :, :], blocks, 0.0)
     for level in tl.static_range(1, 4):
         below = ((row >> (level + 1)) == (column >> (level + 1))) & ((row >> level) != (column >> level))
-        log2_decay = tl.where(below[None, :, :], blocks, 0.0)
-        inverse -= dot(dot(inverse, log2_decay, spec), inverse, spec)
+        lower_left = tl.where(below[None, :, :], blocks, 0.0)
+        inverse -= dot(dot(inverse, lower_left, spec), inverse, spec)
     return inverse
 
 

@@ -11,7 +11,7 @@ from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import diagonal_mask, masked_load, to_clamped_log2_gates
 
 SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, TO_LEVEL_MIDPOINT_MATRIX = (tl.constexpr(n) for n in range(4))
-"""Indices of the matrices of `plan.gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT_MATRIX."""
+"""Indices of the matrices of `plan.make_gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT_MATRIX."""
 
 
 @triton.jit
@@ -50,8 +50,8 @@ def split_gates(gates, dtype: tl.constexpr):
 
 @triton.jit
 def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec: tl.constexpr):
-    """Returns sums of a chunk's gates, [CHUNK_SIZE, COLUMNS] float32: the product of a matrix of `gate_sum_matrices`
-    and the gates.
+    """Returns sums of a chunk's gates, [CHUNK_SIZE, COLUMNS] float32: the product of a matrix of
+    `make_gate_sum_matrices` and the gates.
 
     A scan along tokens takes several times as many instructions. And a difference of cumulative sums loses the digits
     of small gates after large ones, where this sum has only the gates between its two tokens.
@@ -61,7 +61,7 @@ def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec
         matrix_index: Index of a matrix: SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, or
             TO_LEVEL_MIDPOINT_MATRIX plus a level.
         gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], likewise.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
         spec: Constants.
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
@@ -124,7 +124,7 @@ def sub_chunk_scores(
         query: [CHUNK_SIZE, COLUMNS].
         key: [CHUNK_SIZE, COLUMNS].
         gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], likewise.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
         gate_sum_matrix_address: Address of the matrices of `sum_gates`.
         spec: Constants.
     """

@@ -24,12 +24,12 @@ from ejkernel_triton.linear_recurrence.kernels.tile import (
     load_head_gate_cumsum,
     load_head_gate_sum,
     load_log2_chunk_decay,
+    load_sequence_bounds,
     load_state,
     load_token_rows,
     load_token_scalars,
     load_transposed_token_rows,
-    sequence_bounds,
-    sequence_of_scan,
+    sequence_index_of_scan,
     state_address,
     store_state,
     store_token_rows,
@@ -105,7 +105,7 @@ def chunk_fwd_h_kernel(
     STARTS_FROM_ZERO: tl.constexpr,
     NUM_SCANS_WITH_FINAL_STATE: tl.constexpr,
     SUB_SEGMENTS_PER_SEGMENT: tl.constexpr,
-    UNTIL_DECAYED_TILES: tl.constexpr,
+    NUM_UNTIL_DECAYED_TILES: tl.constexpr,
 ):
     """Passes a tile of one head's state along the chunks of a sequence or segment; see `forward.pass_states`."""
     NUM_COLUMNS: tl.constexpr = spec.V + spec.K if COMPUTE_TRANSITIONS else spec.V
@@ -121,8 +121,8 @@ def chunk_fwd_h_kernel(
     head = program % spec.H
     program = program // spec.H
     row = program // spec.NUM_SEQUENCES
-    sequence = sequence_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
-    first_chunk, end_chunk, sequence_start, sequence_end = sequence_bounds(
+    sequence = sequence_index_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
+    first_chunk, end_chunk, sequence_start, sequence_end = load_sequence_bounds(
         padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
     )
     state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * NUM_COLUMNS)
@@ -136,12 +136,12 @@ def chunk_fwd_h_kernel(
         # the last segments: these programs have no chunks.
         has_no_work = (sequence == 0) & (v_start >= spec.V) & STARTS_FROM_ZERO
         has_no_work |= (sequence >= NUM_SCANS_WITH_FINAL_STATE) & (v_start + BLOCK_V <= spec.V)
-        if UNTIL_DECAYED_TILES > 0:
+        if NUM_UNTIL_DECAYED_TILES > 0:
             # If the state before the segment decays to nothing inside it, nothing passes through, and only the chunks
             # after that determine its final state.
             NUM_SEGMENTS: tl.constexpr = (spec.NUM_CHUNKS + spec.CHUNKS_PER_SEGMENT - 1) // spec.CHUNKS_PER_SEGMENT
             first_contributing_chunk = end_chunk - load_chunks_until_decayed(
-                chunks_until_decayed, row, sequence, head, NUM_SEGMENTS, UNTIL_DECAYED_TILES, spec
+                chunks_until_decayed, row, sequence, head, NUM_SEGMENTS, NUM_UNTIL_DECAYED_TILES, spec
             )
             passes_state = first_chunk >= first_contributing_chunk
             if STARTS_FROM_ZERO:
@@ -270,7 +270,7 @@ def chunk_fwd_h_kernel(
     if COMPUTE_TRANSITIONS:
         key_channels, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
         num_stored_columns = NUM_COLUMNS
-        if UNTIL_DECAYED_TILES > 0:
+        if NUM_UNTIL_DECAYED_TILES > 0:
             num_stored_columns = tl.where(passes_state, NUM_COLUMNS, spec.V)  # unused transitions are not read
         in_bounds = (key_channels < spec.K)[:, None] & (columns < num_stored_columns)[None, :]
         tl.store(

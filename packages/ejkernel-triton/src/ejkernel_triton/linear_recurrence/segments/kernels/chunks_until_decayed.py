@@ -28,7 +28,7 @@ LOG2_MIN_NORMAL = tl.constexpr(-126.0)
 MIN_NORMAL = tl.constexpr(2.0**-126)
 
 NEVER_DECAYS = tl.constexpr(1 << 30)
-"""An effective length of more chunks than there are: the state does not vanish."""
+"""A count of more chunks than there are: the state does not vanish."""
 
 SAFETY_MARGIN_CHUNKS = tl.constexpr(16)
 """Chunks of tolerance in the check that a state loses at least a bit per chunk: 12 for the identity of 64 columns."""
@@ -97,8 +97,8 @@ def max_chunks_until_decayed(
 def load_chunks_until_decayed(
     chunks_until_decayed, row, segment, head, NUM_SEGMENTS: tl.constexpr, NUM_TILES: tl.constexpr, spec: tl.constexpr
 ):
-    """Returns the effective length of a segment and head: the maximum over tiles of columns, [rows, NUM_SEGMENTS, H,
-    NUM_TILES].
+    """Returns the chunks until the state of a segment and head has decayed: the maximum over the tiles of columns of
+    [rows, NUM_SEGMENTS, H, NUM_TILES].
     """
     base = chunks_until_decayed + ((row * NUM_SEGMENTS + segment) * spec.H + head) * NUM_TILES
     max_over_tiles = tl.load(base)
@@ -123,7 +123,8 @@ def chunks_until_decayed_kernel(
     MAX_CHUNKS: tl.constexpr,
     CHUNKS_PER_CHECK: tl.constexpr,
 ):
-    """Computes a segment's effective length with the delta rule; see `forward.find_chunks_until_decayed`.
+    """Computes the chunks until a segment's state has decayed, with the delta rule; see
+    `forward.find_chunks_until_decayed`.
 
     That is how many of its last chunks the state at its end depends on; in reverse, how many of its first chunks the
     gradient depends on. A program computes BLOCK_V columns of the product of transitions M, starting with the identity:

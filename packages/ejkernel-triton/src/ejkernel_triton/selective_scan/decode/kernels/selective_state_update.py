@@ -65,7 +65,7 @@ def selective_state_update_kernel(
     # 64 bits: a token's index times its stride may need more than 31.
     first = tl.cast(tile * 0, tl.int64)
     end = first + spec.T
-    if spec.PACKED:
+    if spec.IS_PACKED:
         cu_seqlens = batch_row_address(cu_seqlens, row, per.CU_SEQLENS, spec.NUM_SEQUENCES + 1)
         first, end = load_token_range(cu_seqlens, sequence)
     state_index = tl.cast(sequence, tl.int64)
@@ -86,9 +86,9 @@ def selective_state_update_kernel(
     else:
         state = tl.zeros([BLOCK_E, BLOCK_N], tl.float32)
     # The next sequence's program reads A again.
-    rates = batch_row_address(decay, row, per.DECAY, spec.E * spec.N) + at
-    rates = tl.load(rates, mask=in_bounds, other=0.0, eviction_policy="evict_last")
-    rates = rates.to(tl.float32) * LOG2E
+    decay_rates = batch_row_address(decay, row, per.DECAY, spec.E * spec.N) + at
+    decay_rates = tl.load(decay_rates, mask=in_bounds, other=0.0, eviction_policy="evict_last")
+    decay_rates = decay_rates.to(tl.float32) * LOG2E
     skip_weight = tl.load(batch_row_address(skip, row, per.SKIP, spec.E) + channels, mask=channels < spec.E, other=0.0)
     x, dt_array = (
         batch_row_address(x, row, per.X, spec.T * spec.E),
@@ -107,11 +107,11 @@ def selective_state_update_kernel(
         next_x, next_dt, next_b, next_c = load_token(
             x, dt_array, b_array, c_array, token + 1, tl.cast(token + 1 < end, tl.int32), channels, state_elements, spec
         )
-        state = tl.exp2(rates * dt[:, None]) * state + (dt * x_value)[:, None] * b[None, :]
+        state = tl.exp2(decay_rates * dt[:, None]) * state + (dt * x_value)[:, None] * b[None, :]
         y = tl.sum(state * c[None, :], axis=1) + skip_weight.to(tl.float32) * x_value
         tl.store(output + token * spec.E + channels, y.to(output.dtype.element_ty), mask=channels < spec.E)
         x_value, dt, b, c = next_x, next_dt, next_b, next_c
     # In place, only this program read the tile, at the top.
     tl.store(final_address, state.to(final_states.dtype.element_ty), mask=mask)
-    if spec.PACKED:
+    if spec.IS_PACKED:
         zero_padding_outputs(output, cu_seqlens, sequence, channels, spec.NUM_SEQUENCES, spec.T, spec.E, spec.E)
