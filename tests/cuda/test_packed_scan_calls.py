@@ -59,4 +59,4 @@ def test_packed_calls_lower(slots, monkeypatch):
 
 
 def test_sequences_fill_a_chip_as_rows_do():
-    assert config.warpgroups(record()) == SEQUENCES * 2
+    assert config.num_warpgroups(record()) == SEQUENCES * 2

@@ -121,7 +121,7 @@ def test_blocks_fill_the_chip(shape, device, expected):
     given = record(**shape)
     rule = config.heuristic(given, device, "forward")
     assert (rule.num_thread_blocks, rule.num_work_queues) == expected
-    count, lines = config.launch_grid(given, rule)
+    count, lines = config.thread_blocks_and_queues(given, rule)
     assert lines == rule.num_work_queues
     assert count % lines == 0
     assert count >= config.MIN_BUSY_FRACTION * rule.num_thread_blocks
@@ -129,10 +129,16 @@ def test_blocks_fill_the_chip(shape, device, expected):
 
 def test_configurations_fit_the_record():
     given = record(kv_heads=8)
-    assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (28, 4)
-    assert config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=1, num_work_queues=8)) == (8, 8)
+    assert config.thread_blocks_and_queues(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (
+        28,
+        4,
+    )
+    assert config.thread_blocks_and_queues(given, config.PagedDecodeGrid(num_thread_blocks=1, num_work_queues=8)) == (
+        8,
+        8,
+    )
     with pytest.raises(ValueError, match="of at least 1"):
-        config.launch_grid(given, config.PagedDecodeGrid(num_thread_blocks=0, num_work_queues=1))
+        config.thread_blocks_and_queues(given, config.PagedDecodeGrid(num_thread_blocks=0, num_work_queues=1))
     rule = config.heuristic(given, H200, "forward")
     assert config.candidates(given, H200, "forward")[0] == rule
 

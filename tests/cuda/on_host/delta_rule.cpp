@@ -22,16 +22,16 @@ extern "C" const char* delta_rule(void** a, const int* n, float scale) {
   DeltaCall call{};
   const int batch = n[0];
   call.tokens = n[1], call.heads = n[2], call.query_heads = n[3], call.key_heads = n[4], call.value_heads = n[5];
-  call.values = n[6], call.chunks = (n[1] + kChunk - 1) / kChunk, call.scale = scale;
+  call.value_dim = n[6], call.chunks = (n[1] + kChunkTokens - 1) / kChunkTokens, call.scale = scale;
   call.gates = static_cast<const float*>(a[3]), call.beta = static_cast<const float*>(a[4]);
-  call.initial = static_cast<const float*>(a[5]), call.final = static_cast<float*>(a[7]);
+  call.initial_states = static_cast<const float*>(a[5]), call.final_states = static_cast<float*>(a[7]);
   Maps maps;
-  describe(&maps.query, a[0], batch, n[1], n[3] * kKeys, 128);
-  describe(&maps.key, a[1], batch, n[1], n[4] * kKeys, 128);
+  describe(&maps.query, a[0], batch, n[1], n[3] * kKeyDim, 128);
+  describe(&maps.key, a[1], batch, n[1], n[4] * kKeyDim, 128);
   describe(&maps.value, a[2], batch, n[1], n[5] * n[6], 128);
   describe(&maps.output, a[6], batch, n[1], n[2] * n[6], 32);
-  for (int block = 0; block < batch * call.heads * (call.values / kValues); ++block) {
-    device::run_cluster(block, 1, kSharedBytes, [&] { delta_kernel(call, maps); }, kThreads);
+  for (int block = 0; block < batch * call.heads * (call.value_dim / kBlockValues); ++block) {
+    device::run_cluster(block, 1, kSharedMemoryBytes, [&] { delta_kernel(call, maps); }, kThreads);
   }
   return device::complaint;
 }

@@ -2,8 +2,8 @@
 //
 // A block has one head of one row and 64 of its value channels, and its warpgroups have roles:
 //   loads    one warp copies queries, keys and values of a chunk by TMA; another one sums up the gates
-//   pairs    two warpgroups take turns at chunks: T = (I + M)^-1 with M_ij = beta_i exp2(G_i - G_j) <k_i, k_j> below the
-//            diagonal, and A_ij = exp2(G_i - G_j) <q_i, k_j> on and below it. Neither depends on the state.
+//   pairs    two warpgroups alternate between chunks: T = (I + M)^-1 with M_ij = beta_i exp2(G_i - G_j) <k_i, k_j>
+//            below the diagonal, and A_ij = exp2(G_i - G_j) <q_i, k_j> on and below it. Neither depends on the state.
 //   state    one warpgroup, in which the state is transposed, [values, keys], as an accumulator in registers:
 //              X^T = beta (V^T - E S^T K^T) T^T,   O^T = E S^T Q^T + X^T A^T,   S^T = E_last S^T + (F X^T) K
 //            with E = exp2(G), F = exp2(G_last - G). The registers of an accumulator are the left operand of
@@ -14,17 +14,17 @@
 
 namespace ejkernel::delta_rule {
 
-constexpr int kChunk = 64, kKeys = 128, kValues = 64;
-constexpr int kStages = 4, kSlots = 3, kPairGroups = 2;
-constexpr int kThreads = 128 * (2 + kPairGroups);
-constexpr float kLeastGate = -150.0f;  // powers of two, in which exp2 is 0
+constexpr int kChunkTokens = 64, kKeyDim = 128, kBlockValues = 64;
+constexpr int kStages = 4, kPairSlots = 3, kPairWarpgroups = 2;
+constexpr int kThreads = 128 * (2 + kPairWarpgroups);
+constexpr float kMinLog2Gate = -150.0f;  // powers of two, in which exp2 is 0
 
 struct DeltaCall {
   const float* gates;    // [B, T, H], log gates; null without gates
   const float* beta;     // [B, T, H]
-  const float* initial;  // [B, H, K, V]; null for zeros
-  float* final;          // [B, H, K, V]
-  int tokens, chunks, heads, query_heads, key_heads, value_heads, values;
+  const float* initial_states;  // [B, H, K, V]; null for zeros
+  float* final_states;          // [B, H, K, V]
+  int tokens, chunks, heads, query_heads, key_heads, value_heads, value_dim;
   float scale;
 };
 
@@ -38,16 +38,18 @@ struct Maps {
 };
 
 // Shared memory, in bytes.
-constexpr int kTile = kChunk * 128;  // 64 rows of 64 channels
-constexpr int kKeyAt = 2 * kTile, kValueAt = 4 * kTile, kStageBytes = 5 * kTile;
-constexpr int kSlotsAt = kStages * kStageBytes, kSlotBytes = 2 * kTile;
-constexpr int kOutputAt = kSlotsAt + kSlots * kSlotBytes, kOutputBytes = kChunk * 32;  // of a warp
-// Numbers of each token, float32, by stage: G, beta, E, beta E, F, and once E of the last token.
-constexpr int kGatesAt = kOutputAt + 4 * kOutputBytes, kGateBytes = 5 * 256 + 16;
-constexpr int kScratchAt = kGatesAt + kStages * kGateBytes, kScratchRow = 80, kScratchBytes = 16 * kScratchRow;
-constexpr int kBarriersAt = kScratchAt + 2 * kPairGroups * kScratchBytes;
-constexpr int kSharedBytes = kBarriersAt + 16 * kStages + 16 * kSlots;
-static_assert(kSharedBytes <= 227 * 1024, "a block has as much shared memory");
+constexpr int kTileBytes = kChunkTokens * 128;  // 64 rows of 64 channels
+constexpr int kKeyOffset = 2 * kTileBytes, kValueOffset = 4 * kTileBytes, kStageBytes = 5 * kTileBytes;
+constexpr int kPairSlotsOffset = kStages * kStageBytes, kPairSlotBytes = 2 * kTileBytes;
+constexpr int kOutputOffset = kPairSlotsOffset + kPairSlots * kPairSlotBytes, kOutputBytes =
+    kChunkTokens * 32;  // of a warp
+// Values per token, float32, by stage: G, beta, E, beta E, F, and once E of the last token.
+constexpr int kGatesOffset = kOutputOffset + 4 * kOutputBytes, kGateBytes = 5 * 256 + 16;
+constexpr int kScratchOffset = kGatesOffset + kStages * kGateBytes, kScratchRowBytes = 80, kScratchBytes =
+    16 * kScratchRowBytes;
+constexpr int kBarriersOffset = kScratchOffset + 2 * kPairWarpgroups * kScratchBytes;
+constexpr int kSharedMemoryBytes = kBarriersOffset + 16 * kStages + 16 * kPairSlots;
+static_assert(kSharedMemoryBytes <= 227 * 1024, "more shared memory than a block can have");
 
 struct Block {
   uint32_t shared;
@@ -55,23 +57,24 @@ struct Block {
   int head, row, first_value, thread;
 
   __device__ __forceinline__ uint32_t stage(int s) const { return shared + s * kStageBytes; }
-  __device__ __forceinline__ uint32_t slot(int s) const { return shared + kSlotsAt + s * kSlotBytes; }
+  __device__ __forceinline__ uint32_t slot(int s) const { return shared + kPairSlotsOffset + s * kPairSlotBytes; }
   __device__ __forceinline__ const float* gates(int s) const {
-    return reinterpret_cast<const float*>(memory + kGatesAt + s * kGateBytes);
+    return reinterpret_cast<const float*>(memory + kGatesOffset + s * kGateBytes);
   }
-  __device__ __forceinline__ uint32_t loaded(int s) const { return shared + kBarriersAt + 16 * s; }
-  __device__ __forceinline__ uint32_t read(int s) const { return loaded(s) + 8; }
-  __device__ __forceinline__ uint32_t solved(int s) const { return shared + kBarriersAt + 16 * (kStages + s); }
-  __device__ __forceinline__ uint32_t used(int s) const { return solved(s) + 8; }
+  __device__ __forceinline__ uint32_t stage_full_barrier(int s) const { return shared + kBarriersOffset + 16 * s; }
+  __device__ __forceinline__ uint32_t stage_free_barrier(int s) const { return stage_full_barrier(s) + 8; }
+  __device__ __forceinline__ uint32_t slot_full_barrier(int s) const { return shared + kBarriersOffset + 16 * (
+      kStages + s); }
+  __device__ __forceinline__ uint32_t slot_free_barrier(int s) const { return slot_full_barrier(s) + 8; }
 };
 
-// A position in a ring of `Size` places.
+// The slot that a loop has reached in a ring buffer of `Size` slots, and the parity of its mbarrier.
 template <int Size>
 struct Ring {
-  int place = 0;
+  int index = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
-    if (++place == Size) place = 0, phase ^= 1;
+    if (++index == Size) index = 0, phase ^= 1;
   }
 };
 
@@ -90,7 +93,7 @@ __device__ __forceinline__ void multiply_16(float (&c)[2][4], const uint32_t (&a
 
 __device__ __forceinline__ uint32_t pack(float low, float high) { return Half<__nv_bfloat16>::pack(low, high); }
 
-// Accumulators as a left operand.
+// Converts accumulators to a left operand.
 __device__ __forceinline__ void pack_16(uint32_t (&a)[4], const float (&c)[2][4], float sign = 1.0f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) a[i] = pack(sign * c[i / 2][i % 2 * 2], sign * c[i / 2][i % 2 * 2 + 1]);
@@ -104,28 +107,28 @@ __device__ __forceinline__ void transpose_16(uint32_t (&b)[4], const uint32_t (&
 // ---- loads ----
 
 __device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& call, const Maps& maps) {
-  const int query = block.head / (call.heads / call.query_heads) * kKeys;
-  const int key = block.head / (call.heads / call.key_heads) * kKeys;
-  const int value = block.head / (call.heads / call.value_heads) * call.values + block.first_value;
+  const int query = block.head / (call.heads / call.query_heads) * kKeyDim;
+  const int key = block.head / (call.heads / call.key_heads) * kKeyDim;
+  const int value = block.head / (call.heads / call.value_heads) * call.value_dim + block.first_value;
   Ring<kStages> ring;
   for (int chunk = 0; chunk < call.chunks; ++chunk) {
-    const uint32_t to = block.stage(ring.place), barrier = block.loaded(ring.place);
-    if (chunk >= kStages) wait_for_phase(block.read(ring.place), ring.phase ^ 1);
+    const uint32_t to = block.stage(ring.index), barrier = block.stage_full_barrier(ring.index);
+    if (chunk >= kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
     arrive_and_expect(barrier, kStageBytes);
-    const int token = chunk * kChunk;
-    copy_tile(to + kKeyAt, &maps.key, key, token, block.row, barrier);
-    copy_tile(to + kKeyAt + kTile, &maps.key, key + 64, token, block.row, barrier);
+    const int token = chunk * kChunkTokens;
+    copy_tile(to + kKeyOffset, &maps.key, key, token, block.row, barrier);
+    copy_tile(to + kKeyOffset + kTileBytes, &maps.key, key + 64, token, block.row, barrier);
     copy_tile(to, &maps.query, query, token, block.row, barrier);
-    copy_tile(to + kTile, &maps.query, query + 64, token, block.row, barrier);
-    copy_tile(to + kValueAt, &maps.value, value, token, block.row, barrier);
+    copy_tile(to + kTileBytes, &maps.query, query + 64, token, block.row, barrier);
+    copy_tile(to + kValueOffset, &maps.value, value, token, block.row, barrier);
     ring.next();
   }
 }
 
 // A log gate in powers of two, so that sums are finite. NaN stays NaN.
-__device__ __forceinline__ float clamped(float gate) {
+__device__ __forceinline__ float clamped_log2_gate(float gate) {
   const float log2 = gate * 1.4426950408889634f;
-  return log2 < kLeastGate ? kLeastGate : log2;
+  return log2 < kMinLog2Gate ? kMinLog2Gate : log2;
 }
 
 // One warp; a lane has two tokens.
@@ -136,7 +139,7 @@ __device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& 
   const auto fetch = [&](int chunk) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = chunk * kChunk + lane * 2 + i;
+      const int token = chunk * kChunkTokens + lane * 2 + i;
       const bool valid = token < call.tokens;
       const int64_t at = base + int64_t(token) * call.heads;
       gate[i] = valid && call.gates != nullptr ? __ldg(call.gates + at) : 0.0f;
@@ -146,28 +149,29 @@ __device__ __forceinline__ void load_gates(const Block& block, const DeltaCall& 
   fetch(0);
   Ring<kStages> ring;
   for (int chunk = 0; chunk < call.chunks; ++chunk) {
-    const float first = clamped(gate[0]), both = first + clamped(gate[1]);
+    const float first = clamped_log2_gate(gate[0]), both = first + clamped_log2_gate(gate[1]);
     const float2 betas = {beta[0], beta[1]};
     if (chunk + 1 < call.chunks) fetch(chunk + 1);
     float sum = both;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const float other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+      const float earlier_sum = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += earlier_sum;
     }
     const float last = __shfl_sync(~0u, sum, 31);
     const float2 sums = {sum - both + first, sum};
     const float2 decay = {exp2_fast(sums.x), exp2_fast(sums.y)};
-    if (chunk >= kStages) wait_for_phase(block.read(ring.place), ring.phase ^ 1);
-    float2* const to = reinterpret_cast<float2*>(block.memory + kGatesAt + ring.place * kGateBytes) + lane;
-    to[0] = sums;
-    to[32] = betas;
-    to[64] = decay;
-    to[96] = {betas.x * decay.x, betas.y * decay.y};
-    to[128] = {exp2_fast(last - sums.x), exp2_fast(last - sums.y)};
-    if (lane == 31) reinterpret_cast<float*>(to + 129)[0] = decay.y;
+    if (chunk >= kStages) wait_for_phase(block.stage_free_barrier(ring.index), ring.phase ^ 1);
+    float2* const stage_values =
+        reinterpret_cast<float2*>(block.memory + kGatesOffset + ring.index * kGateBytes) + lane;
+    stage_values[0] = sums;
+    stage_values[32] = betas;
+    stage_values[64] = decay;
+    stage_values[96] = {betas.x * decay.x, betas.y * decay.y};
+    stage_values[128] = {exp2_fast(last - sums.x), exp2_fast(last - sums.y)};
+    if (lane == 31) reinterpret_cast<float*>(stage_values + 129)[0] = decay.y;
     __syncwarp();
-    if (lane == 0) arrive(block.loaded(ring.place));
+    if (lane == 0) arrive(block.stage_full_barrier(ring.index));
     ring.next();
   }
 }
@@ -179,13 +183,13 @@ struct Pairs {
   const DeltaCall& call;
   const int group;
   int warp, lane, t, g;
-  uint32_t below[8][2];  // M in bfloat16, rows g and g + 8 of the warp's 16 rows
+  uint32_t strictly_lower[8][2];  // M in bfloat16: rows g and g + 8 of the warp's 16 rows
   uint32_t inverse[4];   // the inverse's block on the diagonal
 
-  __device__ __forceinline__ Pairs(const Block& b, const DeltaCall& c, int own)
+  __device__ __forceinline__ Pairs(const Block& b, const DeltaCall& c, int warpgroup_index)
       : block(b),
         call(c),
-        group(own),
+        group(warpgroup_index),
         warp(b.thread / 32 % 4),
         lane(b.thread % 32),
         t(b.thread % 4),
@@ -195,12 +199,12 @@ struct Pairs {
 
   __device__ __forceinline__ void run() {
     Ring<kStages> stage;
-    Ring<kSlots> slot;
+    Ring<kPairSlots> slot;
     for (int i = 0; i < group; ++i) stage.next(), slot.next();
-    for (int chunk = group; chunk < call.chunks; chunk += kPairGroups) {
-      solve(chunk, stage, slot);
+    for (int chunk = group; chunk < call.chunks; chunk += kPairWarpgroups) {
+      solve_chunk(chunk, stage, slot);
 #pragma unroll
-      for (int i = 0; i < kPairGroups; ++i) stage.next(), slot.next();
+      for (int i = 0; i < kPairWarpgroups; ++i) stage.next(), slot.next();
     }
   }
 
@@ -212,33 +216,34 @@ struct Pairs {
     load_matrices_transposed(b, tile + block_row(row, column, lane));
   }
 
-  __device__ __forceinline__ void solve(int chunk, const Ring<kStages>& stage, const Ring<kSlots>& slot) {
-    // What follows from these is computed again in each step instead of kept in registers.
+  __device__ __forceinline__ void solve_chunk(int chunk, const Ring<kStages>& stage, const Ring<kPairSlots>& slot) {
+    // The compiler must not hoist values that depend on these out of the loop: they would take registers.
     asm volatile("" : "+r"(warp), "+r"(lane), "+r"(t), "+r"(g));
-    const uint32_t inverses = block.slot(slot.place);
-    wait_for_phase(block.loaded(stage.place), stage.phase);
+    const uint32_t inverses = block.slot(slot.index);
+    wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
     float diagonal[2][4];
-    pairs(stage.place, diagonal, chunk, slot);
+    compute_scores_and_system(stage.index, diagonal, chunk, slot);
     invert_diagonal(diagonal);
     invert_rest(inverses, chunk);
     fence_shared_stores();
     __syncwarp();
-    if (lane == 0) arrive(block.solved(slot.place));
+    if (lane == 0) arrive(block.slot_full_barrier(slot.index));
   }
 
-  // The products of keys with keys and queries, their decay, and the scores' way into shared memory.
-  __device__ __forceinline__ void pairs(int stage, float (&diagonal)[2][4], int chunk, const Ring<kSlots>& slot) {
+  // Multiplies keys with keys and with queries, applies the decay, and stores the scores of queries in shared memory.
+  __device__ __forceinline__ void compute_scores_and_system(int stage, float (&diagonal)[2][4], int chunk,
+      const Ring<kPairSlots>& slot) {
     float keys[8][4], queries[8][4];
-    const uint64_t q = swizzled_operand(block.stage(stage)), k = swizzled_operand(block.stage(stage) + kKeyAt);
+    const uint64_t q = swizzled_operand(block.stage(stage)), k = swizzled_operand(block.stage(stage) + kKeyOffset);
     fence_products();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int at = i / 4 * (kTile / 16) + i % 4 * 2;
+      const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
       multiply_shared(keys, k + at, k + at, i);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int at = i / 4 * (kTile / 16) + i % 4 * 2;
+      const int at = i / 4 * (kTileBytes / 16) + i % 4 * 2;
       multiply_shared(queries, q + at, k + at, i);
     }
     commit_products();
@@ -251,13 +256,13 @@ struct Pairs {
     uint32_t scores[8][2];
 #pragma unroll
     for (int tile = 0; tile < 8; ++tile) {
-      scores[tile][0] = scores[tile][1] = below[tile][0] = below[tile][1] = 0;
+      scores[tile][0] = scores[tile][1] = strictly_lower[tile][0] = strictly_lower[tile][1] = 0;
       if (tile > 2 * warp + 1) continue;
-      const float2 others = *reinterpret_cast<const float2*>(gates + tile * 8 + t * 2);
+      const float2 column_sums = *reinterpret_cast<const float2*>(gates + tile * 8 + t * 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = warp * 16 + g + i / 2 * 8, column = tile * 8 + t * 2 + i % 2;
-        const float decay = exp2_fast(sums[i / 2] - (i % 2 ? others.y : others.x));
+        const float decay = exp2_fast(sums[i / 2] - (i % 2 ? column_sums.y : column_sums.x));
         queries[tile][i] = column <= row ? queries[tile][i] * decay : 0.0f;
         const float pair = column < row ? keys[tile][i] * decay * betas[i / 2] : 0.0f;
         keys[tile][i] = pair;
@@ -266,13 +271,13 @@ struct Pairs {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         scores[tile][i] = pack(queries[tile][2 * i], queries[tile][2 * i + 1]);
-        below[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
+        strictly_lower[tile][i] = pack(keys[tile][2 * i], keys[tile][2 * i + 1]);
       }
     }
     __syncwarp();
-    if (lane == 0) arrive(block.read(stage));
-    if (chunk >= kSlots) wait_for_phase(block.used(slot.place), slot.phase ^ 1);
-    const uint32_t to = block.slot(slot.place) + kTile;
+    if (lane == 0) arrive(block.stage_free_barrier(stage));
+    if (chunk >= kPairSlots) wait_for_phase(block.slot_free_barrier(slot.index), slot.phase ^ 1);
+    const uint32_t to = block.slot(slot.index) + kTileBytes;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (i > warp) continue;
@@ -281,8 +286,8 @@ struct Pairs {
     }
   }
 
-  // (I + L)^-1 of the warp's 16 rows, L `below`: blocks of 1, 2, 4 and 8 rows are joined, and the block below the
-  // diagonal is minus the product of the second inverse, L's block, and the first inverse.
+  // Computes (I + L)^-1 of the warp's 16 rows, L `lower`: blocks of 1, 2, 4 and 8 rows are joined, and the block below
+  // the diagonal is minus the product of the second inverse, L's block, and the first inverse.
   __device__ __forceinline__ void invert_diagonal(const float (&lower)[2][4]) {
     float result[2][4];
     uint32_t packed[4], right[4];
@@ -314,23 +319,25 @@ struct Pairs {
     }
   }
 
-  // Joins blocks of 16 and of 32 rows, which are in different warps.
+  // Joins the inverses of blocks of 16 and of 32 rows, which different warps have.
   __device__ __forceinline__ void invert_rest(uint32_t tile, int chunk) {
-    // Taken in turns, so that no warp writes what another one still reads of the chunk before.
-    const int place = chunk / kPairGroups % 2 * kPairGroups + group;
-    const uint32_t scratch = block.shared + kScratchAt + place * kScratchBytes + lane % 16 * kScratchRow + lane / 16 * 16;
+    // Alternates between two buffers, so that no warp overwrites what another one still reads of the previous chunk.
+    const int scratch_index = chunk / kPairWarpgroups % 2 * kPairWarpgroups + group;
+    const uint32_t scratch =
+        block.shared + kScratchOffset + scratch_index * kScratchBytes + lane % 16 * kScratchRowBytes + lane / 16 * 16;
     store_block(tile, warp * 16, warp * 2, inverse);
     if (warp == 2) {
-      store_matrices(scratch, below[0][0], below[0][1], below[1][0], below[1][1]);
-      store_matrices(scratch + 32, below[2][0], below[2][1], below[3][0], below[3][1]);
+      store_matrices(scratch, strictly_lower[0][0], strictly_lower[0][1], strictly_lower[1][0], strictly_lower[1][1]);
+      store_matrices(scratch + 32, strictly_lower[2][0], strictly_lower[2][1], strictly_lower[3][0],
+          strictly_lower[3][1]);
     }
     synchronise_group();
     uint32_t joined[4], right[4], left[4];
     if (warp % 2 == 1) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Of values, not of places: those would be in memory.
-        const uint32_t first = below[i / 2][i % 2], third = below[4 + i / 2][i % 2];
+        // Selects values, not array elements: an array that is indexed at run time would be in local memory.
+        const uint32_t first = strictly_lower[i / 2][i % 2], third = strictly_lower[4 + i / 2][i % 2];
         left[i] = warp == 1 ? first : third;
       }
       transpose_16(right, left);
@@ -348,7 +355,7 @@ struct Pairs {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) left[j] = below[2 * i + j / 2][j % 2];
+      for (int j = 0; j < 4; ++j) left[j] = strictly_lower[2 * i + j / 2][j % 2];
       transpose_16(right, left);
       multiply_16(product[i], inverse, right);
       if (warp == 3) {
@@ -391,16 +398,16 @@ struct State {
         t(b.thread % 4),
         g(b.thread % 32 / 4) {}
 
-  // Calls `use` with each number of the state and its place in [B, H, K, V].
+  // Calls `use` with each element of the state and with the corresponding element of [B, H, K, V].
   template <typename T, typename Use>
   __device__ __forceinline__ void for_each(T* states, Use use) {
-    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeys + t * 2;
-    T* at = states + first * call.values + block.first_value + warp * 16 + g;
+    const int64_t first = (int64_t(block.row) * call.heads + block.head) * kKeyDim + t * 2;
+    T* at = states + first * call.value_dim + block.first_value + warp * 16 + g;
 #pragma unroll
     for (int tile = 0; tile < 16; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) use(state[tile][i], at[i % 2 * call.values + i / 2 * 8]);
-      at += 8 * call.values;
+      for (int i = 0; i < 4; ++i) use(state[tile][i], at[i % 2 * call.value_dim + i / 2 * 8]);
+      at += 8 * call.value_dim;
       asm volatile("" : "+l"(at));  // otherwise 64 addresses are kept in registers through the loop over chunks
     }
   }
@@ -408,24 +415,25 @@ struct State {
   __device__ __forceinline__ void run() {
 #pragma unroll
     for (int i = 0; i < 64; ++i) state[i / 4][i % 4] = 0.0f;
-    if (call.initial != nullptr) for_each(call.initial, [](float& own, const float& from) { own = from; });
+    if (call.initial_states != nullptr) for_each(call.initial_states, [](float& element,
+        const float& stored) { element = stored; });
 #pragma unroll
     for (int i = 0; i < 32; ++i) output[i / 4][i % 4] = 0.0f;
     Ring<kStages> stage;
-    Ring<kSlots> slot;
+    Ring<kPairSlots> slot;
     for (int chunk = 0; chunk < call.chunks; ++chunk) {
-      wait_for_phase(block.loaded(stage.place), stage.phase);
-      step(chunk, stage.place, slot);
+      wait_for_phase(block.stage_full_barrier(stage.index), stage.phase);
+      step(chunk, stage.index, slot);
       stage.next(), slot.next();
     }
     store_output(call.chunks - 1);
     if (lane == 0) wait_for_stores();
-    for_each(call.final, [](float& own, float& to) { to = own; });
+    for_each(call.final_states, [](float& element, float& stored) { stored = element; });
   }
 
-  __device__ __forceinline__ void step(int chunk, int stage, const Ring<kSlots>& slot) {
+  __device__ __forceinline__ void step(int chunk, int stage, const Ring<kPairSlots>& slot) {
     const uint32_t tiles = block.stage(stage);
-    const uint64_t q = swizzled_operand(tiles), k = swizzled_operand(tiles + kKeyAt);
+    const uint64_t q = swizzled_operand(tiles), k = swizzled_operand(tiles + kKeyOffset);
     const float* const gates = block.gates(stage) + t * 2;
     uint32_t left[8][4];
 #pragma unroll
@@ -433,11 +441,11 @@ struct State {
       const int tile = i / 4 * 2 + i % 4 / 2, pair = i % 2 * 2;
       left[i / 4][i % 4] = pack(state[tile][pair], state[tile][pair + 1]);
     }
-    float read[8][4];
+    float state_products[8][4];
     fence_products();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      WarpgroupProduct<8>::multiply(read, left[i], k + (i / 4 * (kTile / 16) + i % 4 * 2), i);
+      WarpgroupProduct<8>::multiply(state_products, left[i], k + (i / 4 * (kTileBytes / 16) + i % 4 * 2), i);
     }
     commit_products();
     wait_for_products<1>(output);  // complete before; without this line ptxas waits for all products here
@@ -445,19 +453,19 @@ struct State {
     fence_products();
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      WarpgroupProduct<8>::multiply(output, left[i], q + (i / 4 * (kTile / 16) + i % 4 * 2), i);
+      WarpgroupProduct<8>::multiply(output, left[i], q + (i / 4 * (kTileBytes / 16) + i % 4 * 2), i);
     }
     commit_products();
-    const float last = block.gates(stage)[5 * 64];
+    const float chunk_decay = block.gates(stage)[5 * 64];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= last;
+    for (int i = 0; i < 64; ++i) state[i / 4][i % 4] *= chunk_decay;
     uint32_t values[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = i * 16 + lane / 16 * 8 + lane % 8, column = warp * 2 + lane / 8 % 2;
-      load_matrices_transposed(values[i], tiles + kValueAt + token * 128 + ((column ^ (token & 7)) << 4));
+      load_matrices_transposed(values[i], tiles + kValueOffset + token * 128 + ((column ^ (token & 7)) << 4));
     }
-    wait_for_products<1>(read);
+    wait_for_products<1>(state_products);
     uint32_t rows[4][4];
 #pragma unroll
     for (int tile = 0; tile < 8; ++tile) {
@@ -467,16 +475,16 @@ struct State {
       for (int i = 0; i < 2; ++i) {
         const uint32_t pair = values[tile / 2][tile % 2 * 2 + i];
         const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
-        rows[tile / 2][tile % 2 * 2 + i] = pack(beta.x * low - beta_decay.x * read[tile][2 * i],
-                                                beta.y * high - beta_decay.y * read[tile][2 * i + 1]);
+        rows[tile / 2][tile % 2 * 2 + i] = pack(beta.x * low - beta_decay.x * state_products[tile][2 * i],
+                                                beta.y * high - beta_decay.y * state_products[tile][2 * i + 1]);
       }
     }
-    wait_for_phase(block.solved(slot.place), slot.phase);
-    const uint64_t inverse = swizzled_operand(block.slot(slot.place));
-    const uint64_t scores = swizzled_operand(block.slot(slot.place) + kTile);
+    wait_for_phase(block.slot_full_barrier(slot.index), slot.phase);
+    const uint64_t inverse = swizzled_operand(block.slot(slot.index));
+    const uint64_t scores = swizzled_operand(block.slot(slot.index) + kTileBytes);
     fence_products();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(read, rows[i], inverse + i * 2, i);
+    for (int i = 0; i < 4; ++i) WarpgroupProduct<8>::multiply(state_products, rows[i], inverse + i * 2, i);
     commit_products();
     wait_for_products<1>(output);
 #pragma unroll
@@ -485,18 +493,19 @@ struct State {
 #pragma unroll
       for (int i = 0; i < 4; ++i) output[tile][i] *= i % 2 ? decay.y : decay.x;
     }
-    wait_for_products<0>(read);
+    wait_for_products<0>(state_products);
     uint32_t decayed[4][4];
 #pragma unroll
     for (int tile = 0; tile < 8; ++tile) {
-      const float2 rest = *reinterpret_cast<const float2*>(gates + 256 + tile * 8);
+      const float2 decay_to_end = *reinterpret_cast<const float2*>(gates + 256 + tile * 8);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        rows[tile / 2][tile % 2 * 2 + i] = pack(read[tile][2 * i], read[tile][2 * i + 1]);
-        decayed[tile / 2][tile % 2 * 2 + i] = pack(read[tile][2 * i] * rest.x, read[tile][2 * i + 1] * rest.y);
+        rows[tile / 2][tile % 2 * 2 + i] = pack(state_products[tile][2 * i], state_products[tile][2 * i + 1]);
+        decayed[tile / 2][tile % 2 * 2 + i] = pack(state_products[tile][2 * i] * decay_to_end.x,
+            state_products[tile][2 * i + 1] * decay_to_end.y);
       }
     }
-    const uint64_t columns = swizzled_operand(tiles + kKeyAt, kTile);
+    const uint64_t columns = swizzled_operand(tiles + kKeyOffset, kTileBytes);
     fence_products();
 #pragma unroll
     for (int i = 0; i < 4; ++i) multiply_rows(state, decayed[i], columns + i * (16 * 128 / 16));
@@ -507,12 +516,12 @@ struct State {
     wait_for_state<0>(state);
     wait_for_products<0>(output);
     __syncwarp();
-    if (lane == 0) arrive(block.read(stage)), arrive(block.used(slot.place));
+    if (lane == 0) arrive(block.stage_free_barrier(stage)), arrive(block.slot_free_barrier(slot.index));
   }
 
-  // A warp's 16 value channels, by TMA through its part of shared memory.
+  // Stores a warp's 16 value channels by TMA, through the warp's own shared memory.
   __device__ __forceinline__ void store_output(int chunk) {
-    const uint32_t own = block.shared + kOutputAt + warp * kOutputBytes;
+    const uint32_t warp_buffer = block.shared + kOutputOffset + warp * kOutputBytes;
     if (lane == 0) wait_for_store_reads();
     __syncwarp();
 #pragma unroll
@@ -524,13 +533,14 @@ struct State {
         packed[j] = pack(output[tile][pair] * call.scale, output[tile][pair + 1] * call.scale);
       }
       const int token = i * 16 + lane / 16 * 8 + lane % 8;
-      store_matrices_transposed(own + token * 32 + lane / 8 % 2 * 16, packed[0], packed[1], packed[2], packed[3]);
+      store_matrices_transposed(warp_buffer + token * 32 + lane / 8 % 2 * 16, packed[0], packed[1], packed[2],
+          packed[3]);
     }
     fence_shared_stores();
     __syncwarp();
     if (lane == 0) {
-      const int column = block.head * call.values + block.first_value + warp * 16;
-      store_tile(&maps.output, column, chunk * kChunk, block.row, own);
+      const int column = block.head * call.value_dim + block.first_value + warp * 16;
+      store_tile(&maps.output, column, chunk * kChunkTokens, block.row, warp_buffer);
     }
   }
 };
@@ -539,18 +549,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     delta_kernel(const DeltaCall call, const __grid_constant__ Maps maps) {
 #if __CUDA_ARCH__ == 900
   extern __shared__ __align__(1024) char memory[];
-  const int parts = call.values / kValues, part = blockIdx.x % parts, head = blockIdx.x / parts;
-  const Block block{shared_address(memory), memory, head % call.heads, head / call.heads, part * kValues,
+  const int value_blocks = call.value_dim / kBlockValues, value_block = blockIdx.x % value_blocks, row_and_head =
+      blockIdx.x / value_blocks;
+  const Block block{shared_address(memory), memory, row_and_head % call.heads, row_and_head / call.heads,
+      value_block * kBlockValues,
                     int(threadIdx.x)};
   // Blocks above the diagonal are zeros, and nothing writes them.
-  for (int i = threadIdx.x; i < kSlots * kSlotBytes / 16; i += kThreads) {
-    reinterpret_cast<uint4*>(memory + kSlotsAt)[i] = {0, 0, 0, 0};
+  for (int i = threadIdx.x; i < kPairSlots * kPairSlotBytes / 16; i += kThreads) {
+    reinterpret_cast<uint4*>(memory + kPairSlotsOffset)[i] = {0, 0, 0, 0};
   }
   fence_shared_stores();
   if (threadIdx.x == 0) {
     prefetch_map(&maps.query), prefetch_map(&maps.key), prefetch_map(&maps.value), prefetch_map(&maps.output);
-    for (int i = 0; i < kStages; ++i) start_barrier(block.loaded(i), 2), start_barrier(block.read(i), 8);
-    for (int i = 0; i < kSlots; ++i) start_barrier(block.solved(i), 4), start_barrier(block.used(i), 4);
+    for (int i = 0; i < kStages; ++i) start_barrier(block.stage_full_barrier(i), 2),
+        start_barrier(block.stage_free_barrier(i), 8);
+    for (int i = 0; i < kPairSlots; ++i) start_barrier(block.slot_full_barrier(i), 4),
+        start_barrier(block.slot_free_barrier(i), 4);
     publish_barriers();
   }
   __syncthreads();

@@ -18,7 +18,7 @@ KEY_DIM = 128
 VALUE_CHANNELS_PER_BLOCK = 64
 """Value channels of a head that a block computes."""
 
-MULTIPROCESSORS, MIN_BLOCKS_PER_WAVE = 132, 48
+HOPPER_MULTIPROCESSORS, MIN_BLOCKS_PER_WAVE = 132, 48
 """Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
 for the kernel to be faster than Triton's, which splits long rows over all of them (docs/lab/linear_recurrence_gpu.md).
 """
@@ -28,11 +28,11 @@ MIN_BLOCKS, MAX_TOKENS_OF_FEW_BLOCKS = 32, 8192
 of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536.
 """
 
-HOPPER = 9.0
+HOPPER_COMPUTE_CAPABILITY = 9.0
 """The compute capability whose instructions the kernel consists of; no later chip has them."""
 
 
-def _reasons(record: LinearRecurrence) -> Iterable[str]:
+def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
@@ -47,8 +47,8 @@ def _reasons(record: LinearRecurrence) -> Iterable[str]:
         wants = f"the kernel wants a multiple of {VALUE_CHANNELS_PER_BLOCK}"
         yield f"value: got head dimension {record.value.shape[3]}, {wants}"
     capability = current_device().compute_capability
-    if capability is not None and int(capability) != int(HOPPER):
-        yield f"compute capability {capability}: the kernel is compiled for {HOPPER} alone"
+    if capability is not None and int(capability) != int(HOPPER_COMPUTE_CAPABILITY):
+        yield f"compute capability {capability}: the kernel is compiled for {HOPPER_COMPUTE_CAPABILITY} alone"
 
 
 def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> int:
@@ -57,7 +57,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """
     blocks = record.query.shape[0] * head_count(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
     has_short_rows = record.query.shape[1] <= MAX_TOKENS_OF_FEW_BLOCKS and blocks >= MIN_BLOCKS
-    return 15 if has_short_rows or blocks >= MIN_BLOCKS_PER_WAVE * cdiv(blocks, MULTIPROCESSORS) else 5
+    return 15 if has_short_rows or blocks >= MIN_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
 
 
 IMPLEMENTATIONS = (
@@ -66,7 +66,7 @@ IMPLEMENTATIONS = (
         name="cuda_delta",
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
-        requires=cuda_requires(HOPPER, {"bfloat16"}, handles=HANDLES, extra=_reasons),
+        requires=cuda_requires(HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLES, extra=_refusal_reasons),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",
     ),

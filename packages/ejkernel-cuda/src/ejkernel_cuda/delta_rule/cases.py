@@ -8,20 +8,20 @@ from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, g
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.ops.model import Case
 
-SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
+DEFAULT_SIZES: dict[str, Any] = {"k": 128, "dtype": jnp.bfloat16}
 
 
 _CASES: tuple[Row, ...] = (
     (
         "CUDA chunks, decay of heads",
-        RecurrenceSizes(t=200, h=4, g=2, v=64, **SIZES),
+        RecurrenceSizes(t=200, h=4, g=2, v=64, **DEFAULT_SIZES),
         gates("beta", "decay", "initial_state", return_state=True),
         ("beta", "decay", "initial_state"),
         (),
     ),
     (
         "CUDA chunks, no decay",
-        RecurrenceSizes(t=65, h=2, g=2, v=128, **SIZES),
+        RecurrenceSizes(t=65, h=2, g=2, v=128, **DEFAULT_SIZES),
         gates("beta", return_state=True),
         ("beta",),
         ("awkward",),

@@ -18,7 +18,7 @@ MIN_SPLIT_KEYS = 256
 MIN_BALANCED_SPLIT_KEYS = 4096
 """The smallest number of keys per split where splits balance rows of different lengths."""
 
-BALANCED_WAVES = 3
+MIN_WAVES_FOR_BALANCE = 3
 """Waves of blocks that suffice to balance rows of different lengths."""
 
 MAX_SPLITS = 64
@@ -53,7 +53,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     # Rows of different lengths leave a wave partly idle. Several waves of shorter blocks balance that, as long as a
     # split has enough keys; a single row needs no balance.
     min_splits = (
-        min(cdiv(BALANCED_WAVES * blocks_per_wave, blocks), _max_keys(record) // MIN_BALANCED_SPLIT_KEYS)
+        min(cdiv(MIN_WAVES_FOR_BALANCE * blocks_per_wave, blocks), _max_keys(record) // MIN_BALANCED_SPLIT_KEYS)
         if record.query.shape[0] > 1
         else 1
     )

@@ -33,10 +33,12 @@ DECODE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dt
 SMALL_HEAD_DIM_SIZES = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
 LARGE_HEAD_DIM_SIZES = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
 """Has more query heads than fit in one block, and page sizes that do not divide tiles."""
-PACKED_SIZES = PagedSizes(lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-UNEVEN_QUERY_SIZES = dataclasses.replace(PACKED_SIZES, q_lens=(0, 3, 0, 1))
+ONE_QUERY_PACKED_SIZES = PagedSizes(
+    lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
+)
+UNEVEN_QUERY_SIZES = dataclasses.replace(ONE_QUERY_PACKED_SIZES, q_lens=(0, 3, 0, 1))
 """Has as many query rows as sequences, but not one for each."""
-PADDED_HEAD_DIM_SIZES = dataclasses.replace(PACKED_SIZES, h=4, d=96, v=96)
+PADDED_HEAD_DIM_SIZES = dataclasses.replace(ONE_QUERY_PACKED_SIZES, h=4, d=96, v=96)
 """Has a cache in the layout of version 3 whose head dimension is padded."""
 ONE_QUERY_PREFILL_SIZES = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 DENSE_CACHE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
@@ -83,18 +85,20 @@ def cases() -> dict[str, tuple[Case, ...]]:
     )
     float8_e5m2_rows: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
     unified_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, lse", PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
+        ("decode, lse", ONE_QUERY_PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
         ("decode, rows of few sequences", UNEVEN_QUERY_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
         ("decode, not causal", UNEVEN_QUERY_SIZES, lambda key: TWO_SIDED_WINDOW_OPTIONS, ("causal",), ()),
-        ("decode, soft cap", PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
+        ("decode, soft cap", ONE_QUERY_PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
     )
-    ragged_v2_rows: tuple[Row[PagedSizes], ...] = (("decode, sequences", PACKED_SIZES, _no_options, ("num_seqs",), ()),)
+    ragged_v2_rows: tuple[Row[PagedSizes], ...] = (
+        ("decode, sequences", ONE_QUERY_PACKED_SIZES, _no_options, ("num_seqs",), ()),
+    )
     written_fields = ("new_keys", "new_values", "value_scale", "num_seqs")
     ragged_v3_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, written", PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
+        ("decode, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
     )
     float8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8, written", PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
+        ("decode, float8, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
         (
             "decode, float8, written, padded",
             PADDED_HEAD_DIM_SIZES,
@@ -104,7 +108,7 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ),
     )
     int8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, int8, written", PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, written_fields, ()),
+        ("decode, int8, written", ONE_QUERY_PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, written_fields, ()),
     )
     dense_rows: tuple[Row[PagedSizes], ...] = (
         (
@@ -116,7 +120,7 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ),
     )
     chunked_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, bfloat16", PACKED_SIZES, _no_options, ("new_keys",), ()),
+        ("decode, bfloat16", ONE_QUERY_PACKED_SIZES, _no_options, ("new_keys",), ()),
         ("decode, written, rows of few sequences", UNEVEN_QUERY_SIZES, _no_options, ("new_keys", "new_values"), ()),
     )
     prefill_page_attention_rows: tuple[Row[PagedSizes], ...] = (

@@ -31,9 +31,11 @@ class PagedDecodeGrid:
 
 def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) -> PagedDecodeGrid:
     """Returns as many blocks as are resident at a time, and a work queue per head if that leaves few blocks idle."""
-    resident_blocks = _num_resident_blocks(record, device)
+    resident_blocks = _num_resident_blocks_on_chip(record, device)
     queue_counts = [
-        n for n in _divisors(_num_work_items(record)) if resident_blocks // n * n >= MIN_BUSY_FRACTION * resident_blocks
+        n
+        for n in _divisors(_num_work_items_per_row(record))
+        if resident_blocks // n * n >= MIN_BUSY_FRACTION * resident_blocks
     ]
     return PagedDecodeGrid(num_thread_blocks=resident_blocks, num_work_queues=max(queue_counts))
 
@@ -48,25 +50,25 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     return tuple(dict.fromkeys((default, *variants)))
 
 
-def launch_grid(record: PagedAttention, config: PagedDecodeGrid) -> tuple[int, int]:
-    """Returns the thread blocks and work queues of a call, clamped to what the record allows.
+def thread_blocks_and_queues(record: PagedAttention, config: PagedDecodeGrid) -> tuple[int, int]:
+    """Returns the numbers of thread blocks and of work queues of a call, clamped to what the record allows.
 
     Raises:
         ValueError: The configuration has no thread block or no work queue.
     """
     if config.num_thread_blocks < 1 or config.num_work_queues < 1:
         raise ValueError(f"cfg: got {config}, wants num_thread_blocks and num_work_queues of at least 1")
-    num_queues = max(n for n in _divisors(_num_work_items(record)) if n <= config.num_work_queues)
+    num_queues = max(n for n in _divisors(_num_work_items_per_row(record)) if n <= config.num_work_queues)
     return max(1, config.num_thread_blocks // num_queues) * num_queues, num_queues
 
 
-def _num_work_items(record: PagedAttention) -> int:
+def _num_work_items_per_row(record: PagedAttention) -> int:
     """Returns the number of work items per row: blocks that its query heads need."""
     kv_heads = paged_cache.kv_heads(record)
     return kv_heads * cdiv(record.query.shape[1] // kv_heads, HEADS_PER_BLOCK)
 
 
-def _num_resident_blocks(record: PagedAttention, device: DeviceInfo) -> int:
+def _num_resident_blocks_on_chip(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns the number of blocks that are resident on the chip at a time."""
     chip = gpu_of(device)
     # Matches `Shape` in csrc; the driver reserves 1 KiB of shared memory per block.

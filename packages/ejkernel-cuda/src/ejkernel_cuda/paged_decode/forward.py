@@ -14,7 +14,7 @@ from ejkernel.planning.in_place import unfused
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
 from ejkernel_cuda.dense_decode.forward import UNBOUNDED_WINDOW
 from ejkernel_cuda.library import register_handler
-from ejkernel_cuda.paged_decode.config import PagedDecodeGrid, launch_grid
+from ejkernel_cuda.paged_decode.config import PagedDecodeGrid, thread_blocks_and_queues
 
 
 def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.Array, ...], None]:
@@ -25,7 +25,7 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
     two per block, for any lengths.
     """
     (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
-    num_thread_blocks, num_queues = launch_grid(record, config)
+    num_thread_blocks, num_queues = thread_blocks_and_queues(record, config)
     cache_arrays = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
     new_tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
     # Operands 1 and 2 are the cache. If new tokens are written, they alias results: the update is in place if the

@@ -14,7 +14,7 @@ from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionAr
 from ejkernel.modules.operations.state_space_v2 import StateSpaceV2Arguments
 from ejkernel.ops.model import Case
 
-SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16}
+DEFAULT_SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16}
 RETURN_STATE = {"return_state": True}
 
 
@@ -40,33 +40,39 @@ _DECAY_AND_STATE_FIELDS = ("decay", "initial_state")
 _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
-        RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128}),
+        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128}),
         gates("g", "initial_state", **RETURN_STATE),
         _DECAY_AND_STATE_FIELDS,
         (),
     ),
     (
         "CUDA step, gate of channels",
-        RecurrenceSizes(t=7, g=1, **{**SIZES, "v": 128}),
+        RecurrenceSizes(t=7, g=1, **{**DEFAULT_SIZES, "v": 128}),
         gates("gate of channels", "initial_state", **RETURN_STATE),
         _DECAY_AND_STATE_FIELDS,
         (),
     ),
     (
         "CUDA step, slots",
-        RecurrenceSizes(b=1, t=17, g=2, n=4, **SIZES),
+        RecurrenceSizes(b=1, t=17, g=2, n=4, **DEFAULT_SIZES),
         _packed_slots,
         ("decay", "cu_seqlens", "sequence_state", "state_slots"),
         ("awkward",),
     ),
 )
 _UNGATED_CASES: tuple[Row, ...] = (
-    ("CUDA step, no gates", RecurrenceSizes(t=4, g=2, **{**SIZES, "dtype": jnp.float16}), gates(), (), ("awkward",)),
+    (
+        "CUDA step, no gates",
+        RecurrenceSizes(t=4, g=2, **{**DEFAULT_SIZES, "dtype": jnp.float16}),
+        gates(),
+        (),
+        ("awkward",),
+    ),
 )
 _DELTA_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of heads",
-        RecurrenceSizes(t=8, g=1, **{**SIZES, "k": 128, "v": 64}),
+        RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 64}),
         _delta_inputs("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
         (),
@@ -75,7 +81,7 @@ _DELTA_CASES: tuple[Row, ...] = (
 _CHANNEL_DECAY_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of channels",
-        RecurrenceSizes(t=7, g=2, **{**SIZES, "v": 128}),
+        RecurrenceSizes(t=7, g=2, **{**DEFAULT_SIZES, "v": 128}),
         _delta_inputs("channels"),
         ("beta", "decay", "initial_state"),
         (),

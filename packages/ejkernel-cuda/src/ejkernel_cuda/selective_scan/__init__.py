@@ -45,7 +45,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     Triton's backward pass is faster with small states and with few rows, which were not measured here.
     """
     if direction == "backward" and (
-        record.decay.shape[1] <= SMALL_STATE_DIM or config.warpgroups(record) < MIN_WARPGROUPS
+        record.decay.shape[1] <= SMALL_STATE_DIM or config.num_warpgroups(record) < MIN_WARPGROUPS
     ):
         return -1
     return 20

@@ -53,7 +53,7 @@ ANY_CHANNELS_TILE = ScanTile(channels=1, lanes=1)
 WIDE_TILE, MEDIUM_TILE, NARROW_TILE = (ScanTile(channels=c, lanes=n) for c, n in ((2, 2), (2, 4), (1, 4)))
 """The tiles for multiples of `CHANNEL_ALIGNMENT`, from the fewest instructions per element to the most warps."""
 
-MIN_WARPS = {WIDE_TILE: 1024, MEDIUM_TILE: 512}
+MIN_WARPS_BY_TILE = {WIDE_TILE: 1024, MEDIUM_TILE: 512}
 """The number of warps from which on a tile is faster than the next one, which has more warps for the same channels.
 
 Measured on an H200 (docs/lab/selective_scan_gpu.md) with 4096 channels and 1, 2, 4 and 8 rows.
@@ -65,7 +65,7 @@ idle.
 """
 
 
-def warpgroups(record: SelectiveScan) -> int:
+def num_warpgroups(record: SelectiveScan) -> int:
     """Returns the number of warpgroups of the backward kernel."""
     return sequences(record) * cdiv(record.x.shape[2], WARPGROUP_CHANNELS)
 
@@ -73,11 +73,11 @@ def warpgroups(record: SelectiveScan) -> int:
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
     """Returns the tile with the fewest instructions that fills the chip, or else the one with the most warps."""
     if direction == "backward":
-        return GradientTile(warpgroups=2 if warpgroups(record) >= MIN_WARPGROUPS_FOR_PAIRS else 1)
+        return GradientTile(warpgroups=2 if num_warpgroups(record) >= MIN_WARPGROUPS_FOR_PAIRS else 1)
     rows, channels = sequences(record), record.x.shape[2]
     if channels % CHANNEL_ALIGNMENT:
         return ANY_CHANNELS_TILE
-    for tile, min_warps in MIN_WARPS.items():
+    for tile, min_warps in MIN_WARPS_BY_TILE.items():
         if rows * channels // tile.warp_channels >= min_warps:
             return tile
     return NARROW_TILE

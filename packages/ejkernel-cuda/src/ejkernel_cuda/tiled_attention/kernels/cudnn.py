@@ -32,7 +32,7 @@ def replace_infinite_bias(record: TiledAttention) -> TiledAttention:
 
 
 def query_key_value(record: TiledAttention) -> tuple[jax.Array, ...]:
-    """Returns query, key and value."""
+    """Returns the query, key and value of a record, unchanged."""
     return record.query, record.key, record.value
 
 
