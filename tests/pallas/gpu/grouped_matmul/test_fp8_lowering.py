@@ -118,6 +118,6 @@ def test_tiles_that_are_none_are_refused(name, value):
     ],
 )
 def test_what_it_does_not_multiply_is_refused_with_a_sentence(record, words):
-    found = spec.fp8_reasons(record)
+    found = spec.fp8_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -56,7 +56,7 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, biased=F
 )
 def test_a_call_lowers_to_one_kernel(fields, params):
     record = make(**fields)
-    assert not spec.gated_reasons(record)
+    assert not spec.gated_refusal_reasons(record)
     traced = jax.jit(lambda record: gated_forward(record, params)[0]).trace(record)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
     output = traced.out_info
@@ -118,16 +118,16 @@ def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
     ],
 )
 def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
-    found = spec.gated_reasons(record)
+    found = spec.gated_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
 def test_columns_are_counted_in_the_layout_of_the_matrices():
-    assert spec.gated_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
+    assert spec.gated_refusal_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
         "rhs gives 96 output columns; the kernel wants a multiple of 64"
     ]
-    assert not spec.gated_reasons(make(width=192, gated=False, activation="relu2"))
+    assert not spec.gated_refusal_reasons(make(width=192, gated=False, activation="relu2"))
 
 
 @pytest.mark.parametrize(("rows", "single_warpgroup"), [(520, False), (320, True)])

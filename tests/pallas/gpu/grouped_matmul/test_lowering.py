@@ -92,6 +92,6 @@ def test_tiles_that_are_none_are_refused(name, value):
     ],
 )
 def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
-    found = spec.reasons(record)
+    found = spec.refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

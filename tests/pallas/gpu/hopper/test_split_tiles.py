@@ -59,7 +59,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
         is_persistent=True,
         tail_split=split,
     )
-    assert plan.tail_split.num_tiles
+    assert plan.tail_split.num_split_tiles
     found, parts, at = collections.Counter(), [], jnp.asarray(table)
     for number in range(plan.num_items):
         item = tile_scheduler.locate_work_tile(plan, jnp.int32(number))
@@ -72,7 +72,7 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
         parts += [int(item.split_index)] if item.split_index >= 0 else []
     assert set(found.values()) == {1}
     assert len(found) == batch * heads * table.shape[1] * count
-    assert parts == list(range(plan.tail_split.num_tiles * plan.tail_split.splits_per_tile))
+    assert parts == list(range(plan.tail_split.num_split_tiles * plan.tail_split.splits_per_tile))
 
 
 def test_parts_are_no_more_than_there_are_tiles_to_visit():
@@ -91,7 +91,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     tile = backward_tile(params_of(BACKWARD_TILES, size), spec)
     table = query_block_ranges(spec, None, tile.block_q, tile.block_kv)
     plan, at = backward._tile_schedule_maker(table, spec, tile)(2), jnp.asarray(table)
-    assert plan.tail_split.num_tiles
+    assert plan.tail_split.num_split_tiles
     adding = collections.defaultdict(list)
     for number in range(plan.num_items):
         item = tile_scheduler.locate_work_tile(plan, jnp.int32(number))

@@ -169,7 +169,7 @@ def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, leng
     ],
 )
 def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
-    found = list(spec.reasons(record))
+    found = list(spec.refusal_reasons(record))
     assert len(found) == len(words), found
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 

@@ -157,7 +157,7 @@ def _simulated(constants, operands):
 
 def _simulated_prefill(flash, layout, *arrays):
     """Outputs and lse of the rows that live tiles write, out of the blocks that their ranges have; NaN in others."""
-    operands = dict(zip(paged_prefill.OPERANDS, map(np.asarray, arrays), strict=True))
+    operands = dict(zip(paged_prefill.OPERAND_NAMES, map(np.asarray, arrays), strict=True))
     keys_of = paged_prefill.PagedKeys(layout)
     rows, heads = operands["q"].shape[1:3]
     output, lse = np.full((1, rows, heads, flash.value_dim), np.nan), np.full((1, heads, rows), np.nan)
@@ -261,7 +261,7 @@ def test_every_step_has_one_program(programs):
     ],
 )
 def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
-    found = list(spec.reasons(record))
+    found = list(spec.refusal_reasons(record))
     assert len(found) == len(words), found
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 

@@ -24,7 +24,7 @@ def hopper_requires(
         dtypes: Dtypes of the first operand.
     """
 
-    def reasons(record: Any) -> Iterable[str]:
+    def refusal_reasons(record: Any) -> Iterable[str]:
         capability = current_device().compute_capability
         if capability is not None and capability >= 10.0:
             yield f"the GPU has compute capability {capability}; the kernel uses instructions that only 9.0 has"
@@ -37,5 +37,5 @@ def hopper_requires(
         dtypes=frozenset(dtypes),
         head_dims=head_dims,
         handles=frozenset(handles),
-        extra=reasons,
+        extra=refusal_reasons,
     )

@@ -19,7 +19,7 @@ GATED_HANDLES = frozenset(
 )
 """Optional fields that the gated kernel honours."""
 
-MIN_ROWS_PER_GROUP = 32
+MIN_MEAN_ROWS_PER_GROUP = 32
 """The mean number of rows per group from which on the gated kernel has priority over Triton's.
 
 On an H200, K2048 F768 G128: with 4 rows per group 0.250 ms, where Triton's kernel takes 0.235; with 32, 0.240 and
@@ -32,7 +32,7 @@ def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
     With fewer rows per group Triton's smaller tiles are faster. The conformance cases of both kernels pass on a chip.
     """
-    return 20 if average_rows(config.plain_product_record(record)) >= MIN_ROWS_PER_GROUP else -1
+    return 20 if average_rows(config.plain_product_record(record)) >= MIN_MEAN_ROWS_PER_GROUP else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -47,7 +47,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"lhs", "rhs"}),
             requires=hopper_requires(
                 handles=HANDLES,
-                extra=spec.reasons,
+                extra=spec.refusal_reasons,
             ),
             config=ConfigSpace.of(
                 config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=kind_of
@@ -64,7 +64,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward=None,
             requires=hopper_requires(
                 handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
-                extra=spec.fp8_reasons,
+                extra=spec.fp8_refusal_reasons,
                 dtypes=(spec.FP8_OPERAND_DTYPE,),
             ),
             config=ConfigSpace(
@@ -85,7 +85,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.gpu.grouped_matmul.forward:gated_forward",
             backward=None,
-            requires=hopper_requires(handles=GATED_HANDLES, extra=spec.gated_reasons),
+            requires=hopper_requires(handles=GATED_HANDLES, extra=spec.gated_refusal_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,

@@ -20,7 +20,7 @@ from ejkernel_pallas.gpu.grouped_matmul.spec import (
     make_spec,
 )
 
-SCALE_OPERANDS = ("lhs_scale", "rhs_scale", "same")
+SCALE_OPERAND_NAMES = ("lhs_scale", "rhs_scale", "same")
 
 
 def forward(record: GroupedMatmul, params: HopperGrouped) -> tuple[jax.Array, tuple[()]]:
@@ -94,7 +94,7 @@ def multiply_by_group(
     kernel: RowKernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
     """Returns rows [M, contracted] times the matrices of their groups. 8-bit operands come with the arrays that
-    `SCALE_OPERANDS` names.
+    `SCALE_OPERAND_NAMES` names.
     """
-    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALE_OPERANDS[: len(scales)], scales, strict=True))}
+    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALE_OPERAND_NAMES[: len(scales)], scales, strict=True))}
     return launch_row_kernel(kernel, spec, operands, record)

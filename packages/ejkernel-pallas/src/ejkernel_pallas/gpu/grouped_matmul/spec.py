@@ -23,13 +23,13 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
 from ejkernel_pallas.gpu.hopper.row_gathers import MAX_MATRIX_BYTES
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 
-STEP_ELEMENTS_16_BIT = 64
+CONTRACTED_PER_STEP_16_BIT = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
 CONSUMER_WARPGROUPS = 2
 """Consumer warpgroups."""
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+CONSUMER_REGISTERS_PER_THREAD, PRODUCER_REGISTERS_PER_THREAD = 240, 24
 """Registers per thread of a consumer and of the producer. A multiprocessor has 65536."""
-REGISTERS_WITH_GATHER = (232, 40)
+REGISTERS_PER_THREAD_WITH_GATHER = (232, 40)
 """The same for gathered rows: a producer thread keeps the addresses of eight rows."""
 SCALE_BLOCKS_PER_COPY = 4
 """Blocks of contracted elements whose scales of a row are copied together: 16 bytes, the smallest bulk copy."""
@@ -45,7 +45,7 @@ BLOCK_M = CONSUMER_WARPGROUPS * WGMMA_M
 
 FP8_OPERAND_DTYPE = "float8_e4m3fn"
 """The dtype of rows and matrices."""
-FP8_STEP_ELEMENTS = SWIZZLED_ROW_BYTES
+FP8_CONTRACTED_PER_STEP = SWIZZLED_ROW_BYTES
 """Contracted elements per step: a swizzled row of 8 bits."""
 MAX_FP8_BLOCK_N = 256
 """The largest number of columns per tile: one copy loads their scales, and a warpgroup's registers hold their sums."""
@@ -101,7 +101,7 @@ class ActivationConstants:
         alpha: Factor in the sigmoid of silu.
         beta: Added to the factor.
         limit: The largest value of the gate, and the largest magnitude of the factor; None for none.
-        column_order: The order of columns in a stage.
+        gate_column_order: How the columns of gate and factor alternate in a stage.
         views_interleaved_rows_as_pairs: Whether the kernel has a view [F, 2 contracted] of transposed matrices with
             interleaved rows.
         has_bias: Whether products have a bias.
@@ -113,7 +113,7 @@ class ActivationConstants:
     alpha: float
     beta: float
     limit: float | None
-    column_order: GateColumnOrder
+    gate_column_order: GateColumnOrder
     views_interleaved_rows_as_pairs: bool
     has_bias: bool
     gathers_rows: bool
@@ -122,7 +122,7 @@ class ActivationConstants:
     @property
     def matrix_columns_per_output_column(self) -> int:
         """Returns the columns of a matrix per column of the output."""
-        return 1 if self.column_order is GateColumnOrder.NO_GATE else 2
+        return 1 if self.gate_column_order is GateColumnOrder.NO_GATE else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,11 @@ class GroupedSpec:
     @property
     def registers_per_thread(self) -> tuple[int, int]:
         """Returns registers per thread of a consumer, and of the producer."""
-        return REGISTERS_WITH_GATHER if self.gathers_rows else (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
+        return (
+            REGISTERS_PER_THREAD_WITH_GATHER
+            if self.gathers_rows
+            else (CONSUMER_REGISTERS_PER_THREAD, PRODUCER_REGISTERS_PER_THREAD)
+        )
 
     @property
     def panels_per_stage(self) -> int:
@@ -180,7 +184,7 @@ class GroupedSpec:
         return self.gate.matrix_columns_per_output_column * columns // SWIZZLE_COLUMNS
 
     @property
-    def step_elements(self) -> int:
+    def contracted_per_step(self) -> int:
         """Returns contracted elements per step in the kernels of rows: a swizzled row."""
         return SWIZZLED_ROW_BYTES // jnp.dtype(self.operand_dtype).itemsize
 
@@ -233,7 +237,7 @@ class GroupedSpec:
     @property
     def steps_per_tile(self) -> int:
         """Returns the steps per tile in the kernels of rows."""
-        return self.contracted_size // self.step_elements
+        return self.contracted_size // self.contracted_per_step
 
     @property
     def tile_list_length(self) -> int:
@@ -276,11 +280,11 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out_dtype: Any) -> G
 def shared_memory_bytes(params: HopperGrouped) -> int:
     """Returns shared memory of a kernel, without barriers."""
     # Operands have 16 bits; an output buffer has a swizzled row of 128 bytes for each of 64 rows, for any dtype.
-    stage = (BLOCK_M + params.block_n) * STEP_ELEMENTS_16_BIT * 2
+    stage = (BLOCK_M + params.block_n) * CONTRACTED_PER_STEP_16_BIT * 2
     return params.stages * stage + CONSUMER_WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
 
 
-def reasons(record: GroupedMatmul) -> list[str]:
+def refusal_reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     problems = []
@@ -356,13 +360,13 @@ def fp8_shared_memory_bytes(params: HopperFp8) -> int:
     if params.split_by_columns:
         scales += params.stages * BLOCK_M * SCALE_BLOCKS_PER_COPY * 4
     return (
-        params.stages * (BLOCK_M + params.block_n) * FP8_STEP_ELEMENTS
+        params.stages * (BLOCK_M + params.block_n) * FP8_CONTRACTED_PER_STEP
         + scales
         + CONSUMER_WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
     )
 
 
-def fp8_reasons(record: GroupedMatmul) -> list[str]:
+def fp8_refusal_reasons(record: GroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     rows, contracted = record.lhs.shape
     problems = []
@@ -379,10 +383,10 @@ def fp8_reasons(record: GroupedMatmul) -> list[str]:
     if columns(record) % SWIZZLE_COLUMNS or not columns(record):
         problems.append(f"rhs has {columns(record)} columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
     for name, blocks in (("lhs_scale", record.lhs_scale.shape[1]), ("rhs_scale", record.rhs_scale.shape[1])):
-        if contracted % (blocks * FP8_STEP_ELEMENTS) or not contracted:
+        if contracted % (blocks * FP8_CONTRACTED_PER_STEP) or not contracted:
             problems.append(
                 f"{name} has a scale per {contracted // blocks} contracted elements; the kernel wants a multiple "
-                f"of {FP8_STEP_ELEMENTS}"
+                f"of {FP8_CONTRACTED_PER_STEP}"
             )
     if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
         problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
@@ -428,7 +432,7 @@ def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> ActivationCon
         alpha=record.alpha,
         beta=record.beta,
         limit=record.limit,
-        column_order=layout,
+        gate_column_order=layout,
         views_interleaved_rows_as_pairs=record.interleaved and record.transpose_rhs,
         has_bias=record.rhs_bias is not None,
         gathers_rows=record.indices is not None,
@@ -436,10 +440,10 @@ def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> ActivationCon
     )
 
 
-def gated_reasons(record: GatedGroupedMatmul) -> list[str]:
+def gated_refusal_reasons(record: GatedGroupedMatmul) -> list[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
     product, size = plain_product_record(record), record.lhs.size * record.lhs.dtype.itemsize
-    problems = reasons(product)
+    problems = refusal_reasons(product)
     outputs = columns(product) // 2 if record.gated else columns(product)
     if record.gated and outputs % SWIZZLE_COLUMNS:
         problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")

@@ -18,9 +18,9 @@ from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 
 LANES_PER_ROW = 4
 """Lanes that share a row."""
-COLUMN_STRIDE = 8
+THREAD_COLUMN_STRIDE = 8
 """Columns between a thread's pairs of columns."""
-ELEMENT_BYTES = 4
+FLOAT32_BYTES = 4
 """Bytes of a float32."""
 
 
@@ -47,8 +47,8 @@ def load_bias(bias: Any, matrix: Any, first_columns: list[Any]) -> jax.Array:
         base, pairs = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(bias)), list[Any]()
         for start in first_columns:
             first = arith.extui(i64, arith.addi(begin, start.registers.item()))
-            address = arith.addi(base, arith.muli(first, arith.constant(i64, ir.IntegerAttr.get(i64, ELEMENT_BYTES))))
-            pairs += [_load_pair(address, column) for column in range(0, SWIZZLE_COLUMNS, COLUMN_STRIDE)]
+            address = arith.addi(base, arith.muli(first, arith.constant(i64, ir.IntegerAttr.get(i64, FLOAT32_BYTES))))
+            pairs += [_load_pair(address, column) for column in range(0, SWIZZLE_COLUMNS, THREAD_COLUMN_STRIDE)]
         # Registers alternate between a thread's two rows.
         kind = like.registers.flat[0].type
         return with_registers(like, [vector.from_elements(kind, values) for values in pairs for _ in range(2)])
@@ -62,7 +62,7 @@ def _load_pair(address: Any, column: int) -> list[Any]:
     Declared with side effects, so that LLVM does not move it to where the bias is added, after the products.
     """
     f32 = ir.F32Type.get()
-    code = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {column * ELEMENT_BYTES}];"
+    code = f"ld.global.nc.v2.f32 {{$0, $1}}, [$2 + {column * FLOAT32_BYTES}];"
     loaded: Any = llvm.inline_asm(
         llvm.StructType.get_literal([f32, f32]), [address], code, "=f,=f,l", has_side_effects=True
     )

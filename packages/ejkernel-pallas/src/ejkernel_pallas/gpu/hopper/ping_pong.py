@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-FIRST_BARRIER_ID = 8
+FIRST_PING_PONG_BARRIER_ID = 8
 """The first of the 16 named barriers that ping-pong uses: Mosaic uses 0 for the block and 1 to 4 for warpgroups."""
 
 
@@ -38,7 +38,7 @@ def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         # Waiting and passing use the waiting warpgroup's barrier: its own to wait, its successor's to pass.
         place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
-        place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST_BARRIER_ID))
+        place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST_PING_PONG_BARRIER_ID))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)
 
     emit_barrier()  # pyright: ignore[reportCallIssue]  # the decorator gives the context

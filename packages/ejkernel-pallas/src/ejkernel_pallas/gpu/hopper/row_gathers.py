@@ -20,13 +20,13 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, int32_type, unpack_row_value
-from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, STORE_BYTES, THREADS_PER_LINE
+from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, STORE_BYTES_PER_THREAD, THREADS_PER_LINE
 from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, row_vector_from_thread_values
 from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, THREADS_PER_WARPGROUP, WGMMA_M
 
 NOT_COPIED_OFFSET = -1
 """Stands for a row that is not copied but zeroed."""
-MAX_MATRIX_BYTES = 2**31 * STORE_BYTES
+MAX_MATRIX_BYTES = 2**31 * STORE_BYTES_PER_THREAD
 """Largest size in bytes of a matrix whose rows 32-bit offsets can address."""
 # The source's size is an operand, 16 or 0: with 0, zeros are written and nothing is read.
 COPY_16_BYTES_PTX = """{
@@ -78,7 +78,9 @@ def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows
             source_row: Any = memref.load(index, [tile_row])
             # An unsigned comparison: negative indices are also past the last row.
             is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(num_rows))
-            source_row = arith.addi(arith.muli(source_row, int32_constant(row_bytes // STORE_BYTES)), line_part)
+            source_row = arith.addi(
+                arith.muli(source_row, int32_constant(row_bytes // STORE_BYTES_PER_THREAD)), line_part
+            )
             registers[register_index] = vector.from_elements(
                 vector_type, [arith.select(is_valid, source_row, int32_constant(NOT_COPIED_OFFSET))]
             )
@@ -145,7 +147,7 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
         # The swizzle: a row's 16-byte pieces are permuted by the row's index modulo eight.
         line_part = arith.xori(line_part, arith.andi(row, int32_constant(THREADS_PER_LINE - 1)))
         offset_in_tile = arith.addi(
-            arith.muli(row, int32_constant(LINE_BYTES)), arith.muli(line_part, int32_constant(STORE_BYTES))
+            arith.muli(row, int32_constant(LINE_BYTES)), arith.muli(line_part, int32_constant(STORE_BYTES_PER_THREAD))
         )
         first_address = arith.addi(llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(target)), offset_in_tile)
         for pass_index, row_offset in enumerate(row_offsets.registers.flat):

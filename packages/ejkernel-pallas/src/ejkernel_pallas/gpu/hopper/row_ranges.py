@@ -17,9 +17,9 @@ LINE_BYTES = 128
 """Bytes of a row that are written at once. The swizzle permutes the pieces of a line by row, which does not matter for
 zeros.
 """
-STORE_BYTES = 16
+STORE_BYTES_PER_THREAD = 16
 """Bytes that a thread writes at a time."""
-THREADS_PER_LINE = LINE_BYTES // STORE_BYTES
+THREADS_PER_LINE = LINE_BYTES // STORE_BYTES_PER_THREAD
 """Threads that write a line together."""
 ROWS_PER_PASS = THREADS_PER_WARPGROUP // THREADS_PER_LINE
 """Rows of which a warpgroup writes one line at once."""
@@ -33,7 +33,7 @@ def zero_row(base: Any, row: Any, row_bytes: int, line_bytes: int = LINE_BYTES) 
     address = arith.addi(base, arith.muli(atom, int32_constant(8 * row_bytes)))
     address = arith.addi(address, arith.muli(row_in_atom, int32_constant(line_bytes)))
     for first in range(0, row_bytes, line_bytes):
-        for part in range(0, line_bytes, STORE_BYTES):
+        for part in range(0, line_bytes, STORE_BYTES_PER_THREAD):
             offset = arith.addi(address, int32_constant(8 * first + part))
             llvm.inline_asm(None, [offset, int32_constant(0)], STORE_16_BYTES_PTX, "r,r", has_side_effects=True)
 
@@ -61,7 +61,7 @@ def zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
             arith.divui(thread, int32_constant(THREADS_PER_LINE)),
             arith.remui(thread, int32_constant(THREADS_PER_LINE)),
         )
-        base = arith.addi(base, arith.muli(line_part, int32_constant(STORE_BYTES)))
+        base = arith.addi(base, arith.muli(line_part, int32_constant(STORE_BYTES_PER_THREAD)))
         for pass_start in range(0, rows, ROWS_PER_PASS):
             tile_row = arith.addi(row, int32_constant(pass_start))
             is_before_first = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first.registers.item())

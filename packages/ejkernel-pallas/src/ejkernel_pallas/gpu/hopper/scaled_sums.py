@@ -36,13 +36,13 @@ COLUMN_STRIDE_BYTES = 8 * 4
 """Bytes between a thread's pairs of columns: eight columns of float32."""
 
 
-def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
+def load_scales(scales: Any, row: Any, block_index: Any) -> jax.Array:
     """Returns the scales of 64 rows in a block of contracted elements, from device memory.
 
     Args:
         scales: Reference to float32 [M, blocks]; rows past M use the last row's scales.
         row: First row, int32.
-        block: Index of the block, int32.
+        block_index: Index of the block, int32.
     """
     rows, scalar_layout = scales.shape[0], plgpu.Layout.WG_SPLAT(())
 
@@ -50,24 +50,24 @@ def load_scales(scales: Any, row: Any, block: Any) -> jax.Array:
         arg_types=(plgpu.RefType(), scalar_layout, scalar_layout),
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
-    def load(_: Any, scales: Any, row: Any, block: Any) -> Any:
+    def load(_: Any, scales: Any, row: Any, block_index: Any) -> Any:
         first = arith.addi(row.registers.item(), first_thread_row())
         values: list[Any] = []
         for half in (0, ROWS_PER_WARP // 2):
             scale_row = arith.minsi(arith.addi(first, int32_constant(half)), int32_constant(rows - 1))
-            index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block.registers.item())]
+            index = [arith.index_cast(ir.IndexType.get(), x) for x in (scale_row, block_index.registers.item())]
             values.append(memref.load(scales, index))
         return row_vector_from_thread_values(values)
 
-    return load(scales, row, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(scales, row, block_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_copied_scales(scales: Any, block: Any) -> jax.Array:
+def load_copied_scales(scales: Any, block_index: Any) -> jax.Array:
     """Returns the scales of 64 rows in one of the copied blocks, from shared memory.
 
     Args:
         scales: Reference to float32 [64, blocks].
-        block: Index of the block, int32.
+        block_index: Index of the block, int32.
     """
 
     line = scales.shape[1] * 4
@@ -76,13 +76,13 @@ def load_copied_scales(scales: Any, block: Any) -> jax.Array:
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
-    def load(_: Any, scales: Any, block: Any) -> Any:
+    def load(_: Any, scales: Any, block_index: Any) -> Any:
         base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales))
-        base = arith.addi(base, arith.muli(block.registers.item(), int32_constant(4)))
+        base = arith.addi(base, arith.muli(block_index.registers.item(), int32_constant(4)))
         base = arith.addi(base, arith.muli(first_thread_row(), int32_constant(line)))
         return row_vector_from_thread_values([_load_float(base, half * line) for half in (0, ROWS_PER_WARP // 2)])
 
-    return load(scales, block)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(scales, block_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def load_scale_for_all_rows(scales: Any) -> jax.Array:

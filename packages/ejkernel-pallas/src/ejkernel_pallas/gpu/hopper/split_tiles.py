@@ -13,9 +13,9 @@ import dataclasses
 
 from ejkernel.arithmetic import cdiv
 
-PROLOGUE_COST = 2
+PROLOGUE_COST_IN_BLOCKS = 2
 """Fixed cost of an item, in key blocks: its first scores and its last product overlap with nothing."""
-COMBINE_COST = 16
+COMBINE_COST_IN_BLOCKS = 16
 """Cost of the combine step, which XLA compiles, in key blocks of one to three microseconds on an H200."""
 
 
@@ -24,15 +24,15 @@ class TailSplit:
     """The split of the last tiles of a list.
 
     Attributes:
-        num_tiles: Number of split tiles.
+        num_split_tiles: Number of split tiles.
         splits_per_tile: Parts per split tile.
     """
 
-    num_tiles: int
+    num_split_tiles: int
     splits_per_tile: int
 
 
-NO_SPLIT = TailSplit(num_tiles=0, splits_per_tile=1)
+NO_SPLIT = TailSplit(num_split_tiles=0, splits_per_tile=1)
 
 
 def split_tail_wave(num_tiles: int, num_blocks: int, steps_per_head: int, heads_per_tile: int = 1) -> TailSplit:
@@ -50,7 +50,8 @@ def split_tail_wave(num_tiles: int, num_blocks: int, steps_per_head: int, heads_
     # The cost of each number of parts, in key blocks; a single part means that tiles are not split.
     waves_by_parts = {parts: cdiv(tail_tiles * parts, num_blocks) for parts in range(1, max(1, max_parts) + 1)}
     cost_by_parts = {
-        n: count * (cdiv(steps_per_head, n) * heads_per_tile + PROLOGUE_COST) + (COMBINE_COST if n > 1 else 0)
+        n: count * (cdiv(steps_per_head, n) * heads_per_tile + PROLOGUE_COST_IN_BLOCKS)
+        + (COMBINE_COST_IN_BLOCKS if n > 1 else 0)
         for n, count in waves_by_parts.items()
     }
     parts = min(cost_by_parts, key=lambda n: cost_by_parts[n])

@@ -86,7 +86,7 @@ class TileSchedule:
     @property
     def num_whole_tiles(self) -> int:
         """Returns the number of items that are whole tiles."""
-        return self.num_items - self.tail_split.num_tiles * self.tail_split.splits_per_tile
+        return self.num_items - self.tail_split.num_split_tiles * self.tail_split.splits_per_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,9 @@ def make_tile_schedule(
         for n in range(1, batch_size * heads_per_batch_row + 1)
         if batch_size * heads_per_batch_row % n == 0 and n <= heads_in_l2
     )
-    items = batch_size * heads_per_batch_row * tiles_per_head + tail_split.num_tiles * (tail_split.splits_per_tile - 1)
+    items = batch_size * heads_per_batch_row * tiles_per_head + tail_split.num_split_tiles * (
+        tail_split.splits_per_tile - 1
+    )
     blocks = min(num_multiprocessors(), items) if is_persistent else items
     return TileSchedule(
         heads_per_batch_row, tiles_per_head, bundle, items, blocks, reverses_tiles, is_persistent, tail_split=tail_split
@@ -168,18 +170,21 @@ def run_whole_or_split_tile(
     schedule: TileSchedule, work: WorkTile, run_whole: Callable[[], None], run_split: Callable[[], None]
 ) -> None:
     """Calls `run_whole` if an item is a whole tile, and `run_split` otherwise."""
-    if not schedule.tail_split.num_tiles:
+    if not schedule.tail_split.num_split_tiles:
         run_whole()
         return
     pl.when(work.split_index < 0)(run_whole)
     pl.when(work.split_index >= 0)(run_split)
 
 
-def locate_split_rows(schedule: TileSchedule, rows_per_tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the position of the split tiles' rows: batch rows and heads [tiles, 1], and rows [tiles, size]."""
+def output_indices_of_split_tiles(schedule: TileSchedule, rows_per_tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the indices in the output of the rows of all split tiles: batch rows [tiles, 1], rows [tiles,
+    rows_per_tile] and heads [tiles, 1].
+    """
     first = (
         schedule.num_whole_tiles
-        + schedule.tail_split.splits_per_tile * jnp.arange(schedule.tail_split.num_tiles, dtype=jnp.int32)[:, None]
+        + schedule.tail_split.splits_per_tile
+        * jnp.arange(schedule.tail_split.num_split_tiles, dtype=jnp.int32)[:, None]
     )
     work = locate_work_tile(schedule, first)
     return work.batch_row, work.tile_in_head * rows_per_tile + jnp.arange(rows_per_tile, dtype=jnp.int32), work.head
@@ -265,7 +270,7 @@ def block_bounds(schedule: TileSchedule, table: Any, item_index: Any) -> tuple[A
     work = locate_work_tile(schedule, jnp.minimum(item_index, schedule.num_items - 1))
     table_index = work.batch_row_of(table), *work.head_index_of(table, 4), work.tile_in_head
     bounds = tuple(table[*table_index, n] for n in range(4))
-    return _split_block_bounds(schedule, work, *bounds) if schedule.tail_split.num_tiles else bounds
+    return _split_block_bounds(schedule, work, *bounds) if schedule.tail_split.num_split_tiles else bounds
 
 
 def _split_block_bounds(
@@ -283,7 +288,7 @@ def _split_block_bounds(
 def locate_work_tile(schedule: TileSchedule, item_index: Any) -> WorkTile:
     """Returns the item with an index in the list."""
     part = item_index - schedule.num_whole_tiles
-    if schedule.tail_split.num_tiles:
+    if schedule.tail_split.num_split_tiles:
         # Items after the whole tiles are parts: `parts` of them are one tile of the list.
         item_index = jnp.minimum(item_index, schedule.num_whole_tiles) + lax.div(
             jnp.maximum(part, 0), I32(schedule.tail_split.splits_per_tile)

@@ -33,16 +33,16 @@ from ejkernel_pallas.gpu.hopper.registers import (
 )
 from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP, WGMMA_M
 
-INSTRUCTION_BYTES = 32
+ROW_BYTES_PER_INSTRUCTION = 32
 """Bytes of a row per WGMMA instruction: 16 columns of 16 bits, 32 of 8."""
-LINE_BYTES = 128
+SWIZZLED_ROW_BYTES = 128
 """Bytes of a swizzled row."""
 DESCRIPTOR_UNIT_BYTES = 16
 """Bytes per unit of a matrix descriptor. Eight swizzled rows are 64 such units."""
 SWIZZLE_128B = 1 << 30
 """Upper word of a matrix descriptor: the 128-byte swizzle. Its low bits hold the stride of eight rows."""
 PTX_TYPES = {"bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "e4m3"}
-ELEMENT_BYTES = {"bf16": 2, "f16": 2, "e4m3": 1}
+ELEMENT_BYTES_BY_PTX_TYPE = {"bf16": 2, "f16": 2, "e4m3": 1}
 """Bytes per element of an operand."""
 
 
@@ -84,7 +84,7 @@ def _issue_products(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,) * len(accumulators)
-        + (plgpu.RefType(wgmma_transforms(itemsize=ELEMENT_BYTES[kind])),) * len(refs),
+        + (plgpu.RefType(wgmma_transforms(itemsize=ELEMENT_BYTES_BY_PTX_TYPE[kind])),) * len(refs),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, *operands: Any) -> Any:
@@ -116,7 +116,10 @@ def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: An
         scores,
         queries,
         keys,
-        [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE_BYTES // INSTRUCTION_BYTES)],
+        [
+            step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES
+            for step in range(SWIZZLED_ROW_BYTES // ROW_BYTES_PER_INSTRUCTION)
+        ],
         transposed=False,
     )
 
@@ -133,9 +136,10 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     """
     keys = values.shape[-2]
     # A descriptor's low word has the stride of chunks, its upper word the stride of eight keys.
-    descriptor_stride = (keys * LINE_BYTES // DESCRIPTOR_UNIT_BYTES) << 16
+    descriptor_stride = (keys * SWIZZLED_ROW_BYTES // DESCRIPTOR_UNIT_BYTES) << 16
     offsets = [
-        descriptor_stride + key * LINE_BYTES // DESCRIPTOR_UNIT_BYTES for key in range(0, keys, INSTRUCTION_BYTES // 2)
+        descriptor_stride + key * SWIZZLED_ROW_BYTES // DESCRIPTOR_UNIT_BYTES
+        for key in range(0, keys, ROW_BYTES_PER_INSTRUCTION // 2)
     ]
     return _issue_accumulation(acc, weights, values, offsets, transposed=True)
 
@@ -150,7 +154,10 @@ def accumulate_transposed(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
         matrix: Reference to the first 64 of N consecutive rows [N, 64] of the same dtype, one for each column of the
             accumulator.
     """
-    offsets = [step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES for step in range(LINE_BYTES // INSTRUCTION_BYTES)]
+    offsets = [
+        step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES
+        for step in range(SWIZZLED_ROW_BYTES // ROW_BYTES_PER_INSTRUCTION)
+    ]
     return _issue_accumulation(acc, rows, matrix, offsets, transposed=False)
 
 
@@ -249,8 +256,8 @@ def _product_ptx(
         zero_accumulator: Whether the accumulator is uninitialised.
     """
     sums = ", ".join(f"${n}" for n in range(_registers_per_thread((WGMMA_M, num_keys))))
-    element_bytes = ELEMENT_BYTES[ptx_type]
-    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{num_keys}k{INSTRUCTION_BYTES // element_bytes}"
+    element_bytes = ELEMENT_BYTES_BY_PTX_TYPE[ptx_type]
+    instruction = f"wgmma.mma_async.sync.aligned.m{WGMMA_M}n{num_keys}k{ROW_BYTES_PER_INSTRUCTION // element_bytes}"
     # Operands of 16 bits have a transposition flag; those of 8 bits cannot be transposed.
     transpose_flags = ", 0, 0" if element_bytes == 2 else ""
     # scale-d is a predicate. Comparing with a register sets it by an instruction, which cannot be folded away.
@@ -263,11 +270,11 @@ def _product_ptx(
     for pair_number, size in enumerate(columns_per_pair):
         operand_index = first_address_operand + 2 * pair_number
         ptx_lines += [f"mov.b32 upper, {SWIZZLE_128B | size * element_bytes // 2};"] * (pair_number > 0)
-        for column in range(0, size, INSTRUCTION_BYTES // element_bytes):
+        for column in range(0, size, ROW_BYTES_PER_INSTRUCTION // element_bytes):
             # Atoms of the same eight rows are consecutive, 8 x 128 bytes apart; within one, the hardware applies the
             # swizzle to addresses, so columns advance as if there were none.
-            atom, byte_in_atom = divmod(column * element_bytes, LINE_BYTES)
-            descriptor_units = (atom * 8 * LINE_BYTES + byte_in_atom) // DESCRIPTOR_UNIT_BYTES
+            atom, byte_in_atom = divmod(column * element_bytes, SWIZZLED_ROW_BYTES)
+            descriptor_units = (atom * 8 * SWIZZLED_ROW_BYTES + byte_in_atom) // DESCRIPTOR_UNIT_BYTES
             ptx_lines += [f"add.u32 place, ${operand_index}, {descriptor_units}; mov.b64 left, {{place, upper}};"]
             ptx_lines += [f"add.u32 place, ${operand_index + 1}, {descriptor_units}; mov.b64 right, {{place, upper}};"]
             # False only for the first product of a fresh accumulator, whose content is then ignored.
@@ -294,11 +301,13 @@ def _accumulation_ptx(
     count = _registers_per_thread((WGMMA_M, num_columns))
     first, sums = 2 * count, ", ".join(f"${n}" for n in range(count))
     b_operand = first + (4 * len(b_offsets) if in_registers else 1)
-    product_shape = f"m{WGMMA_M}n{num_columns}k{INSTRUCTION_BYTES // 2}"
+    product_shape = f"m{WGMMA_M}n{num_columns}k{ROW_BYTES_PER_INSTRUCTION // 2}"
     instruction = f"wgmma.mma_async.sync.aligned.{product_shape}.f32.{ptx_type}.{ptx_type} {{{sums}}}"
     ptx_lines = ["{ .reg .pred adds; .reg .b32 place, upper; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;"]
     # Eight rows of 128 bytes are contiguous, in A and in B.
-    ptx_lines += [f"mov.b32 upper, {SWIZZLE_128B | 8 * LINE_BYTES // DESCRIPTOR_UNIT_BYTES}; wgmma.fence.sync.aligned;"]
+    ptx_lines += [
+        f"mov.b32 upper, {SWIZZLE_128B | 8 * SWIZZLED_ROW_BYTES // DESCRIPTOR_UNIT_BYTES}; wgmma.fence.sync.aligned;"
+    ]
     for step, offset in enumerate(b_offsets):
         ptx_lines += [f"add.u32 place, ${b_operand}, {offset}; mov.b64 right, {{place, upper}};"]
         if in_registers:
@@ -306,7 +315,7 @@ def _accumulation_ptx(
             ptx_lines += [f"{instruction}, {{{a}}}, right, adds, 1, 1, {int(transposed)};"]
         else:
             ptx_lines += [
-                f"add.u32 place, ${first}, {step * INSTRUCTION_BYTES // DESCRIPTOR_UNIT_BYTES}; "
+                f"add.u32 place, ${first}, {step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES}; "
                 "mov.b64 left, {place, upper};"
             ]
             ptx_lines += [f"{instruction}, left, right, adds, 1, 1, 0, {int(transposed)};"]

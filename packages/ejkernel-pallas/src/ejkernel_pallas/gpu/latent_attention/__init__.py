@@ -37,11 +37,11 @@ def implementations() -> tuple[Implementation, ...]:
     run = "ejkernel_pallas.gpu.latent_attention.forward"
     return (
         _implementation(
-            HANDLES, spec.reasons, family="paged_attention", name="mosaic_gpu_latent", forward=f"{run}:forward"
+            HANDLES, spec.refusal_reasons, family="paged_attention", name="mosaic_gpu_latent", forward=f"{run}:forward"
         ),
         _implementation(
             DECODE_HANDLES,
-            spec.decode_reasons,
+            spec.decode_refusal_reasons,
             family="tiled_attention",
             only=frozenset({"mla_decode"}),
             name="mosaic_gpu_latent",

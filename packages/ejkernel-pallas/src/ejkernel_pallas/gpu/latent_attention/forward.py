@@ -32,7 +32,7 @@ from ejkernel_pallas.gpu.latent_attention.spec import (
     make_spec,
 )
 
-OPERANDS: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
+OPERAND_NAMES: tuple[str, ...] = ("query", "latent", "rotary", "tables", "items", "shares")
 """Names of the kernel's operands, in the order in which `attend` passes them."""
 
 
@@ -97,7 +97,7 @@ def attend(record: PagedAttention, rotary_keys: Rotary, params: HopperLatent) ->
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        operands: dict[str, jax.Array] = dict(zip(OPERAND_NAMES, arrays, strict=True))
         return combine_partial_results(
             spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)), spec.stored_rows_per_tile
         )

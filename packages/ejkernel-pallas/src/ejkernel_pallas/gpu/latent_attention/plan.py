@@ -107,15 +107,17 @@ def make_schedule(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     return LatentSchedule(items, jnp.stack((jnp.minimum(item, spec.num_items - 1), begin), axis=1))
 
 
-def _grow_to_whole_items(steps_per_program: jax.Array, steps_per_item: jax.Array, max_growth_percent: int) -> jax.Array:
+def _grow_to_whole_items(
+    steps_per_program: jax.Array, steps_per_item: jax.Array, max_share_growth_percent: int
+) -> jax.Array:
     """Returns the share that consists of whole items, if all items have equal lengths and it is at most
-    `max_growth_percent` percent larger.
+    `max_share_growth_percent` percent larger.
     """
     max_steps = jnp.max(steps_per_item)
     whole_item_steps = cdiv(steps_per_program, max_steps) * max_steps
     return jnp.where(
         (jnp.min(steps_per_item) == max_steps)
-        & ((whole_item_steps - steps_per_program) * 100 <= steps_per_program * max_growth_percent),
+        & ((whole_item_steps - steps_per_program) * 100 <= steps_per_program * max_share_growth_percent),
         whole_item_steps,
         steps_per_program,
     )

@@ -189,7 +189,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, rotary_start: int) -
     )
 
 
-def reasons(record: PagedAttention) -> Iterable[str]:
+def refusal_reasons(record: PagedAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a paged record."""
     if record.latent is None:
         yield "the cache has separate keys and values; the kernel wants latent vectors"
@@ -213,15 +213,15 @@ def reasons(record: PagedAttention) -> Iterable[str]:
         yield f"rotary columns start at {record.latent[1]} in rows of {width}; the kernel wants multiples of 8 for both"
     if record.block_tables is None and slots % SWIZZLE_ATOM_ROWS:
         yield f"the cache has {slots} slots per sequence; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
-    yield from _head_reasons(record.query.shape[1])
+    yield from _head_refusal_reasons(record.query.shape[1])
 
 
-def _head_reasons(heads: int) -> Iterable[str]:
+def _head_refusal_reasons(heads: int) -> Iterable[str]:
     if heads % SWIZZLE_ATOM_ROWS:
         yield f"the queries have {heads} heads; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
 
 
-def decode_reasons(record: TiledAttention) -> Iterable[str]:
+def decode_refusal_reasons(record: TiledAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a record of `mla_decode`."""
     keys, values, slots = record.key.shape[-1], record.value.shape[-1], record.key.shape[1]
     if keys != LATENT_DIM + ROTARY_DIM or values not in (LATENT_DIM, LATENT_DIM + ROTARY_DIM):
@@ -229,4 +229,4 @@ def decode_reasons(record: TiledAttention) -> Iterable[str]:
         yield f"keys have {keys} columns and values {values}; the kernel wants {key_dim} and {LATENT_DIM}"
     if slots % SWIZZLE_ATOM_ROWS:
         yield f"the cache has {slots} slots per sequence; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
-    yield from _head_reasons(record.query.shape[2])
+    yield from _head_refusal_reasons(record.query.shape[2])

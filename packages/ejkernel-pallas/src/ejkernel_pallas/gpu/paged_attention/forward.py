@@ -23,7 +23,7 @@ from ejkernel_pallas.gpu.paged_attention.kernels.paged_prefill import prefill
 from ejkernel_pallas.gpu.paged_attention.plan.decode import make_schedule
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec, make_spec
 
-OPERANDS: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
+OPERAND_NAMES: tuple[str, ...] = ("query", "keys", "values", "tables", "items", "shares")
 """Operands of the kernel, in the order in which `attend` passes them."""
 
 
@@ -95,13 +95,13 @@ def _attend_short_sequences(
         gathered, spec, make_schedule(record, tiles, spec.programs_per_kv_head, tokens), cache
     )
 
-    def merge_token_axis(x: jax.Array) -> jax.Array:
+    def rows_by_token(x: jax.Array) -> jax.Array:
         # [items, Hk * 64, ...]: the rows of a tile are its tokens, each with its query heads and padding rows.
         x = x.reshape(count, spec.tiles_per_item, WGMMA_M, -1)[:, :, : tokens * spec.rows_per_token]
         x = x.reshape(count, spec.tiles_per_item, tokens, spec.rows_per_token, -1)[:, :, :, :heads]
         return x.swapaxes(1, 2).reshape(count * tokens, spec.tiles_per_item * heads, -1)
 
-    output, lse = merge_token_axis(output), merge_token_axis(lse)[..., 0]
+    output, lse = rows_by_token(output), rows_by_token(lse)[..., 0]
     attends = lse > MASKED_SCORE / 2
     return row, jnp.where(attends[..., None], output, 0), jnp.where(attends, lse, -jnp.inf)
 
@@ -114,7 +114,7 @@ def _run_decode_items(
 
     @sequential_vmap
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+        operands: dict[str, jax.Array] = dict(zip(OPERAND_NAMES, arrays, strict=True))
         return combine_partial_results(spec, LatentSchedule(*arrays[-2:]), KernelOutputs(*_launch(spec, operands)))
 
     output, lse = run(_padded_query_rows(record, spec), *cache, tables, *schedule)

@@ -147,7 +147,7 @@ def value_head_dim(record: PagedAttention) -> int:
     return paged_cache.value_size(record)
 
 
-def reasons(record: PagedAttention) -> Iterable[str]:
+def refusal_reasons(record: PagedAttention) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve a record."""
     if record.latent is not None:
         yield "the cache has latent vectors; the kernel wants separate keys and values"

@@ -21,7 +21,7 @@ HANDLES = (
 """Optional fields that the kernels honour."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     size, value_size = record.query.shape[3], record.value.shape[3]
     if value_size not in config.VALUE_HEAD_DIMS.get(size, (value_size,)):
@@ -45,7 +45,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_reasons),
+            requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_refusal_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace.of(
                 config, forward=config.HopperForward, backward=config.HopperBackward, kind=kind_of_large

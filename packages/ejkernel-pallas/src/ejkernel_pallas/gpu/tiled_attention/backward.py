@@ -264,27 +264,27 @@ def _run_kernel(
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}
     outputs = [jax.ShapeDtypeStruct((batch_size, *operands[name].shape[1:]), dtype) for name, dtype in shapes.items()]
-    if plan.tail_split.num_tiles:
-        parts = (plan.tail_split.num_tiles * plan.tail_split.splits_per_tile, tile.block_kv)
+    if plan.tail_split.num_split_tiles:
+        parts = (plan.tail_split.num_split_tiles * plan.tail_split.splits_per_tile, tile.block_kv)
         outputs += [jax.ShapeDtypeStruct((*parts, size), jnp.float32) for size in (spec.head_dim, spec.value_dim)]
     cluster = {clusters.CLUSTER_AXIS: tile.blocks_per_cluster} if tile.has_wide_heads else None
     outputs_and_parts = launch(
         body, operands, outputs, _scratch(spec, tile, operands), plan.num_blocks, BACKWARD_CONSUMER_WARPGROUPS, cluster
     )
-    return _sum_split_tiles(plan, *outputs_and_parts) if plan.tail_split.num_tiles else outputs_and_parts
+    return _sum_split_tiles(plan, *outputs_and_parts) if plan.tail_split.num_split_tiles else outputs_and_parts
 
 
 def _sum_split_tiles(
     schedule: tile_scheduler.TileSchedule, dk: jax.Array, dv: jax.Array, dq: jax.Array, *split_gradients: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns gradients, with those of the split tiles summed from their parts."""
-    place = tile_scheduler.locate_split_rows(schedule, split_gradients[0].shape[1])
+    place = tile_scheduler.output_indices_of_split_tiles(schedule, split_gradients[0].shape[1])
 
     def store_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
         # A fixed order, unlike atomics: results are reproducible bit for bit.
-        sums = sums.reshape(schedule.tail_split.num_tiles, schedule.tail_split.splits_per_tile, *sums.shape[1:]).sum(
-            axis=1
-        )
+        sums = sums.reshape(
+            schedule.tail_split.num_split_tiles, schedule.tail_split.splits_per_tile, *sums.shape[1:]
+        ).sum(axis=1)
         # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 

@@ -24,7 +24,7 @@ REGISTERS_BY_CONSUMER_WARPGROUPS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 """Registers per thread of consumers and of the producer, by the number of consumer warpgroups. A multiprocessor has
 65536.
 """
-PAGED_REGISTERS = (232, 40)
+PAGED_REGISTERS_PER_THREAD = (232, 40)
 """The same for two consumer warpgroups and keys in pages: the producer needs more registers to look pages up."""
 
 
@@ -78,7 +78,11 @@ class ForwardTile:
 
     def registers_per_thread(self, spec: HopperSpec) -> tuple[int, int]:
         """Returns registers per thread of a consumer warpgroup, and of the producer warpgroup."""
-        return PAGED_REGISTERS if spec.keys_in_pages else REGISTERS_BY_CONSUMER_WARPGROUPS[self.consumer_warpgroups]
+        return (
+            PAGED_REGISTERS_PER_THREAD
+            if spec.keys_in_pages
+            else REGISTERS_BY_CONSUMER_WARPGROUPS[self.consumer_warpgroups]
+        )
 
 
 def forward_smem_bytes(tile: ForwardTile, spec: HopperSpec) -> int:

@@ -17,7 +17,7 @@ from ejkernel_pallas.gpu.hopper.split_tiles import NO_SPLIT, split_tail_wave
 from ejkernel_pallas.gpu.tiled_attention.config import ForwardTile, HopperForward, forward_tile
 from ejkernel_pallas.gpu.tiled_attention.kernels.dropout import dropout_key_operands
 from ejkernel_pallas.gpu.tiled_attention.kernels.flash_forward import forward_kernel
-from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, KeyPages, SharedMemory
+from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, PagedKeyAccess, SharedMemory
 from ejkernel_pallas.gpu.tiled_attention.kernels.split_combine import merge_split_tiles
 from ejkernel_pallas.gpu.tiled_attention.plan.block_map import key_block_ranges, num_tiles, pad_segment_ids
 from ejkernel_pallas.gpu.tiled_attention.plan.key_ranges import key_ranges
@@ -74,7 +74,7 @@ def _run_kernel(
     )
 
     results = run_schedule(spec, tile, plan, operands, batch_size)
-    return _merge_split_tiles(plan, *results) if plan.tail_split.num_tiles else results
+    return _merge_split_tiles(plan, *results) if plan.tail_split.num_split_tiles else results
 
 
 def run_schedule(
@@ -83,7 +83,7 @@ def run_schedule(
     schedule: tile_scheduler.TileSchedule,
     operands: dict[str, jax.Array],
     batch_size: int,
-    key_pages: KeyPages | None = None,
+    key_pages: PagedKeyAccess | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the kernel's outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of split
     tiles.
@@ -101,8 +101,8 @@ def run_schedule(
         jax.ShapeDtypeStruct((batch_size, *operands["q"].shape[1:3], spec.value_dim), spec.dtype),
         jax.ShapeDtypeStruct((batch_size, spec.num_heads, rows), jnp.float32),
     ]
-    if schedule.tail_split.num_tiles:
-        parts = schedule.tail_split.num_tiles * schedule.tail_split.splits_per_tile
+    if schedule.tail_split.num_split_tiles:
+        parts = schedule.tail_split.num_split_tiles * schedule.tail_split.splits_per_tile
         sizes = (parts, tile.block_q, spec.value_dim), (parts, tile.block_q)
         outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     return launch(
@@ -116,11 +116,11 @@ def _merge_split_tiles(
     """Returns outputs and lse, with the split tiles merged from their parts."""
     outputs, sums = merge_split_tiles(
         *(
-            x.reshape(schedule.tail_split.num_tiles, schedule.tail_split.splits_per_tile, *x.shape[1:])
+            x.reshape(schedule.tail_split.num_split_tiles, schedule.tail_split.splits_per_tile, *x.shape[1:])
             for x in split_results
         )
     )
-    batch, rows, head = tile_scheduler.locate_split_rows(schedule, sums.shape[1])
+    batch, rows, head = tile_scheduler.output_indices_of_split_tiles(schedule, sums.shape[1])
     return (
         # Rows of a partial tile that are past the end are dropped.
         output.at[batch, rows, head].set(outputs.astype(output.dtype), mode="drop", unique_indices=True),
@@ -160,7 +160,7 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
     return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
 
 
-def _scratch(spec: HopperSpec, tile: ForwardTile, pages: KeyPages | None) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: ForwardTile, pages: PagedKeyAccess | None) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
     queries, copies = tile.query_buffers * tile.consumer_warpgroups, 1 if pages is None else pages.copies_per_block
     named_buffers: dict[str, Any] = {

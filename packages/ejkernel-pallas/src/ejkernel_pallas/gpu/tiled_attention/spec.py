@@ -43,7 +43,7 @@ class HopperSpec:
             dropout.
         dropout_scale: Factor on the weights that dropout keeps.
         keys_in_pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and
-            positions `Call.pages` has.
+            positions `Call.key_pages` has.
         has_key_starts: Whether such sequences may have a first key other than 0.
     """
 
@@ -123,7 +123,7 @@ class HopperSpec:
 
     @property
     def fuses_soft_cap(self) -> bool:
-        """Returns whether `capped_weights` computes tanh and exponential together for full blocks.
+        """Returns whether `compute_capped_weights` computes tanh and exponential together for full blocks.
 
         With head dimension 256, where products take four times as long as with 64, a soft cap costs 3% without it.
         """

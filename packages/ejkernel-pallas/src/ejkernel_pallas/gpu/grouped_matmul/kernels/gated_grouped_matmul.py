@@ -130,12 +130,12 @@ def _apply_activation_and_gate(
     call: Call, gate: ActivationConstants, acc: jax.Array, valid_rows: jax.Array | None
 ) -> list[jax.Array]:
     """Returns the output of a warpgroup's sums: [64, 64] for every 64 columns."""
-    if gate.column_order is GateColumnOrder.INTERLEAVED:
+    if gate.gate_column_order is GateColumnOrder.INTERLEAVED:
         width = 2 * SWIZZLE_COLUMNS
         pairs = [acc[:, n : n + width] for n in range(0, acc.shape[1], width)]
         return [gating.apply_gate_to_interleaved_columns(both, gate, call.spec.out_dtype, valid_rows) for both in pairs]
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
-    if gate.column_order is GateColumnOrder.NO_GATE:
+    if gate.gate_column_order is GateColumnOrder.NO_GATE:
         return [gating.apply_activation(block, gate, valid_rows) for block in blocks]
     return [
         gating.apply_gate(block, factor, gate, valid_rows)

@@ -87,21 +87,23 @@ def _multiply_tile_and_store_previous(call: Call, tile_rows_before: Any, num_til
         lax.axis_index("warpgroup"),
     )
     part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared_memory
-    overlapped_products = min(PRODUCTS_DURING_STORE, spec.steps_per_tile)
+    products_during_store = min(PRODUCTS_DURING_STORE, spec.steps_per_tile)
 
     def products(acc: Any) -> Any:
-        lax.fori_loop(0, overlapped_products, lambda index, _: issue_product(call, steps_done + index, part, acc), None)
+        lax.fori_loop(
+            0, products_during_store, lambda index, _: issue_product(call, steps_done + index, part, acc), None
+        )
         # The previous tile is stored while the tensor cores work: its registers are 16-bit, next to the accumulator's.
         write_rows(call, [previous_tile[0]], *previous_tile[1:])
-        # All but the last of the first `overlapped_products` products have read their stages.
+        # All but the last of the first `products_during_store` products have read their stages.
         plgpu.wgmma_wait(1)
-        for index in range(overlapped_products - 1):
+        for index in range(products_during_store - 1):
             plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done + index, I32(spec.tile.stages))])
         lax.fori_loop(
-            overlapped_products,
+            products_during_store,
             spec.steps_per_tile,
             functools.partial(issue_product_and_free_previous_stage, call, part, acc),
-            steps_done + overlapped_products,
+            steps_done + products_during_store,
         )
         return acc[...]
 

@@ -16,8 +16,8 @@ from ejkernel_pallas.gpu.grouped_matmul.plan import order_groups_by_size
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
     CONSUMER_WARPGROUPS,
+    CONTRACTED_PER_STEP_16_BIT,
     SCALE_BLOCKS_PER_COPY,
-    STEP_ELEMENTS_16_BIT,
     GroupedSpec,
 )
 from ejkernel_pallas.gpu.hopper import clusters
@@ -128,9 +128,13 @@ def _matrix_tile_stages(spec: GroupedSpec) -> Any:
     tile = spec.tile
     if spec.gate:
         return wgmma_operand_smem(
-            (tile.stages, spec.panels_per_stage, spec.step_elements, SWIZZLE_COLUMNS), spec.operand_dtype
+            (tile.stages, spec.panels_per_stage, spec.contracted_per_step, SWIZZLE_COLUMNS), spec.operand_dtype
         )
-    part = (tile.block_n, spec.step_elements) if spec.matrices_are_transposed else (spec.step_elements, tile.block_n)
+    part = (
+        (tile.block_n, spec.contracted_per_step)
+        if spec.matrices_are_transposed
+        else (spec.contracted_per_step, tile.block_n)
+    )
     return (
         _half_tile_views((tile.stages, *part), spec)
         if spec.may_split_last_tiles
@@ -155,7 +159,9 @@ def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
         (1 if spec.gathers_rows else CONSUMER_WARPGROUPS) + (spec.panels_per_stage if spec.gate else 1) + scale_copies
     )
     return {
-        "a": _row_copy_views((tile.stages * CONSUMER_WARPGROUPS, WGMMA_M, spec.step_elements), spec.operand_dtype),
+        "a": _row_copy_views(
+            (tile.stages * CONSUMER_WARPGROUPS, WGMMA_M, spec.contracted_per_step), spec.operand_dtype
+        ),
         "b": _matrix_tile_stages(spec),
         "output_buffers": _row_copy_views(
             (CONSUMER_WARPGROUPS * tile.output_buffers, WGMMA_M, spec.output_buffer_columns), spec.out_dtype
@@ -174,8 +180,8 @@ def _matrix_gradient_scratch(spec: GroupedSpec) -> dict[str, Any]:
         # Swizzled rows of 128 bytes: 32 columns of 32 bits.
         out = (plgpu.TilingTransform((8, spec.output_buffer_columns)), plgpu.SwizzleTransform(128))
     return {
-        "left_tiles": wgmma_operand_smem((tile.stages, STEP_ELEMENTS_16_BIT, BLOCK_M), spec.operand_dtype),
-        "right_tiles": wgmma_operand_smem((tile.stages, STEP_ELEMENTS_16_BIT, tile.block_n), spec.operand_dtype),
+        "left_tiles": wgmma_operand_smem((tile.stages, CONTRACTED_PER_STEP_16_BIT, BLOCK_M), spec.operand_dtype),
+        "right_tiles": wgmma_operand_smem((tile.stages, CONTRACTED_PER_STEP_16_BIT, tile.block_n), spec.operand_dtype),
         "output_buffers": plgpu.SMEM(
             (CONSUMER_WARPGROUPS * tile.output_buffers, WGMMA_M, spec.output_buffer_columns),
             spec.out_dtype,

@@ -22,10 +22,10 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import (
     BLOCK_M,
-    CONSUMER_REGISTERS,
+    CONSUMER_REGISTERS_PER_THREAD,
     CONSUMER_WARPGROUPS,
-    PRODUCER_REGISTERS,
-    STEP_ELEMENTS_16_BIT,
+    CONTRACTED_PER_STEP_16_BIT,
+    PRODUCER_REGISTERS_PER_THREAD,
 )
 from ejkernel_pallas.gpu.hopper import clusters
 from ejkernel_pallas.gpu.hopper.row_ranges import zero_rows_outside
@@ -90,13 +90,13 @@ def matrix_gradients_kernel(call: Call) -> None:
 
     @pl.when(warpgroup < CONSUMER_WARPGROUPS)
     def _run_consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(CONSUMER_REGISTERS_PER_THREAD, action="increase")
         for_each_tile(_multiply_tile)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == CONSUMER_WARPGROUPS)
     def _run_producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(PRODUCER_REGISTERS_PER_THREAD, action="decrease")
         for_each_tile(_copy_tile_steps)
 
     if spec.blocks_per_cluster > 1:
@@ -125,7 +125,9 @@ def _locate_tile(call: Call, tile_index: Any) -> GradientTile:
     first, end, matrix = (call.operands["bounds"][matrix, n] for n in range(3))
     # Copies use a view of the array in tiles of eight rows, and start at one of them.
     start = lax.div(first, I32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
-    steps = jnp.where(end > first, lax.div(end - start + (STEP_ELEMENTS_16_BIT - 1), I32(STEP_ELEMENTS_16_BIT)), 0)
+    steps = jnp.where(
+        end > first, lax.div(end - start + (CONTRACTED_PER_STEP_16_BIT - 1), I32(CONTRACTED_PER_STEP_16_BIT)), 0
+    )
     return GradientTile(matrix, row, column, first, end, start, steps)
 
 
@@ -152,8 +154,8 @@ def _copy_tile_steps(call: Call, carry: Any) -> Any:
         # Steps are counted over all tiles: the ring of stages continues from tile to tile, and its first round finds
         # all stages free.
         pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.operands_free.at[slot]))
-        start = tile.first_copied_row + index * STEP_ELEMENTS_16_BIT
-        rows, full = pl.ds(start, STEP_ELEMENTS_16_BIT), shared.operands_full.at[slot]
+        start = tile.first_copied_row + index * CONTRACTED_PER_STEP_16_BIT
+        rows, full = pl.ds(start, CONTRACTED_PER_STEP_16_BIT), shared.operands_full.at[slot]
 
         def copy_operands(barrier: Any) -> None:
             row_slice, column_slice = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, spec.tile.block_n)
@@ -166,7 +168,7 @@ def _copy_tile_steps(call: Call, carry: Any) -> Any:
 
         # This is the same in both members of a cluster, which have tiles of one matrix: multicast copies arrive at the
         # same mbarrier in both.
-        is_one_group = (start >= tile.group_start) & (start + STEP_ELEMENTS_16_BIT <= tile.group_end)
+        is_one_group = (start >= tile.group_start) & (start + CONTRACTED_PER_STEP_16_BIT <= tile.group_end)
         # All rows belong to the group.
         pl.when(is_one_group)(lambda: copy_operands(full))
 

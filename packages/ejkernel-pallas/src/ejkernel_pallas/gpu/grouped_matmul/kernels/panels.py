@@ -47,7 +47,7 @@ def matrix_column(call: Call, column: Any, panel_index: int) -> Any:
     """
     gate = call.spec.gate
     assert gate is not None  # set for the gated product
-    if gate.column_order is GateColumnOrder.HALVES:
+    if gate.gate_column_order is GateColumnOrder.HALVES:
         block, other = divmod(panel_index, 2)
         return column + (block * SWIZZLE_COLUMNS + other * call.spec.num_columns)
     return gate.matrix_columns_per_output_column * column + panel_index * SWIZZLE_COLUMNS
@@ -56,11 +56,11 @@ def matrix_column(call: Call, column: Any, panel_index: int) -> Any:
 def _panel_ref(call: Call, matrix: Any, column: Any, panel_index: int, k_start: Any) -> Any:
     """Returns the reference to a panel in device memory."""
     spec, rhs = call.spec, call.operands["rhs"]
-    gate, k_slice = spec.gate, pl.ds(k_start, spec.step_elements)
+    gate, k_slice = spec.gate, pl.ds(k_start, spec.contracted_per_step)
     assert gate is not None  # set for the gated product
     if gate.views_interleaved_rows_as_pairs:
         block, other = divmod(panel_index, 2)
-        k_slice = pl.ds(other * spec.contracted_size + k_start, spec.step_elements)
+        k_slice = pl.ds(other * spec.contracted_size + k_start, spec.contracted_per_step)
         return rhs.at[matrix, pl.ds(column + block * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), k_slice]
     columns = pl.ds(matrix_column(call, column, panel_index), SWIZZLE_COLUMNS)
     return rhs.at[matrix, columns, k_slice] if spec.matrices_are_transposed else rhs.at[matrix, k_slice, columns]

@@ -77,7 +77,7 @@ def _copy_step(
     # `steps_done` counts the steps of all tiles: the ring of stages continues into the next tile, whose first copies
     # overlap with the end of this one. The first round finds the stages free.
     pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.operands_free.at[slot]))
-    k_slice = pl.ds(k_step * spec.step_elements, spec.step_elements)
+    k_slice = pl.ds(k_step * spec.contracted_per_step, spec.contracted_per_step)
     if row_offsets is None:
         _copy_rows(call, first_rows, tile_part, k_slice, slot)
     else:
@@ -85,7 +85,7 @@ def _copy_step(
             call.operands["lhs"], row_offsets, k_step, shared.a.at[slot * CONSUMER_WARPGROUPS]
         )
     if spec.gate:
-        panels.copy_gate_panels(call, tile, k_step * spec.step_elements, slot)
+        panels.copy_gate_panels(call, tile, k_step * spec.contracted_per_step, slot)
     else:
         _copy_matrix(call, tile, tile_part, k_slice, slot)
     if spec.scaling:

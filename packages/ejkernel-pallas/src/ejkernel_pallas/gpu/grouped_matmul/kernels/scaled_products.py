@@ -137,7 +137,7 @@ def _sum_over_steps(
 
 
 def _rhs_operand(call: Call, sub_tile: SubTile, slot: Any, columns: Any) -> Any:
-    """Returns the operand of some columns of a part."""
+    """Returns the right operand of some columns of a sub-tile."""
     if sub_tile.is_half_tile:
         return call.shared_memory.b_half_tiles.at[2 * slot, columns]
     return call.shared_memory.b.at[slot, pl.ds(sub_tile.first_column + columns.start, columns.size)]

@@ -42,7 +42,7 @@ from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 KEY_BLOCK_STAGES = 2
 """Blocks of keys, and of values, in shared memory."""
-OPERANDS = ("q", "k", "v", "tables", "table")
+OPERAND_NAMES = ("q", "k", "v", "tables", "table")
 """Operands of the kernel, in the order in which `prefill` passes them."""
 THREAD_COLUMNS_PER_EIGHT = 2
 """Columns per thread of every eight columns of a tile of scores, and so the bits of eight keys in a word."""
@@ -50,7 +50,7 @@ THREAD_COLUMNS_PER_EIGHT = 2
 
 @dataclasses.dataclass(frozen=True)
 class PagedKeys:
-    """Reads a cache of pages for flash attention's kernel: its `KeyPages`.
+    """Reads a cache of pages for flash attention's kernel: its `PagedKeyAccess`.
 
     Attributes:
         spec: Describes the cache's layout.
@@ -169,7 +169,7 @@ def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
 
 def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns outputs [1, T, H, Dv] and lse [1, H, T], padded to groups of eight rows."""
-    operands: dict[str, jax.Array] = dict(zip(OPERANDS, arrays, strict=True))
+    operands: dict[str, jax.Array] = dict(zip(OPERAND_NAMES, arrays, strict=True))
     tile = forward_tile(
         HopperForward(block_q=QUERY_ROWS_PER_TILE, block_kv=KEYS_PER_STEP, stages=KEY_BLOCK_STAGES), spec
     )

@@ -22,14 +22,14 @@ def produce(call: Call) -> None:
     """Copies all operands of the program."""
 
     def copy_item(item: WorkItem, carry: Any) -> Any:
-        count, number = carry
-        _copy_queries(call, item, number)
+        blocks_done, item_index = carry
+        _copy_queries(call, item, item_index)
 
-        def step(n: Any, count: Any) -> Any:
-            _copy_block(call, item, (item.first_step + n) * KEYS_PER_STEP, count)
-            return count + 1
+        def step(n: Any, blocks_done: Any) -> Any:
+            _copy_block(call, item, (item.first_step + n) * KEYS_PER_STEP, blocks_done)
+            return blocks_done + 1
 
-        return lax.fori_loop(0, item.num_steps, step, count), number + 1
+        return lax.fori_loop(0, item.num_steps, step, blocks_done), item_index + 1
 
     for_each_item(call, copy_item, (I32(0), I32(0)))
 

@@ -358,18 +358,18 @@ def _compute_ds(
     ds = _copy_to_new_registers(ds, one) if spec.has_dropout else ds
 
     def issue_products(refs: Any) -> None:
-        dv_ref, dweights_ref, *dq_refs, ds_ref = refs
+        dv_ref, dweights_ref, *dq_accumulator_refs, ds_ref = refs
         if not spec.has_segments:
             plgpu.barrier_wait(buffers["do_full"].at[slot])
         # Only issuing is exclusive; the products run on while the other warpgroup issues its own.
         ping_pong_wait(BACKWARD_CONSUMER_WARPGROUPS)
         plgpu.wgmma(dweights_ref, buffers["v"].at[warpgroup], buffers["do"].at[slot].transpose((1, 0)))
         plgpu.wgmma(dv_ref, weights, buffers["do"].at[slot])
-        for dq_ref in dq_refs:
-            _issue_dq_products(call, warpgroup, steps_done, dq_ref)
+        for dq_accumulator_ref in dq_accumulator_refs:
+            _issue_dq_products(call, warpgroup, steps_done, dq_accumulator_ref)
         ping_pong_pass(BACKWARD_CONSUMER_WARPGROUPS)
         # Products issued after that of the gradients of weights: dv's, and dq's with the keys of each warpgroup.
-        num_dv_refs = 1 + BACKWARD_CONSUMER_WARPGROUPS * len(dq_refs)
+        num_dv_refs = 1 + BACKWARD_CONSUMER_WARPGROUPS * len(dq_accumulator_refs)
         factors = arrays.widen_to_float32(weights if capped_scores is None else capped_scores)
         ds_ref[...] = (factors * plgpu.wgmma_accumulator_load(dweights_ref, wait_n=num_dv_refs)).astype(spec.dtype)
 
@@ -428,11 +428,11 @@ def _finish_dk(call: Call, warpgroup: Any, steps_done: Any, previous_slot: Any, 
     """Returns dk with the previous step's term, and hands over the previous step's part of dq."""
 
     def issue_products(refs: Any) -> None:
-        dk_ref, dq_ref = refs
+        dk_ref, dq_accumulator_ref = refs
         plgpu.wgmma(dk_ref, ds, call.buffers["q"].at[previous_slot])
         if call.tile.is_register_bound:
             plgpu.barrier_wait(call.buffers["ds_full"])
-        _issue_dq_products(call, warpgroup, steps_done, dq_ref)
+        _issue_dq_products(call, warpgroup, steps_done, dq_accumulator_ref)
 
     initial_refs = plgpu.WGMMAAccumulatorRef.init
     dk, dq = pl.run_state(issue_products)((initial_refs(dk), initial_refs(_zero_dq_tile(call.tile))))

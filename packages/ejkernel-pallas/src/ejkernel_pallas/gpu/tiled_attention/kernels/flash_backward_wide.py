@@ -89,14 +89,14 @@ def _accumulate_dv(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
         def products(refs: Any) -> None:
-            dv_ref, dq_ref, last_strip_ref = refs
+            dv_ref, dq_accumulator_ref, last_strip_ref = refs
             # dq first, so that waiting for all but one product gives dq while dv's product runs.
-            _issue_dq_products(call, count - 1, 0, dq_ref)
+            _issue_dq_products(call, count - 1, 0, dq_accumulator_ref)
             if not spec.has_segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
             plgpu.wgmma(dv_ref, weights, buffers["do"].at[_opaque_zero()])
             last_strip_ref[...] = _pass_first_dq_strip(
-                call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
+                call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_accumulator_ref, wait_n=1)
             )
 
         dv, _, last_strip = pl.run_state(products)(
@@ -267,14 +267,14 @@ def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) 
     delta = broadcast_to_rows(arrays.load_column_vector(buffers["delta"].at[slot]), shape)
 
     def products(refs: Any) -> None:
-        dk_ref, dweights_ref, dq_ref, ds_ref, last_strip_ref = refs
+        dk_ref, dweights_ref, dq_accumulator_ref, ds_ref, last_strip_ref = refs
         # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
         _pass_dq_to_adders(call, steps_done - 2, 1, 1, last_strip)
         if not spec.has_segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
         plgpu.wgmma(dweights_ref, buffers["v"].at[_opaque_zero()], buffers["do"].at[_opaque_zero()].transpose((1, 0)))
-        _issue_dq_products(call, steps_done - 1, 1, dq_ref)
+        _issue_dq_products(call, steps_done - 1, 1, dq_accumulator_ref)
         # Waits for all but dq's two products.
         new = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=tile.blocks_per_cluster)
         plgpu.barrier_wait(buffers["weights_full"])
@@ -292,7 +292,9 @@ def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) 
         plgpu.commit_smem()
         # Committed, since a bulk copy reads shared memory through the async proxy.
         clusters.send_score_gradients(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], steps_done)
-        last_strip_ref[...] = _pass_first_dq_strip(call, steps_done - 1, 1, plgpu.wgmma_accumulator_load(dq_ref))
+        last_strip_ref[...] = _pass_first_dq_strip(
+            call, steps_done - 1, 1, plgpu.wgmma_accumulator_load(dq_accumulator_ref)
+        )
 
     initial_refs = (
         INIT_ACCUMULATOR(dk),

@@ -159,7 +159,7 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> Consu
     masking: MaskedSides = "both" if call.tile.needs_masks(call.spec) else None
     valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    mask = _tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
+    mask = _load_tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
     scores = _cap_and_mask_scores(call, query_tile, mask, masking, scores)
     # INITIAL_ROW_MAX is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = (
@@ -181,7 +181,7 @@ def _process_key_block(
     slot, last = call.stage_of_key_block(state.key_blocks_done), call.stage_of_key_block(state.key_blocks_done - 1)
 
     # A pattern's mask words come from HBM: their loads are in flight while the keys are awaited.
-    mask = _tile_mask(call, query_tile, index, masked_sides)
+    mask = _load_tile_mask(call, query_tile, index, masked_sides)
 
     def multiply(refs: Any) -> None:
         acc_ref, *softmax_refs = refs
@@ -228,8 +228,8 @@ def _skip_key_block(call: Call, _: Any, key_blocks_done: Any) -> Any:
     return key_blocks_done + 1
 
 
-class TileMask(NamedTuple):
-    """The data that masks the scores of a key block.
+class KeyBlockMaskWords(NamedTuple):
+    """A key block, and the words of bits that mask its scores.
 
     Attributes:
         key_block: The key block.
@@ -239,18 +239,18 @@ class TileMask(NamedTuple):
     key_block: Any
     mask_words: tuple[Any, ...] = ()
 
-    def add_words(self, words: tuple[Any, ...]) -> "TileMask":
+    def add_words(self, words: tuple[Any, ...]) -> "KeyBlockMaskWords":
         """Returns the mask with further words."""
         return self._replace(mask_words=(*self.mask_words, *words))
 
 
-def _tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masked_sides: MaskedSides) -> TileMask:
-    """Returns the mask of the key block at an index of the item's list, if it needs one."""
+def _load_tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masked_sides: MaskedSides) -> KeyBlockMaskWords:
+    """Returns the key block at an index of the item's list, and the words of its pattern if it needs them."""
     if masked_sides is None or not call.spec.has_pattern:
-        return TileMask(list_index)
+        return KeyBlockMaskWords(list_index)
     words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, list_index)]
     row = query_tile.first_query - query_tile.item.tile_in_head * call.tile.block_q
-    return TileMask(
+    return KeyBlockMaskWords(
         call.key_block_index(query_tile.item, list_index), tile_masks.load_mask_words(words, row, call.tile.block_kv)
     )
 
@@ -266,7 +266,7 @@ def _valid_key_bits(call: Call, masked_sides: MaskedSides, slot: Any) -> tuple[A
 
 
 def _cap_and_mask_scores(
-    call: Call, query_tile: QueryTile, mask: TileMask, masked_sides: MaskedSides, scores: Any
+    call: Call, query_tile: QueryTile, mask: KeyBlockMaskWords, masked_sides: MaskedSides, scores: Any
 ) -> Any:
     """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.key_block * call.tile.block_kv
@@ -346,7 +346,7 @@ def _epilogue(call: Call, query_tile: QueryTile, state: ConsumerState) -> None:
     if spec.has_sinks:
         sinks = call.operands["sinks"]
         sink = sinks[query_tile.item.batch_row_of(sinks), query_tile.item.head] * LOG2E
-        if call.schedule.tail_split.num_tiles:  # only the first part of a split tile has the sink
+        if call.schedule.tail_split.num_split_tiles:  # only the first part of a split tile has the sink
             sink = jnp.where(
                 lax.rem(query_tile.item.split_index, I32(call.schedule.tail_split.splits_per_tile)) > 0, -jnp.inf, sink
             )

@@ -36,8 +36,8 @@ class SharedMemory:
         key_ranges: First and last key of every query with segment ids, [buffers * warpgroups, 2, 64], or None.
         v_copied: Mbarrier: values that include padding have arrived, or None.
         output: Outputs in the memory of the queries if head dimensions differ, [64-column tiles, 64, 64], or None.
-        valid_key_words: [stages] int32, the existing keys of a block, from `KeyPages.valid_key_word`; None without
-            pages.
+        valid_key_words: [stages] int32, the existing keys of a block, from `PagedKeyAccess.valid_key_word`; None
+            without pages.
     """
 
     q: Any
@@ -92,8 +92,8 @@ class PagedTile(NamedTuple):
         )
 
 
-class KeyPages(Protocol):
-    """Keys and values in pages, as the producer and the masks need them."""
+class PagedKeyAccess(Protocol):
+    """Access to keys and values in pages, as the producer and the masks need it."""
 
     @property
     def copies_per_block(self) -> int:
@@ -155,7 +155,7 @@ class Call:
     outputs: Any
     shared: SharedMemory
     tile_counter: Any
-    key_pages: KeyPages | None = None
+    key_pages: PagedKeyAccess | None = None
 
     def stage_of_key_block(self, key_blocks_done: Any) -> Any:
         """Returns the pipeline stage of a key block."""

@@ -20,7 +20,7 @@ from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
 from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, unpack_pair, unpack_row_value, with_row_values
-from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import capped_weights
+from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import compute_capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
 RESCALE_THRESHOLD = 8.0
@@ -46,7 +46,7 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, is_f
     """
     if spec.fixes_row_max_at_zero:
         if is_full_block and spec.fuses_soft_cap:
-            weights, sums = capped_weights(spec, scores)
+            weights, sums = compute_capped_weights(spec, scores)
         else:
             weights = jnp.exp2(scores * spec.log2_scale)
             sums = _thread_row_sum(weights)

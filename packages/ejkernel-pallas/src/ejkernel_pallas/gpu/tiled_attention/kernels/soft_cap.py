@@ -40,7 +40,7 @@ ANY_AT_LEAST_PTX = "{ .reg .pred p; setp.geu.f32 p, $1, $2; vote.sync.any.pred p
 """PTX: whether a number is at least another one, or NaN, in any thread of the warp."""
 
 
-def capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[jax.Array, jax.Array]:
+def compute_capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns unnormalised weights of raw products of queries and keys, and their row sums.
 
     Args:
@@ -66,7 +66,10 @@ def capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[jax.Array
         branch: Any = scf.IfOp(
             _any_far_from_zero(spec, inputs), [float32_constant(0.0).type] * (len(inputs) + 2), has_else=True
         )
-        for block, weight in ((branch.then_block, _weight_any_range), (branch.else_block, _weight_near_zero)):
+        for block, weight in (
+            (branch.then_block, _softmax_weight_by_tanh),
+            (branch.else_block, _softmax_weight_by_polynomial),
+        ):
             with ir.InsertionPoint(block):
                 scf.yield_(_weights_with_row_sums(functools.partial(weight, spec), inputs))
         *results, linear, second = branch.results
@@ -105,8 +108,8 @@ def _max_or_nan(numbers: list[Any]) -> Any:
     return numbers[0]
 
 
-def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
-    """Returns the weight of a product that is near zero."""
+def _softmax_weight_by_polynomial(spec: HopperSpec, _: int, product: Any) -> Any:
+    """Returns the unnormalised softmax weight of a product that is near zero, with tanh as a polynomial."""
     linear, cubic = (
         float32_constant(coefficient * spec.product_scale**degree * spec.log2_scale)
         for coefficient, degree in zip(TANH_COEFFICIENTS, (1, 3), strict=True)
@@ -114,8 +117,8 @@ def _weight_near_zero(spec: HopperSpec, _: int, product: Any) -> Any:
     return exp2_instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
 
 
-def _weight_any_range(spec: HopperSpec, n: int, product: Any) -> Any:
-    """Returns the weight of any product, the thread's `n`th."""
+def _softmax_weight_by_tanh(spec: HopperSpec, n: int, product: Any) -> Any:
+    """Returns the unnormalised softmax weight of any product, the thread's `n`th, by the instruction for tanh."""
     scaled = arith.mulf(product, float32_constant(spec.product_scale))
     # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")

@@ -14,7 +14,7 @@ import numpy as np
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import (
     MAX_REDUCTION,
-    MINIMUM,
+    MIN_REDUCTION,
     SUM_REDUCTION,
     TileIdExtents,
     find_tile_extents,
@@ -109,7 +109,7 @@ def _nonempty_block_range(any_attends: Any, all_attend: Any) -> tuple[tuple[Any,
         for pairs in (any_attends, all_attend)
         for n, other in ((index, count), (index + 1, 0))
     ]
-    reductions = (MINIMUM, MAX_REDUCTION, MINIMUM, MAX_REDUCTION, SUM_REDUCTION)
+    reductions = (MIN_REDUCTION, MAX_REDUCTION, MIN_REDUCTION, MAX_REDUCTION, SUM_REDUCTION)
     first, last, full_start, full_end, full = reduce_last_axis([*arrays, all_attend.astype(np.int32)], reductions)
     return (first, last), (
         full_start,
@@ -141,7 +141,7 @@ def _make_block_ranges_monotonic(block_range: tuple[Any, Any], full_range: tuple
         _numpy_or_jax_where(is_same_or_later, first, num_blocks - 1),
         _numpy_or_jax_where(is_same_or_later.T, last, 0),
     ]
-    first, last = reduce_last_axis(arrays, (MINIMUM, MAX_REDUCTION))
+    first, last = reduce_last_axis(arrays, (MIN_REDUCTION, MAX_REDUCTION))
     return _block_range_table(first, _numpy_or_jax_where(last > first, last, first + 1), full_range)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MINIMUM, reduce_last_axis
+from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import MIN_REDUCTION, reduce_last_axis
 
 
 def find_first_dq_adders(block_ranges: Any, num_query_blocks: int) -> Any:
@@ -22,7 +22,9 @@ def find_first_dq_adders(block_ranges: Any, num_query_blocks: int) -> Any:
     """
     keys, query = block_ranges.shape[1], np.arange(num_query_blocks, dtype=np.int32)[:, None]
     # Those that add are contiguous, so the first of them gives every key tile its index in the order.
-    adds_to_block = (block_ranges[:, None, :, 0] <= query) & (query < block_ranges[:, None, :, 3])
+    has_pairs = (block_ranges[:, None, :, 0] <= query) & (query < block_ranges[:, None, :, 3])
     numpy_or_jax_where = jnp.where if isinstance(block_ranges, jax.Array) else np.where
-    (first,) = reduce_last_axis([numpy_or_jax_where(adds_to_block, np.arange(keys, dtype=np.int32), keys)], (MINIMUM,))
+    (first,) = reduce_last_axis(
+        [numpy_or_jax_where(has_pairs, np.arange(keys, dtype=np.int32), keys)], (MIN_REDUCTION,)
+    )
     return first

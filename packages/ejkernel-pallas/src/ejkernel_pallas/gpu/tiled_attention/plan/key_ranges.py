@@ -10,7 +10,7 @@ UNSORTED_MARK = 2**30
 """Added to the last key of queries whose keys are not contiguous."""
 
 
-def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int) -> jax.Array:
+def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], block_kv: int) -> jax.Array:
     """Returns the range of keys that each query may attend to with segment ids.
 
     If the ids of a row's keys are sorted, with padding before or after them, the keys of a segment are contiguous, and
@@ -19,14 +19,14 @@ def key_ranges(spec: HopperSpec, ids: tuple[jax.Array, jax.Array], kv_block: int
     Args:
         spec: The kernel's constants.
         ids: Ids of queries [B, T] and keys [B, S], from `pad_segment_ids`.
-        kv_block: Keys per tile.
+        block_kv: Keys per tile.
 
     Returns:
         The first and the last key of every query, int32 [B, 2, T]. If ids have to be compared, `UNSORTED_MARK` is added
         to the last.
     """
     queries, keys = ids
-    key_extents = find_tile_extents(keys, kv_block)
+    key_extents = find_tile_extents(keys, block_kv)
     is_range_end = jnp.arange(2, dtype=jnp.int32)[:, None] > 0
     ids_to_find = jnp.broadcast_to(queries[:, None], (queries.shape[0], 2, queries.shape[1]))
     found = jax.vmap(_count_smaller_ids, in_axes=(0, 0, None, 0))(

@@ -13,7 +13,7 @@ from jax import lax
 
 MAX_INT32 = np.iinfo(np.int32).max
 Reduction = tuple[Callable[..., Any], Callable[..., Any]]
-MINIMUM: Reduction = (np.minimum.reduce, lax.min)
+MIN_REDUCTION: Reduction = (np.minimum.reduce, lax.min)
 MAX_REDUCTION: Reduction = (np.maximum.reduce, lax.max)
 SUM_REDUCTION: Reduction = (np.add.reduce, lax.add)
 """The reductions, for an array in NumPy and for two operands in JAX."""
@@ -56,7 +56,7 @@ def find_tile_extents(ids: jax.Array, block: int) -> TileIdExtents:
     )
     reduced_arrays = [jnp.broadcast_to(x, ids.shape).reshape(ids.shape[0], -1, block) for x in reduced_arrays]
     low, high, min_id, order_breaks, end = reduce_last_axis(
-        reduced_arrays, (MINIMUM, MAX_REDUCTION, MINIMUM, SUM_REDUCTION, MAX_REDUCTION)
+        reduced_arrays, (MIN_REDUCTION, MAX_REDUCTION, MIN_REDUCTION, SUM_REDUCTION, MAX_REDUCTION)
     )
     return TileIdExtents(low, high, min_id < 0, order_breaks, end)
 
