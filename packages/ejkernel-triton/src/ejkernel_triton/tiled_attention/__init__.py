@@ -29,6 +29,13 @@ def implementations() -> tuple[Implementation, ...]:
         backward="tiled_attention.backward:backward",
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
         requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
-        config=ConfigSpace.of(config, forward=config.TritonForward, backward=config.TritonBackward, kind=kind_of_large),
+        config=ConfigSpace(
+            heuristic=config.heuristic,
+            candidates=config.candidates,
+            kind=kind_of_large,
+            forward=config.TritonForward,
+            backward=config.TritonBackward,
+            public_fields=config.PUBLIC_FIELDS,
+        ),
     )
     return (implementation,)

@@ -133,9 +133,9 @@ def _key_value_gradients(
             "BLOCK_Q": block_q,
             "BLOCK_KV": tile.stationary,
             "NUM_TILES": num_tiles,
-            "LIST_SHAPE": blocks.list_shape,
-            "COMPUTES_DK": "key" in requested,
-            "COMPUTES_DV": "value" in requested,
+            "LIST_SHAPE": blocks.lists,
+            "DK": "key" in requested,
+            "DV": "value" in requested,
         },
     )
     return {name: x for name, x in zip(fields, results, strict=True) if name in requested}
@@ -158,7 +158,7 @@ def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: T
         constants={
             **query_tile_constants(record, tile),
             "NUM_TILES": num_tiles,
-            "LIST_SHAPE": blocks.list_shape,
+            "LIST_SHAPE": blocks.lists,
             "REVERSE_TILES": record.causal,
         },
     )
@@ -189,7 +189,7 @@ def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Ti
             "NUM_Q_TILES": q_tiles,
             "NUM_K_TILES": k_tiles,
             "BIAS_SIZES": bias.shape[1:],
-            "LIST_SHAPE": blocks.list_shape,
+            "LIST_SHAPE": blocks.lists,
         },
     )
     return dbias

@@ -33,7 +33,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     constants = {
         **query_tile_constants(record, tile),
         "NUM_TILES": q_tiles,
-        "LIST_SHAPE": blocks.list_shape,
+        "LIST_SHAPE": blocks.lists,
         "REVERSE_TILES": record.causal,
     }
     if record.normalize_output:

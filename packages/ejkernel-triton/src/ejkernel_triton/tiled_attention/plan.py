@@ -28,13 +28,12 @@ class BlockTables:
     Attributes:
         table: int32 [B|1, ...], the operand `block_lists`.
         tile_masks: int8 [1, n, block_q, block_kv], the operand of that name; None without a pattern.
-        list_shape: The constant `LIST_SHAPE`: heads (1 if all share) and row length of the table; None without a
-            pattern.
+        lists: The constant `LIST_SHAPE`: heads (1 if all share) and row length of the table; None without a pattern.
     """
 
     table: jax.Array
     tile_masks: jax.Array | None
-    list_shape: tuple[int, int] | None
+    lists: tuple[int, int] | None
 
 
 def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
@@ -65,12 +64,12 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
         return plan_key_blocks(record, block_q, block_kv)
     pattern_blocks = block_map(record, block_q, block_kv)
     ids = jnp.where(jnp.asarray(pattern_blocks.some), pattern_blocks.mask_ids, -1)
-    return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), list_shape=(ids.shape[1], ids.shape[3]))
+    return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), lists=(ids.shape[1], ids.shape[3]))
 
 
 def _consecutive_blocks(nonempty: Any, full_pairs: Any, xp: Any) -> BlockTables:
     table = xp.stack(runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
-    return BlockTables(table=jnp.asarray(table), tile_masks=None, list_shape=None)
+    return BlockTables(table=jnp.asarray(table), tile_masks=None, lists=None)
 
 
 def _tile_mask_array(pattern_blocks: BlockMap) -> jax.Array:
@@ -85,9 +84,7 @@ def _listed_blocks(pattern_blocks: BlockMap) -> BlockTables:
     entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
     table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
-    return BlockTables(
-        table=table, tile_masks=_tile_mask_array(pattern_blocks), list_shape=(table.shape[1], table.shape[3])
-    )
+    return BlockTables(table=table, tile_masks=_tile_mask_array(pattern_blocks), lists=(table.shape[1], table.shape[3]))
 
 
 def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Array | None, ...]:

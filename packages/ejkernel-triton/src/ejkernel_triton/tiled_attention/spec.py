@@ -35,8 +35,8 @@ class TiledSpec:
         DV: Head dimension of values.
         BD: D, padded to a size that `tl.dot` supports.
         BV: DV, padded the same way.
-        SCORE_SCALE: Factor on the scores.
-        SCORES_ARE_ONLY_SCALED: Whether a score is a product times a positive factor, which is then part of
+        SCALE: Factor on the scores.
+        ONLY_SCALED_SCORES: Whether a score is a product times a positive factor, which is then part of
             `LOG2_SCORE_FACTOR`.
         LOG2_SCORE_FACTOR: Converts scores to base 2.
         SCORES_MAY_BE_MINUS_INF: Whether scores may be as low as the lowest float, or -inf.
@@ -50,12 +50,12 @@ class TiledSpec:
         MASK_STRIDES: Strides of the mask, in the same form; None without it.
         PATTERN_TILE_SHAPE: Queries and keys of a tile mask of the pattern; None without one.
         SOFT_CAP: Soft cap, or None.
-        USES_FAST_TANH: Whether the device has an approximate tanh, and it is precise enough.
+        FAST_TANH: Whether the device has an approximate tanh, and it is precise enough.
         ROUNDING_DTYPE: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
         HAS_DROPOUT: Whether weights are dropped: where the row's key times the column's is below DROPOUT_THRESHOLD.
         DROPOUT_THRESHOLD: Dropout probability times 2 ** 32.
         KEPT_WEIGHT_SCALE: Factor on the weights that are not dropped.
-        NORMALIZES_OUTPUTS: Whether outputs are normalised.
+        NORMALIZE: Whether outputs are normalised.
         HAS_SINKS: Whether there are sinks.
         COLUMNS_PER_SLICE: Columns per product, for rows too long for registers; None for all.
         PRECISION: How Triton multiplies float32 tiles.
@@ -71,8 +71,8 @@ class TiledSpec:
     DV: int
     BD: int
     BV: int
-    SCORE_SCALE: float
-    SCORES_ARE_ONLY_SCALED: bool
+    SCALE: float
+    ONLY_SCALED_SCORES: bool
     LOG2_SCORE_FACTOR: float
     SCORES_MAY_BE_MINUS_INF: bool
     WINDOW_LEFT: int | None
@@ -84,12 +84,12 @@ class TiledSpec:
     MASK_STRIDES: Strides | None
     PATTERN_TILE_SHAPE: tuple[int, int] | None
     SOFT_CAP: float | None
-    USES_FAST_TANH: bool
+    FAST_TANH: bool
     ROUNDING_DTYPE: str | None
     HAS_DROPOUT: bool
     DROPOUT_THRESHOLD: int
     KEPT_WEIGHT_SCALE: float
-    NORMALIZES_OUTPUTS: bool
+    NORMALIZE: bool
     HAS_SINKS: bool
     COLUMNS_PER_SLICE: int | None
     PRECISION: str
@@ -148,8 +148,8 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         DV=dv,
         BD=padded_for_dot(d),
         BV=padded_for_dot(dv),
-        SCORE_SCALE=record.softmax_scale,
-        SCORES_ARE_ONLY_SCALED=is_scaled_product,
+        SCALE=record.softmax_scale,
+        ONLY_SCALED_SCORES=is_scaled_product,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
         SCORES_MAY_BE_MINUS_INF=record.bias is not None,
         WINDOW_LEFT=left,
@@ -161,12 +161,12 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         MASK_STRIDES=_broadcast_strides(record.mask),
         PATTERN_TILE_SHAPE=None if record.pattern is None else (block_q, block_kv),
         SOFT_CAP=record.logits_soft_cap,
-        USES_FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
+        FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
         ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
         HAS_DROPOUT=record.dropout_prob > 0.0,
         DROPOUT_THRESHOLD=dropout.threshold(record.dropout_prob),
         KEPT_WEIGHT_SCALE=1.0 / (1.0 - record.dropout_prob),
-        NORMALIZES_OUTPUTS=record.normalize_output,
+        NORMALIZE=record.normalize_output,
         HAS_SINKS=record.softmax_aux is not None,
         COLUMNS_PER_SLICE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),

@@ -9,13 +9,13 @@ store acc, summed over the axes of size 1
 import triton
 import triton.language as tl
 
-from ejkernel_triton.tiled_attention.kernels.bwd_tile import compute_tile_score_gradient, load_queries, query_addresses
+from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, tile_score_gradient
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    bias_and_mask_addresses,
-    key_and_value_addresses,
-    load_consecutive_block_bounds,
+    consecutive_block_bounds,
+    kv_bases,
     load_query_info,
-    tile_mask_address,
+    pair_bases,
+    tile_mask_base,
 )
 
 
@@ -69,11 +69,11 @@ def flash_bwd_dbias_kernel(
         batch = bias_row * per.DBIAS + b
         for h in range(spec.H // BIAS_SIZES[0]):
             head = bias_head + h
-            bases = query_addresses(query, cotangent, shift, delta, argmax, batch, head, spec, per)
-            k_base, v_base = key_and_value_addresses(key, value, batch, head // spec.G, spec, per)
-            bias_base, mask_base = bias_and_mask_addresses(bias, mask, batch, head, spec, per)
+            bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
+            k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+            bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
             keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
-            mask_addresses = (mask_base, tile_masks)
+            mask_bases = (mask_base, tile_masks)
             for i in range(NUM_Q_TILES // GRID_Q):
                 tile = q_tile + i
                 start = tile * BLOCK_Q
@@ -90,21 +90,21 @@ def flash_bwd_dbias_kernel(
                         # Empty blocks of the pattern cost only this load.
                         id = tl.load(ids + n)
                         if id >= 0:
-                            pattern_masks = (mask_base, tile_mask_address(tile_masks, id, start, n * BLOCK_KV, spec))
-                            _, gradient = compute_tile_score_gradient(
+                            pattern_masks = (mask_base, tile_mask_base(tile_masks, id, start, n * BLOCK_KV, spec))
+                            _, gradient = tile_score_gradient(
                                 n, rows, token_info, keys, pattern_masks, batch, spec, per, BLOCK_KV, True
                             )
                             acc += gradient
                 else:
-                    first, _full_start, _full_end, last = load_consecutive_block_bounds(
+                    first, _full_start, _full_end, last = consecutive_block_bounds(
                         block_lists, batch, tile, per, NUM_Q_TILES
                     )
                     # The blocks of the query tile, clipped to the key tiles that this program accumulates for.
                     first_block = tl.maximum(first, k_tile)
                     end_block = tl.minimum(last, k_tile + NUM_K_TILES // GRID_K)
                     for n in tl.range(first_block, end_block):
-                        _, gradient = compute_tile_score_gradient(
-                            n, rows, token_info, keys, mask_addresses, batch, spec, per, BLOCK_KV, True
+                        _, gradient = tile_score_gradient(
+                            n, rows, token_info, keys, mask_bases, batch, spec, per, BLOCK_KV, True
                         )
                         acc += gradient
     base = (

@@ -17,25 +17,20 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, dot_transposed, load_tile, store_tile
-from ejkernel_triton.tiled_attention.kernels.bwd_tile import (
-    compute_score_gradient,
-    compute_softmax_weights,
-    load_queries,
-    query_addresses,
-)
+from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, score_gradient, softmax_weights
 from ejkernel_triton.tiled_attention.kernels.tile import (
     apply_dropout,
     as_column_vectors,
     as_row_vectors,
-    bias_and_mask_addresses,
-    key_and_value_addresses,
+    consecutive_block_bounds,
+    kv_bases,
+    listed_block,
     load_block_list,
-    load_consecutive_block_bounds,
     load_key_info,
-    load_listed_block,
     load_query_info,
-    load_tile_mask_id,
-    tile_mask_address,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
 )
 
 
@@ -67,13 +62,12 @@ def flash_bwd_dkdv_kernel(
     NUM_TILES: tl.constexpr,
     LIST_SHAPE: tl.constexpr,
     per: tl.constexpr,
-    COMPUTES_DK: tl.constexpr,
-    COMPUTES_DV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
 ):
     """Accumulates the gradients of BLOCK_KV keys of one KV head over its query heads; tiles are [keys, queries].
 
-    It computes the gradient of the keys if COMPUTES_DK and that of the values if COMPUTES_DV: both, if registers
-    suffice.
+    It computes the gradient of the keys if DK and that of the values if DV: both, if registers suffice.
     """
     BD: tl.constexpr = spec.BD
     BV: tl.constexpr = spec.BV
@@ -84,35 +78,35 @@ def flash_bwd_dkdv_kernel(
     start = tile * BLOCK_KV
     token_info = load_key_info(start, batch, k_ids, k_positions, dropout_column_keys, spec, per, BLOCK_KV, True)
     _, valid, _, _, _ = token_info
-    k_base, v_base = key_and_value_addresses(key, value, batch, kv_head, spec, per)
+    k_base, v_base = kv_bases(key, value, batch, kv_head, spec, per)
     # Padding and keys past the end are read as 0. Masks make their weights 0, so their gradients are 0 or not stored.
     k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, True)
     v = k
-    if COMPUTES_DK:  # only the keys' gradient needs the values
+    if DK:  # only the keys' gradient needs the values
         v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, True)
     keys = (k, k_base, start, valid, spec.HK * spec.D), (v, v_base, start, valid, spec.HK * spec.DV), token_info
     dk = tl.zeros([BLOCK_KV, BD], tl.float32)
     dv = tl.zeros([BLOCK_KV, BV], tl.float32)
     if LIST_SHAPE is None:  # the same blocks for every head: their bounds are loaded once
-        first, full_start, full_end, last = load_consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
+        first, full_start, full_end, last = consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
         num_leading_partial = full_start - first
     # GQA: the query heads of the KV head add to the same accumulators, in a fixed order.
     for head_in_group in range(spec.G):
         head = kv_head * spec.G + head_in_group
-        bases = query_addresses(query, cotangent, shift, delta, argmax, batch, head, spec, per)
-        bias_base, mask_base = bias_and_mask_addresses(bias, mask, batch, head, spec, per)
+        bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
+        bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
         query_inputs = (q_ids, q_positions, dropout_row_keys, bias_base)
-        mask_addresses = (mask_base, tile_masks)
+        mask_bases = (mask_base, tile_masks)
         # Partial blocks come first: the compiler then keeps the values of all loops in registers.
         if LIST_SHAPE is not None:
             num_full_blocks, num_blocks, blocks = load_block_list(
                 block_lists, batch, head, tile, LIST_SHAPE, per, NUM_TILES
             )
             for i in tl.range(num_full_blocks, num_blocks):
-                n = load_listed_block(blocks, i)
+                n = listed_block(blocks, i)
                 pattern_masks = (
                     mask_base,
-                    tile_mask_address(tile_masks, load_tile_mask_id(blocks, i), n * BLOCK_Q, start, spec),
+                    tile_mask_base(tile_masks, tile_mask_id(blocks, i), n * BLOCK_Q, start, spec),
                 )
                 dk, dv = _query_block_step(
                     n,
@@ -127,16 +121,16 @@ def flash_bwd_dkdv_kernel(
                     spec,
                     per,
                     BLOCK_Q,
-                    COMPUTES_DK,
-                    COMPUTES_DV,
-                    IS_MASKED=True,
+                    DK,
+                    DV,
+                    MASKED=True,
                 )
             for i in tl.range(0, num_full_blocks):
-                n = load_listed_block(blocks, i)
+                n = listed_block(blocks, i)
                 dk, dv = _query_block_step(
                     n,
                     keys,
-                    mask_addresses,
+                    mask_bases,
                     batch,
                     head,
                     bases,
@@ -146,9 +140,9 @@ def flash_bwd_dkdv_kernel(
                     spec,
                     per,
                     BLOCK_Q,
-                    COMPUTES_DK,
-                    COMPUTES_DV,
-                    IS_MASKED=False,
+                    DK,
+                    DV,
+                    MASKED=False,
                 )
         else:
             for i in tl.range(0, num_leading_partial + last - full_end):
@@ -156,7 +150,7 @@ def flash_bwd_dkdv_kernel(
                 dk, dv = _query_block_step(
                     n,
                     keys,
-                    mask_addresses,
+                    mask_bases,
                     batch,
                     head,
                     bases,
@@ -166,15 +160,15 @@ def flash_bwd_dkdv_kernel(
                     spec,
                     per,
                     BLOCK_Q,
-                    COMPUTES_DK,
-                    COMPUTES_DV,
-                    IS_MASKED=True,
+                    DK,
+                    DV,
+                    MASKED=True,
                 )
             for n in tl.range(full_start, full_end):
                 dk, dv = _query_block_step(
                     n,
                     keys,
-                    mask_addresses,
+                    mask_bases,
                     batch,
                     head,
                     bases,
@@ -184,15 +178,15 @@ def flash_bwd_dkdv_kernel(
                     spec,
                     per,
                     BLOCK_Q,
-                    COMPUTES_DK,
-                    COMPUTES_DV,
-                    IS_MASKED=False,
+                    DK,
+                    DV,
+                    MASKED=False,
                 )
     # The factors of scores and of dropout are applied once, not in every step.
     row = tl.cast(batch, tl.int64) * spec.S * spec.HK + kv_head
-    if COMPUTES_DK:
-        store_tile(dkey + row * spec.D, start, dk * spec.SCORE_SCALE, spec.HK * spec.D, spec.S, spec.D, BLOCK_KV, BD)
-    if COMPUTES_DV:
+    if DK:
+        store_tile(dkey + row * spec.D, start, dk * spec.SCALE, spec.HK * spec.D, spec.S, spec.D, BLOCK_KV, BD)
+    if DV:
         store_tile(
             dvalue + row * spec.DV, start, dv * spec.KEPT_WEIGHT_SCALE, spec.HK * spec.DV, spec.S, spec.DV, BLOCK_KV, BV
         )
@@ -202,7 +196,7 @@ def flash_bwd_dkdv_kernel(
 def _query_block_step(
     n,
     keys,
-    mask_addresses,
+    mask_bases,
     batch,
     head,
     bases,
@@ -212,33 +206,29 @@ def _query_block_step(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    COMPUTES_DK: tl.constexpr,
-    COMPUTES_DV: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Adds the contribution of query tile n to dk [K, BD] and dv [K, BV]."""
     k, v, key_info = keys
     q_ids, q_positions, token_dropout_keys, bias = query_inputs
     start = n * BLOCK_Q
-    token_info = load_query_info(
-        start, batch, head, q_ids, q_positions, token_dropout_keys, spec, per, BLOCK_Q, IS_MASKED
-    )
+    token_info = load_query_info(start, batch, head, q_ids, q_positions, token_dropout_keys, spec, per, BLOCK_Q, MASKED)
     queries, rows = as_row_vectors(token_info), as_column_vectors(key_info)
-    q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, BLOCK_Q, IS_MASKED)
+    q, do, row_shift, row_delta, row_argmax = load_queries(start, token_info, bases, spec, BLOCK_Q, MASKED)
     # Scores are recomputed. Transposed, P^T and ds^T are left operands with their layout in registers; a right operand
     # would go through shared memory.
     products = dot_transposed(k, q, spec.D, spec)
-    weights, cap_slope = compute_softmax_weights(
-        products, queries, rows, row_shift[None, :], bias, mask_addresses, spec, IS_MASKED
-    )
+    weights, cap_slope = softmax_weights(products, queries, rows, row_shift[None, :], bias, mask_bases, spec, MASKED)
     q_tile, _, _, _, _ = q
     do_tile, _, _, _, _ = do
-    # Dropout acts on the weights of values only; `compute_score_gradient` uses the weights before dropout.
-    if COMPUTES_DV:
+    # Dropout acts on the weights of values only; `score_gradient` uses the weights before dropout.
+    if DV:
         dv = add_dot(dv, apply_dropout(weights, queries, rows, spec).to(do_tile.dtype), do_tile, spec)
-    if COMPUTES_DK:
-        gradient = compute_score_gradient(
-            weights, cap_slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec, IS_MASKED
+    if DK:
+        gradient = score_gradient(
+            weights, cap_slope, v, do, queries, rows, row_delta[None, :], row_argmax[None, :], spec, MASKED
         )
         dk = add_dot(dk, gradient.to(q_tile.dtype), q_tile, spec)
     return dk, dv

@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, store_tile
-from ejkernel_triton.tiled_attention.kernels.bwd_tile import compute_tile_score_gradient, load_queries, query_addresses
+from ejkernel_triton.tiled_attention.kernels.bwd_tile import load_queries, query_bases, tile_score_gradient
 from ejkernel_triton.tiled_attention.kernels.tile import (
-    bias_and_mask_addresses,
-    key_and_value_addresses,
+    consecutive_block_bounds,
+    kv_bases,
+    listed_block,
     load_block_list,
-    load_consecutive_block_bounds,
-    load_listed_block,
     load_query_info,
-    load_tile_mask_id,
-    tile_mask_address,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
 )
 
 
@@ -56,13 +56,13 @@ def flash_bwd_dq_kernel(
     batch = program // (NUM_TILES * spec.H)
     start = tile * BLOCK_Q
     token_info = load_query_info(start, batch, head, q_ids, q_positions, dropout_row_keys, spec, per, BLOCK_Q, True)
-    bases = query_addresses(query, cotangent, shift, delta, argmax, batch, head, spec, per)
+    bases = query_bases(query, cotangent, shift, delta, argmax, batch, head, spec, per)
     # Queries, cotangents, lse and delta are loaded once and stay in registers.
-    loaded_queries = load_queries(start, token_info, bases, spec, BLOCK_Q, True)
-    k_base, v_base = key_and_value_addresses(key, value, batch, head // spec.G, spec, per)
-    bias_base, mask_base = bias_and_mask_addresses(bias, mask, batch, head, spec, per)
+    rows = load_queries(start, token_info, bases, spec, BLOCK_Q, True)
+    k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+    bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
-    mask_addresses = (mask_base, tile_masks)
+    mask_bases = (mask_base, tile_masks)
     dq = tl.zeros([BLOCK_Q, BD], tl.float32)
     if LIST_SHAPE is not None:
         num_full_blocks, num_blocks, blocks = load_block_list(
@@ -70,52 +70,39 @@ def flash_bwd_dq_kernel(
         )
         # Partial blocks first, as in `flash_bwd_dkdv_kernel`.
         for i in tl.range(num_full_blocks, num_blocks):
-            n = load_listed_block(blocks, i)
-            pattern_masks = (
-                mask_base,
-                tile_mask_address(tile_masks, load_tile_mask_id(blocks, i), start, n * BLOCK_KV, spec),
-            )
-            dq = _key_block_step(
-                n, loaded_queries, token_info, keys, pattern_masks, batch, dq, spec, per, BLOCK_KV, IS_MASKED=True
-            )
+            n = listed_block(blocks, i)
+            pattern_masks = (mask_base, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * BLOCK_KV, spec))
+            dq = _key_block_step(n, rows, token_info, keys, pattern_masks, batch, dq, spec, per, BLOCK_KV, MASKED=True)
         for i in tl.range(0, num_full_blocks):
-            n = load_listed_block(blocks, i)
-            dq = _key_block_step(
-                n, loaded_queries, token_info, keys, mask_addresses, batch, dq, spec, per, BLOCK_KV, IS_MASKED=False
-            )
+            n = listed_block(blocks, i)
+            dq = _key_block_step(n, rows, token_info, keys, mask_bases, batch, dq, spec, per, BLOCK_KV, MASKED=False)
     else:
-        first, full_start, full_end, last = load_consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
+        first, full_start, full_end, last = consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
         num_leading_partial = full_start - first
         for i in tl.range(0, num_leading_partial + last - full_end):
             n = tl.where(i < num_leading_partial, first + i, full_end + i - num_leading_partial)
-            dq = _key_block_step(
-                n, loaded_queries, token_info, keys, mask_addresses, batch, dq, spec, per, BLOCK_KV, IS_MASKED=True
-            )
+            dq = _key_block_step(n, rows, token_info, keys, mask_bases, batch, dq, spec, per, BLOCK_KV, MASKED=True)
         for n in tl.range(full_start, full_end):
-            dq = _key_block_step(
-                n, loaded_queries, token_info, keys, mask_addresses, batch, dq, spec, per, BLOCK_KV, IS_MASKED=False
-            )
+            dq = _key_block_step(n, rows, token_info, keys, mask_bases, batch, dq, spec, per, BLOCK_KV, MASKED=False)
     # The factor of scores is applied once, not in every step.
     base = dquery + (tl.cast(batch, tl.int64) * spec.T * spec.H + head) * spec.D
-    store_tile(base, start, dq * spec.SCORE_SCALE, spec.H * spec.D, spec.T, spec.D, BLOCK_Q, BD)
+    store_tile(base, start, dq * spec.SCALE, spec.H * spec.D, spec.T, spec.D, BLOCK_Q, BD)
 
 
 @triton.jit
 def _key_block_step(
     n,
-    loaded_queries,
+    rows,
     queries,
     keys,
-    mask_addresses,
+    mask_bases,
     batch,
     dq,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Adds the contribution of key tile n to dq [Q, BD]."""
-    k, gradient = compute_tile_score_gradient(
-        n, loaded_queries, queries, keys, mask_addresses, batch, spec, per, BLOCK_KV, IS_MASKED
-    )
+    k, gradient = tile_score_gradient(n, rows, queries, keys, mask_bases, batch, spec, per, BLOCK_KV, MASKED)
     return add_dot(dq, gradient.to(k.dtype), k, spec)

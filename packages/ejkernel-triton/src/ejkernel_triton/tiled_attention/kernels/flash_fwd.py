@@ -23,16 +23,16 @@ from ejkernel_triton.tiled_attention.kernels.tile import (
     as_column_vectors,
     as_row_vectors,
     attending_pairs,
-    bias_and_mask_addresses,
-    key_and_value_addresses,
+    consecutive_block_bounds,
+    kv_bases,
+    listed_block,
     load_block_list,
-    load_consecutive_block_bounds,
     load_key_info,
-    load_listed_block,
     load_query_info,
-    load_tile_mask_id,
     modify_scores,
-    tile_mask_address,
+    pair_bases,
+    tile_mask_base,
+    tile_mask_id,
     to_log2_scores,
 )
 
@@ -89,29 +89,29 @@ def flash_fwd_kernel(
     q_base = query + (tl.cast(batch // per.QUERY, tl.int64) * spec.T * spec.H + head) * spec.D
     q = load_tile(q_base, start, index < spec.T, spec.H * spec.D, spec.D, BLOCK_Q, BD, spec.T % BLOCK_Q > 0)
     q_rows = (q, q_base, start, index < spec.T, spec.H * spec.D)
-    k_base, v_base = key_and_value_addresses(key, value, batch, head // spec.G, spec, per)
-    bias_base, mask_base = bias_and_mask_addresses(bias, mask, batch, head, spec, per)
+    k_base, v_base = kv_bases(key, value, batch, head // spec.G, spec, per)
+    bias_base, mask_base = pair_bases(bias, mask, batch, head, spec, per)
     keys = (k_base, v_base, k_ids, k_positions, bias_base, dropout_column_keys)
-    mask_addresses = (mask_base, tile_masks)
+    mask_bases = (mask_base, tile_masks)
     # State of the online softmax: maxima in log2; sums and accumulator are not normalised before the epilogue.
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_argmax = tl.zeros([BLOCK_Q], tl.int32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BV], tl.float32)
     if LIST_SHAPE is not None:
-        # Two loops with one body, in which IS_MASKED is a constant: full blocks compile without comparisons and bounds
+        # Two loops with one body, in which MASKED is a constant: full blocks compile without comparisons and bounds
         # checks.
         num_full_blocks, num_blocks, blocks = load_block_list(
             block_lists, batch, head, tile, LIST_SHAPE, per, NUM_TILES
         )
         for i in tl.range(0, num_full_blocks):
-            n = load_listed_block(blocks, i)
+            n = listed_block(blocks, i)
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n,
                 q_rows,
                 queries,
                 keys,
-                mask_addresses,
+                mask_bases,
                 batch,
                 row_max,
                 row_argmax,
@@ -123,11 +123,8 @@ def flash_fwd_kernel(
                 False,
             )
         for i in tl.range(num_full_blocks, num_blocks):
-            n = load_listed_block(blocks, i)
-            pattern_masks = (
-                mask_base,
-                tile_mask_address(tile_masks, load_tile_mask_id(blocks, i), start, n * BLOCK_KV, spec),
-            )
+            n = listed_block(blocks, i)
+            pattern_masks = (mask_base, tile_mask_base(tile_masks, tile_mask_id(blocks, i), start, n * BLOCK_KV, spec))
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n,
                 q_rows,
@@ -146,14 +143,14 @@ def flash_fwd_kernel(
             )
     else:
         # Without a pattern the blocks are consecutive, so a tile reads four integers and no list.
-        first, full_start, full_end, last = load_consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
+        first, full_start, full_end, last = consecutive_block_bounds(block_lists, batch, tile, per, NUM_TILES)
         for n in tl.range(full_start, full_end):
             row_max, row_argmax, row_sum, acc = _key_block_step(
                 n,
                 q_rows,
                 queries,
                 keys,
-                mask_addresses,
+                mask_bases,
                 batch,
                 row_max,
                 row_argmax,
@@ -174,7 +171,7 @@ def flash_fwd_kernel(
                 q_rows,
                 queries,
                 keys,
-                mask_addresses,
+                mask_bases,
                 batch,
                 row_max,
                 row_argmax,
@@ -201,7 +198,7 @@ def _key_block_step(
     q_rows,
     queries,
     keys,
-    mask_addresses,
+    mask_bases,
     batch,
     row_max,
     row_argmax,
@@ -210,7 +207,7 @@ def _key_block_step(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Updates the running softmax with key tile n.
 
@@ -221,11 +218,11 @@ def _key_block_step(
     q, _, _, _, _ = q_rows
     k_base, v_base, k_ids, k_positions, bias, token_dropout_keys = keys
     start = n * BLOCK_KV
-    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, BLOCK_KV, IS_MASKED)
+    token_info = load_key_info(start, batch, k_ids, k_positions, token_dropout_keys, spec, per, BLOCK_KV, MASKED)
     k_index, valid, _, _, _ = token_info
     columns = as_row_vectors(token_info)
     # Scores. Partial blocks read 0 for keys past the end and for padding: memory may hold NaN there.
-    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, IS_MASKED)
+    k = load_tile(k_base, start, valid, spec.HK * spec.D, spec.D, BLOCK_KV, BD, MASKED)
     # Beyond 128 columns float32 rows may be multiplied in pieces (`spec.COLUMNS_PER_SLICE`), since whole rows do not
     # fit registers.
     if BD > 128:
@@ -234,14 +231,14 @@ def _key_block_step(
     else:
         products = dot(q, tl.trans(k), spec)
     scores, _ = modify_scores(products, queries, columns, bias, spec)
-    if IS_MASKED:
+    if MASKED:
         # Masked scores are replaced, not added to: a product with a padded query may be NaN.
-        scores = tl.where(attending_pairs(queries, columns, mask_addresses, spec), scores, float("-inf"))
+        scores = tl.where(attending_pairs(queries, columns, mask_bases, spec), scores, float("-inf"))
     # FACTOR is positive, so the maximum is taken of unscaled scores and scaled once per row. In the exponents below the
     # factor is part of a multiply-add.
     max_score = tl.max(scores, 1)
     new_max = tl.maximum(row_max, to_log2_scores(max_score, spec))
-    if spec.NORMALIZES_OUTPUTS:
+    if spec.NORMALIZE:
         pass
     else:
         # The first key that has the maximum; equal maxima of an earlier tile may have a later index.
@@ -250,7 +247,7 @@ def _key_block_step(
         tile_max = to_log2_scores(max_score, spec)
         row_argmax = tl.where(tile_max > row_max, tile_argmax, tl.where(tile_max < row_max, row_argmax, first_argmax))
     shift = new_max
-    if IS_MASKED or spec.BIAS_STRIDES is not None:  # a row may have no key so far: -inf - -inf would be NaN
+    if MASKED or spec.BIAS_STRIDES is not None:  # a row may have no key so far: -inf - -inf would be NaN
         shift = minus_inf_to_zero(new_max)
     weights = tl.exp2(to_log2_scores(scores, spec) - shift[:, None])
     # Rescales the previous sums to the new maximum: 0 at a row's first key, whose old maximum is -inf.
@@ -258,7 +255,7 @@ def _key_block_step(
     row_sum = row_sum * alpha + tl.sum(weights, 1)
     weights = apply_dropout(weights, queries, columns, spec)  # after the sum: dropout does not change the softmax
     # Products. Values past the end are read as 0 too: their weight of 0 times NaN would be NaN.
-    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, IS_MASKED)
+    v = load_tile(v_base, start, valid, spec.HK * spec.DV, spec.DV, BLOCK_KV, BV, MASKED)
     # Weights are converted to the values' dtype for the matrix unit; the accumulator and `row_sum` stay float32.
     acc = add_dot(acc * alpha[:, None], weights.to(v.dtype), v, spec)
     return new_max, row_argmax, row_sum, acc
@@ -295,7 +292,7 @@ def _store_output(
     positive_sum = tl.where(row_sum > 0.0, row_sum, 1.0)
     row_lse = tl.where(row_sum > 0.0, _log2_to_log(tl.log2(positive_sum) + base, base, spec), float("-inf"))
     tl.store(lse + rows, row_lse, mask=valid)
-    if spec.NORMALIZES_OUTPUTS:
+    if spec.NORMALIZE:
         # One factor per row: rescaling by the sink, dropout's scale and the denominator.
         acc = acc * (factor * spec.KEPT_WEIGHT_SCALE / positive_sum)[:, None]
     else:

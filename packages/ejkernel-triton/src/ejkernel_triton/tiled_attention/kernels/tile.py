@@ -31,9 +31,9 @@ def load_query_info(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Describes the queries `start` to `start + BLOCK`; all are in bounds unless IS_MASKED."""
+    """Describes the queries `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
     valid = bounds_mask(index, spec.T, BLOCK)
     # Placeholders: the index is the position unless the call has positions; absent ids and dropout keys are not read.
@@ -42,7 +42,7 @@ def load_query_info(
     token_dropout_key = index
     if spec.HAS_DROPOUT:
         row = tl.cast(batch // per.DROPOUT_ROW_KEYS, tl.int64) * spec.H + head
-        token_dropout_key = load_vector(token_dropout_keys + row * spec.T, index, valid, IS_MASKED)
+        token_dropout_key = load_vector(token_dropout_keys + row * spec.T, index, valid, MASKED)
     if spec.HAS_Q_POSITIONS:
         position = tl.load(positions + (batch // per.Q_POSITIONS) * spec.T + index, mask=valid, other=0)
     if spec.HAS_SEGMENTS:
@@ -63,9 +63,9 @@ def load_key_info(
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Describes the keys `start` to `start + BLOCK`; all are in bounds unless IS_MASKED."""
+    """Describes the keys `start` to `start + BLOCK`; all are in bounds unless MASKED."""
     index = start + tl.arange(0, BLOCK)
     valid = bounds_mask(index, spec.S, BLOCK)
     id = index
@@ -73,7 +73,7 @@ def load_key_info(
     token_dropout_key = index
     if spec.HAS_DROPOUT:
         token_dropout_key = load_vector(
-            token_dropout_keys + (batch // per.DROPOUT_COLUMN_KEYS) * spec.S, index, valid, IS_MASKED
+            token_dropout_keys + (batch // per.DROPOUT_COLUMN_KEYS) * spec.S, index, valid, MASKED
         )
     if spec.HAS_K_POSITIONS:
         position = tl.load(positions + (batch // per.K_POSITIONS) * spec.S + index, mask=valid, other=0)
@@ -99,13 +99,13 @@ def as_row_vectors(token_info):
 
 
 @triton.jit
-def attending_pairs(queries, keys, mask_addresses, spec: tl.constexpr):
-    """Returns which pairs attend; `mask_addresses` has the addresses of the mask of this batch row and head, and of
-    this tile's mask.
+def attending_pairs(queries, keys, mask_bases, spec: tl.constexpr):
+    """Returns which pairs attend; `mask_bases` has the addresses of the mask of this batch row and head, and of this
+    tile's mask.
     """
     q, q_valid, q_id, q_position, _ = queries
     k, k_valid, k_id, k_position, _ = keys
-    mask, tile_mask = mask_addresses
+    mask, tile_mask = mask_bases
     pairs = q_valid & k_valid
     if spec.HAS_SEGMENTS:  # ids of padding differ
         pairs = q_id == k_id
@@ -134,7 +134,7 @@ def offset_of_pair(q, k, Q_STRIDE: tl.constexpr, K_STRIDE: tl.constexpr, spec: t
 
 
 @triton.jit
-def bias_and_mask_addresses(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
+def pair_bases(bias, mask, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Returns the addresses of a head and batch row in the bias and in the mask; the pointers themselves without
     them.
     """
@@ -154,7 +154,7 @@ def bias_and_mask_addresses(bias, mask, batch, head, spec: tl.constexpr, per: tl
 
 
 @triton.jit
-def key_and_value_addresses(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
+def kv_bases(key, value, batch, head, spec: tl.constexpr, per: tl.constexpr):
     """Returns the addresses of a KV head and batch row in the keys and in the values."""
     k = key + (tl.cast(batch // per.KEY, tl.int64) * spec.S * spec.HK + head) * spec.D
     v = value + (tl.cast(batch // per.VALUE, tl.int64) * spec.S * spec.HK + head) * spec.DV
@@ -162,7 +162,7 @@ def key_and_value_addresses(key, value, batch, head, spec: tl.constexpr, per: tl
 
 
 @triton.jit
-def load_consecutive_block_bounds(block_lists, batch, tile, per: tl.constexpr, NUM_TILES: tl.constexpr):
+def consecutive_block_bounds(block_lists, batch, tile, per: tl.constexpr, NUM_TILES: tl.constexpr):
     """Returns the blocks of a tile without a pattern: first, full_start, full_end, last; see `plan`."""
     row = block_lists + ((batch // per.BLOCK_LISTS) * NUM_TILES + tile) * 4
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -172,9 +172,7 @@ def load_consecutive_block_bounds(block_lists, batch, tile, per: tl.constexpr, N
 def load_block_list(
     block_lists, batch, head, tile, LIST_SHAPE: tl.constexpr, per: tl.constexpr, NUM_TILES: tl.constexpr
 ):
-    """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for
-    `load_listed_block`.
-    """
+    """Returns the blocks of a tile with a pattern: the number of full ones, of all, and the list for `listed_block`."""
     HEADS: tl.constexpr = LIST_SHAPE[0]
     row = batch // per.BLOCK_LISTS
     if HEADS > 1:
@@ -184,19 +182,19 @@ def load_block_list(
 
 
 @triton.jit
-def load_listed_block(blocks, i):
+def listed_block(blocks, i):
     """Returns block `i` of a list."""
     return tl.load(blocks + 2 * i)
 
 
 @triton.jit
-def load_tile_mask_id(blocks, i):
+def tile_mask_id(blocks, i):
     """Returns the id of the tile mask of block `i` of a list."""
     return tl.load(blocks + 2 * i + 1)
 
 
 @triton.jit
-def tile_mask_address(tile_masks, id, q_start, k_start, spec: tl.constexpr):
+def tile_mask_base(tile_masks, id, q_start, k_start, spec: tl.constexpr):
     """Returns the address of a tile's mask, shifted so that `attending_pairs` can index it by the pair's indices in the
     whole call.
 
@@ -212,18 +210,18 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
     derivative.
     """
     cap_slope = 1.0
-    if spec.SCORES_ARE_ONLY_SCALED:
+    if spec.ONLY_SCALED_SCORES:
         return scores, cap_slope
     else:
         # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
-        scores = scores * spec.SCORE_SCALE
+        scores = scores * spec.SCALE
         if spec.BIAS_STRIDES is not None:
             q, q_valid, _, _, _ = queries
             k, k_valid, _, _, _ = keys
             at = bias + offset_of_pair(q, k, spec.BIAS_STRIDES[2], spec.BIAS_STRIDES[3], spec)
             scores += tl.load(at, mask=q_valid & k_valid, other=0.0).to(tl.float32)
         if spec.SOFT_CAP is not None:
-            tanh_scores = tanh(scores * (1.0 / spec.SOFT_CAP), spec.USES_FAST_TANH)
+            tanh_scores = tanh(scores * (1.0 / spec.SOFT_CAP), spec.FAST_TANH)
             # The derivative of the cap, which the backward pass needs, from the same tanh.
             cap_slope = 1.0 - tanh_scores * tanh_scores
             capped = tanh_scores * spec.SOFT_CAP
