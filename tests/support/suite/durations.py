@@ -2,7 +2,7 @@
 
 Seconds are those of a processor, the test's process and those that it started and awaited. JAX reports how long it
 traced, lowered and compiled; their shares of a test's time are those of its seconds, and the rest is `run`. What a
-process takes before its first test, to import and to collect, is in the line of the file that it begins with.
+process takes before its first test, to import and to collect all tests, is in a line of its own.
 """
 
 import json
@@ -24,6 +24,7 @@ KINDS = {
 }
 COLUMNS = ("import", "trace", "lower", "compile", "run", "processes")
 PROPERTY = "seconds by kind"
+STARTS = "imports and collection, of each process that runs tests"
 
 
 def _processor() -> tuple[float, float]:
@@ -91,7 +92,7 @@ class Clock:
         files = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
         for test, seconds in self.tests.items():
             for kind, spent in seconds.items():
-                files[test.partition("::")[0]][kind] += spent
+                files[STARTS if kind == "import" else test.partition("::")[0]][kind] += spent
         total = {kind: sum(seconds[kind] for seconds in files.values()) for kind in COLUMNS}
         yield f"{'seconds':>9} " + " ".join(f"{kind:>9}" for kind in COLUMNS)
         ranked = sorted(files.items(), key=lambda row: -sum(row[1].values()))
