@@ -63,7 +63,7 @@ def forward(host, record, lanes):
     operands, packing, sizes, packed = inputs(record)
     rows = record.x.shape[0]
     intervals = (
-        packed_scan.interval_count(TOKENS, sizes[0]) if packed[0] else -(-TOKENS // packed_scan.TOKENS_PER_INTERVAL)
+        packed_scan.max_num_intervals(TOKENS, sizes[0]) if packed[0] else -(-TOKENS // packed_scan.TOKENS_PER_INTERVAL)
     )
     initial = None if record.initial_state is None else np.array(record.initial_state)
     made = [nothing(*record.x.shape), nothing(rows, intervals, SIZE, CHANNELS), nothing(sizes[0], CHANNELS, SIZE)]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 
 GENERATOR = np.random.default_rng(0)
 SCORES, VALUES = GENERATOR.normal(size=(2, 3, 4, 10)), GENERATOR.normal(size=(2, 3, 10, 5))
@@ -18,7 +18,7 @@ def attend(scores, values):
     total = weights.sum(axis=-1)
     output = (weights @ values) / np.where(total > 0, total, 1)[..., None]
     lse = np.where(total > 0, np.log(np.where(total > 0, total, 1)) + largest[..., 0], -np.inf)
-    return Partial(output.swapaxes(1, 2), lse)
+    return PartialAttention(output.swapaxes(1, 2), lse)
 
 
 @pytest.mark.parametrize("offset", [0.0, 300.0], ids=["", "beyond exp in float32"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.work import Work, deal
+from ejkernel.families.paged_attention.work import WorkList, deal_key_tiles
 from ejkernel.ops.device import target_device
 from ejkernel_triton import launch, paged_attention
 from ejkernel_triton.paged_attention import config as paged_config
@@ -107,8 +107,8 @@ def test_every_key_tile_is_dealt_to_exactly_one_program(highs, block, heads, pro
     high = jnp.asarray(highs, jnp.int32)
     rows = jnp.asarray([1] * (len(highs) - 1) + [0], jnp.int32)  # the last entry is not real
     zero = jnp.zeros_like(high)
-    work = Work(jnp.sum(rows), zero, zero, rows, zero, zero, low=high // 3, high=high)
-    dealt = jax.tree.map(np.asarray, deal(work, block, heads, programs))
+    work = WorkList(jnp.sum(rows), zero, zero, rows, zero, zero, low=high // 3, high=high)
+    dealt = jax.tree.map(np.asarray, deal_key_tiles(work, block, heads, programs))
     ends = np.append(dealt.begin[1:], dealt.total)
     assert np.all(ends - dealt.begin <= dealt.share)
     assert dealt.begin[0] == 0

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.work import deal, find_work
+from ejkernel.families.paged_attention.work import deal_key_tiles, make_work_list
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import _stack_entries, _stack_shares, plan_work
 from ejkernel_triton.paged_attention.spec import make_spec
@@ -56,8 +56,8 @@ def decoding(record):
 
 def check(record):
     config = CONFIG if record.query_start is not None else dataclasses.replace(CONFIG, block_q=1)
-    work = find_work(record, config.block_q)
-    dealt = deal(work, config.block_kv, 2, config.num_programs)
+    work = make_work_list(record, config.block_q)
+    dealt = deal_key_tiles(work, config.block_kv, 2, config.num_programs)
     spec = make_spec(record, config, work.sequence.shape[0])
     entries, shares = plan_work(record, spec, config)
     live, begins = int(work.live), int(np.sum(np.asarray(dealt.begin) < dealt.total))

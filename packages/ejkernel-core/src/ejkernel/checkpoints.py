@@ -16,7 +16,7 @@ from jax import lax
 
 from ejkernel import _compat
 from ejkernel.arithmetic import cdiv
-from ejkernel.planning.quantized_formats import WORD, pack, unpack
+from ejkernel.planning.quantized_formats import WORD_BITS, pack, unpack
 from ejkernel.promotion import with_standard_promotion
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -53,7 +53,7 @@ def from_gptq(
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, wants 'gptq' or 'gptq_v2'")
     words = jnp.swapaxes(_as_uint32_words("qweight", qweight), -1, -2)
-    columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD // bits)
+    columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD_BITS // bits)
     _check_groups_in_order(g_idx, columns, group)
     zeros = unpack(_as_uint32_words("qzeros", qzeros), bits, scales.shape[-1])
     if checkpoint_format == "gptq":
@@ -114,7 +114,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         words = _as_uint32_words("weight_packed", weight)
     else:
         raise ValueError(f"bits: got {bits!r}, wants 2, 4 or 8, of which a word holds a whole number")
-    rows, columns = words.shape[-2], words.shape[-1] * WORD // bits
+    rows, columns = words.shape[-2], words.shape[-1] * WORD_BITS // bits
     scale = jnp.broadcast_to(scale, (*words.shape[:-1], scale.shape[-1] if scale.ndim else 1))
     _, group = _columns_and_group_size("weight_scale", scale.shape[-1], columns)
     zero = tensors.get("weight_zero_point")

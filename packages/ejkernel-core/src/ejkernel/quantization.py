@@ -23,7 +23,7 @@ from ejkernel import _compat
 from ejkernel.checkpoints import from_awq, from_compressed_tensors, from_fp8_blocks, from_gptq, from_mxfp4, from_nvfp4
 from ejkernel.planning.quantized_formats import (
     MODES,
-    WORD,
+    WORD_BITS,
     Format,
     Mode,
     decode,
@@ -190,7 +190,7 @@ def dequantize(
     """
     form = make_format(mode, bits, group_size)
     _check_axis(axis)
-    form = with_row_group_size(form, packed.shape[-1] * WORD // form.bits)
+    form = with_row_group_size(form, packed.shape[-1] * WORD_BITS // form.bits)
     zeros, tensor_scale = split_third(zeros, tensor_scale, form)
     check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
     rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale)

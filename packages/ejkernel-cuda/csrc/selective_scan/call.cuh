@@ -40,7 +40,7 @@ inline Packing packing_of(const ScanOperands& a) {
   return packing;
 }
 
-// Stored states of all rows; with packing `interval_count` of ejkernel.families.selective_scan.packed_scan per row.
+// Stored states of all rows; with packing `max_num_intervals` of ejkernel.families.selective_scan.packed_scan per row.
 inline int64_t stored_intervals(const Packing& packing, int64_t rows, int64_t tokens) {
   if (packing.bounds == nullptr) return rows * ((tokens + kInterval - 1) / kInterval);
   return rows * (tokens / kInterval + packing.sequences);

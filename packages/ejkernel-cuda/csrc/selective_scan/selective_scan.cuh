@@ -47,7 +47,7 @@ struct Packing {
     }
     const int pack = row / sequences, at = pack * (sequences + 1) + row % sequences;
     const int first = bounds[at];
-    // The upper bound on intervals: `interval_count` of ejkernel.families.selective_scan.packed_scan.
+    // The upper bound on intervals: `max_num_intervals` of ejkernel.families.selective_scan.packed_scan.
     const int64_t stored = int64_t(pack) * (tokens / kInterval + sequences);
     return {int64_t(pack) * tokens + first, bounds[at + 1] - first, stored + intervals[at]};
   }

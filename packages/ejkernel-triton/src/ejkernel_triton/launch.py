@@ -22,7 +22,7 @@ from jax import custom_batching
 
 from ejkernel import _compat as core_compat
 from ejkernel.ops.device import current_device
-from ejkernel.planning.in_place import unfused
+from ejkernel.planning.in_place import call_unfused
 from ejkernel_triton import _compat
 
 Shape = jax.ShapeDtypeStruct
@@ -225,7 +225,7 @@ def _device_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
                 **call.constants,
             )
 
-    return functools.partial(unfused, run) if call.aliases else run
+    return functools.partial(call_unfused, run) if call.aliases else run
 
 
 def _interpreter_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.grouped_matmul import UNASSIGNED_ROW_CHOICES, GroupedMatmul
-from ejkernel.families.grouped_matmul.row_tiles import NO_GROUP, find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import NO_GROUP, find_row_tiles, max_num_row_tiles
 
 
 @jax.jit(static_argnums=(2, 3, 4, 5))
@@ -20,7 +20,7 @@ def tiles_of(sizes, offset, rows, matrices, block, left_over):
         group_offset=offset,
         left_over=left_over,
     )
-    assert find_row_tiles(record, block).shape[0] == most_tiles(rows, matrices, block) + 1
+    assert find_row_tiles(record, block).shape[0] == max_num_row_tiles(rows, matrices, block) + 1
     return find_row_tiles(record, block)
 
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.families.paged_attention.latent_pages import as_pages
+from ejkernel.families.paged_attention.latent_pages import as_paged_record
 from ejkernel.families.tiled_attention import TiledAttention
 
 PADDING = -1
@@ -22,7 +22,7 @@ def test_a_range_never_begins_after_its_end(window):
         q_positions=jnp.array([[62], [55], [30], [-20]]),
         sliding_window=window,
     )
-    pages, _ = as_pages(record)
+    pages, _ = as_paged_record(record)
     assert pages.kv_starts is not None
     assert (pages.kv_starts <= pages.kv_lens).all()
     assert (pages.kv_starts >= 0).all()

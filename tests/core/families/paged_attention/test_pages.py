@@ -11,8 +11,8 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention.pages import (
     find_pages_and_slots,
     query_tiles,
-    token_places,
-    write,
+    token_sequences_and_positions,
+    write_new_tokens,
 )
 
 PAGES, SIZE, TOKENS = 5, 4, 9
@@ -57,7 +57,7 @@ def test_find_knows_what_is_absent_and_what_sequences_share(prefix):
 
 
 def test_query_rows_end_where_their_sequence_does():
-    sequence, position = jax.jit(token_places)(record())
+    sequence, position = jax.jit(token_sequences_and_positions)(record())
     expected = [
         (n, LENGTHS[n] - (STARTS[n + 1] - STARTS[n]) + i) for n in range(3) for i in range(STARTS[n + 1] - STARTS[n])
     ]
@@ -67,13 +67,13 @@ def test_query_rows_end_where_their_sequence_does():
 def test_only_slots_of_present_tokens_are_written():
     """Those of sequence 1 at positions 7 to 10 lie in a page that there is not, and in page 1."""
     news = jnp.arange(1.0, 1 + TOKENS * 2).reshape(TOKENS, 1, 2)
-    sequence, position = token_places(record())
+    sequence, position = token_sequences_and_positions(record())
     expected = np.zeros((PAGES, SIZE, 1, 2), np.float32)
     for token, (n, k) in enumerate(zip(sequence.tolist(), position.tolist(), strict=True)):
         page, slot = place(n, k)
         if page < PAGES and n >= 0:
             expected[page, slot] = news[token]
-    _, (keys, values) = jax.jit(write)(record(new_keys=news, new_values=-news))
+    _, (keys, values) = jax.jit(write_new_tokens)(record(new_keys=news, new_values=-news))
     np.testing.assert_array_equal(keys, expected)
     np.testing.assert_array_equal(values, -expected)
 

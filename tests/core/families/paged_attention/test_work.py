@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention.record import band
-from ejkernel.families.paged_attention.work import Work, deal, find_work
+from ejkernel.families.paged_attention.work import WorkList, deal_key_tiles, make_work_list
 
 SIZE, TOKENS = 4, 12
 LENGTHS = np.asarray([7, 16, 9], np.int32)
@@ -38,7 +38,7 @@ def record(left, right, starts):
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (3, 0), (2, 1), (None, None), (0, 2)])
 def test_entries_reach_from_the_first_to_the_last_key_of_their_rows(left, right, starts):
-    work = jax.tree.map(np.asarray, jax.jit(find_work, static_argnums=1)(record(left, right, starts), 2))
+    work = jax.tree.map(np.asarray, jax.jit(make_work_list, static_argnums=1)(record(left, right, starts), 2))
     for sequence, rows, position, low, high in zip(*work[1:2], *work[3:5], *work[6:], strict=True):
         seen = [
             k
@@ -53,9 +53,9 @@ def test_entries_reach_from_the_first_to_the_last_key_of_their_rows(left, right,
 def test_programs_have_every_key_tile_once(programs):
     low, high, rows = np.asarray([[0, 3, 8, 5, 0], [9, 8, 16, 5, 0], [2, 2, 1, 2, 0]], np.int32)
     nothing = np.zeros_like(low)
-    work = Work(np.int32(4), nothing, nothing, rows, nothing, nothing, low, high)
+    work = WorkList(np.int32(4), nothing, nothing, rows, nothing, nothing, low, high)
     block, heads = 4, 2
-    dealt = jax.tree.map(np.asarray, jax.jit(deal, static_argnums=(1, 2, 3))(work, block, heads, programs))
+    dealt = jax.tree.map(np.asarray, jax.jit(deal_key_tiles, static_argnums=(1, 2, 3))(work, block, heads, programs))
     count = [len({k // block for k in range(low[i], high[i])}) or 1 for i in range(4)]
     assert dealt.tiles.tolist() == [*count, 0]
     line = [entry for entry in range(4) for _ in range(count[entry] * heads)]

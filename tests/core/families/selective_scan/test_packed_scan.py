@@ -6,7 +6,7 @@ import pytest
 
 from ejkernel.families.selective_scan.packed_scan import (
     TOKENS_PER_INTERVAL,
-    first_intervals,
+    first_interval_of_sequences,
     packed_intervals,
 )
 
@@ -23,4 +23,6 @@ def test_intervals_are_those_of_each_sequence_in_order(lengths):
     found = list(zip(*(x.tolist() for x in intervals), strict=True))
     assert found[: len(expected)] == expected
     assert all(row[0] == len(lengths) for row in found[len(expected) :])
-    assert first_intervals(bounds).tolist() == [sum(row[0] < n for row in expected) for n in range(len(lengths) + 1)]
+    assert first_interval_of_sequences(bounds).tolist() == [
+        sum(row[0] < n for row in expected) for n in range(len(lengths) + 1)
+    ]

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists
-from ejkernel.families.tiled_attention.tile_pairs import runs
+from ejkernel.families.tiled_attention.tile_pairs import tile_runs
 
 KINDS = np.asarray(list(itertools.product((0, 1, 2), repeat=4)))  # of four tiles: none, some or all pairs attend
 SOME, EVERY = KINDS > 0, KINDS == 2
 
 
 def test_runs_are_the_span_with_work_and_its_first_full_tiles():
-    for kinds, first, full_start, full_end, last in zip(KINDS, *runs(SOME, EVERY, np), strict=True):
+    for kinds, first, full_start, full_end, last in zip(KINDS, *tile_runs(SOME, EVERY, np), strict=True):
         work = [i for i in range(4) if kinds[i]]
         assert (first, last) == ((work[0], work[-1] + 1) if work else (0, 0)), kinds
         if 2 not in kinds:

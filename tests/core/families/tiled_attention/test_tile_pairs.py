@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import TileCut, padding_as_segments, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import TileCut, classify_tile_pairs, padding_as_segments
 
 QUERIES, KEYS, BLOCK = 10, 13, 4
 SIDES = (None, 0, 1, 3, 4, 6)
@@ -42,7 +42,7 @@ def in_band(left, right):
 def test_a_window_over_indices_is_exact(moved_back):
     q_cut, kv_cut = TileCut(QUERIES, BLOCK, moved_back), TileCut(KEYS, BLOCK, moved_back)
     for left, right in itertools.product(SIDES, SIDES):
-        some, every, _ = sorted_pairs(record(sliding_window=(left, right)), q_cut, kv_cut)
+        some, every, _ = classify_tile_pairs(record(sliding_window=(left, right)), q_cut, kv_cut)
         expected_some, expected_every = by_tiles(in_band(left, right), q_cut, kv_cut)
         np.testing.assert_array_equal(some, expected_some, str((left, right)))
         np.testing.assert_array_equal(every, expected_every, str((left, right)))
@@ -52,7 +52,7 @@ def test_no_pair_of_two_segments_is_missed_and_full_tiles_are_full():
     """Tiles of padding alone have equal ids, and no pair."""
     q_cut, kv_cut = TileCut(QUERIES, BLOCK), TileCut(KEYS, BLOCK)
     call = record(q_segment_ids=jnp.asarray(Q_IDS), kv_segment_ids=jnp.asarray(K_IDS))
-    some, every, _ = sorted_pairs(call, q_cut, kv_cut)
+    some, every, _ = classify_tile_pairs(call, q_cut, kv_cut)
     allowed = (Q_IDS[:, :, None] == K_IDS[:, None]) & (Q_IDS >= 0)[:, :, None]
     expected_some, expected_every = by_tiles(allowed, q_cut, kv_cut)
     np.testing.assert_array_equal(np.asarray(some) | expected_some, some)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.kinds import kind, kind_of_large
+from ejkernel.families.tiled_attention.kinds import kind, tuning_key_of_large
 from ejkernel.types.sparse_masks import LocalMask
 
 
@@ -32,6 +32,6 @@ def test_calls_of_a_kind_share_a_measured_configuration():
 
 
 def test_a_call_that_does_not_fill_a_gpu_is_of_no_kind_there():
-    assert kind_of_large(call(causal=True)) == kind(call(causal=True))
-    assert kind_of_large(call(512)) is None
-    assert kind_of_large(call(2048)) is None
+    assert tuning_key_of_large(call(causal=True)) == kind(call(causal=True))
+    assert tuning_key_of_large(call(512)) is None
+    assert tuning_key_of_large(call(2048)) is None

@@ -18,7 +18,7 @@ from ejkernel.modules import (
 )
 from ejkernel.ops import explain
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel.types import MaskInfo
 
 B, T, H, G, D = 2, 24, 4, 2, 8
@@ -79,7 +79,7 @@ def halves(query, key, value):
     parts = []
     for half in (slice(0, T // 2), slice(T // 2, T)):
         output, lse = flash_attention(query, key[:, half], value[:, half], return_lse=True)
-        parts.append(Partial(output, lse))
+        parts.append(PartialAttention(output, lse))
     return merge(*parts).output
 
 

@@ -247,7 +247,7 @@ def test_columns_behind_the_latent_vector_are_those_of_the_family():
     want, residuals = tiled_attention.reference(record)
     padding = record.kv_segment_ids[..., None, None] < 0
     poisoned = dataclasses.replace(record, key=jnp.where(padding, jnp.nan, record.key))
-    pages, _ = latent_pages.as_pages(poisoned)
+    pages, _ = latent_pages.as_paged_record(poisoned)
     got = forward._rotary_output(pages, residuals.lse[:, :, 0])
     np.testing.assert_allclose(got, want[:, 0, :, 512:], atol=1e-5)
 

@@ -52,7 +52,7 @@ def make(
     return PagedAttention(
         query=jnp.asarray(rng.normal(size=(tokens, heads, size)), dtype),
         key_pages=cache[0],
-        value_pages=None if layout == paged_cache.COMBINED else cache[1],
+        value_pages=None if layout == paged_cache.COMBINED_LAYOUT else cache[1],
         block_tables=jnp.asarray(tables, jnp.int32),
         kv_lens=jnp.array(lens, jnp.int32),
         query_start=None if q_lens is None else jnp.asarray(np.cumsum((first, *q_lens)), jnp.int32),
@@ -215,7 +215,7 @@ def _copied(layout, operands, what, place, head):
 
 def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
-    table = np.asarray(prefill.make_prefill_tiles(record, paged_cache.RowLimits(32, 999)))[0]
+    table = np.asarray(prefill.make_prefill_tiles(record, paged_cache.QueryRowLimits(32, 999)))[0]
     live = table[0, prefill.NUM_LIVE_TILES_FIELD] // 8
     tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.PAGED_TILE_FIELDS]]
     # The last two are of rows that belong to no sequence, and have no keys.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.tiled_attention.backward import backward
 from ejkernel_pallas.gpu.tiled_attention.config import HopperBackward, HopperForward
@@ -22,7 +22,7 @@ def sums(batch, calls):
         x, y = ([x[b % len(x)] for b in range(rows)] for x in operands.values())
         return (jnp.stack(x) + jnp.stack(y),)
 
-    return lambda x, y: in_rows(run, {"x": x, "y": y}, batch)[0]
+    return lambda x, y: run_with_batch_rows(run, {"x": x, "y": y}, batch)[0]
 
 
 @pytest.mark.parametrize(("batch", "shared"), [(1, 1), (3, 1), (3, 3)])

@@ -9,7 +9,7 @@ from jax import custom_batching
 from ejkernel import _compat
 
 
-def in_rows(
+def run_with_batch_rows(
     run: Callable[[dict[str, jax.Array], int], tuple[jax.Array, ...]], operands: dict[str, jax.Array], batch: int
 ) -> tuple[jax.Array, ...]:
     """Returns what `run` makes of operands, by name, and of a number of batch rows; under `jax.vmap` of more rows,
@@ -31,7 +31,7 @@ def in_rows(
         size: int, mapped: list[bool], *arrays: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
         batched_arrays = (_repeated_batch_rows(x, size, batch, m) for x, m in zip(arrays, mapped, strict=True))
-        outputs = in_rows(run, dict(zip(operands, batched_arrays, strict=True)), size * batch)
+        outputs = run_with_batch_rows(run, dict(zip(operands, batched_arrays, strict=True)), size * batch)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in outputs), (True,) * len(outputs)
 
     mapping = custom_batching.custom_vmap(call)

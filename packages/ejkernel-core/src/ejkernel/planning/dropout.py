@@ -46,7 +46,7 @@ def column_keys(key: jax.Array) -> jax.Array:
     return mix(key.astype(jnp.uint32) * jnp.uint32(GOLDEN_RATIO_MULTIPLIER)) | 1
 
 
-def threshold(dropout_prob: float) -> int:
+def dropout_threshold(dropout_prob: float) -> int:
     """Returns `dropout_prob * 2**32`: a weight is dropped if the product of its row's and column's keys is below it."""
     return min(round(dropout_prob * 2**32), 2**32 - 1)
 
@@ -63,4 +63,4 @@ def is_kept(row_key: jax.Array, key_index: jax.Array, dropout_prob: float) -> ja
     Returns:
         Boolean array of the broadcast shape, True where the weight is kept (and then scaled by `1 / (1 - p)`).
     """
-    return row_key * column_keys(key_index) >= jnp.uint32(threshold(dropout_prob))
+    return row_key * column_keys(key_index) >= jnp.uint32(dropout_threshold(dropout_prob))

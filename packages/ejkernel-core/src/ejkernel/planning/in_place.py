@@ -16,6 +16,6 @@ import jax
 from jax import lax
 
 
-def unfused(call: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def call_unfused(call: Callable[..., Sequence[jax.Array]], *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the results of `call(*arrays)`, a kernel that changes some of the arrays in place."""
     return lax.optimization_barrier(tuple(call(*lax.optimization_barrier(arrays))))

@@ -35,7 +35,7 @@ from ejkernel.arithmetic import cdiv
 Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8", "symmetric", "fp8"]
 MODES: tuple[str, ...] = get_args(Mode)
 
-WORD = 32
+WORD_BITS = 32
 """Bits of a word."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1; its highest bit is the sign."""
@@ -128,7 +128,7 @@ class Format:
 
     def words(self, columns: int) -> int:
         """Returns words of a row of that many columns."""
-        return cdiv(columns * self.bits, WORD)
+        return cdiv(columns * self.bits, WORD_BITS)
 
 
 def make_format(mode: Any = "affine", bits: Any = None, group_size: Any = None) -> Format:
@@ -179,7 +179,7 @@ def with_row_group_size(form: Format, columns: int) -> Format:
     """
     if form.group_size != WHOLE_ROW:
         return form
-    if columns % WORD:
+    if columns % WORD_BITS:
         raise ValueError(f"group_size: got -1 with rows of {columns} codes, wants rows in multiples of {WORD}")
     return dataclasses.replace(form, group_size=columns)
 
@@ -378,23 +378,25 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Returns words uint32 [..., words] of codes [..., C]."""
     stream = (codes[..., None] >> jnp.arange(bits, dtype=jnp.uint8)) & jnp.uint8(1)
     stream = stream.reshape(*codes.shape[:-1], -1)
-    padding = -stream.shape[-1] % WORD
+    padding = -stream.shape[-1] % WORD_BITS
     stream = jnp.pad(stream, [(0, 0)] * (stream.ndim - 1) + [(0, padding)])
-    words = stream.reshape(*stream.shape[:-1], -1, WORD).astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
+    words = stream.reshape(*stream.shape[:-1], -1, WORD_BITS).astype(jnp.uint32) << jnp.arange(
+        WORD_BITS, dtype=jnp.uint32
+    )
     return words.sum(axis=-1, dtype=jnp.uint32)
 
 
 def unpack(packed: jax.Array, bits: int, columns: int) -> jax.Array:
     """Returns codes uint8 [..., columns] of words."""
     mask = jnp.uint32(2**bits - 1)
-    if WORD % bits == 0:
-        shifts = jnp.arange(0, WORD, bits, dtype=jnp.uint32)
+    if WORD_BITS % bits == 0:
+        shifts = jnp.arange(0, WORD_BITS, bits, dtype=jnp.uint32)
         codes = (packed[..., None] >> shifts) & mask
         return codes.reshape(*packed.shape[:-1], -1)[..., :columns].astype(jnp.uint8)
     # A code may be split over two words. One more word is added at the end for the last code.
     first = np.arange(columns) * bits
-    word, shift = first // WORD, jnp.asarray(first % WORD, jnp.uint32)
+    word, shift = first // WORD_BITS, jnp.asarray(first % WORD_BITS, jnp.uint32)
     longer = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, 1)])
     low = longer[..., word] >> shift
-    high = jnp.where(shift == 0, 0, longer[..., word + 1] << ((WORD - shift) % WORD))
+    high = jnp.where(shift == 0, 0, longer[..., word + 1] << ((WORD_BITS - shift) % WORD_BITS))
     return ((low | high) & mask).astype(jnp.uint8)

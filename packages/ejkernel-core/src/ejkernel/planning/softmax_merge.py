@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 
-class Partial(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention to some of the keys.
 
     Attributes:
@@ -24,7 +24,7 @@ class Partial(NamedTuple):
     lse: jax.Array
 
 
-def merge(*parts: Partial) -> Partial:
+def merge(*parts: PartialAttention) -> PartialAttention:
     """Returns attention to the keys of all parts."""
     row_max = functools.reduce(jnp.maximum, (part.lse for part in parts))
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)
@@ -34,7 +34,7 @@ def merge(*parts: Partial) -> Partial:
     shares = [mass / jnp.where(some, total, 1) for mass in masses]
     output = sum(_by_row(share) * part.output for share, part in zip(shares, parts, strict=True))
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
-    return Partial(jnp.asarray(output), lse)
+    return PartialAttention(jnp.asarray(output), lse)
 
 
 def _by_row(x: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
@@ -36,7 +36,7 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
-    if by_channel(record):
+    if has_channel_gates(record):
         yield "decay: got gates per key channel, the kernel reads gates per head"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:

@@ -92,7 +92,7 @@ def _num_blocks_without_split(record: PagedAttention) -> int:
 def _shared_memory_kib(record: PagedAttention) -> int:
     """Returns the shared memory of a block, in KiB."""
     # Matches `Shape` in csrc: warps times stages times tiles of keys and values.
-    return 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
+    return 48 if max(record.query.shape[-1], paged_cache.value_head_dim(record)) <= 64 else 96
 
 
 def _wave_occupancy(blocks: int, blocks_per_wave: int) -> float:

@@ -27,7 +27,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     query, keys = record.query, record.key_pages
     values = keys if record.value_pages is None else record.value_pages
-    if record.kv_layout == paged_cache.LATENT:
+    if record.kv_layout == paged_cache.LATENT_LAYOUT:
         yield "kv_cache: got a cache of latent vectors, the kernel reads keys and values"
         return
     if keys.dtype != values.dtype or str(keys.dtype) not in (str(query.dtype), *EIGHT_BIT_DTYPES):
@@ -36,7 +36,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     rows, sequences = query.shape[0], record.kv_lens.shape[0]
     if record.query_start is not None and rows > sequences:
         yield f"queries: got {rows} rows of {sequences} sequences, the kernel serves at most one each"
-    sizes = query.shape[-1], paged_cache.value_size(record), keys.shape[-1], values.shape[-1]
+    sizes = query.shape[-1], paged_cache.value_head_dim(record), keys.shape[-1], values.shape[-1]
     if any(size * keys.dtype.itemsize % ASYNC_COPY_BYTES for size in sizes):
         row_sizes = f"{sizes[0]} and, of values, {sizes[1]} elements of {keys.dtype}"
         yield f"key_cache: got rows of {row_sizes}, the kernel reads multiples of {ASYNC_COPY_BYTES} bytes"

@@ -72,7 +72,7 @@ def _num_resident_blocks_on_chip(record: PagedAttention, device: DeviceInfo) -> 
     """Returns the number of blocks that are resident on the chip at a time."""
     chip = gpu_of(device)
     # Matches `Shape` in csrc; the driver reserves 1 KiB of shared memory per block.
-    shared_memory_kib = 48 if max(record.query.shape[-1], paged_cache.value_size(record)) <= 64 else 96
+    shared_memory_kib = 48 if max(record.query.shape[-1], paged_cache.value_head_dim(record)) <= 64 else 96
     return chip.multiprocessors * max(1, chip.total_shared_memory // KIBI // (shared_memory_kib + 1))
 
 

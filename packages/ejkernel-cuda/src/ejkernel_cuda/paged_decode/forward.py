@@ -10,7 +10,7 @@ import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.planning.in_place import unfused
+from ejkernel.planning.in_place import call_unfused
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
 from ejkernel_cuda.dense_decode.forward import UNBOUNDED_WINDOW
 from ejkernel_cuda.library import register_handler
@@ -24,7 +24,7 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
     flags that say when those are complete, are further outputs of the call, so that XLA allocates all of its memory:
     two per block, for any lengths.
     """
-    (rows, heads, _), size = record.query.shape, paged_cache.value_size(record)
+    (rows, heads, _), size = record.query.shape, paged_cache.value_head_dim(record)
     num_thread_blocks, num_queues = thread_blocks_and_queues(record, config)
     cache_arrays = (record.key_pages,) if record.value_pages is None else (record.key_pages, record.value_pages)
     new_tokens = () if record.new_keys is None else (record.new_keys, record.new_values)
@@ -58,7 +58,7 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
         jnp.zeros(0, jnp.float32) if record.softmax_aux is None else record.softmax_aux.astype(jnp.float32),
         *(x.astype(record.key_pages.dtype) for x in new_tokens if x is not None),
     )
-    output, lse, *other_results = unfused(call, *operands) if written_caches else call(*operands)
+    output, lse, *other_results = call_unfused(call, *operands) if written_caches else call(*operands)
     return (output, lse, *other_results[3:]), None
 
 

@@ -4,7 +4,7 @@ in place.
 
 from collections.abc import Iterable
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -40,13 +40,13 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
 def _state_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve the record's states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
-    has_channel_gates = by_channel(record)
+    gates_channels = has_channel_gates(record)
     if keys not in KEY_DIMS:
         yield f"query: got head dimension {keys}, the kernel wants one of {', '.join(map(str, KEY_DIMS))}"
-    required_multiple = VALUE_CHANNELS_PER_BLOCK if has_channel_gates else VALUE_CHANNELS_PER_WARP
+    required_multiple = VALUE_CHANNELS_PER_BLOCK if gates_channels else VALUE_CHANNELS_PER_WARP
     if columns % required_multiple:
         yield f"value: got head dimension {columns}, the kernel wants a multiple of {required_multiple}"
-    if record.transposed_states and (has_channel_gates or record.beta is not None):
+    if record.transposed_states and (gates_channels or record.beta is not None):
         yield "initial_state: got transposed states, which the kernel does not read with beta or gates per key channel"
     for name in ("initial_state", "sequence_state"):
         state = getattr(record, name)
@@ -59,7 +59,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     measured.
     """
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    min_tokens = MIN_TOKENS_WITH_CHANNEL_GATES if by_channel(record) else MIN_TOKENS
+    min_tokens = MIN_TOKENS_WITH_CHANNEL_GATES if has_channel_gates(record) else MIN_TOKENS
     return 25 if record.query.shape[1] >= min_tokens * sequences else -1
 
 

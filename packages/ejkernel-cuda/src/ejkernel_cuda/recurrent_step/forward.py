@@ -9,7 +9,7 @@ import numpy as np
 from jax import custom_batching
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
-from ejkernel.planning.in_place import unfused
+from ejkernel.planning.in_place import call_unfused
 from ejkernel_cuda.library import register_handler
 
 
@@ -53,8 +53,10 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         ),
         jnp.zeros(0, float32) if initial is None else initial.astype(float32),
     )
-    # Under `jax.vmap` the loop's body has the barriers of `unfused`, so that they also apply to its slices.
-    call_with_states = call if initial is None else custom_batching.sequential_vmap(functools.partial(unfused, call))
+    # Under `jax.vmap` the loop's body has the barriers of `call_unfused`, so that they also apply to its slices.
+    call_with_states = (
+        call if initial is None else custom_batching.sequential_vmap(functools.partial(call_unfused, call))
+    )
     output, states = call_with_states(*operands)
     return (output, states), ()
 

@@ -6,14 +6,14 @@ import numpy as np
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.families.selective_scan.scan_sequences import sequences, with_state_gradients
+from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states, sequences
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.selective_scan.config import MAX_STATE_DIM, WARPGROUP_CHANNELS, GradientTile
 from ejkernel_cuda.selective_scan.forward import packed_sequence_operands, scan_operands
 
 
-@with_state_gradients
+@backward_with_slot_states
 def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
     """Returns the gradients of the requested fields of a record.
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
-from ejkernel.families.selective_scan.scan_sequences import sequences, with_states
+from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states, sequences
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.selective_scan.config import CHANNEL_ALIGNMENT, ScanTile, padded_state_dim
 
 
-@with_states
+@forward_with_slot_states
 def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns output [B, T, I] in x's dtype, final states [B, I, E] in float32, and the states before every interval.
 
@@ -26,7 +26,7 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
         raise ValueError(f"{config}: got {channels} channels, wants a multiple of {CHANNEL_ALIGNMENT}")
     float32, cu_seqlens = jnp.float32, record.cu_seqlens
     packed = cu_seqlens is not None
-    intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    intervals = packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_selective_scan"),
         (
@@ -52,7 +52,7 @@ def packed_sequence_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Arra
     """Returns bounds and first intervals of packed sequences, both int32 [N + 1]; empty arrays without packing."""
     if record.cu_seqlens is None:
         return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)
-    return record.cu_seqlens.astype(jnp.int32), packed_scan.first_intervals(record.cu_seqlens)
+    return record.cu_seqlens.astype(jnp.int32), packed_scan.first_interval_of_sequences(record.cu_seqlens)
 
 
 def scan_operands(record: SelectiveScan, state_dim: int) -> tuple[jax.Array, ...]:

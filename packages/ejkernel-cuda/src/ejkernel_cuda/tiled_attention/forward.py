@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
-from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_cuda.tiled_attention.kernels.cudnn import (
     drop_none,
     emit_custom_call,
@@ -45,13 +45,13 @@ def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     xla_flags = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
     def run(xla_flags: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
-        # `in_rows` keeps an operand that all rows share at one row, which cuDNN supports for a bias only.
+        # `run_with_batch_rows` keeps an operand that all rows share at one row, which cuDNN supports for a bias only.
         query_key_value_rows = {
             name: jnp.broadcast_to(xla_flags[name], (rows, *xla_flags[name].shape[1:])) for name in inputs
         }
         return _forward(dataclasses.replace(record, **{**xla_flags, **query_key_value_rows}))
 
-    output, lse = in_rows(run, xla_flags, record.query.shape[0])
+    output, lse = run_with_batch_rows(run, xla_flags, record.query.shape[0])
     return output, SoftmaxResiduals(lse=lse)
 
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from ejkernel.families.gated_grouped_matmul.gradients import gradients_of_products
+from ejkernel.families.gated_grouped_matmul.gradients import recompute_products_and_gradients
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
@@ -25,6 +25,6 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     def multiply_rows(product_record: GroupedMatmul) -> jax.Array:
         return grouped(product_record, heuristic(product_record, current_device(), "forward"))[0]
 
-    return gradients_of_products(
+    return recompute_products_and_gradients(
         pullback, multiply_rows, lambda product_pullback: grouped_backward(product_pullback, config)
     )

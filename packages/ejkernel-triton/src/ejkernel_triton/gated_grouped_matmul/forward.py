@@ -4,7 +4,7 @@ import jax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, max_num_row_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
 from ejkernel_triton.grouped_matmul.spec import add_batch_axis, choose_dot_precision, converts_to_float32
@@ -66,7 +66,7 @@ def _make_spec(record: GatedGroupedMatmul, product_call: GroupedMatmul, config: 
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
-        TILE_LIST_LENGTH=most_tiles(rows, matrices, config.block_m),
+        TILE_LIST_LENGTH=max_num_row_tiles(rows, matrices, config.block_m),
         NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
         PRECISION=choose_dot_precision(product_call),

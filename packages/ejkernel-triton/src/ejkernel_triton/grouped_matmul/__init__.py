@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.families.grouped_matmul import FAMILY
-from ejkernel.families.grouped_matmul.kinds import kind_of
+from ejkernel.families.grouped_matmul.kinds import shared_tuning_key
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
@@ -59,6 +59,8 @@ def implementations() -> tuple[Implementation, ...]:
                 triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
                 dtypes=requirements.DTYPES | {FLOAT8_OPERAND_DTYPE},
             ),
-            config=ConfigSpace.of(config, forward=config.GroupedForward, backward=config.GroupedBackward, kind=kind_of),
+            config=ConfigSpace.of(
+                config, forward=config.GroupedForward, backward=config.GroupedBackward, kind=shared_tuning_key
+            ),
         ),
     )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_rows, spread
+from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_row_bounds, spread
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import compute_lhs_gradient
@@ -146,7 +146,7 @@ def _bias_gradients(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
 
 def _group_row_bounds(record: GroupedMatmul) -> jax.Array:
     """Returns the first row of every matrix's group and the row after its last, [1, E, 2]."""
-    return jnp.stack(group_rows(record), axis=1)[None]
+    return jnp.stack(group_row_bounds(record), axis=1)[None]
 
 
 def _make_spec(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel.families.grouped_matmul.kinds import average_rows
+from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -211,7 +211,7 @@ def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoi
 
 def _rows_per_tile(record: GroupedMatmul) -> int:
     """Returns the rows of a tile."""
-    rows_per_group = average_rows(record)
+    rows_per_group = average_rows_per_group(record)
     return next((rows for rows in (16, 32, 64) if rows_per_group <= rows + rows // 2), 128)
 
 

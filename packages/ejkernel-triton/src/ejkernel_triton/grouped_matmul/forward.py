@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, max_num_row_tiles
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedForward
 from ejkernel_triton.grouped_matmul.spec import (
     GroupedGemmSpec,
@@ -99,7 +99,7 @@ def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> G
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         FLATTEN_LOOPS=config.flatten,
-        TILE_LIST_LENGTH=most_tiles(rows, record.rhs.shape[0], config.block_m),
+        TILE_LIST_LENGTH=max_num_row_tiles(rows, record.rhs.shape[0], config.block_m),
         NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
         RHS_SCALE_MODE="no" if scale is None else "elements",

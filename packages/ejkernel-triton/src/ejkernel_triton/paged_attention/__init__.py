@@ -49,7 +49,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
         yield f"compute_dtype: got {record.compute_dtype}, the kernel computes in {', '.join(CACHE_DTYPES[:3])}"
     if record.shared_prefix is not None and record.kv_starts is not None:
         yield "kv_starts: the kernel does not serve first keys of sequences together with shared_prefix"
-    if record.latent is None and (largest := max(head_dim, paged_cache.value_size(record))) > 256:
+    if record.latent is None and (largest := max(head_dim, paged_cache.value_head_dim(record))) > 256:
         yield f"query: got a head dimension of {largest} (of keys or values), the kernel has at most 256"
     if record.latent is not None and (record.latent[0] > 512 or head_dim - record.latent[0] > 128):
         yield (

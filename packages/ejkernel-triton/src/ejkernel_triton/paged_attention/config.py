@@ -282,7 +282,7 @@ def _max_heads_per_tile(record: PagedAttention, chip: Gpu) -> int:
     if chip.vendor == "amd":
         return max_heads
     # The accumulator passes through shared memory in float32, for a power of two of heads.
-    heads_in_shared_memory = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_size(record)))
+    heads_in_shared_memory = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_head_dim(record)))
     return min(max_heads, 1 << (heads_in_shared_memory.bit_length() - 1))
 
 
@@ -325,7 +325,7 @@ def fit_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
 
 
 def _tile_shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
-    head_dim, padded_value_dim = record.query.shape[-1], padded(paged_cache.value_size(record), MIN_TILE)
+    head_dim, padded_value_dim = record.query.shape[-1], padded(paged_cache.value_head_dim(record), MIN_TILE)
     latent_dim = 0 if record.latent is None else record.latent[0]
     padded_head_dim = (
         padded(latent_dim, MIN_TILE) + padded(head_dim - latent_dim, MIN_TILE)

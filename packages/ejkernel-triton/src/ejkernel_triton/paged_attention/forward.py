@@ -6,10 +6,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.paged_attention import PagedAttention, qq_starts
+from ejkernel.families.paged_attention import PagedAttention, qq_bias_starts
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.latent_pages import Rotary, rotary_of
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.families.paged_attention.latent_pages import RotaryColumns, rotary_columns_of
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import (
@@ -41,11 +41,11 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     prefix = None
     if record.shared_prefix is not None:
         prefix, record = split_prefix(record)
-    spec = make_paged_spec(record, config, rotary_of(record))
+    spec = make_paged_spec(record, config, rotary_columns_of(record))
     work_plan = plan_work(record, spec, config)
     record, written_pages = write_cache(record, work_plan[0], config.block_q)
     output_and_lse = _zero_outside_sequences(
-        record, *_attend_work_items(record, rotary_of(record), spec, work_plan, config)
+        record, *_attend_work_items(record, rotary_columns_of(record), spec, work_plan, config)
     )
     if prefix is not None:
         # After the write, which is in place only if nothing reads the pages as they were.
@@ -57,7 +57,9 @@ def forward(record: PagedAttention, config: PagedForward) -> tuple[tuple[jax.Arr
     return (*output_and_lse, *written_pages), None
 
 
-def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | None) -> tuple[jax.Array, jax.Array]:
+def attend_pages(
+    record: PagedAttention, config: PagedForward, rotary: RotaryColumns | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of a record without new tokens and without a shared prefix.
 
     Args:
@@ -74,7 +76,7 @@ def attend_pages(record: PagedAttention, config: PagedForward, rotary: Rotary | 
 def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of all query rows over the keys of the shared prefix."""
     record, config = prefix.record, prefix_config(prefix.record)
-    rotary = rotary_of(record)
+    rotary = rotary_columns_of(record)
     spec = make_paged_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
     work_plan = plan_work(record, spec, config)
     return _zero_outside_sequences(
@@ -87,7 +89,7 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
     if record.query_start is None:
         return output, lse
     # The rows of all sequences are contiguous.
-    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
+    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.num_live_sequences(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
     in_sequence = (token >= record.query_start[0]) & (token < record.query_start[num_live_sequences])
     return jnp.where(in_sequence[:, None, None], output, 0), jnp.where(in_sequence[:, None], lse, -jnp.inf)
@@ -95,7 +97,7 @@ def _zero_outside_sequences(record: PagedAttention, output: jax.Array, lse: jax.
 
 def _attend_work_items(
     record: PagedAttention,
-    rotary: Rotary | None,
+    rotary: RotaryColumns | None,
     spec: PagedSpec,
     work_plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
@@ -188,7 +190,7 @@ def _packed_bias_tables(record: PagedAttention) -> jax.Array | None:
     if record.qq_bias is None or record.qq_bias.ndim != 1:
         return None
     rows_per_sequence, num_entries = paged_cache.query_ranges(record)[1], record.qq_bias.size
-    starts = qq_starts(record, rows_per_sequence)
+    starts = qq_bias_starts(record, rows_per_sequence)
     assert starts is not None
     # A table that ends past the array, as lengths contradict it, counts as empty. No square overflows int32: one with
     # more rows than the root of the entries is too large alone. A start that has overflowed stays inside the array.
@@ -203,7 +205,7 @@ def merge_prefix(
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over two sets of keys."""
     partial_outputs = [
-        Partial(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix_result)
+        PartialAttention(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix_result)
     ]
     output, lse = merge(*partial_outputs)
     return output[0].astype(suffix_result[0].dtype), lse[0].T
@@ -212,7 +214,7 @@ def merge_prefix(
 def write_cache(
     record: PagedAttention, work_list: jax.Array, block_q: int
 ) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
-    """Returns the record with its new tokens in its pages, and those pages; like `paged_cache.write`.
+    """Returns the record with its new tokens in its pages, and those pages; like `paged_cache.write_new_tokens`.
 
     Args:
         record: The record.
@@ -220,7 +222,7 @@ def write_cache(
         block_q: Query rows per entry, at most.
     """
     if record.new_keys is None or record.block_tables is None:
-        return paged_cache.write(record)
+        return paged_cache.write_new_tokens(record)
     keys, values = record.new_keys, record.new_values
     if record.value_pages is None:  # a combined cache, or a latent one
         pages = (_write_cache_array(record, keys, values, record.key_pages, work_list, block_q),)

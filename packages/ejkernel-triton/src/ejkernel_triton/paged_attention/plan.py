@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.latent_pages import Rotary
-from ejkernel.families.paged_attention.work import Deal, Work, deal, find_work
+from ejkernel.families.paged_attention.latent_pages import RotaryColumns
+from ejkernel.families.paged_attention.work import KeyTileShares, WorkList, deal_key_tiles, make_work_list
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, heuristic
@@ -32,7 +32,7 @@ MAX_PLANNED_ENTRIES = 8192
 
 
 def make_paged_spec(
-    record: PagedAttention, config: PagedForward, rotary: Rotary | None, row_positions: bool = False
+    record: PagedAttention, config: PagedForward, rotary: RotaryColumns | None, row_positions: bool = False
 ) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""
     sequences = record.kv_lens.shape[0]
@@ -49,12 +49,12 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     if max(spec.NUM_ENTRIES, spec.NUM_SEQUENCES) > MAX_PLANNED_ENTRIES:
         if spec.LOAD_ROW_POSITIONS:
             record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)
-        work = find_work(record, config.block_q)
-        schedule = deal(work, config.block_kv, spec.HK, config.num_programs)
+        work = make_work_list(record, config.block_q)
+        schedule = deal_key_tiles(work, config.block_kv, spec.HK, config.num_programs)
         return _stack_entries(work, schedule), _stack_shares(schedule)
     from ejkernel_triton.paged_attention.kernels.work_list import work_list_kernel
 
-    work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.live_sequences(record))
+    work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.num_live_sequences(record))
     int_arrays = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in work_arrays]
     shapes = (
         Shape((1, spec.NUM_ENTRIES, FIELDS_PER_ENTRY), jnp.int32),
@@ -79,13 +79,13 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     return work_list[0], program_shares[0]
 
 
-def _stack_entries(work: Work, schedule: Deal) -> jax.Array:
+def _stack_entries(work: WorkList, schedule: KeyTileShares) -> jax.Array:
     """Returns the work list, computed by XLA."""
     fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
     return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
 
 
-def _stack_shares(schedule: Deal) -> jax.Array:
+def _stack_shares(schedule: KeyTileShares) -> jax.Array:
     """Returns the programs' starts and, last, the tiles per share and in total."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
     return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
@@ -148,7 +148,7 @@ def _query_range_of_batch(record: PagedAttention) -> jax.Array:
     """Returns the first query row of the whole batch and one more than the last, [2]."""
     if record.query_start is None:
         return jnp.array([0, record.query.shape[0]], jnp.int32)
-    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.live_sequences(record)
+    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.num_live_sequences(record)
     return jnp.stack((record.query_start[0], record.query_start[num_live_sequences]))
 
 
@@ -157,7 +157,7 @@ def _row_positions_and_contexts(record: PagedAttention) -> jax.Array:
     kv_lens = record.kv_lens.astype(jnp.int32)
     if record.query_start is None:
         return jnp.stack((kv_lens - 1, kv_lens - 1), axis=1)
-    sequence, position = paged_cache.token_places(record)
+    sequence, position = paged_cache.token_sequences_and_positions(record)
     context = (kv_lens - paged_cache.query_ranges(record)[1])[jnp.maximum(sequence, 0)]
     return jnp.stack((jnp.where(sequence < 0, -1, position), context), axis=1)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.latent_pages import Rotary
+from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import interpreting
@@ -190,7 +190,7 @@ def make_spec(
     record: PagedAttention,
     config: PagedForward,
     entries: int,
-    rotary: Rotary | None = None,
+    rotary: RotaryColumns | None = None,
     loads_row_positions: bool = False,
 ) -> PagedSpec:
     """Returns the constants of a record's kernels on the device in use.
@@ -199,7 +199,7 @@ def make_spec(
         record: The canonical arguments, without new tokens.
         config: Tile sizes and programs.
         entries: Entries of the work list.
-        rotary: Rotary columns of a latent record.
+        rotary: RotaryColumns columns of a latent record.
         loads_row_positions: Whether positions of query rows are loaded.
     """
     rows, heads, head_dim = record.query.shape
@@ -223,7 +223,7 @@ def make_spec(
         HAS_UNMASKED_LOOP=record.qq_bias is not None
         or config.block_q * heads_per_tile >= (16 if interpreting() else PREFILL_SCORE_ROWS),
         NUM_ENTRIES=entries,
-        MAX_KV_LEN=paged_cache.capacity(record),
+        MAX_KV_LEN=paged_cache.max_sequence_len(record),
         HAS_QUERY_START=record.query_start is not None,
         HAS_NUM_SEQS=record.num_seqs is not None and record.query_start is not None,
         HAS_KV_STARTS=record.kv_starts is not None,
@@ -239,9 +239,9 @@ def make_spec(
     )
 
 
-def _column_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str, Any]:
+def _column_constants(record: PagedAttention, rotary: RotaryColumns | None) -> dict[str, Any]:
     """Returns the constants of the columns of keys, values and the rotary part."""
-    head_dim, value_dim = record.query.shape[-1], paged_cache.value_size(record)
+    head_dim, value_dim = record.query.shape[-1], paged_cache.value_head_dim(record)
     latent_dim = 0 if record.latent is None else record.latent[0]
     rotary_value_dim = head_dim - latent_dim if rotary is not None and rotary.values else 0
     return {
@@ -255,7 +255,7 @@ def _column_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str
     }
 
 
-def _cache_constants(record: PagedAttention, rotary: Rotary | None) -> dict[str, Any]:
+def _cache_constants(record: PagedAttention, rotary: RotaryColumns | None) -> dict[str, Any]:
     """Returns the constants of the cache's pages and strides."""
     key_strides, value_strides, value_offset = _key_and_value_strides(record, rotary)
     value_array = _value_array(record)
@@ -324,7 +324,7 @@ def wider_dtype(query: Any, cache: Any) -> Any:
     return jnp.dtype(query if jnp.dtype(cache).itemsize == 1 else jnp.promote_types(query, cache))
 
 
-def _key_and_value_strides(record: PagedAttention, rotary: Rotary | None) -> tuple[Strides, Strides, int]:
+def _key_and_value_strides(record: PagedAttention, rotary: RotaryColumns | None) -> tuple[Strides, Strides, int]:
     """Returns strides of keys and of values (or rotary columns) over pages, slots and heads, and the offset of the
     latter.
     """

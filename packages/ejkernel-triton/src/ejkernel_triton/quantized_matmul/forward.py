@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
+from ejkernel.families.quantized_matmul import QuantizedMatmul, apply_tensor_scale
 from ejkernel.planning.quantized_formats import NF4
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
@@ -34,7 +34,7 @@ def packed_matmul(record: QuantizedMatmul, lhs: jax.Array, config: QuantizedTile
         packed_matmul_kernel, record, lhs, spec, config, (spec.CODES_PER_WORD, spec.M, spec.W), spec.W, config.block_w
     )
     # Column `word * CODES_PER_WORD + n` is code n of the word.
-    return finished(record, jnp.moveaxis(kernel_output, 0, 2).reshape(spec.M, -1))
+    return apply_tensor_scale(record, jnp.moveaxis(kernel_output, 0, 2).reshape(spec.M, -1))
 
 
 def packed_matmul_transposed(record: QuantizedMatmul, lhs: jax.Array, config: QuantizedTiles) -> jax.Array:
@@ -48,7 +48,7 @@ def packed_matmul_transposed(record: QuantizedMatmul, lhs: jax.Array, config: Qu
     kernel_output = _launch_kernel(
         packed_matmul_transposed_kernel, record, x_by_code, spec, config, output_shape, spec.R, config.block_r
     )
-    return finished(record, kernel_output[0])
+    return apply_tensor_scale(record, kernel_output[0])
 
 
 def _launch_kernel(

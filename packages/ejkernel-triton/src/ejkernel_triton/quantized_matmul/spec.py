@@ -4,7 +4,7 @@ import dataclasses
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
-from ejkernel.planning.quantized_formats import WORD
+from ejkernel.planning.quantized_formats import WORD_BITS
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
 
@@ -65,7 +65,7 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         W=words,
         SCALES_PER_ROW=record.scales.shape[1],
         CODES_PER_SCALE=quantized_format.group_size,
-        CODES_PER_WORD=WORD // quantized_format.bits,
+        CODES_PER_WORD=WORD_BITS // quantized_format.bits,
         BITS_PER_CODE=quantized_format.bits,
         CODES_ARE_INTEGERS=quantized_format.integers,
         SHARED_ZERO_POINT=quantized_format.center or 0,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
+from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
@@ -14,7 +14,7 @@ from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 Gradients = dict[str, jax.Array]
 
 
-@with_state_gradients
+@backward_with_slot_states
 def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 

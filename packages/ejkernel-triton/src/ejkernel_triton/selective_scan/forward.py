@@ -6,13 +6,13 @@ from jax import lax
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, packed_scan
-from ejkernel.families.selective_scan.scan_sequences import with_states
+from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 
 
-@with_states
+@forward_with_slot_states
 def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns output and final states of a record.
 
@@ -75,7 +75,7 @@ def packed_sequence_operands(record: SelectiveScan) -> tuple[jax.Array | None, j
     """Returns the bounds of packed sequences and their first intervals, [1, N + 1] int32 both; None without packing."""
     if record.cu_seqlens is None:
         return None, None
-    return record.cu_seqlens.astype(jnp.int32)[None], packed_scan.first_intervals(record.cu_seqlens)[None]
+    return record.cu_seqlens.astype(jnp.int32)[None], packed_scan.first_interval_of_sequences(record.cu_seqlens)[None]
 
 
 def scan_operands(record: SelectiveScan) -> tuple[jax.Array, jax.Array, jax.Array]:

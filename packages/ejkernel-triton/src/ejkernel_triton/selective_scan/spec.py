@@ -73,7 +73,7 @@ def make_spec(
     """
     (_, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
     packed = record.cu_seqlens is not None
-    num_intervals = packed_scan.interval_count(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    num_intervals = packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
     intervals_per_segment = cdiv(num_intervals, max(1, splits))
     return ScanSpec(
         T=tokens,

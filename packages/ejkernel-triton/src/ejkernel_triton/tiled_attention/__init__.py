@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT, MASKS, ROUNDING, SOFTMAX
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, MASK_FIELDS, ROUNDING_FIELDS, SOFTMAX_FIELDS
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
-from ejkernel.families.tiled_attention.kinds import kind_of_large
+from ejkernel.families.tiled_attention.kinds import tuning_key_of_large
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | ROUNDING | {"bias", "pattern", "lse_cotangent"}
+HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | ROUNDING_FIELDS | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,
-            kind=kind_of_large,
+            kind=tuning_key_of_large,
             forward=config.TritonForward,
             backward=config.TritonBackward,
             public_fields=config.PUBLIC_FIELDS,

@@ -21,7 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.tiled_attention import TiledAttention, added_up, less_lse_cotangent, sinks_gradient
+from ejkernel.families.tiled_attention import (
+    TiledAttention,
+    sinks_gradient,
+    subtract_lse_cotangent,
+    sum_of_both_gradients,
+)
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
@@ -52,7 +57,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         The gradient of each requested field, in its shape and dtype.
     """
     if pullback.lse_cotangent is not None and not pullback.record.normalize_output:
-        return added_up(backward, pullback, params)
+        return sum_of_both_gradients(backward, pullback, params)
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
         padding_as_segments(pullback.record),
@@ -91,7 +96,7 @@ def _row_inputs(pullback: Pullback, record: TiledAttention, delta: jax.Array) ->
     """
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
     if pullback.lse_cotangent is not None:
-        delta = _zero_padding(less_lse_cotangent(delta, pullback), record)
+        delta = _zero_padding(subtract_lse_cotangent(delta, pullback), record)
     # Rows that attend to nothing have shift -inf. With 0 their weights are finite, and masks make them 0.
     shift = residuals.lse if record.normalize_output else residuals.row_max
     # Rows whose keys are all masked by a bias have the lowest finite score.

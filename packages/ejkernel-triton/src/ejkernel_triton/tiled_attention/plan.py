@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.tiled_attention import TiledAttention, block_maps, dropout_numbers
+from ejkernel.families.tiled_attention import TiledAttention, block_maps, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_map
-from ejkernel.families.tiled_attention.tile_pairs import cuts, runs, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, tile_cuts, tile_runs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Bloc
     """Returns the key tiles of every query tile: [B|1, query tiles, 4], or [B|1, H|1, query tiles, list]."""
     # Without segments and positions these are NumPy arrays, and the table is a constant of the traced program.
     if record.pattern is None:
-        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, block_q, block_kv))
+        nonempty, full_pairs, xp = classify_tile_pairs(record, *tile_cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty, full_pairs, xp)
     return _listed_blocks(block_map(record, block_q, block_kv))
 
@@ -48,7 +48,7 @@ def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Bloc
 def plan_query_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
     """Returns the query tiles of every key tile, for all query heads; in the form of `plan_key_blocks`."""
     if record.pattern is None:
-        nonempty, full_pairs, xp = sorted_pairs(record, *cuts(record, block_q, block_kv))
+        nonempty, full_pairs, xp = classify_tile_pairs(record, *tile_cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty.swapaxes(1, 2), full_pairs.swapaxes(1, 2), xp)
     return _listed_blocks(block_map(record, block_q, block_kv).by_keys())
 
@@ -68,7 +68,7 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
 
 
 def _consecutive_blocks(nonempty: Any, full_pairs: Any, xp: Any) -> BlockTables:
-    table = xp.stack(runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
+    table = xp.stack(tile_runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
     return BlockTables(table=jnp.asarray(table), tile_masks=None, lists=None)
 
 
@@ -105,6 +105,6 @@ def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Ar
         record.bias,
         record.mask,
         None if record.softmax_aux is None else record.softmax_aux[None],
-        *(dropout_numbers(record) if record.dropout_prob > 0.0 else (None, None)),
+        *(make_dropout_keys(record) if record.dropout_prob > 0.0 else (None, None)),
         blocks.tile_masks,
     )

@@ -164,7 +164,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
         ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
         HAS_DROPOUT=record.dropout_prob > 0.0,
-        DROPOUT_THRESHOLD=dropout.threshold(record.dropout_prob),
+        DROPOUT_THRESHOLD=dropout.dropout_threshold(record.dropout_prob),
         KEPT_WEIGHT_SCALE=1.0 / (1.0 - record.dropout_prob),
         NORMALIZE=record.normalize_output,
         HAS_SINKS=record.softmax_aux is not None,

@@ -1,7 +1,7 @@
 """Softmax attention with its weights in XLA: whole rows of the weights at a time, each made once."""
 
 from ejkernel.families.attention_weights import FAMILY
-from ejkernel.families.tiled_attention import DROPOUT, MASKS, SOFTMAX
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, MASK_FIELDS, SOFTMAX_FIELDS
 from ejkernel.ops import ConfigSpace
 from ejkernel_xla.attention_weights import config
 from ejkernel_xla.registration import xla_implementation
@@ -10,7 +10,7 @@ IMPLEMENTATIONS = (
     xla_implementation(
         FAMILY,
         gradients=set(FAMILY.differentiable) - {"relative_bias"},
-        handles=MASKS | SOFTMAX | DROPOUT | {"bias", "logits_dtype"},
+        handles=MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "logits_dtype"},
         config=ConfigSpace.of(config, forward=config.WeightRows),
     ),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.families.gated_grouped_matmul.gradients import gradients_of_products
+from ejkernel.families.gated_grouped_matmul.gradients import recompute_products_and_gradients
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.grouped_matmul.backward import backward as grouped_backward
@@ -29,4 +29,4 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     def gradients(inner: Pullback) -> dict[str, jax.Array]:
         return grouped_backward(inner, heuristic(inner.record, None, "forward"))
 
-    return gradients_of_products(pullback, multiply, gradients)
+    return recompute_products_and_gradients(pullback, multiply, gradients)

@@ -18,7 +18,7 @@ from ejkernel.families.grouped_matmul import (
     accumulator,
     columns,
     gradients_of_rows,
-    group_rows,
+    group_row_bounds,
     spread,
 )
 from ejkernel.types.pullback import Pullback
@@ -56,7 +56,7 @@ def backward(pullback: Pullback, config: RowTiles) -> Gradients:
             sums, lhs = fold_row_tiles(first, end, sizes(record, config), rows, add_row_tile, start)
             return {**_store_group_gradients(record, g, sums, grads), **lhs}
 
-        grads = fold_groups(*group_rows(record), group, grads)
+        grads = fold_groups(*group_row_bounds(record), group, grads)
     if "existing_out" in pullback.grad_fields:
         grads["existing_out"] = cotangent.astype(record.existing_out.dtype)
     return grads

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_rows
+from ejkernel.families.grouped_matmul import GroupedMatmul, accumulator, columns, group_row_bounds
 from ejkernel_xla.grouped_matmul.config import RowTiles, sizes
 from ejkernel_xla.grouped_matmul.kernels.groups import RowTile, dot, fold_groups, fold_row_tiles, load
 
@@ -39,7 +39,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
 
         return fold_row_tiles(first, end, sizes(record, config), rows, tile, output)
 
-    return fold_groups(*group_rows(record), group, output), ()
+    return fold_groups(*group_row_bounds(record), group, output), ()
 
 
 def _bias(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:

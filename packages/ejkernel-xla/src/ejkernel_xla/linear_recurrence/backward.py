@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator
-from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.forward import chunk_step, load, split_state_heads, state_table, store
@@ -34,7 +34,7 @@ from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_backward
 Gradients = dict[str, jax.Array]
 
 
-@with_plain_state_gradients
+@backward_with_plain_states
 def backward(pullback: Pullback, config: RecurrenceChunk) -> Gradients:
     """Returns gradients of the requested fields of a record.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
-from ejkernel.families.linear_recurrence.plain_states import with_plain_states
+from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
@@ -30,7 +30,7 @@ from ejkernel_xla.linear_recurrence.kernels.single_tokens import read_single_tok
 from ejkernel_xla.linear_recurrence.kernels.token_trees import tree_forward
 
 
-@with_plain_states
+@forward_with_plain_states
 def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record.
 

@@ -53,7 +53,7 @@ def tiles(record: PagedAttention, config: PagedTiles) -> PagedTiling:
     """Returns the tiles of a record, of which no axis is empty: none larger than it can fill."""
     rows, sequences = record.query.shape[0], record.kv_lens.shape[0]
     queries = 1 if record.query_start is None else max(1, min(config.block_q, rows))
-    keys = max(1, min(config.block_kv, paged_cache.capacity(record)))
+    keys = max(1, min(config.block_kv, paged_cache.max_sequence_len(record)))
     return PagedTiling(queries, keys, max(1, min(config.stack, sequences + rows // queries)))
 
 
@@ -72,7 +72,7 @@ def _default_tiles(record: PagedAttention, device: DeviceInfo, keys: int) -> Pag
     rows, sequences = record.query.shape[0], max(1, record.kv_lens.shape[0])
     average = max(1, rows // sequences)
     queries = min(MAX_BLOCK_Q, 2 ** (average - 1).bit_length())
-    keys = max(1, min(keys, paged_cache.capacity(record)))
+    keys = max(1, min(keys, paged_cache.max_sequence_len(record)))
     key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
     score_elements = keys * record.query.shape[1] * queries
     stack = max(1, GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))

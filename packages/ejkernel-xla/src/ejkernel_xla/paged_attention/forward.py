@@ -23,7 +23,7 @@ from jax import lax
 
 from ejkernel.families.paged_attention import PagedAttention, band, in_same_chunk, pair_bias, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.work import Work, find_work, longest_first, take_batch
+from ejkernel.families.paged_attention.work import WorkList, longest_first, make_work_list, take_batch
 from ejkernel.families.tiled_attention import apply_soft_cap
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.paged_attention.config import PagedTiles, PagedTiling, tiles
@@ -49,7 +49,7 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the pages that were written, if any; no residuals.
     """
-    record, pages = paged_cache.write(record)
+    record, pages = paged_cache.write_new_tokens(record)
     state = _initial_output_and_lse(record)
     if state[0].size and record.kv_lens.size and record.key_pages.size:
         state = _sweep(record, tiles(record, config), state)
@@ -59,7 +59,7 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
 def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # Tiles of similar length share a stack. The loop of a stack runs as long as its longest tile, and shorter tiles are
     # masked.
-    work = longest_first(find_work(record, cut.queries, cut.stack))
+    work = longest_first(make_work_list(record, cut.queries, cut.stack))
 
     def batch(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         at = take_batch(work, step, cut.stack)
@@ -90,11 +90,11 @@ def accumulator(record: PagedAttention) -> Any:
 def _initial_output_and_lse(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of rows that belong to no sequence."""
     rows, heads, _ = record.query.shape
-    output = jnp.zeros((rows, heads, paged_cache.value_size(record)), record.query.dtype)
+    output = jnp.zeros((rows, heads, paged_cache.value_head_dim(record)), record.query.dtype)
     return output, jnp.full((rows, heads), -jnp.inf, accumulator(record))
 
 
-def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[jax.Array, jax.Array]:
+def _load_queries(record: PagedAttention, cut: PagedTiling, at: WorkList) -> tuple[jax.Array, jax.Array]:
     """Returns query rows [n, h, r, d] of a stack, and which of the record's rows they are, [n, t]; T for none."""
     row_sum, heads, size = record.query.shape
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
@@ -108,7 +108,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: Work) -> tuple[j
     return query.swapaxes(1, 2).reshape(cut.stack, kv_heads, -1, size), rows
 
 
-def _load_keys(record: PagedAttention, at: Work, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _load_keys(record: PagedAttention, at: WorkList, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns keys [n, h, k, d], values [n, h, k, v] and presence bool [n, k] at positions [n, k]; 0
     where not present.
     """
@@ -135,7 +135,7 @@ def _wider_dtype(query: Any, stored: Any) -> Any:
     return query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored)
 
 
-def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
+def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:
     """Returns scores before masking, [n, h, k, t, g]."""
     contract = (((3,), (3,)), _BATCH_DIMENSIONS)
     dtype = accumulator(record)
@@ -158,7 +158,9 @@ def _scores(record: PagedAttention, at: Work, positions: jax.Array, query: jax.A
     return scores
 
 
-def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.Array, present: jax.Array) -> jax.Array:
+def _allowed(
+    record: PagedAttention, cut: PagedTiling, at: WorkList, positions: jax.Array, present: jax.Array
+) -> jax.Array:
     """Returns what the masks allow, bool broadcastable to [n, h, k, t, g]."""
     allowed = present[:, None, :, None, None]
     if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
@@ -175,7 +177,7 @@ def _allowed(record: PagedAttention, cut: PagedTiling, at: Work, positions: jax.
 
 def _initial_softmax(record: PagedAttention, query: jax.Array) -> OnlineSoftmax:
     shape, dtype = query.shape[:3], accumulator(record)
-    acc = jnp.zeros((*shape, paged_cache.value_size(record)), dtype)
+    acc = jnp.zeros((*shape, paged_cache.value_head_dim(record)), dtype)
     return OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), acc)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, finished, matrix
+from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, apply_tensor_scale, matrix
 from ejkernel.planning.precision import product_precision
 
 
@@ -31,4 +31,4 @@ def product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
         precision=product_precision(record.x.dtype, record.precision),
         preferred_element_type=accumulator(record),
     )
-    return finished(record, product)
+    return apply_tensor_scale(record, product)

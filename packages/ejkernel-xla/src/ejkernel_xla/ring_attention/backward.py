@@ -24,7 +24,7 @@ from ejkernel.families.ring_attention.schedule import (
     step_record,
     travelling_keys_of,
 )
-from ejkernel.families.tiled_attention import SoftmaxResiduals, less_lse_cotangent
+from ejkernel.families.tiled_attention import SoftmaxResiduals, subtract_lse_cotangent
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention import backward as tiles
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
@@ -112,4 +112,4 @@ def _sink_gradient(pullback: Pullback) -> jax.Array:
     lse = pullback.residuals.lse
     sinks = record.softmax_aux.astype(dtype)[:, None]
     share = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
-    return -jnp.sum(share * less_lse_cotangent(delta, pullback), axis=(0, 2))
+    return -jnp.sum(share * subtract_lse_cotangent(delta, pullback), axis=(0, 2))

@@ -13,7 +13,7 @@ from ejkernel.families.ring_attention.schedule import (
     travelling_keys_of,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_xla.tiled_attention import forward as tiles
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.kernels.scores import accumulator
@@ -35,11 +35,11 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
     local, dtype = local_record(record, ring), accumulator(as_tiled_attention(record))
 
     def ring_step(
-        source: jax.Array, travelling_keys: TravellingKeys, so_far: Partial
-    ) -> tuple[TravellingKeys, Partial]:
+        source: jax.Array, travelling_keys: TravellingKeys, so_far: PartialAttention
+    ) -> tuple[TravellingKeys, PartialAttention]:
         # In the accumulator's dtype: rounding would add up over the ring steps.
         output, residuals = tiles.attend(step_record(local, ring, source, travelling_keys), params, dtype)
-        return {}, merge(so_far, Partial(output, residuals.lse))
+        return {}, merge(so_far, PartialAttention(output, residuals.lse))
 
     # Keys of the next step travel while this step computes; the softmax merges by (output, lse), in any order.
     _, done = ring.run_ring(
@@ -49,9 +49,9 @@ def forward(record: RingAttention, params: ChunkedSoftmax) -> tuple[jax.Array, S
     return output, SoftmaxResiduals(lse=ring.unstripe(done.lse, 2))
 
 
-def _attend_to_sinks(record: RingAttention) -> Partial:
+def _attend_to_sinks(record: RingAttention) -> PartialAttention:
     """Returns attention to no key: the sinks alone, which are thereby counted once."""
     (b, t, h, _), dtype = record.query.shape, accumulator(as_tiled_attention(record))
     sinks = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
     output = jnp.zeros((b, t, h, record.value.shape[3]), dtype)
-    return Partial(output, jnp.broadcast_to(sinks[:, None], (b, h, t)))
+    return PartialAttention(output, jnp.broadcast_to(sinks[:, None], (b, h, t)))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import SelectiveScan, accumulator
-from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
+from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import chunk_cotangents
@@ -34,7 +34,7 @@ TOKENS = ("x", "step", "write", "read")
 """Fields with something for every token."""
 
 
-@with_state_gradients
+@backward_with_slot_states
 def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
     """Returns gradients of the requested fields of a record.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, accumulator, first_state
-from ejkernel.families.selective_scan.scan_sequences import with_states
+from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
 from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import advance
 from ejkernel_xla.selective_scan.plan import (
@@ -20,7 +20,7 @@ from ejkernel_xla.selective_scan.plan import (
 )
 
 
-@with_states
+@forward_with_slot_states
 def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns output and final states of a record.
 

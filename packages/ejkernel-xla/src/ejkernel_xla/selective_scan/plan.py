@@ -36,7 +36,7 @@ def chunks(record: SelectiveScan) -> int:
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
         return cdiv(tokens, INTERVAL)
-    return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
+    return packed_scan.max_num_intervals(tokens, record.cu_seqlens.shape[0] - 1)
 
 
 def intervals(record: SelectiveScan) -> IntervalTable | None:

@@ -12,7 +12,7 @@ from ejkernel.families.gated_grouped_matmul.record import (
     ACTIVATIONS,
     UNGATED_ACTIVATIONS,
     GatedGroupedMatmul,
-    GateFunction,
+    GateParameters,
     activated_gate_times_factor,
     activated_products,
     apply_gate,
@@ -28,7 +28,7 @@ __all__ = [
     "ACTIVATIONS",
     "FAMILY",
     "UNGATED_ACTIVATIONS",
-    "GateFunction",
+    "GateParameters",
     "GatedGroupedMatmul",
     "activated_gate_times_factor",
     "activated_products",
@@ -61,7 +61,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the groups, with their matrices, and the tokens, which share those."""
     rows = record.lhs if record.indices is None else jnp.zeros((record.indices.shape[0], 1), record.lhs.dtype)
     (first, end), row = (
-        (np.asarray(x) for x in grouped_matmul.group_rows(product_record(record, rows, rows.dtype))),
+        (np.asarray(x) for x in grouped_matmul.group_row_bounds(product_record(record, rows, rows.dtype))),
         np.arange(rows.shape[0]),
     )
     is_group_row = (row >= first[:, None]) & (row < end[:, None])

@@ -13,11 +13,11 @@ from ejkernel.families.gated_grouped_matmul.record import (
     product_record,
     rows_with_a_token,
 )
-from ejkernel.families.grouped_matmul import GroupedMatmul, dtype_of_sums
+from ejkernel.families.grouped_matmul import GroupedMatmul, product_sum_dtype
 from ejkernel.types.pullback import Pullback
 
 
-def gradients_of_products(
+def recompute_products_and_gradients(
     pullback: Pullback,
     multiply: Callable[[GroupedMatmul], jax.Array],
     gradients: Callable[[Pullback], dict[str, jax.Array]],
@@ -33,7 +33,7 @@ def gradients_of_products(
         Each requested gradient, in its field's shape and dtype.
     """
     record: GatedGroupedMatmul = pullback.record
-    product = product_record(record, gathered_tokens(record), dtype_of_sums(record.lhs.dtype))
+    product = product_record(record, gathered_tokens(record), product_sum_dtype(record.lhs.dtype))
     products = multiply(product)
     _, gate_pullback = jax.vjp(lambda products: apply_gate(record, products), products)
     (cotangent,) = gate_pullback(pullback.cotangent)
@@ -66,6 +66,6 @@ def _sum_rows_by_token(record: GatedGroupedMatmul, indices: jax.Array, rows: jax
         row = rows[order[jnp.minimum(at, count - 1)]]
         return index + 1, sums + jnp.where((at < end)[:, None], row, 0).astype(sums.dtype)
 
-    start = jnp.int32(0), jnp.zeros(record.lhs.shape, dtype_of_sums(record.lhs.dtype))
+    start = jnp.int32(0), jnp.zeros(record.lhs.shape, product_sum_dtype(record.lhs.dtype))
     _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add_row_of_token, start)
     return sums.astype(record.lhs.dtype)

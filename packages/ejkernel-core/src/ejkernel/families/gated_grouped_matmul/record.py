@@ -107,7 +107,7 @@ def apply_gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
     return output.astype(record.lhs.dtype)
 
 
-class GateFunction(Protocol):
+class GateParameters(Protocol):
     """The record fields that an activation reads. `GatedGroupedMatmul` documents them."""
 
     @property
@@ -120,14 +120,14 @@ class GateFunction(Protocol):
     def limit(self) -> float | None: ...
 
 
-def activated_gate_times_factor(function: GateFunction, gate: jax.Array, factor: jax.Array) -> jax.Array:
+def activated_gate_times_factor(function: GateParameters, gate: jax.Array, factor: jax.Array) -> jax.Array:
     """Returns the activation of the gate times the factor, of products of the same shape."""
     if function.limit is not None:
         gate, factor = jnp.minimum(gate, function.limit), jnp.clip(factor, -function.limit, function.limit)
     return activated_products(function, gate) * (factor + function.beta if function.beta else factor)
 
 
-def activated_products(function: GateFunction, x: jax.Array) -> jax.Array:
+def activated_products(function: GateParameters, x: jax.Array) -> jax.Array:
     """Returns the activation of products."""
     if function.activation == "relu2":
         return jnp.square(jax.nn.relu(x))

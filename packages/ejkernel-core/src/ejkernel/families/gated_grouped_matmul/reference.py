@@ -33,6 +33,6 @@ def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
     """
-    wide = grouped_matmul.dtype_of_sums(record.lhs.dtype)
+    wide = grouped_matmul.product_sum_dtype(record.lhs.dtype)
     products, _ = grouped_matmul.reference(product_record(record, gathered_tokens(record), wide))
     return apply_gate(record, products), ()

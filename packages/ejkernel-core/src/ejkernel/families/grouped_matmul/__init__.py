@@ -14,9 +14,9 @@ from ejkernel.families.grouped_matmul.record import (
     GroupedMatmul,
     accumulator,
     columns,
-    dtype_of_sums,
     gradients_of_rows,
-    group_rows,
+    group_row_bounds,
+    product_sum_dtype,
     rows,
     running_sum,
     scaled_matrices,
@@ -33,10 +33,10 @@ __all__ = [
     "accumulator",
     "axes",
     "columns",
-    "dtype_of_sums",
     "gradients_of_rows",
-    "group_rows",
+    "group_row_bounds",
     "localise",
+    "product_sum_dtype",
     "reference",
     "requests",
     "rows",
@@ -91,7 +91,7 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
 
 def _group_by_row(record: GroupedMatmul) -> np.ndarray:
     """Returns the matrix of every row, [M]; `PADDING` for rows without one."""
-    (first, end), row = (np.asarray(x) for x in group_rows(record)), np.arange(record.lhs.shape[0])
+    (first, end), row = (np.asarray(x) for x in group_row_bounds(record)), np.arange(record.lhs.shape[0])
     owns = (row >= first[:, None]) & (row < end[:, None])
     return np.where(owns.any(axis=0), owns.argmax(axis=0), PADDING)
 

@@ -9,16 +9,16 @@ LARGE_MATRIX_ELEMENTS = 2**24
 """Elements of a matrix from which on it is large: caches hold no two of them."""
 
 
-def average_rows(record: GroupedMatmul) -> int:
+def average_rows_per_group(record: GroupedMatmul) -> int:
     """Returns rows of a group, about."""
     return cdiv(record.lhs.shape[0], max(1, record.group_sizes.shape[0]))
 
 
-def kind_of(record: GroupedMatmul) -> str:
+def shared_tuning_key(record: GroupedMatmul) -> str:
     """Returns what calls that share an entry have in common: dtypes, layout, rows of a group, and what else is
     computed.
     """
-    rows = average_rows(record)
+    rows = average_rows_per_group(record)
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"out={jnp.dtype(record.out_dtype)}")
     count = "few" if rows <= 16 else "some" if rows <= 96 else "many"
     size = "large" if record.lhs.shape[1] * columns(record) >= LARGE_MATRIX_ELEMENTS else "small"

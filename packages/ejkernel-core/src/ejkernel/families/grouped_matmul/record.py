@@ -51,10 +51,10 @@ class GroupedMatmul:
 
 def accumulator(record: GroupedMatmul) -> Any:
     """Returns the dtype of sums: float32, or float64 for float64 lhs."""
-    return dtype_of_sums(record.lhs.dtype)
+    return product_sum_dtype(record.lhs.dtype)
 
 
-def dtype_of_sums(dtype: Any) -> Any:
+def product_sum_dtype(dtype: Any) -> Any:
     """Returns the dtype in which products of a dtype are summed, and that of the output unless the call
     names another.
     """
@@ -66,7 +66,7 @@ def columns(record: GroupedMatmul) -> int:
     return record.rhs.shape[1 if record.transpose_rhs else 2]
 
 
-def group_rows(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
+def group_row_bounds(record: GroupedMatmul) -> tuple[jax.Array, jax.Array]:
     """Returns first row of every matrix's group and the row after its last, both int32 [E] and in 0..M."""
     ends = running_sum(jnp.maximum(record.group_sizes, 0))
     bounds = jnp.minimum(jnp.pad(ends, (1, 0)), record.lhs.shape[0])
@@ -127,7 +127,7 @@ def gradients_of_rows(
         first_row: Which of the record's rows is the first of them.
     """
     shares = jnp.sum((product * lhs.astype(product.dtype)).reshape(*scale.shape, -1), axis=-1)
-    first, end = group_rows(record)
+    first, end = group_row_bounds(record)
     row = first_row + jnp.arange(lhs.shape[0], dtype=jnp.int32)
     # Rows without a matrix have gradients of 0, even if the rows or their scales hold NaN.
     assigned = ((row >= first[:, None]) & (row < end[:, None])).any(axis=0)[:, None]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, group_rows, rows, scaled_matrices
+from ejkernel.families.grouped_matmul.record import GroupedMatmul, accumulator, group_row_bounds, rows, scaled_matrices
 
 
 def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -27,7 +27,7 @@ def reference(record: GroupedMatmul) -> tuple[jax.Array, tuple[()]]:
     Returns:
         [M, N] in `out_dtype`. There are no residuals.
     """
-    dtype, (first, end) = accumulator(record), group_rows(record)
+    dtype, (first, end) = accumulator(record), group_row_bounds(record)
     row = jnp.arange(record.lhs.shape[0], dtype=jnp.int32)
     owns = (row >= first[:, None]) & (row < end[:, None])
     lhs = jnp.where(owns.any(axis=0)[:, None], rows(record, record.lhs, record.lhs_scale).astype(dtype), 0)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_rows, running_sum
+from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_row_bounds, running_sum
 
 NO_GROUP = -1
 """The matrix index of tiles whose rows belong to no group with a matrix."""
@@ -56,7 +56,7 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
         block: Rows of a tile.
     """
     matrices = record.rhs.shape[0]
-    segments, length = _row_segments(record, block), most_tiles(record.lhs.shape[0], matrices, block)
+    segments, length = _row_segments(record, block), max_num_row_tiles(record.lhs.shape[0], matrices, block)
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
     matrix = jnp.where(matrix < matrices, matrix, NO_GROUP)
     fields = (matrix, segments.first - (segments.stop - segments.num_tiles) * block, segments.end, segments.first)
@@ -72,14 +72,14 @@ def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
     return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)
 
 
-def most_tiles(rows: int, matrices: int, block: int) -> int:
+def max_num_row_tiles(rows: int, matrices: int, block: int) -> int:
     """Returns W, the largest number of tiles: the whole ones, one per group, and one for the unassigned rows."""
     return rows // block + matrices + 2
 
 
 def _row_segments(record: GroupedMatmul, block: int) -> RowSegments:
     rows = record.lhs.shape[0]
-    begins, ends = group_rows(record)
+    begins, ends = group_row_bounds(record)
     first = jnp.concatenate((jnp.zeros((1,), jnp.int32), begins, ends[-1:]))
     end = jnp.concatenate((begins[:1], ends, jnp.full((1,), rows, jnp.int32)))
     tiles = cdiv(end - first, block)

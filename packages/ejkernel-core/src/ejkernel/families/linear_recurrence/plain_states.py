@@ -22,11 +22,11 @@ from ejkernel.types.pullback import Pullback
 ForwardFunction = Callable[[LinearRecurrence, Any], Any]
 BackwardFunction = Callable[[Pullback, Any], dict[str, jax.Array]]
 
-HANDLES = frozenset({"state_slots", "transposed_states"})
+STATE_LAYOUT_FIELDS = frozenset({"state_slots", "transposed_states"})
 """Optional fields that a kernel honours with the decorators."""
 
 
-def with_plain_states(forward: ForwardFunction) -> ForwardFunction:
+def forward_with_plain_states(forward: ForwardFunction) -> ForwardFunction:
     """Returns the forward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(forward)
@@ -39,7 +39,7 @@ def with_plain_states(forward: ForwardFunction) -> ForwardFunction:
     return run
 
 
-def with_plain_state_gradients(backward: BackwardFunction) -> BackwardFunction:
+def backward_with_plain_states(backward: BackwardFunction) -> BackwardFunction:
     """Returns the backward function for records with slots or transposed states, of one for plain states."""
 
     @functools.wraps(backward)
@@ -75,4 +75,4 @@ def with_plain_state_gradients(backward: BackwardFunction) -> BackwardFunction:
 
 def _has_rearranged_states(record: LinearRecurrence) -> bool:
     """Returns whether a record's states are not as a kernel for plain ones takes them."""
-    return record.transposed_states or family.in_slots(record) is not None
+    return record.transposed_states or family.slotted_states(record) is not None

@@ -102,7 +102,7 @@ def accumulator(record: LinearRecurrence) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def by_channel(record: LinearRecurrence) -> bool:
+def has_channel_gates(record: LinearRecurrence) -> bool:
     """Returns whether each key channel has a gate of its own."""
     return record.decay is not None and record.decay.shape[3] > 1
 
@@ -120,7 +120,7 @@ def head_count(record: LinearRecurrence) -> int:
 def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
     """Returns the record with states [B, H, K, V] or [N, H, K, V]: read out of slots, and not transposed."""
     initial_states = {"initial_state": record.initial_state, "sequence_state": record.sequence_state}
-    if (held := in_slots(record)) is not None:
+    if (held := slotted_states(record)) is not None:
         initial_states["sequence_state"] = slots.read_slots(held.slots, held.indices, held.starts)
     if record.transposed_states:
         initial_states = {name: None if x is None else x.swapaxes(2, 3) for name, x in initial_states.items()}
@@ -130,11 +130,11 @@ def with_plain_states(record: LinearRecurrence) -> LinearRecurrence:
 def to_recorded_state_layout(record: LinearRecurrence, final: jax.Array) -> jax.Array:
     """Returns the final states of a record, from those of the same record with plain states."""
     final = final.swapaxes(-2, -1) if record.transposed_states else final
-    held = None if record.parents is not None else in_slots(record)
+    held = None if record.parents is not None else slotted_states(record)
     return final if held is None else slots.write_slots(held.slots, held.indices, held.starts, final)
 
 
-def in_slots(record: LinearRecurrence) -> SlottedStates | None:
+def slotted_states(record: LinearRecurrence) -> SlottedStates | None:
     """Returns the states of packed sequences in slots; None where a record has them elsewhere, or none."""
     held, indices, starts = record.sequence_state, record.state_slots, record.cu_seqlens
     return None if held is None or indices is None or starts is None else SlottedStates(held, indices, starts)
@@ -158,7 +158,7 @@ def final_states_shape(record: LinearRecurrence) -> tuple[int, ...]:
     return (*rows, head_count(record), record.query.shape[3], record.value.shape[3])
 
 
-def segment_roles(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def real_and_first_tokens(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns which tokens are real and which start from a zero state, both bool [B, T].
 
     Args:

@@ -31,7 +31,7 @@ from ejkernel.families.linear_recurrence.record import (
     LinearRecurrence,
     accumulator,
     head_count,
-    segment_roles,
+    real_and_first_tokens,
     states,
     to_recorded_state_layout,
     with_plain_states,
@@ -118,7 +118,7 @@ def _token_inputs(record: LinearRecurrence) -> dict[str, jax.Array]:
     tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
     real, starts_from_zero = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
     if record.segment_ids is not None:
-        real, starts_from_zero = segment_roles(record.segment_ids)
+        real, starts_from_zero = real_and_first_tokens(record.segment_ids)
     tokens = {**tokens, "real": real, "starts_from_zero": starts_from_zero}
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, length)

@@ -19,7 +19,7 @@ from ejkernel.families.linear_recurrence.record import (
     accumulator,
     head_count,
     mixes_channels,
-    segment_roles,
+    real_and_first_tokens,
     states,
     to_recorded_state_layout,
     with_plain_states,
@@ -72,7 +72,7 @@ def border_tokens(record: LinearRecurrence, shards: TokenShards) -> BorderTokens
     if record.segment_ids is None:
         every = jnp.ones((rows, tokens), bool)
         return BorderTokens(every, every, jnp.ones(rows, bool))
-    real, restart = segment_roles(record.segment_ids)
+    real, restart = real_and_first_tokens(record.segment_ids)
     restarts = jnp.cumsum(restart, axis=1, dtype=jnp.int32)
     index = jnp.arange(tokens, dtype=jnp.int32)
     first, last = jnp.min(jnp.where(real, index, tokens), axis=1), jnp.max(jnp.where(real, index, -1), axis=1)
@@ -84,7 +84,7 @@ def border_tokens(record: LinearRecurrence, shards: TokenShards) -> BorderTokens
 def segment_crosses_border(ends: jax.Array) -> jax.Array:
     """Returns whether a segment crosses the border before each shard, bool [P, B], from the shards' ends [P, B, 2]."""
     count, rows, _ = ends.shape
-    _, restart = segment_roles(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
+    _, restart = real_and_first_tokens(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
     return ~restart[:, ::2].T
 
 

@@ -15,7 +15,7 @@ from ejkernel.families.paged_attention.record import (
     band,
     in_same_chunk,
     pair_bias,
-    qq_starts,
+    qq_bias_starts,
     round_to_compute_dtype,
 )
 from ejkernel.families.paged_attention.reference import reference
@@ -30,7 +30,7 @@ __all__ = [
     "in_same_chunk",
     "localise",
     "pair_bias",
-    "qq_starts",
+    "qq_bias_starts",
     "reference",
     "requests",
     "round_to_compute_dtype",
@@ -81,15 +81,15 @@ def requests(record: PagedAttention) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the sequences, with the slots of the cache that hold their tokens."""
     sequences, tokens = (
         np.arange(record.kv_lens.shape[0]),
-        np.asarray(paged_cache.token_places(record)[0]),
+        np.asarray(paged_cache.token_sequences_and_positions(record)[0]),
     )
-    live = paged_cache.live_sequences(record)
+    live = paged_cache.num_live_sequences(record)
     lens, starts = np.asarray(record.kv_lens), np.zeros_like(sequences)
     if record.kv_starts is not None:
         starts = np.asarray(record.kv_starts)
     pages = np.full((paged_cache.page_count(record), paged_cache.page_size(record)), UNUSED)
     for n in sequences if live is None else sequences[: int(live)]:
-        position = np.arange(starts[n], min(lens[n], paged_cache.capacity(record)), dtype=np.int32)
+        position = np.arange(starts[n], min(lens[n], paged_cache.max_sequence_len(record)), dtype=np.int32)
         page, slot = (
             np.asarray(x) for x in paged_cache.find_pages_and_slots(record, jnp.int32(n), jnp.asarray(position))
         )
@@ -110,7 +110,7 @@ FAMILY = Family(
     record=PagedAttention,
     differentiable=(),
     dtype=lambda record: record.query.dtype,
-    head_dims=lambda record: (record.query.shape[-1], paged_cache.value_size(record)),
+    head_dims=lambda record: (record.query.shape[-1], paged_cache.value_head_dim(record)),
     axes=axes,
     # A shard that has not the first sequence lacks the pages of a prefix that all share.
     shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",

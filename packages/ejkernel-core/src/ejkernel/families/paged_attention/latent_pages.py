@@ -18,7 +18,7 @@ MAX_KEY_BLOCK_WIDTH = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotary:
+class RotaryColumns:
     """The location of the rotary columns, the key columns that are not part of the latent vector.
 
     Attributes:
@@ -32,12 +32,12 @@ class Rotary:
     values: bool = False
 
 
-def rotary_of(record: PagedAttention) -> Rotary | None:
+def rotary_columns_of(record: PagedAttention) -> RotaryColumns | None:
     """Returns the rotary part of a latent record; None for other records."""
-    return None if record.latent is None else Rotary(record.key_pages, record.latent[1])
+    return None if record.latent is None else RotaryColumns(record.key_pages, record.latent[1])
 
 
-def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
+def as_paged_record(record: TiledAttention) -> tuple[PagedAttention, RotaryColumns]:
     """Returns the paged record, and where its rotary columns are.
 
     With two caches, the values are the latent one; the keys are both, joined. Their rotary columns are sliced off
@@ -46,10 +46,10 @@ def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
     keys, values = record.key[:, :, 0], record.value[:, :, 0]
     if values.shape[-1] < keys.shape[-1]:
         size = values.shape[-1]
-        rows, rotary = values, Rotary(keys[..., size:], 0)
+        rows, rotary = values, RotaryColumns(keys[..., size:], 0)
     else:
         size = min(keys.shape[-1], MAX_KEY_BLOCK_WIDTH)
-        rows, rotary = keys, Rotary(keys, size % keys.shape[-1], values=size < keys.shape[-1])
+        rows, rotary = keys, RotaryColumns(keys, size % keys.shape[-1], values=size < keys.shape[-1])
     starts, lengths = _key_ranges(record)
     pages = PagedAttention(
         query=record.query[:, 0],
@@ -59,7 +59,7 @@ def as_pages(record: TiledAttention) -> tuple[PagedAttention, Rotary]:
         kv_lens=lengths,
         query_start=None,
         softmax_scale=record.softmax_scale,
-        kv_layout=paged_cache.LATENT,
+        kv_layout=paged_cache.LATENT_LAYOUT,
         kv_heads=None,
         kv_starts=starts,
         softmax_aux=record.softmax_aux,

@@ -15,16 +15,16 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention.record import PagedAttention
 
-COMBINED = "pshcd"
+COMBINED_LAYOUT = "pshcd"
 """The layout in which one array holds keys (component 0) and values (component 1)."""
 
-LATENT = "psd"
+LATENT_LAYOUT = "psd"
 """The layout of latent vectors, which all query heads attend to: one array without an axis of heads."""
 
 LANES = 128
 """Numbers in a row of a combined cache, or a multiple; keys and values of 64 share a row."""
 
-LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED, LATENT)
+LAYOUTS = ("pshd", "phsd", "hpsd", COMBINED_LAYOUT, LATENT_LAYOUT)
 """Orders of a cache's axes, a letter each: page, slot, head, component, size."""
 
 
@@ -45,25 +45,25 @@ def page_size(record: PagedAttention) -> int:
 
 def kv_heads(record: PagedAttention) -> int:
     """Returns KV heads, without those that only pad the cache."""
-    if record.kv_layout == LATENT:
+    if record.kv_layout == LATENT_LAYOUT:
         return 1
     return record.kv_heads or record.key_pages.shape[record.kv_layout.index("h")]
 
 
-def value_size(record: PagedAttention) -> int:
+def value_head_dim(record: PagedAttention) -> int:
     """Returns size of a value, and of the output."""
     if record.latent is not None:
         return record.latent[0]
     return record.query.shape[-1] if record.value_pages is None else record.value_pages.shape[-1]
 
 
-def capacity(record: PagedAttention) -> int:
+def max_sequence_len(record: PagedAttention) -> int:
     """Returns the longest sequence that the tables can describe."""
     entries = 1 if record.block_tables is None else record.block_tables.shape[1]
     return entries * page_size(record)
 
 
-def live_sequences(record: PagedAttention) -> jax.Array | None:
+def num_live_sequences(record: PagedAttention) -> jax.Array | None:
     """Returns how many of the sequences are live, a scalar; None for all."""
     counts = record.num_seqs
     return counts[-1] if counts is not None and counts.ndim else counts
@@ -76,13 +76,13 @@ def query_ranges(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
         return jnp.arange(sequences, dtype=jnp.int32), jnp.ones(sequences, jnp.int32)
     starts = record.query_start.astype(jnp.int32)
     lengths = jnp.maximum(jnp.diff(starts), 0)
-    live = live_sequences(record)
+    live = num_live_sequences(record)
     if live is not None:
         lengths = jnp.where(jnp.arange(sequences) < live, lengths, 0)
     return starts[:-1], lengths
 
 
-class RowLimits(NamedTuple):
+class QueryRowLimits(NamedTuple):
     """Sequences with so many query rows, from the least to the most."""
 
     least: int
@@ -109,7 +109,9 @@ class QueryTiles(NamedTuple):
     position: jax.Array
 
 
-def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: RowLimits | None = None) -> QueryTiles:
+def query_tiles(
+    record: PagedAttention, size: int, multiple: int = 1, lengths: QueryRowLimits | None = None
+) -> QueryTiles:
     """Returns the query rows of sequences in tiles of at most `size`, as many as there can be.
 
     Args:
@@ -138,7 +140,7 @@ def query_tiles(record: PagedAttention, size: int, multiple: int = 1, lengths: R
     return QueryTiles(ends - count, ends[-1], sequence, skipped, rows, position)
 
 
-def token_places(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
+def token_sequences_and_positions(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     """Returns the sequence (-1 for none) and the position of every query row, [T] int32."""
     starts, lengths = query_ranges(record)
     token = jnp.arange(record.query.shape[0], dtype=jnp.int32)
@@ -204,7 +206,9 @@ def load_keys_and_values(
         return pages.at[index].get(mode="fill", fill_value=0)[..., :size]
 
     values = record.key_pages if record.value_pages is None else record.value_pages
-    return load_component(record.key_pages, 0, record.query.shape[-1]), load_component(values, 1, value_size(record))
+    return load_component(record.key_pages, 0, record.query.shape[-1]), load_component(
+        values, 1, value_head_dim(record)
+    )
 
 
 def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
@@ -214,7 +218,7 @@ def _latent_keys(record: PagedAttention, rows: jax.Array) -> jax.Array:
     return jnp.concatenate((rows[..., :size], rows[..., start : start + rotary]), axis=-1)
 
 
-def write(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
+def write_new_tokens(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]]:
     """Returns the record with `new_keys` and `new_values` in its pages, and those pages.
 
     Token i of a sequence that has q query rows goes to position `kv_len - q + i`. Only slots of tokens are touched:
@@ -223,13 +227,13 @@ def write(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.Array, ...]
     """
     if record.new_keys is None:
         return record, ()
-    at = find_pages_and_slots(record, *token_places(record))
+    at = find_pages_and_slots(record, *token_sequences_and_positions(record))
     if record.latent is not None:
         pages = (_write_latent(record, *at),)
         return _without_new_tokens(record, key_pages=pages[0]), pages
     if record.new_values is None:
         return record, ()
-    if record.kv_layout == COMBINED:
+    if record.kv_layout == COMBINED_LAYOUT:
         shape = record.key_pages.shape
         stored = record.key_pages.reshape(_stored_shape(record.key_pages))
         tokens = _combined_rows(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])

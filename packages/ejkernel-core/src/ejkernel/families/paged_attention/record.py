@@ -126,7 +126,7 @@ def pair_bias(
         return None
     size = rows_of[sequence] if bias.ndim == 1 else jnp.int32(bias.shape[-1])
     outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
-    start = qq_starts(record, rows_of)
+    start = qq_bias_starts(record, rows_of)
     if bias.ndim == 1:
         index = (jnp.int32(0) if start is None else start[sequence]) + row * size + column
         return bias.at[jnp.where(outside, bias.size, index)].get(mode="fill", fill_value=0)
@@ -135,7 +135,7 @@ def pair_bias(
     return bias.at[at].get(mode="fill", fill_value=0)
 
 
-def qq_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:
+def qq_bias_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:
     """Returns where each sequence's table of `qq_bias` starts, [N] int32; None if all share one.
 
     Args:

@@ -19,7 +19,7 @@ logit if there is one); a row that belongs to no sequence gives 0 and -inf.
 In a latent cache, `latent = (R, start)`, a token has one row that all query heads share (DeepSeek-V2, 2024,
 arXiv:2405.04434): the first R columns are its value, and they and the D - R columns from `start` on are its key.
 
-If there are new tokens, they are written into the pages first (`paged_cache.write`), and attended to.
+If there are new tokens, they are written into the pages first (`paged_cache.write_new_tokens`), and attended to.
 
 Sources: Kwon et al. 2023, arXiv:2309.06180 (paged attention); Milakov & Gimelshein 2018 (online softmax); Press et al.
 2022, arXiv:2108.12409 (alibi); Xiao et al. 2023, arXiv:2309.17453 (sinks).
@@ -49,8 +49,8 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
         Output [T, H, Dv], lse [T, H] and the pages that were written, if any; and no residuals.
     """
     accumulate = jnp.promote_types(record.query.dtype, jnp.float32)
-    record, pages = paged_cache.write(record)
-    sequence, position = paged_cache.token_places(record)
+    record, pages = paged_cache.write_new_tokens(record)
+    sequence, position = paged_cache.token_sequences_and_positions(record)
     keys, values, present = _gather_pages(record, sequence, accumulate)
     scores = _scores(record, keys, sequence, position, accumulate)
     allowed = (present & _in_band(record, position))[:, None]
@@ -71,7 +71,7 @@ def _gather_pages(record: PagedAttention, sequence: jax.Array, dtype: Any) -> tu
     table.
     """
     heads, kv_heads = record.query.shape[1], paged_cache.kv_heads(record)
-    position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32)
+    position = jnp.arange(paged_cache.max_sequence_len(record), dtype=jnp.int32)
     page, slot = paged_cache.find_pages_and_slots(record, sequence[:, None], position[None])
     row = jnp.maximum(sequence, 0)
     present = (page < paged_cache.page_count(record)) & (position < record.kv_lens[row][:, None])
@@ -112,7 +112,7 @@ def _lengths_before_queries(record: PagedAttention) -> jax.Array:
 def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
     """Returns bool [T, K]."""
     left, right = band(record)
-    key, position = jnp.arange(paged_cache.capacity(record), dtype=jnp.int32), position[:, None]
+    key, position = jnp.arange(paged_cache.max_sequence_len(record), dtype=jnp.int32), position[:, None]
     allowed = in_same_chunk(record, position, key)
     allowed = jnp.ones((position.shape[0], key.shape[0]), bool) if allowed is None else allowed
     if left is not None:

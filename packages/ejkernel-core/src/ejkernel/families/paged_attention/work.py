@@ -1,7 +1,7 @@
 """The work list of paged attention: one entry for every tile of query rows of one sequence.
 
 It is made on the device from lengths that may be traced, and has a fixed size: q rows of n sequences have at most
-`q // block + n` tiles of `block` rows that are not empty. `deal` gives the key tiles of all entries to
+`q // block + n` tiles of `block` rows that are not empty. `deal_key_tiles` gives the key tiles of all entries to
 programs in equal shares, so that one long sequence among short ones does not set the time.
 """
 
@@ -15,7 +15,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import PagedAttention, band
 
 
-class Work(NamedTuple):
+class WorkList(NamedTuple):
     """Tiles of query rows, the real ones first. All int32.
 
     Attributes:
@@ -39,7 +39,7 @@ class Work(NamedTuple):
     high: jax.Array
 
 
-def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
+def make_work_list(record: PagedAttention, queries: int, multiple: int = 1) -> WorkList:
     """Returns the tiles of a record, in the order of sequences.
 
     Args:
@@ -51,17 +51,17 @@ def find_work(record: PagedAttention, queries: int, multiple: int = 1) -> Work:
     _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, queries, multiple)
     low, high = _key_ranges_of_tiles(record, sequence, position, rows)
     live = jnp.sum(rows > 0, dtype=jnp.int32)
-    return Work(live, sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)
+    return WorkList(live, sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)
 
 
-def longest_first(work: Work) -> Work:
+def longest_first(work: WorkList) -> WorkList:
     """Returns the entries with most keys first, so that entries worked on together end together."""
     # Entries that are not real come last, after tiles without keys, whose rows still have an output.
     order = jnp.argsort(jnp.where(work.rows > 0, work.low - work.high, 1), stable=True)
-    return Work(work.live, *(x[order] for x in work[1:]))
+    return WorkList(work.live, *(x[order] for x in work[1:]))
 
 
-class Deal(NamedTuple):
+class KeyTileShares(NamedTuple):
     """The key tiles that each program processes. All arrays are int32.
 
     The key tiles of all entries and KV heads form one line: entry by entry, in an entry head by head. Program p
@@ -84,7 +84,7 @@ class Deal(NamedTuple):
     total: jax.Array
 
 
-def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
+def deal_key_tiles(work: WorkList, block_kv: int, kv_heads: int, programs: int) -> KeyTileShares:
     """Deals the key tiles of a work list to programs, in shares that differ by none but the last.
 
     Args:
@@ -101,13 +101,13 @@ def deal(work: Work, block_kv: int, kv_heads: int, programs: int) -> Deal:
     share = jnp.maximum(cdiv(total, programs), 1)
     begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, total)
     entry = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
-    return Deal(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
+    return KeyTileShares(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
 
 
-def take_batch(work: Work, batch: jax.Array, stack: int) -> Work:
+def take_batch(work: WorkList, batch: jax.Array, stack: int) -> WorkList:
     """Returns the entries of one batch, `stack` of them."""
     parts = (jax.lax.dynamic_slice(x, (batch * stack,), (stack,)) for x in work[1:])
-    return Work(work.live, *parts)
+    return WorkList(work.live, *parts)
 
 
 def _key_ranges_of_tiles(
@@ -116,7 +116,7 @@ def _key_ranges_of_tiles(
     """Returns first key and one more than the last key of tiles of `rows` rows from `position` on."""
     left, right = band(record)
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
-    high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))
+    high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.max_sequence_len(record))
     if left is not None:
         low = jnp.maximum(low, position - left)
     if right is not None:

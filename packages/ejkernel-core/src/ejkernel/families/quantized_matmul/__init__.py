@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.quantized_matmul.record import QuantizedMatmul, accumulator, columns, finished, matrix
+from ejkernel.families.quantized_matmul.record import QuantizedMatmul, accumulator, apply_tensor_scale, columns, matrix
 from ejkernel.families.quantized_matmul.reference import reference
 
 __all__ = [
     "FAMILY",
     "QuantizedMatmul",
     "accumulator",
+    "apply_tensor_scale",
     "axes",
     "columns",
-    "finished",
     "matrix",
     "reference",
     "requests",

@@ -41,7 +41,7 @@ def accumulator(record: QuantizedMatmul) -> Any:
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
-def finished(record: QuantizedMatmul, sums: jax.Array) -> jax.Array:
+def apply_tensor_scale(record: QuantizedMatmul, sums: jax.Array) -> jax.Array:
     """Returns the output, or the gradient of x, of float32 sums over the matrix without its tensor scale."""
     if record.tensor_scale is not None:
         sums = sums * record.tensor_scale

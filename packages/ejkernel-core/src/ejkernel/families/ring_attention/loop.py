@@ -42,7 +42,7 @@ from ejkernel.families.ring_attention.steps import (
     step_at,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, sinks_gradient
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel.types.pullback import Pullback
 
 
@@ -79,15 +79,17 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
         return output, residuals
     local = local_record(record, ring)
 
-    def attend(step: RingStep | ZigzagStep) -> Partial:
+    def attend(step: RingStep | ZigzagStep) -> PartialAttention:
         output, residuals, *_ = kernel.forward(step.record, config)
-        return Partial(output.astype(accumulator(record)), residuals.lse)
+        return PartialAttention(output.astype(accumulator(record)), residuals.lse)
 
-    def remote_step(distance: Distance, travelling_keys: TravellingKeys, so_far: Partial) -> tuple[Gradients, Partial]:
+    def remote_step(
+        distance: Distance, travelling_keys: TravellingKeys, so_far: PartialAttention
+    ) -> tuple[Gradients, PartialAttention]:
         step = step_at(local, ring, distance, travelling_keys)
         return {}, merge(so_far, *step.partials(attend(step)))
 
-    def run_local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, Partial]:
+    def run_local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, PartialAttention]:
         # Only this step adds the sinks to its denominator, so they are counted once.
         step = local_step(local, ring, travelling_keys)
         return {}, attend(dataclasses.replace(step, record=dataclasses.replace(step.record, softmax_aux=sinks)))

@@ -37,7 +37,7 @@ from ejkernel.families.ring_attention.schedule import (
     travelling_keys_of,
 )
 from ejkernel.families.tiled_attention import TiledAttention, band
-from ejkernel.planning.softmax_merge import Partial
+from ejkernel.planning.softmax_merge import PartialAttention
 
 RingKind = Literal["full", "zig-zag", "banded", "positioned"]
 Gradients = dict[str, jax.Array]
@@ -80,11 +80,11 @@ class RingStep:
         """Returns the rows of the step's queries."""
         return lax.slice_in_dim(x, *self.rows, axis=axis)
 
-    def partials(self, part: Partial) -> tuple[Partial, ...]:
+    def partials(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
         output = _pad_axis(part.output, self.rows, self.length, 1)
         lse = _pad_axis(part.lse, self.rows, self.length, 2, -jnp.inf)
-        return (Partial(self._or_neutral(output, 0), self._or_neutral(lse, -jnp.inf)),)
+        return (PartialAttention(self._or_neutral(output, 0), self._or_neutral(lse, -jnp.inf)),)
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
         """Returns gradients as those of all of the device's queries and of all keys that are here."""
@@ -114,16 +114,16 @@ class ZigzagStep:
         first_half, second_half = jnp.split(x, 2, axis)
         return jnp.concatenate([jnp.where(self.before, first_half, second_half), second_half])
 
-    def partials(self, part: Partial) -> tuple[Partial, ...]:
+    def partials(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
         (by_device, shared), (lse_by_device, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
         zero, none = jnp.zeros_like(by_device), jnp.full_like(lse_by_device, -jnp.inf)
         before = self.before
-        first = Partial(
+        first = PartialAttention(
             jnp.concatenate([jnp.where(before, by_device, zero), shared], axis=1),
             jnp.concatenate([jnp.where(before, lse_by_device, none), shared_lse], axis=2),
         )
-        second = Partial(
+        second = PartialAttention(
             jnp.concatenate([zero, jnp.where(before, zero, by_device)], axis=1),
             jnp.concatenate([none, jnp.where(before, none, lse_by_device)], axis=2),
         )

@@ -41,12 +41,12 @@ class IntervalTable(NamedTuple):
     closes: jax.Array
 
 
-def interval_count(tokens: int, sequences: int) -> int:
+def max_num_intervals(tokens: int, sequences: int) -> int:
     """Returns the most intervals that so many packed sequences of together so many tokens have."""
     return tokens // TOKENS_PER_INTERVAL + sequences
 
 
-def first_intervals(cu_seqlens: jax.Array) -> jax.Array:
+def first_interval_of_sequences(cu_seqlens: jax.Array) -> jax.Array:
     """Returns the number of every sequence's first interval, and of the one after the last; [N + 1] int32."""
     lengths = jnp.maximum(jnp.diff(cu_seqlens.astype(jnp.int32)), 0)
     return jnp.pad(jnp.cumsum(cdiv(lengths, TOKENS_PER_INTERVAL), dtype=jnp.int32), (1, 0))
@@ -59,9 +59,9 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
         cu_seqlens: [N + 1] int, cumulative lengths.
         tokens: Tokens of the row.
     """
-    bounds, first = cu_seqlens.astype(jnp.int32), first_intervals(cu_seqlens)
+    bounds, first = cu_seqlens.astype(jnp.int32), first_interval_of_sequences(cu_seqlens)
     sequences = bounds.shape[0] - 1
-    number = jnp.arange(interval_count(tokens, sequences), dtype=jnp.int32)
+    number = jnp.arange(max_num_intervals(tokens, sequences), dtype=jnp.int32)
     # Counts the sequences whose intervals all come before; this skips empty sequences.
     sequence = jnp.searchsorted(first[1:], number, side="right").astype(jnp.int32)
     at = jnp.minimum(sequence, max(0, sequences - 1))
@@ -72,5 +72,5 @@ def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
 
 def stored_states(cu_seqlens: jax.Array, states: jax.Array) -> jax.Array:
     """Returns states before intervals [1, J, ...] as a kernel stored them: 0 for intervals that no sequence has."""
-    used = jnp.arange(states.shape[1], dtype=jnp.int32) < first_intervals(cu_seqlens)[-1]
+    used = jnp.arange(states.shape[1], dtype=jnp.int32) < first_interval_of_sequences(cu_seqlens)[-1]
     return jnp.where(used.reshape(1, -1, *(1,) * (states.ndim - 2)), states, 0)

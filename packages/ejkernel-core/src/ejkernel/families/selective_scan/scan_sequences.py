@@ -30,7 +30,7 @@ def sequences(record: SelectiveScan) -> int:
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def with_states(forward: Forward) -> Forward:
+def forward_with_slot_states(forward: Forward) -> Forward:
     """Returns the forward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(forward)
@@ -44,7 +44,7 @@ def with_states(forward: Forward) -> Forward:
     return run
 
 
-def with_state_gradients(backward: Backward) -> Backward:
+def backward_with_slot_states(backward: Backward) -> Backward:
     """Returns the backward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(backward)

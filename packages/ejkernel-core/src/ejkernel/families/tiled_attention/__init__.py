@@ -10,10 +10,10 @@ import numpy as np
 
 from ejkernel.families.contract import Family, RequestIsolation
 from ejkernel.families.tiled_attention.gradients import (
-    added_up,
-    less_lse_cotangent,
     sinks_gradient,
     split_unnormalised_backward,
+    subtract_lse_cotangent,
+    sum_of_both_gradients,
 )
 from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, move_nonfinite_values_to_keys
 from ejkernel.families.tiled_attention.record import (
@@ -22,7 +22,7 @@ from ejkernel.families.tiled_attention.record import (
     TiledAttention,
     Window,
     band,
-    dropout_numbers,
+    make_dropout_keys,
     positions,
 )
 from ejkernel.families.tiled_attention.reference import reference, reference_scores
@@ -30,21 +30,19 @@ from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_lo
 from ejkernel.planning.requests import same_owner, segment_owners
 
 __all__ = [
-    "DROPOUT",
+    "DROPOUT_FIELDS",
     "FAMILY",
     "FAR",
-    "MASKS",
-    "ROUNDING",
-    "SOFTMAX",
+    "MASK_FIELDS",
+    "ROUNDING_FIELDS",
+    "SOFTMAX_FIELDS",
     "SoftmaxResiduals",
     "TiledAttention",
     "Window",
-    "added_up",
     "apply_soft_cap",
     "band",
-    "dropout_numbers",
-    "less_lse_cotangent",
     "localise",
+    "make_dropout_keys",
     "positions",
     "reference",
     "reference_scores",
@@ -52,6 +50,8 @@ __all__ = [
     "round_to_logits_dtype",
     "sinks_gradient",
     "split_unnormalised_backward",
+    "subtract_lse_cotangent",
+    "sum_of_both_gradients",
 ]
 
 
@@ -92,10 +92,10 @@ FAMILY = Family(
     lse="b h t",
 )
 
-MASKS = frozenset(
+MASK_FIELDS = frozenset(
     {"mask", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions", "causal", "sliding_window"}
 )
-SOFTMAX = frozenset({"softmax_aux", "logits_soft_cap"})
-DROPOUT = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
-ROUNDING = frozenset({"normalize_output", "precision", "logits_dtype"})
+SOFTMAX_FIELDS = frozenset({"softmax_aux", "logits_soft_cap"})
+DROPOUT_FIELDS = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
+ROUNDING_FIELDS = frozenset({"normalize_output", "precision", "logits_dtype"})
 """Groups of optional fields, for backends to say which they handle."""

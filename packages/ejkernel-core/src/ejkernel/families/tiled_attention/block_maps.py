@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention.record import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import TileCut, cuts, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import TileCut, classify_tile_pairs, tile_cuts
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, TileSpans
 
 FULL, EMPTY = 0, 1
@@ -107,7 +107,7 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
 
     Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
     """
-    some, every, _ = sorted_pairs(record, *cuts(record, q_block, kv_block))
+    some, every, _ = classify_tile_pairs(record, *tile_cuts(record, q_block, kv_block))
     some, every = some[:, None], every[:, None]
     reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
     if (tiles_of_pattern := pattern_tiles(record, q_block, kv_block)) is None:

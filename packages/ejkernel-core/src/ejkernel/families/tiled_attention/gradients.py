@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.types.pullback import Pullback
 
 
-def less_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
+def subtract_lse_cotangent(delta: jax.Array, pullback: Pullback) -> jax.Array:
     """Returns delta [B, H, T] minus the cotangent of lse, whose derivative by the score s_ij is p_ij; delta without
     one.
 
@@ -33,7 +33,7 @@ def split_unnormalised_backward(pullback: Pullback) -> tuple[Pullback, Pullback]
     )
 
 
-def added_up(
+def sum_of_both_gradients(
     backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
 ) -> dict[str, jax.Array]:
     """Returns the gradients of a pullback whose output is not normalised and whose lse has a cotangent."""
@@ -51,5 +51,5 @@ def sinks_gradient(pullback: Pullback, delta: jax.Array) -> jax.Array:
     sinks, lse = pullback.record.softmax_aux, pullback.residuals.lse
     if not pullback.record.normalize_output:  # subtracting the maximum is part of its meaning
         return jnp.zeros_like(sinks)
-    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * less_lse_cotangent(delta, pullback)
+    share = jnp.exp(sinks[:, None] - jnp.where(lse == -jnp.inf, 0, lse)) * subtract_lse_cotangent(delta, pullback)
     return -share.sum(axis=(0, 2)).astype(sinks.dtype)

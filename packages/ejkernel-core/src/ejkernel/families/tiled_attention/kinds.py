@@ -39,7 +39,7 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = padded_head_dim)
     return " ".join((*words, *(name for name, present in extras.items() if present)))
 
 
-def kind_of_large(record: TiledAttention) -> str | None:
+def tuning_key_of_large(record: TiledAttention) -> str | None:
     """Returns the kind of a call with enough work to fill a large GPU; None for smaller calls, whose best tiles depend
     on their shapes.
     """

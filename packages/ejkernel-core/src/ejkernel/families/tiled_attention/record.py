@@ -107,7 +107,7 @@ def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     return q, k
 
 
-def dropout_numbers(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+def make_dropout_keys(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     """Returns the dropout keys of rows [B, H, T] and of columns [1, S], uint32, of a record with a seed.
 
     Computing the keys costs more than using them, so they are computed once before the kernel.

@@ -65,7 +65,7 @@ class TileCut:
         return jnp.pad(values, ((0, 0), (0, missing)), mode="edge").reshape(-1, self.tiles, self.block)
 
 
-def cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[TileCut, TileCut]:
+def tile_cuts(record: TiledAttention, q_block: int, kv_block: int) -> tuple[TileCut, TileCut]:
     """Returns how queries and keys are cut into tiles that may end past them."""
     return TileCut(record.query.shape[1], q_block), TileCut(record.key.shape[1], kv_block)
 
@@ -91,7 +91,7 @@ def padding_as_segments(record: TiledAttention) -> TiledAttention:
     )
 
 
-def sorted_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut) -> tuple[Any, Any, Any]:
+def classify_tile_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut) -> tuple[Any, Any, Any]:
     """Returns which pairs of tiles have work and which are full.
 
     Args:
@@ -115,7 +115,7 @@ def sorted_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut) -> tup
     return some, every if whole.all() else every & whole, xp
 
 
-def runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+def tile_runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in
     it.
 

@@ -234,7 +234,7 @@ def lower(args: GroupedMatmulArguments) -> Record:
         lhs=lhs,
         rhs=rhs,
         group_sizes=args.group_sizes.astype(jnp.int32),
-        out_dtype=family.dtype_of_sums(args.lhs.dtype) if out_dtype is None else out_dtype,
+        out_dtype=family.product_sum_dtype(args.lhs.dtype) if out_dtype is None else out_dtype,
         group_offset=None if offset is None else jnp.asarray(offset).reshape(()).astype(jnp.int32),
         existing_out=args.existing_out,
         rhs_scale=args.rhs_scale,

@@ -211,7 +211,7 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        kv_layout=paged_cache.LATENT,
+        kv_layout=paged_cache.LATENT_LAYOUT,
         kv_heads=None,
         num_seqs=args.distribution[2],
         new_keys=jnp.concatenate((args.keys_values, args.keys_pe), axis=-1)[:, None],

@@ -18,7 +18,7 @@ from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning.quantized_formats import (
-    WORD,
+    WORD_BITS,
     Format,
     Mode,
     make_format,
@@ -170,7 +170,7 @@ def validate(args: QuantizedMatmulArguments) -> None:
 def _weight_format(args: QuantizedMatmulArguments) -> Format:
     """Returns the format of a call's weights; groups of whole rows have the rows' size."""
     form = make_format(args.mode, args.bits, args.group_size)
-    return with_row_group_size(form, args.w.shape[-1] * WORD // form.bits)
+    return with_row_group_size(form, args.w.shape[-1] * WORD_BITS // form.bits)
 
 
 def lower(args: QuantizedMatmulArguments) -> Record:

@@ -195,7 +195,7 @@ def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
         block_tables=args.block_tables,
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        kv_layout=paged_cache.COMBINED,
+        kv_layout=paged_cache.COMBINED_LAYOUT,
         kv_heads=None,
         num_seqs=jnp.reshape(args.num_seqs, ()),
         compute_dtype=args.compute_dtype,

@@ -235,7 +235,7 @@ def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
         block_tables=args.block_tables.reshape(sequences, args.block_tables.size // sequences),
         kv_lens=args.kv_lens,
         query_start=args.query_start_loc,
-        kv_layout=paged_cache.COMBINED,
+        kv_layout=paged_cache.COMBINED_LAYOUT,
         kv_heads=None if combined.shape[2] == kv_heads else kv_heads,
         num_seqs=args.distribution,
         new_keys=args.keys,

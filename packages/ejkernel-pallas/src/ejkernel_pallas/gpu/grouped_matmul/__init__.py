@@ -4,7 +4,7 @@ The requirements of the kernels are data in this module, which imports nothing o
 """
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
-from ejkernel.families.grouped_matmul.kinds import average_rows, kind_of
+from ejkernel.families.grouped_matmul.kinds import average_rows_per_group, shared_tuning_key
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -32,7 +32,7 @@ def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
     With fewer rows per group Triton's smaller tiles are faster. The conformance cases of both kernels pass on a chip.
     """
-    return 20 if average_rows(config.plain_product_record(record)) >= MIN_MEAN_ROWS_PER_GROUP else -1
+    return 20 if average_rows_per_group(config.plain_product_record(record)) >= MIN_MEAN_ROWS_PER_GROUP else -1
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -50,7 +50,7 @@ def implementations() -> tuple[Implementation, ...]:
                 extra=spec.refusal_reasons,
             ),
             config=ConfigSpace.of(
-                config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=kind_of
+                config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=shared_tuning_key
             ),
             # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
             priority=20,
@@ -72,7 +72,7 @@ def implementations() -> tuple[Implementation, ...]:
                 candidates=config.fp8_candidates,
                 forward=config.HopperFp8,
                 public_fields=config.PUBLIC_FIELDS,
-                kind=kind_of,
+                kind=shared_tuning_key,
             ),
             # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores accumulate, 1.5 times with scales
             # per row and column, and 1.6 to 2.3 times with block scales.

@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.grouped_matmul.kinds import average_rows
+from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 
@@ -193,7 +193,7 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     """Returns the configurations worth measuring, the best first."""
     is_narrow = 0 < (columns(record) if direction == "forward" else record.lhs.shape[1]) % 256 <= 128
     row_tiles = (*NARROW_ROW_KERNEL_TILES, *ROW_KERNEL_TILES) if is_narrow else ROW_KERNEL_TILES
-    if average_rows(record) <= HALF_COLUMNS_MAX_MEAN_ROWS:
+    if average_rows_per_group(record) <= HALF_COLUMNS_MAX_MEAN_ROWS:
         row_tiles = tuple(dict.fromkeys((HALF_COLUMNS_TILE, *row_tiles)))
     if direction == "forward":
         return tuple(HopperGrouped(**tile.config_fields) for tile in row_tiles)
@@ -294,7 +294,7 @@ def gated_heuristic(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
 
 def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: Direction) -> tuple[HopperGated, ...]:
     """Returns the configurations worth measuring, the best first."""
-    few = average_rows(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_MEAN_ROWS
+    few = average_rows_per_group(plain_product_record(record)) <= SINGLE_WARPGROUP_MAX_MEAN_ROWS
     tiles = (*SINGLE_WARPGROUP_TILES, *GATED_TILES) if few else (*GATED_TILES, *SINGLE_WARPGROUP_TILES)
     # Without a gate, a product of as many columns gives twice as many columns of the output.
     return tiles if record.gated else tuple(dataclasses.replace(tile, block_n=2 * tile.block_n) for tile in tiles)

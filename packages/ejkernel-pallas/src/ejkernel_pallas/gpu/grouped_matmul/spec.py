@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
-from ejkernel.families.grouped_matmul.row_tiles import most_tiles
+from ejkernel.families.grouped_matmul.row_tiles import max_num_row_tiles
 from ejkernel.ops.params import given_values
 from ejkernel_pallas.gpu.grouped_matmul.config import (
     HopperFp8,
@@ -242,7 +242,7 @@ class GroupedSpec:
     @property
     def tile_list_length(self) -> int:
         """Returns entries of the tile list."""
-        return most_tiles(self.num_rows, self.num_matrices, BLOCK_M)
+        return max_num_row_tiles(self.num_rows, self.num_matrices, BLOCK_M)
 
 
 def make_spec(record: GroupedMatmul, params: HopperGrouped, out_dtype: Any) -> GroupedSpec:

@@ -23,7 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.gated_grouped_matmul import GateFunction
+from ejkernel.families.gated_grouped_matmul import GateParameters
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
@@ -53,7 +53,7 @@ SELECT_LOW_HALVES, SELECT_HIGH_HALVES = 0x5410, 0x7632
 """Selectors of `prmt` that put two words' lower or upper halves into one word."""
 
 
-def apply_activation(tile: jax.Array, activation: GateFunction, valid_rows: jax.Array | None = None) -> jax.Array:
+def apply_activation(tile: jax.Array, activation: GateParameters, valid_rows: jax.Array | None = None) -> jax.Array:
     """Returns `act(tile)` of a float32 tile in an accumulator's layout, for products without a gate.
 
     Args:
@@ -65,7 +65,7 @@ def apply_activation(tile: jax.Array, activation: GateFunction, valid_rows: jax.
 
 
 def apply_gate(
-    gate: jax.Array, factor: jax.Array, activation: GateFunction, valid_rows: jax.Array | None = None
+    gate: jax.Array, factor: jax.Array, activation: GateParameters, valid_rows: jax.Array | None = None
 ) -> jax.Array:
     """Returns `act(gate) * (other + beta)` of two float32 tiles in an accumulator's layout, both limited.
 
@@ -100,7 +100,7 @@ def _map_elements(tiles: tuple[jax.Array, ...], valid_rows: jax.Array | None, co
 
 
 def apply_gate_to_interleaved_columns(
-    interleaved: jax.Array, activation: GateFunction, dtype: Any, valid_rows: jax.Array | None = None
+    interleaved: jax.Array, activation: GateParameters, dtype: Any, valid_rows: jax.Array | None = None
 ) -> jax.Array:
     """Returns the outputs of interleaved columns, in an accumulator's layout: of `pairs[:, ::2]` and `pairs[:, 1::2]`
     what `gated` returns, in 16 bits.
@@ -186,7 +186,7 @@ def _zero_if_masked(x: Any, mask: Any) -> Any:
     return x if mask is None else arith.select(mask, x, float32_constant(0.0))
 
 
-def _activate_and_multiply(gate: Any, factor: Any, activation: GateFunction) -> Any:
+def _activate_and_multiply(gate: Any, factor: Any, activation: GateParameters) -> Any:
     """Returns the activation of the gate times the factor."""
     if activation.limit is not None:
         # These propagate NaN.
@@ -199,7 +199,7 @@ def _activate_and_multiply(gate: Any, factor: Any, activation: GateFunction) -> 
     return arith.mulf(_activate(gate, activation), factor)
 
 
-def _activate(x: Any, activation: GateFunction) -> Any:
+def _activate(x: Any, activation: GateParameters) -> Any:
     if activation.activation == "relu2":
         x = arith.maximumf(x, float32_constant(0.0))
         return arith.mulf(x, x)

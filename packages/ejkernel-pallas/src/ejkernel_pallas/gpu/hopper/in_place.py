@@ -7,7 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from ejkernel.planning.in_place import unfused
+from ejkernel.planning.in_place import call_unfused
 
 
 def update_in_place(
@@ -48,4 +48,4 @@ def update_in_place(
         results = pl.run_state(run)(dict(zip(names, arrays, strict=True)))
         return tuple(results[name] for name in names)
 
-    return dict(zip(names, unfused(call, *updated_arrays.values()), strict=True))
+    return dict(zip(names, call_unfused(call, *updated_arrays.values()), strict=True))

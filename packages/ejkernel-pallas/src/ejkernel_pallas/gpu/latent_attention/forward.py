@@ -9,7 +9,7 @@ from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.latent_pages import Rotary, as_pages, rotary_of
+from ejkernel.families.paged_attention.latent_pages import RotaryColumns, as_paged_record, rotary_columns_of
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
@@ -49,8 +49,8 @@ def forward(record: PagedAttention, params: HopperLatent) -> tuple[tuple[jax.Arr
     Returns:
         Output [T, H, 512] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
-    record, pages = paged_cache.write(record)
-    rotary = rotary_of(record)
+    record, pages = paged_cache.write_new_tokens(record)
+    rotary = rotary_columns_of(record)
     assert rotary is not None
     output, lse = attend(record, rotary, params)
     return (output, lse, *pages), None
@@ -62,7 +62,7 @@ def forward_dense_cache(record: TiledAttention, params: HopperLatent) -> tuple[j
     With one cache all 576 columns are values, of which the operation reads the first 512. XLA computes the others, and
     drops their products if nothing reads them, as in every call of the operation.
     """
-    pages, rotary = as_pages(record)
+    pages, rotary = as_paged_record(record)
     output, lse = attend(pages, rotary, params)
     output = output[:, None]
     if record.value.shape[-1] > LATENT_DIM:
@@ -89,7 +89,7 @@ def _rotary_output(record: PagedAttention, lse: jax.Array) -> jax.Array:
     return output.astype(record.query.dtype)
 
 
-def attend(record: PagedAttention, rotary_keys: Rotary, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
+def attend(record: PagedAttention, rotary_keys: RotaryColumns, params: HopperLatent) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, 512] and lse [T, H] of a record without new tokens."""
     spec = make_spec(record, params, rotary_keys.start)
     plan = (make_schedule_in_kernel if spec.num_items <= MAX_ITEMS_PLANNED_IN_KERNEL else make_schedule)(record, spec)

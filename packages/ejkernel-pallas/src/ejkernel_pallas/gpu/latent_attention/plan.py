@@ -62,7 +62,7 @@ def make_row_key_extents(record: PagedAttention, spec: LatentSpec) -> RowKeyExte
         sequence, position = jnp.arange(spec.num_items, dtype=jnp.int32), kv_lens - 1
         sequence_of_row = sequence
     else:
-        sequence, position = paged_cache.token_places(record)
+        sequence, position = paged_cache.token_sequences_and_positions(record)
         sequence_of_row = jnp.maximum(sequence, 0)
         kv_lens, kv_starts = kv_lens[sequence_of_row], None if kv_starts is None else kv_starts[sequence_of_row]
     keys, low = key_limits(record, kv_lens, position, 0 if kv_starts is None else kv_starts.astype(jnp.int32))
@@ -74,7 +74,7 @@ def key_limits(record: PagedAttention, kv_lens: Any, position: Any, kv_starts: A
     """Returns end and start of the keys of rows at positions of sequences, 0 and 0 without keys; `record` has
     constants.
     """
-    keys = jnp.minimum(kv_lens, paged_cache.capacity(record))
+    keys = jnp.minimum(kv_lens, paged_cache.max_sequence_len(record))
     left, right = band(record)
     if right is not None:
         keys = jnp.minimum(keys, position + 1 + right)

@@ -10,7 +10,7 @@ from jax.custom_batching import sequential_vmap
 
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.pages import COMBINED
+from ejkernel.families.paged_attention.pages import COMBINED_LAYOUT
 from ejkernel_pallas.gpu.hopper.launch import launch, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.split_combine import KernelOutputs, combine_partial_results
@@ -40,7 +40,7 @@ def forward(record: PagedAttention, params: HopperPaged) -> tuple[tuple[jax.Arra
     Returns:
         Output [T, H, Dv] in the query's dtype, lse [T, H] float32 and the updated pages, if any; no residuals.
     """
-    record, pages = paged_cache.write(record)
+    record, pages = paged_cache.write_new_tokens(record)
     output, lse = attend(record, params)
     return (output, lse, *pages), None
 
@@ -60,9 +60,11 @@ def attend(record: PagedAttention, params: HopperPaged) -> tuple[jax.Array, jax.
             tiles,
             *_run_decode_items(record, spec, make_schedule(record, tiles, spec.programs_per_kv_head), cache),
         )
-    prefill_limits = paged_cache.RowLimits(params.prefill_tokens, count)
+    prefill_limits = paged_cache.QueryRowLimits(params.prefill_tokens, count)
     output, lse = prefill(record, spec, prefill_limits, cache)
-    tokens, *few = _attend_short_sequences(record, spec, cache, paged_cache.RowLimits(1, params.prefill_tokens - 1))
+    tokens, *few = _attend_short_sequences(
+        record, spec, cache, paged_cache.QueryRowLimits(1, params.prefill_tokens - 1)
+    )
     # The prefill's results of all tokens are in order; those of sequences with few tokens are overwritten.
     results, sums = (x.at[tokens].set(y, mode="drop") for x, y in zip((output, lse), few, strict=True))
     return results, sums
@@ -72,7 +74,7 @@ def _attend_short_sequences(
     record: PagedAttention,
     spec: PagedSpec,
     cache: tuple[jax.Array, jax.Array],
-    sequence_row_limits: paged_cache.RowLimits,
+    sequence_row_limits: paged_cache.QueryRowLimits,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns query rows, output and lse of the sequences with few tokens; missing tokens have rows past the end.
 
@@ -128,7 +130,7 @@ def _cache_views(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
     slot, or all heads of all pages, slots and a head.
     """
     caches = record.key_pages, record.key_pages if record.value_pages is None else record.value_pages
-    if record.kv_layout in (COMBINED, "pshd"):
+    if record.kv_layout in (COMBINED_LAYOUT, "pshd"):
         keys, values = (pages.reshape(*pages.shape[:2], -1) for pages in caches)
     else:
         keys, values = (pages.reshape(-1, *pages.shape[2:]) for pages in caches)
@@ -150,7 +152,7 @@ def _outputs_by_query_row(
     record: PagedAttention, spec: PagedSpec, tiles: paged_cache.QueryTiles, output: jax.Array, lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse by query row, from those by item: [items, Hk * 64, Dv] and [items, Hk * 64]."""
-    sequence, _ = paged_cache.token_places(record)
+    sequence, _ = paged_cache.token_sequences_and_positions(record)
     owner, token = jnp.maximum(sequence, 0), jnp.arange(record.query.shape[0], dtype=jnp.int32)
     offset = token - paged_cache.query_ranges(record)[0][owner]
     item, row = tiles.first[owner] + offset // spec.tokens_per_tile, offset % spec.tokens_per_tile * spec.rows_per_token

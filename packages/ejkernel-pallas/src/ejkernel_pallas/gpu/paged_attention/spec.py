@@ -144,7 +144,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
 
 def value_head_dim(record: PagedAttention) -> int:
     """Returns the head dimension of values."""
-    return paged_cache.value_size(record)
+    return paged_cache.value_head_dim(record)
 
 
 def refusal_reasons(record: PagedAttention) -> Iterable[str]:

@@ -6,17 +6,17 @@ The requirements of the kernels are data in this module, which imports nothing o
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT, SOFTMAX
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, SOFTMAX_FIELDS
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
-from ejkernel.families.tiled_attention.kinds import kind_of_large
+from ejkernel.families.tiled_attention.kinds import tuning_key_of_large
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.gpu.requirements import hopper_requires
 from ejkernel_pallas.gpu.tiled_attention import config
 
 HANDLES = (
     frozenset({"q_segment_ids", "kv_segment_ids", "causal", "sliding_window", "pattern", "lse_cotangent"})
-    | SOFTMAX
-    | DROPOUT
+    | SOFTMAX_FIELDS
+    | DROPOUT_FIELDS
 )
 """Optional fields that the kernels honour."""
 
@@ -48,7 +48,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_refusal_reasons),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace.of(
-                config, forward=config.HopperForward, backward=config.HopperBackward, kind=kind_of_large
+                config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large
             ),
             priority=20,
         ),

@@ -25,9 +25,9 @@ import numpy as np
 from jax import lax
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient, subtract_lse_cotangent
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
-from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.gpu.hopper import clusters, tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
@@ -120,7 +120,7 @@ def _subtract_lse_cotangent(delta: jax.Array, pullback: Pullback, spec: HopperSp
     """Returns the kernel's delta, finite for padding too."""
     if pullback.lse_cotangent is None:
         return delta
-    delta, ids = less_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
+    delta, ids = subtract_lse_cotangent(delta, pullback), pullback.record.q_segment_ids
     return jnp.where(ids[:, None] >= 0, delta, 0) if spec.has_segments else delta
 
 
@@ -138,7 +138,7 @@ def _compute_gradients(
         operands = operands | {"table": jnp.asarray(block_ranges), "first": jnp.asarray(first)}
     plan, loops_by_head = _tile_schedule_maker(block_ranges, spec, tile), _should_loop_by_head(block_ranges, spec, tile)
     run = functools.partial(_run_kernel, spec, tile, plan, loops_by_head)
-    dk, dv, dq = in_rows(run, operands, spec.batch_size)
+    dk, dv, dq = run_with_batch_rows(run, operands, spec.batch_size)
     dq = dq[:, : spec.q_len] * (spec.scale * spec.dropout_scale)
     # Query blocks that no key tile adds to were never written.
     has_adder = first < block_ranges.shape[-2]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
-from ejkernel.planning.batch_rows import in_rows
+from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import launch, pad_rows, wgmma_operand_smem
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
@@ -51,7 +51,7 @@ def forward(record: TiledAttention, params: HopperForward) -> tuple[jax.Array, S
     spec = make_spec(record)
     tile = forward_tile(params, spec)
     operands = _make_operands(record, spec, tile)
-    output, lse = in_rows(functools.partial(_run_kernel, spec, tile), operands, spec.batch_size)
+    output, lse = run_with_batch_rows(functools.partial(_run_kernel, spec, tile), operands, spec.batch_size)
     return output[:, : spec.q_len], SoftmaxResiduals(lse=lse[..., : spec.q_len])
 
 

@@ -162,6 +162,6 @@ def make_spec(record: TiledAttention) -> HopperSpec:
         has_segments=record.q_segment_ids is not None and record.kv_segment_ids is not None,
         has_pattern=record.pattern is not None,
         has_sinks=record.softmax_aux is not None,
-        dropout_threshold=dropout.threshold(record.dropout_prob),
+        dropout_threshold=dropout.dropout_threshold(record.dropout_prob),
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
     )

@@ -6,7 +6,7 @@ scales and biases are sums over a matrix's rows, by a kernel that accumulates fo
 
 import jax
 
-from ejkernel.families.gated_grouped_matmul.gradients import gradients_of_products
+from ejkernel.families.gated_grouped_matmul.gradients import recompute_products_and_gradients
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
@@ -67,4 +67,4 @@ def gated_backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array
     def multiply_rows(product: GroupedMatmul) -> jax.Array:
         return forward(product, config)[0]
 
-    return gradients_of_products(pullback, multiply_rows, lambda inner: backward(inner, config))
+    return recompute_products_and_gradients(pullback, multiply_rows, lambda inner: backward(inner, config))

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_row_bounds
 
 HAS_WORK_FLAG, WHOLE_TILE_FLAG, FIRST_ITEM_FLAG, LAST_ITEM_FLAG, BEFORE_ALL_GROUPS_FLAG = 1, 2, 4, 8, 16
 """Flags of an item: some of the tile's rows belong to the matrix; all of them do; first, and last, item of a tile
@@ -88,7 +88,7 @@ def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
     """Returns work items for a kernel that accumulates for tiles of rows: every tile at least once, its items
     consecutive.
     """
-    first, end = group_rows(record)
+    first, end = group_row_bounds(record)
     rows = record.lhs.shape[0]
     tiles, nonempty = cdiv(rows, size), end > first
     start, counts = first // size, jnp.where(nonempty, (end - 1) // size + 1 - first // size, 0)
@@ -113,7 +113,7 @@ def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
 
 def work_list_by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     """Returns the work items of a kernel that accumulates for tiles of matrices: every matrix at least once."""
-    first, end = group_rows(record)
+    first, end = group_row_bounds(record)
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
     start = jnp.minimum(first // size, tiles - 1)

@@ -23,7 +23,7 @@ def as_pages(record: TiledAttention) -> PagedAttention:
     does not copy. The kernel reads both if latent vectors are rows and rotary parts columns, the layouts that XLA gives
     512 and 64.
     """
-    pages, _ = latent_pages.as_pages(record)
+    pages, _ = latent_pages.as_paged_record(record)
     keys, size = record.key[:, :, 0], record.value.shape[-1]
     rotary = keys.shape[-1] - size
     batch, length = keys.shape[:2]

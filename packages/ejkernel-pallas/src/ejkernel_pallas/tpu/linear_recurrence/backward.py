@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, states
-from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 
 
-@with_plain_state_gradients
+@backward_with_plain_states
 def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     """Returns the gradients of the requested fields of a record.
 

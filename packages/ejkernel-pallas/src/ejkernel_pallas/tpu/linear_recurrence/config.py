@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, in_slots
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, slotted_states
 from ejkernel.ops.params import Direction
 
 MIN_CHUNK = 8
@@ -46,9 +46,9 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     With gates per key channel there is a product for every level of a chunk, so their chunks are shorter. More heads
     fill the matrix unit better, and need more VMEM for what does not fit registers.
     """
-    wide = by_channel(record) or record.value_decay is not None
+    wide = has_channel_gates(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)
-    if in_slots(record) is not None:  # a step's overhead is a large share of copying the states of few heads
+    if slotted_states(record) is not None:  # a step's overhead is a large share of copying the states of few heads
         heads = HEADS_PER_STEP[-1]
     heads = heads if direction == "forward" else heads // 2
     return TpuRecurrence(chunk_size=min(length, _max_chunk_length(record)), heads=heads)
@@ -77,7 +77,7 @@ def chunk_table_smem_bytes(record: LinearRecurrence) -> int:
 def _max_chunk_length(record: LinearRecurrence) -> int:
     """Returns the longest chunk that is not mostly padding."""
     tokens = record.query.shape[1]
-    if in_slots(record) is not None and record.cu_seqlens is not None:
+    if slotted_states(record) is not None and record.cu_seqlens is not None:
         # Decode steps have few tokens a sequence; in a mixed batch, most chunks are of those.
         tokens = cdiv(tokens, max(1, record.cu_seqlens.shape[0] - 1))
         return max(MIN_CHUNK, 1 << (tokens - 1).bit_length())

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, in_slots, states
-from ejkernel.families.linear_recurrence.plain_states import with_plain_states
+from ejkernel.families.linear_recurrence import LinearRecurrence, slotted_states, states
+from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_fwd
@@ -29,7 +29,7 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
         Output [B, T, H, V] in the query's dtype and final states in float32, or the slots that hold them, updated in
         place. There are no residuals: the backward pass recomputes the states between chunks.
     """
-    updates_slots = in_slots(record) is not None and not record.transposed_states
+    updates_slots = slotted_states(record) is not None and not record.transposed_states
     return _update_slots(record, config) if updates_slots else _forward(record, config)
 
 
@@ -38,7 +38,7 @@ def _update_slots(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tupl
     return _run_forward(record, config, record.sequence_state), ()
 
 
-@with_plain_states
+@forward_with_plain_states
 def _forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record with plain states."""
     first = states(record)

@@ -59,7 +59,7 @@ class CacheLayout:
     @property
     def combined(self) -> bool:
         """Returns whether one array contains keys and values."""
-        return self.layout == paged_cache.COMBINED
+        return self.layout == paged_cache.COMBINED_LAYOUT
 
     @property
     def interleaved(self) -> bool:
@@ -102,14 +102,14 @@ def caches_as_stored(record: PagedAttention) -> tuple[jax.Array, ...]:
     """
     pages = record.key_pages
     if record.latent is not None:
-        if record.kv_layout != paged_cache.LATENT:
+        if record.kv_layout != paged_cache.LATENT_LAYOUT:
             both = (x for x in (pages, record.value_pages) if x is not None)
             return tuple(
                 _pages_with_tokens_along_lanes(record, x) if stores_tokens_along_lanes(x.shape[-1]) else x for x in both
             )
         pack = paged_cache.values_per_32_bits(pages.dtype)
         return (pages.reshape(pages.shape[0], -1, pack, pages.shape[-1]),)
-    if record.kv_layout != paged_cache.COMBINED:
+    if record.kv_layout != paged_cache.COMBINED_LAYOUT:
         assert record.value_pages is not None  # the layout has separate values
         return pages, record.value_pages
     count, slots, heads, _, size = pages.shape
@@ -138,14 +138,16 @@ def _pages_with_tokens_along_lanes(record: PagedAttention, pages: jax.Array) -> 
 
 def key_and_value_share_row(record: PagedAttention) -> bool:
     """Returns whether a head's key and value share a row, in a cache that new tokens are written to."""
-    written = record.kv_layout == paged_cache.COMBINED and record.new_keys is not None
+    written = record.kv_layout == paged_cache.COMBINED_LAYOUT and record.new_keys is not None
     return written and record.key_pages.shape[-1] < LANES
 
 
 def rows_per_token(record: PagedAttention) -> int:
     """Returns the number of rows per token in an array of keys, or of keys and values."""
     heads = record.key_pages.shape[record.kv_layout.index("h")]
-    return heads * 2 if record.kv_layout == paged_cache.COMBINED and not key_and_value_share_row(record) else heads
+    return (
+        heads * 2 if record.kv_layout == paged_cache.COMBINED_LAYOUT and not key_and_value_share_row(record) else heads
+    )
 
 
 def make_cache_layout(record: PagedAttention) -> CacheLayout:

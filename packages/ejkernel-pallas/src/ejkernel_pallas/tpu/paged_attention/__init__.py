@@ -70,7 +70,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
     """Yields the reasons to refuse a record."""
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
-    if max(record.query.shape[-1], paged_cache.value_size(record)) > most:
+    if max(record.query.shape[-1], paged_cache.value_head_dim(record)) > most:
         yield f"head sizes {record.query.shape[-1]} and {paged_cache.value_size(record)}: wants at most {most}"
     if pages.dtype.name not in CACHE_DTYPES:
         yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHE_DTYPES)}"
@@ -105,7 +105,7 @@ def _page_reasons(record: PagedAttention) -> Generator[str]:
     sizes: list[Any] = [x.shape[-1] for x in (record.key_pages, record.value_pages) if x is not None]
     if math.lcm(slots, LANES) > MAX_COMMON_BLOCK_KEYS:
         yield f"key_pages: no block of at most {MAX_COMMON_BLOCK_KEYS} keys has whole pages of {slots} and whole lanes"
-    if layout == paged_cache.LATENT:
+    if layout == paged_cache.LATENT_LAYOUT:
         yield from _latent_page_reasons(record)
         return
     if layout in ("phsd", "hpsd"):
@@ -116,7 +116,7 @@ def _page_reasons(record: PagedAttention) -> Generator[str]:
     if any(size > LANES and size % LANES for size in sizes) or len({cdiv(size, LANES) for size in sizes}) > 1:
         yield f"key_pages: rows of {' and '.join(map(str, sizes))} elements; above {LANES} wants equal multiples of it"
     rows, pack = rows_per_token(record), paged_cache.values_per_32_bits(dtype)
-    if record.new_keys is not None and layout == paged_cache.COMBINED:
+    if record.new_keys is not None and layout == paged_cache.COMBINED_LAYOUT:
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return

@@ -91,11 +91,11 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)
     rows = [math.prod(x.shape[:-1]) // max(1, slots) * x.dtype.itemsize for x in arrays]
-    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT
+    dense = record.latent is not None and record.kv_layout != paged_cache.LATENT_LAYOUT
     # memory pads rows to multiples of these
     units = [MEMORY_TILE_ROWS if dense and stores_tokens_along_lanes(x.shape[-1]) else LANES for x in arrays]
     token = sum(n * cdiv(x.shape[-1], unit) * unit for n, x, unit in zip(rows, arrays, units, strict=True))
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
-    return min(keys, cdiv(paged_cache.capacity(record), 128) * 128)
+    return min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)

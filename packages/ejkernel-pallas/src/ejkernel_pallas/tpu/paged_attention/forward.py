@@ -39,7 +39,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
         Output [T, H, Dv] in the query's dtype, lse [T, H] and the updated pages, if any; no residuals.
     """
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
-    record, written = paged_cache.write(record) if record.latent is not None else (record, ())
+    record, written = paged_cache.write_new_tokens(record) if record.latent is not None else (record, ())
     spec = make_spec(record, tile_sizes_of(config))
     work = find_work(record, spec)
     # A mapped call runs sequentially: scalar memory has room for the tables of one.

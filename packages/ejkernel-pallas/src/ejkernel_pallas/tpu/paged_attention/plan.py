@@ -93,7 +93,7 @@ def _token_fields(
     record: PagedAttention, spec: PagedSpec, starts: jax.Array, base: jax.Array, first_item: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the fields of the work list that have an entry for each query token."""
-    owner, _ = paged_cache.token_places(record)
+    owner, _ = paged_cache.token_sequences_and_positions(record)
     inside = jnp.arange(owner.shape[0], dtype=jnp.int32) - starts[owner]
     in_sequence = owner >= 0
     return {
@@ -109,7 +109,7 @@ def _key_range(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the first key, and one more than the last key, of tiles of `tokens` rows that begin at `position`."""
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
-    high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.capacity(record))
+    high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.max_sequence_len(record))
     if spec.left is not None:
         low = jnp.maximum(low, position - spec.left)
     if spec.right is not None:

@@ -175,7 +175,11 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
         head_dim=cache.size + cache.rotary if cache.lanes or cache.latent else record.query.shape[-1],
-        value_dim=cache.size if cache.lanes else record.latent[1] if record.latent else paged_cache.value_size(record),
+        value_dim=cache.size
+        if cache.lanes
+        else record.latent[1]
+        if record.latent
+        else paged_cache.value_head_dim(record),
         **_query_row_fields(record, sizes, heads_per_product),
         **_key_block_fields(record, sizes, cache, heads_per_product),
         **_pipeline_fields(heads_per_product),
@@ -229,7 +233,7 @@ def _key_block_fields(
 ) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about keys per copy and per product."""
     single = _has_single_token_tiles(record, sizes)
-    block = _whole_page_block_keys(cache.slots, min(sizes.keys, paged_cache.capacity(record)))
+    block = _whole_page_block_keys(cache.slots, min(sizes.keys, paged_cache.max_sequence_len(record)))
     chunk, per_step = _product_sizes(
         block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
     )

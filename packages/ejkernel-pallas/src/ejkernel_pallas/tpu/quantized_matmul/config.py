@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.params import Direction
-from ejkernel.planning.quantized_formats import WORD
+from ejkernel.planning.quantized_formats import WORD_BITS
 
 LANES = 128
 ROWS = 16
@@ -59,7 +59,7 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
         for m in (1024, 512, 256, 128)
         for r, w in (ROW_TILE_SIZES if over_rows else TRANSPOSED_TILE_SIZES)
     ]
-    codes = WORD // record.format.bits
+    codes = WORD_BITS // record.format.bits
     quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MAX_MULTIPLICATIONS_PER_TILE]
     fitting = [x for x in quick if _bytes(record, x, over_rows) <= VMEM_BYTES]
     return tuple(dict.fromkeys(fitting or tiles[-1:]))
@@ -68,7 +68,7 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
 def _bytes(record: QuantizedMatmul, tiles: TpuQuantized, over_rows: bool) -> int:
     """Returns the bytes of the double-buffered blocks and of the sum."""
     m, r, w = tiles.block_m, tiles.block_r, tiles.block_w
-    columns, item = w * (WORD // record.format.bits), record.x.dtype.itemsize
+    columns, item = w * (WORD_BITS // record.format.bits), record.x.dtype.itemsize
     packed = r * w * 4 + 2 * r * LANES * 4
     depth, width = (r, columns) if over_rows else (columns, r)
     return 2 * (packed + m * depth * item + m * width * item) + 4 * m * width

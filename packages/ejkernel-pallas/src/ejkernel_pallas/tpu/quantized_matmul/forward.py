@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul, finished
+from ejkernel.families.quantized_matmul import QuantizedMatmul, apply_tensor_scale
 from ejkernel_pallas.tpu.quantized_matmul.config import TpuQuantized
 from ejkernel_pallas.tpu.quantized_matmul.kernels.matmul import multiply_rows
 from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multiply_words
@@ -29,4 +29,4 @@ def forward(record: QuantizedMatmul, config: TpuQuantized) -> tuple[jax.Array, t
 def multiply(kernel: Any, record: QuantizedMatmul, rows: jax.Array, config: TpuQuantized) -> jax.Array:
     """Runs a kernel on rows padded to whole registers: arrays with fewer rows have another layout in memory."""
     spec, count = make_spec(record, config), rows.shape[0]
-    return finished(record, kernel(record, jnp.pad(rows, ((0, spec.rows - count), (0, 0))), spec)[:count])
+    return apply_tensor_scale(record, kernel(record, jnp.pad(rows, ((0, spec.rows - count), (0, 0))), spec)[:count])

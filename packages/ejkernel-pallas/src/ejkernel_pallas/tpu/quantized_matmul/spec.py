@@ -13,7 +13,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
-from ejkernel.planning.quantized_formats import WORD, Format
+from ejkernel.planning.quantized_formats import WORD_BITS, Format
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.quantized_matmul.config import ROWS, TpuQuantized
@@ -50,7 +50,7 @@ class QuantizedSpec:
     @property
     def codes(self) -> int:
         """Returns the number of codes per word."""
-        return WORD // self.format.bits
+        return WORD_BITS // self.format.bits
 
     @property
     def group_words(self) -> int:
@@ -70,7 +70,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         ValueError: A block size is not valid for a kernel.
     """
     quantized_format = record.format
-    most = LANES * quantized_format.group_size * quantized_format.bits // WORD
+    most = LANES * quantized_format.group_size * quantized_format.bits // WORD_BITS
     for name, step in (("block_m", ROWS), ("block_r", LANES), ("block_w", LANES)):
         if getattr(config, name) % step or getattr(config, name) <= 0:
             raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")

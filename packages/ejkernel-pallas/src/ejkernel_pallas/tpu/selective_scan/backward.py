@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.selective_scan import SelectiveScan
-from ejkernel.families.selective_scan.scan_sequences import with_state_gradients
+from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 Gradients = dict[str, jax.Array]
 
 
-@with_state_gradients
+@backward_with_slot_states
 def backward(pullback: Pullback, config: TpuScan) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 

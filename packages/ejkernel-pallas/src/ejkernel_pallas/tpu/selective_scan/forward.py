@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, first_state, packed_scan
-from ejkernel.families.selective_scan.scan_sequences import with_states
+from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.config import TpuScan
@@ -53,7 +53,7 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
     return _update_slots(record, plan, slots), _scan(record, config)[1]
 
 
-@with_states
+@forward_with_slot_states
 def _scan(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns the output and the final states of a record, by chunks of 64 tokens."""
     plan = make_plan(record, config)

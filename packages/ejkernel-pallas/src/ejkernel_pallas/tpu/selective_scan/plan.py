@@ -95,7 +95,7 @@ def num_chunks_of(record: SelectiveScan) -> int:
     rows, tokens, _ = record.x.shape
     if record.cu_seqlens is None:
         return rows * cdiv(tokens, CHUNK)
-    return packed_scan.interval_count(tokens, record.cu_seqlens.shape[0] - 1)
+    return packed_scan.max_num_intervals(tokens, record.cu_seqlens.shape[0] - 1)
 
 
 def num_update_chunks_of(record: SelectiveScan) -> int:

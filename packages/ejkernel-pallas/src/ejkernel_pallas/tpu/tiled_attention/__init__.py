@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import DROPOUT, FAMILY, MASKS, SOFTMAX, band
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, band
 from ejkernel.families.tiled_attention.block_maps import pattern_reasons
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
-HANDLES = MASKS | SOFTMAX | DROPOUT | {"bias", "pattern", "precision", "lse_cotangent"}
+HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "pattern", "precision", "lse_cotangent"}
 """Optional fields that the kernels support."""
 
 MAX_TILE_PAIRS = 2**17

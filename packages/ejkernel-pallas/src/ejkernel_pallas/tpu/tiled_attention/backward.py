@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.tiled_attention import TiledAttention, less_lse_cotangent, sinks_gradient
+from ejkernel.families.tiled_attention import TiledAttention, sinks_gradient, subtract_lse_cotangent
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.launch import Operand, launch
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
@@ -84,7 +84,7 @@ def kernel_delta(products: jax.Array, pullback: Pullback, ids: jax.Array | None)
     """Returns delta [B, H, T] for the kernels from <do, o>; padding (negative segment ids) gets a finite value."""
     if pullback.lse_cotangent is None:
         return products
-    delta = less_lse_cotangent(products, pullback)
+    delta = subtract_lse_cotangent(products, pullback)
     return delta if ids is None else jnp.where(ids[:, None] >= 0, delta, 0)
 
 

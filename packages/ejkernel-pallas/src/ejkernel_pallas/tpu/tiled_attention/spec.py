@@ -143,7 +143,7 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> T
         left=left,
         right=right,
         soft_cap=record.logits_soft_cap,
-        threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
+        threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
         trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,

@@ -5,7 +5,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence.chunked import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = recurrent_states.HANDLES | {
+HANDLES = recurrent_states.STATE_LAYOUT_FIELDS | {
     *("decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision")
 }
 """Optional fields that the kernels honour, with those of states, which XLA moves before and after the kernels."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intra_chunk_scores, zero_padding
@@ -29,7 +29,7 @@ MAX_HEADS_SUMMED_PER_PROGRAM = 8
 """The largest number of heads sharing queries, keys or values whose gradients one program adds up."""
 
 
-@with_plain_state_gradients
+@backward_with_plain_states
 def backward(pullback: Pullback, config: ChunkedConfig) -> Gradients:
     """Returns the gradients of the requested fields of a record.
 

@@ -6,7 +6,7 @@ from typing import Any
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, by_channel, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -58,7 +58,7 @@ def num_sequences(record: LinearRecurrence) -> int:
 
 def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrenceConfig) -> RecurrenceConfig:
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
-    if by_channel(record):
+    if has_channel_gates(record):
         return default
     if interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
@@ -93,7 +93,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
-        fuse_scan = record.cu_seqlens is None and not by_channel(record)
+        fuse_scan = record.cu_seqlens is None and not has_channel_gates(record)
         return (
             default,
             dataclasses.replace(other, fused=fuse_scan),
@@ -104,7 +104,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
         dataclasses.replace(default, fused=False),
         dataclasses.replace(default, fused=False, keep_states=False),
     ]
-    if not by_channel(record):
+    if not has_channel_gates(record):
         configs += [dataclasses.replace(configs[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
     if fused_config.fused:
         configs += [dataclasses.replace(fused_config, fused_stages=n) for n in (2, 3)]
@@ -131,7 +131,7 @@ def tuned_table_key(record: LinearRecurrence) -> str | None:
     rows, tokens, _, key_dim = record.query.shape
     if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
         return None
-    gate_kind = "no" if record.decay is None else "channel" if by_channel(record) else "head"
+    gate_kind = "no" if record.decay is None else "channel" if has_channel_gates(record) else "head"
     bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 have the same costs
     key_words = [
         f"{bits} bits",
@@ -156,11 +156,11 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     padded_key_dim, padded_value_dim = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
     max_block = 16 if interpreting() else 64
     # register pressure of the pairs is too high for longer chunks
-    needs_short_chunks = is_float32 or (chip.architecture == "ada" and by_channel(record))
+    needs_short_chunks = is_float32 or (chip.architecture == "ada" and has_channel_gates(record))
     chunk = max(MIN_TILE, min(chunk, 32 if needs_short_chunks else chunk, padded(record.query.shape[1], MIN_TILE)))
     backward_chunk = chunk
     if interpreting():
-        chunk, backward_chunk = (MIN_TILE if by_channel(record) else 2 * MIN_TILE), MIN_TILE
+        chunk, backward_chunk = (MIN_TILE if has_channel_gates(record) else 2 * MIN_TILE), MIN_TILE
     half_block = 32 if has_small_shared_memory else max_block
     num_warps = 8 if backward_chunk > 64 else 4
     is_hopper = chip.architecture == "hopper" and not is_float32
@@ -184,7 +184,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
         output_block_t=MIN_TILE if interpreting() else 64,
         output_block_k=min(padded_key_dim, half_block, max_block),
         output_block_v=min(
-            padded_value_dim, 2 * max_block if by_channel(record) and not has_small_shared_memory else max_block
+            padded_value_dim, 2 * max_block if has_channel_gates(record) and not has_small_shared_memory else max_block
         ),
         output_warps=num_warps,
         output_stages=1 if has_small_shared_memory else 2,
@@ -194,7 +194,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
         # With gates per key channel and 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890
         # with 1.
         gradient_stages=1
-        if has_small_shared_memory or (is_hopper and by_channel(record) and record.beta is None)
+        if has_small_shared_memory or (is_hopper and has_channel_gates(record) and record.beta is None)
         else 2,
         fused=False,
         fused_block_v=min(padded_value_dim, 64),
@@ -204,7 +204,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
 
 def _gradient_tile_and_warps(record: LinearRecurrence, num_warps: int, is_hopper: bool) -> tuple[int, int]:
     """Returns the key channels and warps of a program for gradients of queries and keys, as registers allow."""
-    if by_channel(record):
+    if has_channel_gates(record):
         # Each level of `midpoint_decay` adds to both gradients, which are float32 in registers. On Hopper 32 channels
         # take 2.61 ms instead of 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of
         # 4.716 (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.families.linear_recurrence.plain_states import with_plain_states
+from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.config import RecurrenceConfig
@@ -43,7 +43,7 @@ class ChunkedResiduals(NamedTuple):
     segment_states: jax.Array | None = None
 
 
-@with_plain_states
+@forward_with_plain_states
 def forward(
     record: LinearRecurrence, config: RecurrenceConfig
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()], ChunkedResiduals]:

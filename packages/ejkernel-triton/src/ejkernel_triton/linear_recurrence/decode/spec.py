@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, in_slots
+from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, slotted_states
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, num_states
 
 
@@ -103,7 +103,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         HAS_INITIAL_STATE=(record.sequence_state if packed else record.initial_state) is not None,
         OUTPUT_SCALE=record.softmax_scale,
         STATE_EVICTION_POLICY="evict_first" if config.streams_state else "",
-        NUM_SLOTS=0 if (slots := in_slots(record)) is None else slots.slots.shape[0],
+        NUM_SLOTS=0 if (slots := slotted_states(record)) is None else slots.slots.shape[0],
         STATE_IS_TRANSPOSED=record.transposed_states,
         IN_PLACE=_in_place(record),
         HAS_TREES=record.parents is not None,
@@ -117,4 +117,4 @@ def _in_place(record: LinearRecurrence) -> bool:
     if record.parents is not None:
         return False
     state = record.initial_state if record.cu_seqlens is None else record.sequence_state
-    return state is not None and (state.dtype == jnp.float32 or in_slots(record) is not None)
+    return state is not None and (state.dtype == jnp.float32 or slotted_states(record) is not None)

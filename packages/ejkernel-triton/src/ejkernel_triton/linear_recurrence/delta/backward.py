@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
-from ejkernel.families.linear_recurrence.plain_states import with_plain_state_gradients
+from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.chunked.backward import (
@@ -57,7 +57,7 @@ class StateGradients(NamedTuple):
     dv_new: jax.Array
 
 
-@with_plain_state_gradients
+@backward_with_plain_states
 def backward(pullback: Pullback, config: DeltaRuleConfig) -> Gradients:
     """Returns the gradients of the requested fields of a record with beta.
 

@@ -3,7 +3,7 @@
 import jax
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.latent_pages import as_pages
+from ejkernel.families.paged_attention.latent_pages import as_paged_record
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -27,4 +27,4 @@ def shared_memory_refusal(record: TiledAttention, device: DeviceInfo) -> str:
 
 
 def _paged_record_of_shapes(record: TiledAttention) -> PagedAttention:
-    return jax.eval_shape(lambda record: as_pages(record)[0], record)
+    return jax.eval_shape(lambda record: as_paged_record(record)[0], record)

@@ -6,7 +6,7 @@ that any of its backward passes can follow.
 
 import jax
 
-from ejkernel.families.paged_attention.latent_pages import as_pages
+from ejkernel.families.paged_attention.latent_pages import as_paged_record
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.forward import attend_pages
@@ -14,6 +14,6 @@ from ejkernel_triton.paged_attention.forward import attend_pages
 
 def forward(record: TiledAttention, config: PagedForward) -> tuple[jax.Array, SoftmaxResiduals]:
     """Returns output [B, 1, H, Dv] and residuals of a record of `mla_decode`."""
-    pages, rotary = as_pages(record)
+    pages, rotary = as_paged_record(record)
     output, lse = attend_pages(pages, config, rotary)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

@@ -18,7 +18,7 @@ from ejkernel.families.linear_recurrence import (
     LinearRecurrence,
     accumulator,
     head_count,
-    segment_roles,
+    real_and_first_tokens,
 )
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens
 from ejkernel_xla.tiled_attention.plan import add, put, take
@@ -83,7 +83,7 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
     """Cuts a record with at least one token into chunks of at most `length` tokens."""
     tokens = record.query.shape[1]
     length = 2 ** (min(length, tokens).bit_length() - 1)
-    roles = None if record.segment_ids is None else segment_roles(record.segment_ids)
+    roles = None if record.segment_ids is None else real_and_first_tokens(record.segment_ids)
     if record.cu_seqlens is None:
         count = cdiv(tokens, length)
         return Chunking(length, tokens, count, count, None, None, roles)

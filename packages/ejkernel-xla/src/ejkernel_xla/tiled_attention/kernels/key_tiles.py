@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import runs, sorted_pairs
+from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, tile_runs
 from ejkernel_xla.tiled_attention.kernels.patterns import KeyTileLists, list_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import segment_ids
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan
@@ -74,7 +74,7 @@ def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyT
     some, every, traced = _classify_tiles(record, plan)
     if record.pattern is not None:
         return list_key_tiles(record, record.pattern, plan, some, every)
-    first, full_start, full_end, last = runs(some, every, jnp if traced else np)
+    first, full_start, full_end, last = tile_runs(some, every, jnp if traced else np)
     any_full = record.mask is None and (traced or bool((full_end > full_start).any()))
     any_partial = traced or bool((last - first > full_end - full_start).any())
     return KeyTileRuns(first, full_start, full_end, last, any_full, any_partial)
@@ -101,7 +101,7 @@ def _classify_tiles(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, b
     """
     if segment_ids(record) is None:
         record = dataclasses.replace(record, q_segment_ids=None, kv_segment_ids=None)
-    some, every, xp = sorted_pairs(record, plan.queries.cut, plan.keys.cut)
+    some, every, xp = classify_tile_pairs(record, plan.queries.cut, plan.keys.cut)
     if plan.keys.has_overlapping_tiles:  # keys that the last tile shares with the one before it count once
         every = every & (np.arange(plan.keys.tiles) < plan.keys.tiles - 1)
     return _per_chunk(some, plan).any(axis=1), _per_chunk(every, plan).all(axis=1), xp is jnp

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.modules.operations.shared.paged_arguments import settle
 from ejkernel.modules.operations.shared.shapes import check_shape
 from ejkernel.planning.precision import rounded
-from ejkernel.planning.quantized_formats import WORD, Format, decode, make_format, with_row_group_size
+from ejkernel.planning.quantized_formats import WORD_BITS, Format, decode, make_format, with_row_group_size
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 Record = TypeVar("Record")
@@ -74,7 +74,7 @@ def is_matmul_dtype(dtype: Any) -> bool:
 def _form(args: Any) -> Format:
     """Returns the format of packed matrices; groups of whole rows have the rows' size."""
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-    return with_row_group_size(form, args.rhs.shape[-1] * WORD // form.bits)
+    return with_row_group_size(form, args.rhs.shape[-1] * WORD_BITS // form.bits)
 
 
 def _with_plain_matrices(args: Record, rhs: Any) -> Record:

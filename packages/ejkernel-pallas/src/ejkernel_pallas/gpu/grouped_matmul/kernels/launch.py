@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from ejkernel.families.grouped_matmul import GroupedMatmul, group_rows
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_row_bounds
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles
 from ejkernel_pallas.gpu.grouped_matmul.kernels import consumer, matrix_gradients, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
@@ -85,7 +85,7 @@ def launch_matrix_gradients(
             _cluster_axis_size(spec),
         )[0]
 
-    return run(left_rows, right_rows, order_groups_by_size(*group_rows(record)))
+    return run(left_rows, right_rows, order_groups_by_size(*group_row_bounds(record)))
 
 
 def _cluster_axis_size(spec: GroupedSpec) -> dict[str, int] | None:

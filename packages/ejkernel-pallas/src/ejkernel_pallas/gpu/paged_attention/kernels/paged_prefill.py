@@ -123,7 +123,7 @@ class PagedKeys:
 
 
 def prefill(
-    record: PagedAttention, spec: PagedSpec, lengths: paged_cache.RowLimits, cache: tuple[jax.Array, jax.Array]
+    record: PagedAttention, spec: PagedSpec, lengths: paged_cache.QueryRowLimits, cache: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, Dv] and lse [T, H] of the sequences with many query rows.
 
@@ -147,7 +147,7 @@ def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
     return HopperSpec(
         batch_size=1,
         q_len=0,
-        kv_len=paged_cache.capacity(record),
+        kv_len=paged_cache.max_sequence_len(record),
         num_heads=record.query.shape[1],
         num_kv_heads=spec.tiles_per_item,
         head_dim=spec.key_dim,

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.paged_attention.pages import COMBINED
+from ejkernel.families.paged_attention.pages import COMBINED_LAYOUT
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.kernels.call import WorkItem, for_each_item, program_and_head_tile
 from ejkernel_pallas.gpu.latent_attention.kernels.page_copies import PageAndSlotPerCopy, find_page_and_slot_per_copy
@@ -83,7 +83,7 @@ def cache_index(spec: PagedSpec, page: Any, head: Any, key_or_value: int) -> tup
     The second axis is the page's slots.
     """
     size = (spec.key_dim, spec.value_dim)[key_or_value]
-    if spec.cache_layout == COMBINED:
+    if spec.cache_layout == COMBINED_LAYOUT:
         return page, (head * 2 + key_or_value) * spec.keys_to_values_stride
     if spec.cache_layout == "pshd":
         return page, head * size

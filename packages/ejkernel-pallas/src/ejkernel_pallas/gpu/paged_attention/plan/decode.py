@@ -29,7 +29,7 @@ def make_schedule(
         gathered_tokens_per_tile: Query rows per tile if they are gathered; 0 if they are in the record's order.
     """
     sequence_of_row, kv_lens = tiles.sequence, record.kv_lens.astype(I32)
-    keys = jnp.minimum(kv_lens[sequence_of_row], paged_cache.capacity(record))
+    keys = jnp.minimum(kv_lens[sequence_of_row], paged_cache.max_sequence_len(record))
     left, right = band(record)
     if right is not None:
         # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks keys

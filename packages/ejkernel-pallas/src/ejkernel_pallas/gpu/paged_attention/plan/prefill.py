@@ -57,7 +57,7 @@ class RowTiles(NamedTuple):
     run_end: jax.Array
 
 
-def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.RowLimits) -> jax.Array:
+def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.QueryRowLimits) -> jax.Array:
     """Returns the work tiles of the sequences with many query rows, and of padding rows.
 
     Returns:
@@ -85,7 +85,7 @@ def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.
     return jnp.stack((*blocks, *items, tiles.num_live_tiles * record.query.shape[1]), axis=1)[None]
 
 
-def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.RowLimits) -> RowRuns:
+def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.QueryRowLimits) -> RowRuns:
     starts, rows = paged_cache.query_ranges(record)
     count, empty_run = record.query.shape[0], jnp.zeros(2, I32)
     begin = jnp.min(jnp.where(rows > 0, starts, count))
@@ -135,7 +135,7 @@ def _key_bounds_and_block_ranges(
     # Positions of the first row of the run, and after the last one.
     first_position, last_position = position + tiles.run_start, position + tiles.run_end
     keys, start = (
-        jnp.minimum(runs.num_keys, paged_cache.capacity(record))[tiles.run_index],
+        jnp.minimum(runs.num_keys, paged_cache.max_sequence_len(record))[tiles.run_index],
         runs.first_key[tiles.run_index],
     )
     if right is not None:

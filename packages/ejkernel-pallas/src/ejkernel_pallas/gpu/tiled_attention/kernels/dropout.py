@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel.families.tiled_attention import TiledAttention, make_dropout_keys
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import (
     as_int32,
@@ -45,7 +45,7 @@ def dropout_key_operands(record: TiledAttention, spec: HopperSpec, queries: int,
     """
     if not spec.has_dropout:
         return {}
-    dropout_keys = dropout_numbers(record)
+    dropout_keys = make_dropout_keys(record)
     padding = [
         [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % n)] for x, n in zip(dropout_keys, (queries, keys), strict=True)
     ]

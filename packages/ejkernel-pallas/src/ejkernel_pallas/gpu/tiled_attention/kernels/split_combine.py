@@ -2,7 +2,7 @@
 
 import jax
 
-from ejkernel.planning.softmax_merge import Partial, merge
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 
 
 def merge_split_tiles(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -15,6 +15,6 @@ def merge_split_tiles(outputs: jax.Array, lse: jax.Array) -> tuple[jax.Array, ja
     Returns:
         Outputs [tiles, queries, D] and lse [tiles, queries].
     """
-    parts = (Partial(outputs[:, n, :, None], lse[:, n, None]) for n in range(lse.shape[1]))
+    parts = (PartialAttention(outputs[:, n, :, None], lse[:, n, None]) for n in range(lse.shape[1]))
     whole = merge(*parts)
     return whole.output[:, :, 0], whole.lse[:, 0]

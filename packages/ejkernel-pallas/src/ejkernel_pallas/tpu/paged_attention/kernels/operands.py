@@ -29,7 +29,7 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
 
 def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:
     """Converts [Hk, rows, Dv] to [T, H, Dv]."""
-    heads, size = record.query.shape[1], paged_cache.value_size(record)
+    heads, size = record.query.shape[1], paged_cache.value_head_dim(record)
     first = 0 if record.latent else spec.value_dim - size
     tokens = output[:, :, first : first + size].reshape(spec.kv_heads, -1, spec.group_size, size)
     # Tokens are taken before heads are put next to each other: in the other order XLA takes three times as long to
@@ -62,7 +62,7 @@ def pack_new_tokens(record: PagedAttention) -> tuple[jax.Array, ...]:
     keys, values = record.new_keys, record.new_values
     if keys is None or values is None:
         return ()
-    if record.kv_layout != paged_cache.COMBINED:
+    if record.kv_layout != paged_cache.COMBINED_LAYOUT:
         assert record.value_pages is not None  # the layout has separate values
         return keys.astype(record.key_pages.dtype), values.astype(record.value_pages.dtype)
     pages = record.key_pages

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.families.tiled_attention import TiledAttention, dropout_numbers
+from ejkernel.families.tiled_attention import TiledAttention, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
 from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
@@ -146,5 +146,5 @@ def _dropout_hash_keys(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 
     Only the columns' top bits are flipped. Row keys are odd, so this flips the top bit of every product, and no other.
     """
-    row_keys, column_keys = dropout_numbers(record)
+    row_keys, column_keys = make_dropout_keys(record)
     return row_keys.astype(jnp.int32), (column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)
