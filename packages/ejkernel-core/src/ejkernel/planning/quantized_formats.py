@@ -180,7 +180,7 @@ def with_row_group_size(form: Format, columns: int) -> Format:
     if form.group_size != WHOLE_ROW:
         return form
     if columns % WORD_BITS:
-        raise ValueError(f"group_size: got -1 with rows of {columns} codes, wants rows in multiples of {WORD}")
+        raise ValueError(f"group_size: got -1 with rows of {columns} codes, wants rows in multiples of {WORD_BITS}")
     return dataclasses.replace(form, group_size=columns)
 
 
