@@ -16,6 +16,10 @@ REASONS_WITHOUT_TPU_KERNEL = {
         "a copy of one bfloat16 row starts within a tile of HBM, which Mosaic does not support: arranging rows as "
         "whole tiles first takes the pass through HBM that a kernel would save"
     ),
+    "indexer_loss": (
+        "the rows that a query lists are separate copies from HBM, which XLA starts for a whole tile at a time; a "
+        "kernel is not written"
+    ),
     "kl_divergence": (
         "it reads the logits that the caller has in HBM, and XLA fuses the reductions into these passes: a kernel "
         "would read as many bytes"

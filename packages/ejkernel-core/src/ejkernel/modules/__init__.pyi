@@ -76,6 +76,10 @@ from ejkernel.modules.operations.lightning_indexer import (
     LightningIndexer as LightningIndexer,
     lightning_indexer as lightning_indexer,
 )
+from ejkernel.modules.operations.lightning_indexer_loss import (
+    LightningIndexerLoss as LightningIndexerLoss,
+    lightning_indexer_loss as lightning_indexer_loss,
+)
 from ejkernel.modules.operations.lstm import LSTM as LSTM, lstm as lstm
 from ejkernel.modules.operations.mean_pooling import MeanPooling as MeanPooling, mean_pooling as mean_pooling
 from ejkernel.modules.operations.mla_decode import (

@@ -240,3 +240,16 @@ def deepseek(rng: Rng) -> Drawn:
         return {**arrays, **{name: normal(rng, (b, t, c), kind) for name in rotary}}
 
     return Drawn(values, given(index_topk=pick(rng, (1, 16, 64)), causal=some(rng, 0.8), index_softmax_scale=0.125))
+
+
+def indexer_loss(rng: Rng) -> Drawn:
+    """Draws a call of `lightning_indexer_loss`."""
+    b, t, s, kind = int(rng.integers(1, 3)), tokens(rng, 100), tokens(rng, 200), dtype(rng)
+    (h, g), d, count = heads(rng, 16), pick(rng, (16, 32, 64, 128)), pick(rng, (1, 7, 16, 64))
+
+    def values(rng: Rng) -> Arrays:
+        indices = rng.integers(-1, s + 1, (b, t, count)).astype(np.int32)
+        arrays: Arrays = {"query": normal(rng, (b, t, h, d), kind), "key": normal(rng, (b, s, g, d), kind)}
+        return {**arrays, "indices": indices, "scores": normal(rng, (b, t, count))}
+
+    return Drawn(values, {})

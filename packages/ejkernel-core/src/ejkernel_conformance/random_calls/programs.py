@@ -35,6 +35,7 @@ DRAWN: dict[str, Callable[[Rng], Drawn]] = {
     "kernel_delta_attention": recurrences.kernel_delta,
     "lightning_attention": recurrences.lightning,
     "lightning_indexer": dense.indexer,
+    "lightning_indexer_loss": dense.indexer_loss,
     "lstm": functools.partial(recurrences.network, gates=4),
     "mean_pooling": experts.pooling,
     "mla_decode": dense.latent_decode,

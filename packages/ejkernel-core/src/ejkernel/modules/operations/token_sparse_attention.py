@@ -10,6 +10,7 @@ from ejkernel.families import token_sparse_attention as family
 from ejkernel.modules.operations.cases import token_sparse_attention as cases
 from ejkernel.modules.operations.configs import TokenSparseAttentionConfig
 from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
+from ejkernel.modules.operations.shared.listed_keys import checked_indices
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
@@ -149,9 +150,7 @@ def _check_value_size(args: TokenSparseAttentionArguments, size: int) -> None:
 
 def lower(args: TokenSparseAttentionArguments) -> family.TokenSparseAttention:
     """Returns the record of a call."""
-    # Numbers of 8 and 16 bits cannot be compared with a number of keys above theirs, and 64 bits do not fit into 32.
-    indices = args.indices.astype(jnp.promote_types(args.indices.dtype, jnp.int32))
-    indices = jnp.where((indices >= 0) & (indices < args.key.shape[1]), indices, -1).astype(jnp.int32)
+    indices = checked_indices(args.indices, args.key.shape[1])
     value_size: Any = args.value_size if args.value is None else args.value.shape[3]
     return family.TokenSparseAttention(
         query=args.query,

@@ -85,3 +85,14 @@ class DeepSeekAttentionConfig(BaseOperationConfig):
     gemm_block: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LightningIndexerLossConfig(BaseOperationConfig):
+    """Tiles of `lightning_indexer_loss`. `None` lets the heuristics decide.
+
+    Attributes:
+        block_q: Queries per tile.
+    """
+
+    block_q: int | None = None

@@ -1,0 +1,8 @@
+"""The indexer's loss in XLA: attention's weights of listed keys, a tile of queries at a time."""
+
+from ejkernel.families.indexer_loss import FAMILY
+from ejkernel.ops import ConfigSpace
+from ejkernel_xla.indexer_loss import config
+from ejkernel_xla.registration import xla_implementation
+
+IMPLEMENTATIONS = (xla_implementation(FAMILY, config=ConfigSpace.of(config, forward=config.QueryTile), symbolic=False),)
