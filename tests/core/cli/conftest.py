@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from distributions import add_distribution
 
 from ejkernel.cli import main
 from ejkernel.cli.ops import support_matrix
@@ -58,13 +59,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     site = tmp_path / "site"
 
     def installed(module: str, source: str) -> Path:
-        metadata = site / f"{module}-1.0.dist-info"
-        metadata.mkdir(parents=True)
-        (site / module).mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[ejkernel]\n{module} = {module}\n")
-        (site / module / "__init__.py").write_text(source)
-        monkeypatch.syspath_prepend(str(site))
+        entry_point = f"[ejkernel]\n{module} = {module}"
+        add_distribution(monkeypatch, site, Path(module, "__init__.py"), source, entry_point)
         plugins.reload()
         return site
 

@@ -1,8 +1,10 @@
 """`ejkernel explain --target`: the decision for a device that need not be in this machine."""
 
 import json
+from pathlib import Path
 
 import pytest
+from distributions import add_distribution
 
 CALL = ("explain", "flash_attention", "--shape", "1,128,8,64", "--dtype", "bfloat16")
 
@@ -36,11 +38,7 @@ def test_an_unknown_target_lists_the_kinds(run):
 
 
 def test_a_target_of_another_distribution_can_be_named(run, tmp_path, monkeypatch):
-    metadata = tmp_path / "abacus_targets-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus_targets\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ejkernel.targets]\nabacus = abacus_targets:targets\n")
-    (tmp_path / "abacus_targets.py").write_text(OFFERS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    entry_point = "[ejkernel.targets]\nabacus = abacus_targets:targets"
+    add_distribution(monkeypatch, tmp_path, Path("abacus_targets.py"), OFFERS, entry_point)
     assert "on a wooden abacus" in run(*CALL, "--target", "abacus").output
     assert "abacus" in run(*CALL, "--target", "quipu", status=2).output

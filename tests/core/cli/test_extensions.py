@@ -3,20 +3,16 @@
 from pathlib import Path
 
 import pytest
+from distributions import add_distribution
 
 
 @pytest.fixture
 def adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Installs a distribution whose module `added_command` declares the command `extra`."""
+    """Installs a distribution whose module `added` declares the command `extra`."""
 
-    def installed(source: str, name: str = "extra", target: str = "added_command:command") -> None:
-        metadata = tmp_path / "added-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[ejkernel.commands]\n{name} = {target}\n")
-        (tmp_path / "added_command.py").write_text(source)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(__import__("sys").modules, "added_command", raising=False)
+    def installed(source: str, name: str = "extra", target: str = "added:command") -> None:
+        entry_point = f"[ejkernel.commands]\n{name} = {target}"
+        add_distribution(monkeypatch, tmp_path, Path("added.py"), source, entry_point)
 
     return installed
 

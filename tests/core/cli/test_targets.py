@@ -1,8 +1,9 @@
 """Distributions that offer targets for `ejkernel tune --target`."""
 
-import sys
+from pathlib import Path
 
 import pytest
+from distributions import add_distribution
 
 SMALL = ("tune", "flash_attention", "--shape", "1,64,2,16")
 
@@ -12,13 +13,8 @@ def offer(tmp_path, monkeypatch):
     """Makes a module a distribution with targets."""
 
     def installed(module, source):
-        metadata = tmp_path / f"{module}-1.0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[ejkernel.targets]\n{module} = {module}:targets\n")
-        (tmp_path / f"{module}.py").write_text(source)
-        monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, module, raising=False)
+        entry_point = f"[ejkernel.targets]\n{module} = {module}:targets"
+        add_distribution(monkeypatch, tmp_path, Path(f"{module}.py"), source, entry_point)
 
     return installed
 

@@ -26,13 +26,13 @@ def chip(name):
     return Mesh(np.array(devices[:1]), ("x",))
 
 
-def compiled(function, arguments, name):
+def compiled(function, arguments, name, donate=()):
     """The function for a chip, from shapes alone."""
     mesh = chip(name)
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
+        return jax.jit(function, donate_argnums=donate).trace(*shapes).lower(lowering_platforms=("tpu",)).compile()
 
 
 def shaped(shape, dtype="bfloat16"):

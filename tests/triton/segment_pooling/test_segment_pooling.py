@@ -7,11 +7,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from triton_chips import assert_conforms
+from triton_chips import CHIPS, assert_conforms
 
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.ops import chips, dispatch
-from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
@@ -19,13 +19,6 @@ from ejkernel_triton.segment_pooling import config
 from ejkernel_triton.segment_pooling.backward import backward
 from ejkernel_triton.segment_pooling.forward import forward
 
-GPUS = {
-    "sm_80": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA A100", compute_capability=8.0),
-    "sm_90": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
-    "sm_100": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA B200", compute_capability=10.0),
-    "sm_120": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA RTX 5090", compute_capability=12.0),
-    "gfx942": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
-}
 TESTS = "(test_value and not eager) or test_gradients or test_gives_gradient or test_padding or test_candidates"
 INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
 
@@ -58,14 +51,14 @@ def record_of(kind, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
     ("chip", "kind", "dtype"),
     [
-        *((chip, "documents", jnp.bfloat16) for chip in GPUS),
+        *((chip, "documents", jnp.bfloat16) for chip in CHIPS),
         ("sm_90", "documents", jnp.float32),
         ("sm_90", "padded rows", jnp.bfloat16),
         ("sm_80", "chunks", jnp.bfloat16),
     ],
 )
 def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
-    device, record = GPUS[chip], record_of(kind, dtype)
+    device, record = CHIPS[chip], record_of(kind, dtype)
 
     def run(record):
         output, residuals = forward(record, config.heuristic(record, device, "forward"))
@@ -87,7 +80,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
 
 
 def test_kernels_are_taken_before_xla():
-    op, device = registry().ops["mean_pooling"], GPUS["sm_90"]
+    op, device = registry().ops["mean_pooling"], CHIPS["sm_90"]
     for direction in ("forward", "backward"):
         found = dispatch.choose(op, record_of("documents"), device, "auto", direction)
         names = [verdict.implementation.name for verdict in found.verdicts]
@@ -95,7 +88,7 @@ def test_kernels_are_taken_before_xla():
 
 
 def test_candidates_that_load_ahead_spill_nothing():
-    device, record = GPUS["sm_90"], record_of("documents")
+    device, record = CHIPS["sm_90"], record_of("documents")
     for tiles in (x for x in config.candidates(record, device, "forward") if x.prefetch):
         with target_device(device), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles), record)

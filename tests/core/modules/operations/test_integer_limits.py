@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_functions import DENSE
 
 import ejkernel.modules as m
 from ejkernel.types import MaskInfo
@@ -28,23 +29,6 @@ def attend(allowed):
             if keys:
                 output[0, i, h] = weights / weights.sum() @ V[0, keys, h].astype(np.float64)
     return output
-
-
-def swapped(function):
-    def call(query, key, value, **options):
-        options = {"causal": False, **options}
-        return function(*(x.swapaxes(1, 2) for x in (query, key, value)), **options).swapaxes(1, 2)
-
-    return call
-
-
-DENSE = {
-    "flash_attention": m.flash_attention,
-    "blocksparse_attention": swapped(m.blocksparse_attention),
-    "ring_attention": m.ring_attention,
-    "attention": lambda *arrays, **options: m.attention(*arrays, **options)[0],
-    "scaled_dot_product_attention": m.scaled_dot_product_attention,
-}
 
 
 @pytest.mark.parametrize("name", DENSE)

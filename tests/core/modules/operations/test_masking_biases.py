@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_functions import DENSE
 
 import ejkernel.modules as m
 from ejkernel.types import MaskInfo
@@ -29,29 +30,16 @@ def naive(bias, cap):
     return output
 
 
-def heads_first(function):
-    def call(query, key, value, **options):
-        return function(*(x.swapaxes(1, 2) for x in (query, key, value)), causal=False, **options).swapaxes(1, 2)
-
-    return call
-
-
-DENSE = {
-    "flash_attention": m.flash_attention,
-    "blocksparse_attention": heads_first(m.blocksparse_attention),
-    "ring_attention": m.ring_attention,
-    "attention": lambda *arrays, **options: m.attention(*arrays, **options)[0],
+FUNCTIONS = {
+    **DENSE,
     "attention with weights": lambda *arrays, **options: m.attention(*arrays, **options, return_weights=True)[0],
-    "scaled_dot_product_attention": m.scaled_dot_product_attention,
 }
-
-
-CALLS = [(name, cap) for name in DENSE for cap in ((None,) if name.startswith("scaled") else (None, 1.5))]
+CALLS = [(name, cap) for name in FUNCTIONS for cap in ((None,) if name.startswith("scaled") else (None, 1.5))]
 
 
 @pytest.mark.parametrize(("name", "cap"), CALLS)
 def test_a_bias_of_minus_infinity_masks(name, cap):
-    call, hiding = DENSE[name], jnp.where(MASKED, -jnp.inf, BIAS)
+    call, hiding = FUNCTIONS[name], jnp.where(MASKED, -jnp.inf, BIAS)
     capped = {} if cap is None else {"logits_soft_cap": cap}
 
     def total(query, key, value, bias, **options):

@@ -10,6 +10,7 @@ import pytest
 import ring_calls
 from jax.sharding import PartitionSpec as P
 from ring_calls import on, ring
+from ring_messages import assert_fewest_sends, count_sends
 
 from ejkernel.families.ring_attention import RingAttention
 from ejkernel.families.ring_attention.schedule import local_record, ring_of, step_record, travelling_keys_of
@@ -77,32 +78,12 @@ def permutations(size, **options):
     """How often the loops of a forward pass send keys, as (sends outside of loops, sends in loops times rounds)."""
     arrays = [jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3
     jaxpr = jax.make_jaxpr(functools.partial(ring_attention, **on(ring(size)), **options))(*arrays)
-    return _sends(jaxpr.jaxpr)
-
-
-def _sends(jaxpr, times=1):
-    found = 0
-    for equation in jaxpr.eqns:
-        inner = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        found += times if equation.primitive.name == "ppermute" else 0
-        for value in equation.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(one, "jaxpr") or hasattr(one, "eqns"):
-                    found += _sends(getattr(one, "jaxpr", one), inner)
-    return found
+    return count_sends(jaxpr.jaxpr)
 
 
 def test_as_many_messages_as_needed():
-    keys = 2  # arrays that travel
     assert permutations(1, causal=True) == 0
-    assert permutations(8) == keys * 7
-    # A causal ring also exchanges both halves of query, key and value, and of output and lse afterwards.
-    assert permutations(8, causal=True) == keys * 7 + 2 * 5
-    # Parts are of 8: a window of 8 reaches into the part before, one of 9 into that before it.
-    assert permutations(8, causal=True, sliding_window=(8, 0)) == keys * 1
-    assert permutations(8, causal=True, sliding_window=(9, 0)) == keys * 2
-    assert permutations(8, sliding_window=(8, 9)) == keys * 3
-    assert permutations(8, sliding_window=(0, 0)) == 0
+    assert_fewest_sends(permutations)
 
 
 def test_the_next_keys_are_on_their_way_while_a_device_computes():

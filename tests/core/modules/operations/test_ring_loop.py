@@ -11,6 +11,7 @@ import pytest
 import ring_calls
 from jax.sharding import PartitionSpec as P
 from ring_calls import IDS, PLACES, QUICK, ring
+from ring_messages import assert_fewest_sends, count_sends
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.ring_attention import RingAttention, as_tiled_attention
@@ -197,30 +198,11 @@ def sends(size, **options):
         )[0]
 
     mapped = jax.shard_map(inside, mesh=ring(size), in_specs=part, out_specs=part, check_vma=False)
-    return _sends(jax.make_jaxpr(mapped)(*[jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3).jaxpr)
-
-
-def _sends(jaxpr, times=1):
-    found = 0
-    for equation in jaxpr.eqns:
-        inner = times * equation.params["length"] if equation.primitive.name == "scan" else times
-        found += times if equation.primitive.name == "ppermute" else 0
-        for one in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            body = getattr(one, "jaxpr", one)
-            found += _sends(body, inner) if hasattr(body, "eqns") else 0
-    return found
+    return count_sends(jax.make_jaxpr(mapped)(*[jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)] * 3).jaxpr)
 
 
 def test_as_many_messages_as_needed():
-    keys = 2  # arrays that travel
-    assert sends(8) == keys * 7
-    # A causal ring also exchanges both halves of query, key and value, and of output and lse afterwards.
-    assert sends(8, causal=True) == keys * 7 + 2 * 5
-    # Parts are of 8: a window of 8 reaches into the part before, one of 9 into that before it.
-    assert sends(8, causal=True, sliding_window=(8, 0)) == keys * 1
-    assert sends(8, causal=True, sliding_window=(9, 0)) == keys * 2
-    assert sends(8, sliding_window=(8, 9)) == keys * 3
-    assert sends(8, sliding_window=(0, 0)) == 0
+    assert_fewest_sends(sends)
 
 
 def steps(size, length, **options):

@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from tpu_chips import chip, compiled, on_chips, shaped
+from tpu_chips import compiled, on_chips, shaped
 
 from ejkernel.modules import gated_delta_rule, kernel_delta_attention, lightning_attention, ragged_gated_delta_rule
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -52,11 +51,8 @@ def test_decode_steps_update_donated_slots_without_a_copy(gates, chip_name):
     slots = shaped((T // 2, H, D, D), "float32")
     starts, indices = shaped((T // 4 + 1,), "int32"), shaped((T // 4,), "int32")
     given = (*(tokens(H, D),) * 3, tokens(dtype="float32"), STEPS[gates], slots, starts, indices)
-    mesh = chip(chip_name)
-    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for x in given]
-    device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[chip_name].kind)
-    with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        run = jax.jit(step, donate_argnums=5).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[chip_name].kind)):
+        run = compiled(step, given, chip_name, donate=5)
     memory, size = run.memory_analysis(), 4 * slots.size
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size / 4

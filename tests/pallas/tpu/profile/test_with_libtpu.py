@@ -6,6 +6,7 @@ import profiled_kernels
 import pytest
 import recorded_schedules
 from click.testing import CliRunner
+from distributions import add_distribution
 
 from ejkernel.ops import plugins
 from ejkernel_pallas.tpu.profile import Case, profile, profile_many
@@ -88,12 +89,8 @@ def ejkernel_implementations():
 @pytest.fixture
 def backend(tmp_path, monkeypatch):
     """A backend whose kernel is chosen for attention on TPUs, and on no other device."""
-    metadata = tmp_path / "copying-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: copying\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[ejkernel]\ncopying = copying_backend\n")
-    (tmp_path / "copying_backend.py").write_text(BACKEND)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    entry_point = "[ejkernel]\ncopying = copying_backend"
+    add_distribution(monkeypatch, tmp_path, Path("copying_backend.py"), BACKEND, entry_point)
     monkeypatch.setenv("EJKERNEL_PLUGINS", "copying,xla")
     plugins.reload()
     yield

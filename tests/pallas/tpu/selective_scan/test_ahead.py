@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from tpu_chips import CHIPS, chip, compiled, on_chips, shaped
+from tpu_chips import CHIPS, compiled, on_chips, shaped
 
 from ejkernel.modules import state_space_v1
 from ejkernel.ops.device import DeviceInfo, target_device
@@ -50,11 +49,8 @@ def test_steps_update_donated_slots_without_a_copy(tokens, name):
     wide, narrow = shaped((1, tokens * sequences, C)), shaped((1, tokens * sequences, E))
     fields = (wide, shaped((C, E), "float32"), narrow, narrow, shaped((C,), "float32"), wide)
     given = (*fields, slots, shaped((sequences + 1,), "int32"), shaped((sequences,), "int32"))
-    mesh = chip(name)
-    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())) for x in given]
-    device = DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)
-    with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        made = jax.jit(step, donate_argnums=6).trace(*given).lower(lowering_platforms=("tpu",)).compile()
+    with target_device(DeviceInfo(platform="tpu", vendor="google", kind=PROFILED[name].kind)):
+        made = compiled(step, given, name, donate=6)
     memory, size = made.memory_analysis(), 4 * slots.size
     assert memory.alias_size_in_bytes >= size
     # Chunks of 64 tokens with one each would take 64 times the memory of x.
