@@ -24,32 +24,33 @@ class CacheLayout:
 
     Attributes:
         layout: The letters of the caches' layout in `paged_cache.LAYOUTS`.
-        lanes: Whether a key and its value share a row of lanes, with the value in the second half.
-        slots: S, slots per page.
-        words: Word rows per token in each cache; 1 in head-major layouts.
+        key_and_value_share_lanes: Whether a key and its value share a row of lanes, with the value in the second half.
+        slots_per_page: S, tokens that a page has room for.
+        word_rows_per_token: Rows of 32-bit words per token in each cache; 1 in head-major layouts.
         packing: Elements per word; 1 in head-major layouts, where the rows of a head are consecutive tokens.
-        size: Elements per row.
-        groups: Groups of 128 lanes that a row is copied in.
-        latent: Whether a token has a single row, whose first elements are also its value. A word then contains several
-            tokens.
-        transposed: Whether a page is stored as [D, S], with tokens along lanes; see `stores_tokens_along_lanes`.
-        rotary: Elements per key in a second cache, stored as [Dr, S], next to latent rows; 0 without one.
+        row_elements: Elements per row.
+        lane_groups: Groups of 128 lanes that a row is copied in.
+        is_latent: Whether a token has a single row, whose first elements are also its value. A word then contains
+            several tokens.
+        tokens_along_lanes: Whether a page is stored as [D, S], with tokens along lanes; see
+            `stores_tokens_along_lanes`.
+        rotary_dim: Elements per key in a second cache, stored as [Dr, S], next to latent rows; 0 without one.
     """
 
     layout: str
-    lanes: bool
-    slots: int
-    words: int
+    key_and_value_share_lanes: bool
+    slots_per_page: int
+    word_rows_per_token: int
     packing: int
-    size: int
-    groups: int
-    latent: bool = False
-    transposed: bool = False
-    rotary: int = 0
+    row_elements: int
+    lane_groups: int
+    is_latent: bool = False
+    tokens_along_lanes: bool = False
+    rotary_dim: int = 0
 
     def in_columns(self, second: bool) -> bool:
         """Returns whether the first or the second cache is stored with tokens along lanes."""
-        return self.rotary > 0 if second else self.transposed
+        return self.rotary_dim > 0 if second else self.tokens_along_lanes
 
     @property
     def head_major(self) -> bool:
@@ -64,12 +65,12 @@ class CacheLayout:
     @property
     def interleaved(self) -> bool:
         """Returns whether rows of keys and of values alternate."""
-        return self.combined and not self.lanes
+        return self.combined and not self.key_and_value_share_lanes
 
     @property
     def heads_per_unit(self) -> int:
         """Returns the number of KV heads in one row of words, or in one pair of such rows."""
-        if self.latent:
+        if self.is_latent:
             return 1
         return max(1, self.packing // 2) if self.interleaved else self.packing
 
@@ -78,12 +79,12 @@ class CacheLayout:
         """Returns the number of groups of a token's word rows, one memory tile each; 1 if a token is less than a
         tile.
         """
-        return self.words // MEMORY_TILE_ROWS if self.words % MEMORY_TILE_ROWS == 0 else 1
+        return self.word_rows_per_token // MEMORY_TILE_ROWS if self.word_rows_per_token % MEMORY_TILE_ROWS == 0 else 1
 
     @property
     def heads_per_group(self) -> int:
         """Returns the number of KV heads per head group."""
-        units = self.words // 2 if self.interleaved and self.packing == 1 else self.words
+        units = self.word_rows_per_token // 2 if self.interleaved and self.packing == 1 else self.word_rows_per_token
         return units // self.head_groups * self.heads_per_unit
 
     @property
@@ -91,8 +92,8 @@ class CacheLayout:
         """Returns whether several heads can share a product: the number of word rows is a power of two, and K and V
         do not alternate.
         """
-        words = self.words // self.head_groups
-        alone = self.head_major or self.latent or (self.interleaved and self.packing == 1)
+        words = self.word_rows_per_token // self.head_groups
+        alone = self.head_major or self.is_latent or (self.interleaved and self.packing == 1)
         return not alone and words & (words - 1) == 0
 
 
@@ -158,29 +159,36 @@ def make_cache_layout(record: PagedAttention) -> CacheLayout:
     if letters in ("phsd", "hpsd"):
         return CacheLayout(
             layout=letters,
-            lanes=False,
-            slots=slots,
-            words=1,
+            key_and_value_share_lanes=False,
+            slots_per_page=slots,
+            word_rows_per_token=1,
             packing=1,
-            size=size,
-            groups=1,
-            latent=latent,
-            transposed=latent and stores_tokens_along_lanes(size),
-            rotary=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
+            row_elements=size,
+            lane_groups=1,
+            is_latent=latent,
+            tokens_along_lanes=latent and stores_tokens_along_lanes(size),
+            rotary_dim=record.value_pages.shape[-1] if latent and record.value_pages is not None else 0,
         )
     if latent:
         groups = size // LANES
         return CacheLayout(
-            layout=letters, lanes=False, slots=slots, words=1, packing=pack, size=size, groups=groups, latent=True
+            layout=letters,
+            key_and_value_share_lanes=False,
+            slots_per_page=slots,
+            word_rows_per_token=1,
+            packing=pack,
+            row_elements=size,
+            lane_groups=groups,
+            is_latent=True,
         )
     lanes = key_and_value_share_row(record)
     size = max(size, LANES) if lanes else size
     return CacheLayout(
         layout=letters,
-        lanes=lanes,
-        slots=slots,
-        words=max(1, rows_per_token(record) // pack),
+        key_and_value_share_lanes=lanes,
+        slots_per_page=slots,
+        word_rows_per_token=max(1, rows_per_token(record) // pack),
         packing=pack,
-        size=size,
-        groups=cdiv(size, LANES),
+        row_elements=size,
+        lane_groups=cdiv(size, LANES),
     )

@@ -53,13 +53,13 @@ SUPPORTED_OPERATIONS = frozenset(
 """The operations on pages that the kernel serves."""
 
 
-DENSE_TOKEN_ROWS = (1, 2, 4)
+UNPADDED_ROWS_PER_TOKEN = (1, 2, 4)
 """Numbers of rows that memory stores without padding, in addition to multiples of 8."""
 
 CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024
 """The largest head dimension, and that of latent vectors with their rotary part."""
-MAX_SMEM_WORDS = 2**18 - 2**13
+MAX_TABLE_SMEM_WORDS = 2**18 - 2**13
 """Words of scalar memory for tables and the work list: all of it, minus the kernel's own use."""
 
 MAX_COMMON_BLOCK_KEYS = 2**12
@@ -81,10 +81,10 @@ def reasons(record: PagedAttention) -> Generator[str]:
     tiles, entries = _max_query_tiles(record), record.block_tables.size
     if record.alibi_slopes is not None:
         entries += record.kv_lens.size  # tokens before each sequence's queries
-    if entries + tiles * len(ITEM_FIELDS) > MAX_SMEM_WORDS:
+    if entries + tiles * len(ITEM_FIELDS) > MAX_TABLE_SMEM_WORDS:
         yield (
             f"block_tables: {entries} entries and {tiles} tiles of query rows do not fit into scalar memory; "
-            f"wants entries + {len(ITEM_FIELDS)} * tiles <= {MAX_SMEM_WORDS}"
+            f"wants entries + {len(ITEM_FIELDS)} * tiles <= {MAX_TABLE_SMEM_WORDS}"
         )
     computes_narrower = (
         record.compute_dtype is not None and jnp.dtype(record.compute_dtype).itemsize < pages.dtype.itemsize
@@ -120,7 +120,7 @@ def _page_reasons(record: PagedAttention) -> Generator[str]:
         if rows % pack:
             yield f"key_pages: {rows} rows of {dtype.name} per token do not fill words; wants a multiple of {pack}"
         return
-    if (rows not in DENSE_TOKEN_ROWS and rows % 8) or rows % pack:
+    if (rows not in UNPADDED_ROWS_PER_TOKEN and rows % 8) or rows % pack:
         yield f"key_pages: {rows} rows of {dtype.name} per token do not fill tiles; wants 2, 4, or a multiple of 8"
 
 

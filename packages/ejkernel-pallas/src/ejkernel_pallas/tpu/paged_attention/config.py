@@ -34,7 +34,7 @@ PUBLIC_FIELDS = {"q_blocksize": "block_q", "kv_blocksize": "block_kv", "block_k"
 TWO_CORE_DEVICE_KINDS = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of chips whose two cores work as one device."""
 
-DEFAULT_BLOCK_BYTES = 4 * 2**20
+DEFAULT_BLOCK_VMEM_BYTES = 4 * 2**20
 """Bytes of a key block: large enough to hide the lookups in the page table, small enough that three fit into VMEM.
 
 Half as many if every sequence has one query and heads share products. Copies then take longer than products, and a
@@ -84,9 +84,9 @@ def default_tile_tokens(record: PagedAttention) -> int:
 
 def _default_block_keys(record: PagedAttention, kind: str) -> int:
     most = (
-        DEFAULT_BLOCK_BYTES // 2
+        DEFAULT_BLOCK_VMEM_BYTES // 2
         if default_tile_tokens(record) == 1 and shares_products(record) and not is_v7x(kind)
-        else DEFAULT_BLOCK_BYTES
+        else DEFAULT_BLOCK_VMEM_BYTES
     )
     arrays = [x for x in (record.key_pages, record.value_pages) if x is not None]
     slots = paged_cache.page_count(record) * paged_cache.page_size(record)

@@ -15,8 +15,8 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 ITEM_FIELDS = (
-    "sequence", "row", "tokens", "position", "low", "high", "first_page", "end_page", "first_block", "end_block",
-    "missing_pages", "token", "fresh",
+    "sequence", "first_row", "num_tokens", "first_position", "first_key", "end_key", "first_page", "end_page",
+    "first_block", "end_block", "missing_pages", "first_token", "num_new_tokens",
 )  # fmt: skip
 
 
@@ -24,36 +24,37 @@ class WorkList(NamedTuple):
     """The kernel's work list, and the index arrays that pack its queries and unpack its results.
 
     Attributes:
-        items: int32 [fields * W]. For each item: its sequence; its first row in the packed queries; its number of
-            tokens; the position of the first; the first key that any of its rows attends, and one more than the last;
-            the same range in pages and in blocks, with at least one block; whether a page in the range is missing; and
-            the first token and number of tokens of the sequence to write to the cache, 0 except in the sequence's first
-            item.
-        spans: int32 [parts + 1], the range of items of each core's part.
-        tables: int32 [N * entries + pages of a block], page numbers; -1 for missing pages.
-        tokens: int32 [Tp], the token at each index of the packed queries; T at padding.
+        work_items: int32 [fields * W], in the order of `ITEM_FIELDS`. For each item: its sequence; its first row in the
+            packed queries; its number of tokens; the position of the first; the first key that any of its rows attends,
+            and one more than the last; the same range in pages and in blocks, with at least one block; whether a page
+            in the range is missing; and the first token and number of tokens of the sequence to write to the cache, 0
+            except in the sequence's first item.
+        first_item_of_core: int32 [cores + 1], the first item of each core, and the number of items.
+        page_table: int32 [N * pages per sequence + pages of a block], indices of pages; -1 for missing pages.
+        token_at_index: int32 [Tp], the token at each index of the packed queries; T at padding.
         packed_index: int32 [T], the index of each token in the packed queries; 0 for padding tokens.
         in_sequence: bool [T], whether a token belongs to a sequence.
-        item: int32 [T], the item of each token.
-        offset: int32 [T], the index of each token in its item.
-        contexts: int32 [N], tokens of each sequence before its queries; None if no term of the scores needs them.
+        item_of_token: int32 [T], the work item of each token.
+        offset_in_item: int32 [T], the index of each token in its work item.
+        context_lengths: int32 [N], tokens of each sequence before its queries; None if no term of the scores needs
+            them.
     """
 
-    items: jax.Array
-    spans: jax.Array
-    tables: jax.Array
-    tokens: jax.Array
+    work_items: jax.Array
+    first_item_of_core: jax.Array
+    page_table: jax.Array
+    token_at_index: jax.Array
     packed_index: jax.Array
     in_sequence: jax.Array
-    item: jax.Array
-    offset: jax.Array
-    contexts: jax.Array | None = None
+    item_of_token: jax.Array
+    offset_in_item: jax.Array
+    context_lengths: jax.Array | None = None
 
 
-def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
+def make_work_list(record: PagedAttention, spec: PagedSpec) -> WorkList:
     """Returns the work list of a record."""
     starts, lengths = paged_cache.query_ranges(record)
-    first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens)
+    first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens_per_tile)
     # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
     padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
@@ -62,29 +63,31 @@ def find_work(record: PagedAttention, spec: PagedSpec) -> WorkList:
     first = (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
-        "row": (base[sequence] + num_skipped) * spec.group_size,
-        "tokens": tokens,
-        "position": position,
-        "low": low,
-        "high": high,
-        "first_page": low // spec.cache.slots,
-        "end_page": cdiv(high, spec.cache.slots),
+        "first_row": (base[sequence] + num_skipped) * spec.group_size,
+        "num_tokens": tokens,
+        "first_position": position,
+        "first_key": low,
+        "end_key": high,
+        "first_page": low // spec.cache_layout.slots_per_page,
+        "end_page": cdiv(high, spec.cache_layout.slots_per_page),
         "first_block": low // spec.block_kv,
         # At least one block: an item without keys has an output too, which is written after its loop.
         "end_block": jnp.maximum(cdiv(high, spec.block_kv), low // spec.block_kv + 1),
         "missing_pages": _has_missing_pages(tables, spec, sequence, low, high),
-        "token": starts[sequence],
+        "first_token": starts[sequence],
         # The first item of each sequence writes all of the sequence's new tokens.
-        "fresh": jnp.where(first, lengths[sequence], 0),
+        "num_new_tokens": jnp.where(first, lengths[sequence], 0),
     }
     return WorkList(
-        items=jnp.concatenate([fields[name].astype(jnp.int32) for name in ITEM_FIELDS]),
+        work_items=jnp.concatenate([fields[name].astype(jnp.int32) for name in ITEM_FIELDS]),
         # The fixed cost of an item is estimated as that of one more chunk of keys.
-        spans=_item_ranges_by_core(spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total),
+        first_item_of_core=_item_ranges_by_core(
+            spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total
+        ),
         # The kernel looks up several pages at once, which may go beyond the last sequence's pages.
-        tables=jnp.pad(tables.reshape(-1), (0, spec.pages), constant_values=-1),
-        tokens=_token_of_packed_row(record, spec, base + padded, starts - base, base + lengths),
-        contexts=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
+        page_table=jnp.pad(tables.reshape(-1), (0, spec.pages_per_block), constant_values=-1),
+        token_at_index=_token_of_packed_row(record, spec, base + padded, starts - base, base + lengths),
+        context_lengths=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
         **_token_fields(record, spec, starts, base, first_item),
     )
 
@@ -99,8 +102,8 @@ def _token_fields(
     return {
         "packed_index": jnp.where(in_sequence, base[owner] + inside, 0),
         "in_sequence": in_sequence,
-        "item": jnp.where(in_sequence, first_item[owner] + inside // spec.tokens, 0),
-        "offset": jnp.where(in_sequence, inside % spec.tokens, 0),
+        "item_of_token": jnp.where(in_sequence, first_item[owner] + inside // spec.tokens_per_tile, 0),
+        "offset_in_item": jnp.where(in_sequence, inside % spec.tokens_per_tile, 0),
     }
 
 
@@ -110,10 +113,10 @@ def _key_range(
     """Returns the first key, and one more than the last key, of tiles of `tokens` rows that begin at `position`."""
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.max_sequence_len(record))
-    if spec.left is not None:
-        low = jnp.maximum(low, position - spec.left)
-    if spec.right is not None:
-        high = jnp.minimum(high, position + tokens + spec.right)
+    if spec.window_left is not None:
+        low = jnp.maximum(low, position - spec.window_left)
+    if spec.window_right is not None:
+        high = jnp.minimum(high, position + tokens + spec.window_right)
     if spec.attention_chunk is not None:
         size = spec.attention_chunk
         low = jnp.maximum(low, position // size * size)
@@ -136,7 +139,7 @@ def _has_missing_pages(
     """Returns whether a page between two keys is missing."""
     # Cumulative sums over the table: any range of pages then takes two look-ups.
     num_absent = jnp.cumsum(jnp.pad(tables < 0, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-    first, end = low // spec.cache.slots, cdiv(high, spec.cache.slots)
+    first, end = low // spec.cache_layout.slots_per_page, cdiv(high, spec.cache_layout.slots_per_page)
     return (num_absent[sequence, end] - num_absent[sequence, jnp.minimum(first, end)]) > 0
 
 
@@ -146,10 +149,11 @@ def _item_ranges_by_core(spec: PagedSpec, first: jax.Array, cost: jax.Array, liv
     """
     before = jnp.cumsum(cost) - cost
     entry = jnp.arange(cost.shape[0], dtype=jnp.int32)
-    share = jnp.sum(cost) / spec.parts
+    share = jnp.sum(cost) / spec.num_cores
     # Parts begin with a sequence, since the tokens that its first item writes are read by its other items.
     begins = [
-        jnp.min(jnp.where(first & (before >= part * share), entry, live), initial=live) for part in range(1, spec.parts)
+        jnp.min(jnp.where(first & (before >= part * share), entry, live), initial=live)
+        for part in range(1, spec.num_cores)
     ]
     return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), live])
 

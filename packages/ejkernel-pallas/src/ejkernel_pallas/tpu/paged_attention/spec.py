@@ -21,15 +21,15 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 SMALL_PRODUCT_ROWS, LARGE_PRODUCT_ROWS = 128, 1024
 """The largest numbers of query rows per product: where pairs are masked or tokens few, and elsewhere."""
 KEYS_PER_PART, KEYS_PER_CHUNK, DEFAULT_BLOCK_KEYS = 256, 512, 1024
-"""Numbers of keys: per product of many rows, per product of few rows, and of all products of a decode step together."""
+"""Keys per product of many rows, per product of few rows, and of all products of a decode step together."""
 LATENT_KEYS_PER_PART, LATENT_CHUNKS_PER_STEP = 512, 4
 """Keys per product of latent rows, and products per decode step. The accumulator of 512 columns is rescaled once per
 product, so products of many rows take more keys than elsewhere; docs/lab/tpu_kernels.md has the estimates.
 """
 PREFETCHED_BLOCKS = 2
-"""Number of pipeline stages beyond the block being computed: how many blocks' copies are in flight at the same time."""
-MAX_KEYS_AT_ONCE = 128
-"""The largest number of copies that are started without a loop; the code grows with it."""
+"""The number of blocks whose copies are in flight while another block is computed."""
+MAX_UNROLLED_COPIES = 128
+"""The largest number of page copies that are started without a loop; the code grows with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class PagedSpec:
         kv_heads: KV heads in units of `heads_per_product`, including those that pad the last word.
         head_dim: D in the products, padded.
         value_dim: Dv in the products, padded.
-        tokens: Query tokens per tile: a multiple of `token_align`, or 1 if each sequence has one token.
+        tokens_per_tile: Query tokens per tile: a multiple of `token_align`, or 1 if each sequence has one token.
         token_align: Every sequence has a multiple of this number of tokens in the packed queries.
-        rows: Query rows per KV head and tile; a multiple of `row_align`.
+        rows_per_tile: Query rows per KV head and tile; a multiple of `row_align`.
         row_align: Query rows per copy.
         small_rows: Query rows per KV head in the smallest product.
         row_chunk: Query rows per product of a large tile where pairs are masked or tokens few; divides `rows`.
@@ -58,24 +58,24 @@ class PagedSpec:
         chunks_per_step: Chunks whose products are computed together.
         lookahead: Products of few rows whose scores are computed before the softmax of the first of them.
         masked_lookahead: The same where some keys are masked.
-        keeps_limits: Whether the mask of each row's own head is kept in scratch memory, where heads share products.
-            There are few mask registers, and a mask that is live during a whole block would be spilled.
+        stores_score_limits: Whether the mask of each row's own head is kept in scratch memory, where heads share
+            products. There are few mask registers, and a mask that is live during a whole block would be spilled.
         copies_per_slice: Copies of the prefetched block that are started together while a block is computed.
-        entries: Pages per sequence in the table.
-        cache: Layout of keys and values.
-        operand: Dtype of queries and keys in products.
-        weights: Dtype of weights and values in products.
-        rounded: Whether keys and values are rounded to bfloat16 first.
+        pages_per_sequence: Entries per sequence in the page table.
+        cache_layout: Layout of keys and values in memory.
+        operand_dtype: Dtype of queries and keys in products.
+        weights_dtype: Dtype of weights and values in products.
+        rounds_to_bfloat16: Whether keys and values are rounded to bfloat16 first.
         precision: Precision of the matrix products.
-        scale: Factor on the scores.
+        score_scale: Factor on the scores.
         soft_cap: Soft cap, or None.
-        left: Band: `-left <= k - p`; None is open.
-        right: Band: `k - p <= right`; None is open.
+        window_left: The query at position p attends no key before p - window_left; None is open.
+        window_right: The query at position p attends no key after p + window_right; None is open.
         attention_chunk: Positions per chunk of chunked attention, whose queries and keys attend within their chunk
             alone; None without chunks.
         has_slopes: Whether scores have ALiBi's term.
         value_scale: Factor on the output.
-        parts: Independent parts of the work list, for the cores of a chip.
+        num_cores: Cores of the chip that work on the list, each on items of its own.
     """
 
     group_size: int
@@ -83,9 +83,9 @@ class PagedSpec:
     kv_heads: int
     head_dim: int
     value_dim: int
-    tokens: int
+    tokens_per_tile: int
     token_align: int
-    rows: int
+    rows_per_tile: int
     row_align: int
     small_rows: int
     row_chunk: int
@@ -96,22 +96,22 @@ class PagedSpec:
     chunks_per_step: int
     lookahead: int
     masked_lookahead: int
-    keeps_limits: bool
+    stores_score_limits: bool
     copies_per_slice: int
-    entries: int
-    cache: CacheLayout
-    operand: Any
-    weights: Any
-    rounded: bool
+    pages_per_sequence: int
+    cache_layout: CacheLayout
+    operand_dtype: Any
+    weights_dtype: Any
+    rounds_to_bfloat16: bool
     precision: lax.Precision | None
-    scale: float
+    score_scale: float
     soft_cap: float | None
-    left: int | None
-    right: int | None
+    window_left: int | None
+    window_right: int | None
     attention_chunk: int | None
     has_slopes: bool
     value_scale: float
-    parts: int
+    num_cores: int
 
     @property
     def heads(self) -> int:
@@ -121,12 +121,12 @@ class PagedSpec:
     @property
     def bounds_last(self) -> bool:
         """Returns whether a key has a last token that attends it."""
-        return self.left is not None or self.attention_chunk is not None
+        return self.window_left is not None or self.attention_chunk is not None
 
     @property
-    def pages(self) -> int:
+    def pages_per_block(self) -> int:
         """Returns the number of pages that are copied together."""
-        return self.block_kv // self.cache.slots
+        return self.block_kv // self.cache_layout.slots_per_page
 
     @property
     def copy_slices(self) -> int:
@@ -135,17 +135,21 @@ class PagedSpec:
 
         Slices are used if a block is one step of products and all items have one token.
         """
-        if self.cache.latent:  # loads of latent rows have no slices between which copies could be started
+        if self.cache_layout.is_latent:  # loads of latent rows have no slices between which copies could be started
             return 0
-        copies = self.pages * (1 if self.cache.combined else 2) * self.cache.groups
-        once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache.head_groups == 1
-        return cdiv(copies, self.copies_per_slice) if self.tokens == 1 and once and copies <= MAX_KEYS_AT_ONCE else 0
+        copies = self.pages_per_block * (1 if self.cache_layout.combined else 2) * self.cache_layout.lane_groups
+        once = self.chunk_kv * self.chunks_per_step == self.block_kv and self.cache_layout.head_groups == 1
+        return (
+            cdiv(copies, self.copies_per_slice)
+            if self.tokens_per_tile == 1 and once and copies <= MAX_UNROLLED_COPIES
+            else 0
+        )
 
     @property
     def whole_blocks(self) -> bool:
         """Returns whether a block that needs no mask is computed in one step; others are computed in two halves."""
-        once = self.tokens == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
-        return self.copy_slices > 0 or (self.cache.latent and once)
+        once = self.tokens_per_tile == 1 and self.chunk_kv * self.chunks_per_step == self.block_kv
+        return self.copy_slices > 0 or (self.cache_layout.is_latent and once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,29 +178,31 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     return PagedSpec(
         heads_per_product=heads_per_product,
         kv_heads=heads // heads_per_product,
-        head_dim=cache.size + cache.rotary if cache.lanes or cache.latent else record.query.shape[-1],
-        value_dim=cache.size
-        if cache.lanes
+        head_dim=cache.row_elements + cache.rotary_dim
+        if cache.key_and_value_share_lanes or cache.is_latent
+        else record.query.shape[-1],
+        value_dim=cache.row_elements
+        if cache.key_and_value_share_lanes
         else record.latent[1]
         if record.latent
         else paged_cache.value_head_dim(record),
         **_query_row_fields(record, sizes, heads_per_product),
         **_key_block_fields(record, sizes, cache, heads_per_product),
         **_pipeline_fields(heads_per_product),
-        entries=1 if record.block_tables is None else record.block_tables.shape[1],
-        cache=cache,
-        operand=operand,
-        weights=_weights_dtype(record),
-        rounded=record.compute_dtype is not None and operand.itemsize < record.key_pages.dtype.itemsize,
+        pages_per_sequence=1 if record.block_tables is None else record.block_tables.shape[1],
+        cache_layout=cache,
+        operand_dtype=operand,
+        weights_dtype=_weights_dtype(record),
+        rounds_to_bfloat16=record.compute_dtype is not None and operand.itemsize < record.key_pages.dtype.itemsize,
         precision=_precision(record),
-        scale=record.softmax_scale,
+        score_scale=record.softmax_scale,
         soft_cap=record.logits_soft_cap,
-        left=left,
-        right=right,
+        window_left=left,
+        window_right=right,
         attention_chunk=record.chunk_size,
         has_slopes=record.alibi_slopes is not None,
         value_scale=record.value_scale,
-        parts=sizes.parts,
+        num_cores=sizes.parts,
     )
 
 
@@ -218,9 +224,9 @@ def _query_row_fields(record: PagedAttention, sizes: PagedTiles, heads_per_produ
 
     return {
         "group_size": group,
-        "tokens": tokens,
+        "tokens_per_tile": tokens,
         "token_align": token_align,
-        "rows": rows,
+        "rows_per_tile": rows,
         "row_align": row_align,
         "small_rows": small_rows,
         "row_chunk": largest(SMALL_PRODUCT_ROWS),
@@ -233,14 +239,14 @@ def _key_block_fields(
 ) -> dict[str, int]:
     """Returns the fields of `PagedSpec` about keys per copy and per product."""
     single = _has_single_token_tiles(record, sizes)
-    block = _whole_page_block_keys(cache.slots, min(sizes.keys, paged_cache.max_sequence_len(record)))
+    block = _whole_page_block_keys(cache.slots_per_page, min(sizes.keys, paged_cache.max_sequence_len(record)))
     chunk, per_step = _product_sizes(
         block, single, heads_per_product, 16 if has_256_wide_mxu(current_device().kind) else 8
     )
-    if cache.latent and single:
+    if cache.is_latent and single:
         chunk = math.gcd(block, LATENT_KEYS_PER_PART)
         per_step = math.gcd(block // chunk, LATENT_CHUNKS_PER_STEP)
-    part = math.gcd(chunk, LATENT_KEYS_PER_PART if cache.latent else KEYS_PER_PART)
+    part = math.gcd(chunk, LATENT_KEYS_PER_PART if cache.is_latent else KEYS_PER_PART)
     return {"part_kv": part, "block_kv": block, "chunk_kv": chunk, "chunks_per_step": per_step}
 
 
@@ -255,7 +261,7 @@ def _pipeline_fields(heads_per_product: int) -> dict[str, Any]:
     return {
         "lookahead": 2 if shared and not v7x else lookahead,
         "masked_lookahead": min(lookahead, 4) if shared else lookahead,
-        "keeps_limits": shared and v7x,
+        "stores_score_limits": shared and v7x,
         "copies_per_slice": 3 if v7x else 4,
     }
 

@@ -24,7 +24,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     HeadChunk,
     ProductRows,
     ScoreMask,
-    key_columns,
+    key_offsets_from_context,
     make_score_mask,
     store_key_mask,
     update_softmax,
@@ -33,16 +33,16 @@ from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 HEADS_PER_STEP = 4
-"""Number of heads whose products of many rows are interleaved: enough independent products to hide the MXU's
+"""The number of heads whose products of many rows are interleaved: enough independent products to hide the MXU's
 latency.
 """
 
 
-def run_for_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int], None]) -> None:
+def call_with_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int], None]) -> None:
     """Calls `body` with the number of rows to compute: the smallest product's if the item's rows fit it, else a whole
     tile's.
     """
-    if spec.rows == spec.small_rows:
+    if spec.rows_per_tile == spec.small_rows:
         body(spec.small_rows)
         return
 
@@ -52,7 +52,7 @@ def run_for_row_count(has_few_rows: Any, spec: PagedSpec, body: Callable[[int], 
 
     @pl.when(jnp.logical_not(has_few_rows))
     def _() -> None:
-        body(spec.rows)
+        body(spec.rows_per_tile)
 
 
 def attend_block(
@@ -66,16 +66,16 @@ def attend_block(
     in_one_step = jnp.bool_(False)
     if spec.whole_blocks:
         in_one_step = _needs_no_mask(
-            block.item, block.number * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
+            block.item, block.index_in_sequence * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
         )
         if spec.copy_slices:
-            in_one_step = in_one_step & (prefetch.item.missing_pages == 0) & (prefetch.pages(spec)[0] == 0)
+            in_one_step = in_one_step & (prefetch.item.missing_pages == 0) & (prefetch.page_range(spec)[0] == 0)
     starts_between = in_one_step if spec.copy_slices else jnp.bool_(False)
     size = spec.chunk_kv * (max(1, spec.chunks_per_step // 2) if spec.whole_blocks else spec.chunks_per_step)
-    base, item = block.number * spec.block_kv, block.item
+    base, item = block.index_in_sequence * spec.block_kv, block.item
     # Chunks that no row attends, at either end of a sequence, are skipped.
-    first = jnp.clip(divide(item.low - base, size), 0, spec.block_kv // size)
-    end = jnp.clip(divide(item.high - base + size - 1, size), first, spec.block_kv // size)
+    first = jnp.clip(divide(item.first_key - base, size), 0, spec.block_kv // size)
+    end = jnp.clip(divide(item.end_key - base + size - 1, size), first, spec.block_kv // size)
 
     @pl.when(prefetch_exists & jnp.logical_not(starts_between))
     def _() -> None:
@@ -88,7 +88,7 @@ def attend_block(
         pieces = copies.sliced_page_copy_starts(refs, prefetch, prefetch_exists, count, spec) if count else iter(())
         pl.when(in_one_step)(
             lambda: _attend_few_rows(
-                refs, block, buffer_slot, _chunks_of_step(block, 0, spec.chunks_per_step, False, spec), pieces, spec
+                refs, block, buffer_slot, _key_chunks_of_step(block, 0, spec.chunks_per_step, False, spec), pieces, spec
             )
         )
 
@@ -99,22 +99,28 @@ def attend_block(
     fori_loop(jnp.where(in_one_step, end, first), end, step, jnp.int32(0))
 
 
-def _chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
+def _key_chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, spec: PagedSpec) -> list[KeyChunk]:
     """Returns the `count` chunks that one step computes, beginning at key `start` of the block."""
-    item, base = block.item, block.number * spec.block_kv
+    item, base = block.item, block.index_in_sequence * spec.block_kv
     offsets = [pl.multiple_of(start + k * spec.chunk_kv, spec.chunk_kv) for k in range(count)]
-    return [KeyChunk(block.slot, x, base + x, item.low, item.high, masked, spec.chunk_kv) for x in offsets]
+    return [
+        KeyChunk(block.buffer_slot, x, base + x, item.first_key, item.end_key, masked, spec.chunk_kv) for x in offsets
+    ]
 
 
 def _needs_no_mask(item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
     """Returns whether all rows of an item attend all of the `size` keys from `key` on, so that no mask is needed."""
-    last, end = item.position + item.tokens - 1, key + size
-    low = item.low if spec.left is None else jnp.maximum(item.low, last - spec.left)
-    high = item.high if spec.right is None else jnp.minimum(item.high, item.position + spec.right + 1)
+    last, end = item.first_position + item.num_tokens - 1, key + size
+    low = item.first_key if spec.window_left is None else jnp.maximum(item.first_key, last - spec.window_left)
+    high = (
+        item.end_key
+        if spec.window_right is None
+        else jnp.minimum(item.end_key, item.first_position + spec.window_right + 1)
+    )
     if spec.attention_chunk is not None:
         size_of_chunk = spec.attention_chunk
         low = jnp.maximum(low, divide(last, size_of_chunk) * size_of_chunk)
-        high = jnp.minimum(high, (divide(item.position, size_of_chunk) + 1) * size_of_chunk)
+        high = jnp.minimum(high, (divide(item.first_position, size_of_chunk) + 1) * size_of_chunk)
     return (key >= low) & (end <= high) & (item.missing_pages == 0)
 
 
@@ -124,22 +130,24 @@ def _attend_chunks(
     """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
     # A scalar test per chunk decides whether to mask: the mask costs more than the test.
-    plain = _needs_no_mask(item, block.number * spec.block_kv + start, count * spec.chunk_kv, spec)
+    plain = _needs_no_mask(item, block.index_in_sequence * spec.block_kv + start, count * spec.chunk_kv, spec)
 
     def attend_few_rows(masked: bool) -> None:
-        _attend_few_rows(refs, block, buffer_slot, _chunks_of_step(block, start, count, masked, spec), iter(()), spec)
+        _attend_few_rows(
+            refs, block, buffer_slot, _key_chunks_of_step(block, start, count, masked, spec), iter(()), spec
+        )
 
-    if spec.rows == spec.small_rows:
+    if spec.rows_per_tile == spec.small_rows:
         if not spec.whole_blocks:
             pl.when(plain)(lambda: attend_few_rows(False))
         pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(lambda: attend_few_rows(True))
         return
 
-    @pl.when(item.tokens * spec.group_size > spec.small_rows)
+    @pl.when(item.num_tokens * spec.group_size > spec.small_rows)
     def _() -> None:
         _attend_whole_tile(refs, block, buffer_slot, start, spec)
 
-    pl.when(item.tokens * spec.group_size <= spec.small_rows)(lambda: attend_few_rows(True))
+    pl.when(item.num_tokens * spec.group_size <= spec.small_rows)(lambda: attend_few_rows(True))
 
 
 def _attend_few_rows(
@@ -153,11 +161,11 @@ def _attend_few_rows(
     """Attends with few rows of all heads (decode), and calls one function of `copy_starts` after each slice that it
     loads.
     """
-    rows = ProductRows(buffer_slot, 0, spec.small_rows, block.item.position)
-    if chunks[0].masked and spec.tokens == 1:
+    rows = ProductRows(buffer_slot, 0, spec.small_rows, block.item.first_position)
+    if chunks[0].needs_mask and spec.tokens_per_tile == 1:
         store_key_mask(refs, block.item, chunks, spec)
     chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
-    chunk_columns = [key_columns(refs, block.item, at, spec) for at in chunks]
+    chunk_columns = [key_offsets_from_context(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // head_groups(spec)
 
     def head_group(k: Any) -> None:
@@ -168,7 +176,7 @@ def _attend_few_rows(
 
         def head_chunks(at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None) -> list[HeadChunk]:
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
-            rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache.rotary else None
+            rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache_layout.rotary_dim else None
             return [
                 HeadChunk(
                     k * heads + n, rows, _load_one_head(keys, n), _load_one_head(values, n), mask, rotary, columns
@@ -177,7 +185,7 @@ def _attend_few_rows(
             ]
 
         chunks_with_masks = zip(chunks, chunk_masks, chunk_columns, strict=True)
-        lookahead = spec.masked_lookahead if chunks[0].masked else spec.lookahead
+        lookahead = spec.masked_lookahead if chunks[0].needs_mask else spec.lookahead
         update_softmax(
             refs,
             [chunk for chunk_arguments in chunks_with_masks for chunk in head_chunks(*chunk_arguments)],
@@ -205,13 +213,15 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
     """Attends with a whole tile of rows (prefill). Copies each head's keys to contiguous scratch memory for its many
     products.
     """
-    (chunk,) = _chunks_of_step(block, start, 1, True, spec)
+    (chunk,) = _key_chunks_of_step(block, start, 1, True, spec)
     heads, item = spec.kv_heads // head_groups(spec), block.item
 
     def product(n: Any) -> None:
         offset = pl.multiple_of(n * spec.part_kv, spec.part_kv)
         at = chunk._replace(
-            start=pl.multiple_of(start + offset, spec.part_kv), key=chunk.key + offset, size=spec.part_kv
+            start_in_buffer=pl.multiple_of(start + offset, spec.part_kv),
+            first_key=chunk.first_key + offset,
+            num_keys=spec.part_kv,
         )
 
         def head_group(k: Any) -> None:
@@ -219,14 +229,16 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
                 for head, rows in enumerate(load_head_group(refs.buffers, k, at, spec, values=values)):
                     target[k * heads + head] = rows
 
-        @pl.when((at.key < item.high) & (at.key + at.size > item.low))
+        @pl.when((at.first_key < item.end_key) & (at.first_key + at.num_keys > item.first_key))
         def _() -> None:
             for_each_index(head_groups(spec), head_group)
             # In a tile with few tokens a large product would be spent mostly on rows without a token.
-            plain = _needs_no_mask(item, at.key, at.size, spec) & (2 * item.tokens * spec.group_size > spec.row_block)
+            plain = _needs_no_mask(item, at.first_key, at.num_keys, spec) & (
+                2 * item.num_tokens * spec.group_size > spec.row_block
+            )
             for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
                 pl.when(condition)(
-                    partial(_attend_contiguous_heads, refs, item, buffer_slot, at._replace(masked=masked), spec)
+                    partial(_attend_contiguous_heads, refs, item, buffer_slot, at._replace(needs_mask=masked), spec)
                 )
 
     for_each_index(spec.chunk_kv // spec.part_kv, product)
@@ -236,23 +248,23 @@ def _attend_contiguous_heads(
     refs: PagedRefs, item: WorkItem, buffer_slot: Any, key_chunk: KeyChunk, spec: PagedSpec
 ) -> None:
     """Attends to keys in scratch memory, with as many rows and heads at once as fill the MXU."""
-    size, lookahead = (spec.row_chunk, HEADS_PER_STEP - 1) if key_chunk.masked else (spec.row_block, 0)
-    count = divide(item.tokens * spec.group_size + size - 1, size)
+    size, lookahead = (spec.row_chunk, HEADS_PER_STEP - 1) if key_chunk.needs_mask else (spec.row_block, 0)
+    count = divide(item.num_tokens * spec.group_size + size - 1, size)
     heads_per_step = next(n for n in (HEADS_PER_STEP, 2, 1) if spec.kv_heads % n == 0)
     keys, values, get = refs.head_keys, refs.head_values, operator.getitem
 
     def step(k: Any) -> None:
         def rows_step(n: jax.Array, carry: jax.Array) -> jax.Array:
-            rows = ProductRows(buffer_slot, pl.multiple_of(n * size, size), size, item.position)
+            rows = ProductRows(buffer_slot, pl.multiple_of(n * size, size), size, item.first_position)
             mask, columns = (
                 make_score_mask(refs, item, rows, key_chunk, 0, spec),
-                key_columns(refs, item, key_chunk, spec),
+                key_offsets_from_context(refs, item, key_chunk, spec),
             )
             heads = [k * heads_per_step + head for head in range(heads_per_step)]
             update_softmax(
                 refs,
                 [
-                    HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask, columns=columns)
+                    HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask, key_offsets=columns)
                     for x in heads
                 ],
                 lookahead,

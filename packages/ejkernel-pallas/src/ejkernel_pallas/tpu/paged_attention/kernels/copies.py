@@ -29,15 +29,19 @@ from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 COPIES_PER_STEP = 8
-"""Number of pages whose copies start without a branch in between: a branch costs the scalar unit more than a
+"""The number of pages whose copies start without a branch in between: a branch costs the scalar unit more than a
 predicated copy.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkItem:
-    """One entry of the work list. Fields are loaded from scalar memory at each use, so that they occupy no
-    registers.
+    """One entry of the work list, with the fields of `ITEM_FIELDS`. They are loaded from scalar memory at each use, so
+    that they occupy no registers.
+
+    Attributes:
+        items: The work list, in scalar memory.
+        index: Index of the entry.
     """
 
     items: Any
@@ -48,51 +52,63 @@ class WorkItem:
 
 
 class KeyBlock(NamedTuple):
-    """A block of an item's keys: its number in the sequence, and the buffer slot that it is copied to."""
+    """A block of an item's keys.
+
+    Attributes:
+        item: The work item.
+        index_in_sequence: Index of the block among the sequence's blocks of `block_kv` keys.
+        buffer_slot: The slot of the buffers in VMEM that the block is copied to.
+    """
 
     item: WorkItem
-    number: Any
-    slot: Any
+    index_in_sequence: Any
+    buffer_slot: Any
 
-    def pages(self, spec: PagedSpec) -> tuple[Any, Any]:
+    def page_range(self, spec: PagedSpec) -> tuple[Any, Any]:
         """Returns the first page of the block to copy, and one more than the last."""
-        start = self.number * spec.pages
-        first = jnp.clip(self.item.first_page - start, 0, spec.pages)
-        return first, jnp.clip(self.item.end_page - start, first, spec.pages)
+        start = self.index_in_sequence * spec.pages_per_block
+        first = jnp.clip(self.item.first_page - start, 0, spec.pages_per_block)
+        return first, jnp.clip(self.item.end_page - start, first, spec.pages_per_block)
 
-    def full(self, spec: PagedSpec) -> Any:
+    def has_all_pages(self, spec: PagedSpec) -> Any:
         """Returns whether all pages of the block are copied."""
-        first, end = self.pages(spec)
-        return (end - first == spec.pages) & (self.item.missing_pages == 0)
+        first, end = self.page_range(spec)
+        return (end - first == spec.pages_per_block) & (self.item.missing_pages == 0)
 
-    def entry(self, spec: PagedSpec) -> Any:
+    def first_table_entry(self, spec: PagedSpec) -> Any:
         """Returns the index of the block's first page in the table."""
-        return self.item.sequence * spec.entries + self.number * spec.pages
+        return self.item.sequence * spec.pages_per_sequence + self.index_in_sequence * spec.pages_per_block
 
 
 class PrefetchCursor(NamedTuple):
-    """The next block to copy: its item, and its number in the sequence."""
+    """The next block to copy.
 
-    index: Any
-    number: Any
+    Attributes:
+        item_index: Index of its work item.
+        block_index: Index of the block among its sequence's blocks.
+    """
+
+    item_index: Any
+    block_index: Any
 
     def after(self, items: Any, end: Any) -> "PrefetchCursor":
-        """Returns the block that follows, of this item or of the next; its item is `end` after the last block."""
-        item = WorkItem(items, jnp.minimum(self.index, end - 1))
-        has_next_block = self.number + 1 < item.end_block
-        index = jnp.where(has_next_block, self.index, self.index + 1)
+        """Returns the cursor of the following block, of this item or of the next; `item_index` is `end` after the last
+        block."""
+        item = WorkItem(items, jnp.minimum(self.item_index, end - 1))
+        has_next_block = self.block_index + 1 < item.end_block
+        index = jnp.where(has_next_block, self.item_index, self.item_index + 1)
         next_item = WorkItem(items, jnp.minimum(index, end - 1))
-        return PrefetchCursor(index, jnp.where(has_next_block, self.number + 1, next_item.first_block))
+        return PrefetchCursor(index, jnp.where(has_next_block, self.block_index + 1, next_item.first_block))
 
 
 def start_page_copies(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
     """Starts the copies of a block's pages, several at a time without a branch between them."""
-    first, end = block.pages(spec)
-    entry, per_step = block.entry(spec), math.gcd(spec.pages, COPIES_PER_STEP)
+    first, end = block.page_range(spec)
+    entry, per_step = block.first_table_entry(spec), math.gcd(spec.pages_per_block, COPIES_PER_STEP)
 
     def start_several(k: jax.Array, carry: jax.Array) -> jax.Array:
         for page in (k * per_step + n for n in range(per_step)):
-            page_id = refs.tables[entry + page]
+            page_id = refs.page_table[entry + page]
             exists = (page >= first) & (page < end) & (page_id >= 0)
             pl.when(exists)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
         return carry
@@ -108,20 +124,20 @@ def sliced_page_copy_starts(
 
     Each copy is predicated instead of branched around, so the compiler can schedule it next to computation.
     """
-    entry = block.entry(spec)
-    end = jnp.where(exists, block.pages(spec)[1], 0)
+    entry = block.first_table_entry(spec)
+    end = jnp.where(exists, block.page_range(spec)[1], 0)
 
     def piece(pages: range) -> None:
         for page in pages:
-            page_id = refs.tables[entry + page]
+            page_id = refs.page_table[entry + page]
             pl.when(page < end)(functools.partial(_start_page_copy, refs, block, page_id, page, spec))
 
-    ends = [spec.pages * k // count for k in range(count + 1)]
+    ends = [spec.pages_per_block * k // count for k in range(count + 1)]
     return (functools.partial(piece, range(*pair)) for pair in itertools.pairwise(ends))
 
 
 def _start_page_copy(refs: PagedRefs, block: KeyBlock, page_id: Any, page: Any, spec: PagedSpec) -> None:
-    for copy in _page_copies(refs, page_id, block.slot, page, spec):
+    for copy in _page_copies(refs, page_id, block.buffer_slot, page, spec):
         copy.start()
 
 
@@ -131,18 +147,18 @@ def wait_for_page_copies(refs: PagedRefs, block: KeyBlock, attended_keys: tuple[
 
     VMEM that no copy has written may contain NaN, and a weight of 0 times NaN is NaN.
     """
-    full = block.full(spec)
+    full = block.has_all_pages(spec)
 
     @pl.when(full)
     def _() -> None:
         for each in refs.buffers:
             # This copy of the buffer to itself is never started; it only gives the number of bytes to wait for.
-            buffer = each.at[block.slot]
-            pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.slot]).wait()
+            buffer = each.at[block.buffer_slot]
+            pltpu.make_async_copy(buffer, buffer, refs.pages_arrived.at[block.buffer_slot]).wait()
 
     @pl.when(jnp.logical_not(full))
     def _() -> None:
-        slots, (first, end) = spec.cache.slots, block.pages(spec)
+        slots, (first, end) = spec.cache_layout.slots_per_page, block.page_range(spec)
         _wait_for_each_page(refs, block, spec)
         # Pages in the chunks to be computed that were not copied: before the first copied page, and after the last.
         low = jnp.minimum(divide(attended_keys[0], slots), first)
@@ -163,18 +179,18 @@ def wait_for_page_copies(refs: PagedRefs, block: KeyBlock, attended_keys: tuple[
 
 def _wait_for_each_page(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
     """Waits for a block's pages one by one, and zeroes the missing ones."""
-    entry, (first, end) = block.entry(spec), block.pages(spec)
+    entry, (first, end) = block.first_table_entry(spec), block.page_range(spec)
 
     def wait(page: jax.Array, carry: jax.Array) -> jax.Array:
-        @pl.when(refs.tables[entry + page] >= 0)
+        @pl.when(refs.page_table[entry + page] >= 0)
         def _() -> None:
-            for copy in _page_copies(refs, 0, block.slot, page, spec):
+            for copy in _page_copies(refs, 0, block.buffer_slot, page, spec):
                 copy.wait()
 
         return carry
 
     def zero(page: jax.Array, carry: jax.Array) -> jax.Array:
-        pl.when(refs.tables[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
+        pl.when(refs.page_table[entry + page] < 0)(lambda: _zero_page(refs, block, page, spec))
         return carry
 
     fori_loop(first, end, wait, jnp.int32(0))
@@ -183,24 +199,24 @@ def _wait_for_each_page(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> No
 
 def _zero_page(refs: PagedRefs, block: KeyBlock, page: Any, spec: PagedSpec) -> None:
     for second, buffer in enumerate(refs.buffers):
-        index = _page_index(block.slot, page, spec, bool(second))
+        index = _page_index(block.buffer_slot, page, spec, bool(second))
         buffer[index] = jnp.zeros_like(buffer[index])
 
 
 def _zero_unattended(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, carry: Any) -> Any:
     """Zeroes the keys that no row attends, in the first page that is copied and in the last."""
-    slots, item, (first, end) = spec.cache.slots, block.item, block.pages(spec)
+    slots, item, (first, end) = spec.cache_layout.slots_per_page, block.item, block.page_range(spec)
     page = jnp.where(k == first, first, end - 1)
-    start = block.number * spec.block_kv + page * slots
+    start = block.index_in_sequence * spec.block_kv + page * slots
 
-    @pl.when((start < item.low) | (start + slots > item.high))
+    @pl.when((start < item.first_key) | (start + slots > item.end_key))
     def _() -> None:
         for second, buffer in enumerate(refs.buffers):
-            index = _page_index(block.slot, page, spec, bool(second))
+            index = _page_index(block.buffer_slot, page, spec, bool(second))
             x = buffer[index]
             key = _slot_in_page(x.shape, spec) + start
             # The select is done in float32: some chips have none for narrower types.
-            x = jnp.where((key >= item.low) & (key < item.high), x.astype(jnp.float32), 0.0)
+            x = jnp.where((key >= item.first_key) & (key < item.end_key), x.astype(jnp.float32), 0.0)
             buffer[index] = x.astype(buffer.dtype)
 
     return carry
@@ -209,31 +225,33 @@ def _zero_unattended(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, k: Any, 
 def _slot_in_page(shape: tuple[int, ...], spec: PagedSpec) -> jax.Array:
     """Returns the slot of every element of a page in a buffer, int32."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 1)  # also holds for transposed pages [D, slots]
-    if spec.cache.latent and not spec.cache.head_major:  # [groups, slots / packing, packing, 128]
-        return slot * spec.cache.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
+    if spec.cache_layout.is_latent and not spec.cache_layout.head_major:  # [groups, slots / packing, packing, 128]
+        return slot * spec.cache_layout.packing + lax.broadcasted_iota(jnp.int32, shape, 2)
     return slot
 
 
 def _page_index(slot: Any, page: Any, spec: PagedSpec, second: bool) -> tuple[Any, ...]:
     """Returns the index of a page in the buffer of the first or second cache."""
-    slots = spec.cache.slots
-    if spec.cache.in_columns(second):
+    slots = spec.cache_layout.slots_per_page
+    if spec.cache_layout.in_columns(second):
         return slot, 0, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
-    if spec.cache.head_major:
+    if spec.cache_layout.head_major:
         return slot, slice(None), pl.ds(pl.multiple_of(page * slots, slots), slots)
     return slot, slice(None), page
 
 
 def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: PagedSpec) -> list[Any]:
     """Returns the copies of one page of each cache to its place in a buffer."""
-    cache, copies = spec.cache, []
+    cache, copies = spec.cache_layout, []
     for second, (source, target) in enumerate(refs.caches):
         index = _page_index(slot, page, spec, bool(second))
         if cache.in_columns(bool(second)):
             # A sequence's pages are adjacent along lanes: id = sequence * entries + page.
-            sequence = divide(page_id, spec.entries)
-            start = pl.multiple_of((page_id - sequence * spec.entries) * cache.slots, cache.slots)
-            pairs = [(source.at[sequence, :, pl.ds(start, cache.slots)], target.at[index])]
+            sequence = divide(page_id, spec.pages_per_sequence)
+            start = pl.multiple_of(
+                (page_id - sequence * spec.pages_per_sequence) * cache.slots_per_page, cache.slots_per_page
+            )
+            pairs = [(source.at[sequence, :, pl.ds(start, cache.slots_per_page)], target.at[index])]
         elif cache.head_major:
             source = source.at[:, page_id] if cache.layout == "hpsd" else source.at[page_id]
             pairs = [(source, target.at[index])]
@@ -251,12 +269,12 @@ def _query_copies(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, c
     """Calls `copy` with slices of rows of the tile and of the array: once with a whole tile, else with `row_align`
     rows each.
     """
-    whole = item.tokens == spec.tokens
-    start = pl.multiple_of(item.row, spec.row_align)
+    whole = item.num_tokens == spec.tokens_per_tile
+    start = pl.multiple_of(item.first_row, spec.row_align)
 
     @pl.when(whole)
     def _() -> None:
-        copy(pl.ds(0, spec.rows), pl.ds(start, spec.rows))
+        copy(pl.ds(0, spec.rows_per_tile), pl.ds(start, spec.rows_per_tile))
 
     @pl.when(jnp.logical_not(whole))
     def _() -> None:
@@ -265,7 +283,7 @@ def _query_copies(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, c
             copy(pl.ds(offset, spec.row_align), pl.ds(pl.multiple_of(start + offset, spec.row_align), spec.row_align))
             return carry
 
-        count = divide(item.tokens * spec.group_size + spec.row_align - 1, spec.row_align)
+        count = divide(item.num_tokens * spec.group_size + spec.row_align - 1, spec.row_align)
         fori_loop(jnp.int32(0), count, part, jnp.int32(0))
 
 
@@ -299,15 +317,17 @@ def start_cache_writes(refs: PagedRefs, item: WorkItem, spec: PagedSpec) -> None
     """Starts the copies of an item's new tokens into the cache: whole pages where tokens fill one, else single
     tokens.
     """
-    slots = spec.cache.slots
-    count, token, position = item.fresh, item.token, item.position
+    slots = spec.cache_layout.slots_per_page
+    count, token, position = item.num_new_tokens, item.first_token, item.first_position
 
     def run(state: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         done, pages, single_tokens = state
         at = position + done
         entry = divide(jnp.maximum(at, 0), slots)
-        page_id = refs.tables[item.sequence * spec.entries + jnp.minimum(entry, spec.entries - 1)]
-        exists = (page_id >= 0) & (entry < spec.entries) & (at >= 0)
+        page_id = refs.page_table[
+            item.sequence * spec.pages_per_sequence + jnp.minimum(entry, spec.pages_per_sequence - 1)
+        ]
+        exists = (page_id >= 0) & (entry < spec.pages_per_sequence) & (at >= 0)
         slot = jnp.maximum(at, 0) % slots
         full = (slot == 0) & (count - done >= slots) & (at >= 0)
 
@@ -330,7 +350,7 @@ def start_cache_writes(refs: PagedRefs, item: WorkItem, spec: PagedSpec) -> None
 
     zero = jnp.int32(0)
     _, pages, single_tokens = lax.while_loop(lambda state: state[0] < count, run, (zero, zero, zero))
-    # The numbers of copies that were started, so that `wait_for_cache_writes` waits for the same number of each size.
+    # How many copies were started, so that `wait_for_cache_writes` waits for the same number of each size.
     refs.write_counts[0] = pages
     refs.write_counts[1] = single_tokens
 
@@ -353,7 +373,9 @@ def wait_for_cache_writes(refs: PagedRefs, spec: PagedSpec) -> None:
 
 def _page_write_copies(refs: PagedRefs, token: Any, page: Any, spec: PagedSpec) -> list[Any]:
     return [
-        pltpu.make_async_copy(new.at[pl.ds(token, spec.cache.slots)], pages.at[page], refs.tokens_written)
+        pltpu.make_async_copy(
+            new.at[pl.ds(token, spec.cache_layout.slots_per_page)], pages.at[page], refs.tokens_written
+        )
         for new, pages in refs.written
     ]
 

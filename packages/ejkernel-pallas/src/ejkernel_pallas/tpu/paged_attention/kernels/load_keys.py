@@ -8,7 +8,7 @@
 
 The rows of one head are as far apart as a token has rows, and elements of less than 32 bits share words with other
 rows. So the kernel loads words with a stride, and extracts the head's elements. Where heads share products
-(`heads_per_product`), nothing is extracted per head: `order` gives the head of each loaded row.
+(`heads_per_product`), nothing is extracted per head: `key_and_head_of_index` gives the head of each loaded row.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
 WORD_ROWS_PER_LOAD = 128
-"""Number of word rows that are loaded before the first of them is unpacked, where heads share a product: as many as
+"""The number of word rows that are loaded before the first of them is unpacked, where heads share a product: as many as
 registers hold.
 """
 
@@ -36,34 +36,34 @@ class KeyChunk(NamedTuple):
     """The keys of one product.
 
     Attributes:
-        slot: The buffer slot that they are in.
-        start: The first key, as an index in the buffer.
-        key: Position of the first key in the sequence.
-        low: The first position that any row attends.
-        high: One more than the last position that any row attends.
-        masked: Whether some row may not attend some key.
-        size: The number of keys.
+        buffer_slot: The slot of the buffers in VMEM that has the keys.
+        start_in_buffer: Index of the first key in that slot.
+        first_key: Position of the first key in the sequence.
+        attended_start: The first position that any row attends.
+        attended_end: One more than the last position that any row attends.
+        needs_mask: Whether some row may not attend some key.
+        num_keys: The number of keys.
     """
 
-    slot: Any
-    start: Any
-    key: Any
-    low: Any
-    high: Any
-    masked: bool
-    size: int
+    buffer_slot: Any
+    start_in_buffer: Any
+    first_key: Any
+    attended_start: Any
+    attended_end: Any
+    needs_mask: bool
+    num_keys: int
 
 
 def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:
     """Returns the key and the head of each index of what `load` returns; the head is None if a product has a single
     head.
     """
-    cache = spec.cache
+    cache = spec.cache_layout
     if spec.heads_per_product == 1:
         return index, None
     if not cache.interleaved:
         return divide(index, spec.heads_per_product), index % spec.heads_per_product
-    words = cache.words // cache.head_groups
+    words = cache.word_rows_per_token // cache.head_groups
     total = size * words
     word, which = index % total, divide(index, total)
     return divide(word, words), word % words * cache.heads_per_unit + which
@@ -72,9 +72,9 @@ def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple
 def head_groups(spec: PagedSpec) -> int:
     """Returns the number of head groups that the kernel loops over."""
     heads = spec.kv_heads
-    if spec.cache.head_major:
+    if spec.cache_layout.head_major:
         return heads // MEMORY_TILE_ROWS if heads % MEMORY_TILE_ROWS == 0 else 1
-    return spec.cache.head_groups
+    return spec.cache_layout.head_groups
 
 
 def load_head_group(
@@ -102,11 +102,11 @@ def load_head_group(
     Returns:
         One array per head, or per group of heads that share a product.
     """
-    cache = spec.cache
-    buffer = buffers[-1 if values and not cache.rotary else 0]
-    if cache.transposed:
-        size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
-        columns = buffer[at.slot, 0, :size, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
+    cache = spec.cache_layout
+    buffer = buffers[-1 if values and not cache.rotary_dim else 0]
+    if cache.tokens_along_lanes:
+        size, dtype = (spec.value_dim, spec.weights_dtype) if values else (spec.head_dim, spec.operand_dtype)
+        columns = buffer[at.buffer_slot, 0, :size, pl.ds(pl.multiple_of(at.start_in_buffer, LANES), at.num_keys)]
         return [_convert_key_dtype(_round_to_bfloat16(columns, spec), dtype)]
     if spec.heads_per_product > 1:
         rows = _rows_of_all_words(buffer, head_group, at, spec, values, between)
@@ -114,33 +114,35 @@ def load_head_group(
     else:
         heads = spec.kv_heads // head_groups(spec)
         units = range(heads // cache.heads_per_unit)
-        if cache.latent and not cache.head_major:
+        if cache.is_latent and not cache.head_major:
             rows_of_heads = [_latent_rows(buffer, at, spec, spec.value_dim if values else spec.head_dim)]
         elif cache.head_major:
-            rows_of_heads = [buffer[at.slot, head_group * heads + n, pl.ds(at.start, at.size), :] for n in units]
+            rows_of_heads = [
+                buffer[at.buffer_slot, head_group * heads + n, pl.ds(at.start_in_buffer, at.num_keys), :] for n in units
+            ]
         else:
             rows_of_heads = [
                 row for unit in units for row in _rows_of_unit_heads(buffer, head_group, unit, at, spec, values)
             ]
-    size, dtype = (spec.value_dim, spec.weights) if values else (spec.head_dim, spec.operand)
+    size, dtype = (spec.value_dim, spec.weights_dtype) if values else (spec.head_dim, spec.operand_dtype)
     return [_convert_key_dtype(_round_to_bfloat16(x[:, :size], spec), dtype) for x in rows_of_heads]
 
 
 def load_rotary(buffers: tuple[Any, ...], at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Loads the rotary part [Dr, n] of keys, from a second cache."""
-    columns = buffers[1][at.slot, 0, :, pl.ds(pl.multiple_of(at.start, LANES), at.size)]
-    return _convert_key_dtype(_round_to_bfloat16(columns, spec), spec.operand)
+    columns = buffers[1][at.buffer_slot, 0, :, pl.ds(pl.multiple_of(at.start_in_buffer, LANES), at.num_keys)]
+    return _convert_key_dtype(_round_to_bfloat16(columns, spec), spec.operand_dtype)
 
 
 def _latent_rows(buffer: Any, at: KeyChunk, spec: PagedSpec, size: int) -> jax.Array:
     """Returns the first `size` elements of latent rows. A lane's word contains consecutive tokens, so nothing is
     extracted.
     """
-    pack, pieces = spec.cache.packing, list[jax.Array]()
+    pack, pieces = spec.cache_layout.packing, list[jax.Array]()
     for group in range(cdiv(size, LANES)):
-        flat = _view_as_words(buffer.at[at.slot, group], spec)
+        flat = _view_as_words(buffer.at[at.buffer_slot, group], spec)
         words = flat.reshape(-1, LANES)[
-            pl.ds(pl.multiple_of(divide(at.start, pack), MEMORY_TILE_ROWS), at.size // pack), :
+            pl.ds(pl.multiple_of(divide(at.start_in_buffer, pack), MEMORY_TILE_ROWS), at.num_keys // pack), :
         ]
         pieces.append(words if pack == 1 else pltpu.bitcast(words, buffer.dtype))
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
@@ -155,13 +157,13 @@ def _rows_of_all_words(
     Each slice of words is unpacked before the next is loaded. The compiler's scheduler mostly keeps this order;
     otherwise the words of a whole chunk would be live at once and spill.
     """
-    cache = spec.cache
+    cache = spec.cache_layout
     subwords = range(values, cache.packing, 2) if cache.interleaved else range(1)
-    total = at.size * (cache.words // cache.head_groups)
+    total = at.num_keys * (cache.word_rows_per_token // cache.head_groups)
     size = min(total, WORD_ROWS_PER_LOAD)
     groups = list[list[jax.Array]]()
-    for group in range(cache.groups):
-        flat = _view_as_words(buffer.at[at.slot, group], spec)
+    for group in range(cache.lane_groups):
+        flat = _view_as_words(buffer.at[at.buffer_slot, group], spec)
         slices = list[list[jax.Array]]()
         for start in range(0, total, size):
             x = _load_contiguous_words(flat, head_group, at, start, size, spec)
@@ -178,14 +180,14 @@ def _load_contiguous_words(
     flat: Any, head_group: Any, at: KeyChunk, first: int, count: int, spec: PagedSpec
 ) -> jax.Array:
     """Loads `count` words [count, lanes] of a head group, beginning with the chunk's word `first`."""
-    words, head_groups = spec.cache.words, spec.cache.head_groups
+    words, head_groups = spec.cache_layout.word_rows_per_token, spec.cache_layout.head_groups
     if head_groups == 1:
-        start = pl.multiple_of(at.start * words, at.size * words) + first
+        start = pl.multiple_of(at.start_in_buffer * words, at.num_keys * words) + first
         return flat.reshape(-1, flat.shape[-1])[pl.ds(start, count), :]
     tiles = flat.reshape(-1, MEMORY_TILE_ROWS, flat.shape[-1])
     x = tiles[
         pl.ds(
-            (at.start + first // MEMORY_TILE_ROWS) * head_groups + head_group,
+            (at.start_in_buffer + first // MEMORY_TILE_ROWS) * head_groups + head_group,
             count // MEMORY_TILE_ROWS,
             stride=head_groups,
         )
@@ -197,13 +199,13 @@ def _rows_of_unit_heads(
     buffer: Any, head_group: Any, unit: int, at: KeyChunk, spec: PagedSpec, values: bool
 ) -> list[jax.Array]:
     """Returns the rows of each head of a unit, for the keys of one chunk."""
-    cache, word = spec.cache, unit
+    cache, word = spec.cache_layout, unit
     subwords = range(cache.packing)
     if cache.interleaved:
         subwords = range(0, 1) if cache.packing == 1 else range(values, cache.packing, 2)
         word = 2 * unit + values if cache.packing == 1 else unit
     words_of_groups = [
-        _load_words(buffer.at[at.slot, group], head_group, word, at, spec) for group in range(cache.groups)
+        _load_words(buffer.at[at.buffer_slot, group], head_group, word, at, spec) for group in range(cache.lane_groups)
     ]
     return _concatenate_lane_groups(
         [[_extract_subword(x, which, buffer.dtype, spec) for which in subwords] for x in words_of_groups]
@@ -216,18 +218,18 @@ def _concatenate_lane_groups(groups: list[list[jax.Array]]) -> list[jax.Array]:
 
 
 def _view_as_words(buffer: Any, spec: PagedSpec) -> Any:
-    return buffer if spec.cache.packing == 1 else buffer.bitcast(jnp.uint32)
+    return buffer if spec.cache_layout.packing == 1 else buffer.bitcast(jnp.uint32)
 
 
 def _load_words(buffer: Any, head_group: Any, word: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Returns the words [n, lanes] of consecutive keys. A strided load must start at a row that is known at compile
     time.
     """
-    words, chunk = spec.cache.words, at.size
+    words, chunk = spec.cache_layout.word_rows_per_token, at.num_keys
     flat = _view_as_words(buffer, spec)
     flat = flat.reshape(spec.block_kv * words, flat.shape[-1])
-    words_per_group = words // spec.cache.head_groups
-    start = at.start * words
+    words_per_group = words // spec.cache_layout.head_groups
+    start = at.start_in_buffer * words
     if words_per_group < words:
         start = pl.multiple_of(start + head_group * words_per_group, words_per_group)
     span = flat.at[pl.ds(start, (chunk - 1) * words + words_per_group)]
@@ -238,9 +240,9 @@ def _extract_subword(words: jax.Array, which: int, dtype: Any, spec: PagedSpec) 
     """Returns rows [n, lanes] of the elements at index `which` of words [n, lanes], by a shift and a pack of two
     registers.
     """
-    if spec.cache.packing == 1:
+    if spec.cache_layout.packing == 1:
         return words
-    bits = 32 // spec.cache.packing
+    bits = 32 // spec.cache_layout.packing
     words = words >> jnp.uint32(which * bits) if which else words
     return pltpu.bitcast(words.astype(f"uint{bits}"), dtype)
 
@@ -254,7 +256,7 @@ def _round_to_bfloat16(x: jax.Array, spec: PagedSpec) -> jax.Array:
     """Rounds float32 to bfloat16's precision, ties to even, in integer arithmetic so that no compiler removes the
     conversion.
     """
-    if not spec.rounded:
+    if not spec.rounds_to_bfloat16:
         return x
     bits = lax.bitcast_convert_type(x, jnp.int32)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & jnp.int32(-65536)

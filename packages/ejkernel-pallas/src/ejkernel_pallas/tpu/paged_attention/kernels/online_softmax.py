@@ -26,16 +26,16 @@ from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, key_and_head_of_index
-from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, Staged
+from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
 from ejkernel_pallas.tpu.paged_attention.spec import SMALL_PRODUCT_ROWS, PagedSpec
 from ejkernel_pallas.tpu.tiled_attention.kernels import score_chunk
 
 NO_TOKEN_POSITION = 2**30
 """Larger than any token index of a tile: stands for the first token that attends a key if no token does."""
-STAGED_BUFFERS = 2
+NUM_PRODUCT_BUFFERS = 2
 """Scratch memory of parts is double buffered, so that a write need not wait for the reads of the part before."""
 ROWS_PER_SLICE = 64
-"""Number of rows of a large product that are rescaled and stored together: as many as registers hold of the
+"""The number of rows of a large product that are rescaled and stored together: as many as registers hold of the
 accumulator.
 """
 
@@ -44,21 +44,21 @@ class ProductRows(NamedTuple):
     """The query rows of one product.
 
     Attributes:
-        slot: The buffer slot that the queries are in.
-        start: The first row, as an index in the tile.
-        size: The number of rows.
-        position: Position of the tile's first token in its sequence.
+        buffer_slot: The slot of `query_buffer` that has the queries.
+        first_row: Index of the first row in the tile.
+        num_rows: The number of rows.
+        tile_position: Position of the tile's first token in its sequence.
     """
 
-    slot: Any
-    start: Any
-    size: int
-    position: Any
+    buffer_slot: Any
+    first_row: Any
+    num_rows: int
+    tile_position: Any
 
     @property
     def span(self) -> Any:
         """Returns the rows as a slice of the tile."""
-        return pl.ds(self.start, self.size)
+        return pl.ds(self.first_row, self.num_rows)
 
 
 ScoreMask = Callable[[list[jax.Array]], list[jax.Array]]
@@ -66,20 +66,26 @@ ScoreMask = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 class HeadChunk(NamedTuple):
-    """One product of rows with keys: the rows, functions that load keys [n, D] and values [n, Dv], and the mask of
-    the scores.
+    """One product of rows with keys.
 
-    `rotary` loads the rotary part of the keys, [Dr, n], if a cache of its own contains it. `columns` has the keys'
-    positions after the sequence's context, float32 [1, n], if scores have ALiBi's term.
+    Attributes:
+        head: Index of the KV head.
+        rows: The query rows.
+        load_keys: Loads the keys, [n, D].
+        load_values: Loads the values, [n, Dv].
+        apply_mask: Masks the scores; None if all pairs attend.
+        load_rotary: Loads the rotary part of the keys, [Dr, n]; None if it is in the same rows as the keys.
+        key_offsets: float32 [1, n], the keys' positions less the length of the sequence's context, for ALiBi's term;
+            None without that term.
     """
 
     head: Any
     rows: ProductRows
-    keys: Callable[[], jax.Array]
-    values: Callable[[], jax.Array]
-    mask: ScoreMask | None
-    rotary: Callable[[], jax.Array] | None = None
-    columns: jax.Array | None = None
+    load_keys: Callable[[], jax.Array]
+    load_values: Callable[[], jax.Array]
+    apply_mask: ScoreMask | None
+    load_rotary: Callable[[], jax.Array] | None = None
+    key_offsets: jax.Array | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -102,7 +108,7 @@ def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec
     """Stores the additive mask of chunks for an item that has one token: -inf for masked keys."""
 
     def one(n: Any) -> None:
-        at = chunks[0]._replace(key=chunks[0].key + n * spec.chunk_kv)
+        at = chunks[0]._replace(first_key=chunks[0].first_key + n * spec.chunk_kv)
         exists, _ = _attended_keys(refs, item, at, spec)
         refs.key_mask[pl.ds(n, 1), :] = jnp.where(exists, 0.0, -jnp.inf)
 
@@ -112,22 +118,22 @@ def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec
 def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
     """Returns which keys of a chunk any row attends, bool [1, n], and every key's offset in the chunk."""
     offset, _ = key_and_head_of_index(
-        lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec
+        lax.broadcasted_iota(jnp.int32, (1, at.num_keys * spec.heads_per_product), 1), at.num_keys, spec
     )
-    inside = (offset >= at.low - at.key) & (offset < at.high - at.key)
+    inside = (offset >= at.attended_start - at.first_key) & (offset < at.attended_end - at.first_key)
     return inside & (_missing_pages(refs, item, at, offset, spec) == 0), offset
 
 
-def key_columns(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
+def key_offsets_from_context(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
     """Returns the positions of a chunk's keys less those of the tokens before the queries, float32 [1, n]; None if no
     term of the scores needs them.
     """
     if not spec.has_slopes:
         return None
     offset, _ = key_and_head_of_index(
-        lax.broadcasted_iota(jnp.int32, (1, at.size * spec.heads_per_product), 1), at.size, spec
+        lax.broadcasted_iota(jnp.int32, (1, at.num_keys * spec.heads_per_product), 1), at.num_keys, spec
     )
-    return (offset + (at.key - refs.contexts[item.sequence])).astype(jnp.float32)
+    return (offset + (at.first_key - refs.context_lengths[item.sequence])).astype(jnp.float32)
 
 
 def make_score_mask(
@@ -137,35 +143,35 @@ def make_score_mask(
 
     The mask is recomputed for every head: there are too few mask registers to keep it between heads.
     """
-    lanes = range(0, at.size * spec.heads_per_product, LANES)
-    if not at.masked and spec.heads_per_product == 1:
+    lanes = range(0, at.num_keys * spec.heads_per_product, LANES)
+    if not at.needs_mask and spec.heads_per_product == 1:
         return None
     by_first_head: dict[int, Any] = {}
     if spec.heads_per_product > 1:
         for start in lanes:  # lane groups from the same part of words have the same order of heads
             by_first_head.setdefault(_first_head(start, at, spec), _head_mask(rows, start, at, spec))
-    if spec.keeps_limits:
+    if spec.stores_score_limits:
         by_first_head = {
             n_mask: _score_limit_ref(refs, n_mask, mask, n) for n_mask, mask in enumerate(by_first_head.values())
         }
     head_masks = [by_first_head[_first_head(start, at, spec)] if by_first_head else None for start in lanes]
-    if not at.masked:
+    if not at.needs_mask:
         return lambda scores: list(map(_mask_scores, head_masks, scores))
-    if spec.tokens == 1:  # the keys from `low` to `high` are then exactly those that the row attends
+    if spec.tokens_per_tile == 1:  # the keys from `low` to `high` are then exactly those that the row attends
         masked = [refs.key_mask.at[n : n + 1, lane : lane + LANES] for lane in lanes]
         return lambda scores: [
             _mask_scores(head_mask, x) + y[...] for head_mask, x, y in zip(head_masks, scores, masked, strict=True)
         ]
     exists, offset = _attended_keys(refs, item, at, spec)
-    key = at.key - rows.position + offset
-    first = 0 if spec.right is None else key - spec.right
-    last = key if spec.left is None else key + spec.left
+    key = at.first_key - rows.tile_position + offset
+    first = 0 if spec.window_right is None else key - spec.window_right
+    last = key if spec.window_left is None else key + spec.window_left
     if spec.attention_chunk is not None:
         # A key is attended by the tokens of its own chunk.
         size = spec.attention_chunk
-        begin = divide(at.key + offset, size) * size - rows.position
+        begin = divide(at.first_key + offset, size) * size - rows.tile_position
         end = begin + (size - 1)
-        first, last = jnp.maximum(first, begin), end if spec.left is None else jnp.minimum(last, end)
+        first, last = jnp.maximum(first, begin), end if spec.window_left is None else jnp.minimum(last, end)
     first = jnp.where(exists, first, NO_TOKEN_POSITION)
     bands = list(zip(lane_groups(first), lane_groups(last), strict=True))
     return lambda scores: [
@@ -194,14 +200,14 @@ def _score_limit_ref(refs: PagedRefs, index: int, mask: jax.Array, n: int) -> An
 
 def _first_head(start: int, at: KeyChunk, spec: PagedSpec) -> int:
     """Returns the KV head of the first key in a lane group."""
-    cache = spec.cache
-    return start // (at.size * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
+    cache = spec.cache_layout
+    return start // (at.num_keys * spec.heads_per_product // cache.heads_per_unit) if cache.interleaved else 0
 
 
 def _head_mask(rows: ProductRows, start: int, at: KeyChunk, spec: PagedSpec) -> jax.Array:
     """Returns which keys belong to the KV head that a row's query reads."""
-    shape = (rows.size, LANES)
-    _, head = key_and_head_of_index(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.size, spec)
+    shape = (rows.num_rows, LANES)
+    _, head = key_and_head_of_index(start + lax.broadcasted_iota(jnp.int32, shape, 1), at.num_keys, spec)
     row, group = lax.broadcasted_iota(jnp.int32, shape, 0), spec.group_size // spec.heads_per_product
     assert head is not None  # there are several heads here
     return divide(row, group) == head
@@ -209,15 +215,17 @@ def _head_mask(rows: ProductRows, start: int, at: KeyChunk, spec: PagedSpec) -> 
 
 def _missing_pages(refs: PagedRefs, item: WorkItem, at: KeyChunk, offset: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns which keys of a chunk are in pages that are missing from the table, int32."""
-    slots, first = spec.cache.slots, divide(at.key, spec.cache.slots)
+    slots, first = spec.cache_layout.slots_per_page, divide(at.first_key, spec.cache_layout.slots_per_page)
 
     def page(k: jax.Array, missing: jax.Array) -> jax.Array:
-        page_id = refs.tables[item.sequence * spec.entries + jnp.minimum(first + k, spec.entries - 1)]
-        start = (first + k) * slots - at.key
+        page_id = refs.page_table[
+            item.sequence * spec.pages_per_sequence + jnp.minimum(first + k, spec.pages_per_sequence - 1)
+        ]
+        start = (first + k) * slots - at.first_key
         inside = (offset >= start) & (offset < start + slots)
         return missing + jnp.where(inside, (page_id < 0).astype(jnp.int32), 0)
 
-    count = jnp.where(item.missing_pages != 0, at.size // slots + 2, 0)
+    count = jnp.where(item.missing_pages != 0, at.num_keys // slots + 2, 0)
     return fori_loop(jnp.int32(0), count, page, jnp.zeros(offset.shape, jnp.int32))
 
 
@@ -225,8 +233,8 @@ def _attending_pairs(
     refs: PagedRefs, rows: ProductRows, first: jax.Array, last: jax.Array, spec: PagedSpec
 ) -> jax.Array:
     """Returns which pairs of a lane group attend, from the first and last token of the tile that attend each key."""
-    shape = (rows.size, LANES)
-    token = refs.row_tokens[rows.span, :]
+    shape = (rows.num_rows, LANES)
+    token = refs.token_of_row[rows.span, :]
     mask = token >= jnp.broadcast_to(first, shape)
     return mask & (token <= jnp.broadcast_to(last, shape)) if spec.bounds_last else mask
 
@@ -243,55 +251,55 @@ def update_softmax(refs: PagedRefs, chunks: list[HeadChunk], lookahead: int, spe
             _store_scores(refs, chunks[n], n, spec)
         if n >= lookahead:
             _update_chunk(refs, chunks[n - lookahead], n - lookahead, spec)
-    last = chunks[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens == 1 else ()
+    last = chunks[-(spec.kv_heads // head_groups(spec)) :] if spec.tokens_per_tile == 1 else ()
     for chunk in last:  # the last chunk of each head
         rows = (chunk.head, chunk.rows.span, slice(None))
         # The sum is spread over the lanes again, so that the next block adds to partial sums as before.
         row_sum = jnp.sum(refs.row_sum[rows], axis=1, keepdims=True) * (1.0 / LANES)
-        refs.row_sum[rows] = jnp.broadcast_to(row_sum, (chunk.rows.size, LANES))
+        refs.row_sum[rows] = jnp.broadcast_to(row_sum, (chunk.rows.num_rows, LANES))
 
 
-def staged_scratch(rows: int, keys: int, dtype: Any) -> Staged:
+def product_buffers(rows: int, keys: int, dtype: Any) -> ProductBuffers:
     """Returns the scratch memory of parts; `dtype` is that of weights."""
     shapes = ((keys, jnp.float32), (keys, dtype), (LANES, jnp.float32))
-    return Staged(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
+    return ProductBuffers(*(score_chunk.double_buffer((rows, width), dtype) for width, dtype in shapes))
 
 
-def _staged_refs(refs: PagedRefs, rows: int, spec: PagedSpec) -> Staged:
+def _staged_refs(refs: PagedRefs, rows: int, spec: PagedSpec) -> ProductBuffers:
     """Returns the scratch memory for parts of `rows` rows."""
     if rows == spec.small_rows:
-        return refs.small
-    assert refs.large is not None  # there are larger products here
-    return refs.large
+        return refs.small_products
+    assert refs.large_products is not None  # there are larger products here
+    return refs.large_products
 
 
 def _double_buffer_slice(buffers: tuple[Ref, Ref], n: int, shape: tuple[int, ...]) -> Ref:
     """Returns the slice of a double buffer that part n uses."""
-    (rows, width), ref = shape, buffers[n % STAGED_BUFFERS]
-    return ref.at[pl.ds(n // STAGED_BUFFERS * rows % ref.shape[0], rows), :width]
+    (rows, width), ref = shape, buffers[n % NUM_PRODUCT_BUFFERS]
+    return ref.at[pl.ds(n // NUM_PRODUCT_BUFFERS * rows % ref.shape[0], rows), :width]
 
 
 def _store_scores(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
     s = _scores(refs, chunk, spec)
-    if chunk.mask is not None:
-        s = jnp.concatenate(chunk.mask(lane_groups(s)), axis=1)
+    if chunk.apply_mask is not None:
+        s = jnp.concatenate(chunk.apply_mask(lane_groups(s)), axis=1)
     _double_buffer_slice(_staged_refs(refs, s.shape[0], spec).scores, n, s.shape)[...] = s
 
 
 def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) -> None:
     """Updates row_max, row_sum and acc with a part whose scores are in scratch memory."""
-    rows, value = (chunk.head, chunk.rows.span, slice(None)), chunk.values()
-    keys_axis = 1 if spec.cache.transposed else 0
-    shape = (chunk.rows.size, value.shape[keys_axis])
-    buffers = _staged_refs(refs, chunk.rows.size, spec)
+    rows, value = (chunk.head, chunk.rows.span, slice(None)), chunk.load_values()
+    keys_axis = 1 if spec.cache_layout.tokens_along_lanes else 0
+    shape = (chunk.rows.num_rows, value.shape[keys_axis])
+    buffers = _staged_refs(refs, chunk.rows.num_rows, spec)
     scores, weights = (_double_buffer_slice(pair, n, shape) for pair in (buffers.scores, buffers.weights))
-    alpha = _double_buffer_slice(buffers.alpha, n, (chunk.rows.size, LANES))
+    alpha = _double_buffer_slice(buffers.alpha, n, (chunk.rows.num_rows, LANES))
     before = refs.row_max[rows]
     # The maximum is taken across lane groups on the VPU first, so that the slow XLU has one reduction across lanes
     # left.
     highest = functools.reduce(jnp.maximum, lane_groups(scores[...]))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-    if chunk.mask is not None:
+    if chunk.apply_mask is not None:
         # In rows without any key so far exp2(-inf - 0) = 0, not NaN.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
     refs.row_max[rows] = row_max
@@ -299,8 +307,8 @@ def _update_chunk(refs: PagedRefs, chunk: HeadChunk, n: int, spec: PagedSpec) ->
     # Scores are loaded again instead of kept in registers across the reduction, where they would spill.
     weights_f32 = jnp.exp2(scores[...] - repeat_lanes(shift, shape[1]))
     refs.row_sum[rows] = alpha[...] * refs.row_sum[rows] + functools.reduce(jnp.add, lane_groups(weights_f32))
-    weights[...] = weights_f32.astype(spec.weights)
-    _rescale_and_accumulate(refs, chunk, alpha, _product(weights[...], value, (1, keys_axis), spec.weights, spec))
+    weights[...] = weights_f32.astype(spec.weights_dtype)
+    _rescale_and_accumulate(refs, chunk, alpha, _product(weights[...], value, (1, keys_axis), spec.weights_dtype, spec))
 
 
 def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step: jax.Array) -> None:
@@ -310,12 +318,12 @@ def _rescale_and_accumulate(refs: PagedRefs, chunk: HeadChunk, alpha: Ref, step:
     the next slice's load is independent, and keeps the load after this store. Otherwise it would rescale about forty
     registers long before there is something to add, and spill them.
     """
-    count = chunk.rows.size
-    # `spans[0]`, the first item of the first core's work, is always 0, which the compiler does not know.
-    size, same = (count, 0) if count <= SMALL_PRODUCT_ROWS else (ROWS_PER_SLICE, refs.spans[0])
+    count = chunk.rows.num_rows
+    # `first_item_of_core[0]` is always 0, which the compiler does not know.
+    size, same = (count, 0) if count <= SMALL_PRODUCT_ROWS else (ROWS_PER_SLICE, refs.first_item_of_core[0])
     for start in range(0, count, size):
         end = min(start + size, count)
-        span = pl.ds(chunk.rows.start + start, end - start)
+        span = pl.ds(chunk.rows.first_row + start, end - start)
         rescaled = repeat_lanes(alpha[start:end], step.shape[1]) * refs.acc[chunk.head, span, :]
         refs.acc[chunk.head + same, span, :] = rescaled + step[start:end]
 
@@ -324,7 +332,7 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     """Writes output and lse of rows (the epilogue) into the buffers that are copied to HBM."""
     row_max = refs.row_max[head, rows.span, :]
     row_sum = refs.row_sum[head, rows.span, :]
-    same = spec.tokens == 1
+    same = spec.tokens_per_tile == 1
     row_sum = row_sum * LANES if same else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_max.shape)
     # The key of the maximum has weight 1, so a row with keys has a sum of at least 1. A row without keys has row_sum =
     # acc = 0 and row_max = -inf: its output becomes 0 and its lse -inf without a branch.
@@ -333,9 +341,9 @@ def write_results(refs: PagedRefs, head: Any, rows: ProductRows, spec: PagedSpec
     factor = spec.value_scale / row_sum
     acc = refs.acc[head, rows.span, :]
     output = refs.output_buffer
-    output[rows.slot, head, rows.span, :] = (repeat_lanes(factor, acc.shape[1]) * acc).astype(output.dtype)
-    for start in range(0, rows.size, LANES):
-        _write_as_lanes(refs.lse_buffer, lse[start : start + LANES], (rows.slot, head), rows.start + start)
+    output[rows.buffer_slot, head, rows.span, :] = (repeat_lanes(factor, acc.shape[1]) * acc).astype(output.dtype)
+    for start in range(0, rows.num_rows, LANES):
+        _write_as_lanes(refs.lse_buffer, lse[start : start + LANES], (rows.buffer_slot, head), rows.first_row + start)
 
 
 def _write_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) -> None:
@@ -346,16 +354,18 @@ def _write_as_lanes(ref: Any, x: jax.Array, index: tuple[Any, ...], start: Any) 
 
 def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
     """Returns scores as powers of two, before masking."""
-    query = refs.query_buffer[chunk.rows.slot, chunk.head, chunk.rows.span, :]
-    if chunk.rotary is None:
-        s = _product(query, chunk.keys(), (1, 0 if spec.cache.transposed else 1), spec.operand, spec)
+    query = refs.query_buffer[chunk.rows.buffer_slot, chunk.head, chunk.rows.span, :]
+    if chunk.load_rotary is None:
+        s = _product(
+            query, chunk.load_keys(), (1, 0 if spec.cache_layout.tokens_along_lanes else 1), spec.operand_dtype, spec
+        )
     else:  # latent rows and rotary columns take two products, since they cannot be one operand
-        s = _product(query[:, : spec.cache.size], chunk.keys(), (1, 1), spec.operand, spec)
-        s += _product(query[:, spec.cache.size :], chunk.rotary(), (1, 0), spec.operand, spec)
-    s = s * (spec.scale * LOG2E if spec.soft_cap is None else spec.scale / spec.soft_cap)
-    if chunk.columns is not None:
-        slopes = refs.slopes[chunk.head, chunk.rows.span, :]
-        s += jnp.concatenate([slopes * columns for columns in lane_groups(chunk.columns)], axis=1)
+        s = _product(query[:, : spec.cache_layout.row_elements], chunk.load_keys(), (1, 1), spec.operand_dtype, spec)
+        s += _product(query[:, spec.cache_layout.row_elements :], chunk.load_rotary(), (1, 0), spec.operand_dtype, spec)
+    s = s * (spec.score_scale * LOG2E if spec.soft_cap is None else spec.score_scale / spec.soft_cap)
+    if chunk.key_offsets is not None:
+        slopes = refs.alibi_slopes[chunk.head, chunk.rows.span, :]
+        s += jnp.concatenate([slopes * columns for columns in lane_groups(chunk.key_offsets)], axis=1)
     return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
 
 

@@ -16,14 +16,14 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
     """Returns the queries as [Hk, rows, D]: a token's query heads of one KV head are adjacent, and every sequence
     begins at a row where a copy may begin.
     """
-    query = round_to_compute_dtype(record.query, record).at[work.tokens].get(mode="fill", fill_value=0)
+    query = round_to_compute_dtype(record.query, record).at[work.token_at_index].get(mode="fill", fill_value=0)
     if record.latent is not None:  # the rotary part is moved to where cache rows have it
         size, start = record.latent
         query = jnp.concatenate(
             (jnp.pad(query[..., :size], ((0, 0), (0, 0), (0, start - size))), query[..., size:]), axis=-1
         )
     query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
-    query = query.astype(spec.operand).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
+    query = query.astype(spec.operand_dtype).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
     return query.reshape(spec.kv_heads, -1, spec.head_dim)
 
 
@@ -41,16 +41,18 @@ def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, outp
 
 def unpack_lse(record: PagedAttention, spec: PagedSpec, work: WorkList, lse: jax.Array) -> jax.Array:
     """Converts [items, Hk, 1, rows of a tile] to [T, H]."""
-    tiles = lse[:, :, 0, : spec.tokens * spec.group_size].reshape(-1, spec.kv_heads, spec.tokens, spec.group_size)
-    tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens, spec.heads)[work.item, work.offset]
+    tiles = lse[:, :, 0, : spec.tokens_per_tile * spec.group_size].reshape(
+        -1, spec.kv_heads, spec.tokens_per_tile, spec.group_size
+    )
+    tokens = tiles.swapaxes(1, 2).reshape(-1, spec.tokens_per_tile, spec.heads)[work.item_of_token, work.offset_in_item]
     return jnp.where(work.in_sequence[:, None], tokens[:, : record.query.shape[1]], -jnp.inf)
 
 
 def head_values_by_row(values: jax.Array, spec: PagedSpec) -> jax.Array:
     """Returns the value of each row's query head, of values [H]: float32 [Hk, rows of a tile, 128]."""
     padded = jnp.pad(values.astype(jnp.float32), (0, spec.heads - values.shape[0]))
-    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows, spec.group_size)))[
-        :, : spec.rows
+    rows = jnp.tile(padded.reshape(spec.kv_heads, spec.group_size), (1, cdiv(spec.rows_per_tile, spec.group_size)))[
+        :, : spec.rows_per_tile
     ]
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.paged_attention.kernels import copies
-from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend_block, run_for_row_count
+from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend_block, call_with_row_count
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, PrefetchCursor, WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import ProductRows, init_softmax, write_results
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
@@ -34,12 +34,12 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
     """Computes one core's part of the work list: a prologue, the main loop over items, and the copies of the last
     results.
     """
-    part = pl.program_id(0)
-    first, end = refs.spans[part], refs.spans[part + 1]
+    core = pl.program_id(0)
+    first, end = refs.first_item_of_core[core], refs.first_item_of_core[core + 1]
 
     @pl.when(first < end)
     def _() -> None:
-        item = WorkItem(refs.items, first)
+        item = WorkItem(refs.work_items, first)
         # The first items' pages are copied right after this, so their new tokens are written first, without overlap.
         if refs.write_counts is not None:
             fori_loop(
@@ -48,17 +48,17 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
 
         # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
         def prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
-            block = _key_block_at(refs, cursor, slot, end)
-            pl.when(cursor.index < end)(lambda: copies.start_page_copies(refs, block, spec))
+            block = _block_of_cursor(refs, cursor, slot, end)
+            pl.when(cursor.item_index < end)(lambda: copies.start_page_copies(refs, block, spec))
             pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
-            return cursor.after(refs.items, end)
+            return cursor.after(refs.work_items, end)
 
         cursor = fori_loop(jnp.int32(0), PREFETCHED_BLOCKS, prefetch, PrefetchCursor(first, item.first_block))
         fori_loop(first, end, lambda k, state: _process_item(refs, k, first, end, state, spec), (jnp.int32(0), cursor))
 
         # Output buffers alternate between two slots, so the copies of two items may still be in flight at the end.
         def drain(k: jax.Array, carry: jax.Array) -> jax.Array:
-            copies.copy_results(refs, WorkItem(refs.items, k), (k - first) % 2, spec, wait=True)
+            copies.copy_results(refs, WorkItem(refs.work_items, k), (k - first) % 2, spec, wait=True)
             return carry
 
         fori_loop(jnp.maximum(first, end - 2), end, drain, jnp.int32(0))
@@ -66,40 +66,42 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
 
 def _write_new_tokens(refs: PagedRefs, spec: PagedSpec, index: Any, carry: Any) -> Any:
     """Writes an item's new tokens, and waits for the writes."""
-    copies.start_cache_writes(refs, WorkItem(refs.items, index), spec)
+    copies.start_cache_writes(refs, WorkItem(refs.work_items, index), spec)
     copies.wait_for_cache_writes(refs, spec)
     return carry
 
 
-def _key_block_at(refs: PagedRefs, cursor: PrefetchCursor, slot: Any, end: Any) -> KeyBlock:
-    return KeyBlock(WorkItem(refs.items, jnp.minimum(cursor.index, end - 1)), cursor.number, slot)
+def _block_of_cursor(refs: PagedRefs, cursor: PrefetchCursor, slot: Any, end: Any) -> KeyBlock:
+    return KeyBlock(WorkItem(refs.work_items, jnp.minimum(cursor.item_index, end - 1)), cursor.block_index, slot)
 
 
 def _process_item(
     refs: PagedRefs, index: Any, first: Any, end: Any, state: tuple[Any, PrefetchCursor], spec: PagedSpec
 ) -> tuple[Any, PrefetchCursor]:
     """Computes an item. The state is the buffer slot of its first block, and the next block to copy."""
-    item, buffer_slot = WorkItem(refs.items, index), (index - first) % 2
+    item, buffer_slot = WorkItem(refs.work_items, index), (index - first) % 2
 
     @pl.when(index + 1 < end)
     def _() -> None:
-        copies.copy_queries(refs, WorkItem(refs.items, index + 1), 1 - buffer_slot, spec, wait=False)
+        copies.copy_queries(refs, WorkItem(refs.work_items, index + 1), 1 - buffer_slot, spec, wait=False)
 
     # Item `index + PREFETCH` is the last whose first block may be copied while this item is computed (see the hazard
     # above).
     writes = (index + PREFETCHED_BLOCKS < end) if refs.write_counts is not None else None
     if writes is not None:
-        pl.when(writes)(lambda: copies.start_cache_writes(refs, WorkItem(refs.items, index + PREFETCHED_BLOCKS), spec))
-    small = item.tokens * spec.group_size <= spec.small_rows
-    run_for_row_count(
-        small, spec, lambda count: for_each_index(spec.kv_heads, lambda head: init_softmax(refs, head, count))
+        pl.when(writes)(
+            lambda: copies.start_cache_writes(refs, WorkItem(refs.work_items, index + PREFETCHED_BLOCKS), spec)
+        )
+    has_few_rows = item.num_tokens * spec.group_size <= spec.small_rows
+    call_with_row_count(
+        has_few_rows, spec, lambda count: for_each_index(spec.kv_heads, lambda head: init_softmax(refs, head, count))
     )
     copies.copy_queries(refs, item, buffer_slot, spec, wait=True)
 
     # This item's output buffer is free once the results of the item two before have been copied out of it.
     @pl.when(index - first >= 2)
     def _() -> None:
-        copies.copy_results(refs, WorkItem(refs.items, index - 2), buffer_slot, spec, wait=True)
+        copies.copy_results(refs, WorkItem(refs.work_items, index - 2), buffer_slot, spec, wait=True)
 
     start, count = item.first_block, item.end_block - item.first_block
 
@@ -107,14 +109,14 @@ def _process_item(
         slot, cursor = state
         if writes is not None:
             pl.when(writes & (k + 1 == count))(lambda: copies.wait_for_cache_writes(refs, spec))
-        prefetch = _key_block_at(refs, cursor, jnp.where(slot == 0, PREFETCHED_BLOCKS, slot - 1), end)
-        following = jnp.where(slot == PREFETCHED_BLOCKS, 0, slot + 1), cursor.after(refs.items, end)
-        attend_block(refs, KeyBlock(item, start + k, slot), prefetch, cursor.index < end, buffer_slot, spec)
+        prefetch = _block_of_cursor(refs, cursor, jnp.where(slot == 0, PREFETCHED_BLOCKS, slot - 1), end)
+        following = jnp.where(slot == PREFETCHED_BLOCKS, 0, slot + 1), cursor.after(refs.work_items, end)
+        attend_block(refs, KeyBlock(item, start + k, slot), prefetch, cursor.item_index < end, buffer_slot, spec)
         return following
 
     state = fori_loop(jnp.int32(0), count, block, state)
 
-    run_for_row_count(small, spec, lambda count: _finish_item(refs, item, buffer_slot, count, spec))
+    call_with_row_count(has_few_rows, spec, lambda count: _finish_item(refs, item, buffer_slot, count, spec))
     copies.copy_results(refs, item, buffer_slot, spec, wait=False)
     return state
 
@@ -122,6 +124,6 @@ def _process_item(
 def _finish_item(refs: PagedRefs, item: WorkItem, buffer_slot: Any, count: int, spec: PagedSpec) -> None:
     def head(k: Any) -> None:
         for start in range(0, count, 128):
-            write_results(refs, k, ProductRows(buffer_slot, start, min(128, count - start), item.position), spec)
+            write_results(refs, k, ProductRows(buffer_slot, start, min(128, count - start), item.first_position), spec)
 
     for_each_index(spec.kv_heads, head)

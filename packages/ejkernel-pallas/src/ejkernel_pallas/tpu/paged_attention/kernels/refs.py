@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 
-class Staged(NamedTuple):
+class ProductBuffers(NamedTuple):
     """Scratch memory for products that do not fit registers: two arrays of each kind, used alternately.
 
     Attributes:
@@ -25,9 +25,9 @@ class PagedRefs:
     """Refs of the kernel; fields that are not needed are None.
 
     Attributes:
-        items: The work list, int32, in scalar memory.
-        spans: The first item of every core's part, int32, in scalar memory.
-        tables: Page tables, int32, in scalar memory.
+        work_items: The work list, int32, in scalar memory.
+        first_item_of_core: int32, in scalar memory: the first item of every core, and the number of items.
+        page_table: int32, in scalar memory: the pages of every sequence.
         query: [Hk, rows, D], in HBM.
         keys: Pages of keys, or of keys and values, in HBM. `values` has pages of values, or the rotary part of latent
             keys.
@@ -37,15 +37,16 @@ class PagedRefs:
         output: [Hk, rows, Dv], in HBM.
         lse: [items, Hk, 1, rows of a tile], in HBM.
         sinks: [Hk, rows of a tile, 128], as powers of two.
-        slopes: [Hk, rows of a tile, 128]: the slope of each row's head, in the unit that scores have where it is added.
-        contexts: int32 [N], tokens of each sequence before its queries, in scalar memory.
-        row_tokens: int32 [rows of a tile, 128]: the token of each row, in the tile.
+        alibi_slopes: [Hk, rows of a tile, 128]: the slope of each row's head, in the unit that scores have where it is
+            added.
+        context_lengths: int32 [N], tokens of each sequence before its queries, in scalar memory.
+        token_of_row: int32 [rows of a tile, 128]: the token of each row, in the tile.
         query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
         acc: Scratch, [Hk, rows of a tile, Dv].
-        small: Scratch memory of products of few rows.
-        large: Scratch memory of products of many rows.
+        small_products: Scratch memory of products of few rows.
+        large_products: Scratch memory of products of many rows.
         score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
@@ -53,14 +54,14 @@ class PagedRefs:
         query_arrived: DMA semaphores, one per query buffer.
         results_sent: DMA semaphores, one per output buffer.
         pages_arrived: DMA semaphores, one per block buffer.
-        write_counts: int32 [2] in scalar memory: the numbers of pages and of single tokens whose copies to the cache
-            started.
+        write_counts: int32 [2] in scalar memory: how many pages and how many single tokens have copies to the cache
+            that have started.
         tokens_written: DMA semaphore.
     """
 
-    items: Ref
-    spans: Ref
-    tables: Ref
+    work_items: Ref
+    first_item_of_core: Ref
+    page_table: Ref
     query: Ref
     keys: Ref
     output: Ref
@@ -71,12 +72,12 @@ class PagedRefs:
     row_max: Ref
     row_sum: Ref
     acc: Ref
-    small: Staged
+    small_products: ProductBuffers
     keys_buffer: Ref
     query_arrived: Ref
     results_sent: Ref
     pages_arrived: Ref
-    large: Staged | None = None
+    large_products: ProductBuffers | None = None
     values: Ref = None
     values_buffer: Ref = None
     keys_before: Ref = None
@@ -84,9 +85,9 @@ class PagedRefs:
     new_keys: Ref = None
     new_values: Ref = None
     sinks: Ref = None
-    slopes: Ref = None
-    contexts: Ref = None
-    row_tokens: Ref = None
+    alibi_slopes: Ref = None
+    context_lengths: Ref = None
+    token_of_row: Ref = None
     score_limits: Ref = None
     key_mask: Ref = None
     head_keys: Ref = None
