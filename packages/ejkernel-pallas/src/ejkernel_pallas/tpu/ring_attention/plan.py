@@ -73,9 +73,9 @@ class RingPlan:
             return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
         return cls(local if indexed else _with_positions(local, ring), ring, indexed)
 
-    def spec(self, shard: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
+    def spec(self, shard: TiledAttention, blocks: Blocks, accumulates_for_keys: bool = False) -> TiledSpec:
         """Returns the constants of the kernels of every ring step."""
-        return make_spec(shard, fit_blocks_to_shard(self.record, blocks), by_key=by_key)
+        return make_spec(shard, fit_blocks_to_shard(self.record, blocks), accumulates_for_keys=accumulates_for_keys)
 
     def shard(self, source: jax.Array, load: TravellingKeys) -> TiledAttention:
         """Returns the local queries and one load of keys as the record of a kernel."""
@@ -101,7 +101,7 @@ class RingPlan:
         """Returns the largest number of tile pairs of any load: half of all plus the rest of the diagonal, with one
         for each tile without work.
         """
-        queries, keys = spec.queries // spec.block_q, spec.keys // spec.block_kv
+        queries, keys = spec.num_queries // spec.block_q, spec.num_keys // spec.block_kv
         return queries * keys // 2 + max(queries, keys)
 
 

@@ -59,7 +59,9 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     query_rows = cotangent, shift, kernel_delta(products, pullback, record.q_segment_ids)
     gradients: Gradients = {}
     if grad_fields & {"key", "value"}:
-        gradients |= _key_gradients(record, query_rows, make_spec(record, by_key, by_key=True), grad_fields)
+        gradients |= _key_gradients(
+            record, query_rows, make_spec(record, by_key, accumulates_for_keys=True), grad_fields
+        )
     if "query" in grad_fields:
         gradients["query"] = _query_gradient(record, query_rows, make_spec(record, by_query))
     if "bias" in grad_fields:

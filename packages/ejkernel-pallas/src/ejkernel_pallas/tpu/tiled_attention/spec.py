@@ -2,8 +2,8 @@
 numbers.
 
 Layout of scores: if a kernel accumulates for queries, queries are along sublanes and keys along lanes; if it
-accumulates for keys (`by_key`), the other way around. So no kernel transposes weights, and an accumulator has the shape
-of its tile.
+accumulates for keys (`accumulates_for_keys`), the other way around. So no kernel transposes weights, and an accumulator
+has the shape of its tile.
 """
 
 import dataclasses
@@ -27,7 +27,14 @@ log2(e).
 
 
 class Blocks(NamedTuple):
-    """Numbers of queries and keys per tile, and of queries and keys per product; multiples of 128."""
+    """Sizes of a tile and of its products; multiples of 128.
+
+    Attributes:
+        queries: Queries per tile.
+        keys: Keys per tile.
+        chunk_q: Queries per product.
+        chunk_kv: Keys per product.
+    """
 
     queries: int
     keys: int
@@ -40,36 +47,38 @@ class TiledSpec:
     """The compile-time constants of a kernel.
 
     Attributes:
-        queries: T.
-        keys: S.
-        heads: Query heads.
-        group_size: Query heads per KV head.
+        num_queries: T.
+        num_keys: S.
+        num_heads: The number of query heads.
+        group_size: The number of query heads per KV head.
         head_dim: D.
         value_dim: Dv.
         block_q: Queries per tile; a multiple of 128.
         block_kv: Keys per tile; a multiple of 128.
         chunk_q: Queries per product; a tile has several products that overlap; divides `block_q`.
         chunk_kv: Keys per product; divides `block_kv`.
-        by_key: Whether the kernel accumulates for a key block, and has keys along sublanes.
-        scale: Factor on the scores (`softmax_scale`).
-        scale_only: Whether a score is just a product times a scale; the scale is then a part of `log2_scale`.
+        accumulates_for_keys: Whether the kernel accumulates for a key block, and has keys along sublanes.
+        score_scale: Factor on the scores (`softmax_scale`).
+        score_is_scaled_product: Whether a score is just a product times a scale; the scale is then a part of
+            `log2_scale`.
         log2_scale: Factor on a score that turns its exponential into a power of two.
-        biased: Whether a bias may make scores as small as the smallest float32, or -inf.
-        left: Band: `-left <= k - q`; None is open.
-        right: Band: `k - q <= right`; None is open.
+        has_bias: Whether a bias may make scores as small as the smallest float32, or -inf.
+        window_left: Query q attends no key before q - window_left; None is open.
+        window_right: Query q attends no key after q + window_right; None is open.
         soft_cap: Soft cap, or None.
-        threshold: Dropout drops a pair whose hash is below it; None without dropout.
+        dropout_threshold: Dropout drops a pair whose hash is below it; None without dropout.
         dropout_scale: Factor 1 / (1 - p) on the weights that dropout keeps.
         precision: Precision of the matrix products.
-        trapezoid: Whether chunks on the causal diagonal are cut along it, for square tiles without any other mask.
-        restricted: Whether band, segments, mask or pattern may mask pairs.
+        cuts_diagonal_chunks: Whether chunks on the causal diagonal are cut along it, for square tiles without any other
+            mask.
+        may_mask_pairs: Whether band, segments, mask or pattern may mask pairs.
         sums_on_mxu: Whether the MXU sums the weights of a row, in output columns that a product with values leaves
             idle.
     """
 
-    queries: int
-    keys: int
-    heads: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
     group_size: int
     head_dim: int
     value_dim: int
@@ -77,45 +86,45 @@ class TiledSpec:
     block_kv: int
     chunk_q: int
     chunk_kv: int
-    by_key: bool
-    scale: float
-    scale_only: bool
+    accumulates_for_keys: bool
+    score_scale: float
+    score_is_scaled_product: bool
     log2_scale: float
-    biased: bool
-    left: int | None
-    right: int | None
+    has_bias: bool
+    window_left: int | None
+    window_right: int | None
     soft_cap: float | None
-    threshold: int | None
+    dropout_threshold: int | None
     dropout_scale: float
     precision: lax.Precision | None
-    trapezoid: bool
-    restricted: bool
+    cuts_diagonal_chunks: bool
+    may_mask_pairs: bool
     sums_on_mxu: bool
 
     @property
-    def by_columns(self) -> bool:
+    def cuts_diagonal_by_keys(self) -> bool:
         """Returns whether diagonal tiles are cut into chunks of few keys, each with all queries from the diagonal
         on.
         """
         return self.chunk_kv <= 256
 
     @property
-    def masks(self) -> bool:
+    def needs_masks(self) -> bool:
         """Returns whether some tile pair may have masked pairs."""
-        return self.restricted or self.ragged_queries or self.ragged_keys
+        return self.may_mask_pairs or self.has_partial_query_tile or self.has_partial_key_tile
 
     @property
-    def ragged_queries(self) -> bool:
+    def has_partial_query_tile(self) -> bool:
         """Returns whether the last tile of queries extends beyond the last query."""
-        return self.queries % self.block_q != 0
+        return self.num_queries % self.block_q != 0
 
     @property
-    def ragged_keys(self) -> bool:
+    def has_partial_key_tile(self) -> bool:
         """Returns whether the last tile of keys extends beyond the last key."""
-        return self.keys % self.block_kv != 0
+        return self.num_keys % self.block_kv != 0
 
 
-def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> TiledSpec:
+def make_spec(record: TiledAttention, blocks: Blocks, accumulates_for_keys: bool = False) -> TiledSpec:
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
     block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
@@ -125,9 +134,9 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> T
     restrictions = (record.q_segment_ids, record.mask, record.pattern)
     whole = block_q == block_kv and queries % block_q == 0 and keys % block_kv == 0
     return TiledSpec(
-        queries=queries,
-        keys=keys,
-        heads=heads,
+        num_queries=queries,
+        num_keys=keys,
+        num_heads=heads,
         group_size=heads // kv_heads,
         head_dim=size,
         value_dim=value_size,
@@ -135,19 +144,24 @@ def make_spec(record: TiledAttention, blocks: Blocks, by_key: bool = False) -> T
         block_kv=block_kv,
         chunk_q=math.gcd(block_q, blocks.chunk_q),
         chunk_kv=math.gcd(block_kv, blocks.chunk_kv),
-        by_key=by_key,
-        scale=record.softmax_scale,
-        scale_only=scale_only,
+        accumulates_for_keys=accumulates_for_keys,
+        score_scale=record.softmax_scale,
+        score_is_scaled_product=scale_only,
         log2_scale=record.softmax_scale * LOG2E if scale_only else LOG2E,
-        biased=record.bias is not None,
-        left=left,
-        right=right,
+        has_bias=record.bias is not None,
+        window_left=left,
+        window_right=right,
         soft_cap=record.logits_soft_cap,
-        threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
+        dropout_threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
-        trapezoid=indexed and left is None and right == 0 and record.mask is None and record.pattern is None and whole,
-        restricted=(left, right) != (None, None) or not all(x is None for x in restrictions),
+        cuts_diagonal_chunks=indexed
+        and left is None
+        and right == 0
+        and record.mask is None
+        and record.pattern is None
+        and whole,
+        may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
         sums_on_mxu=_sums_on_mxu(record),
     )
 

@@ -52,7 +52,7 @@ class QueryRows(NamedTuple):
     cotangent: jax.Array
     output: jax.Array
     lse: jax.Array
-    products: jax.Array
+    output_products: jax.Array
     delta: jax.Array
     lse_cotangent: jax.Array | None
 
@@ -79,7 +79,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     )
     if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(
-            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.products
+            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.output_products
         )
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
@@ -102,7 +102,7 @@ def stripe_query_rows(query_rows: QueryRows, ring: Ring) -> QueryRows:
         cotangent=ring.stripe(query_rows.cotangent, 1),
         output=ring.stripe(query_rows.output, 1),
         lse=ring.stripe(query_rows.lse, 2),
-        products=ring.stripe(query_rows.products, 2),
+        output_products=ring.stripe(query_rows.output_products, 2),
         delta=ring.stripe(query_rows.delta, 2),
         lse_cotangent=None if query_rows.lse_cotangent is None else ring.stripe(query_rows.lse_cotangent, 2),
     )
@@ -147,7 +147,7 @@ def _gradients_of_ring_step(
     shard, (key_blocks, query_blocks) = plan.shard(source, load), backward_blocks(config)
     added: Gradients = {}
     if grad_fields & {"key", "value"}:
-        spec = plan.spec(shard, key_blocks, by_key=True)
+        spec = plan.spec(shard, key_blocks, accumulates_for_keys=True)
         table = plan.pairs(shard, spec, source, pairs_by_key)
         added |= _key_gradients(shard, query_rows, spec, table, grad_fields & {"key", "value"})
     if "query" in grad_fields:

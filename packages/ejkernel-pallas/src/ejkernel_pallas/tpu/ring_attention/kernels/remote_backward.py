@@ -24,7 +24,7 @@ from ejkernel_pallas.tpu.ring_attention.kernels.collective_backward import (
     stripe_query_rows,
     unstriped_gradient,
 )
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingRoute
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan
 from ejkernel_pallas.tpu.tiled_attention.config import TpuBackward, backward_blocks
 from ejkernel_pallas.tpu.tiled_attention.kernels.flash_backward_dkv import key_gradients_kernel
@@ -72,7 +72,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}
     if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(
-            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.products
+            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.output_products
         )
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
@@ -85,7 +85,7 @@ class GradientPass(NamedTuple):
         inputs: Arrays that tiles are read from.
         results: Arrays that are read, added to, and written.
         pair_table: Table of the tile pairs of all loads, int32 [loads, B|1, 1, steps].
-        start: Where this pass's entries begin in the table that both passes share.
+        table_start: Where this pass's entries begin in the table that both passes share.
         scratch: Scratch memory that is kept between tiles.
         kernel: Called with the refs of each tile pair.
     """
@@ -94,24 +94,24 @@ class GradientPass(NamedTuple):
     inputs: dict[str, Operand]
     results: dict[str, Operand]
     pair_table: Any
-    start: int
+    table_start: int
     scratch: dict[str, Any]
     kernel: Callable[..., None]
 
     @property
     def prefix(self) -> str:
         """Returns the prefix of the names of this pass's scratch memory, which tells it from the other pass's."""
-        return "keys_" if self.spec.by_key else "queries_"
+        return "keys_" if self.spec.accumulates_for_keys else "queries_"
 
     @property
     def distinct(self) -> tuple[bool, bool]:
         """Returns whether batch rows, and heads, have tile pairs of their own; heads never have."""
         return self.pair_table.shape[1] > 1, False
 
-    def table_slice(self, table: Any, number: Any) -> Any:
-        """Returns the tile pairs of load `number`."""
+    def table_slice(self, table: Any, load_index: Any) -> Any:
+        """Returns the tile pairs of load `load_index`."""
         _, batch, _, steps = self.pair_table.shape
-        return TableSlice(table, self.start + number * (batch * steps))
+        return TableSlice(table, self.table_start + load_index * (batch * steps))
 
 
 class TableSlice(NamedTuple):
@@ -130,16 +130,17 @@ def _make_gradient_passes(
     key_blocks, query_blocks = backward_blocks(config)
     spec = plan.spec(shard, query_blocks)
     zeros = {
-        name: jnp.zeros(x.shape, jnp.float32) for name, x in (("q", shard.query), ("k", shard.key), ("v", shard.value))
+        name: jnp.zeros(x.shape, jnp.float32)
+        for name, x in (("query", shard.query), ("key", shard.key), ("value", shard.value))
     }
     pair_table = remote_call.pair_tables(plan, spec, shard, ring_steps, pairs_by_query)
-    results = {"dquery": rows_operand(zeros["q"], spec.block_q)}
+    results = {"dquery": rows_operand(zeros["query"], spec.block_q)}
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
     queries = GradientPass(
         spec, ring_step_operands(shard, query_rows, spec), results, pair_table, 0, scratch_memory, query_gradient_kernel
     )
-    spec = plan.spec(shard, key_blocks, by_key=True)
-    results = {"dkey": kv_rows_operand(zeros["k"], spec), "dvalue": kv_rows_operand(zeros["v"], spec)}
+    spec = plan.spec(shard, key_blocks, accumulates_for_keys=True)
+    results = {"dkey": kv_rows_operand(zeros["key"], spec), "dvalue": kv_rows_operand(zeros["value"], spec)}
     after = pair_table.size
     pair_table = remote_call.pair_tables(plan, spec, shard, ring_steps, pairs_by_key)
     scratch_memory = backward_scratch(spec, tuple(results), shard.query.dtype)
@@ -173,7 +174,9 @@ def _one_direction(
     slots = remote_call.slot_buffers_of(route.load, inputs) | remote_call.slot_buffers_of(
         route.carried_gradients, results
     )
-    scratch_memory = {sweep.prefix + name: x for sweep in (queries, keys) for name, x in sweep.scratch.items()}
+    scratch_memory = {
+        gradient_pass.prefix + name: x for gradient_pass in (queries, keys) for name, x in gradient_pass.scratch.items()
+    }
     results = launch(
         KernelCall(
             name="ejkernel_ring_backward_remote",
@@ -201,39 +204,47 @@ def _one_direction(
     )
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, queries: GradientPass, keys: GradientPass) -> None:
-    def work(number: Any, load: Arrays) -> None:
-        _run_gradient_pass(queries, queries.table_slice(refs.table, number), refs, load)
+def _kernel(refs: remote_call.RemoteRefs, *, route: RingRoute, queries: GradientPass, keys: GradientPass) -> None:
+    def work(load_index: Any, load: Arrays) -> None:
+        _run_gradient_pass(queries, queries.table_slice(refs.table, load_index), refs, load)
 
-    def collect(number: Any, load: Arrays) -> None:
-        _run_gradient_pass(keys, keys.table_slice(refs.table, number), refs, load)
+    def collect(load_index: Any, load: Arrays) -> None:
+        _run_gradient_pass(keys, keys.table_slice(refs.table, load_index), refs, load)
 
     route.for_each_load(refs.load, refs.carried_gradients, work, collect)
 
 
-def _run_gradient_pass(sweep: GradientPass, page: TableSlice, refs: remote_call.RemoteRefs, load: Arrays) -> None:
+def _run_gradient_pass(
+    gradient_pass: GradientPass, pass_table: TableSlice, refs: remote_call.RemoteRefs, load: Arrays
+) -> None:
     """Runs one pass over a load's tiles in a pipeline that prefetches the next tiles, and adds to the results in
     place.
     """
-    spec, steps = sweep.spec, sweep.pair_table.shape[3]
-    heads = (spec.heads // spec.group_size, steps, spec.group_size) if spec.by_key else (spec.heads, steps)
-    scratch = {name: refs.scratch[sweep.prefix + name] for name in sweep.scratch}
+    spec, steps = gradient_pass.spec, gradient_pass.pair_table.shape[3]
+    heads = (
+        (spec.num_heads // spec.group_size, steps, spec.group_size)
+        if spec.accumulates_for_keys
+        else (spec.num_heads, steps)
+    )
+    scratch = {name: refs.scratch[gradient_pass.prefix + name] for name in gradient_pass.scratch}
 
     def where(b: Any, h: Any, step: Any, *member: Any) -> Any:
-        at = page[(b if sweep.distinct[0] else 0) * steps + step]
+        at = pass_table[(b if gradient_pass.distinct[0] else 0) * steps + step]
         return b, h * spec.group_size + member[0] if member else h, query_tile_of_entry(at), key_tile_of_entry(at)
 
     def tile(named: Arrays) -> None:
         # Earlier values are added when a tile is finished, so the kernels are those of a single device.
-        before = {name: named.pop(f"{name}_before") for name in sweep.results}
-        sweep.kernel(BackwardRefs(table=page, **named, **scratch), spec=spec, distinct=sweep.distinct)
-        last = (current_entry(page, sweep.distinct) & LAST_PAIR_FLAG) != 0
+        before = {name: named.pop(f"{name}_before") for name in gradient_pass.results}
+        gradient_pass.kernel(
+            BackwardRefs(table=pass_table, **named, **scratch), spec=spec, distinct=gradient_pass.distinct
+        )
+        last = (current_entry(pass_table, gradient_pass.distinct) & LAST_PAIR_FLAG) != 0
         _add_earlier_contributions(
-            named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.by_key else last
+            named, before, last & (pl.program_id(3) == spec.group_size - 1) if spec.accumulates_for_keys else last
         )
 
-    grid = (sweep.inputs["query"].array.shape[0], *heads)
-    remote_call.run_pipeline(tile, refs, load, (sweep.inputs, sweep.results), grid, where)
+    grid = (gradient_pass.inputs["query"].array.shape[0], *heads)
+    remote_call.run_pipeline(tile, refs, load, (gradient_pass.inputs, gradient_pass.results), grid, where)
 
 
 def _add_earlier_contributions(named: Arrays, before: Arrays, done: Any) -> None:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.ring_attention.schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, RingDirection
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, RingRoute
 from ejkernel_pallas.tpu.ring_attention.plan import PairLister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
@@ -26,10 +26,10 @@ ROTATING_FIELDS = ("key", "value", "k_ids", "k_positions")
 
 def route_of(
     ring: Ring, ring_steps: range, inputs: dict[str, Operand], carried_gradients: tuple[str, ...] = ()
-) -> RingDirection:
+) -> RingRoute:
     """Returns how the keys among a kernel's inputs travel, and which gradients travel with them."""
     load = Channel(ring.axis_name, tuple(name for name in ROTATING_FIELDS if name in inputs), "load")
-    return RingDirection(len(ring_steps), load, Channel(ring.axis_name, carried_gradients, "cargo"))
+    return RingRoute(len(ring_steps), load, Channel(ring.axis_name, carried_gradients, "gradients"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,17 +51,19 @@ class RemoteRefs:
     scratch: dict[str, Any]
 
     @classmethod
-    def of(cls, route: RingDirection, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
+    def of(cls, route: RingRoute, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
         """Returns the refs among `named`; `scratch` has the names of the tile kernels' scratch memory."""
         load = route.load.bind(named, neighbours)
-        carried_gradients = route.carried_gradients.bind(named, neighbours) if route.carried_gradients.names else None
+        carried_gradients = (
+            route.carried_gradients.bind(named, neighbours) if route.carried_gradients.array_names else None
+        )
         scratch_memory = {name: named.pop(name) for name in scratch}
         return cls(table=table, load=load, carried_gradients=carried_gradients, arrays=named, scratch=scratch_memory)
 
 
-def slot_buffers_of(lane: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
+def slot_buffers_of(channel: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
     """Returns the slots of the arrays that travel."""
-    arrays = {name: inputs[name].array for name in lane.names}
+    arrays = {name: inputs[name].array for name in channel.array_names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
 
@@ -75,8 +77,8 @@ def remote_options(ring: Ring, ring_steps: range) -> dict[str, Any]:
 
     Devices synchronise at a barrier semaphore, identified by a number, which differs between mesh axes and directions.
     """
-    number = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (ring_steps.step < 0)
-    return {"has_side_effects": True, "collective_id": number}
+    load_index = zlib.crc32(ring.axis_name.encode()) % 2**12 * 2 + (ring_steps.step < 0)
+    return {"has_side_effects": True, "collective_id": load_index}
 
 
 def hbm_operands(operands: dict[str, Operand]) -> dict[str, Operand]:
@@ -130,14 +132,14 @@ def pair_tables(
         if (x := getattr(plan.record, name)) is not None
     }
     every = lax.all_gather(extremes, ring.axis_name)
-    tiled_spec_of_extremes = dataclasses.replace(spec, keys=2 * (spec.keys // spec.block_kv), block_kv=2)
+    tiled_spec_of_extremes = dataclasses.replace(spec, num_keys=2 * (spec.num_keys // spec.block_kv), block_kv=2)
 
     def of(source: jax.Array) -> Any:
         if plan.indexed:
             return plan.pairs(shard, spec, source, list_pairs)
         their_extremes = {name: x[source] for name, x in every.items()}
         return list_pairs(
-            dataclasses.replace(shard, key=shard.key[:, : tiled_spec_of_extremes.keys], **their_extremes),
+            dataclasses.replace(shard, key=shard.key[:, : tiled_spec_of_extremes.num_keys], **their_extremes),
             tiled_spec_of_extremes,
         )
 

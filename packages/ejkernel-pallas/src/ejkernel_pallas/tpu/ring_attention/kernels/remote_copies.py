@@ -37,7 +37,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 
 Arrays = dict[str, Ref]
-"""Arrays of a load, or of its cargo, by name."""
+"""Arrays of a load, or of the gradients that it carries, by name."""
 Work = Callable[[Any, Arrays], None]
 PREVIOUS, NEXT = 0, 1
 """Indices in `neighbours`: of the device that loads come from, and of the device that they go to."""
@@ -49,17 +49,17 @@ class Channel:
 
     Attributes:
         axis_name: The mesh axis.
-        names: Names of the arrays; `<name>_slots` has the two slots of each.
-        kind: `"load"` or `"cargo"`, a part of the names of their semaphores.
+        array_names: Names of the arrays; `<name>_slots` has the two slots of each.
+        kind: `"load"` or `"gradients"`, the prefix of the names of their semaphores.
     """
 
     axis_name: str
-    names: tuple[str, ...]
+    array_names: tuple[str, ...]
     kind: str
 
     def scratch(self) -> dict[str, Any]:
         """Returns the semaphores: of sends, of receives per slot, and of a free slot."""
-        count = len(self.names)
+        count = len(self.array_names)
         return {
             f"{self.kind}_sent": pltpu.SemaphoreType.DMA((count,)),
             f"{self.kind}_arrived": pltpu.SemaphoreType.DMA((2, count)),
@@ -69,13 +69,13 @@ class Channel:
     def bind(self, named: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
         """Returns the refs of this channel; its slots and semaphores are removed from `named`."""
         return ChannelRefs(
-            lane=self,
+            channel=self,
             neighbours=neighbours,
-            local=tuple(named[name] for name in self.names),
-            slots=tuple(named.pop(f"{name}_slots") for name in self.names),
-            sent=named.pop(f"{self.kind}_sent"),
-            arrived=named.pop(f"{self.kind}_arrived"),
-            slot_free=named.pop(f"{self.kind}_slot_free"),
+            local_arrays=tuple(named[name] for name in self.array_names),
+            array_slots=tuple(named.pop(f"{name}_slots") for name in self.array_names),
+            send_semaphores=named.pop(f"{self.kind}_sent"),
+            receive_semaphores=named.pop(f"{self.kind}_arrived"),
+            free_slot_semaphore=named.pop(f"{self.kind}_slot_free"),
         )
 
 
@@ -84,27 +84,27 @@ class ChannelRefs:
     """The refs of a channel inside a kernel.
 
     Attributes:
-        lane: The channel.
+        channel: The channel.
         neighbours: int32 [2] in scalar memory, the neighbours' indices along the mesh axis.
-        local: The device's own arrays, in HBM.
-        slots: Both slots of each array [2, ...], in HBM.
-        sent: DMA semaphores of sends, one per array.
-        arrived: DMA semaphores of receives, [2, arrays].
-        slot_free: Counts the free slots of the next device.
+        local_arrays: The device's own arrays, in HBM.
+        array_slots: Both slots of each array [2, ...], in HBM.
+        send_semaphores: DMA semaphores of sends, one per array.
+        receive_semaphores: DMA semaphores of receives, [2, arrays].
+        free_slot_semaphore: Counts the free slots of the next device.
     """
 
-    lane: Channel
+    channel: Channel
     neighbours: Ref
-    local: tuple[Ref, ...]
-    slots: tuple[Ref, ...]
-    sent: Ref
-    arrived: Ref
-    slot_free: Ref
+    local_arrays: tuple[Ref, ...]
+    array_slots: tuple[Ref, ...]
+    send_semaphores: Ref
+    receive_semaphores: Ref
+    free_slot_semaphore: Ref
 
     def local_copies(self) -> list[Any]:
         """Returns the copies of this device's own arrays to slot 0."""
-        pairs = enumerate(zip(self.local, self.slots, strict=True))
-        return [pltpu.make_async_copy(local, slots.at[0], self.sent.at[n]) for n, (local, slots) in pairs]
+        pairs = enumerate(zip(self.local_arrays, self.array_slots, strict=True))
+        return [pltpu.make_async_copy(local, slots.at[0], self.send_semaphores.at[n]) for n, (local, slots) in pairs]
 
     def copies(self, slot: Any) -> list[Any]:
         """Returns the copies from a slot to the next device; the same descriptors wait for copies from the device
@@ -114,35 +114,35 @@ class ChannelRefs:
             pltpu.make_async_remote_copy(
                 src_ref=slots.at[slot],
                 dst_ref=slots.at[1 - slot],
-                send_sem=self.sent.at[n],
-                recv_sem=self.arrived.at[1 - slot, n],
-                device_id={self.lane.axis_name: self.neighbours[NEXT]},
+                send_sem=self.send_semaphores.at[n],
+                recv_sem=self.receive_semaphores.at[1 - slot, n],
+                device_id={self.channel.axis_name: self.neighbours[NEXT]},
             )
-            for n, slots in enumerate(self.slots)
+            for n, slots in enumerate(self.array_slots)
         ]
 
     def at(self, slot: Any) -> Arrays:
         """Returns the arrays in a slot."""
-        return {name: slots.at[slot] for name, slots in zip(self.lane.names, self.slots, strict=True)}
+        return {name: slots.at[slot] for name, slots in zip(self.channel.array_names, self.array_slots, strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
-class RingDirection:
+class RingRoute:
     """One direction around the ring.
 
     Attributes:
-        count: How many loads a device processes, its own included.
+        num_loads: How many loads a device processes, its own included.
         load: The channel of the keys.
-        carried_gradients: The channel of the gradients that travel after them; it has no names if there are none.
+        carried_gradients: The channel of the gradients that travel after them; it has no arrays if there are none.
     """
 
-    count: int
+    num_loads: int
     load: Channel
     carried_gradients: Channel
 
     def scratch(self) -> dict[str, Any]:
         """Returns the semaphores of both channels."""
-        return self.load.scratch() | (self.carried_gradients.scratch() if self.carried_gradients.names else {})
+        return self.load.scratch() | (self.carried_gradients.scratch() if self.carried_gradients.array_names else {})
 
     def for_each_load(
         self, load: ChannelRefs, carried_gradients: ChannelRefs | None, work: Work, collect: Work
@@ -152,41 +152,41 @@ class RingDirection:
         Args:
             load: The keys.
             carried_gradients: The gradients that travel after them; None if there are none.
-            work: (number of the load, its arrays by name, without the cargo's) -> None.
-            collect: The same with the cargo's arrays, to add to.
+            work: Called with the index of a load and its arrays by name, without the carried gradients.
+            collect: Called with the same and the carried gradients, to which it adds.
         """
         self._enter_barrier([load] if carried_gradients is None else [load, carried_gradients])
 
-        def step(number: Any, carry: None) -> None:
-            slot = lax.rem(number, 2)
-            has_more, later = number + 1 < self.count, number > 0
+        def step(load_index: Any, carry: None) -> None:
+            slot = lax.rem(load_index, 2)
+            has_more, later = load_index + 1 < self.num_loads, load_index > 0
             # Copies look the same at both ends: the receiving semaphore belongs to the slot that the load arrives in.
             _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
             _when(later & has_more, lambda: signal_free_slot(load))
             _start_sending(load, slot, has_more, later)
             here = load.at(slot)
             # The load is being sent to the next device meanwhile: both only read it.
-            work(number, here)
+            work(load_index, here)
             if carried_gradients is not None:
                 _when(later, functools.partial(_wait_for_load, carried_gradients, slot))
                 _when(later & has_more, functools.partial(signal_free_slot, carried_gradients))
-                collect(number, {**here, **carried_gradients.at(slot)})
+                collect(load_index, {**here, **carried_gradients.at(slot)})
                 _start_sending(carried_gradients, slot, has_more, later)
             # Hazard: the previous device writes this slot next, so the send from it must have finished.
             _when(has_more, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
-        lax.fori_loop(0, self.count, step, None)
+        lax.fori_loop(0, self.num_loads, step, None)
 
-    def _enter_barrier(self, lanes: list[ChannelRefs]) -> None:
+    def _enter_barrier(self, channels: list[ChannelRefs]) -> None:
         """Copies the device's own arrays to slot 0, and waits until the next device also runs this kernel."""
-        local = [copy for lane in lanes for copy in lane.local_copies()]
+        local = [copy for channel_refs in channels for copy in channel_refs.local_copies()]
         for copy in local:
             copy.start()
-        if self.count > 1:
+        if self.num_loads > 1:
             # A remote copy may start only when its target runs this kernel, so that the target's memory belongs to this
             # kernel.
             here = pltpu.get_barrier_semaphore()
-            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: lanes[0].neighbours[PREVIOUS]})
+            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: channels[0].neighbours[PREVIOUS]})
             pl.semaphore_wait(here, 1)
         for copy in local:
             copy.wait()
@@ -194,12 +194,12 @@ class RingDirection:
 
 def signal_free_slot(refs: ChannelRefs) -> None:
     """Signals the device before this one that the slot which this device is not computing from is free."""
-    pl.semaphore_signal(refs.slot_free, 1, device_id={refs.lane.axis_name: refs.neighbours[PREVIOUS]})
+    pl.semaphore_signal(refs.free_slot_semaphore, 1, device_id={refs.channel.axis_name: refs.neighbours[PREVIOUS]})
 
 
 def wait_free_slot(refs: ChannelRefs) -> None:
     """Waits until the next device has a free slot."""
-    pl.semaphore_wait(refs.slot_free, 1)
+    pl.semaphore_wait(refs.free_slot_semaphore, 1)
 
 
 def _start_sending(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> None:
@@ -209,7 +209,7 @@ def _start_sending(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> N
 
 
 def _wait_for_load(refs: ChannelRefs, slot: Any) -> None:
-    """Waits until the previous cargo has been sent, which frees its slot, and until this load's cargo has arrived."""
+    """Waits until the previous gradients have been sent, which frees their slot, and until this load's have arrived."""
     for copy in refs.copies(1 - slot):
         copy.wait()
 

@@ -17,7 +17,7 @@ from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 from ejkernel_pallas.tpu.ring_attention.kernels import remote_call
 from ejkernel_pallas.tpu.ring_attention.kernels.collective_forward import State, state_operands
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingDirection
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, RingRoute
 from ejkernel_pallas.tpu.ring_attention.kernels.ring_softmax import RingForwardRefs, continue_softmax
 from ejkernel_pallas.tpu.ring_attention.plan import RingPlan, empty_state
 from ejkernel_pallas.tpu.tiled_attention.config import TpuForward, forward_blocks
@@ -94,14 +94,14 @@ class _AttendToShard:
     results: dict[str, Operand]
     pair_table: tuple[int, ...]
 
-    def __call__(self, refs: remote_call.RemoteRefs, number: Any, load: Arrays) -> None:
+    def __call__(self, refs: remote_call.RemoteRefs, load_index: Any, load: Arrays) -> None:
         """Updates the state with one load of keys, tile pair by tile pair, in a pipeline that prefetches the next
         tiles.
         """
         (_, is_batched, _, steps), spec = self.pair_table, self.spec
 
         def entry(b: Any, step: Any) -> Any:
-            return refs.table[(number * is_batched + (b if is_batched > 1 else 0)) * steps + step]
+            return refs.table[(load_index * is_batched + (b if is_batched > 1 else 0)) * steps + step]
 
         def where(b: Any, h: Any, step: Any) -> Any:
             at = entry(b, step)
@@ -111,9 +111,11 @@ class _AttendToShard:
             blocks = RingForwardRefs(table=refs.table, **named, **refs.scratch)
             continue_softmax(entry(pl.program_id(0), pl.program_id(2)), blocks, spec)
 
-        grid = (self.results["lse"].array.shape[0], spec.heads, steps)
+        grid = (self.results["lse"].array.shape[0], spec.num_heads, steps)
         remote_call.run_pipeline(tile, refs, load, (self.inputs, self.results), grid, where)
 
 
-def _kernel(refs: remote_call.RemoteRefs, *, route: RingDirection, work: _AttendToShard) -> None:
-    route.for_each_load(refs.load, None, lambda number, load: work(refs, number, load), lambda number, load: None)
+def _kernel(refs: remote_call.RemoteRefs, *, route: RingRoute, work: _AttendToShard) -> None:
+    route.for_each_load(
+        refs.load, None, lambda load_index, load: work(refs, load_index, load), lambda load_index, load: None
+    )

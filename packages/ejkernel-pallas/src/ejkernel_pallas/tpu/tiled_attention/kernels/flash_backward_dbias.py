@@ -124,10 +124,10 @@ def _add_to_bias_gradient(refs: BackwardRefs, at: ScoreChunk) -> None:
     dscores = score_gradient(refs, cotangent, slope, mask, at)
     # A bias of rows or columns alone is summed here, and does not need a tile of pairs in VMEM.
     if refs.dbias_acc.shape == (at.spec.block_q, at.spec.block_kv):
-        refs.dbias_acc[at.q, at.k] += dscores
+        refs.dbias_acc[at.query_slice, at.key_slice] += dscores
     elif refs.bias_per_key is not None:
-        refs.dbias_acc[:, at.k] += jnp.sum(dscores, axis=0, keepdims=True)
+        refs.dbias_acc[:, at.key_slice] += jnp.sum(dscores, axis=0, keepdims=True)
     else:
         # Summed across lane groups on the VPU here, and across lanes once at the end.
         by_lane = lane_groups(dscores)
-        refs.dbias_acc[at.q, :] += functools.reduce(jnp.add, by_lane)
+        refs.dbias_acc[at.query_slice, :] += functools.reduce(jnp.add, by_lane)

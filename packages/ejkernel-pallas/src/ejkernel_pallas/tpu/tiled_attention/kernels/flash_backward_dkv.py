@@ -79,7 +79,7 @@ def key_gradients_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Disti
     def _() -> None:
         if refs.dkey is not None:
             # The scale is applied once at the end, in float32, instead of to every score's gradient.
-            refs.dkey[...] = (refs.dkey_acc[...] * spec.scale).astype(refs.dkey.dtype)
+            refs.dkey[...] = (refs.dkey_acc[...] * spec.score_scale).astype(refs.dkey.dtype)
         if refs.dvalue is not None:
             refs.dvalue[...] = (refs.dvalue_acc[...] * spec.dropout_scale).astype(refs.dvalue.dtype)
 
@@ -91,7 +91,7 @@ def _add_to_key_gradients(refs: BackwardRefs, at: ScoreChunk) -> None:
         # dv needs dropped weights as 0, the gradient of scores needs the weights before dropout, so both are read from
         # scratch.
         dropped = apply_dropout(at.of(refs.weights)[...], refs, at).astype(cotangent.dtype)
-        refs.dvalue_acc[at.k, :] += matrix_product(dropped, cotangent, (1, 0), at.spec.precision)
+        refs.dvalue_acc[at.key_slice, :] += matrix_product(dropped, cotangent, (1, 0), at.spec.precision)
     if refs.dkey is not None:
         at.of(refs.dscores)[...] = score_gradient(refs, cotangent, slope, mask, at).astype(query.dtype)
-        refs.dkey_acc[at.k, :] += matrix_product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)
+        refs.dkey_acc[at.key_slice, :] += matrix_product(at.of(refs.dscores)[...], query, (1, 0), at.spec.precision)

@@ -67,11 +67,13 @@ def query_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: Dist
 
     @pl.when((entry & LAST_PAIR_FLAG) != 0)
     def _() -> None:
-        refs.dquery[...] = (refs.dquery_acc[...] * spec.scale).astype(refs.dquery.dtype)
+        refs.dquery[...] = (refs.dquery_acc[...] * spec.score_scale).astype(refs.dquery.dtype)
 
 
 def _add_to_query_gradient(refs: BackwardRefs, at: ScoreChunk) -> None:
-    slope, mask = recompute_weights(refs, refs.query[at.q, :], at)
+    slope, mask = recompute_weights(refs, refs.query[at.query_slice, :], at)
     key = load_keys(refs.key, at)
-    at.of(refs.dscores)[...] = score_gradient(refs, refs.cotangent[at.q, :], slope, mask, at).astype(key.dtype)
-    refs.dquery_acc[at.q, :] += matrix_product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)
+    at.of(refs.dscores)[...] = score_gradient(refs, refs.cotangent[at.query_slice, :], slope, mask, at).astype(
+        key.dtype
+    )
+    refs.dquery_acc[at.query_slice, :] += matrix_product(at.of(refs.dscores)[...], key, (1, 0), at.spec.precision)

@@ -89,21 +89,21 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
     Scores, weights and alpha are kept in scratch memory, because register pressure would spill them otherwise.
     """
     spec = at.spec
-    s, _ = scores(refs, load_keys(refs.key, at), refs.query[at.q, :], at)
-    if at.masked:
+    s, _ = scores(refs, load_keys(refs.key, at), refs.query[at.query_slice, :], at)
+    if at.needs_mask:
         s = apply_mask(s, -jnp.inf, refs, at)
     at.of(refs.scores)[...] = s
-    before = refs.row_max[at.q, :]
+    before = refs.row_max[at.query_slice, :]
     # The maximum is taken across lane groups on the VPU first, so that the slow XLU has one reduction across lanes
     # left.
     highest = functools.reduce(jnp.maximum, lane_groups(s))
     shift = row_max = jnp.maximum(before, jnp.max(highest, axis=1, keepdims=True))
-    if spec.biased or (at.masked and not spec.trapezoid):
+    if spec.has_bias or (at.needs_mask and not spec.cuts_diagonal_chunks):
         # In rows without any key so far exp2(-inf - 0) = 0, not NaN. In a trapezoid every row attends the first key.
         shift = jnp.where(row_max == -jnp.inf, 0.0, row_max)
-    refs.row_max[at.q, :] = row_max
-    refs.alpha[at.q, :] = jnp.exp2(before - shift)
-    weights = jnp.exp2(at.of(refs.scores)[...] - repeat_lanes(shift, at.keys))
+    refs.row_max[at.query_slice, :] = row_max
+    refs.alpha[at.query_slice, :] = jnp.exp2(before - shift)
+    weights = jnp.exp2(at.of(refs.scores)[...] - repeat_lanes(shift, at.num_keys))
     if not spec.sums_on_mxu:
         _rescale_and_accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
     # `row_sum` has the weights before dropout: the softmax is over all keys, and the weights that dropout keeps are
@@ -123,7 +123,9 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
 
 def _rescale_and_accumulate(ref: Ref, addend: jax.Array, refs: ForwardRefs, at: ScoreChunk) -> None:
     """Rescales a running sum and adds to it."""
-    ref[at.q, :] = repeat_lanes(refs.alpha[at.q, :], addend.shape[1]) * ref[at.q, :] + addend
+    ref[at.query_slice, :] = (
+        repeat_lanes(refs.alpha[at.query_slice, :], addend.shape[1]) * ref[at.query_slice, :] + addend
+    )
 
 
 def _write_query_tile(refs: ForwardRefs, spec: TiledSpec) -> None:
@@ -152,7 +154,7 @@ def _write_128_rows(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
     # lse is stored as a row: 128 queries take one row of lanes instead of 128 registers.
     row_max, row_sum = column_to_row(row_max), column_to_row(row_sum)
     lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
-    if spec.biased:
+    if spec.has_bias:
         lse = jnp.where(row_max == MASKED_SCORE, jnp.finfo(jnp.float32).min, lse)
     refs.lse[:, q] = jnp.where(row_sum > 0.0, lse, -jnp.inf)
 

@@ -126,7 +126,7 @@ def _bias_or_mask_operand(name: str, x: jax.Array, spec: TiledSpec) -> dict[str,
     if queries:
         block = (None, None, 1, spec.block_q)
         return {name + "_per_query": Operand(x.swapaxes(2, 3), block, lambda b, h, i, j: index(b, h, 0, i))}
-    x = jnp.broadcast_to(x, (*x.shape[:3], spec.keys))
+    x = jnp.broadcast_to(x, (*x.shape[:3], spec.num_keys))
     return {name + "_per_key": Operand(x, (None, None, 1, spec.block_kv), lambda b, h, i, j: index(b, h, 0, j))}
 
 

@@ -27,20 +27,20 @@ def pairs_call(
         name: The kernel's name in traces and dumps.
         kernel: Called with the refs, and with the keywords `spec` and `distinct`.
         refs: The class of the refs.
-        table: Tile pairs, int32 [B|1, H|1, steps]. With `TiledSpec.by_key` they are per KV head, and each is computed
-            for every query head of the group.
+        table: Tile pairs, int32 [B|1, H|1, steps]. With `TiledSpec.accumulates_for_keys` they are per KV head, and each
+            is computed for every query head of the group.
         spec: The kernel's constants.
         inputs: The operands that it reads. An operand named as an output plus `_before` shares memory with that output.
         outputs: The operands that it writes.
         scratch: Scratch memory that is kept between steps.
     """
     distinct, batch = has_distinct_rows_and_heads(table), inputs["query"].array.shape[0]
-    group = spec.group_size if spec.by_key else 1
+    group = spec.group_size if spec.accumulates_for_keys else 1
     return KernelCall(
         name=name,
         kernel=functools.partial(kernel, spec=spec, distinct=distinct),
         refs=refs,
-        grid=(batch, spec.heads // group, table.shape[2], *((group,) if spec.by_key else ())),
+        grid=(batch, spec.num_heads // group, table.shape[2], *((group,) if spec.accumulates_for_keys else ())),
         parallel=2,
         tables={"table": table.reshape(-1)},
         inputs=inputs,

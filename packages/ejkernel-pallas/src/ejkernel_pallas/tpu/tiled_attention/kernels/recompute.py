@@ -36,9 +36,9 @@ def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> d
     products.
     """
     sizes = {"dquery": spec.head_dim, "dkey": spec.head_dim, "dvalue": spec.value_dim}
-    stationary = spec.block_kv if spec.by_key else spec.block_q
-    chunk = (spec.chunk_kv, spec.chunk_q) if spec.by_key else (spec.chunk_q, spec.chunk_kv)
-    columns = () if spec.by_key else ("shift_column", "delta_column")
+    stationary = spec.block_kv if spec.accumulates_for_keys else spec.block_q
+    chunk = (spec.chunk_kv, spec.chunk_q) if spec.accumulates_for_keys else (spec.chunk_q, spec.chunk_kv)
+    columns = () if spec.accumulates_for_keys else ("shift_column", "delta_column")
     return {
         **{f"{name}_acc": pltpu.VMEM((stationary, pad_head_dim(sizes[name])), jnp.float32) for name in results},
         **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in columns},
@@ -63,9 +63,9 @@ def recompute_weights(
     # Computed from lse, so the weights are normalised without a maximum and a sum of their own.
     weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
     # Masked after the exponential, which may overflow for a masked score: the result is replaced, not multiplied by 0.
-    at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.masked else weights
+    at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.needs_mask else weights
     # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN.
-    needs_mask = at.masked and (at.spec.ragged_queries or refs.q_ids is not None)
+    needs_mask = at.needs_mask and (at.spec.has_partial_query_tile or refs.q_ids is not None)
     return slope, attending_pairs(refs, at) if needs_mask else None
 
 
@@ -74,9 +74,9 @@ def score_gradient(
 ) -> jax.Array:
     """Returns the gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
-    pair = (value, cotangent) if at.spec.by_key else (cotangent, value)
+    pair = (value, cotangent) if at.spec.accumulates_for_keys else (cotangent, value)
     dweights = apply_dropout(matrix_product(*pair, (1, 1), at.spec.precision), refs, at)
-    if at.spec.threshold is not None:
+    if at.spec.dropout_threshold is not None:
         dweights = dweights * at.spec.dropout_scale
     dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
     if slope is not None:
@@ -87,7 +87,9 @@ def score_gradient(
 
 def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
     """Returns a statistic of the chunk's queries, to be broadcast against scores."""
-    return row[:, at.q] if at.spec.by_key else repeat_lanes(column[at.q, :], at.keys)
+    return (
+        row[:, at.query_slice] if at.spec.accumulates_for_keys else repeat_lanes(column[at.query_slice, :], at.num_keys)
+    )
 
 
 def transpose_statistics(refs: BackwardRefs) -> None:

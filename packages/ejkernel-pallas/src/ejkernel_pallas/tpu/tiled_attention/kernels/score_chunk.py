@@ -44,46 +44,48 @@ time.
 
 class ScoreChunk(NamedTuple):
     """A part of a tile pair, the size of one product. Its scores are [queries, keys], or [keys, queries] if
-    `by_key`.
+    `accumulates_for_keys`.
 
     Attributes:
         entry: The tile pair's entry in the table.
-        query: Index of the first query in the tile.
-        queries: Number of queries.
-        key: Index of the first key in the tile.
-        keys: Number of keys.
-        masked: Whether some pair may be masked.
+        first_query: Index of the first query in the tile.
+        num_queries: The number of queries.
+        first_key: Index of the first key in the tile.
+        num_keys: The number of keys.
+        needs_mask: Whether some pair may be masked.
         spec: The kernel's constants.
-        parity: Which of the two scratch buffers the chunk uses, 0 or 1.
+        buffer_index: Which of the two scratch buffers the chunk uses, 0 or 1.
     """
 
     entry: Any
-    query: Any
-    queries: int
-    key: Any
-    keys: int
-    masked: bool
+    first_query: Any
+    num_queries: int
+    first_key: Any
+    num_keys: int
+    needs_mask: bool
     spec: TiledSpec
-    parity: int = 0
+    buffer_index: int = 0
 
     @property
-    def q(self) -> Any:
+    def query_slice(self) -> Any:
         """Returns the queries as a slice of the tile."""
-        return pl.ds(self.query, self.queries)
+        return pl.ds(self.first_query, self.num_queries)
 
     @property
-    def k(self) -> Any:
+    def key_slice(self) -> Any:
         """Returns the keys as a slice of the tile."""
-        return pl.ds(self.key, self.keys)
+        return pl.ds(self.first_key, self.num_keys)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Returns the shape of the scores."""
-        return (self.keys, self.queries) if self.spec.by_key else (self.queries, self.keys)
+        return (
+            (self.num_keys, self.num_queries) if self.spec.accumulates_for_keys else (self.num_queries, self.num_keys)
+        )
 
     def of(self, buffers: tuple[Ref, Ref]) -> Ref:
         """Returns the chunk's part of a double buffer in scratch memory."""
-        return buffers[self.parity].at[: self.shape[0], : self.shape[1]]
+        return buffers[self.buffer_index].at[: self.shape[0], : self.shape[1]]
 
 
 def current_entry(table: Any, distinct: DistinctRowsAndHeads) -> Any:
@@ -97,13 +99,13 @@ def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], Non
 
     @pl.when((entry & (HAS_WORK_FLAG | MASKED_FLAG)) == HAS_WORK_FLAG)
     def _() -> None:
-        _unmasked_chunks(entry, spec, work)
+        _for_each_unmasked_chunk(entry, spec, work)
 
-    if spec.masks:
+    if spec.needs_masks:
 
         @pl.when((entry & MASKED_FLAG) != 0)
         def _() -> None:
-            for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
+            for at in _list_chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
                 work(at)
     else:
         # Entries are positive, so this never runs. Without a second user of the scratch buffers, the compiler would
@@ -114,27 +116,27 @@ def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], Non
                 work(ScoreChunk(entry, 0, LANES, 0, LANES, False, spec, parity))
 
 
-def _unmasked_chunks(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
+def _for_each_unmasked_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
     """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile limits compile time."""
     if spec.block_q * spec.block_kv <= MAX_UNROLLED_PAIRS:
-        for at in _chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
+        for at in _list_chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
             work(at)
         return
-    stationary, size = ("key", spec.chunk_kv) if spec.by_key else ("query", spec.chunk_q)
-    chunk_shape = (spec.block_q, size) if spec.by_key else (size, spec.block_kv)
+    stationary, size = ("first_key", spec.chunk_kv) if spec.accumulates_for_keys else ("first_query", spec.chunk_q)
+    chunk_shape = (spec.block_q, size) if spec.accumulates_for_keys else (size, spec.block_kv)
 
     def add_chunks(step: Any, carry: None) -> None:
-        for at in _chunks(entry, spec, chunk_shape, masked=False):
+        for at in _list_chunks(entry, spec, chunk_shape, masked=False):
             work(at._replace(**{stationary: pl.multiple_of(step * size, LANES)}))
 
-    lax.fori_loop(0, (spec.block_kv if spec.by_key else spec.block_q) // size, add_chunks, None)
+    lax.fori_loop(0, (spec.block_kv if spec.accumulates_for_keys else spec.block_q) // size, add_chunks, None)
 
 
-def _chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
+def _list_chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
     """Returns the chunks of the first `chunk_shape` queries and keys of a tile pair."""
-    cut = masked and spec.trapezoid
+    cut = masked and spec.cuts_diagonal_chunks
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
-    if cut and not spec.by_columns and chunk_q > MAX_DIAGONAL_CHUNK_SIZE:
+    if cut and not spec.cuts_diagonal_by_keys and chunk_q > MAX_DIAGONAL_CHUNK_SIZE:
         chunk_q, chunk_kv = math.gcd(chunk_q, MAX_DIAGONAL_CHUNK_SIZE), math.gcd(chunk_kv, MAX_DIAGONAL_CHUNK_SIZE)
     chunks = [
         ScoreChunk(entry, query, chunk_q, key, chunk_kv, masked, spec)
@@ -142,33 +144,35 @@ def _chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: b
         for key in range(0, chunk_shape[1], chunk_kv)
     ]
     if cut:
-        chunks = [_cut_diagonal_chunk(at) for at in chunks if at.key < at.query + at.queries]
-    return [at._replace(parity=n % 2) for n, at in enumerate(chunks)]
+        chunks = [_cut_diagonal_chunk(at) for at in chunks if at.first_key < at.first_query + at.num_queries]
+    return [at._replace(buffer_index=n % 2) for n, at in enumerate(chunks)]
 
 
 def _cut_diagonal_chunk(at: ScoreChunk) -> ScoreChunk:
     """Returns a chunk on the diagonal without those masked pairs that fill whole lanes: early queries, or late keys."""
-    at = at._replace(masked=at.key + at.keys - 1 > at.query)
-    if not at.spec.by_columns:
-        return at._replace(keys=min(at.keys, cdiv(at.query + at.queries - at.key, LANES) * LANES))
-    skipped = max(0, (at.key - at.query) // LANES * LANES)
-    return at._replace(query=at.query + skipped, queries=at.queries - skipped)
+    at = at._replace(needs_mask=at.first_key + at.num_keys - 1 > at.first_query)
+    if not at.spec.cuts_diagonal_by_keys:
+        return at._replace(
+            num_keys=min(at.num_keys, cdiv(at.first_query + at.num_queries - at.first_key, LANES) * LANES)
+        )
+    skipped = max(0, (at.first_key - at.first_query) // LANES * LANES)
+    return at._replace(first_query=at.first_query + skipped, num_queries=at.num_queries - skipped)
 
 
 def load_keys(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's rows of keys or values, with 0 beyond the last key."""
-    x = ref[at.k, :]
-    if not (at.masked and at.spec.ragged_keys):
+    x = ref[at.key_slice, :]
+    if not (at.needs_mask and at.spec.has_partial_key_tile):
         return x
-    return _zero_rows_from(x, key_tile_of_entry(at.entry) * at.spec.block_kv + at.key, at.spec.keys)
+    return _zero_rows_from(x, key_tile_of_entry(at.entry) * at.spec.block_kv + at.first_key, at.spec.num_keys)
 
 
 def load_queries(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's rows of queries or cotangents, with 0 beyond the last query."""
-    x = ref[at.q, :]
-    if not (at.masked and at.spec.ragged_queries):
+    x = ref[at.query_slice, :]
+    if not (at.needs_mask and at.spec.has_partial_query_tile):
         return x
-    return _zero_rows_from(x, query_tile_of_entry(at.entry) * at.spec.block_q + at.query, at.spec.queries)
+    return _zero_rows_from(x, query_tile_of_entry(at.entry) * at.spec.block_q + at.first_query, at.spec.num_queries)
 
 
 def _zero_rows_from(x: jax.Array, first: Any, end: int) -> jax.Array:
@@ -180,20 +184,20 @@ def _zero_rows_from(x: jax.Array, first: Any, end: int) -> jax.Array:
 def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> tuple[jax.Array, jax.Array | None]:
     """Returns scores as powers of two before masking, and the slope of the soft cap."""
     spec, slope = at.spec, None
-    pair = (key, query) if spec.by_key else (query, key)
+    pair = (key, query) if spec.accumulates_for_keys else (query, key)
     s = matrix_product(*pair, (1, 1), spec.precision)
-    if spec.scale_only:
+    if spec.score_is_scaled_product:
         return s * spec.log2_scale, None
-    s = s * spec.scale
+    s = s * spec.score_scale
     bias = _bias_or_mask(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
     if bias is not None:
         s = s + bias
     if spec.soft_cap is not None:
         t = jnp.tanh(s * (1.0 / spec.soft_cap))
-        # tanh(-inf) is -1, so a key that a bias of -inf hides would be attended.
-        s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.biased else t * spec.soft_cap
+        # tanh(-inf) is -1, so a key that a bias of -inf masks would be attended.
+        s = jnp.where(s == -jnp.inf, s, t * spec.soft_cap) if spec.has_bias else t * spec.soft_cap
         slope = 1.0 - t * t
-    if spec.biased:
+    if spec.has_bias:
         return jnp.where(s == -jnp.inf, s, jnp.maximum(s * spec.log2_scale, MASKED_SCORE)), slope
     return s * spec.log2_scale, slope
 
@@ -201,7 +205,7 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
 def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
     """Returns which pairs of a masked chunk attend."""
     spec, conditions = at.spec, []
-    if spec.left is not None or spec.right is not None:
+    if spec.window_left is not None or spec.window_right is not None:
         conditions += _pairs_in_band(refs, at)
     if refs.q_ids is not None:
         q_ids, k_ids = query_column(refs.q_ids, at), key_row(refs.k_ids, at)
@@ -210,10 +214,10 @@ def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
         mask = _bias_or_mask(pair_ref, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
-    if spec.ragged_keys:
-        conditions.append(_key_index(at) < spec.keys)
-    if spec.ragged_queries:
-        conditions.append(_query_index(at) < spec.queries)
+    if spec.has_partial_key_tile:
+        conditions.append(_key_index(at) < spec.num_keys)
+    if spec.has_partial_query_tile:
+        conditions.append(_query_index(at) < spec.num_queries)
     mask = jnp.broadcast_to(conditions[0], at.shape)
     for condition in conditions[1:]:
         mask = mask & condition
@@ -222,13 +226,17 @@ def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
 
 def apply_mask(x: jax.Array, masked_value: float, refs: TileRefs, at: ScoreChunk) -> jax.Array:
     """Returns scores or weights of a masked chunk, with `masked_value` where pairs do not attend."""
-    key_distance = at.key + at.keys - at.query
-    if not (at.spec.trapezoid and at.spec.by_columns and key_distance < at.queries):
+    key_distance = at.first_key + at.num_keys - at.first_query
+    if not (at.spec.cuts_diagonal_chunks and at.spec.cuts_diagonal_by_keys and key_distance < at.num_queries):
         return jnp.where(attending_pairs(refs, at), x, masked_value)
-    axis = 1 if at.spec.by_key else 0
-    first, rest = jnp.split(x, [key_distance], axis=axis)  # later queries attend all keys of the chunk
+    axis = 1 if at.spec.accumulates_for_keys else 0
+    on_diagonal, after_diagonal = jnp.split(x, [key_distance], axis=axis)  # later queries attend all keys of the chunk
     return jnp.concatenate(
-        [jnp.where(attending_pairs(refs, at._replace(queries=key_distance)), first, masked_value), rest], axis=axis
+        [
+            jnp.where(attending_pairs(refs, at._replace(num_queries=key_distance)), on_diagonal, masked_value),
+            after_diagonal,
+        ],
+        axis=axis,
     )
 
 
@@ -243,37 +251,43 @@ def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
 
 def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
     """Returns scratch memory for dropout's hash keys of the accumulated tile."""
-    stationary = spec.block_kv if spec.by_key else spec.block_q
-    return {} if spec.threshold is None else {"dropout_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
+    stationary = spec.block_kv if spec.accumulates_for_keys else spec.block_q
+    return {} if spec.dropout_threshold is None else {"dropout_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
 
 
 def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
     """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, the axis of that tile in scores."""
-    if spec.threshold is not None:
-        refs.dropout_column[...] = row_to_column((refs.column_keys if spec.by_key else refs.row_keys)[...])
+    if spec.dropout_threshold is not None:
+        refs.dropout_column[...] = row_to_column(
+            (refs.column_keys if spec.accumulates_for_keys else refs.row_keys)[...]
+        )
 
 
 def apply_dropout(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
     """Returns x with 0 where dropout drops it; other elements are not scaled."""
-    if at.spec.threshold is None:
+    if at.spec.dropout_threshold is None:
         return x
-    stationary, across = (at.k, refs.row_keys[:, at.q]) if at.spec.by_key else (at.q, refs.column_keys[:, at.k])
+    stationary, across = (
+        (at.key_slice, refs.row_keys[:, at.query_slice])
+        if at.spec.accumulates_for_keys
+        else (at.query_slice, refs.column_keys[:, at.key_slice])
+    )
     dropout_products = repeat_lanes(refs.dropout_column[stationary, :], at.shape[1]) * across
     # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. In the products the column
     # keys contribute the flip: row keys are odd, so a flipped top bit stays flipped.
-    return jnp.where(dropout_products >= jnp.int32(at.spec.threshold - 2**31), x, 0.0)
+    return jnp.where(dropout_products >= jnp.int32(at.spec.dropout_threshold - 2**31), x, 0.0)
 
 
 def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_q], to be broadcast against scores."""
-    row = _load_row_as_32_bits(ref, at.q)
-    return row if at.spec.by_key else repeat_lanes(row_to_column(row), at.keys)
+    row = _load_row_as_32_bits(ref, at.query_slice)
+    return row if at.spec.accumulates_for_keys else repeat_lanes(row_to_column(row), at.num_keys)
 
 
 def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_kv], to be broadcast against scores."""
-    row = _load_row_as_32_bits(ref, at.k)
-    return repeat_lanes(row_to_column(row), at.queries) if at.spec.by_key else row
+    row = _load_row_as_32_bits(ref, at.key_slice)
+    return repeat_lanes(row_to_column(row), at.num_queries) if at.spec.accumulates_for_keys else row
 
 
 def _load_row_as_32_bits(ref: Any, span: slice) -> jax.Array:
@@ -287,10 +301,12 @@ def _pairs_in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
     if refs.q_positions is not None or refs.k_positions is not None:
         q = _query_index(at) if refs.q_positions is None else query_column(refs.q_positions, at)
         k = _key_index(at) if refs.k_positions is None else key_row(refs.k_positions, at)
-        band_masks = [] if spec.left is None else [k - q >= -spec.left]
-        return band_masks if spec.right is None else [*band_masks, k - q <= spec.right]
-    band_masks = [] if spec.left is None else [_by_distance(at, jnp.greater_equal, -spec.left)]
-    return band_masks if spec.right is None else [*band_masks, _by_distance(at, jnp.less_equal, spec.right)]
+        band_masks = [] if spec.window_left is None else [k - q >= -spec.window_left]
+        return band_masks if spec.window_right is None else [*band_masks, k - q <= spec.window_right]
+    band_masks = [] if spec.window_left is None else [_by_distance(at, jnp.greater_equal, -spec.window_left)]
+    return (
+        band_masks if spec.window_right is None else [*band_masks, _by_distance(at, jnp.less_equal, spec.window_right)]
+    )
 
 
 def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
@@ -300,9 +316,12 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
     bound: one comparison per register. The first depends on the table, so the compiler cannot share masks between
     chunks; shared masks would stay in registers from one chunk to the next, and spill.
     """
-    spec, sign = at.spec, 1 if at.spec.by_key else -1
+    spec, sign = at.spec, 1 if at.spec.accumulates_for_keys else -1
     corner = (
-        key_tile_of_entry(at.entry) * spec.block_kv + at.key - query_tile_of_entry(at.entry) * spec.block_q - at.query
+        key_tile_of_entry(at.entry) * spec.block_kv
+        + at.first_key
+        - query_tile_of_entry(at.entry) * spec.block_q
+        - at.first_query
     )
     across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
     first = corner + sign * (across[0] - across[1])
@@ -318,21 +337,21 @@ def _bias_or_mask(bias_or_mask_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk
     none.
     """
     if bias_or_mask_ref is not None:
-        x = bias_or_mask_ref[at.q, at.k].astype(jnp.float32)
-        return x.T if at.spec.by_key else x
+        x = bias_or_mask_ref[at.query_slice, at.key_slice].astype(jnp.float32)
+        return x.T if at.spec.accumulates_for_keys else x
     if queries is not None:
         return query_column(queries, at)
     return None if keys is None else key_row(keys, at)
 
 
 def _key_index(at: ScoreChunk) -> jax.Array:
-    return key_tile_of_entry(at.entry) * at.spec.block_kv + at.key + _index_along(at, key=True)
+    return key_tile_of_entry(at.entry) * at.spec.block_kv + at.first_key + _index_along(at, key=True)
 
 
 def _query_index(at: ScoreChunk) -> jax.Array:
-    return query_tile_of_entry(at.entry) * at.spec.block_q + at.query + _index_along(at, key=False)
+    return query_tile_of_entry(at.entry) * at.spec.block_q + at.first_query + _index_along(at, key=False)
 
 
 def _index_along(at: ScoreChunk, key: bool) -> jax.Array:
     """Returns, for every pair, the index of its key or of its query in the chunk."""
-    return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.by_key else 1)
+    return lax.broadcasted_iota(jnp.int32, at.shape, 0 if key == at.spec.accumulates_for_keys else 1)
