@@ -91,7 +91,7 @@ def test_a_model_spills_nothing_and_fits_into_memory(name):
     assert report.error is None
     assert len(report.kernels) == 3
     for kernel in report.kernels:
-        assert kernel.simulation.unknown == {}
+        assert kernel.simulation.unknown_reads == {}
         assert kernel.vmem_bytes < PROFILED[name].vmem
         assert kernel.spills == kernel.fills == 0, kernel.name
 

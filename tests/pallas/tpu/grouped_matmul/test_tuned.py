@@ -15,7 +15,7 @@ from ejkernel.ops.config.table import decode, entry_config_part
 from ejkernel.ops.device import DeviceInfo
 from ejkernel_pallas.tpu.grouped_matmul import implementations
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
-from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, fit_blocks_to_arrays
+from ejkernel_pallas.tpu.grouped_matmul.spec import fit_blocks_to_arrays, tile_sizes_of
 from ejkernel_pallas.tpu.profile import CHIPS
 
 FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").glob("*/grouped_matmul.json"))
@@ -28,7 +28,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
         _, implementation, _, device, schema, _, _ = key.split(" | ")
         assert (implementation, device.replace(" ", "_")) == ("mosaic_tpu", file.parent.name)
         assert schema == schema_hash(TpuMatmul)
-        fit_blocks_to_arrays(blocks_of(entry_config_part(entry, TpuMatmul, key)), 2**20, 2**20)
+        fit_blocks_to_arrays(tile_sizes_of(entry_config_part(entry, TpuMatmul, key)), 2**20, 2**20)
 
 
 # On v7x no tiles are faster forward than those of the rule, so that its table has no entry.

@@ -62,7 +62,7 @@ def compare(made, config):
         close(found[field] / size, wanted / size, made.lhs.dtype)
 
 
-def test_rows_of_others_may_be_anything():
+def test_nan_in_rows_of_other_groups_changes_nothing():
     made = record((100, 50), matrices=1, group_offset=jnp.int32(1), rhs_bias=normal(1, 1, 140))
     broken = dataclasses.replace(made, lhs=made.lhs.at[:100].set(jnp.nan).at[150:].set(jnp.inf))
 
@@ -80,13 +80,13 @@ def test_rows_of_others_may_be_anything():
 @pytest.mark.parametrize(
     ("tiles", "message"), [({"block_m": 100}, "block_m=100, wants a multiple of 128"), ({"block_n": 64}, "block_n=64")]
 )
-def test_tiles_that_no_kernel_can_have_are_refused(tiles, message):
+def test_tiles_that_are_not_multiples_of_lanes_are_refused(tiles, message):
     with pytest.raises(ValueError, match=message):
         forward(CASES["several steps"][0], TpuMatmul(**tiles))
 
 
 def listed(work):
-    table = np.asarray(work.table).reshape(len(WorkItem._fields), -1)[:, : int(work.total)]
+    table = np.asarray(work.table).reshape(len(WorkItem._fields), -1)[:, : int(work.num_items)]
     return [WorkItem(*entry) for entry in table.T]
 
 
@@ -97,7 +97,7 @@ def tables(groups, offset, rows, matrices):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
+def test_work_lists_have_each_row_once_with_its_matrix_and_tiles_in_order(seed):
     random = np.random.default_rng(seed)
     groups = random.integers(0, 90, size=6) * random.integers(0, 2, size=6)
     rows, matrices, offset = (300, 256)[seed % 2], (6, 2)[seed // 2 % 2], int(random.integers(-2, 8))
@@ -108,21 +108,21 @@ def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
         if 0 <= matrix + offset < len(groups):
             owner[bounds[matrix + offset] : bounds[matrix + offset + 1]] = matrix
     tiles = -(-rows // 128)
-    for visits, own in zip(map(listed, made), ("tile", "matrix"), strict=True):
+    for visits, own in zip(map(listed, made), ("row_tile", "matrix"), strict=True):
         found = np.full(rows, -1)
         for v in visits:
-            assert 0 <= v.tile < tiles
-            assert 0 <= v.source < tiles
+            assert 0 <= v.row_tile < tiles
+            assert 0 <= v.loaded_row_tile < tiles
             assert 0 <= v.matrix < matrices
-            assert bool(v.flags & WHOLE_TILE_FLAG) == (v.high - v.low == 128)
+            assert bool(v.flags & WHOLE_TILE_FLAG) == (v.end_row - v.first_row == 128)
             if v.flags & HAS_WORK_FLAG:
-                part = slice(v.tile * 128 + v.low, v.tile * 128 + v.high)
-                assert v.high > v.low
+                part = slice(v.row_tile * 128 + v.first_row, v.row_tile * 128 + v.end_row)
+                assert v.end_row > v.first_row
                 assert (found[part] == -1).all()
                 found[part] = v.matrix
         np.testing.assert_array_equal(found, owner)
         order = [getattr(v, own) for v in visits]
-        assert sorted(set(order)) == list(range(tiles if own == "tile" else matrices))
+        assert sorted(set(order)) == list(range(tiles if own == "row_tile" else matrices))
         assert order == sorted(order)
         changes = [i == 0 or order[i] != order[i - 1] for i in range(len(order))]
         assert changes == [bool(v.flags & FIRST_ITEM_FLAG) for v in visits]
@@ -131,12 +131,12 @@ def test_every_row_is_visited_once_by_its_matrix_and_every_tile_in_a_row(seed):
             assert ends == [bool(v.flags & LAST_ITEM_FLAG) for v in visits]
 
 
-def test_tiles_without_work_name_the_blocks_of_their_neighbours():
+def test_items_without_work_refer_to_the_blocks_of_the_nearest_item():
     visits = listed(tables(np.array([300, 200, 500]), np.int32(1), 1100, 1)[0])
     work = [v for v in visits if v.flags & HAS_WORK_FLAG]
     leading = [v for v in visits if v.flags & BEFORE_ALL_GROUPS_FLAG]
     trailing = [v for v in visits if not v.flags & (HAS_WORK_FLAG | BEFORE_ALL_GROUPS_FLAG)]
-    assert ([v.tile for v in leading], [v.tile for v in work]) == ([0, 1], [2, 3])
-    assert [v.tile for v in trailing] == [4, 5, 6, 7, 8]
-    assert {v.source for v in leading} == {work[0].source}
-    assert {v.source for v in trailing} == {work[-1].source}
+    assert ([v.row_tile for v in leading], [v.row_tile for v in work]) == ([0, 1], [2, 3])
+    assert [v.row_tile for v in trailing] == [4, 5, 6, 7, 8]
+    assert {v.loaded_row_tile for v in leading} == {work[0].loaded_row_tile}
+    assert {v.loaded_row_tile for v in trailing} == {work[-1].loaded_row_tile}

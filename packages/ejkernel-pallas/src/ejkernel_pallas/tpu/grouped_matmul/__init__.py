@@ -20,7 +20,7 @@ GATED_OPTIONAL_FIELDS = frozenset({"indices", "rhs_bias", "activation", "transpo
 """The optional arguments that the kernel of gated products supports."""
 
 DTYPES = ("bfloat16", "float32")
-NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
+EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def _reasons(record: Any) -> Iterable[str]:
@@ -28,8 +28,8 @@ def _reasons(record: Any) -> Iterable[str]:
     if not record.lhs.shape[0]:
         yield "lhs has no rows"
     yield from _work_list_reasons(record)
-    if str(record.rhs.dtype) not in (*DTYPES, *NARROW):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *NARROW))}"
+    if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
+        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
         if dtype is not None and str(dtype) not in DTYPES:
             yield f"{name} {dtype} is not among {', '.join(DTYPES)}"

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
 from ejkernel_pallas.tpu.grouped_matmul.kernels.matrix_gradients import matrix_gradients
-from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, blocks_of, matrix_gradients_spec
+from ejkernel_pallas.tpu.grouped_matmul.spec import backward_spec, matrix_gradients_spec, tile_sizes_of
 
 
 def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
@@ -33,14 +33,14 @@ def backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array]:
         pullback.record,
         pullback.cotangent,
         pullback.grad_fields,
-        blocks_of(config),
+        tile_sizes_of(config),
     )
     gradients: dict[str, jax.Array] = {}
     if "existing_out" in grad_fields:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
     # Rounded once if every product rounds it; `matrix_gradients` for a bias takes it unrounded.
     spec = backward_spec(record, blocks)
-    rounded = cotangent.astype(spec.operand)
+    rounded = cotangent.astype(spec.operand_dtype)
     if "lhs" in grad_fields:
         gradients["lhs"] = multiply(record, rounded, spec, {}, record.lhs.dtype)
     matrix_fields = grad_fields & {"rhs", "rhs_scale", "rhs_bias"}

@@ -48,13 +48,13 @@ class TileLimits(NamedTuple):
     """The limits of tiles on a kind of TPU, in addition to the chip's properties in `ejkernel.ops.chips`.
 
     Attributes:
-        memory: Bytes of VMEM for the blocks of candidates.
+        candidate_vmem_bytes: Bytes of VMEM for the blocks of candidates.
         max_block_k: The largest number of multiplications of a tile: libtpu takes seconds for more, or they need a
             loop.
         default_vmem_bytes: Bytes of VMEM for default blocks: libtpu takes a minute for kernels with more.
     """
 
-    memory: int
+    candidate_vmem_bytes: int
     max_block_k: int = 2**32
     default_vmem_bytes: int = 64 * MEBI
 
@@ -72,7 +72,7 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMa
     """Returns the default tiles for a record on a device: those with the lowest estimate of operations and bytes."""
     tpu = tpu_of(device)
     limits = TILE_LIMITS_BY_CHIP[tpu.name]
-    limits = limits._replace(memory=min(limits.memory, limits.default_vmem_bytes))
+    limits = limits._replace(candidate_vmem_bytes=min(limits.candidate_vmem_bytes, limits.default_vmem_bytes))
     return min(_tiles_that_fit(record, limits, direction), key=lambda tiles: _estimate_seconds(record, tpu, tiles))
 
 
@@ -161,7 +161,7 @@ def _tiles_that_fit(record: GroupedMatmul, limits: TileLimits, direction: Direct
         for k, n in sizes:
             tiles = (min(max(LANES, height), _pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
             unrolled_columns = tiles[2] if direction == "backward" else min(tiles[2], MAX_UNROLLED_COLUMNS)
-            fits_vmem = _vmem_bytes(record, direction, *tiles) <= limits.memory
+            fits_vmem = _vmem_bytes(record, direction, *tiles) <= limits.candidate_vmem_bytes
             fits_vmem = fits_vmem and tiles[0] * tiles[1] * unrolled_columns <= limits.max_block_k
             if tiles not in listed_tiles and (fits_vmem or not listed_tiles):
                 listed_tiles.add(tiles)

@@ -12,7 +12,7 @@ from ejkernel.families.gated_grouped_matmul import (
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.grouped_matmul import multiply
-from ejkernel_pallas.tpu.grouped_matmul.spec import blocks_of, forward_spec, gated_spec
+from ejkernel_pallas.tpu.grouped_matmul.spec import forward_spec, gated_spec, tile_sizes_of
 
 
 def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -28,10 +28,10 @@ def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    extra = {} if record.existing_out is None else {"existing": record.existing_out}
+    extra = {} if record.existing_out is None else {"existing_output": record.existing_out}
     if record.rhs_bias is not None:
         extra["bias"] = record.rhs_bias.astype(jnp.float32)
-    spec = forward_spec(record, blocks_of(config))
+    spec = forward_spec(record, tile_sizes_of(config))
     return multiply(record, record.lhs, spec, extra, record.out_dtype), ()
 
 
@@ -49,7 +49,7 @@ def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Ar
         [M, F] in lhs's dtype. There are no residuals.
     """
     product = product_record(record, gathered_tokens(record), record.lhs.dtype)
-    spec, extra = gated_spec(record, product, blocks_of(config)), dict[str, jax.Array]()
+    spec, extra = gated_spec(record, product, tile_sizes_of(config)), dict[str, jax.Array]()
     if record.rhs_bias is not None:
         extra["bias"] = record.rhs_bias.astype(jnp.float32)
         if record.indices is not None:  # the product of a row without a token is the bias

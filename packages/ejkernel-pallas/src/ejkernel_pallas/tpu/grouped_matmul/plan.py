@@ -1,8 +1,8 @@
 """The work list: the order of tiles of rows and groups, as tables that index maps and kernels read.
 
-The rows of a matrix span some tiles, of which the first and the last may belong to others too: such a tile is computed
-once for each. The number of items depends on the group sizes, which are traced, and is a bound of the grid; the table
-has the length of the longest list.
+The rows of a matrix span some tiles, of which the first and the last may have rows of other matrices too: such a tile
+is computed once for each. The number of items depends on the group sizes, which are traced, and is a bound of the grid;
+the table has the length of the longest list.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class WorkList(NamedTuple):
     """A list of work items.
 
     Attributes:
-        total: int32 scalar, the number of items.
+        num_items: int32 scalar, the number of items.
         table: int32 [6 * max items], read by `WorkItem`.
     """
 
-    total: jax.Array
+    num_items: jax.Array
     table: jax.Array
 
 
@@ -41,19 +41,19 @@ class WorkItem(NamedTuple):
 
     Attributes:
         matrix: Index of the matrix.
-        tile: Tile of rows.
-        source: Tile of rows that is read; for an item without work the tile of a neighbouring item, so that nothing is
-            copied.
-        low: First row of the matrix, in the tile.
-        high: The row after its last, in the tile.
+        row_tile: Index of the tile of rows that is written.
+        loaded_row_tile: Index of the tile of rows that is read; for an item without work that of a neighbouring item,
+            so that nothing is copied.
+        first_row: The first row of the tile that belongs to the matrix.
+        end_row: The row after the last one of the tile that belongs to the matrix.
         flags: Sum of the constants above.
     """
 
     matrix: Any
-    tile: Any
-    source: Any
-    low: Any
-    high: Any
+    row_tile: Any
+    loaded_row_tile: Any
+    first_row: Any
+    end_row: Any
     flags: Any
 
     def has(self, flag: int) -> Any:
@@ -61,7 +61,7 @@ class WorkItem(NamedTuple):
         return (self.flags & flag) != 0
 
     @property
-    def zero(self) -> Any:
+    def opaque_zero(self) -> Any:
         """Returns an opaque zero, which the compiler cannot fold: the bits above the flags."""
         return lax.shift_right_logical(self.flags, np.int32(NUM_FLAGS))
 
@@ -72,7 +72,7 @@ def read_item(table: Any, step: Any) -> WorkItem:
     return WorkItem(*(table[step + field * most] for field in range(len(WorkItem._fields))))
 
 
-def coordinates_of(axis: int) -> Callable[..., tuple[Any, ...]]:
+def make_item_coordinates(axis: int) -> Callable[..., tuple[Any, ...]]:
     """Returns a function from grid indices, one of which is an item, and the table to the work item and the other
     indices.
     """
@@ -141,8 +141,8 @@ def _differs_from_previous(x: jax.Array) -> jax.Array:
 def _pack_items(items: WorkItem, count: jax.Array, size: int) -> WorkList:
     """Returns the table of work items, whose rows are still relative to the matrices."""
     # Relative to the tile: kernels compare them with the indices of its rows.
-    low = jnp.clip(jnp.take(items.low, items.matrix) - items.tile * size, 0, size)
-    high = jnp.clip(jnp.take(items.high, items.matrix) - items.tile * size, 0, size)
+    low = jnp.clip(jnp.take(items.first_row, items.matrix) - items.row_tile * size, 0, size)
+    high = jnp.clip(jnp.take(items.end_row, items.matrix) - items.row_tile * size, 0, size)
     whole = (low == 0) & (high == size) & (items.flags & HAS_WORK_FLAG != 0)
-    table = items._replace(low=low, high=high, flags=items.flags + whole * WHOLE_TILE_FLAG)
+    table = items._replace(first_row=low, end_row=high, flags=items.flags + whole * WHOLE_TILE_FLAG)
     return WorkList(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))

@@ -18,19 +18,19 @@ from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.grouped_matmul.config import TpuMatmul
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, matrix_product
 
-MXU_CHUNK = 256
-"""Columns per product, and contracted elements per product if sums are in registers."""
+COLUMNS_PER_PRODUCT = 256
+"""Columns per product, and contracted elements per product where sums are in registers."""
 MAX_UNROLLED_MULTIPLICATIONS = 2**30
-"""Multiplications of the largest tile whose products are unrolled: libtpu takes seconds for more."""
+"""The most multiplications of a tile whose products are unrolled: libtpu takes seconds to compile more."""
 
 
 class GateLayout(enum.Enum):
     """The layout of the columns of gate and factor in a matrix, and in a tile of it.
 
     Attributes:
-        NONE: There is no gate: a tile's columns are activated.
+        NONE: There is no gate; the activation is applied to a tile's columns.
         HALVES: The gate's columns come first. A tile is two blocks, one of each half.
-        INTERLEAVED: They alternate. A tile is one block with both, which the epilogue sorts.
+        INTERLEAVED: Columns of gate and factor alternate. A tile is one block with both, which the epilogue sorts.
         WHOLE: The gate's columns come first, but half of a matrix is no whole number of lane groups. A tile has all.
     """
 
@@ -50,13 +50,19 @@ class Gate(NamedTuple):
     limit: float | None
 
     @property
-    def doubles(self) -> bool:
+    def has_factor(self) -> bool:
         """Returns whether a tile has two columns of products for each of its output."""
         return self.layout is not GateLayout.NONE
 
 
 class Blocks(NamedTuple):
-    """Rows, contracted elements and columns per tile."""
+    """Sizes of a tile.
+
+    Attributes:
+        rows: Rows per tile.
+        contracted: Contracted elements per tile.
+        columns: Columns per tile.
+    """
 
     rows: int
     contracted: int
@@ -68,33 +74,33 @@ class GroupedSpec:
     """Constants of the products of rows and matrices.
 
     Attributes:
-        rows: M.
-        contracted: K of the product; for the gradient of lhs, the matrices' N.
-        columns: N of the product.
+        num_rows: M.
+        num_contracted: K of the product; for the gradient of lhs, the matrices' N.
+        num_columns: N of the product.
         blocks: Tile sizes.
-        transposed: Whether the product's columns are the first axis of matrices.
-        operand: Dtype of the products' operands.
+        transposes_matrices: Whether the product's columns are the first axis of matrices.
+        operand_dtype: Dtype of the products' operands.
         precision: Precision of the products.
-        scales: Blocks of scales per matrix; 0 for matrices without.
-        per_scale: Contracted elements of the forward product per scale.
-        accumulates: Whether matrix units accumulate, so that a product may be as long as a tile.
-        wide: Whether matrix units are 256 wide.
-        backward: Whether this is the gradient of lhs, for which scales are along contracted elements.
+        scales_per_matrix: Scales along the contracted elements of a matrix; 0 for matrices without.
+        contracted_per_scale: Contracted elements of the forward product per scale.
+        mxu_accumulates: Whether matrix units accumulate, so that a product may be as long as a tile.
+        has_wide_mxu: Whether matrix units are 256 wide.
+        is_lhs_gradient: Whether this is the gradient of lhs, for which scales are along contracted elements.
         gate: The gate applied to the sums; None for a plain product. Columns are then those of the output.
     """
 
-    rows: int
-    contracted: int
-    columns: int
+    num_rows: int
+    num_contracted: int
+    num_columns: int
     blocks: Blocks
-    transposed: bool
-    operand: Any
+    transposes_matrices: bool
+    operand_dtype: Any
     precision: lax.Precision | None
-    scales: int
-    per_scale: int
-    accumulates: bool
-    wide: bool
-    backward: bool = False
+    scales_per_matrix: int
+    contracted_per_scale: int
+    mxu_accumulates: bool
+    has_wide_mxu: bool
+    is_lhs_gradient: bool = False
     gate: Gate | None = None
 
     @property
@@ -104,21 +110,23 @@ class GroupedSpec:
         return self.blocks.columns * (2 if one_block else 1)
 
     @property
-    def steps(self) -> int:
+    def contracted_steps(self) -> int:
         """Returns tiles of contracted elements."""
-        return cdiv(self.contracted, self.blocks.contracted)
+        return cdiv(self.num_contracted, self.blocks.contracted)
 
     @property
-    def ragged(self) -> bool:
+    def has_partial_contracted_tile(self) -> bool:
         """Returns whether the last tile of contracted elements extends past them."""
-        return self.contracted % self.blocks.contracted != 0
+        return self.num_contracted % self.blocks.contracted != 0
 
     @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
+    def product_ranges(self) -> tuple[tuple[int, int], ...]:
         """Returns the starts and sizes of a tile's products along contracted elements; none has two scales."""
         depth = self.blocks.contracted
-        per_scale = math.gcd(depth, self.per_scale) if self.scales_products and not self.scales_sum else depth
-        most = per_scale if self.accumulates else MXU_CHUNK
+        per_scale = (
+            math.gcd(depth, self.contracted_per_scale) if self.scales_products and not self.scales_sum else depth
+        )
+        most = per_scale if self.mxu_accumulates else COLUMNS_PER_PRODUCT
         return tuple(
             (at, min(most, start + per_scale - at))
             for start in range(0, depth, per_scale)
@@ -128,14 +136,14 @@ class GroupedSpec:
     @property
     def subtile_rows(self) -> int:
         """Returns rows per subtile of a tile that groups share: at most the width of matrix units."""
-        return math.gcd(self.blocks.rows, MXU_CHUNK if self.wide else LANES)
+        return math.gcd(self.blocks.rows, COLUMNS_PER_PRODUCT if self.has_wide_mxu else LANES)
 
     @property
-    def strip(self) -> int:
+    def columns_per_strip(self) -> int:
         """Returns the columns per product of the kernel that sums over rows; its other operand is transposed once
         per strip.
         """
-        return 2 * MXU_CHUNK if self.wide else 4 * MXU_CHUNK
+        return 2 * COLUMNS_PER_PRODUCT if self.has_wide_mxu else 4 * COLUMNS_PER_PRODUCT
 
     @property
     def unrolls(self) -> bool:
@@ -145,15 +153,19 @@ class GroupedSpec:
         """
         if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
             return True
-        is_doubled = self.gate is not None and self.gate.doubles
+        is_doubled = self.gate is not None and self.gate.has_factor
         return math.prod(self.blocks) * (1 + is_doubled) <= (
-            2 * MAX_UNROLLED_MULTIPLICATIONS if self.accumulates else MAX_UNROLLED_MULTIPLICATIONS
+            2 * MAX_UNROLLED_MULTIPLICATIONS if self.mxu_accumulates else MAX_UNROLLED_MULTIPLICATIONS
         )
 
     @property
     def sums_in_memory(self) -> bool:
         """Returns whether a sum is more than one product, or is read by the epilogue of a gate."""
-        return self.steps > 1 or len(self.pieces) > 1 or (self.gate is not None and self.gate.doubles)
+        return (
+            self.contracted_steps > 1
+            or len(self.product_ranges) > 1
+            or (self.gate is not None and self.gate.has_factor)
+        )
 
     @property
     def stages_last_product(self) -> bool:
@@ -162,8 +174,10 @@ class GroupedSpec:
 
         Not if operands are converted after loading, which takes more registers than products do.
         """
-        converted = jnp.dtype(self.operand).itemsize > 2 or (self.scales > 0 and not self.scales_products)
-        return self.wide and not (self.accumulates or converted)
+        converted = jnp.dtype(self.operand_dtype).itemsize > 2 or (
+            self.scales_per_matrix > 0 and not self.scales_products
+        )
+        return self.has_wide_mxu and not (self.mxu_accumulates or converted)
 
     @property
     def stages_row_mask(self) -> bool:
@@ -172,23 +186,23 @@ class GroupedSpec:
         There are few mask registers, and those of all rows would spill. The gradient's kernel would then spill operands
         instead.
         """
-        return self.accumulates and self.unrolls and not self.backward
+        return self.mxu_accumulates and self.unrolls and not self.is_lhs_gradient
 
     @property
     def reloads_first(self) -> bool:
         """Returns whether a sum's first product is reloaded for the next to be added, instead of kept in registers."""
-        return not self.wide
+        return not self.has_wide_mxu
 
     @property
     def scales_products(self) -> bool:
         """Returns whether products are scaled, and not the matrices."""
-        whole = self.per_scale % LANES == 0 and self.blocks.contracted % LANES == 0
-        return self.scales > 0 and not self.backward and (self.scales == 1 or whole)
+        whole = self.contracted_per_scale % LANES == 0 and self.blocks.contracted % LANES == 0
+        return self.scales_per_matrix > 0 and not self.is_lhs_gradient and (self.scales_per_matrix == 1 or whole)
 
     @property
     def scales_sum(self) -> bool:
         """Returns whether a scale holds for a whole column, so that the sum is scaled."""
-        return self.scales_products and self.scales == 1
+        return self.scales_products and self.scales_per_matrix == 1
 
 
 def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
@@ -197,17 +211,17 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
     operand, precision = product_dtype_and_precision(record, broadcasts_scales=scales > 1)
     return GroupedSpec(
-        rows=rows,
-        contracted=contracted,
-        columns=width,
+        num_rows=rows,
+        num_contracted=contracted,
+        num_columns=width,
         blocks=fit_blocks_to_arrays(blocks, contracted, width),
-        transposed=record.transpose_rhs,
-        operand=operand,
+        transposes_matrices=record.transpose_rhs,
+        operand_dtype=operand,
         precision=precision,
-        scales=scales,
-        per_scale=contracted // max(1, scales),
-        accumulates=is_v7x(current_device().kind),
-        wide=has_256_wide_mxu(current_device().kind),
+        scales_per_matrix=scales,
+        contracted_per_scale=contracted // max(1, scales),
+        mxu_accumulates=is_v7x(current_device().kind),
+        has_wide_mxu=has_256_wide_mxu(current_device().kind),
     )
 
 
@@ -216,7 +230,7 @@ def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Block
 
     Args:
         record: The record.
-        product: That of its products.
+        product: The record of its products.
         blocks: Tiles; columns are those of the output.
     """
     width = columns(product) // (2 if record.gated else 1)
@@ -224,14 +238,14 @@ def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Block
     layout = gate_layout(record)
     return dataclasses.replace(
         plain_spec,
-        columns=width,
+        num_columns=width,
         blocks=plain_spec.blocks._replace(columns=gated_columns(layout, width, blocks.columns)),
         gate=Gate(layout, record.activation, record.alpha, record.beta, record.limit),
     )
 
 
 def gate_layout(record: GatedGroupedMatmul) -> GateLayout:
-    """Returns how a record's gate and factor lie."""
+    """Returns the layout of a record's gate and factor columns."""
     if not record.gated:
         return GateLayout.NONE
     if record.interleaved:
@@ -253,20 +267,20 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
     return dataclasses.replace(
         forward,
-        contracted=forward.columns,
-        columns=forward.contracted,
-        blocks=fit_blocks_to_arrays(blocks, forward.columns, forward.contracted),
-        transposed=not record.transpose_rhs,
-        operand=operand,
+        num_contracted=forward.num_columns,
+        num_columns=forward.num_contracted,
+        blocks=fit_blocks_to_arrays(blocks, forward.num_columns, forward.num_contracted),
+        transposes_matrices=not record.transpose_rhs,
+        operand_dtype=operand,
         precision=precision,
-        backward=True,
+        is_lhs_gradient=True,
     )
 
 
 def matrix_gradients_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     """Returns the constants of the kernel of the matrices' gradients."""
     operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
-    return dataclasses.replace(forward_spec(record, blocks), operand=operand, precision=precision)
+    return dataclasses.replace(forward_spec(record, blocks), operand_dtype=operand, precision=precision)
 
 
 def product_dtype_and_precision(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.Precision | None]:
@@ -310,7 +324,7 @@ def spread_scales_over_tile(
     Args:
         scales: [blocks, n] of a tile's columns, padded.
         first: First row of the tile, in the matrix.
-        size: Its rows.
+        size: The number of its rows.
         spec: The kernel's constants.
         columns_first: Whether the tile, and the result, is [n, size] instead of [size, n].
     """
@@ -322,10 +336,10 @@ def spread_scales_over_tile(
 def scale_block_membership(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
     """Returns 1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
     index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
-    block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.per_scale
-    return jnp.where((index >= block) & (index < block + spec.per_scale), 1.0, 0.0)
+    block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.contracted_per_scale
+    return jnp.where((index >= block) & (index < block + spec.contracted_per_scale), 1.0, 0.0)
 
 
-def blocks_of(config: TpuMatmul) -> Blocks:
+def tile_sizes_of(config: TpuMatmul) -> Blocks:
     """Returns the tile sizes of a configuration."""
     return Blocks(config.block_m, config.block_k, config.block_n)

@@ -3,7 +3,7 @@
     grid: (tiles of columns, work items, tiles of contracted elements); an item is a tile of rows and one group's matrix
 
         rows [block_m, block_k] ◄── double buffer ─┐
-        matrices [block_k, block_n] ◄── likewise ──┴─► products of parts ──► acc [block_m, block_n]
+        matrices [block_k, block_n] ◄ double buffer┴─► products of parts ──► acc [block_m, block_n]
         after the last block_k: acc, scaled, + bias, + existing, gated ──► the item's rows of output
 
 A tile of rows that several groups share is computed once for each; it stays in VMEM in between, and each item computes
@@ -32,12 +32,12 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
     HAS_WORK_FLAG,
     WHOLE_TILE_FLAG,
     WorkItem,
-    coordinates_of,
+    make_item_coordinates,
     read_item,
     work_list_by_row_tiles,
 )
 from ejkernel_pallas.tpu.grouped_matmul.spec import (
-    MXU_CHUNK,
+    COLUMNS_PER_PRODUCT,
     Gate,
     GateLayout,
     GroupedSpec,
@@ -53,30 +53,43 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES, deinterleave, ma
 
 
 class TilePosition(NamedTuple):
-    """Tile of columns, tile of contracted elements, and an opaque zero, which the compiler cannot fold."""
+    """The position of a tile in the product.
 
-    n: Any
-    k: Any
-    zero: Any
+    Attributes:
+        column_tile: Index of the tile of columns.
+        contracted_tile: Index of the tile of contracted elements.
+        opaque_zero: A zero that the compiler cannot fold.
+    """
+
+    column_tile: Any
+    contracted_tile: Any
+    opaque_zero: Any
 
 
 class SubTile(NamedTuple):
-    """A subtile of the output: some rows, possibly traced, and columns."""
+    """A subtile of the output.
 
-    row: Any
-    rows: int
-    column: Any
-    columns: int
+    Attributes:
+        first_row: Index of the first row in the tile; may be traced.
+        num_rows: The number of rows.
+        first_column: Index of the first column in the tile; may be traced.
+        num_columns: The number of columns.
+    """
+
+    first_row: Any
+    num_rows: int
+    first_column: Any
+    num_columns: int
 
     @property
-    def r(self) -> Any:
-        """Returns the rows."""
-        return pl.ds(self.row, self.rows)
+    def row_slice(self) -> Any:
+        """Returns the rows as a slice of the tile."""
+        return pl.ds(self.first_row, self.num_rows)
 
     @property
-    def c(self) -> Any:
-        """Returns the columns."""
-        return pl.ds(self.column, self.columns)
+    def column_slice(self) -> Any:
+        """Returns the columns as a slice of the tile."""
+        return pl.ds(self.first_column, self.num_columns)
 
 
 def multiply(
@@ -88,39 +101,39 @@ def multiply(
         record: Has the matrices, their scales, and the group sizes.
         rows: [M, K] of the product.
         spec: The kernel's constants.
-        extra: Arrays to add: `"bias"` [E, 1, N] float32 and `"existing"` [M, N]; and `"has_token"` float32 [M] for a
-            gated product.
+        extra: Arrays that are added to the products: `"bias"` [E, 1, N] float32 and `"existing_output"` [M, N]; and
+            `"has_token"` float32 [M] for a gated product.
         dtype: Dtype of the result.
 
     Returns:
-        [M, N]; unassigned rows are `"existing"`, or 0.
+        [M, N]; unassigned rows are `"existing_output"`, or 0.
     """
     work, (height, _, width) = work_list_by_row_tiles(record, spec.blocks.rows), spec.blocks
-    array = jax.ShapeDtypeStruct((spec.rows, spec.columns), dtype)
+    array = jax.ShapeDtypeStruct((spec.num_rows, spec.num_columns), dtype)
     scratch: dict[str, Any] = {}
     if spec.sums_in_memory:
         scratch["acc"] = pltpu.VMEM((height, _sum_lanes(spec)), jnp.float32)
         if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
             scratch["factor_acc"] = scratch["acc"]
         if spec.stages_last_product:
-            scratch["last"] = pltpu.VMEM((height, MXU_CHUNK), jnp.float32)
+            scratch["last_product"] = pltpu.VMEM((height, COLUMNS_PER_PRODUCT), jnp.float32)
     if spec.stages_row_mask:
         scratch["row_mask"] = pltpu.VMEM((spec.subtile_rows, LANES), jnp.int32)
     inputs = _input_operands(record, rows, spec, extra)
-    outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.tile, n))}
+    outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.row_tile, n))}
     results = launch(
         KernelCall(
             name=_kernel_name(spec),
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
-            grid=(cdiv(spec.columns, width), work.total, spec.steps),
+            grid=(cdiv(spec.num_columns, width), work.num_items, spec.contracted_steps),
             # Only columns are parallel: items that share a tile of rows are consecutive, since they write to one block.
             parallel=1,
-            tables={"table": work.table},
+            tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=coordinates_of(1),
+            where=make_item_coordinates(1),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
@@ -130,7 +143,7 @@ def multiply(
 def _kernel_name(spec: GroupedSpec) -> str:
     if spec.gate is not None:
         return "ejkernel_gated_grouped_matmul"
-    return "ejkernel_grouped_matmul_backward_rows" if spec.backward else "ejkernel_grouped_matmul"
+    return "ejkernel_grouped_matmul_backward_rows" if spec.is_lhs_gradient else "ejkernel_grouped_matmul"
 
 
 def _sum_lanes(spec: GroupedSpec) -> int:
@@ -143,8 +156,12 @@ def _input_operands(
     record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
 ) -> dict[str, Operand]:
     (height, depth, _), width = spec.blocks, spec.block_columns
-    inputs = {"rows": Operand(rows, (height, depth), lambda v, n, k: (v.source, _contracted_tile_of_item(v, k, spec)))}
-    if spec.transposed:
+    inputs = {
+        "rows": Operand(
+            rows, (height, depth), lambda v, n, k: (v.loaded_row_tile, _contracted_tile_of_item(v, k, spec))
+        )
+    }
+    if spec.transposes_matrices:
         block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _contracted_tile_of_item(v, k, spec))
     else:
         block, index = (None, depth, width), lambda v, n, k: (v.matrix, _contracted_tile_of_item(v, k, spec), n)
@@ -156,15 +173,15 @@ def _input_operands(
         if lanes > width:
             bias = jnp.pad(bias, ((0, 0), (0, 0), (0, lanes - width)))
         inputs["bias"] = Operand(bias, (None, 1, lanes), lambda v, n, k: (v.matrix, 0, n))
-    if "existing" in extra:
-        inputs["existing"] = Operand(extra["existing"], (height, width), lambda v, n, k: (v.tile, n))
+    if "existing_output" in extra:
+        inputs["existing_output"] = Operand(extra["existing_output"], (height, width), lambda v, n, k: (v.row_tile, n))
     if "has_token" in extra:
-        flags = jnp.pad(extra["has_token"], (0, -spec.rows % height)).reshape(-1, 1, height)
-        inputs["has_token"] = Operand(flags, (None, 1, height), lambda v, n, k: (v.tile, 0, 0))
+        flags = jnp.pad(extra["has_token"], (0, -spec.num_rows % height)).reshape(-1, 1, height)
+        inputs["has_token"] = Operand(flags, (None, 1, height), lambda v, n, k: (v.row_tile, 0, 0))
     if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
         for name in ("matrices", "bias"):
             if name in inputs:
-                inputs[f"factor_{name}"] = _other_half_operand(inputs[name], cdiv(spec.columns, width))
+                inputs[f"factor_{name}"] = _other_half_operand(inputs[name], cdiv(spec.num_columns, width))
     return inputs
 
 
@@ -178,14 +195,14 @@ def _contracted_tile_of_item(work_item: WorkItem, k: Any, spec: GroupedSpec) -> 
     nothing is copied.
     """
     return jnp.where(
-        work_item.has(HAS_WORK_FLAG), k, jnp.where(work_item.has(BEFORE_ALL_GROUPS_FLAG), 0, spec.steps - 1)
+        work_item.has(HAS_WORK_FLAG), k, jnp.where(work_item.has(BEFORE_ALL_GROUPS_FLAG), 0, spec.contracted_steps - 1)
     )
 
 
 def _scale_operand(scales: jax.Array, spec: GroupedSpec) -> Operand:
-    size = spec.blocks.contracted if spec.backward else spec.blocks.columns
+    size = spec.blocks.contracted if spec.is_lhs_gradient else spec.blocks.columns
     block = (None, scales.shape[1], size)
-    if spec.backward:
+    if spec.is_lhs_gradient:
         return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _contracted_tile_of_item(v, k, spec)))
     return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
 
@@ -197,20 +214,22 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
         refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
-    v = read_item(refs.table, pl.program_id(1))
-    at = TilePosition(pl.program_id(0), pl.program_id(2), v.zero)
+    v = read_item(refs.work_items, pl.program_id(1))
+    at = TilePosition(pl.program_id(0), pl.program_id(2), v.opaque_zero)
     whole, partial = v.has(WHOLE_TILE_FLAG), (v.flags & (HAS_WORK_FLAG | WHOLE_TILE_FLAG)) == HAS_WORK_FLAG
-    last = at.k == spec.steps - 1
-    if spec.steps > 1:
+    last = at.contracted_tile == spec.contracted_steps - 1
+    if spec.contracted_steps > 1:
 
-        @pl.when(v.has(HAS_WORK_FLAG) & (at.k == 0))
+        @pl.when(v.has(HAS_WORK_FLAG) & (at.contracted_tile == 0))
         def _() -> None:
             for product_refs in refs.products:
                 product_refs.acc[...] = jnp.zeros_like(product_refs.acc)
 
     if refs.acc is not None:
         # Only the last tile of contracted elements extends past them; the others need no mask.
-        for when, masks_tail in ((~last, False), (last, True)) if spec.ragged else ((True, False),):
+        for when, masks_tail in (
+            ((~last, False), (last, True)) if spec.has_partial_contracted_tile else ((True, False),)
+        ):
             add = functools.partial(_add_all_products, refs, at, spec=spec, masks_tail=masks_tail)
             pl.when(whole & when)(functools.partial(_for_each_column_subtile, spec, spec.block_columns, 0, add))
             pl.when(partial & when)(functools.partial(_for_each_subtile, spec, spec.block_columns, v, add))
@@ -230,14 +249,18 @@ def _for_each_column_subtile(
     height = spec.blocks.rows
 
     def add_columns(n: Any, carry: Any) -> Any:
-        work(SubTile(row, rows or height, pl.multiple_of(n * MXU_CHUNK, MXU_CHUNK), MXU_CHUNK))
+        work(
+            SubTile(
+                row, rows or height, pl.multiple_of(n * COLUMNS_PER_PRODUCT, COLUMNS_PER_PRODUCT), COLUMNS_PER_PRODUCT
+            )
+        )
         return carry
 
-    looped_subtiles = 0 if spec.unrolls else width // MXU_CHUNK
+    looped_subtiles = 0 if spec.unrolls else width // COLUMNS_PER_PRODUCT
     if looped_subtiles:
         lax.fori_loop(np.int32(0), np.int32(looped_subtiles), add_columns, np.int32(0))
-    for column in range(looped_subtiles * MXU_CHUNK, width, MXU_CHUNK):
-        work(SubTile(row, rows or height, column, min(MXU_CHUNK, width - column)))
+    for column in range(looped_subtiles * COLUMNS_PER_PRODUCT, width, COLUMNS_PER_PRODUCT):
+        work(SubTile(row, rows or height, column, min(COLUMNS_PER_PRODUCT, width - column)))
 
 
 def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: Callable[[SubTile], None]) -> None:
@@ -248,13 +271,18 @@ def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: 
         _for_each_column_subtile(spec, width, pl.multiple_of(n * rows, rows), work, rows)
         return carry
 
-    fori_loop(divide(work_item.low, rows), divide(work_item.high + (rows - 1), rows), process_row_subtile, np.int32(0))
+    fori_loop(
+        divide(work_item.first_row, rows),
+        divide(work_item.end_row + (rows - 1), rows),
+        process_row_subtile,
+        np.int32(0),
+    )
 
 
 def _add_all_products(
     refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
 ) -> None:
-    """Adds to each of a tile's sums."""
+    """Adds the products of a subtile to each of the tile's sums: those of gate and factor, or one."""
     for product_refs in refs.products:
         _add_subtile_products(product_refs, tile_position, subtile, spec, masks_tail)
 
@@ -263,17 +291,21 @@ def _add_subtile_products(
     refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
 ) -> None:
     """Adds the products of a subtile; with `masks_tail`, tiles extend past the contracted elements."""
-    for start, size in spec.pieces:
+    for start, size in spec.product_ranges:
         partial_sum = _subtile_product(refs, tile_position, subtile, spec, (start, size), masks_tail)
-        if start == 0 and spec.steps == 1:
-            row = opaque_offset(subtile.row, SUBLANES, tile_position.zero) if spec.reloads_first else subtile.row
-            refs.acc[pl.ds(row, subtile.rows), subtile.c] = partial_sum
+        if start == 0 and spec.contracted_steps == 1:
+            row = (
+                opaque_offset(subtile.first_row, SUBLANES, tile_position.opaque_zero)
+                if spec.reloads_first
+                else subtile.first_row
+            )
+            refs.acc[pl.ds(row, subtile.num_rows), subtile.column_slice] = partial_sum
             continue
-        if spec.stages_last_product and (start, size) == spec.pieces[-1]:
-            last = refs.last.at[subtile.r, : subtile.columns]
+        if spec.stages_last_product and (start, size) == spec.product_ranges[-1]:
+            last = refs.last_product.at[subtile.row_slice, : subtile.num_columns]
             last[...] = partial_sum
             partial_sum = last[...]
-        refs.acc[subtile.r, subtile.c] += partial_sum
+        refs.acc[subtile.row_slice, subtile.column_slice] += partial_sum
 
 
 def _subtile_product(
@@ -287,23 +319,27 @@ def _subtile_product(
     """Returns the product over a piece of the contracted elements."""
     start, size = piece
     inner = slice(start, start + size)
-    row = subtile.row
+    row = subtile.first_row
     if spec.sums_in_memory:  # their loads and stores need the registers in which rows would be kept for other columns
-        row = opaque_offset(row, subtile.column, tile_position.zero)
-    rows = refs.rows[pl.ds(row, subtile.rows), inner]
-    matrix = refs.matrices[subtile.c, inner] if spec.transposed else refs.matrices[inner, subtile.c]
+        row = opaque_offset(row, subtile.first_column, tile_position.opaque_zero)
+    rows = refs.rows[pl.ds(row, subtile.num_rows), inner]
+    matrix = (
+        refs.matrices[subtile.column_slice, inner]
+        if spec.transposes_matrices
+        else refs.matrices[inner, subtile.column_slice]
+    )
     if refs.scales is not None and not spec.scales_products:
         matrix = matrix.astype(jnp.float32) * _matrix_scales(refs, tile_position, subtile, spec, piece)
     if masks_tail:
         # In both operands: past the end either may hold NaN, and 0 times NaN is NaN.
-        left = spec.contracted - tile_position.k * spec.blocks.contracted - start
+        left = spec.num_contracted - tile_position.contracted_tile * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
-        matrix = zero_outside(matrix, 0, left, 1 if spec.transposed else 0)
-    pair = rows.astype(spec.operand), matrix.astype(spec.operand)
-    partial_sum = matrix_product(*pair, (1, 1 if spec.transposed else 0), spec.precision)
+        matrix = zero_outside(matrix, 0, left, 1 if spec.transposes_matrices else 0)
+    pair = rows.astype(spec.operand_dtype), matrix.astype(spec.operand_dtype)
+    partial_sum = matrix_product(*pair, (1, 1 if spec.transposes_matrices else 0), spec.precision)
     if refs.scales is not None and spec.scales_products and not spec.scales_sum:
-        block = divide(tile_position.k * spec.blocks.contracted + start, spec.per_scale)
-        partial_sum = partial_sum * refs.scales[pl.ds(block, 1), subtile.c]
+        block = divide(tile_position.contracted_tile * spec.blocks.contracted + start, spec.contracted_per_scale)
+        partial_sum = partial_sum * refs.scales[pl.ds(block, 1), subtile.column_slice]
     return partial_sum
 
 
@@ -311,21 +347,25 @@ def _matrix_scales(
     refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, piece: tuple[int, int]
 ) -> jax.Array:
     """Returns the scales of a matrix, in the shape of its subtile."""
-    columns_first = spec.transposed != spec.backward
-    if spec.backward:
+    columns_first = spec.transposes_matrices != spec.is_lhs_gradient
+    if spec.is_lhs_gradient:
         scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]
         return spread_scales_over_tile(
-            scales, tile_position.n * spec.blocks.columns + subtile.column, subtile.columns, spec, columns_first
+            scales,
+            tile_position.column_tile * spec.blocks.columns + subtile.first_column,
+            subtile.num_columns,
+            spec,
+            columns_first,
         )
-    first = tile_position.k * spec.blocks.contracted + piece[0]
-    return spread_scales_over_tile(refs.scales[:, subtile.c], first, piece[1], spec, columns_first)
+    first = tile_position.contracted_tile * spec.blocks.contracted + piece[0]
+    return spread_scales_over_tile(refs.scales[:, subtile.column_slice], first, piece[1], spec, columns_first)
 
 
 def _write_unassigned_rows(refs: RowsRefs) -> None:
-    """Writes unassigned rows."""
+    """Writes the existing output, or zeros, to the rows of a tile, for rows that no group has."""
     output = refs.output
-    if refs.existing is not None:
-        output[...] = refs.existing[...].astype(output.dtype)
+    if refs.existing_output is not None:
+        output[...] = refs.existing_output[...].astype(output.dtype)
     else:
         output[...] = jnp.zeros_like(output)
 
@@ -343,23 +383,23 @@ def _write_subtile(
     if work_item is not None:
         # Other rows keep what their groups' items wrote: the block stays in VMEM until the tile of rows changes.
         mask = _group_row_mask(refs, tile_position, subtile, spec, work_item)
-        total = jnp.where(mask, total, output[subtile.r, subtile.c].astype(jnp.float32))
-    output[subtile.r, subtile.c] = total.astype(output.dtype)
+        total = jnp.where(mask, total, output[subtile.row_slice, subtile.column_slice].astype(jnp.float32))
+    output[subtile.row_slice, subtile.column_slice] = total.astype(output.dtype)
 
 
 def _subtile_sum(refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec) -> jax.Array:
     """Returns the sum of a subtile, with bias and existing output."""
     total = (
-        refs.acc[subtile.r, subtile.c]
+        refs.acc[subtile.row_slice, subtile.column_slice]
         if refs.acc is not None
-        else _subtile_product(refs, tile_position, subtile, spec, spec.pieces[0])
+        else _subtile_product(refs, tile_position, subtile, spec, spec.product_ranges[0])
     )
     if spec.scales_sum:
-        total = total * refs.scales[:1, subtile.c]
+        total = total * refs.scales[:1, subtile.column_slice]
     if refs.bias is not None:
-        total = total + refs.bias[:, subtile.c]
-    if refs.existing is not None:
-        total = total + refs.existing[subtile.r, subtile.c].astype(jnp.float32)
+        total = total + refs.bias[:, subtile.column_slice]
+    if refs.existing_output is not None:
+        total = total + refs.existing_output[subtile.row_slice, subtile.column_slice].astype(jnp.float32)
     return total
 
 
@@ -374,17 +414,19 @@ def _gated_subtile_output(
             gate, *(_subtile_sum(product_refs, tile_position, subtile, spec) for product_refs in refs.products)
         )
     elif gate.layout is GateLayout.WHOLE:
-        factor = subtile._replace(column=subtile.column + spec.columns)
+        factor = subtile._replace(first_column=subtile.first_column + spec.num_columns)
         output = activated_gate_times_factor(
             gate, _subtile_sum(refs, tile_position, subtile, spec), _subtile_sum(refs, tile_position, factor, spec)
         )
     else:
-        lanes = cdiv(subtile.columns, LANES) * 2 * LANES
-        pairs = _subtile_sum(refs, tile_position, subtile._replace(column=subtile.column * 2, columns=lanes), spec)
-        output = activated_gate_times_factor(gate, *(x[:, : subtile.columns] for x in deinterleave(pairs)))
+        lanes = cdiv(subtile.num_columns, LANES) * 2 * LANES
+        pairs = _subtile_sum(
+            refs, tile_position, subtile._replace(first_column=subtile.first_column * 2, num_columns=lanes), spec
+        )
+        output = activated_gate_times_factor(gate, *(x[:, : subtile.num_columns] for x in deinterleave(pairs)))
     if refs.has_token is not None:
         has_token = repeat_lanes(
-            vectors.row_to_column(refs.has_token[:, pl.ds(subtile.row, subtile.rows)]), output.shape[1]
+            vectors.row_to_column(refs.has_token[:, pl.ds(subtile.first_row, subtile.num_rows)]), output.shape[1]
         )
         output = jnp.where(has_token != 0, output, 0.0)
     return output
@@ -397,11 +439,11 @@ def _group_row_mask(
     these rows.
     """
     if not spec.stages_row_mask:
-        row = subtile.row + lax.broadcasted_iota(jnp.int32, (subtile.rows, subtile.columns), 0)
-        return (row >= work_item.low) & (row < work_item.high)
+        row = subtile.first_row + lax.broadcasted_iota(jnp.int32, (subtile.num_rows, subtile.num_columns), 0)
+        return (row >= work_item.first_row) & (row < work_item.end_row)
     row_mask = refs.row_mask
-    if subtile.column == 0:
-        row = subtile.row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
-        row_mask[...] = jnp.where((row >= work_item.low) & (row < work_item.high), 1, 0)
-    mask = row_mask[pl.ds(opaque_offset(0, subtile.column, tile_position.zero), subtile.rows)]
-    return jnp.concatenate([mask] * cdiv(subtile.columns, LANES), axis=1)[:, : subtile.columns] != 0
+    if subtile.first_column == 0:
+        row = subtile.first_row + lax.broadcasted_iota(jnp.int32, row_mask.shape, 0)
+        row_mask[...] = jnp.where((row >= work_item.first_row) & (row < work_item.end_row), 1, 0)
+    mask = row_mask[pl.ds(opaque_offset(0, subtile.first_column, tile_position.opaque_zero), subtile.num_rows)]
+    return jnp.concatenate([mask] * cdiv(subtile.num_columns, LANES), axis=1)[:, : subtile.num_columns] != 0

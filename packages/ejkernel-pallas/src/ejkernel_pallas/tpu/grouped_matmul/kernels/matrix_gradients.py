@@ -28,12 +28,12 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
     LAST_ITEM_FLAG,
     WHOLE_TILE_FLAG,
     WorkItem,
-    coordinates_of,
+    make_item_coordinates,
     read_item,
     work_list_by_matrices,
 )
 from ejkernel_pallas.tpu.grouped_matmul.spec import (
-    MXU_CHUNK,
+    COLUMNS_PER_PRODUCT,
     GroupedSpec,
     pad_scales_to_sublanes,
     scale_block_membership,
@@ -65,7 +65,7 @@ def matrix_gradients(
     """
     work, products = work_list_by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
-    k_tiles, n_tiles = spec.steps if products else 1, cdiv(spec.columns, spec.blocks.columns)
+    k_tiles, n_tiles = spec.contracted_steps if products else 1, cdiv(spec.num_columns, spec.blocks.columns)
     outputs, scratch = _result_operands(record, cotangent.dtype, spec, k_tiles, grad_fields)
     inputs = (
         _input_operands(record, cotangent, spec, grad_fields)
@@ -77,20 +77,20 @@ def matrix_gradients(
             name="ejkernel_grouped_matmul_backward_matrices",
             kernel=functools.partial(_kernel, spec=spec),
             refs=MatricesRefs,
-            grid=(k_tiles, n_tiles, work.total) if spec.transposed else (n_tiles, k_tiles, work.total),
+            grid=(k_tiles, n_tiles, work.num_items) if spec.transposes_matrices else (n_tiles, k_tiles, work.num_items),
             # Tiles of a matrix may go to different cores; the items of a tile add to one accumulator.
             parallel=1,
-            tables={"table": work.table},
+            tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=coordinates_of(2),
+            where=make_item_coordinates(2),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
     if "rhs_scale" in gradients:
         # The rows of one scale may be in two tiles of contracted elements, each of which has written a partial sum.
-        gradients["rhs_scale"] = gradients["rhs_scale"].sum(axis=0)[:, : spec.scales, None]
+        gradients["rhs_scale"] = gradients["rhs_scale"].sum(axis=0)[:, : spec.scales_per_matrix, None]
     if "rhs_bias" in gradients:
         gradients["rhs_bias"] = gradients["rhs_bias"][0]
     return {name: x.astype(getattr(record, name).dtype) for name, x in gradients.items()}
@@ -102,17 +102,19 @@ def _index_map(
     """Returns an index map from work item, tile of contracted elements and tile of columns; lanes are the grid's
     first axis.
     """
-    return index if spec.transposed else lambda v, n, k: index(v, k, n)
+    return index if spec.transposes_matrices else lambda v, n, k: index(v, k, n)
 
 
 def _cotangent_operand(cotangent: jax.Array, spec: GroupedSpec) -> Operand:
-    return Operand(cotangent, (spec.blocks.rows, spec.blocks.columns), _index_map(spec, lambda v, k, n: (v.tile, n)))
+    return Operand(
+        cotangent, (spec.blocks.rows, spec.blocks.columns), _index_map(spec, lambda v, k, n: (v.row_tile, n))
+    )
 
 
 def _matrix_operand(array: Any, spec: GroupedSpec) -> Operand:
     """Returns an array of matrices, by tiles."""
     _, depth, width = spec.blocks
-    if spec.transposed:
+    if spec.transposes_matrices:
         return Operand(array, (None, width, depth), _index_map(spec, lambda v, k, n: (v.matrix, n, k)))
     return Operand(array, (None, depth, width), _index_map(spec, lambda v, k, n: (v.matrix, k, n)))
 
@@ -124,7 +126,7 @@ def _input_operands(
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
         "cotangent": _cotangent_operand(cotangent, spec),
-        "rows": Operand(record.lhs, rows, _index_map(spec, lambda v, k, n: (v.tile, k))),
+        "rows": Operand(record.lhs, rows, _index_map(spec, lambda v, k, n: (v.row_tile, k))),
     }
     if record.rhs_scale is not None:
         scales = pad_scales_to_sublanes(record.rhs_scale)
@@ -145,18 +147,18 @@ def _result_operands(
     if "rhs" in grad_fields:
         outputs["rhs"] = _matrix_operand(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
     if record.rhs_scale is not None and "rhs_scale" in grad_fields:
-        blocks = cdiv(spec.scales, SUBLANES) * SUBLANES
-        array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.columns), jnp.float32)
+        blocks = cdiv(spec.scales_per_matrix, SUBLANES) * SUBLANES
+        array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.num_columns), jnp.float32)
         index = _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
         outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), index)
     if grad_fields & {"rhs", "rhs_scale"}:
-        tile = (width, spec.blocks.contracted) if spec.transposed else (spec.blocks.contracted, width)
+        tile = (width, spec.blocks.contracted) if spec.transposes_matrices else (spec.blocks.contracted, width)
         scratch["acc"] = pltpu.VMEM(tile, jnp.float32)
         scratch["group_rows_buffer"] = pltpu.VMEM((spec.subtile_rows, spec.blocks.contracted), record.lhs.dtype)
         scratch["group_cotangent_buffer"] = pltpu.VMEM((spec.subtile_rows, width), cotangent)
     if "rhs_bias" in grad_fields:
         # Every tile of contracted elements writes the same sums, maybe from different cores: each has its own block.
-        array = jax.ShapeDtypeStruct((k_tiles, matrices, 1, spec.columns), jnp.float32)
+        array = jax.ShapeDtypeStruct((k_tiles, matrices, 1, spec.num_columns), jnp.float32)
         outputs["rhs_bias"] = Operand(
             array, (None, None, 1, width), _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
         )
@@ -172,7 +174,7 @@ def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
         refs: Blocks and scratch memory.
         spec: The kernel's constants.
     """
-    v = read_item(refs.table, pl.program_id(2))
+    v = read_item(refs.work_items, pl.program_id(2))
 
     @pl.when(v.has(FIRST_ITEM_FLAG))
     def _() -> None:
@@ -184,7 +186,7 @@ def _kernel(refs: MatricesRefs, *, spec: GroupedSpec) -> None:
     pl.when((v.flags & (HAS_WORK_FLAG | WHOLE_TILE_FLAG)) == HAS_WORK_FLAG)(
         lambda: _add_item_products(refs, v, spec, True)
     )
-    first = pl.program_id(0 if spec.transposed else 1) * spec.blocks.contracted
+    first = pl.program_id(0 if spec.transposes_matrices else 1) * spec.blocks.contracted
     pl.when(v.has(LAST_ITEM_FLAG))(lambda: _store_tile_gradients(refs, first, spec))
 
 
@@ -196,15 +198,17 @@ def _add_item_products(
     if refs.bias_acc is not None:
         cotangent = refs.cotangent[...].astype(jnp.float32)
         cotangent = (
-            zero_outside(cotangent, work_item.low, work_item.high, 0) if has_rows_of_other_matrices else cotangent
+            zero_outside(cotangent, work_item.first_row, work_item.end_row, 0)
+            if has_rows_of_other_matrices
+            else cotangent
         )
         refs.bias_acc[...] += jnp.sum(cotangent, axis=0, keepdims=True)
     if refs.acc is None:
         return
     if not has_rows_of_other_matrices:
-        deep = rows if spec.accumulates else math.gcd(rows, MXU_CHUNK)
+        deep = rows if spec.mxu_accumulates else math.gcd(rows, COLUMNS_PER_PRODUCT)
         for row in range(0, rows, deep):
-            _add_products(refs, refs.rows, refs.cotangent, (row, deep), work_item.zero, spec)
+            _add_products(refs, refs.rows, refs.cotangent, (row, deep), work_item.opaque_zero, spec)
         return
     deep = spec.subtile_rows
 
@@ -212,11 +216,11 @@ def _add_item_products(
         row = pl.multiple_of(n * deep, deep)
         # Copied to scratch instead of masked during the products, which would take registers that the sums need.
         _copy_group_rows(refs, work_item, row, deep)
-        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), work_item.zero, spec)
+        _add_products(refs, refs.group_rows_buffer, refs.group_cotangent_buffer, (0, deep), work_item.opaque_zero, spec)
         return carry
 
     # Loops instead of conditions, which a compiler may turn into products whose results are not used.
-    fori_loop(divide(work_item.low, deep), divide(work_item.high + (deep - 1), deep), add_rows, np.int32(0))
+    fori_loop(divide(work_item.first_row, deep), divide(work_item.end_row + (deep - 1), deep), add_rows, np.int32(0))
 
 
 def _copy_group_rows(refs: MatricesRefs, work_item: WorkItem, first_row: Any, num_rows: int) -> None:
@@ -227,7 +231,7 @@ def _copy_group_rows(refs: MatricesRefs, work_item: WorkItem, first_row: Any, nu
         for source, target in ((refs.rows, refs.group_rows_buffer), (refs.cotangent, refs.group_cotangent_buffer)):
             x = source[pl.ds(pl.multiple_of(first_row + at, GROUP), GROUP)]
             target[pl.ds(at, GROUP)] = zero_outside(
-                x, work_item.low - first_row - at, work_item.high - first_row - at, 0
+                x, work_item.first_row - first_row - at, work_item.end_row - first_row - at, 0
             )
         return carry
 
@@ -250,14 +254,14 @@ def _add_products(
         spec: The kernel's constants.
     """
     (height, width), (row, deep) = refs.acc.shape, row_range
-    left, right = (cotangent, rows) if spec.transposed else (rows, cotangent)
-    for row_offset in range(0, height, MXU_CHUNK):
-        out_rows = slice(row_offset, min(height, row_offset + MXU_CHUNK))
-        for column in range(0, width, spec.strip):
-            out_columns = slice(column, min(width, column + spec.strip))
+    left, right = (cotangent, rows) if spec.transposes_matrices else (rows, cotangent)
+    for row_offset in range(0, height, COLUMNS_PER_PRODUCT):
+        out_rows = slice(row_offset, min(height, row_offset + COLUMNS_PER_PRODUCT))
+        for column in range(0, width, spec.columns_per_strip):
+            out_columns = slice(column, min(width, column + spec.columns_per_strip))
             refs.acc[out_rows, out_columns] += matrix_product(
-                left[pl.ds(opaque_offset(row, column, zero), deep), out_rows].astype(spec.operand),
-                right[pl.ds(opaque_offset(row, row_offset, zero), deep), out_columns].astype(spec.operand),
+                left[pl.ds(opaque_offset(row, column, zero), deep), out_rows].astype(spec.operand_dtype),
+                right[pl.ds(opaque_offset(row, row_offset, zero), deep), out_columns].astype(spec.operand_dtype),
                 (0, 0),
                 spec.precision,
             )
@@ -268,8 +272,8 @@ def _store_tile_gradients(refs: MatricesRefs, first_matrix_row: Any, spec: Group
     if refs.rhs_bias is not None:
         refs.rhs_bias[...] = refs.bias_acc[...]
     if refs.rhs is not None and refs.scales is None:
-        for column in range(0, refs.acc.shape[1], MXU_CHUNK):
-            strip = (slice(None), slice(column, min(refs.acc.shape[1], column + MXU_CHUNK)))
+        for column in range(0, refs.acc.shape[1], COLUMNS_PER_PRODUCT):
+            strip = (slice(None), slice(column, min(refs.acc.shape[1], column + COLUMNS_PER_PRODUCT)))
             refs.rhs[strip] = refs.acc[strip].astype(refs.rhs.dtype)
     if refs.scales is not None:
         _store_tile_and_scale_gradients(refs, first_matrix_row, spec)
@@ -280,11 +284,13 @@ def _store_tile_and_scale_gradients(refs: MatricesRefs, first_matrix_row: Any, s
     total, size = refs.acc[...], spec.blocks.contracted
     if refs.rhs_scale is not None:
         partial_sums = total * refs.matrices[...].astype(jnp.float32)
-        axis = 1 if spec.transposed else 0
-        partial_sums = zero_outside(partial_sums, 0, spec.contracted - first_matrix_row, axis)
+        axis = 1 if spec.transposes_matrices else 0
+        partial_sums = zero_outside(partial_sums, 0, spec.num_contracted - first_matrix_row, axis)
         # The sum over the rows of each scale is a product with ones and zeros: the matrix unit is idle here.
         ones = scale_block_membership(refs.rhs_scale.shape[0], first_matrix_row, size, spec)
         refs.rhs_scale[...] = matrix_product(ones, partial_sums, (1, axis), lax.Precision.HIGHEST)
     if refs.rhs is not None:
-        factor = spread_scales_over_tile(refs.scales[...], first_matrix_row, size, spec, columns_first=spec.transposed)
+        factor = spread_scales_over_tile(
+            refs.scales[...], first_matrix_row, size, spec, columns_first=spec.transposes_matrices
+        )
         refs.rhs[...] = (total * factor).astype(refs.rhs.dtype)

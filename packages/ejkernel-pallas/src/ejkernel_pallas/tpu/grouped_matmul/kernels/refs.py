@@ -10,15 +10,16 @@ class RowsRefs:
     """Refs of the kernel that accumulates for tiles of rows; unused fields are None.
 
     Attributes:
-        table: Work items in scalar memory, as module `work_list` lists them.
-        rows: [block_m, block_k].
-        matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
+        work_items: Work items in scalar memory, as module `plan` lists them.
+        rows: [block_m, block_k], rows of the left operand.
+        matrices: [block_k, block_n], a tile of the group's matrix, or the other way around if
+            `GroupedSpec.transposes_matrices`.
         output: [block_m, block_n].
         scales: [blocks of scales, block_n], or [blocks of scales, block_k] for the gradient.
         bias: [1, block_n].
-        existing: [block_m, block_n].
+        existing_output: [block_m, block_n], to which products are added.
         acc: Scratch, float32 [block_m, block_n].
-        last: Scratch, float32 [block_m, CHUNK]: the last product of a sum.
+        last_product: Scratch, float32 [block_m, 256]: the last product of a sum.
         row_mask: Scratch, int32 [rows of a subtile, 128]: 1 where a row belongs to the item's matrix.
         factor_matrices: The columns of a gated product's factor, like `matrices`, if they have separate blocks.
         factor_bias: Their bias, in the shape of `bias`.
@@ -26,15 +27,15 @@ class RowsRefs:
         has_token: float32 [1, block_m]: 1 where a row of a gated product has a token.
     """
 
-    table: Ref
+    work_items: Ref
     rows: Ref
     matrices: Ref
     output: Ref
     scales: Ref = None
     bias: Ref = None
-    existing: Ref = None
+    existing_output: Ref = None
     acc: Ref = None
-    last: Ref = None
+    last_product: Ref = None
     row_mask: Ref = None
     factor_matrices: Ref = None
     factor_bias: Ref = None
@@ -60,11 +61,11 @@ class MatricesRefs:
     """Refs of the kernel that accumulates for tiles of matrices; unused fields are None.
 
     Attributes:
-        table: Work items in scalar memory, as module `work_list` lists them.
+        work_items: Work items in scalar memory, as module `plan` lists them.
         cotangent: [block_m, block_n].
         rows: [block_m, block_k].
         scales: [blocks of scales, block_n].
-        matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposed`.
+        matrices: [block_k, block_n], or the other way around if `GroupedSpec.transposes_matrices`.
         rhs: Gradient in the shape of the matrices.
         rhs_scale: [blocks of scales, block_n].
         rhs_bias: [1, block_n].
@@ -74,7 +75,7 @@ class MatricesRefs:
         bias_acc: Scratch, float32 [1, block_n].
     """
 
-    table: Ref
+    work_items: Ref
     cotangent: Ref
     rows: Ref = None
     scales: Ref = None
