@@ -137,8 +137,8 @@ def test_memory_is_computed_and_refused_by_name():
     with target_device("v7x"):
         for record in (long_record(16384, 16), long_record(2**20, 16), long_record(16384, 200, 64)):
             tiles = config.heuristic(record, None, "forward")
-            assert config.vmem_bytes(record, tiles) <= config.VMEM_BYTES
-            assert config.work_list_bytes(record, tiles) <= config.WORK_LIST_SMEM_BYTES
+            assert config.vmem_bytes(record, tiles) <= config.MAX_VMEM_BYTES
+            assert config.work_list_bytes(record, tiles) <= config.MAX_WORK_LIST_SMEM_BYTES
             assert not list(_reasons(record))
         (reason,) = _reasons(long_record(2**20, 4000))
     assert "SMEM" in reason

@@ -13,7 +13,8 @@ from ejkernel_pallas.tpu.causal_convolution import config
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 
 FILTER_WIDTHS = range(2, 9)
-"""The largest number of weights per channel: the rows of one vector register hold the tokens before a block."""
+"""Numbers of weights per channel that the kernels support: the eight rows of a register hold the tokens before a block.
+"""
 MAX_SEQUENCES = 2**16
 """Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
 

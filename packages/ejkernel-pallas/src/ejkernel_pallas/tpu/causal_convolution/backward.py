@@ -10,7 +10,7 @@ from ejkernel.families.causal_convolution import CausalConvolution, reference, s
 from ejkernel.families.causal_convolution.final_states import add_state_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.causal_convolution import plan
-from ejkernel_pallas.tpu.causal_convolution.config import ROWS_PER_REGISTER, TpuConvolution
+from ejkernel_pallas.tpu.causal_convolution.config import TOKENS_PER_REGISTER, TpuConvolution
 from ejkernel_pallas.tpu.causal_convolution.forward import block_operand, run
 from ejkernel_pallas.tpu.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd
 from ejkernel_pallas.tpu.causal_convolution.kernels.tile import HALO_TOKENS
@@ -22,7 +22,7 @@ Gradients = dict[str, jax.Array]
 
 
 def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
-    """Gradients of the requested fields of a record.
+    """Returns the gradients of the requested fields of a record.
 
     Args:
         pullback: Record, cotangents of output and final states, and the requested names.
@@ -37,10 +37,10 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     dx, dweights = _input_and_weight_gradients(record, spec, outputs)
     found: Gradients = {"weight": dweights[:-1][::-1].T, "bias": dweights[-1]}
     before = jnp.zeros(states(record).shape, jnp.float32)
-    if spec.separate_first:
+    if spec.computes_first_tokens_separately:
         first = plan.find_first_tokens(record)
         first_gradients = _gradients_of_first_tokens(first, spec, outputs)
-        dx = plan.add_to_first_tokens(first, spec.packed, dx, first_gradients["x"].astype(dx.dtype))
+        dx = plan.add_to_first_tokens(first, spec.is_packed, dx, first_gradients["x"].astype(dx.dtype))
         before = first_gradients["initial_state"]
         found = {
             name: found[name] + first_gradients[name] if name in first_gradients else found[name] for name in found
@@ -57,17 +57,17 @@ def _input_and_weight_gradients(
     rows, _, channels = record.x.shape
 
     def before(*step: Any) -> tuple[Any, ...]:
-        block = (spec.blocks - 1 - step[2]) * (spec.block_t // ROWS_PER_REGISTER) - 1
+        block = (spec.blocks_per_row - 1 - step[2]) * (spec.block_t // TOKENS_PER_REGISTER) - 1
         return step[0], jnp.maximum(block, 0), step[1]
 
-    sums = 8 * (spec.width + 1)
+    sums = 8 * (spec.filter_width + 1)
     results = run(
         "causal_conv_bwd",
         causal_conv_bwd,
         record,
         spec,
         inputs={
-            "before": Operand(record.x, (None, ROWS_PER_REGISTER, spec.block_c), before),
+            "tokens_before_block": Operand(record.x, (None, TOKENS_PER_REGISTER, spec.block_c), before),
             "cotangent": block_operand(spec, outputs.astype(record.x.dtype), backwards=True),
         },
         outputs={
@@ -78,19 +78,19 @@ def _input_and_weight_gradients(
                 lambda *step: (step[0], 0, step[1]),
             ),
         },
-        scratch={"sums": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO_TOKENS, LANES), jnp.float32)},
+        scratch={"sum_cotangents": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO_TOKENS, LANES), jnp.float32)},
     )
-    dweights = results["dweights"].reshape(rows, spec.width + 1, 8, channels).sum(axis=(0, 2))
+    dweights = results["dweights"].reshape(rows, spec.filter_width + 1, 8, channels).sum(axis=(0, 2))
     return results["dx"], dweights * 0.5 if spec.halves_sums else dweights
 
 
 def _gradients_of_first_tokens(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
     """Returns the gradients that come from the outputs of the first tokens, in float32."""
-    record = first.record
+    record = first.row_record
     names = [name for name in ("x", "weight", "bias", "initial_state") if getattr(record, name) is not None]
     wide = {name: getattr(record, name).astype(jnp.float32) for name in names}
-    if spec.packed:
-        cotangent = jnp.take(outputs[0], first.token, axis=0, mode="fill", fill_value=0)
+    if spec.is_packed:
+        cotangent = jnp.take(outputs[0], first.token_index, axis=0, mode="fill", fill_value=0)
     else:
         cotangent = outputs[:, : record.x.shape[1]]
 

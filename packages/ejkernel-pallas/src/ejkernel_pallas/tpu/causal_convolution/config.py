@@ -7,12 +7,14 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.params import Direction
 
-LANES_PER_REGISTER, ROWS_PER_REGISTER = 128, 16
-"""Channels of a vector register, and tokens of one in bfloat16."""
+CHANNELS_PER_REGISTER, TOKENS_PER_REGISTER = 128, 16
+"""Channels and tokens of a vector register of bfloat16."""
 BLOCK_TOKENS = (128, 256, 512)
 BLOCK_CHANNELS = (256, 512, 1024)
 MAX_BLOCK_ELEMENTS = 2**20
-"""Elements of a block: 32 MiB of VMEM in the backward pass, which has three blocks twice and two more in float32."""
+"""The largest block, in elements: 32 MiB of VMEM in the backward pass, which double-buffers three blocks and has two
+more in float32.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,18 +22,18 @@ class TpuConvolution:
     """The configuration of either pass.
 
     Attributes:
-        block_t: Tokens of a grid step, a multiple of 16.
-        block_c: Channels of a grid step, a multiple of 128.
+        block_t: Tokens per grid step, a multiple of 16.
+        block_c: Channels per grid step, a multiple of 128.
     """
 
     block_t: int
     block_c: int
 
     def __post_init__(self) -> None:
-        if self.block_t < ROWS_PER_REGISTER or self.block_t % ROWS_PER_REGISTER:
-            raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {ROWS_PER_REGISTER}")
-        if self.block_c < LANES_PER_REGISTER or self.block_c % LANES_PER_REGISTER:
-            raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {LANES_PER_REGISTER}")
+        if self.block_t < TOKENS_PER_REGISTER or self.block_t % TOKENS_PER_REGISTER:
+            raise ValueError(f"block_t: got {self.block_t}, wants a multiple of {TOKENS_PER_REGISTER}")
+        if self.block_c < CHANNELS_PER_REGISTER or self.block_c % CHANNELS_PER_REGISTER:
+            raise ValueError(f"block_c: got {self.block_c}, wants a multiple of {CHANNELS_PER_REGISTER}")
         if self.block_t * self.block_c > MAX_BLOCK_ELEMENTS:
             raise ValueError(
                 f"block_t and block_c: got {self.block_t} and {self.block_c}, wants at most "
@@ -40,7 +42,7 @@ class TpuConvolution:
 
 
 PUBLIC_FIELDS = {"block_t": "block_t", "block_c": "block_c"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 
 def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> TpuConvolution:
@@ -49,7 +51,7 @@ def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> T
 
 
 def candidates(record: CausalConvolution, device: Any, direction: Direction) -> tuple[TpuConvolution, ...]:
-    """Configurations worth measuring."""
+    """Returns configurations worth measuring."""
     found = (_fit_block_sizes(record, t, c) for t in BLOCK_TOKENS for c in BLOCK_CHANNELS)
     return tuple(dict.fromkeys((heuristic(record, device, direction), *found)))
 
@@ -58,6 +60,6 @@ def _fit_block_sizes(record: CausalConvolution, block_t: int, block_c: int) -> T
     """Returns a block size no larger than the array, rounded up to whole registers."""
     tokens, channels = (
         cdiv(size, multiple) * multiple
-        for size, multiple in zip(record.x.shape[1:], (ROWS_PER_REGISTER, LANES_PER_REGISTER), strict=True)
+        for size, multiple in zip(record.x.shape[1:], (TOKENS_PER_REGISTER, CHANNELS_PER_REGISTER), strict=True)
     )
     return TpuConvolution(block_t=min(block_t, tokens), block_c=min(block_c, channels))

@@ -40,10 +40,10 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
         scratch={},
     )
     output = results["output"]
-    if spec.separate_first:
+    if spec.computes_first_tokens_separately:
         first = plan.find_first_tokens(record)
-        (rows, _), _ = reference(first.record)
-        output = plan.replace_first_tokens(first, spec.packed, output, rows)
+        (rows, _), _ = reference(first.row_record)
+        output = plan.replace_first_tokens(first, spec.is_packed, output, rows)
     return (output, final_states(record)), ()
 
 
@@ -51,7 +51,7 @@ def block_operand(spec: ConvolutionSpec, x: Any, *, backwards: bool = False) -> 
     """Returns the operand that gives a grid step its block of [B, T, C]."""
 
     def index(row: Any, tile: Any, block: Any) -> tuple[Any, ...]:
-        return row, spec.blocks - 1 - block if backwards else block, tile
+        return row, spec.blocks_per_row - 1 - block if backwards else block, tile
 
     return Operand(x, (None, spec.block_t, spec.block_c), lambda *step: index(*step[:3]))
 
@@ -68,19 +68,21 @@ def run(
 ) -> dict[str, jax.Array]:
     """Runs a kernel on all blocks; x and the weights are among its inputs."""
     backwards = bool(inputs)
-    weights = Operand(plan.weights_and_bias(record, spec), (spec.width + 1, spec.block_c), lambda *step: (0, step[1]))
+    weights = Operand(
+        plan.weights_and_bias(record, spec), (spec.filter_width + 1, spec.block_c), lambda *step: (0, step[1])
+    )
     tokens = pltpu.VMEM((spec.block_c // LANES, HALO_TOKENS + spec.block_t, LANES), jnp.float32)
     return launch(
         KernelCall(
             name=f"ejkernel_causal_convolution_{name}",
             kernel=functools.partial(kernel, spec=spec),
             refs=ConvolutionRefs,
-            grid=(record.x.shape[0], spec.tiles, spec.blocks),
+            grid=(record.x.shape[0], spec.channel_tiles, spec.blocks_per_row),
             # Rows and channels; the blocks of a row follow each other.
             parallel=2,
             tables=plan.scalar_tables(record, spec),
             inputs={"x": block_operand(spec, record.x, backwards=backwards), "weights": weights, **inputs},
             outputs=outputs,
-            scratch={"tokens": tokens, **scratch},
+            scratch={"padded_tokens": tokens, **scratch},
         )
     )

@@ -14,29 +14,29 @@ class ConvolutionSpec:
     """Constants of a kernel.
 
     Attributes:
-        width: W.
-        block_t: Tokens of a block.
-        block_c: Channels of a block.
-        blocks: Blocks along a row's tokens.
-        tiles: Blocks along the channels.
-        tail: Tokens of the last block.
-        silu: Whether the activation is SiLU.
-        halves_sums: Whether kernels compute half of the sums, for an activation by way of the hyperbolic tangent.
-        packed: Whether the row holds several sequences.
-        separate_first: Whether the first W - 1 tokens of sequences are computed outside of the kernels, from the
-            states before them.
+        filter_width: W, weights per channel.
+        block_t: Tokens per block.
+        block_c: Channels per block.
+        blocks_per_row: The number of blocks along a row's tokens.
+        channel_tiles: The number of blocks along the channels.
+        tokens_in_last_block: Tokens of a row's last block.
+        has_silu: Whether the activation is SiLU.
+        halves_sums: Whether kernels compute half of the sums, of which the activation takes the hyperbolic tangent.
+        is_packed: Whether the row has several sequences.
+        computes_first_tokens_separately: Whether the first W - 1 tokens of sequences are computed outside of the
+            kernels, from the states before them.
     """
 
-    width: int
+    filter_width: int
     block_t: int
     block_c: int
-    blocks: int
-    tiles: int
-    tail: int
-    silu: bool
+    blocks_per_row: int
+    channel_tiles: int
+    tokens_in_last_block: int
+    has_silu: bool
     halves_sums: bool
-    packed: bool
-    separate_first: bool
+    is_packed: bool
+    computes_first_tokens_separately: bool
 
 
 def make_spec(record: CausalConvolution, config: TpuConvolution) -> ConvolutionSpec:
@@ -45,15 +45,15 @@ def make_spec(record: CausalConvolution, config: TpuConvolution) -> ConvolutionS
     blocks = cdiv(tokens, config.block_t)
     packed = record.cu_seqlens is not None
     return ConvolutionSpec(
-        width=record.weight.shape[1],
+        filter_width=record.weight.shape[1],
         block_t=config.block_t,
         block_c=config.block_c,
-        blocks=blocks,
-        tiles=cdiv(channels, config.block_c),
-        tail=tokens - (blocks - 1) * config.block_t,
-        silu=record.activation == "silu",
+        blocks_per_row=blocks,
+        channel_tiles=cdiv(channels, config.block_c),
+        tokens_in_last_block=tokens - (blocks - 1) * config.block_t,
+        has_silu=record.activation == "silu",
         # The unit's tangent has fewer digits than float32.
         halves_sums=record.activation == "silu" and record.x.dtype == jnp.bfloat16,
-        packed=packed,
-        separate_first=packed or record.initial_state is not None,
+        is_packed=packed,
+        computes_first_tokens_separately=packed or record.initial_state is not None,
     )

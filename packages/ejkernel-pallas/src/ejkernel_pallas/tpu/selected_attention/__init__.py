@@ -26,15 +26,15 @@ def _reasons(record: Any) -> Iterable[str]:
         yield f"{group} query heads per KV head are more than {MAX_GROUP_SIZE}"
         return
     smallest = config.fit_config(record, config.SMALLEST_CONFIG)
-    if (needed := config.work_list_bytes(record, smallest)) > config.WORK_LIST_SMEM_BYTES:
+    if (needed := config.work_list_bytes(record, smallest)) > config.MAX_WORK_LIST_SMEM_BYTES:
         yield (
             f"the list of {smallest.block_q} queries' blocks takes {needed} bytes of SMEM, where kernels have "
-            f"{config.WORK_LIST_SMEM_BYTES}"
+            f"{config.MAX_WORK_LIST_SMEM_BYTES}"
         )
-    if (needed := config.vmem_bytes(record, smallest)) > config.VMEM_BYTES:
+    if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
         yield (
             f"a tile of {smallest.block_q} queries and {smallest.block_kv} keys takes {needed} bytes of VMEM, where "
-            f"kernels have {config.VMEM_BYTES}"
+            f"kernels have {config.MAX_VMEM_BYTES}"
         )
 
 

@@ -60,9 +60,9 @@ def _selected_branch_gradients(
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     lse = jnp.where(branch.lse == -jnp.inf, 0.0, branch.lse * LOG2E)
     rows = {
-        "cotangent": plan.query_rows(cotangent, spec, spec.value_width),
-        "lse": plan.row_statistics(lse, spec),
-        "delta": plan.row_statistics(delta, spec),
+        "cotangent": plan.arrange_query_rows(cotangent, spec, spec.value_width),
+        "lse": plan.arrange_row_statistics(lse, spec),
+        "delta": plan.arrange_row_statistics(delta, spec),
     }
     gradients: Gradients = {}
     if "query" in grad_fields:
@@ -74,18 +74,18 @@ def _selected_branch_gradients(
 
 def _scratch(spec: SelectedSpec) -> dict[str, Any]:
     """Returns scratch memory of both kernels."""
-    shape = (spec.block_q, spec.rows, LANES)
+    shape = (spec.block_q, spec.rows_per_token, LANES)
     return {
         "lse_rows": pltpu.VMEM(shape, jnp.float32),
         "delta_rows": pltpu.VMEM(shape, jnp.float32),
         "scores": item_scratch(spec, jnp.float32),
         "dweights": item_scratch(spec, jnp.float32),
-        "dscores": item_scratch(spec, spec.dtype),
+        "dscores": item_scratch(spec, spec.operand_dtype),
     }
 
 
 def _query_gradient(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> jax.Array:
-    (batch, kv_heads, tokens), shape = rows["cotangent"].shape[:3], (spec.rows, spec.width)
+    (batch, kv_heads, tokens), shape = rows["cotangent"].shape[:3], (spec.rows_per_token, spec.key_width)
     dquery = jax.ShapeDtypeStruct((batch, kv_heads, tokens, *shape), jnp.float32)
     results = run_kernel(
         "bwd_dq",
@@ -99,11 +99,11 @@ def _query_gradient(record: SelectedAttention, rows: dict[str, jax.Array], spec:
         outputs={"dquery": query_tile_operand(spec, dquery)},
         scratch={"acc": pltpu.VMEM((spec.block_q + 1, *shape), jnp.float32), **_scratch(spec)},
     )
-    return plan.from_query_rows(results["dquery"], spec, record.query.shape[3])
+    return plan.restore_query_rows(results["dquery"], spec, record.query.shape[3])
 
 
 def _key_gradients(record: SelectedAttention, rows: dict[str, jax.Array], spec: SelectedSpec) -> Gradients:
-    lead = (*rows["cotangent"].shape[:2], spec.key_tiles * spec.tile_parts, spec.keys)
+    lead = (*rows["cotangent"].shape[:2], spec.num_key_tiles * spec.parts_per_tile, spec.padded_keys_per_part)
     results = run_kernel(
         "bwd_dkdv",
         selected_bwd_dkdv,
@@ -114,14 +114,14 @@ def _key_gradients(record: SelectedAttention, rows: dict[str, jax.Array], spec: 
             for name, x in rows.items()
         },
         outputs={
-            "dkey": key_tile_operand(spec, jax.ShapeDtypeStruct((*lead, spec.width), jnp.float32), True),
+            "dkey": key_tile_operand(spec, jax.ShapeDtypeStruct((*lead, spec.key_width), jnp.float32), True),
             "dvalue": key_tile_operand(spec, jax.ShapeDtypeStruct((*lead, spec.value_width), jnp.float32), True),
         },
-        scratch={"weights": item_scratch(spec, spec.dtype), **_scratch(spec)},
-        by_key=True,
+        scratch={"weights": item_scratch(spec, spec.operand_dtype), **_scratch(spec)},
+        accumulates_for_keys=True,
     )
     gradients = {"key": (results["dkey"], record.key), "value": (results["dvalue"], record.value)}
     return {
-        name: selected_branches.zero_padding(plan.from_key_parts(x, like, record, spec), record.kv_segment_ids)
+        name: selected_branches.zero_padding(plan.merge_key_parts(x, like, record, spec), record.kv_segment_ids)
         for name, (x, like) in gradients.items()
     }

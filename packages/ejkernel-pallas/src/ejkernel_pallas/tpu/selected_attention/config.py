@@ -8,19 +8,19 @@ from ejkernel.families.selected_attention import SelectedAttention, blocks, slot
 from ejkernel.ops.params import Direction
 
 LANES = 128
-MIN_TILE_ROWS = 1024
-"""A tile of queries has a multiple of this many rows, so that the lse of a tile fills whole registers."""
+TILE_ROWS_MULTIPLE = 1024
+"""The rows of a tile of queries are a multiple of this, so that the lse of a tile fills whole registers."""
 MAX_TILE_ROWS = 2**14
 MAX_BLOCK_Q = 2**10
 """The largest number of queries of a tile, which an entry of the work list has bits for."""
-MAX_SUB_BLOCK = 128
+MAX_KEYS_PER_PRODUCT = 128
 """The largest number of keys of a product; longer blocks are split."""
-PIPELINE_STAGES = 3
-"""Stages of the pipeline of products."""
-WORK_LIST_SMEM_BYTES = 400 * 2**10
-"""Bytes of SMEM of the work list of a tile of queries, of which there are two."""
-VMEM_BYTES = 44 * 2**20
-"""Bytes of VMEM of blocks and scratch memory: what every chip has without what the compiler needs."""
+NUM_PIPELINE_STAGES = 3
+"""The number of stages of the pipeline of products."""
+MAX_WORK_LIST_SMEM_BYTES = 400 * 2**10
+"""The largest work list of a tile of queries, in bytes of SMEM, which holds two of them."""
+MAX_VMEM_BYTES = 44 * 2**20
+"""Bytes of VMEM for blocks and scratch memory: what every chip has, minus what the compiler needs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,9 @@ class TpuSelected:
     """The configuration of either pass.
 
     Attributes:
-        block_q: Queries of a tile, whose softmax is in VMEM.
-        block_kv: Keys of a tile in VMEM, rounded to whole blocks.
-        readers: Queries that read a block in one product.
+        block_q: Queries per tile, whose softmax state is in VMEM.
+        block_kv: Keys per tile in VMEM, rounded to whole blocks.
+        readers: The number of queries that read a block in one product.
     """
 
     block_q: int
@@ -46,7 +46,7 @@ class TpuSelected:
 
 
 PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
-"""Fields of the public configuration and what they set here."""
+"""Maps fields of the public configuration to fields of this one."""
 
 SMALLEST_CONFIG = TpuSelected(block_q=1, block_kv=1, readers=1)
 """The configuration that takes the least memory."""
@@ -74,12 +74,12 @@ def candidates(record: SelectedAttention, device: Any, direction: Direction) -> 
 
 def fit_config(record: SelectedAttention, config: TpuSelected) -> TpuSelected:
     """Returns a configuration with whole tiles, no larger than the call and, if possible, than memory."""
-    multiple = max(8, MIN_TILE_ROWS // rows_per_token(record))
+    multiple = max(8, TILE_ROWS_MULTIPLE // rows_per_token(record))
     tokens = cdiv(record.query.shape[1], multiple) * multiple
     block_q = min(tokens, MAX_BLOCK_Q, cdiv(config.block_q, multiple) * multiple)
     block_kv = min(config.block_kv, cdiv(record.key.shape[1], LANES) * LANES)
     config = dataclasses.replace(config, block_q=block_q, block_kv=block_kv)
-    while vmem_bytes(record, config) > VMEM_BYTES or work_list_bytes(record, config) > WORK_LIST_SMEM_BYTES:
+    while vmem_bytes(record, config) > MAX_VMEM_BYTES or work_list_bytes(record, config) > MAX_WORK_LIST_SMEM_BYTES:
         smaller = cdiv(config.block_q // 2, multiple) * multiple
         if smaller < config.block_q:
             config = dataclasses.replace(config, block_q=smaller)
@@ -96,9 +96,9 @@ def rows_per_token(record: SelectedAttention) -> int:
     return max(8, 1 << (group - 1).bit_length())
 
 
-def split_of_blocks(record: SelectedAttention) -> tuple[int, int]:
+def parts_per_block_and_keys_per_part(record: SelectedAttention) -> tuple[int, int]:
     """Returns the parts that a block is split into, and the keys of a part."""
-    splits = cdiv(record.block_size, MAX_SUB_BLOCK)
+    splits = cdiv(record.block_size, MAX_KEYS_PER_PRODUCT)
     return splits, cdiv(record.block_size, splits)
 
 
@@ -109,7 +109,7 @@ def padded_lanes(size: int) -> int:
 
 def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
     """Returns the keys of a padded part of a block, the parts of a tile, and the number of tiles."""
-    splits, size = split_of_blocks(record)
+    splits, size = parts_per_block_and_keys_per_part(record)
     keys, parts = cdiv(size, 16) * 16, splits * blocks(record)
     per_tile = max(1, min(parts, config.block_kv // keys))
     return keys, per_tile, cdiv(parts, per_tile)
@@ -117,12 +117,12 @@ def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int,
 
 def max_items(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the largest number of products of a tile of queries."""
-    splits, _ = split_of_blocks(record)
+    splits, _ = parts_per_block_and_keys_per_part(record)
     entries = config.block_q * slots(record) * splits
     # A block's last product may have fewer readers. Before and after the products of each tile of keys, the pipeline
     # runs stages of empty ones.
     _, _, tiles = key_tile_sizes(record, config)
-    empty = (PIPELINE_STAGES - 1) * (tiles + 1)
+    empty = (NUM_PIPELINE_STAGES - 1) * (tiles + 1)
     return min(entries, blocks(record) * splits + entries // config.readers) + empty
 
 
@@ -153,7 +153,7 @@ def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)
     states = stages + (tile_rows + rows) * 4 * (2 * LANES + max(width, value_width))
     forward = row_bytes * (width + value_width)
-    # Gradients of queries are float32; a row's lse and delta are a number each.
+    # Gradients of queries are float32; a row has one lse and one delta.
     query_gradient = row_bytes * (width + value_width) + 4 * width + 2 * 4
     operands = 2 * tile_rows * max(forward, query_gradient)
     tiles = 2 * per_tile * keys * (itemsize + 4) * (width + value_width)

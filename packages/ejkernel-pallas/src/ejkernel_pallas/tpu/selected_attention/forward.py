@@ -51,7 +51,7 @@ def _selected_branch(record: SelectedAttention, config: TpuSelected) -> Branch:
     """Returns the selected branch of a record."""
     spec = make_spec(record, config)
     batch, kv_heads = record.query.shape[0], record.key.shape[2]
-    tokens, rows = spec.query_tiles * spec.block_q, spec.rows
+    tokens, rows = spec.num_query_tiles * spec.block_q, spec.rows_per_token
     lse = jax.ShapeDtypeStruct((batch, kv_heads, tokens * rows // LANES, LANES), jnp.float32)
     output = jax.ShapeDtypeStruct((batch, kv_heads, tokens, rows, spec.value_width), spec.row_dtype)
     results = run_kernel(
@@ -63,50 +63,50 @@ def _selected_branch(record: SelectedAttention, config: TpuSelected) -> Branch:
         outputs={"output": query_tile_operand(spec, output), "lse": row_statistics_operand(spec, lse)},
         scratch={
             "row_max": pltpu.VMEM((spec.block_q + 1, rows, LANES), jnp.float32),
-            "row_sum": pltpu.VMEM((spec.block_q + 1, rows, spec.keys), jnp.float32),
+            "row_sum": pltpu.VMEM((spec.block_q + 1, rows, spec.padded_keys_per_part), jnp.float32),
             "acc": pltpu.VMEM((spec.block_q + 1, rows, spec.value_width), jnp.float32),
             "scores": item_scratch(spec, jnp.float32),
-            "weights": item_scratch(spec, spec.dtype),
-            "alpha": pltpu.VMEM((spec.readers * rows, LANES), jnp.float32),
+            "weights": item_scratch(spec, spec.operand_dtype),
+            "alpha": pltpu.VMEM((spec.readers_per_product * rows, LANES), jnp.float32),
         },
     )
-    output = plan.from_query_rows(results["output"], spec, record.value.shape[3]).astype(record.query.dtype)
-    return Branch(output=output, lse=plan.from_row_statistics(results["lse"], spec))
+    output = plan.restore_query_rows(results["output"], spec, record.value.shape[3]).astype(record.query.dtype)
+    return Branch(output=output, lse=plan.restore_row_statistics(results["lse"], spec))
 
 
 def item_scratch(spec: SelectedSpec, dtype: Any) -> Any:
     """Returns scratch memory for the scores or weights of an item."""
-    return pltpu.VMEM((spec.readers * spec.rows, spec.keys), dtype)
+    return pltpu.VMEM((spec.readers_per_product * spec.rows_per_token, spec.padded_keys_per_part), dtype)
 
 
-def _query_index_map(by_key: bool) -> Any:
+def _query_index_map(accumulates_for_keys: bool) -> Any:
     """Returns the index map of arrays of a tile of queries, whose third axis are the tiles."""
-    return lambda b, h, i, j, *_: (b, h, j if by_key else i, 0, 0)
+    return lambda b, h, i, j, *_: (b, h, j if accumulates_for_keys else i, 0, 0)
 
 
-def query_tile_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def query_tile_operand(spec: SelectedSpec, x: Any, accumulates_for_keys: bool = False) -> Operand:
     """Returns the operand that gives a grid step its queries of [B, Hk, T, rows, n]."""
-    return Operand(x, (None, None, spec.block_q, *x.shape[3:]), _query_index_map(by_key))
+    return Operand(x, (None, None, spec.block_q, *x.shape[3:]), _query_index_map(accumulates_for_keys))
 
 
-def row_statistics_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def row_statistics_operand(spec: SelectedSpec, x: Any, accumulates_for_keys: bool = False) -> Operand:
     """Returns the operand that gives a grid step its rows of [B, Hk, rows of all tokens / 128, 128]."""
-    index = _query_index_map(by_key)
-    return Operand(x, (None, None, spec.block_q * spec.rows // LANES, LANES), lambda *step: index(*step)[:4])
+    index = _query_index_map(accumulates_for_keys)
+    return Operand(x, (None, None, spec.block_q * spec.rows_per_token // LANES, LANES), lambda *step: index(*step)[:4])
 
 
-def key_tile_operand(spec: SelectedSpec, x: Any, by_key: bool = False) -> Operand:
+def key_tile_operand(spec: SelectedSpec, x: Any, accumulates_for_keys: bool = False) -> Operand:
     """Returns the operand that gives a grid step its parts of [B, Hk, parts, keys, n]. After the last tile of keys that
     a tile of queries reads, the index stays, so that nothing is copied.
     """
 
     def index(b: Any, h: Any, i: Any, j: Any, table: Any) -> tuple[Any, ...]:
-        if by_key:
+        if accumulates_for_keys:
             return b, h, i, 0, 0
-        last = table[(b * x.shape[1] + h) * spec.query_tiles + i]
+        last = table[(b * x.shape[1] + h) * spec.num_query_tiles + i]
         return b, h, jnp.minimum(j, last), 0, 0
 
-    return Operand(x, (None, None, spec.tile_parts, *x.shape[3:]), index)
+    return Operand(x, (None, None, spec.parts_per_tile, *x.shape[3:]), index)
 
 
 def run_kernel(
@@ -118,7 +118,7 @@ def run_kernel(
     inputs: Mapping[str, Operand],
     outputs: Mapping[str, Operand],
     scratch: Mapping[str, Any],
-    by_key: bool = False,
+    accumulates_for_keys: bool = False,
 ) -> dict[str, jax.Array]:
     """Runs a kernel on all pairs of a tile of queries and a tile of keys.
 
@@ -130,13 +130,18 @@ def run_kernel(
         inputs: Inputs in addition to work list, query, key and value.
         outputs: The results.
         scratch: Memory that is kept between grid steps.
-        by_key: Whether the kernel accumulates for keys; the tiles of queries are then the inner axis of the grid.
+        accumulates_for_keys: Whether the kernel accumulates for keys; the tiles of queries are then the inner axis of
+            the grid.
     """
     work = plan.work_lists(record, spec)
-    query = plan.query_rows(record.query, spec, spec.width)
-    key = plan.key_parts(record.key, record, spec, spec.width)
-    value = plan.key_parts(record.value, record, spec, spec.value_width)
-    tiles = (spec.key_tiles, spec.query_tiles) if by_key else (spec.query_tiles, spec.key_tiles)
+    query = plan.arrange_query_rows(record.query, spec, spec.key_width)
+    key = plan.split_keys_into_parts(record.key, record, spec, spec.key_width)
+    value = plan.split_keys_into_parts(record.value, record, spec, spec.value_width)
+    tiles = (
+        (spec.num_key_tiles, spec.num_query_tiles)
+        if accumulates_for_keys
+        else (spec.num_query_tiles, spec.num_key_tiles)
+    )
     return launch(
         KernelCall(
             name=f"ejkernel_selected_attention_{name}",
@@ -144,14 +149,17 @@ def run_kernel(
             refs=SelectedRefs,
             grid=(*work.shape[:2], *tiles),
             parallel=3,
-            tables={"table": plan.last_key_tiles(work, spec)},
+            tables={"last_key_tile": plan.last_key_tiles(work, spec)},
             inputs={
-                "work": Operand(
-                    work, (None, None, None, 1, spec.words), _query_index_map(by_key), memory_space=pltpu.SMEM
+                "work_list": Operand(
+                    work,
+                    (None, None, None, 1, spec.words_per_work_list),
+                    _query_index_map(accumulates_for_keys),
+                    memory_space=pltpu.SMEM,
                 ),
-                "query": query_tile_operand(spec, query, by_key),
-                "key": key_tile_operand(spec, key, by_key),
-                "value": key_tile_operand(spec, value, by_key),
+                "query": query_tile_operand(spec, query, accumulates_for_keys),
+                "key": key_tile_operand(spec, key, accumulates_for_keys),
+                "value": key_tile_operand(spec, value, accumulates_for_keys),
                 **inputs,
             },
             outputs=outputs,

@@ -21,14 +21,14 @@ from jax import lax
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selected_attention import SelectedAttention, query_positions, starts
-from ejkernel_pallas.tpu.selected_attention.config import PIPELINE_STAGES, header_words
+from ejkernel_pallas.tpu.selected_attention.config import NUM_PIPELINE_STAGES, header_words
 from ejkernel_pallas.tpu.selected_attention.spec import TOKEN_BITS, SelectedSpec
 
-NUM_EMPTY_ITEMS = PIPELINE_STAGES - 1
+NUM_EMPTY_ITEMS = NUM_PIPELINE_STAGES - 1
 """Empty items before and after the items of each tile of keys."""
 
 
-class BlockParts(NamedTuple):
+class KeyParts(NamedTuple):
     """The parts of blocks.
 
     Attributes:
@@ -40,55 +40,55 @@ class BlockParts(NamedTuple):
     ends: jax.Array
 
 
-def find_parts(record: SelectedAttention, spec: SelectedSpec) -> BlockParts:
+def make_key_parts(record: SelectedAttention, spec: SelectedSpec) -> KeyParts:
     """Returns the parts of a record's blocks; a block ends where the next one starts."""
     block_starts, keys = starts(record), record.key.shape[1]
     next_starts = jnp.concatenate([block_starts[1:], jnp.full(1, keys, block_starts.dtype)])
     ends = jnp.minimum(jnp.minimum(block_starts + record.block_size, next_starts), keys)
-    first = block_starts[:, None] + jnp.arange(spec.splits, dtype=jnp.int32) * spec.size
-    return BlockParts(first.reshape(-1).astype(jnp.int32), jnp.repeat(ends, spec.splits).astype(jnp.int32))
+    first = block_starts[:, None] + jnp.arange(spec.parts_per_block, dtype=jnp.int32) * spec.keys_per_part
+    return KeyParts(first.reshape(-1).astype(jnp.int32), jnp.repeat(ends, spec.parts_per_block).astype(jnp.int32))
 
 
 def work_lists(record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
     """Returns the work list of every tile of queries, int32 [B, Hk, query tiles, 1, words]."""
     part, entry = _sorted_entries(record, spec)
-    ids = jnp.arange(spec.parts + 1, dtype=jnp.int32)
+    ids = jnp.arange(spec.num_parts + 1, dtype=jnp.int32)
     shape = part.shape[:-1]
     part, entry = (x.reshape(-1, x.shape[-1]) for x in (part, entry))
     bounds = jax.vmap(lambda x: jnp.searchsorted(x, ids, method="scan_unrolled").astype(jnp.int32))(part)
-    item_ends = jnp.cumsum(cdiv(jnp.diff(bounds), spec.readers), axis=-1, dtype=jnp.int32)
-    tiles = jnp.arange(header_words(spec.key_tiles), dtype=jnp.int32)
-    tile_parts = jnp.minimum(tiles * spec.tile_parts, spec.parts)
+    item_ends = jnp.cumsum(cdiv(jnp.diff(bounds), spec.readers_per_product), axis=-1, dtype=jnp.int32)
+    tiles = jnp.arange(header_words(spec.num_key_tiles), dtype=jnp.int32)
+    tile_parts = jnp.minimum(tiles * spec.parts_per_tile, spec.num_parts)
     header = jnp.pad(item_ends, ((0, 0), (1, 0)))[:, tile_parts] + NUM_EMPTY_ITEMS * (tiles + 1)
     items = jax.vmap(functools.partial(_items_of_query_tile, spec=spec))(entry, bounds, item_ends, header)
     words = jnp.concatenate([header, items.reshape(items.shape[0], -1)], axis=1)
-    words = jnp.pad(words, ((0, 0), (0, spec.words - words.shape[1])))
-    return words.reshape(*shape, 1, spec.words)
+    words = jnp.pad(words, ((0, 0), (0, spec.words_per_work_list - words.shape[1])))
+    return words.reshape(*shape, 1, spec.words_per_work_list)
 
 
 def _sorted_entries(record: SelectedAttention, spec: SelectedSpec) -> tuple[jax.Array, jax.Array]:
     """Returns the part and the entry of every reader, sorted, both int32 [B, Hk, query tiles, readers of a tile];
     unused ones come last.
     """
-    indices, parts = record.block_indices, find_parts(record, spec)
+    indices, parts = record.block_indices, make_key_parts(record, spec)
     assert indices is not None  # selected before
-    part = jnp.maximum(indices, 0)[..., None] * spec.splits + jnp.arange(spec.splits, dtype=jnp.int32)
+    part = jnp.maximum(indices, 0)[..., None] * spec.parts_per_block + jnp.arange(spec.parts_per_block, dtype=jnp.int32)
     last = jnp.minimum(query_positions(record)[:, :, None, None, None], parts.ends[part] - 1)
-    limit = jnp.minimum(last - parts.starts[part] + 1, spec.size)
+    limit = jnp.minimum(last - parts.starts[part] + 1, spec.keys_per_part)
     used = (indices >= 0)[..., None] & (limit > 0)
     if record.q_segment_ids is not None:
         used &= (record.q_segment_ids >= 0)[:, :, None, None, None]
-    token = (jnp.arange(spec.tokens, dtype=jnp.int32) % spec.block_q)[:, None, None, None]
-    entry = jnp.where(used, token | limit << TOKEN_BITS, spec.dummy)
-    part = jnp.where(used, part, spec.parts)
+    token = (jnp.arange(spec.num_tokens, dtype=jnp.int32) % spec.block_q)[:, None, None, None]
+    entry = jnp.where(used, token | limit << TOKEN_BITS, spec.filler_token)
+    part = jnp.where(used, part, spec.num_parts)
 
     def by_tile(x: jax.Array, fill: int) -> jax.Array:
-        padding = spec.query_tiles * spec.block_q - spec.tokens
+        padding = spec.num_query_tiles * spec.block_q - spec.num_tokens
         x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * 3), constant_values=fill)
-        x = x.reshape(x.shape[0], spec.query_tiles, spec.block_q, *x.shape[2:]).transpose(0, 3, 1, 2, 4, 5)
+        x = x.reshape(x.shape[0], spec.num_query_tiles, spec.block_q, *x.shape[2:]).transpose(0, 3, 1, 2, 4, 5)
         return x.reshape(*x.shape[:3], -1)
 
-    first, second = lax.sort((by_tile(part, spec.parts), by_tile(entry, spec.dummy)), num_keys=2)
+    first, second = lax.sort((by_tile(part, spec.num_parts), by_tile(entry, spec.filler_token)), num_keys=2)
     return first, second
 
 
@@ -96,70 +96,76 @@ def _items_of_query_tile(
     entry: jax.Array, bounds: jax.Array, item_ends: jax.Array, header: jax.Array, spec: SelectedSpec
 ) -> jax.Array:
     """Returns the items of one tile of queries, int32 [items, 1 + readers]: the part, and the entries of its readers.
-    Those before and after the items of a tile of keys have the dummy as their only reader.
+    Those before and after the items of a tile of keys have the filler token as their only reader.
     """
     index = jnp.arange(spec.max_items, dtype=jnp.int32)
     tile = jnp.searchsorted(header[:-1], index, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     empty = (tile < 0) | (index >= header[jnp.maximum(tile, 0) + 1] - NUM_EMPTY_ITEMS)
     item = index - NUM_EMPTY_ITEMS * (tile + 1)
-    part = jnp.minimum(jnp.searchsorted(item_ends, item, side="right", method="scan_unrolled"), spec.parts - 1)
+    part = jnp.minimum(jnp.searchsorted(item_ends, item, side="right", method="scan_unrolled"), spec.num_parts - 1)
     first_item = jnp.where(part > 0, item_ends[part - 1], 0)
-    position = (bounds[part] + (item - first_item) * spec.readers)[:, None] + jnp.arange(spec.readers)
+    position = (bounds[part] + (item - first_item) * spec.readers_per_product)[:, None] + jnp.arange(
+        spec.readers_per_product
+    )
     inside = (position < bounds[part + 1][:, None]) & ~empty[:, None]
-    readers = jnp.where(inside, entry[jnp.clip(position, 0, entry.shape[0] - 1)], spec.dummy)
+    readers = jnp.where(inside, entry[jnp.clip(position, 0, entry.shape[0] - 1)], spec.filler_token)
     return jnp.concatenate([part.astype(jnp.int32)[:, None], readers], axis=1)
 
 
 def last_key_tiles(work: jax.Array, spec: SelectedSpec) -> jax.Array:
     """Returns the last tile of keys that each tile of queries reads, int32 [B * Hk * query tiles]."""
-    words = header_words(spec.key_tiles)
+    words = header_words(spec.num_key_tiles)
     header = work[..., 0, :words] - NUM_EMPTY_ITEMS * jnp.arange(words, dtype=jnp.int32)
     return jnp.maximum(jnp.sum(header[..., :-1] < header[..., -1:], axis=-1, dtype=jnp.int32) - 1, 0).reshape(-1)
 
 
-def query_rows(x: jax.Array, spec: SelectedSpec, width: int) -> jax.Array:
+def arrange_query_rows(x: jax.Array, spec: SelectedSpec, width: int) -> jax.Array:
     """Returns [B, T, H, D] as [B, Hk, padded T, rows, width]."""
     batch, tokens, heads, size = x.shape
-    x = x.reshape(batch, tokens, heads // spec.group, spec.group, size).transpose(0, 2, 1, 3, 4).astype(spec.row_dtype)
-    padding = spec.query_tiles * spec.block_q - tokens
-    return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, spec.rows - spec.group), (0, width - size)))
+    x = (
+        x.reshape(batch, tokens, heads // spec.group_size, spec.group_size, size)
+        .transpose(0, 2, 1, 3, 4)
+        .astype(spec.row_dtype)
+    )
+    padding = spec.num_query_tiles * spec.block_q - tokens
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, spec.rows_per_token - spec.group_size), (0, width - size)))
 
 
-def from_query_rows(x: jax.Array, spec: SelectedSpec, size: int) -> jax.Array:
+def restore_query_rows(x: jax.Array, spec: SelectedSpec, size: int) -> jax.Array:
     """Returns [B, Hk, padded T, rows, width] as [B, T, H, D]."""
-    x = x[:, :, : spec.tokens, : spec.group, :size].transpose(0, 2, 1, 3, 4)
+    x = x[:, :, : spec.num_tokens, : spec.group_size, :size].transpose(0, 2, 1, 3, 4)
     return x.reshape(*x.shape[:2], -1, size)
 
 
-def row_statistics(x: jax.Array, spec: SelectedSpec) -> jax.Array:
+def arrange_row_statistics(x: jax.Array, spec: SelectedSpec) -> jax.Array:
     """Returns float32 [B, H, T] as [B, Hk, rows of all tokens / 128, 128]."""
     batch, heads, tokens = x.shape
-    x = x.reshape(batch, heads // spec.group, spec.group, tokens).swapaxes(2, 3)
-    padding = spec.query_tiles * spec.block_q - tokens
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, spec.rows - spec.group)))
+    x = x.reshape(batch, heads // spec.group_size, spec.group_size, tokens).swapaxes(2, 3)
+    padding = spec.num_query_tiles * spec.block_q - tokens
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, spec.rows_per_token - spec.group_size)))
     return x.reshape(*x.shape[:2], -1, 128)
 
 
-def from_row_statistics(x: jax.Array, spec: SelectedSpec) -> jax.Array:
+def restore_row_statistics(x: jax.Array, spec: SelectedSpec) -> jax.Array:
     """Returns [B, Hk, rows of all tokens / 128, 128] as [B, H, T]."""
-    x = x.reshape(*x.shape[:2], -1, spec.rows)[:, :, : spec.tokens, : spec.group].swapaxes(2, 3)
-    return x.reshape(x.shape[0], -1, spec.tokens)
+    x = x.reshape(*x.shape[:2], -1, spec.rows_per_token)[:, :, : spec.num_tokens, : spec.group_size].swapaxes(2, 3)
+    return x.reshape(x.shape[0], -1, spec.num_tokens)
 
 
-def key_parts(x: jax.Array, record: SelectedAttention, spec: SelectedSpec, width: int) -> jax.Array:
+def split_keys_into_parts(x: jax.Array, record: SelectedAttention, spec: SelectedSpec, width: int) -> jax.Array:
     """Returns keys or values [B, S, Hk, D] as the parts of blocks, [B, Hk, padded parts, keys, width]."""
-    padded_parts = spec.key_tiles * spec.tile_parts
+    padded_parts = spec.num_key_tiles * spec.parts_per_tile
     if _is_contiguous(record, spec):
-        length = padded_parts * spec.keys
+        length = padded_parts * spec.padded_keys_per_part
         x = jnp.pad(x[:, :length], ((0, 0), (0, max(0, length - x.shape[1])), (0, 0), (0, width - x.shape[3])))
-        return x.reshape(x.shape[0], padded_parts, spec.keys, *x.shape[2:]).transpose(0, 3, 1, 2, 4)
+        return x.reshape(x.shape[0], padded_parts, spec.padded_keys_per_part, *x.shape[2:]).transpose(0, 3, 1, 2, 4)
     index, inside = _key_indices(record, spec)
     x = jnp.where(inside[..., None, None], x[:, jnp.minimum(index, x.shape[1] - 1)], 0).transpose(0, 3, 1, 2, 4)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, padded_parts - spec.parts), (0, 0), (0, width - x.shape[4])))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, padded_parts - spec.num_parts), (0, 0), (0, width - x.shape[4])))
 
 
-def from_key_parts(x: jax.Array, like: jax.Array, record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
-    """Returns gradients of parts of blocks, as `key_parts` returns those, as gradients of [B, S, Hk, D]."""
+def merge_key_parts(x: jax.Array, like: jax.Array, record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
+    """Returns gradients of parts of blocks, as `split_keys_into_parts` returns those, as gradients of [B, S, Hk, D]."""
     batch, length, heads, size = like.shape
     x = x.transpose(0, 2, 3, 1, 4)[..., :size]
     if _is_contiguous(record, spec):
@@ -167,16 +173,16 @@ def from_key_parts(x: jax.Array, like: jax.Array, record: SelectedAttention, spe
         return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
     index, inside = _key_indices(record, spec)
     index = jnp.where(inside, index, length)
-    return jnp.zeros(like.shape, x.dtype).at[:, index].add(x[:, : spec.parts], mode="drop")
+    return jnp.zeros(like.shape, x.dtype).at[:, index].add(x[:, : spec.num_parts], mode="drop")
 
 
 def _is_contiguous(record: SelectedAttention, spec: SelectedSpec) -> bool:
     """Returns whether part n has keys from `n * keys` on."""
-    return record.block_starts is None and spec.keys * spec.splits == record.block_size
+    return record.block_starts is None and spec.padded_keys_per_part * spec.parts_per_block == record.block_size
 
 
 def _key_indices(record: SelectedAttention, spec: SelectedSpec) -> tuple[Any, Any]:
     """Returns the index of every key of the parts, and whether it is one of the part's, both [parts, keys]."""
-    parts, offset = find_parts(record, spec), jnp.arange(spec.keys, dtype=jnp.int32)
+    parts, offset = make_key_parts(record, spec), jnp.arange(spec.padded_keys_per_part, dtype=jnp.int32)
     index = parts.starts[:, None] + offset
-    return index, (offset < spec.size) & (index < parts.ends[:, None])
+    return index, (offset < spec.keys_per_part) & (index < parts.ends[:, None])

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.selected_attention import config as tiles
 from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
 
 TOKEN_BITS = 11
-"""Bits of an entry of the work list that hold a query's index in its tile."""
+"""How many bits of an entry of the work list hold a query's index in its tile; the others hold its limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,54 +21,54 @@ class SelectedSpec:
     """Constants of the kernels.
 
     Attributes:
-        tokens: T.
-        block_q: Queries of a tile.
-        query_tiles: Tiles of queries.
-        group: Query heads per KV head.
-        rows: Rows of a token: `group`, padded.
-        width: Head dimension of queries and keys, padded.
-        value_width: Head dimension of values, padded.
-        splits: Parts that a block is split into.
-        size: Keys of a part.
-        keys: Keys of a part, padded.
-        parts: All parts of blocks.
-        tile_parts: Parts of a tile of keys.
-        key_tiles: Tiles of keys.
-        readers: Queries of a product.
+        num_tokens: T.
+        block_q: Queries per tile.
+        num_query_tiles: The number of tiles of queries.
+        group_size: The number of query heads per KV head.
+        rows_per_token: `group_size`, padded to whole registers.
+        key_width: Head dimension of queries and keys, padded to whole lanes.
+        value_width: Head dimension of values, padded to whole lanes.
+        parts_per_block: The number of parts that a block of keys is split into.
+        keys_per_part: Keys per part of a block.
+        padded_keys_per_part: `keys_per_part`, padded to whole registers.
+        num_parts: The number of parts of all blocks.
+        parts_per_tile: Parts per tile of keys.
+        num_key_tiles: The number of tiles of keys.
+        readers_per_product: The number of queries in one product, all of which read the same part.
         max_items: The largest number of products of a tile of queries.
-        words: Words of a work list.
-        scale: Factor on the scores.
-        log2_scale: The same, for scores that are exponents of two.
+        words_per_work_list: 32-bit words of the work list of a tile of queries.
+        score_scale: Factor on the scores.
+        log2_scale: `score_scale` times log2(e), for scores that are exponents of two.
         precision: Precision of the products.
         row_dtype: Dtype of the rows of queries in VMEM, of which a token's rows fill whole registers.
-        dtype: Dtype of the operands of products.
+        operand_dtype: Dtype of the operands of products.
     """
 
-    tokens: int
+    num_tokens: int
     block_q: int
-    query_tiles: int
-    group: int
-    rows: int
-    width: int
+    num_query_tiles: int
+    group_size: int
+    rows_per_token: int
+    key_width: int
     value_width: int
-    splits: int
-    size: int
-    keys: int
-    parts: int
-    tile_parts: int
-    key_tiles: int
-    readers: int
+    parts_per_block: int
+    keys_per_part: int
+    padded_keys_per_part: int
+    num_parts: int
+    parts_per_tile: int
+    num_key_tiles: int
+    readers_per_product: int
     max_items: int
-    words: int
-    scale: float
+    words_per_work_list: int
+    score_scale: float
     log2_scale: float
     precision: lax.Precision | None
     row_dtype: Any
-    dtype: Any
+    operand_dtype: Any
 
     @property
-    def dummy(self) -> int:
-        """Returns the index of the token that fills up products: its state is not a query's."""
+    def filler_token(self) -> int:
+        """Returns the index of the token that fills up products with too few queries; no query has its state."""
         return self.block_q
 
 
@@ -77,28 +77,28 @@ def make_spec(record: SelectedAttention, config: TpuSelected) -> SelectedSpec:
     config = tiles.fit_config(record, config)
     (_, tokens, heads, head_dim), (kv_heads, value_dim) = record.query.shape, record.value.shape[2:]
     rows, dtype = tiles.rows_per_token(record), record.query.dtype
-    splits, size = tiles.split_of_blocks(record)
+    splits, size = tiles.parts_per_block_and_keys_per_part(record)
     keys, per_tile, key_tiles = tiles.key_tile_sizes(record, config)
     return SelectedSpec(
-        tokens=tokens,
+        num_tokens=tokens,
         block_q=config.block_q,
-        query_tiles=cdiv(tokens, config.block_q),
-        group=heads // kv_heads,
-        rows=rows,
-        width=tiles.padded_lanes(head_dim),
+        num_query_tiles=cdiv(tokens, config.block_q),
+        group_size=heads // kv_heads,
+        rows_per_token=rows,
+        key_width=tiles.padded_lanes(head_dim),
         value_width=tiles.padded_lanes(value_dim),
-        splits=splits,
-        size=size,
-        keys=keys,
-        parts=splits * blocks(record),
-        tile_parts=per_tile,
-        key_tiles=key_tiles,
-        readers=config.readers,
+        parts_per_block=splits,
+        keys_per_part=size,
+        padded_keys_per_part=keys,
+        num_parts=splits * blocks(record),
+        parts_per_tile=per_tile,
+        num_key_tiles=key_tiles,
+        readers_per_product=config.readers,
         max_items=tiles.max_items(record, config),
-        words=tiles.work_list_words(record, config),
-        scale=record.softmax_scale,
+        words_per_work_list=tiles.work_list_words(record, config),
+        score_scale=record.softmax_scale,
         log2_scale=record.softmax_scale * LOG2E,
         precision=product_precision(dtype),
         row_dtype=jnp.dtype(jnp.float32) if rows < 16 else dtype,
-        dtype=dtype,
+        operand_dtype=dtype,
     )

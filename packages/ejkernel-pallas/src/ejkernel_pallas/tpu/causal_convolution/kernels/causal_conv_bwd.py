@@ -29,18 +29,18 @@ from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 
 def causal_conv_bwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
     """Computes one block of dx, and adds what it adds to the gradients of the weights."""
-    block = spec.blocks - 1 - pl.program_id(2)
+    block = spec.blocks_per_row - 1 - pl.program_id(2)
     _load_block(refs, spec, block)
     for strip in strips(spec):
         cotangent = refs.cotangent[strip.rows, strip.lanes].astype(jnp.float32)
-        if spec.silu:
+        if spec.has_silu:
             cotangent = cotangent * activation_derivative(spec, convolve_strip(refs, spec, strip))
-        refs.sums[strip.group, strip.rows] = cotangent
-    if spec.packed or spec.tail < spec.block_t:
+        refs.sum_cotangents[strip.lane_group, strip.rows] = cotangent
+    if spec.is_packed or spec.tokens_in_last_block < spec.block_t:
 
         @pl.when(has_padding(refs, spec, block))
         def _() -> None:
-            zero_padding(refs, spec, block, refs.sums, 0)
+            zero_padding(refs, spec, block, refs.sum_cotangents, 0)
 
     _zero_gradients_of_first_tokens(refs, spec, block)
     for strip in strips(spec):
@@ -50,62 +50,67 @@ def causal_conv_bwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
 def _load_block(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
     """Loads the tokens of a block and what other blocks have for it."""
 
-    @pl.when(block == spec.blocks - 1)
+    @pl.when(block == spec.blocks_per_row - 1)
     def _() -> None:
-        refs.sums[:, spec.block_t :] = jnp.zeros_like(refs.sums[:, spec.block_t :])
+        refs.sum_cotangents[:, spec.block_t :] = jnp.zeros_like(refs.sum_cotangents[:, spec.block_t :])
         refs.dweights[...] = jnp.zeros_like(refs.dweights)
 
-    @pl.when(block < spec.blocks - 1)
+    @pl.when(block < spec.blocks_per_row - 1)
     def _() -> None:
-        refs.sums[:, spec.block_t :] = refs.sums[:, :HALO_TOKENS]
+        refs.sum_cotangents[:, spec.block_t :] = refs.sum_cotangents[:, :HALO_TOKENS]
 
-    for group in range(refs.tokens.shape[0]):
-        before = refs.before[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO_TOKENS:]
-        refs.tokens[group, :HALO_TOKENS] = jnp.where(block > 0, before, 0.0)
+    for group in range(refs.padded_tokens.shape[0]):
+        before = refs.tokens_before_block[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO_TOKENS:]
+        refs.padded_tokens[group, :HALO_TOKENS] = jnp.where(block > 0, before, 0.0)
     load_tokens(refs, spec)
-    if spec.packed or spec.tail < spec.block_t:
+    if spec.is_packed or spec.tokens_in_last_block < spec.block_t:
 
         @pl.when(has_padding(refs, spec, block))
         def _() -> None:
-            zero_padding(refs, spec, block, refs.tokens, HALO_TOKENS)
+            zero_padding(refs, spec, block, refs.padded_tokens, HALO_TOKENS)
 
 
 def _zero_gradients_of_first_tokens(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) -> None:
     """Zeros the gradients of first tokens, which are computed outside of the kernel."""
-    first, zero_sums = spec.width - 1, jnp.zeros_like(refs.sums[:, :1])
-    if spec.packed:
+    first, zero_sums = spec.filter_width - 1, jnp.zeros_like(refs.sum_cotangents[:, :1])
+    if spec.is_packed:
 
         def zero(sequence: jax.Array, carry: jax.Array) -> jax.Array:
             for token in range(first):
-                row = refs.bounds[sequence] + token - block * spec.block_t
+                row = refs.sequence_bounds[sequence] + token - block * spec.block_t
 
                 @pl.when((row >= 0) & (row < spec.block_t))
                 def _(row: jax.Array = row) -> None:
-                    refs.sums[:, pl.ds(row, 1)] = zero_sums
+                    refs.sum_cotangents[:, pl.ds(row, 1)] = zero_sums
 
             return carry
 
-        fori_loop(refs.starts[block], refs.starts[spec.blocks + block], zero, jnp.int32(0))
-    elif spec.separate_first:
+        fori_loop(
+            refs.first_token_sequences[block],
+            refs.first_token_sequences[spec.blocks_per_row + block],
+            zero,
+            jnp.int32(0),
+        )
+    elif spec.computes_first_tokens_separately:
 
         @pl.when(block == 0)
         def _() -> None:
             for token in range(first):
-                refs.sums[:, token : token + 1] = zero_sums
+                refs.sum_cotangents[:, token : token + 1] = zero_sums
 
 
 def _store_strip_gradients(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> None:
     """Stores dx of a strip, and adds its sums to the gradients of the weights and the bias."""
-    sums = refs.sums[strip.group, strip.rows]
+    sums = refs.sum_cotangents[strip.lane_group, strip.rows]
     dx = refs.weights[0:1, strip.lanes] * sums
-    for k in range(1, spec.width):
-        after = refs.sums[strip.group, strip.at + k : strip.at + k + strip.size]
+    for k in range(1, spec.filter_width):
+        after = refs.sum_cotangents[strip.lane_group, strip.first_token + k : strip.first_token + k + strip.num_tokens]
         dx = dx + refs.weights[k : k + 1, strip.lanes] * after
     refs.dx[strip.rows, strip.lanes] = dx.astype(refs.dx.dtype)
-    for k in range(spec.width + 1):
-        begin = HALO_TOKENS + strip.at - k
-        last = k == spec.width  # the bias
-        product = sums if last else sums * refs.tokens[strip.group, begin : begin + strip.size]
+    for k in range(spec.filter_width + 1):
+        begin = HALO_TOKENS + strip.first_token - k
+        last = k == spec.filter_width  # the bias
+        product = sums if last else sums * refs.padded_tokens[strip.lane_group, begin : begin + strip.num_tokens]
         # Rows of a register stay apart: eight sums, which XLA adds up.
-        part = jnp.sum(lax.reshape(product, (strip.size // 8, 8, product.shape[1])), axis=0)
+        part = jnp.sum(lax.reshape(product, (strip.num_tokens // 8, 8, product.shape[1])), axis=0)
         refs.dweights[8 * k : 8 * k + 8, strip.lanes] += part

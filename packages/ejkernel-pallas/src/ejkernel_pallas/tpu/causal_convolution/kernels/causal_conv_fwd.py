@@ -28,17 +28,17 @@ def causal_conv_fwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
 
     @pl.when(block == 0)
     def _() -> None:
-        refs.tokens[:, :HALO_TOKENS] = jnp.zeros_like(refs.tokens[:, :HALO_TOKENS])
+        refs.padded_tokens[:, :HALO_TOKENS] = jnp.zeros_like(refs.padded_tokens[:, :HALO_TOKENS])
 
     @pl.when(block > 0)
     def _() -> None:
-        refs.tokens[:, :HALO_TOKENS] = refs.tokens[:, size:]
+        refs.padded_tokens[:, :HALO_TOKENS] = refs.padded_tokens[:, size:]
 
     load_tokens(refs, spec)
     for strip in strips(spec):
         output = apply_activation(spec, convolve_strip(refs, spec, strip))
         refs.output[strip.rows, strip.lanes] = output.astype(refs.output.dtype)
-    if spec.packed:
+    if spec.is_packed:
 
         @pl.when(has_padding(refs, spec, block))
         def _() -> None:

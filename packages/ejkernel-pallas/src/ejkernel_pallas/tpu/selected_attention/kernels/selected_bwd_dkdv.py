@@ -9,11 +9,11 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
 from ejkernel_pallas.tpu.selected_attention.kernels.selected_bwd_dq import score_stages
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
-    Item,
+    ProductItem,
     SelectedRefs,
+    copy_statistics_to_all_lanes,
     for_each_item,
     gather_token_rows,
-    spread_statistics,
 )
 from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
 
@@ -31,14 +31,14 @@ def selected_bwd_dkdv(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
         refs.weights[...] = jnp.zeros_like(refs.weights)
         refs.dscores[...] = jnp.zeros_like(refs.dscores)
 
-    spread_statistics(refs, spec)
+    copy_statistics_to_all_lanes(refs, spec)
 
-    def accumulate(item: Item) -> None:
-        # The rows of the dummy are another query's, with weights of 0.
+    def accumulate(item: ProductItem) -> None:
+        # The rows of the filler token are another query's, with weights of 0.
         query, cotangent = (
-            gather_token_rows(x, item.queries(spec)).astype(spec.dtype) for x in (refs.query, refs.cotangent)
+            gather_token_rows(x, item.queries(spec)).astype(spec.operand_dtype) for x in (refs.query, refs.cotangent)
         )
         refs.dvalue[item.part] += matrix_product(refs.weights[...], cotangent, (0, 0), spec.precision)
-        refs.dkey[item.part] += matrix_product(refs.dscores[...], query, (0, 0), spec.precision) * spec.scale
+        refs.dkey[item.part] += matrix_product(refs.dscores[...], query, (0, 0), spec.precision) * spec.score_scale
 
     for_each_item(refs, spec, key_tile, (*score_stages(refs, spec), accumulate))

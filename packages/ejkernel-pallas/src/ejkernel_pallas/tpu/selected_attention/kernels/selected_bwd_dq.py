@@ -10,14 +10,14 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
-    Item,
+    ProductItem,
     SelectedRefs,
     Stage,
     attended_keys,
+    copy_statistics_to_all_lanes,
     for_each_item,
     gather_token_rows,
     scatter_token_rows,
-    spread_statistics,
 )
 from ejkernel_pallas.tpu.selected_attention.spec import SelectedSpec
 
@@ -29,17 +29,17 @@ def selected_bwd_dq(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
     @pl.when(key_tile == 0)
     def _() -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        spread_statistics(refs, spec)
+        copy_statistics_to_all_lanes(refs, spec)
 
-    def accumulate(item: Item) -> None:
+    def accumulate(item: ProductItem) -> None:
         dquery = matrix_product(refs.dscores[...], refs.key[item.part], (1, 0), spec.precision)
         scatter_token_rows(refs.acc, item.tokens, gather_token_rows(refs.acc, item.tokens) + dquery)
 
     for_each_item(refs, spec, key_tile, (*score_stages(refs, spec), accumulate))
 
-    @pl.when(key_tile == spec.key_tiles - 1)
+    @pl.when(key_tile == spec.num_key_tiles - 1)
     def _() -> None:
-        refs.dquery[...] = (refs.acc[: spec.block_q] * spec.scale).astype(refs.dquery.dtype)
+        refs.dquery[...] = (refs.acc[: spec.block_q] * spec.score_scale).astype(refs.dquery.dtype)
 
 
 def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[Stage, Stage]:
@@ -51,19 +51,23 @@ def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[Stage, Stage]:
     )
 
 
-def _score_and_weight_gradient_products(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _score_and_weight_gradient_products(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) -> None:
     queries = item.queries(spec)
-    query, cotangent = (gather_token_rows(x, queries).astype(spec.dtype) for x in (refs.query, refs.cotangent))
+    query, cotangent = (gather_token_rows(x, queries).astype(spec.operand_dtype) for x in (refs.query, refs.cotangent))
     refs.scores[...] = matrix_product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
     refs.dweights[...] = matrix_product(cotangent, refs.value[item.part], (1, 1), spec.precision)
 
 
-def _score_gradients(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _score_gradients(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) -> None:
     queries, mask = item.queries(spec), attended_keys(item, spec)
-    # A choice and no product: weights of masked keys, and of the query that the dummy stands for, may be infinite.
-    weights = jnp.exp2(refs.scores[...] - repeat_lanes(gather_token_rows(refs.lse_rows, queries), spec.keys))
+    # Selected, not multiplied: weights of masked keys, and of the query in place of the filler token, may be infinite.
+    weights = jnp.exp2(
+        refs.scores[...] - repeat_lanes(gather_token_rows(refs.lse_rows, queries), spec.padded_keys_per_part)
+    )
     weights = jnp.where(mask, weights, 0.0)
-    dscores = weights * (refs.dweights[...] - repeat_lanes(gather_token_rows(refs.delta_rows, queries), spec.keys))
-    refs.dscores[...] = jnp.where(mask, dscores, 0.0).astype(spec.dtype)
+    dscores = weights * (
+        refs.dweights[...] - repeat_lanes(gather_token_rows(refs.delta_rows, queries), spec.padded_keys_per_part)
+    )
+    refs.dscores[...] = jnp.where(mask, dscores, 0.0).astype(spec.operand_dtype)
     if refs.weights is not None:
-        refs.weights[...] = weights.astype(spec.dtype)
+        refs.weights[...] = weights.astype(spec.operand_dtype)

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
-    Item,
+    ProductItem,
     SelectedRefs,
     attended_keys,
     for_each_item,
@@ -46,32 +46,32 @@ def selected_fwd(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
     first, second, third = (functools.partial(stage, refs, spec) for stage in stages)
     for_each_item(refs, spec, key_tile, (first, second, third))
 
-    @pl.when(key_tile == spec.key_tiles - 1)
+    @pl.when(key_tile == spec.num_key_tiles - 1)
     def _() -> None:
         for_each_row_group(spec, lambda n, tokens: _write_results(refs, spec, n, tokens))
 
 
-def _compute_scores(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _compute_scores(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) -> None:
     """Computes the masked scores of an item."""
-    query = gather_token_rows(refs.query, item.queries(spec)).astype(spec.dtype)
+    query = gather_token_rows(refs.query, item.queries(spec)).astype(spec.operand_dtype)
     s = matrix_product(query, refs.key[item.part], (1, 1), spec.precision) * spec.log2_scale
     refs.scores[...] = jnp.where(attended_keys(item, spec), s, -jnp.inf)
 
 
-def _update_softmax(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _update_softmax(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) -> None:
     """Updates the running maximum and sum of the queries of an item."""
     s, before = refs.scores[...], gather_token_rows(refs.row_max, item.tokens)
-    # The rows of the dummy have no key, and become NaN, which nothing reads.
+    # The rows of the filler token have no key, and become NaN, which nothing reads.
     row_max = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-    alpha, weights = jnp.exp2(before - row_max), jnp.exp2(s - repeat_lanes(row_max, spec.keys))
-    row_sum = repeat_lanes(alpha, spec.keys) * gather_token_rows(refs.row_sum, item.tokens) + weights
+    alpha, weights = jnp.exp2(before - row_max), jnp.exp2(s - repeat_lanes(row_max, spec.padded_keys_per_part))
+    row_sum = repeat_lanes(alpha, spec.padded_keys_per_part) * gather_token_rows(refs.row_sum, item.tokens) + weights
     scatter_token_rows(refs.row_max, item.tokens, row_max)
     scatter_token_rows(refs.row_sum, item.tokens, row_sum)
-    refs.weights[...] = weights.astype(spec.dtype)
+    refs.weights[...] = weights.astype(spec.operand_dtype)
     refs.alpha[...] = alpha
 
 
-def _accumulate(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
+def _accumulate(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) -> None:
     """Adds the weighted values of an item to the accumulators of its queries."""
     weighted = matrix_product(refs.weights[...], refs.value[item.part], (1, 0), spec.precision)
     acc = repeat_lanes(refs.alpha[...], spec.value_width) * gather_token_rows(refs.acc, item.tokens) + weighted
@@ -81,11 +81,11 @@ def _accumulate(refs: SelectedRefs, spec: SelectedSpec, item: Item) -> None:
 def _write_results(refs: SelectedRefs, spec: SelectedSpec, n: jax.Array, tokens: jax.Array) -> None:
     """Writes the output and lse of 128 rows."""
     row_max = refs.row_max[tokens].reshape(LANES, LANES)
-    row_sum = jnp.sum(refs.row_sum[tokens].reshape(LANES, spec.keys), axis=1, keepdims=True)
+    row_sum = jnp.sum(refs.row_sum[tokens].reshape(LANES, spec.padded_keys_per_part), axis=1, keepdims=True)
     row_sum = jnp.broadcast_to(row_sum, (LANES, LANES))
     acc = refs.acc[tokens].reshape(LANES, spec.value_width)
     output = acc / repeat_lanes(jnp.where(row_sum > 0.0, row_sum, 1.0), spec.value_width)
-    refs.output[tokens] = output.reshape(-1, spec.rows, spec.value_width).astype(refs.output.dtype)
+    refs.output[tokens] = output.reshape(-1, spec.rows_per_token, spec.value_width).astype(refs.output.dtype)
     row_max, row_sum = column_to_row(jnp.where(row_sum > 0.0, row_max, 0.0)), column_to_row(row_sum)
     lse = (row_max + jnp.log2(jnp.where(row_sum > 0.0, row_sum, 1.0))) * (1.0 / LOG2E)
     refs.lse[pl.ds(n, 1), :] = jnp.where(row_sum > 0.0, lse, -jnp.inf)

@@ -25,14 +25,14 @@ class SelectedRefs:
     """Refs of all kernels; a field that is None is not needed. Q queries of a tile, P parts of a tile of keys.
 
     Attributes:
-        table: The last tile of keys of every tile of queries, for index maps.
-        work: int32 [1, words], the work list, in SMEM.
+        last_key_tile: int32, the last tile of keys of every tile of queries, for index maps.
+        work_list: int32 [1, words], the work list of the tile of queries, in SMEM.
         query: [Q, rows, D].
         key: [P, keys, D].
         value: [P, keys, Dv].
-        cotangent: [Q, rows, Dv].
+        cotangent: [Q, rows, Dv], the cotangent of the output.
         lse: float32 [Q * rows / 128, 128], times log2 e in the backward pass.
-        delta: Likewise.
+        delta: float32 [Q * rows / 128, 128], <cotangent, output> of each row.
         output: [Q, rows, Dv].
         dquery: [Q, rows, D].
         dkey: float32 [P, keys, D].
@@ -41,16 +41,16 @@ class SelectedRefs:
         row_sum: Scratch [Q + 1, rows, keys], sums of weights by lane.
         acc: Scratch [Q + 1, rows, Dv or D], the output or the gradient of queries.
         lse_rows: Scratch [Q, rows, 128], lse in every lane.
-        delta_rows: Likewise.
+        delta_rows: Scratch [Q, rows, 128], delta in every lane.
         scores: Scratch [R * rows, keys], of the item between its first and its second stage.
-        dweights: Scratch, likewise, the gradients of weights.
+        dweights: Scratch [R * rows, keys], the gradients of weights of the same item.
         weights: Scratch [R * rows, keys], of the item between its second and its third stage.
-        dscores: Scratch, likewise, the gradients of scores.
-        alpha: Scratch [R * rows, 128], likewise, the factors on acc.
+        dscores: Scratch [R * rows, keys], the gradients of scores of the same item.
+        alpha: Scratch [R * rows, 128], the factors on `acc` of the same item.
     """
 
-    table: Ref
-    work: Ref
+    last_key_tile: Ref
+    work_list: Ref
     query: Ref
     key: Ref
     value: Ref
@@ -74,12 +74,12 @@ class SelectedRefs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class ProductItem:
     """One product: queries of a tile that read the same part.
 
     Attributes:
         part: The part's index in the tile of keys.
-        tokens: The queries' indices in their tile; `spec.dummy` fills up.
+        tokens: The queries' indices in their tile; `spec.filler_token` where there are fewer than R.
         limits: How many keys of the part each of them attends to.
     """
 
@@ -88,11 +88,11 @@ class Item:
     limits: list[Any]
 
     def queries(self, spec: SelectedSpec) -> list[Any]:
-        """Returns the queries' indices, with one that exists for the dummy."""
+        """Returns the queries' indices, with an existing query in place of the filler."""
         return [jnp.minimum(token, spec.block_q - 1) for token in self.tokens]
 
 
-Stage = Callable[[Item], None]
+Stage = Callable[[ProductItem], None]
 
 
 def for_each_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages: tuple[Stage, Stage, Stage]) -> None:
@@ -111,17 +111,17 @@ def for_each_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages:
             stages[delay](_load_item(refs, spec, key_tile, n - delay))
         return carry
 
-    fori_loop(refs.work[0, key_tile], refs.work[0, key_tile + 1], step, jnp.int32(0))
+    fori_loop(refs.work_list[0, key_tile], refs.work_list[0, key_tile + 1], step, jnp.int32(0))
 
 
-def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) -> Item:
+def _load_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, n: Any) -> ProductItem:
     """Loads an item from the work list."""
-    at = header_words(spec.key_tiles) + n * (spec.readers + 1)
-    entries = [refs.work[0, at + 1 + reader] for reader in range(spec.readers)]
+    at = header_words(spec.num_key_tiles) + n * (spec.readers_per_product + 1)
+    entries = [refs.work_list[0, at + 1 + reader] for reader in range(spec.readers_per_product)]
     # An empty item may have a part of another tile of keys.
-    part = jnp.clip(refs.work[0, at] - key_tile * spec.tile_parts, 0, spec.tile_parts - 1)
+    part = jnp.clip(refs.work_list[0, at] - key_tile * spec.parts_per_tile, 0, spec.parts_per_tile - 1)
     tokens = [entry & ((1 << TOKEN_BITS) - 1) for entry in entries]
-    return Item(part, tokens, [lax.shift_right_logical(entry, jnp.int32(TOKEN_BITS)) for entry in entries])
+    return ProductItem(part, tokens, [lax.shift_right_logical(entry, jnp.int32(TOKEN_BITS)) for entry in entries])
 
 
 def gather_token_rows(ref: Ref, tokens: list[Any]) -> jax.Array:
@@ -136,15 +136,15 @@ def scatter_token_rows(ref: Ref, tokens: list[Any], x: jax.Array) -> None:
         ref[token] = x[n * rows : (n + 1) * rows]
 
 
-def attended_keys(item: Item, spec: SelectedSpec) -> jax.Array:
+def attended_keys(item: ProductItem, spec: SelectedSpec) -> jax.Array:
     """Returns which keys the rows of an item attend to, [readers * rows, keys]."""
-    key = lax.broadcasted_iota(jnp.int32, (spec.rows, spec.keys), 1)
+    key = lax.broadcasted_iota(jnp.int32, (spec.rows_per_token, spec.padded_keys_per_part), 1)
     return jnp.concatenate([key < limit for limit in item.limits], axis=0)
 
 
 def for_each_row_group(spec: SelectedSpec, work: Callable[[Any, Any], None]) -> None:
     """Calls `work(n, tokens)` with the tokens, as a slice, of every 128 rows of a tile of queries."""
-    tokens = LANES // spec.rows
+    tokens = LANES // spec.rows_per_token
 
     def step(n: Any, carry: Any) -> Any:
         work(n, pl.ds(n * tokens, tokens))
@@ -153,11 +153,11 @@ def for_each_row_group(spec: SelectedSpec, work: Callable[[Any, Any], None]) -> 
     lax.fori_loop(jnp.int32(0), jnp.int32(spec.block_q // tokens), step, jnp.int32(0))
 
 
-def spread_statistics(refs: SelectedRefs, spec: SelectedSpec) -> None:
+def copy_statistics_to_all_lanes(refs: SelectedRefs, spec: SelectedSpec) -> None:
     """Copies lse and delta of a tile of queries from lanes to all lanes of rows."""
 
     def spread(n: Any, tokens: Any) -> None:
         for source, target in ((refs.lse, refs.lse_rows), (refs.delta, refs.delta_rows)):
-            target[tokens] = row_to_column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows, LANES)
+            target[tokens] = row_to_column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows_per_token, LANES)
 
     for_each_row_group(spec, spread)
