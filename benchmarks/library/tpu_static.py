@@ -209,7 +209,7 @@ def row(report: Report) -> Sequence[object]:
     if report.error is not None:
         return (report.label, "-", *[""] * (len(COLUMNS) - 3), report.error.splitlines()[0][:100])
     kernels = report.kernels
-    doubtful = any(kernel.simulation.unknown or not kernel.simulation.complete for kernel in kernels)
+    doubtful = any(kernel.simulation.unknown_reads or not kernel.simulation.is_complete for kernel in kernels)
     busy = sum(kernel.mxu * kernel.seconds for kernel in kernels) / report.seconds
     return (
         report.label,

@@ -21,7 +21,7 @@ def report(case, target):
     if part.block_k == 2048:
         return Report(label=case.label, target=target, error="no room\nfor its blocks")
     unknown = {"operand 0": 7} if part.block_m == 256 else {}
-    simulation = SimpleNamespace(unknown=unknown, complete=True)
+    simulation = SimpleNamespace(unknown_reads=unknown, is_complete=True)
     seconds = 1e-3 if part.block_n == 512 else 2e-3
     return Report(label=case.label, target=target, kernels=(SimpleNamespace(seconds=seconds, simulation=simulation),))
 

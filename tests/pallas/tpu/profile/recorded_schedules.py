@@ -50,9 +50,9 @@ def figures_of(kernel: KernelReport) -> dict[str, Any]:
         "waited_cycles": simulation.waited_cycles,
         "mxu_cycles": simulation.mxu_cycles,
         "bundles": simulation.bundles,
-        "copied": dict(simulation.copied),
+        "copied": dict(simulation.copied_bytes),
         "vmem_bytes": kernel.vmem_bytes,
-        "loops": [[loop.start, loop.end, loop.depth, loop.trips] for loop in kernel.loops],
+        "loops": [[loop.start, loop.end, loop.depth, loop.num_trips] for loop in kernel.loops],
         "slots": {slot: round(share, 4) for slot, share in kernel.slots.items()},
     }
 

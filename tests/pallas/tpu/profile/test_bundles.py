@@ -44,20 +44,20 @@ def test_comments_are_no_operands(bundles):
 def test_copies_have_named_operands_and_a_predicate(bundles):
     (copy,) = bundles[2].instructions
     assert copy.opcode == "dma.hbm_to_vmem"
-    assert (copy.predicate.register, copy.predicate.negated, copy.predicate.otherwise) == ("p3", False, None)
+    assert (copy.predicate.register, copy.predicate.is_negated, copy.predicate.value_if_false) == ("p3", False, None)
     names = {"hbm": "%s1_s0", "size_in_granules": "16", "vmem": "[#allocation2 + $0x8]"}
-    assert copy.named == {**names, "dst_syncflagno": "[#allocation4]"}
+    assert copy.named_operands == {**names, "dst_syncflagno": "[#allocation4]"}
 
 
 def test_predicates_may_say_what_the_result_is_otherwise(bundles):
     move, store = bundles[3].instructions
-    assert (move.predicate.negated, move.predicate.otherwise, move.operands) == (True, "%s2_s1", ("5",))
+    assert (move.predicate.is_negated, move.predicate.value_if_false, move.operands) == (True, "%s2_s1", ("5",))
     assert store.operands == ("[smem:[#allocation5 + %s6_s2]]", "%s2_s1")
 
 
 def test_branches_name_a_region(bundles):
     (branch,) = bundles[4].instructions
-    assert (branch.region, branch.predicate.register, branch.predicate.negated) == (7, "p3", True)
+    assert (branch.region, branch.predicate.register, branch.predicate.is_negated) == (7, "p3", True)
 
 
 def test_utilisation_is_a_table():

@@ -93,7 +93,7 @@ def test_both_cores_of_a_v5p_share_its_bandwidth():
     assert V5E.core_bandwidth == V5E.bandwidth
 
 
-def test_a_copy_to_scalar_memory_takes_the_words_of_its_block():
+def test_a_copy_to_scalar_memory_stores_only_the_words_of_its_block():
     machine = SimulatedCore(V5E, {1: list(range(512))})
     machine.start(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * ADDRESS_UNIT)
     assert [machine.load(7 * ADDRESS_UNIT + n) for n in (0, 31)] == [256, 287]

@@ -24,9 +24,9 @@ def kernel():
         target="v6e",
         grid=(4,),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.blocks),
+        loops=schedule.loops(simulation.block_entries),
         vmem_bytes=schedule.vmem_bytes,
-        known=(0, 1),
+        known_operands=(0, 1),
         simulation=simulation,
     )
 
@@ -43,9 +43,9 @@ def printed(report: Report) -> str:
 
 
 def test_what_goes_to_another_device_is_said(report, kernel):
-    copied = {**kernel.simulation.copied, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
-    copies = {**kernel.simulation.copies, "hbm_to_ici": 1, "ici_to_hbm": 1}
-    simulation = dataclasses.replace(kernel.simulation, copied=copied, copies=copies)
+    copied = {**kernel.simulation.copied_bytes, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
+    copies = {**kernel.simulation.num_copies, "hbm_to_ici": 1, "ici_to_hbm": 1}
+    simulation = dataclasses.replace(kernel.simulation, copied_bytes=copied, num_copies=copies)
     sending = dataclasses.replace(kernel, simulation=simulation)
     text = printed(dataclasses.replace(report, kernels=(sending,)))
     assert "to the next device   4 MB, 40 µs at 100 GB/s of a link" in text
@@ -72,7 +72,7 @@ def test_the_report_has_all_that_was_found(report, kernel):
 
 
 def test_what_makes_a_prediction_worthless_is_printed(report, kernel):
-    simulation = dataclasses.replace(kernel.simulation, complete=False, unknown={"allocation5": 4})
+    simulation = dataclasses.replace(kernel.simulation, is_complete=False, unknown_reads={"allocation5": 4})
     text = printed(dataclasses.replace(report, kernels=(dataclasses.replace(kernel, simulation=simulation),)))
     assert "the simulation was stopped; every figure is too low" in text
     assert "allocation5 (4 times): read as 0, so the prediction means nothing" in text

@@ -23,9 +23,9 @@ def profiled(name: str, operands=None) -> KernelReport:
         target=name.split()[1],
         grid=(),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.blocks),
+        loops=schedule.loops(simulation.block_entries),
         vmem_bytes=schedule.vmem_bytes,
-        known=tuple(given),
+        known_operands=tuple(given),
         simulation=simulation,
     )
 
@@ -33,15 +33,15 @@ def profiled(name: str, operands=None) -> KernelReport:
 @pytest.mark.parametrize("name", recorded_schedules.NAMES)
 def test_figures_are_those_of_the_calibrated_model(name):
     kernel = profiled(name)
-    assert kernel.simulation.complete
-    assert kernel.simulation.unknown == {}
+    assert kernel.simulation.is_complete
+    assert kernel.simulation.unknown_reads == {}
     assert recorded_schedules.figures_of(kernel) == recorded_schedules.figures()[name]
 
 
 @pytest.mark.parametrize("target", CHIPS)
 def test_loops_over_a_table_are_counted(target):
     """v7x ends the delay slots of a branch early, where the next region starts."""
-    assert [loop.trips for loop in profiled(f"pages {target}").loops] == [5, 9]
+    assert [loop.num_trips for loop in profiled(f"pages {target}").loops] == [5, 9]
 
 
 @pytest.mark.parametrize("target", CHIPS)
@@ -55,7 +55,7 @@ def test_bytes_are_those_that_the_block_specs_say(target):
 @pytest.mark.parametrize("target", CHIPS)
 def test_what_goes_to_the_next_device_is_counted_and_waited_for(target):
     kernel, part = profiled(f"neighbours {target}"), 512 * 128 * 4
-    assert kernel.simulation.copied["hbm_to_ici"] == kernel.simulation.copied["ici_to_hbm"] == part
+    assert kernel.simulation.copied_bytes["hbm_to_ici"] == kernel.simulation.copied_bytes["ici_to_hbm"] == part
     assert kernel.simulation.sent == part
     assert kernel.link_seconds == part / CHIPS[target].link_bandwidth
     assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock < kernel.seconds
@@ -75,8 +75,8 @@ def test_matrix_units_are_busy_for_the_products(target):
 def test_loops_and_copies_follow_the_prefetched_values(target, lengths):
     operands = {0: pack_words(np.array(lengths, np.int32)), 1: TABLES[1]}
     kernel = profiled(f"pages {target}", operands)
-    assert kernel.simulation.copied.get("hbm_to_vmem", 0) == sum(lengths) * PAGE
-    assert kernel.simulation.copied["vmem_to_hbm"] == 4 * PAGE
+    assert kernel.simulation.copied_bytes.get("hbm_to_vmem", 0) == sum(lengths) * PAGE
+    assert kernel.simulation.copied_bytes["vmem_to_hbm"] == 4 * PAGE
 
 
 def test_every_page_that_is_waited_for_takes_its_latency():
@@ -88,7 +88,7 @@ def test_every_page_that_is_waited_for_takes_its_latency():
 
 
 def test_values_that_decide_are_missed_and_others_are_not():
-    assert set(profiled("pages v5e", {}).simulation.unknown) == {"allocation5"}
+    assert set(profiled("pages v5e", {}).simulation.unknown_reads) == {"allocation5"}
     # Where a page lies in HBM makes no difference to the time that it takes.
     assert profiled("pages v5e", {0: TABLES[0]}).simulation == profiled("pages v5e").simulation
 

@@ -122,7 +122,7 @@ def test_scalar_memory_is_read_back_where_it_was_written():
 
 def test_what_nobody_wrote_is_zero_and_noted():
     found = run("{ %s8_s8 = sld [smem:[#allocation1 + $0x3]] }", COPY)
-    assert (found.copied["hbm_to_vmem"], found.unknown) == (0, {"allocation1": 1})
+    assert (found.copied_bytes["hbm_to_vmem"], found.unknown_reads) == (0, {"allocation1": 1})
 
 
 def test_operands_of_known_values_are_read():
@@ -149,11 +149,11 @@ LOOP = (
 def test_loops_run_as_often_as_they_say():
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
     found = schedule.run({})
-    assert found.copies == {"hbm_to_vmem": 5}
+    assert found.num_copies == {"hbm_to_vmem": 5}
     assert found.copied == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
     assert [found.issues[k] for k in range(len(LOOP))] == [1] + [5] * 9
-    ((loop),) = schedule.loops(found.blocks)
-    assert (loop.start, loop.end, loop.depth, loop.trips, loop.bundles) == (1, 9, 1, 5, 9)
+    ((loop),) = schedule.loops(found.block_entries)
+    assert (loop.start, loop.end, loop.depth, loop.num_trips, loop.bundles) == (1, 9, 1, 5, 9)
     assert found.cycles == found.compute_cycles == 1 + 5 * 9
 
 

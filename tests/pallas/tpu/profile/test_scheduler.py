@@ -7,21 +7,23 @@ import pytest
 from ejkernel_pallas.tpu.profile.bundles import Bundle, Instruction
 from ejkernel_pallas.tpu.profile.chips import Latencies
 from ejkernel_pallas.tpu.profile.flow import BasicBlock
-from ejkernel_pallas.tpu.profile.scheduler import InstructionKind, ResultRatios, opcode_properties, time_block
+from ejkernel_pallas.tpu.profile.scheduler import InstructionKind, RegistersPerInput, opcode_properties, time_block
 
 LATENCIES = Latencies(
     branch_delay=4, matmul=16, matmul_f32=8, matmul_result=110, push=4, push_transposed=8, xlu=8, reduction=95,
     rotation=100, transposition=60, transcendental=6, dma_read=900, dma_write=390,
 )  # fmt: skip
-EVEN = ResultRatios(1.0, 1.0)
+EVEN = RegistersPerInput(1.0, 1.0)
 BF16 = "vmatmul.mubr.bf16.gmra.mxu0"
 F32 = "vmatmul.mubr.f32.gmra.mxu0"
 
 
-def issued(*bundles: tuple[str, ...], ratios: ResultRatios = EVEN) -> list[int]:
+def issued(*bundles: tuple[str, ...], registers_per_input: RegistersPerInput = EVEN) -> list[int]:
     """Cycles at which bundles are issued; an instruction is `result=opcode operand`."""
     made = [Bundle(0, (), tuple(map(instruction, bundle))) for bundle in bundles]
-    return list(time_block(BasicBlock(0, len(made), None, len(made)), made, LATENCIES, ratios).issued)
+    return list(
+        time_block(BasicBlock(0, len(made), None, len(made)), made, LATENCIES, registers_per_input).issue_cycles
+    )
 
 
 def instruction(text: str) -> Instruction:
@@ -82,13 +84,18 @@ def test_transcendental_results_are_popped():
     assert issued(("1=vpow2.f32 %v0",), ("v2=vpop.eup %1",)) == [0, 6]
 
 
-def test_ratios_are_counted_over_a_kernel():
+def test_registers_per_input_are_counted_over_a_kernel():
     pops = [instruction("v1=vpop.f32.mrf.mxu0")] * 3
     bundles = [Bundle(0, (), (instruction(BF16), instruction(BF16), instruction(BF16), *pops))]
-    assert ResultRatios.of(bundles) == ResultRatios(0.5, 1.0)
-    assert ResultRatios.of([]) == EVEN
+    assert RegistersPerInput.of(bundles) == RegistersPerInput(0.5, 1.0)
+    assert RegistersPerInput.of([]) == EVEN
     pop = "v1=vpop.f32.mrf.mxu0"
-    assert issued((BF16,), (BF16,), (pop,), (pop,), ratios=ResultRatios(0.5, 1.0)) == [0, 16, 110, 126]
+    assert issued((BF16,), (BF16,), (pop,), (pop,), registers_per_input=RegistersPerInput(0.5, 1.0)) == [
+        0,
+        16,
+        110,
+        126,
+    ]
 
 
 @pytest.mark.parametrize(

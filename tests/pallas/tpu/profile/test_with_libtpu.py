@@ -50,10 +50,10 @@ def test_every_case_is_answered_whatever_happens_to_the_others():
         assert report.error is None
         assert report.flops == products
         ((kernel),) = report.kernels
-        assert kernel.simulation.unknown == {}
+        assert kernel.simulation.unknown_reads == {}
         # Another libtpu may schedule otherwise, and copies the same bytes.
         recorded = recorded_schedules.figures()[f"{report.label} v6e"]
-        assert kernel.simulation.copied == recorded["copied"]
+        assert kernel.simulation.copied_bytes == recorded["copied"]
         assert kernel.simulation.cycles == pytest.approx(recorded["cycles"], rel=0.2)
 
 

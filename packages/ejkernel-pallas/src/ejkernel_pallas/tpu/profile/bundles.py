@@ -30,13 +30,17 @@ _ALLOCATION = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Predicate:
-    """The condition under which an instruction takes effect, and the operand that is its result otherwise, if one is
-    given.
+    """The condition under which an instruction takes effect.
+
+    Attributes:
+        is_negated: Whether the instruction takes effect where the register is 0.
+        register: The predicate register.
+        value_if_false: The operand that is the result where the condition is false; None if there is none.
     """
 
-    negated: bool
+    is_negated: bool
     register: str
-    otherwise: str | None
+    value_if_false: str | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,15 +52,15 @@ class Instruction:
         opcode: The opcode, such as `vmatmul.mubr.bf16.gmra.mxu0`.
         predicate: The condition under which it takes effect; None for always.
         operands: The operands, as written.
-        named: Operands that have a name.
-        region: The target of a branch; None for other instructions.
+        named_operands: Operands that have a name.
+        region: The region that a branch jumps to; None for other instructions.
     """
 
     result: str | None
     opcode: str
     predicate: Predicate | None
     operands: tuple[str, ...]
-    named: Mapping[str, str]
+    named_operands: Mapping[str, str]
     region: int | None = None
 
 
@@ -105,7 +109,14 @@ class Utilisation:
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """A buffer of a kernel: name, memory space, size in bytes, and what it is for."""
+    """A buffer of a kernel.
+
+    Attributes:
+        name: Its name.
+        space: Its memory space.
+        size: Its size in bytes.
+        tag: What it is for.
+    """
 
     name: str
     space: str

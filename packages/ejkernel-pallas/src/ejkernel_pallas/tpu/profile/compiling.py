@@ -29,7 +29,14 @@ _ALLOCATIONS = "pre-finalize-registers-and-allocations.txt"
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCase:
-    """A compiled program: its HLO, its `pallas_call`s, and the seconds that lowering and compiling took."""
+    """A compiled program.
+
+    Attributes:
+        hlo: Its HLO.
+        calls: Its `pallas_call`s.
+        lower_seconds: Seconds that tracing and lowering took.
+        compile_seconds: Seconds that compiling took.
+    """
 
     hlo: str
     calls: Sequence[PallasCall]
@@ -124,9 +131,9 @@ def _kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dumps: P
         target=chip.name,
         grid=call.grid if call else (),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.blocks),
+        loops=schedule.loops(simulation.block_entries),
         vmem_bytes=schedule.vmem_bytes,
-        known=tuple(known),
+        known_operands=tuple(known),
         simulation=simulation,
     )
 

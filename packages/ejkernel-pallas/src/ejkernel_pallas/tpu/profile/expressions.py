@@ -127,7 +127,7 @@ def _start_copy(instruction: Instruction, names: Names, cycle: int) -> str:
     """Returns the expression of a copy. It contains the addresses if it fills SMEM, since scalar code may read the
     result.
     """
-    kind, named = instruction.opcode.removeprefix("dma."), instruction.named
+    kind, named = instruction.opcode.removeprefix("dma."), instruction.named_operands
     if kind == "general":
         fields = ("size_in_granules", "src_syncflagno", "dst_syncflagno", "overrides")
         values = [names.operand(named.get(field, "0")) for field in fields]

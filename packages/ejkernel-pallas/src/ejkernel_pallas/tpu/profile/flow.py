@@ -31,18 +31,23 @@ class BasicBlock:
         start: The first bundle, which identifies the block.
         end: The bundle after the last.
         branch: The bundle with the branch that ends it; None if it falls through.
-        following: The next bundle if the branch is not taken.
+        next_bundle: The next bundle if the branch is not taken.
     """
 
     start: int
     end: int
     branch: int | None
-    following: int
+    next_bundle: int
 
 
 @dataclasses.dataclass(frozen=True)
 class ControlFlow:
-    """Blocks by their first bundle, and branches by their bundle."""
+    """The control flow of a kernel.
+
+    Attributes:
+        blocks: The basic blocks, by their first bundle.
+        branches: The branches, by their bundle.
+    """
 
     blocks: Mapping[int, BasicBlock]
     branches: Mapping[int, Branch]
@@ -92,7 +97,13 @@ def _make_basic_block(start: int, end: int, branches: Mapping[int, Branch], coun
 
 @dataclasses.dataclass(frozen=True)
 class LoopSpan:
-    """A loop: its first and its last bundle, and the number of loops that it is in, itself included."""
+    """A loop of a schedule.
+
+    Attributes:
+        start: Its first bundle.
+        end: Its last bundle.
+        depth: The number of loops that it is in, itself included.
+    """
 
     start: int
     end: int

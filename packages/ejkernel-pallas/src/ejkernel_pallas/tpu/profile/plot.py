@@ -40,7 +40,7 @@ def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any
     issued bundles.
     """
     used = np.asarray(kernel.utilisation.used, np.float64) / np.asarray(kernel.utilisation.capacity)
-    counts = np.array([kernel.simulation.issues.get(k, 0) for k in range(len(used))], np.float64)
+    counts = np.array([kernel.simulation.bundle_issues.get(k, 0) for k in range(len(used))], np.float64)
     ends = np.concatenate([[0.0], np.cumsum(counts)])
     sums = np.concatenate([np.zeros((1, used.shape[1])), np.cumsum(used * counts[:, None], axis=0)])
     edges = np.linspace(0.0, ends[-1], columns + 1)
@@ -53,8 +53,10 @@ def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
     axis.set_yticks([(k + 0.5) / len(slots) for k in range(len(slots))], slots, fontsize=8)
     axis.set_xlabel("per cent of the bundles issued, in the order of the schedule", fontsize=8)
     for loop in kernel.loops:
-        before = sum(count for k, count in kernel.simulation.issues.items() if k < loop.start)
-        share_of_loop = sum(count for k, count in kernel.simulation.issues.items() if loop.start <= k <= loop.end)
+        before = sum(count for k, count in kernel.simulation.bundle_issues.items() if k < loop.start)
+        share_of_loop = sum(
+            count for k, count in kernel.simulation.bundle_issues.items() if loop.start <= k <= loop.end
+        )
         share = 100 / max(1, kernel.simulation.bundles)
         for boundary in (before * share, (before + share_of_loop) * share):
             axis.axvline(boundary, color="white", linewidth=0.6, alpha=0.8)

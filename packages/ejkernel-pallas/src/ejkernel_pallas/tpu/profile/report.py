@@ -19,7 +19,7 @@ class Loop:
         start: The first bundle.
         end: The last bundle, delay slots included.
         depth: The number of loops that it is in, itself included.
-        trips: How often its first bundle was entered during the whole run.
+        num_trips: How often its first bundle was entered during the whole run.
         slots: Share of each kind of slot that is in use, with each of its bundles counted once.
         fills: Spilled vector registers that an iteration reloads.
         spills: Vector registers that an iteration spills.
@@ -28,7 +28,7 @@ class Loop:
     start: int
     end: int
     depth: int
-    trips: int
+    num_trips: int
     slots: Mapping[str, float]
     fills: int
     spills: int
@@ -44,48 +44,48 @@ class Simulation:
     """The result of simulating a kernel's schedule once, on one core.
 
     Attributes:
-        complete: False if the time limit was reached, so that all counts are too low.
+        is_complete: False if the time limit was reached, so that all counts are too low.
         cycles: Cycles from start to end.
         compute_cycles: Cycles that are not spent waiting for copies.
         waited_cycles: Cycles spent waiting for copies.
         mxu_cycles: Cycles for which products occupy the matrix units, divided by the number of units.
-        blocks: How often each basic block was entered, by its first bundle.
-        issues: How often each bundle was issued.
-        copied: Bytes by kind of copy, such as `hbm_to_vmem`.
-        copies: Number of copies by kind.
-        unknown: Number of reads of scalar memory with unknown values, by allocation or operand.
+        block_entries: How often each basic block was entered, by its first bundle.
+        bundle_issues: How often each bundle was issued.
+        copied_bytes: Bytes by kind of copy, such as `hbm_to_vmem`.
+        num_copies: The number of copies by kind.
+        unknown_reads: The number of reads of scalar memory with unknown values, by allocation or operand.
     """
 
-    complete: bool
+    is_complete: bool
     cycles: float
     compute_cycles: int
     waited_cycles: float
     mxu_cycles: float
-    blocks: Mapping[int, int]
-    issues: Mapping[int, int]
-    copied: Mapping[str, int]
-    copies: Mapping[str, int]
-    unknown: Mapping[str, int]
+    block_entries: Mapping[int, int]
+    bundle_issues: Mapping[int, int]
+    copied_bytes: Mapping[str, int]
+    num_copies: Mapping[str, int]
+    unknown_reads: Mapping[str, int]
 
     @property
     def hbm_read(self) -> int:
         """Returns the bytes read from HBM."""
-        return sum(size for kind, size in self.copied.items() if kind.startswith("hbm_to"))
+        return sum(size for kind, size in self.copied_bytes.items() if kind.startswith("hbm_to"))
 
     @property
     def hbm_written(self) -> int:
         """Returns the bytes written to HBM."""
-        return sum(size for kind, size in self.copied.items() if kind.endswith("to_hbm"))
+        return sum(size for kind, size in self.copied_bytes.items() if kind.endswith("to_hbm"))
 
     @property
     def sent(self) -> int:
         """Returns the bytes sent to other devices."""
-        return sum(size for kind, size in self.copied.items() if kind.endswith(TO_ICI_SUFFIX))
+        return sum(size for kind, size in self.copied_bytes.items() if kind.endswith(TO_ICI_SUFFIX))
 
     @property
     def bundles(self) -> int:
         """Returns the number of bundles issued."""
-        return sum(self.issues.values())
+        return sum(self.bundle_issues.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class KernelReport:
         utilisation: Slots in use, per bundle.
         loops: The loops, outer before inner.
         vmem_bytes: Bytes of VMEM that it allocates, windows of operands included.
-        known: Indices of the scalar operands whose values the simulation had.
+        known_operands: Indices of the scalar operands whose values the simulation had.
         simulation: The result of simulating the schedule.
     """
 
@@ -109,7 +109,7 @@ class KernelReport:
     utilisation: Utilisation
     loops: tuple[Loop, ...]
     vmem_bytes: int
-    known: tuple[int, ...]
+    known_operands: tuple[int, ...]
     simulation: Simulation
 
     @property
@@ -150,17 +150,17 @@ class KernelReport:
     @property
     def slots(self) -> dict[str, float]:
         """Returns the share of each kind of slot that is in use, over the bundles issued."""
-        return self.utilisation.shares(self.simulation.issues)
+        return self.utilisation.shares(self.simulation.bundle_issues)
 
     @property
     def fills(self) -> int:
         """Returns the number of spilled vector registers that are reloaded during the whole run."""
-        return self.utilisation.total(FILL_SLOT, self.simulation.issues)
+        return self.utilisation.total(FILL_SLOT, self.simulation.bundle_issues)
 
     @property
     def spills(self) -> int:
         """Returns the number of vector registers that are spilled during the whole run."""
-        return self.utilisation.total(SPILL_SLOT, self.simulation.issues)
+        return self.utilisation.total(SPILL_SLOT, self.simulation.bundle_issues)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

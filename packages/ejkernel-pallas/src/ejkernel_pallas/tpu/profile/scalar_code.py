@@ -44,7 +44,8 @@ class _ScalarSlice:
             elif instruction.opcode.startswith("dma."):
                 names = (*_COPY_SIZES, *(_COPY_ADDRESSES if "smem" in instruction.opcode else ()))
                 self._keep_instruction(
-                    instruction, [instruction.named[name] for name in names if name in instruction.named]
+                    instruction,
+                    [instruction.named_operands[name] for name in names if name in instruction.named_operands],
                 )
         self._propagate()
 
@@ -56,7 +57,7 @@ class _ScalarSlice:
             self._require_register(operand)
         if predicate := instruction.predicate:
             self._require_register(f"%{predicate.register}")
-            self._require_register(predicate.otherwise or "")
+            self._require_register(predicate.value_if_false or "")
 
     def _require_register(self, text: str) -> None:
         for name in REGISTER_PATTERN.findall(text):
@@ -105,7 +106,7 @@ class ScalarCode:
 
     def _block(self, block: BasicBlock, time: BlockTime) -> str:
         lines = [f"def b{block.start}(R,S,M):", "t=S.t"]
-        for k, cycle in zip(range(block.start, block.end), time.issued, strict=True):
+        for k, cycle in zip(range(block.start, block.end), time.issue_cycles, strict=True):
             merges = [i for i in self._bundles[k].instructions if i.opcode in _PHI_OPCODES]
             others = [i for i in self._bundles[k].instructions if i.opcode not in _PHI_OPCODES]
             for merge in merges:
@@ -117,7 +118,7 @@ class ScalarCode:
                     lines.append(f"taken={self._condition(instruction)}")
         lines.append(f"S.t=t+{time.cycles}")
         target = None if block.branch is None else self._flow.branches[block.branch].target
-        otherwise = block.following
+        otherwise = block.next_bundle
         lines.append(f"return {otherwise}" if target is None else f"return {target} if taken else {otherwise}")
         return "\n ".join(lines)
 
@@ -135,7 +136,7 @@ class ScalarCode:
         predicate = instruction.predicate
         if predicate is None:
             return "True"
-        return f"{'not ' if predicate.negated else ''}{self.names.register(predicate.register)}"
+        return f"{'not ' if predicate.is_negated else ''}{self.names.register(predicate.register)}"
 
     def _statements(self, instruction: Instruction, cycle: int) -> Iterable[str]:
         value = expression(instruction, self.names, cycle)
@@ -145,7 +146,7 @@ class ScalarCode:
         if result is None or not _SCALAR.match(result) or instruction.opcode.startswith(("dma", "sst")):
             return [f"{guard}{value}"]
         register = self.names.register(result)
-        if predicate and predicate.otherwise:
-            otherwise = self.names.operand(predicate.otherwise)
+        if predicate and predicate.value_if_false:
+            otherwise = self.names.operand(predicate.value_if_false)
             value, guard = f"({value}) if {self._condition(instruction)} else {otherwise}", ""
         return [f"{guard}{register}={value}", *(guard + line for line in self._inputs(result))]

@@ -47,14 +47,14 @@ def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequ
         args: Its arguments, with `jax.ShapeDtypeStruct` leaves.
         values: For every leaf its value, or None if only the shape is known.
     """
-    walk = _JaxprEvaluator()
+    evaluator = _JaxprEvaluator()
     leaves = [_raise_unknown if value is None else functools.partial(_constant, value) for value in values]
-    walk.run(*_jaxpr_and_constants(jax.jit(function).trace(*args).jaxpr), leaves)
-    return walk.calls
+    evaluator.run(*_jaxpr_and_constants(jax.jit(function).trace(*args).jaxpr), leaves)
+    return evaluator.calls
 
 
 class _JaxprEvaluator:
-    """Walks the equations of a program; an intermediate value is evaluated only if a `pallas_call` needs it."""
+    """Traverses the equations of a program; an intermediate value is evaluated only if a `pallas_call` needs it."""
 
     def __init__(self) -> None:
         self.calls: list[PallasCall] = []

@@ -15,7 +15,7 @@ _TRANSCENDENTAL_OPCODES = (
     "vexp", "vpow", "vrcp", "vrsqrt", "vtanh", "vlog", "verf", "vsigm", "vsin", "vcos", "vsqrt",
 )  # fmt: skip
 _NARROW_DTYPES = ("bf16", "s8", "f8")
-_RESULT_SLOT_PATTERN = re.compile(r"mrb\[(\d+)\]")
+_RESULT_BUFFER_SLOT_PATTERN = re.compile(r"mrb\[(\d+)\]")
 
 
 class InstructionKind(enum.Enum):
@@ -42,22 +42,22 @@ class OpcodeProperties:
     Attributes:
         kind: The kind of instruction.
         unit: Index of the matrix or cross-lane unit.
-        slot: Number of the result, if results are numbered; else None.
-        results: Result registers per pushed register, before the correction for the chip.
-        narrow: Whether its format has up to 16 bits.
-        latches: Whether it loads the weights that have been pushed.
-        waits: Whether it waits for the cross-lane unit.
-        ends: Whether it is the last instruction of a transposition.
+        result_slot: Index of its result in the result buffer; None if results are popped from a queue.
+        results_per_push: Result registers per pushed register, before the correction for the chip.
+        is_narrow: Whether its format has up to 16 bits.
+        loads_weights: Whether it loads the weights that have been pushed.
+        waits_for_cross_lane_unit: Whether it waits for the cross-lane unit.
+        ends_transposition: Whether it is the last instruction of a transposition.
     """
 
     kind: InstructionKind
     unit: int = 0
-    slot: int | None = None
-    results: int = 2
-    narrow: bool = True
-    latches: bool = False
-    waits: bool = False
-    ends: bool = False
+    result_slot: int | None = None
+    results_per_push: int = 2
+    is_narrow: bool = True
+    loads_weights: bool = False
+    waits_for_cross_lane_unit: bool = False
+    ends_transposition: bool = False
 
 
 @functools.cache
@@ -71,16 +71,16 @@ def opcode_properties(opcode: str) -> OpcodeProperties:
         InstructionKind.POP_TRANSPOSED,
     )
     unit = re.search(r"xlu(\d)" if on_xlu else r"mxu(\d)", opcode)
-    slot = _RESULT_SLOT_PATTERN.search(opcode)
+    slot = _RESULT_BUFFER_SLOT_PATTERN.search(opcode)
     return OpcodeProperties(
         kind=kind,
         unit=int(unit[1]) if unit else 0,
-        slot=int(slot[1]) if slot else None,
-        results=1 if ".f32" in opcode else 2,
-        narrow=any(name in opcode for name in _NARROW_DTYPES),
-        latches="vlgmr" in opcode,
-        waits="xlu" in opcode,
-        ends=".end" in opcode,
+        result_slot=int(slot[1]) if slot else None,
+        results_per_push=1 if ".f32" in opcode else 2,
+        is_narrow=any(name in opcode for name in _NARROW_DTYPES),
+        loads_weights="vlgmr" in opcode,
+        waits_for_cross_lane_unit="xlu" in opcode,
+        ends_transposition=".end" in opcode,
     )
 
 
@@ -115,8 +115,8 @@ def _vector_kind(opcode: str) -> InstructionKind:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResultRatios:
-    """Result registers per input register of a unit, a property of chip and dtype that is counted in a kernel.
+class RegistersPerInput:
+    """Result registers per input register of each unit, which depend on chip and dtype and are counted in a kernel.
 
     Attributes:
         matmul: Registers popped from the queues of the matrix units, for each one expected.
@@ -127,11 +127,11 @@ class ResultRatios:
     transposition: float
 
     @classmethod
-    def of(cls, bundles: Sequence[Bundle]) -> "ResultRatios":
+    def of(cls, bundles: Sequence[Bundle]) -> "RegistersPerInput":
         """Counts the ratios over a whole kernel."""
         found = [opcode_properties(i.opcode) for bundle in bundles for i in bundle.instructions]
         counts = collections.Counter(w.kind for w in found)
-        expected = sum(w.results for w in found if w.kind is InstructionKind.MATMUL)
+        expected = sum(w.results_per_push for w in found if w.kind is InstructionKind.MATMUL)
         return cls(
             matmul=counts[InstructionKind.POP_QUEUE] / expected
             if counts[InstructionKind.POP_QUEUE] and expected
@@ -143,14 +143,14 @@ class ResultRatios:
 
     def results(self, of: OpcodeProperties) -> int:
         """Returns the number of registers that a product puts into its queue."""
-        return max(1, round(of.results * self.matmul))
+        return max(1, round(of.results_per_push * self.matmul))
 
 
 class Scoreboard:
     """The state of the units while a block is issued."""
 
-    def __init__(self, latencies: Latencies, ratios: ResultRatios, bundles: Iterable[Bundle]) -> None:
-        self._latencies, self._ratios = latencies, ratios
+    def __init__(self, latencies: Latencies, registers_per_input: RegistersPerInput, bundles: Iterable[Bundle]) -> None:
+        self._latencies, self._registers_per_input = latencies, registers_per_input
         self._matrix_free = collections.Counter[int]()
         self._push_free = collections.Counter[int]()
         self._cross_lane_free = collections.Counter[int]()
@@ -168,42 +168,44 @@ class Scoreboard:
         balance = collections.Counter[int]()
         for bundle in bundles:
             for instruction in bundle.instructions:
-                of = opcode_properties(instruction.opcode)
-                if of.kind is InstructionKind.MATMUL:
-                    balance[of.unit] -= self._ratios.results(of)
-                elif of.kind is InstructionKind.POP_QUEUE:
-                    balance[of.unit] += 1
+                properties = opcode_properties(instruction.opcode)
+                if properties.kind is InstructionKind.MATMUL:
+                    balance[properties.unit] -= self._registers_per_input.results(properties)
+                elif properties.kind is InstructionKind.POP_QUEUE:
+                    balance[properties.unit] += 1
         return +balance
 
     def issue(self, cycle: int, bundle: Bundle) -> int:
         """Issues a bundle at `cycle` or as soon after it as possible; returns the cycle."""
         timed = [
-            (i, of)
+            (i, properties)
             for i in bundle.instructions
-            if (of := opcode_properties(i.opcode)).kind is not InstructionKind.OTHER
+            if (properties := opcode_properties(i.opcode)).kind is not InstructionKind.OTHER
         ]
-        for instruction, of in timed:
-            cycle = max(cycle, self._earliest(instruction, of))
-        for instruction, of in timed:
-            self._occupy(cycle, instruction, of)
+        for instruction, properties in timed:
+            cycle = max(cycle, self._pop_results_and_find_cycle(instruction, properties))
+        for instruction, properties in timed:
+            self._occupy(cycle, instruction, properties)
         return cycle
 
-    def _earliest(self, instruction: Instruction, of: OpcodeProperties) -> int:
+    def _pop_results_and_find_cycle(self, instruction: Instruction, properties: OpcodeProperties) -> int:
         """Returns the earliest cycle for an instruction by itself, and removes the results that it pops."""
-        if of.kind is InstructionKind.MATMUL:
-            return max(self._matrix_free[of.unit], self._push_free[of.unit] if of.latches else 0)
-        if of.kind in (InstructionKind.PUSH, InstructionKind.WEIGHTS):
-            return self._push_free[of.unit]
-        if of.kind is InstructionKind.POP_QUEUE:
-            return self._pop_queue(of.unit)
-        if of.kind is InstructionKind.POP_BUFFER:
-            return self._buffer.get((of.unit, of.slot or 0), 0)
-        if of.kind is InstructionKind.POP_TRANSPOSED:
-            return self._transposed[of.unit].popleft() if self._transposed[of.unit] else 0
-        if of.kind is InstructionKind.POP:
+        if properties.kind is InstructionKind.MATMUL:
+            return max(
+                self._matrix_free[properties.unit], self._push_free[properties.unit] if properties.loads_weights else 0
+            )
+        if properties.kind in (InstructionKind.PUSH, InstructionKind.WEIGHTS):
+            return self._push_free[properties.unit]
+        if properties.kind is InstructionKind.POP_QUEUE:
+            return self._pop_queue(properties.unit)
+        if properties.kind is InstructionKind.POP_BUFFER:
+            return self._buffer.get((properties.unit, properties.result_slot or 0), 0)
+        if properties.kind is InstructionKind.POP_TRANSPOSED:
+            return self._transposed[properties.unit].popleft() if self._transposed[properties.unit] else 0
+        if properties.kind is InstructionKind.POP:
             found = (REGISTER_PATTERN.search(operand) for operand in instruction.operands)
             return max((self._ready.get(match[1], 0) for match in found if match), default=0)
-        return self._cross_lane_free[of.unit] if of.waits else 0
+        return self._cross_lane_free[properties.unit] if properties.waits_for_cross_lane_unit else 0
 
     def _pop_queue(self, unit: int) -> int:
         if self._earlier[unit] > 0:
@@ -211,57 +213,66 @@ class Scoreboard:
             return 0
         return self._queue[unit].popleft() if self._queue[unit] else 0
 
-    def _occupy(self, cycle: int, instruction: Instruction, of: OpcodeProperties) -> None:
+    def _occupy(self, cycle: int, instruction: Instruction, properties: OpcodeProperties) -> None:
         """Records until when an instruction occupies its unit, and when its result is ready."""
         latencies = self._latencies
-        if of.kind is InstructionKind.MATMUL:
-            self._multiply(cycle, of)
-        elif of.kind is InstructionKind.PUSH:
+        if properties.kind is InstructionKind.MATMUL:
+            self._multiply(cycle, properties)
+        elif properties.kind is InstructionKind.PUSH:
             transposes = "xpose" in instruction.opcode
-            self._push_free[of.unit] = cycle + (latencies.push_transposed if transposes else latencies.push)
-        elif of.kind is InstructionKind.REDUCE:
-            self._cross_lane_free[of.unit] = cycle + latencies.xlu
+            self._push_free[properties.unit] = cycle + (latencies.push_transposed if transposes else latencies.push)
+        elif properties.kind is InstructionKind.REDUCE:
+            self._cross_lane_free[properties.unit] = cycle + latencies.xlu
             self._ready[instruction.result] = cycle + latencies.reduction
-        elif of.kind is InstructionKind.TRANSPOSE:
-            self._transpose(cycle, of)
-        elif of.kind is InstructionKind.ROTATE:
-            self._cross_lane_free[of.unit] = cycle + 1
+        elif properties.kind is InstructionKind.TRANSPOSE:
+            self._transpose(cycle, properties)
+        elif properties.kind is InstructionKind.ROTATE:
+            self._cross_lane_free[properties.unit] = cycle + 1
             self._ready[instruction.result] = cycle + latencies.rotation
-        elif of.kind is InstructionKind.TRANSCENDENTAL:
+        elif properties.kind is InstructionKind.TRANSCENDENTAL:
             self._ready[instruction.result] = cycle + latencies.transcendental
 
-    def _multiply(self, cycle: int, of: OpcodeProperties) -> None:
+    def _multiply(self, cycle: int, properties: OpcodeProperties) -> None:
         latencies = self._latencies
-        self._matrix_free[of.unit] = cycle + (latencies.matmul if of.narrow else latencies.matmul_f32)
+        self._matrix_free[properties.unit] = cycle + (
+            latencies.matmul if properties.is_narrow else latencies.matmul_f32
+        )
         ready = cycle + latencies.matmul_result
-        if of.slot is None:
-            self._queue[of.unit].extend([ready] * self._ratios.results(of))
+        if properties.result_slot is None:
+            self._queue[properties.unit].extend([ready] * self._registers_per_input.results(properties))
             return
-        for register in range(2 * of.results):
-            self._buffer[of.unit, of.slot + register] = ready
+        for register in range(2 * properties.results_per_push):
+            self._buffer[properties.unit, properties.result_slot + register] = ready
 
-    def _transpose(self, cycle: int, of: OpcodeProperties) -> None:
+    def _transpose(self, cycle: int, properties: OpcodeProperties) -> None:
         """Records that the whole tile is ready at the end, one register per pop."""
-        self._cross_lane_free[of.unit] = cycle + self._latencies.xlu
-        self._transposing[of.unit] += 1
-        if of.ends:
-            registers = max(1, round(self._transposing[of.unit] * self._ratios.transposition))
-            self._transposed[of.unit].extend([cycle + self._latencies.transposition] * registers)
-            self._transposing[of.unit] = 0
+        self._cross_lane_free[properties.unit] = cycle + self._latencies.xlu
+        self._transposing[properties.unit] += 1
+        if properties.ends_transposition:
+            registers = max(1, round(self._transposing[properties.unit] * self._registers_per_input.transposition))
+            self._transposed[properties.unit].extend([cycle + self._latencies.transposition] * registers)
+            self._transposing[properties.unit] = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockTime:
-    """Cycles that a block takes, and the cycle at which each of its bundles is issued."""
+    """The time of a basic block.
+
+    Attributes:
+        cycles: Cycles that the block takes.
+        issue_cycles: The cycle at which each of its bundles is issued.
+    """
 
     cycles: int
-    issued: tuple[int, ...]
+    issue_cycles: tuple[int, ...]
 
 
-def time_block(block: BasicBlock, bundles: Sequence[Bundle], latencies: Latencies, ratios: ResultRatios) -> BlockTime:
+def time_block(
+    block: BasicBlock, bundles: Sequence[Bundle], latencies: Latencies, registers_per_input: RegistersPerInput
+) -> BlockTime:
     """Issues the bundles of a block on units that are idle at its start, and returns their times."""
     block_bundles = bundles[block.start : block.end]
-    scoreboard = Scoreboard(latencies, ratios, block_bundles)
+    scoreboard = Scoreboard(latencies, registers_per_input, block_bundles)
     cycle, issued = -1, list[int]()
     for bundle in block_bundles:
         cycle = scoreboard.issue(cycle + 1, bundle)

@@ -20,7 +20,7 @@ from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
 from ejkernel_pallas.tpu.profile.scheduler import (
     BlockTime,
     InstructionKind,
-    ResultRatios,
+    RegistersPerInput,
     opcode_properties,
     time_block,
 )
@@ -47,9 +47,10 @@ class CompiledKernel:
         self.allocations: Sequence[Allocation] = parse_allocations(allocations)
         latencies = chip.latencies
         self.flow = find_flow(self.bundles, latencies.branch_delay)
-        ratios = ResultRatios.of(self.bundles)
+        registers_per_input = RegistersPerInput.of(self.bundles)
         self.times: dict[int, BlockTime] = {
-            start: time_block(block, self.bundles, latencies, ratios) for start, block in self.flow.blocks.items()
+            start: time_block(block, self.bundles, latencies, registers_per_input)
+            for start, block in self.flow.blocks.items()
         }
 
     @property
@@ -75,16 +76,16 @@ class CompiledKernel:
             block = self.flow.blocks[start]
             issues.update(dict.fromkeys(range(block.start, block.end), count))
         return Simulation(
-            complete=complete,
+            is_complete=complete,
             cycles=machine.t,
             compute_cycles=sum(count * self.times[start].cycles for start, count in blocks.items()),
             waited_cycles=machine.waited,
             mxu_cycles=self._mxu_cycles(issues),
-            blocks=dict(blocks),
-            issues=dict(issues),
-            copied=dict(machine.copied),
-            copies=dict(machine.copies),
-            unknown=machine.unknown_reads(code.names.allocations),
+            block_entries=dict(blocks),
+            bundle_issues=dict(issues),
+            copied_bytes=dict(machine.copied),
+            num_copies=dict(machine.copies),
+            unknown_reads=machine.unknown_reads(code.names.allocations),
         )
 
     def _execute(self, code: ScalarCode, machine: SimulatedCore, seconds: float) -> tuple[Mapping[int, int], bool]:
@@ -105,9 +106,9 @@ class CompiledKernel:
         latencies, cycles = self.chip.latencies, 0
         for k, count in issues.items():
             for instruction in self.bundles[k].instructions:
-                of = opcode_properties(instruction.opcode)
-                if of.kind is InstructionKind.MATMUL:
-                    cycles += count * (latencies.matmul if of.narrow else latencies.matmul_f32)
+                properties = opcode_properties(instruction.opcode)
+                if properties.kind is InstructionKind.MATMUL:
+                    cycles += count * (latencies.matmul if properties.is_narrow else latencies.matmul_f32)
         return cycles / self.chip.mxus
 
     def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
@@ -118,7 +119,7 @@ class CompiledKernel:
                 start=span.start,
                 end=span.end,
                 depth=span.depth,
-                trips=blocks.get(span.start, 0),
+                num_trips=blocks.get(span.start, 0),
                 slots=self.utilisation.shares(once := dict.fromkeys(range(span.start, span.end + 1), 1)),
                 fills=self.utilisation.total(FILL_SLOT, once),
                 spills=self.utilisation.total(SPILL_SLOT, once),

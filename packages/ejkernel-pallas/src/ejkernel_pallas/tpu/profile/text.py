@@ -43,7 +43,9 @@ def kernel_facts(kernel: KernelReport) -> list[tuple[str, str]]:
     """Returns the facts about a kernel, except its loops and slots."""
     simulation, seconds = kernel.simulation, kernel.seconds
     waited = simulation.waited_cycles / max(1.0, simulation.cycles)
-    by_kind = (f"{kind} {size / 1e6:.4g} MB in {simulation.copies[kind]}" for kind, size in simulation.copied.items())
+    by_kind = (
+        f"{kind} {size / 1e6:.4g} MB in {simulation.num_copies[kind]}" for kind, size in simulation.copied_bytes.items()
+    )
     limit = kernel.chip.vmem
     return [
         ("grid", " x ".join(map(str, kernel.grid)) or "none"),
@@ -81,19 +83,19 @@ def describe_bound(kernel: KernelReport) -> str:
 
 def _warnings(kernel: KernelReport) -> Iterable[tuple[str, str]]:
     simulation = kernel.simulation
-    if not simulation.complete:
+    if not simulation.is_complete:
         yield "INCOMPLETE", "the simulation was stopped; every figure is too low"
-    if simulation.unknown:
-        reads = ", ".join(f"{name} ({count} times)" for name, count in simulation.unknown.items())
+    if simulation.unknown_reads:
+        reads = ", ".join(f"{name} ({count} times)" for name, count in simulation.unknown_reads.items())
         yield "UNKNOWN", f"{reads}: read as 0, so the prediction means nothing; give the values of these operands"
 
 
 def _print_kernel(out: Console, kernel: KernelReport) -> None:
     print_table(out, f"kernel {kernel.name}", "figure", "value", rows=kernel_facts(kernel))
     slots = [slot for slot in kernel.utilisation.slots if slot not in _SPILL_SLOTS]
-    headings = ("loop", "bundles", "trips", *slots, "spills", "fills")
+    headings = ("loop", "bundles", "num_trips", *slots, "spills", "fills")
     rows: list[tuple[Any, ...]] = [
-        (_loop_position(loop), loop.bundles, loop.trips, *_loop_slot_shares(loop, slots)) for loop in kernel.loops
+        (_loop_position(loop), loop.bundles, loop.num_trips, *_loop_slot_shares(loop, slots)) for loop in kernel.loops
     ]
     whole = [percent(kernel.slots[slot]) for slot in slots]
     rows.append(("whole run", kernel.simulation.bundles, "", *whole, kernel.spills, kernel.fills))

@@ -107,9 +107,9 @@ def _why_unusable(report: Report) -> str | None:
     """Returns why a profile cannot be used as a prediction; None if it can."""
     if not report.kernels:
         return "it has no TPU kernels, and only these can be predicted"
-    unknown = sorted({name for kernel in report.kernels for name in kernel.simulation.unknown})
+    unknown = sorted({name for kernel in report.kernels for name in kernel.simulation.unknown_reads})
     if unknown:
         return f"its schedule depends on values that are not known: {', '.join(unknown)}"
-    if not all(kernel.simulation.complete for kernel in report.kernels):
+    if not all(kernel.simulation.is_complete for kernel in report.kernels):
         return "simulating it takes too long"
     return None
