@@ -89,7 +89,7 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
     sizes = DecodeSizes(s=1152, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
     record = lowered("mla_decode", dense_cases.arrays, sizes)
     cache = make_cache_layout(as_pages(record))
-    assert (cache.transposed, cache.rotary) == (latent == 32, 0 if one else 8)
+    assert (cache.transposed, cache.rotary_dim) == (latent == 32, 0 if one else 8)
     there = (jnp.arange(1152) < jnp.array(lengths)[:, None])[..., None, None]
     broken = {name: jnp.where(there, getattr(record, name), jnp.nan) for name in ("key", "value")}
     with interpreted():

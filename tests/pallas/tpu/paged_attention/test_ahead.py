@@ -14,7 +14,7 @@ from ejkernel.modules import ragged_page_attention_v2, ragged_page_attention_v3
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import current_device
-from ejkernel_pallas.tpu.paged_attention import MAX_SMEM_WORDS, config, reasons
+from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, reasons
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
@@ -70,7 +70,7 @@ def test_tables_that_just_fit_into_scalar_memory():
         query = jax.ShapeDtypeStruct((1024, *single.query.shape[1:]), jnp.bfloat16)
         return dataclasses.replace(single, query=query, block_tables=tables, kv_lens=lengths)
 
-    most = MAX_SMEM_WORDS // 1024 - len(ITEM_FIELDS)
+    most = MAX_TABLE_SMEM_WORDS // 1024 - len(ITEM_FIELDS)
     assert list(reasons(record(most))) == []
     assert list(reasons(record(most + 1)))
     assert "tpu_custom_call" in compiled(attend, (record(most),), "v5e").as_text()

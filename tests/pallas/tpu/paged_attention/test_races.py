@@ -27,7 +27,7 @@ def found():
 
 def read_words(buffer, head_group, word, at, spec):
     """What `load_keys._load_words` reads, without a view of another shape, which the simulator does not have."""
-    words = spec.cache.words
+    words = spec.cache_layout.word_rows_per_token
     rows = buffer[...].reshape(spec.block_kv * words, buffer.shape[-1])
     return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk_kv * words)[word::words]
 

@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
-from ejkernel_pallas.tpu.paged_attention import MAX_SMEM_WORDS, config, reasons
+from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
@@ -141,7 +141,7 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
 
 def with_slopes(record):
     """The slopes need one more word of scalar memory per sequence: the table alone would just fit."""
-    entries = MAX_SMEM_WORDS - record.kv_lens.size * len(ITEM_FIELDS)
+    entries = MAX_TABLE_SMEM_WORDS - record.kv_lens.size * len(ITEM_FIELDS)
     tables = jax.ShapeDtypeStruct((record.kv_lens.size, entries // record.kv_lens.size), jnp.int32)
     record = dataclasses.replace(record, block_tables=tables)
     assert not list(reasons(record))

@@ -21,7 +21,7 @@ def run(*bundles: str, operands=None):
 def computed(*instructions: str, operands=None) -> int:
     """What the instructions leave in `%s8`."""
     bundles = [f"{{ {instruction} }}" for instruction in instructions]
-    return run(*bundles, COPY, operands=operands).copied["hbm_to_vmem"] // 32
+    return run(*bundles, COPY, operands=operands).copied_bytes["hbm_to_vmem"] // 32
 
 
 GENERAL = "{ %9 = dma.general /*src=*/%s1_s0, /*size_in_granules=*/16, /*dst=*/%s2_s1, /*dst_syncflagno=*/%s4_s4, /*src_syncflagno=*/%s3_s3, /*stridedescaddr=*/[#allocation9], /*overrides=*/%s5_s5, /*dst_syncflagno_1=*/0 /* hbm-to-vmem */ }"  # noqa: E501
@@ -36,7 +36,7 @@ def test_general_copies_say_to_which_memory_and_device(device, copied):
     local = ("{ %s3_s3 = smov 0 }", "{ %s4_s4 = smov [#allocation4 + $0x1] }")
     waits = ("{ %11 = dma.done.wait [#allocation4 + $0x1], 16 }", "{ %12 = dma.done.wait [#allocation3], 16 }")
     found = run(f"{{ %s5_s5 = smov {device} }}", *(semaphores if device else local), GENERAL, *waits)
-    assert found.copied == copied
+    assert found.copied_bytes == copied
     assert found.sent == copied.get("hbm_to_ici", 0)
     assert found.waited_cycles > 400
 
@@ -150,8 +150,8 @@ def test_loops_run_as_often_as_they_say():
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
     found = schedule.run({})
     assert found.num_copies == {"hbm_to_vmem": 5}
-    assert found.copied == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
-    assert [found.issues[k] for k in range(len(LOOP))] == [1] + [5] * 9
+    assert found.copied_bytes == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
+    assert [found.bundle_issues[k] for k in range(len(LOOP))] == [1] + [5] * 9
     ((loop),) = schedule.loops(found.block_entries)
     assert (loop.start, loop.end, loop.depth, loop.num_trips, loop.bundles) == (1, 9, 1, 5, 9)
     assert found.cycles == found.compute_cycles == 1 + 5 * 9
@@ -160,7 +160,7 @@ def test_loops_run_as_often_as_they_say():
 def test_a_schedule_that_never_ends_is_stopped():
     forever = ("{ %s1_s0 = smov 0 } /* Start region 1 */", "{ %6 = sbr.rel target = $region1 }", *["{}"] * 4)
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(forever)))
-    assert not schedule.run({}, seconds=0.01).complete
+    assert not schedule.run({}, seconds=0.01).is_complete
 
 
 @given(st.integers(-(2**40) + 1, 2**40 - 1))

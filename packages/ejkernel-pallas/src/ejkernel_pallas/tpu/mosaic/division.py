@@ -7,7 +7,8 @@ from jax import lax
 
 
 def divide(dividend: Any, divisor: int) -> Any:
-    """Returns `number // by` for a non-negative number; a negative one is rounded towards zero.
+    """Returns `dividend // divisor` for a non-negative dividend; the quotient of a negative one is rounded towards
+    zero.
 
     `//` of traced integers lowers only if JAX sees a TPU, and takes four operations more.
     """

@@ -26,9 +26,11 @@ Ref = Any
 Index = tuple[Any, ...]
 
 DEFAULT_VMEM_LIMIT_BYTES = 48 * 2**20
-"""Bytes of VMEM of a kernel: those of the chip with the least VMEM, minus what XLA keeps there."""
-COMPILER_RESERVE_BYTES = 8 * 2**20
-"""Bytes reserved for the compiler, in addition to blocks and scratch memory, where a limit is computed from these."""
+"""The default limit of a kernel's VMEM: that of the chip with the least VMEM, minus what XLA keeps there."""
+MIN_COMPILER_VMEM_BYTES = 8 * 2**20
+"""The least VMEM reserved for the compiler, in addition to blocks and scratch memory, where `vmem_limit_bytes` computes
+a kernel's limit; a quarter of these if that is more.
+"""
 
 
 def identity_index(*step: Any) -> Index:
@@ -57,7 +59,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Returns bytes of one block."""
+        """Returns the bytes of one block."""
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
     def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
@@ -81,7 +83,7 @@ class KernelCall:
         kernel: Called with the refs.
         refs: Constructs the refs from tables, inputs, outputs and scratch memory, passed by name.
         grid: Steps along each axis; may be traced.
-        parallel: Number of leading grid axes that are independent.
+        parallel: The number of leading grid axes that are independent.
         tables: int32 vectors in scalar memory.
         inputs: The kernel's inputs.
         outputs: The kernel's outputs.
@@ -123,7 +125,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
     names = (*call.tables, *inputs, *outputs, *call.scratch)
     tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
     arrays = [_in_hbm(x.array) if name in call.aliases and x.block else x.array for name, x in inputs.items()]
-    given = _compat.as_varying([*tables, *arrays], arrays)
+    kernel_operands = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
         # Tables of single operands are for index maps only and are not passed to the kernel.
@@ -139,7 +141,9 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
             out_specs=[call.spec(*item) for item in call.outputs.items()],
             scratch_shapes=list(call.scratch.values()),
         ),
-        out_shape=[_compat.shape_varying_like(x.array.shape, x.array.dtype, given[-1]) for x in call.outputs.values()],
+        out_shape=[
+            _compat.shape_varying_like(x.array.shape, x.array.dtype, kernel_operands[-1]) for x in call.outputs.values()
+        ],
         input_output_aliases={
             n: outputs.index(call.aliases[name]) for n, name in enumerate(inputs, len(tables)) if name in call.aliases
         },
@@ -153,7 +157,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
         name=call.name,
     )
     with _compat.trace_without_tpu() if call.pipelines else contextlib.nullcontext():
-        return dict(zip(outputs, run(*given), strict=True))
+        return dict(zip(outputs, run(*kernel_operands), strict=True))
 
 
 def _in_hbm(array: Any) -> Any:
@@ -178,7 +182,7 @@ _constrain_to_hbm.def_vmap(_constrain_batch)
 
 
 def vmem_limit_bytes(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
-    """Returns bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
-    kept = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
-    used_bytes = 2 * sum(x.bytes for x in operands) + kept
-    return used_bytes + max(COMPILER_RESERVE_BYTES, used_bytes // 4)
+    """Returns the bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
+    scratch_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
+    used_bytes = 2 * sum(x.bytes for x in operands) + scratch_bytes
+    return used_bytes + max(MIN_COMPILER_VMEM_BYTES, used_bytes // 4)

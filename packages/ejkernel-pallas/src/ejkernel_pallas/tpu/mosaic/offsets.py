@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 
 
 def opaque_offset(start: Any, step: Any, opaque_zero: Any) -> Any:
-    """Returns `start` as an offset that the compiler cannot fold: `start + by * zero`.
+    """Returns `start` as an offset that the compiler cannot fold: `start + step * opaque_zero`.
 
     The compiler loads from equal addresses once, and forwards a value that was just stored instead of loading it. In
     both cases the value stays in registers, and spills under register pressure. An opaque offset forces the reload.

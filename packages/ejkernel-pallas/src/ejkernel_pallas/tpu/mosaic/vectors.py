@@ -47,21 +47,21 @@ def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     lane = lax.broadcasted_iota(jnp.int32, (x.shape[0], LANES), 1)
     even, groups = (lane * 2) % LANES, lane_groups(x)
 
-    def taken(index: jax.Array) -> jax.Array:
+    def every_other_column(index: jax.Array) -> jax.Array:
         first, second = ([jnp.take_along_axis(x, index, axis=1) for x in groups[n::2]] for n in (0, 1))
         pairs = zip(first, second, strict=True)
         return jnp.concatenate([jnp.where(lane < LANES // 2, *pair) for pair in pairs], axis=1)
 
-    return taken(even), taken(even + 1)
+    return every_other_column(even), every_other_column(even + 1)
 
 
 def matrix_product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
-    """Returns product of two matrices over one axis of each, accumulated in float32."""
+    """Returns the product of two matrices over one axis of each, accumulated in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def zero_outside(x: jax.Array, first: Any, end: Any, axis: int) -> jax.Array:
-    """Returns x with 0 where an index is below `first`, or not below `end`."""
+    """Returns x with 0 where the index along `axis` is below `first`, or not below `end`."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     return jnp.where((index >= first) & (index < end), x, jnp.zeros_like(x))

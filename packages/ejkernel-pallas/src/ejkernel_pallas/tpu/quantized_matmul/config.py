@@ -9,7 +9,7 @@ from ejkernel.ops.params import Direction
 from ejkernel.planning.quantized_formats import WORD_BITS
 
 LANES = 128
-ROWS = 16
+ROWS_MULTIPLE = 16
 """Rows of x are padded to a multiple of this: whole registers of bfloat16."""
 
 
@@ -35,8 +35,8 @@ ROW_TILE_SIZES = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
 """Rows and words per tile of the kernel that contracts rows of the packed matrix."""
 TRANSPOSED_TILE_SIZES = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
 """Rows and words per tile of the kernel that contracts the codes along words."""
-VMEM_BYTES = 32 * 2**20
-"""Bytes of VMEM for blocks and sums: available on every chip, with room for the compiler."""
+MAX_BLOCK_VMEM_BYTES = 32 * 2**20
+"""The most VMEM for blocks and the accumulator: available on every chip, with room for the compiler."""
 
 MAX_MULTIPLICATIONS_PER_TILE = 2**30
 """The largest number of multiplications per tile. Its products are unrolled, and libtpu takes minutes to compile
@@ -51,24 +51,24 @@ def heuristic(record: QuantizedMatmul, device: Any, direction: Direction) -> Tpu
 
 def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tuple[TpuQuantized, ...]:
     """Returns tiles worth measuring for a record on a device."""
-    over_rows = record.transpose == (direction == "backward")
+    contracts_rows = record.transpose == (direction == "backward")
     rows, words = (cdiv(size, LANES) * LANES for size in record.packed.shape)
-    height = cdiv(record.x.shape[0], ROWS) * ROWS
+    height = cdiv(record.x.shape[0], ROWS_MULTIPLE) * ROWS_MULTIPLE
     tiles = [
         TpuQuantized(block_m=min(m, height), block_r=min(r, rows), block_w=min(w, words))
         for m in (1024, 512, 256, 128)
-        for r, w in (ROW_TILE_SIZES if over_rows else TRANSPOSED_TILE_SIZES)
+        for r, w in (ROW_TILE_SIZES if contracts_rows else TRANSPOSED_TILE_SIZES)
     ]
     codes = WORD_BITS // record.format.bits
     quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MAX_MULTIPLICATIONS_PER_TILE]
-    fitting = [x for x in quick if _bytes(record, x, over_rows) <= VMEM_BYTES]
+    fitting = [x for x in quick if _block_vmem_bytes(record, x, contracts_rows) <= MAX_BLOCK_VMEM_BYTES]
     return tuple(dict.fromkeys(fitting or tiles[-1:]))
 
 
-def _bytes(record: QuantizedMatmul, tiles: TpuQuantized, over_rows: bool) -> int:
+def _block_vmem_bytes(record: QuantizedMatmul, tiles: TpuQuantized, contracts_rows: bool) -> int:
     """Returns the bytes of the double-buffered blocks and of the sum."""
     m, r, w = tiles.block_m, tiles.block_r, tiles.block_w
     columns, item = w * (WORD_BITS // record.format.bits), record.x.dtype.itemsize
     packed = r * w * 4 + 2 * r * LANES * 4
-    depth, width = (r, columns) if over_rows else (columns, r)
+    depth, width = (r, columns) if contracts_rows else (columns, r)
     return 2 * (packed + m * depth * item + m * width * item) + 4 * m * width

@@ -16,7 +16,7 @@ from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD_BITS, Format
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.quantized_matmul.config import ROWS, TpuQuantized
+from ejkernel_pallas.tpu.quantized_matmul.config import ROWS_MULTIPLE, TpuQuantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,43 +24,44 @@ class QuantizedSpec:
     """The compile-time constants of a kernel.
 
     Attributes:
-        rows: M, rounded up to whole registers of the narrowest dtype.
-        packed_rows: Rows of the packed matrix.
-        words: Words per row of the packed matrix.
-        groups: Scales per row of the packed matrix.
+        padded_rows: M, rounded up to whole registers of the narrowest dtype.
+        packed_rows: The number of rows of the packed matrix.
+        words_per_row: Words per row of the packed matrix.
+        groups_per_row: Scales per row of the packed matrix.
         format: Mode, bits and group size.
         blocks: Tiles.
-        operand: Dtype of the products' operands.
-        output: Dtype of the output: x's, or float32 if it is still to be multiplied by a tensor scale.
+        operand_dtype: Dtype of the products' operands.
+        output_dtype: Dtype of the output: x's, or float32 if it is still to be multiplied by a tensor scale.
         precision: Precision of the products.
-        piece: Rows of words, and words, per product: the width of the matrix unit. More values would not fit registers.
+        product_size: Rows of words, and words, per product: the width of the matrix unit. More values would not fit
+            registers.
     """
 
-    rows: int
+    padded_rows: int
     packed_rows: int
-    words: int
-    groups: int
+    words_per_row: int
+    groups_per_row: int
     format: Format
     blocks: TpuQuantized
-    operand: Any
-    output: Any
+    operand_dtype: Any
+    output_dtype: Any
     precision: lax.Precision | None
-    piece: int
+    product_size: int
 
     @property
-    def codes(self) -> int:
+    def codes_per_word(self) -> int:
         """Returns the number of codes per word."""
         return WORD_BITS // self.format.bits
 
     @property
-    def group_words(self) -> int:
+    def words_per_group(self) -> int:
         """Returns the number of words whose codes share a scale."""
-        return self.format.group_size // self.codes
+        return self.format.group_size // self.codes_per_word
 
     @property
-    def scale_tiles(self) -> int:
+    def tiles_per_scale_block(self) -> int:
         """Returns the number of tiles of words whose scales are in one block of 128."""
-        return max(1, LANES * self.group_words // self.blocks.block_w)
+        return max(1, LANES * self.words_per_group // self.blocks.block_w)
 
 
 def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
@@ -70,8 +71,8 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         ValueError: A block size is not valid for a kernel.
     """
     quantized_format = record.format
-    most = LANES * quantized_format.group_size * quantized_format.bits // WORD_BITS
-    for name, step in (("block_m", ROWS), ("block_r", LANES), ("block_w", LANES)):
+    most = LANES * quantized_format.group_size * quantized_format.bits // WORD
+    for name, step in (("block_m", ROWS_MULTIPLE), ("block_r", LANES), ("block_w", LANES)):
         if getattr(config, name) % step or getattr(config, name) <= 0:
             raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")
     if config.block_w > most and record.scales.shape[1] > LANES:
@@ -80,17 +81,17 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
     return QuantizedSpec(
-        rows=cdiv(record.x.shape[0], ROWS) * ROWS,
+        padded_rows=cdiv(record.x.shape[0], ROWS_MULTIPLE) * ROWS_MULTIPLE,
         packed_rows=record.packed.shape[0],
-        words=record.packed.shape[1],
-        groups=record.scales.shape[1],
+        words_per_row=record.packed.shape[1],
+        groups_per_row=record.scales.shape[1],
         format=quantized_format,
         blocks=config,
-        operand=record.x.dtype,
-        output=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
+        operand_dtype=record.x.dtype,
+        output_dtype=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
         precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
-        piece=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
+        product_size=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
     )
 
 

@@ -18,14 +18,19 @@ from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
-class Factors(NamedTuple):
-    """Scales of a tile's rows, and zeros of affine codes: float32, one per group or one per word."""
+class ScalesAndZeros(NamedTuple):
+    """Scales and zeros of a tile's rows, float32, one per group or one per word.
+
+    Attributes:
+        scales: The scales.
+        zeros: The zeros of affine codes; None for other codes.
+    """
 
     scales: jax.Array
     zeros: jax.Array | None
 
 
-def code_table(quantized_format: Format) -> jax.Array | None:
+def make_codebook(quantized_format: Format) -> jax.Array | None:
     """Returns the table of values for codes that are indices in one, float32 [1, 128]."""
     return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if quantized_format.mode == "nf4" else None
 
@@ -43,7 +48,7 @@ def decode_small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Arr
     return jnp.where((bits & sign) != 0, -value, value)
 
 
-def scale_values(stored: jax.Array, quantized_format: Format) -> jax.Array:
+def decode_scales(stored: jax.Array, quantized_format: Format) -> jax.Array:
     """Returns scales, or zeros, as float32."""
     if jnp.issubdtype(stored.dtype, jnp.floating):
         return stored.astype(jnp.float32)
@@ -60,12 +65,12 @@ def scale_values(stored: jax.Array, quantized_format: Format) -> jax.Array:
 def spread_groups_over_words(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
     """Returns the values of groups [rows, 128] for each of 128 words, beginning at word `first` of the tile."""
     word = first + lax.broadcasted_iota(jnp.int32, groups.shape, 1)
-    group = lax.shift_right_logical(word, jnp.int32(spec.group_words.bit_length() - 1)) & (LANES - 1)
+    group = lax.shift_right_logical(word, jnp.int32(spec.words_per_group.bit_length() - 1)) & (LANES - 1)
     return jnp.take_along_axis(groups, group, axis=1, mode="promise_in_bounds")
 
 
-def code_values(
-    words: jax.Array, n: int, factors: Factors, codebook: jax.Array | None, spec: QuantizedSpec
+def dequantize_codes(
+    words: jax.Array, n: int, factors: ScalesAndZeros, codebook: jax.Array | None, spec: QuantizedSpec
 ) -> jax.Array:
     """Returns code n of every word, dequantized, in the dtype of products.
 
@@ -79,7 +84,7 @@ def code_values(
     bits = spec.format.bits
     # A logical shift leaves no bits above the last code, so only the others need a mask.
     code = lax.shift_right_logical(words, jnp.int32(n * bits)) if n else words
-    if n + 1 < spec.codes:
+    if n + 1 < spec.codes_per_word:
         code = code & ((1 << bits) - 1)
     if factors.zeros is not None:
         # Computed in float32 and rounded once, after the scale, as the reference dequantizes.
@@ -90,4 +95,4 @@ def code_values(
         value = jnp.take_along_axis(codebook, code, axis=1, mode="promise_in_bounds")
     else:
         value = decode_small_float(code, *((4, 3) if bits == 8 else (2, 1)))
-    return (value * factors.scales).astype(spec.operand)
+    return (value * factors.scales).astype(spec.operand_dtype)

@@ -4,8 +4,8 @@ each.
     HBM packed [R, W] ── double buffer ──► VMEM words [block_r, block_w]
                                              │ shift, mask, zero, scale: code n of all words, in registers
                                              ▼
-    over rows    acc[n] [block_m, block_w] += x [block_m, block_r] · numbers_n       out[:, codes j + n] = acc[n][:, j]
-    over words   acc    [block_m, block_r] += x_n [block_m, block_w] · numbers_n^T   x_n[:, j] = x[:, codes j + n]
+    over rows    acc[n] [block_m, block_w] += x [block_m, block_r] · values_n       out[:, codes j + n] = acc[n][:, j]
+    over words   acc    [block_m, block_r] += x_n [block_m, block_w] · values_n^T   x_n[:, j] = x[:, codes j + n]
 
 The grid is (tiles of x's rows, tiles of columns, tiles of contracted elements). A tile of words is dequantized once for
 each tile of x's rows. Every product takes few rows of words, so that the dequantized values stay in registers until the
@@ -29,10 +29,10 @@ from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, Ref, launch, resident_operand, vmem_limit_bytes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.dequantize import (
-    Factors,
-    code_table,
-    code_values,
-    scale_values,
+    ScalesAndZeros,
+    decode_scales,
+    dequantize_codes,
+    make_codebook,
     spread_groups_over_words,
 )
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, scale_bits
@@ -43,22 +43,22 @@ class QuantizedRefs:
     """Refs of both kernels; fields that are not needed are None.
 
     Attributes:
-        x: [block_m, block_r]; when contracting over words, [codes, block_m, block_w].
-        words: int32 [block_r, block_w].
+        x: [block_m, block_r], rows of the left operand; when contracting over words, [codes, block_m, block_w].
+        packed_words: int32 [block_r, block_w], a tile of the packed matrix.
         scales: As stored, [block_r, 128].
         zeros: Zeros of affine codes, as stored, [block_r, 128].
-        table: float32 [1, 128], for codes that are indices in a table.
+        codebook: float32 [1, 128], the values of codes that are indices in a table.
         output: [codes, block_m, block_w]; when contracting over words, [block_m, block_r].
         acc: Scratch, float32, with the shape of the output.
     """
 
     x: Ref
-    words: Ref
+    packed_words: Ref
     scales: Ref
     output: Ref
     acc: Ref
     zeros: Ref = None
-    table: Ref = None
+    codebook: Ref = None
 
 
 def run_kernel(
@@ -77,15 +77,15 @@ def run_kernel(
 
     def scale_index_map(*step: Any) -> tuple[Any, Any]:
         row, word = packed(*step)
-        return row, divide(word, spec.scale_tiles)
+        return row, divide(word, spec.tiles_per_scale_block)
 
-    inputs = {"x": x, "words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed)}
+    inputs = {"x": x, "packed_words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed)}
     for label, stored in (("scales", record.scales), ("zeros", record.zeros)):
         if stored is not None:
             inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index_map)
-    codebook = code_table(spec.format)
+    codebook = make_codebook(spec.format)
     if codebook is not None:
-        inputs["table"] = resident_operand(codebook)
+        inputs["codebook"] = resident_operand(codebook)
     shape: Any = output.block
     scratch = {"acc": pltpu.VMEM(shape, jnp.float32)}
     results = launch(
@@ -93,7 +93,7 @@ def run_kernel(
             name=name,
             kernel=functools.partial(kernel, spec=spec, steps=steps),
             refs=QuantizedRefs,
-            grid=(cdiv(spec.rows, spec.blocks.block_m), cdiv(output.array.shape[-1], shape[-1]), steps),
+            grid=(cdiv(spec.padded_rows, spec.blocks.block_m), cdiv(output.array.shape[-1], shape[-1]), steps),
             # Rows and columns are parallel; contracted tiles are sequential, as they add to one accumulator.
             parallel=2,
             tables={},
@@ -107,64 +107,76 @@ def run_kernel(
 
 
 class SubTile(NamedTuple):
-    """The rows and words of a tile that one product takes."""
+    """The part of a tile that one product takes.
 
-    row: int
-    rows: int
-    word: int
-    words: int
+    Attributes:
+        first_row: Index of its first row in the tile.
+        num_rows: The number of rows.
+        first_word: Index of its first word in the tile's rows.
+        num_words: The number of words per row.
+    """
+
+    first_row: int
+    num_rows: int
+    first_word: int
+    num_words: int
 
 
 def subtiles(spec: QuantizedSpec, row: int, rows: int) -> list[SubTile]:
-    """Returns the subtiles of a tile in the given rows."""
-    width, size = spec.blocks.block_w, spec.piece
+    """Returns the subtiles of `rows` rows of a tile, beginning at row `row`."""
+    width, size = spec.blocks.block_w, spec.product_size
     return [SubTile(row, rows, word, min(size, width - word)) for word in range(0, width, size)]
 
 
-def zero_sums(refs: QuantizedRefs, k: Any) -> None:
-    """Zeroes the sums before the first tile of contracted elements."""
+def zero_accumulator(refs: QuantizedRefs, k: Any) -> None:
+    """Zeroes the accumulator before the first tile of contracted elements."""
 
     @pl.when(k == 0)
     def _() -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
 
-def write_sums(refs: QuantizedRefs, last: Any) -> None:
-    """Writes the sums after the last tile of contracted elements."""
+def write_accumulator(refs: QuantizedRefs, last: Any) -> None:
+    """Writes the accumulator to the output after the last tile of contracted elements."""
 
     @pl.when(last)
     def _() -> None:
         refs.output[...] = refs.acc[...].astype(refs.output.dtype)
 
 
-def group_factors(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec) -> Factors:
-    """Returns scales and zeros of the groups of some rows; a block has 128 groups."""
+def load_scales_and_zeros(refs: QuantizedRefs, row: int, size: int, spec: QuantizedSpec) -> ScalesAndZeros:
+    """Returns the scales and zeros of `size` rows, beginning at row `row` of the tile; a block has 128 groups."""
     rows = slice(row, row + size)
-    zeros = None if refs.zeros is None else scale_values(refs.zeros[rows, :], spec.format)
-    return Factors(scale_values(refs.scales[rows, :], spec.format), zeros)
+    zeros = None if refs.zeros is None else decode_scales(refs.zeros[rows, :], spec.format)
+    return ScalesAndZeros(decode_scales(refs.scales[rows, :], spec.format), zeros)
 
 
-def zero_factors_from(factors: Factors, first: Any, axis: int) -> Factors:
+def zero_scales_and_zeros_from(factors: ScalesAndZeros, first: Any, axis: int) -> ScalesAndZeros:
     """Returns factors with 0 from index `first` on: memory beyond an array may contain anything, NaN included."""
     zeros = None if factors.zeros is None else zero_outside(factors.zeros, 0, first, axis)
-    return Factors(zero_outside(factors.scales, 0, first, axis), zeros)
+    return ScalesAndZeros(zero_outside(factors.scales, 0, first, axis), zeros)
 
 
-def unpacker(
-    refs: QuantizedRefs, factors: Factors, sub: SubTile, tile: Any, spec: QuantizedSpec
+def make_dequantizer(
+    refs: QuantizedRefs, factors: ScalesAndZeros, sub: SubTile, tile: Any, spec: QuantizedSpec
 ) -> Callable[[int], jax.Array]:
     """Returns a function from n to the values of code n of a subtile's words; its factors are spread once for all
     codes of a word.
     """
-    # A block of 128 groups serves `scale_tiles` tiles of words, a power of two.
-    first = (tile & (spec.scale_tiles - 1)) * spec.blocks.block_w + sub.word
-    codebook = None if refs.table is None else jnp.broadcast_to(refs.table[...], (sub.rows, LANES))
-    groups: list[tuple[jax.Array, Factors]] = []
-    for lane in range(0, sub.words, LANES):
+    # A block of 128 groups serves `tiles_per_scale_block` tiles of words, a power of two.
+    first = (tile & (spec.tiles_per_scale_block - 1)) * spec.blocks.block_w + sub.first_word
+    codebook = None if refs.codebook is None else jnp.broadcast_to(refs.codebook[...], (sub.num_rows, LANES))
+    groups: list[tuple[jax.Array, ScalesAndZeros]] = []
+    for lane in range(0, sub.num_words, LANES):
         scales = spread_groups_over_words(factors.scales, first + lane, spec)
         zeros = None if factors.zeros is None else spread_groups_over_words(factors.zeros, first + lane, spec)
-        at = sub.word + lane
-        groups.append((refs.words[sub.row : sub.row + sub.rows, at : at + LANES], Factors(scales, zeros)))
+        at = sub.first_word + lane
+        groups.append(
+            (
+                refs.packed_words[sub.first_row : sub.first_row + sub.num_rows, at : at + LANES],
+                ScalesAndZeros(scales, zeros),
+            )
+        )
     return lambda n: jnp.concatenate(
-        [code_values(words, n, group_scales, codebook, spec) for words, group_scales in groups], axis=1
+        [dequantize_codes(words, n, group_scales, codebook, spec) for words, group_scales in groups], axis=1
     )

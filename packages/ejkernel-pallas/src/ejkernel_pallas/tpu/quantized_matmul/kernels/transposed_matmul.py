@@ -14,53 +14,55 @@ from ejkernel_pallas.tpu.mosaic.launch import Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, matrix_product, zero_outside
 from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     QuantizedRefs,
-    group_factors,
+    load_scales_and_zeros,
+    make_dequantizer,
     run_kernel,
     subtiles,
-    unpacker,
-    write_sums,
-    zero_factors_from,
-    zero_sums,
+    write_accumulator,
+    zero_accumulator,
+    zero_scales_and_zeros_from,
 )
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
 def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
-    """Returns x [M, C] times the transposed packed matrix, [M, R] in `spec.output`."""
+    """Returns x [M, C] times the transposed packed matrix, [M, R] in `spec.output_dtype`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
-    output = jax.ShapeDtypeStruct((spec.rows, spec.packed_rows), spec.output)
+    output = jax.ShapeDtypeStruct((spec.padded_rows, spec.packed_rows), spec.output_dtype)
     # XLA rearranges x once, so that code n of neighbouring words is multiplied with neighbouring columns: nothing moves
     # between lanes in the kernel.
-    by_code = jnp.moveaxis(x.reshape(spec.rows, spec.words, spec.codes), 2, 0)
+    by_code = jnp.moveaxis(x.reshape(spec.padded_rows, spec.words_per_row, spec.codes_per_word), 2, 0)
     return run_kernel(
         record,
         spec,
         _kernel,
         name="ejkernel_quantized_matmul_over_words",
-        x=Operand(by_code, (spec.codes, m, w), lambda i, j, k: (0, i, k)),
+        x=Operand(by_code, (spec.codes_per_word, m, w), lambda i, j, k: (0, i, k)),
         output=Operand(output, (m, r), lambda i, j, k: (i, j)),
         packed=lambda i, j, k: (j, k),
-        steps=cdiv(spec.words, w),
+        steps=cdiv(spec.words_per_row, w),
     )
 
 
 def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
     """Processes one tile of the packed matrix, contracting the codes along its words."""
-    k, ragged = pl.program_id(2), spec.words % spec.blocks.block_w != 0
-    left = spec.words - k * spec.blocks.block_w
-    zero_sums(refs, k)
-    for row in range(0, spec.blocks.block_r, spec.piece):
-        size = min(spec.piece, spec.blocks.block_r - row)
-        factors = group_factors(refs, row, size, spec)
+    k, ragged = pl.program_id(2), spec.words_per_row % spec.blocks.block_w != 0
+    left = spec.words_per_row - k * spec.blocks.block_w
+    zero_accumulator(refs, k)
+    for row in range(0, spec.blocks.block_r, spec.product_size):
+        size = min(spec.product_size, spec.blocks.block_r - row)
+        factors = load_scales_and_zeros(refs, row, size, spec)
         if ragged:
-            factors = zero_factors_from(factors, spec.groups - divide(k, spec.scale_tiles) * LANES, 1)
+            factors = zero_scales_and_zeros_from(
+                factors, spec.groups_per_row - divide(k, spec.tiles_per_scale_block) * LANES, 1
+            )
         for sub in subtiles(spec, row, size):
-            unpack = unpacker(refs, factors, sub, k, spec)
+            unpack = make_dequantizer(refs, factors, sub, k, spec)
             # The products of a word's codes are summed in registers before they are added to VMEM.
             total = jnp.zeros((spec.blocks.block_m, size), jnp.float32)
-            for n in range(spec.codes):
-                x = refs.x[n, :, sub.word : sub.word + sub.words]
-                x = zero_outside(x, 0, left - sub.word, 1) if ragged else x
+            for n in range(spec.codes_per_word):
+                x = refs.x[n, :, sub.first_word : sub.first_word + sub.num_words]
+                x = zero_outside(x, 0, left - sub.first_word, 1) if ragged else x
                 total += matrix_product(x, unpack(n), (1, 1), spec.precision)
             refs.acc[:, row : row + size] += total
-    write_sums(refs, k == steps - 1)
+    write_accumulator(refs, k == steps - 1)
