@@ -89,8 +89,8 @@ def test_registers_per_input_are_counted_over_a_kernel():
     bundles = [Bundle(0, (), (instruction(BF16), instruction(BF16), instruction(BF16), *pops))]
     assert RegistersPerInput.of(bundles) == RegistersPerInput(0.5, 1.0)
     assert RegistersPerInput.of([]) == EVEN
-    pop = "v1=vpop.f32.mrf.mxu0"
-    assert issued((BF16,), (BF16,), (pop,), (pop,), registers_per_input=RegistersPerInput(0.5, 1.0)) == [0, 16, 110, 126]
+    pop, halved = "v1=vpop.f32.mrf.mxu0", RegistersPerInput(0.5, 1.0)
+    assert issued((BF16,), (BF16,), (pop,), (pop,), registers_per_input=halved) == [0, 16, 110, 126]
 
 
 @pytest.mark.parametrize(
