@@ -7,7 +7,7 @@ from jax import lax
 
 
 def divide(dividend: Any, divisor: int) -> Any:
-    """Returns `dividend // divisor` for a non-negative dividend; the quotient of a negative one is rounded towards
+    """Returns `dividend // divisor` for a non-negative dividend; a negative one is divided with rounding to
     zero.
 
     `//` of traced integers lowers only if JAX sees a TPU, and takes four operations more.
