@@ -29,4 +29,6 @@ def forward(record: QuantizedMatmul, config: TpuQuantized) -> tuple[jax.Array, t
 def multiply(kernel: Any, record: QuantizedMatmul, rows: jax.Array, config: TpuQuantized) -> jax.Array:
     """Runs a kernel on rows padded to whole registers: arrays with fewer rows have another layout in memory."""
     spec, count = make_spec(record, config), rows.shape[0]
-    return finished(record, kernel(record, jnp.pad(rows, ((0, spec.padded_rows - count), (0, 0))), spec)[:count])
+    return apply_tensor_scale(
+        record, kernel(record, jnp.pad(rows, ((0, spec.padded_rows - count), (0, 0))), spec)[:count]
+    )

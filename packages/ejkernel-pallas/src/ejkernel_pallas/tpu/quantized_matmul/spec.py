@@ -71,7 +71,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         ValueError: A block size is not valid for a kernel.
     """
     quantized_format = record.format
-    most = LANES * quantized_format.group_size * quantized_format.bits // WORD
+    most = LANES * quantized_format.group_size * quantized_format.bits // WORD_BITS
     for name, step in (("block_m", ROWS_MULTIPLE), ("block_r", LANES), ("block_w", LANES)):
         if getattr(config, name) % step or getattr(config, name) <= 0:
             raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")

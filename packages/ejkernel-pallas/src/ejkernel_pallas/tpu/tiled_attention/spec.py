@@ -152,7 +152,7 @@ def make_spec(record: TiledAttention, blocks: Blocks, accumulates_for_keys: bool
         window_left=left,
         window_right=right,
         soft_cap=record.logits_soft_cap,
-        dropout_threshold=dropout.threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
+        dropout_threshold=dropout.dropout_threshold(record.dropout_prob) if record.dropout_prob > 0.0 else None,
         dropout_scale=1.0 / (1.0 - record.dropout_prob),
         precision=_precision(record),
         cuts_diagonal_chunks=indexed
