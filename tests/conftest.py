@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
     if (seed := config.getoption("--shuffle")) is not None:
         selection.shuffle(items, seed)
-    elif command != "all":
+    elif command != "all" or hasattr(config, "workerinput"):  # a process of a run in parallel
         selection.long_first(items)
 
 

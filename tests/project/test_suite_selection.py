@@ -1,0 +1,24 @@
+"""The order of tests in `tests/support/suite/selection.py`."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from suite import selection
+
+CONFTEST = str(Path(__file__).parents[1] / "conftest.py")
+COSTS = {"a.py::test_short": 1.0, "a.py::test_long": 30.0, "a.py::test_longer": 60.0}
+
+
+@pytest.mark.parametrize("cover", ["first", "all"])
+def test_processes_of_a_run_in_parallel_begin_with_long_tests(cover, request, monkeypatch):
+    """A schedule of a TPU kernel came last, and one of two processes had nothing to do for a minute."""
+    monkeypatch.setattr(selection, "known_costs", lambda: COSTS)
+    conftest = request.config.pluginmanager.get_plugin(CONFTEST)
+    monkeypatch.setattr(conftest, "_select", lambda *_: None)
+    monkeypatch.setattr(conftest.needs, "leave_out", lambda *_: [])
+    options = {"--only": None, "--ejk-cover": cover, "--needs": None, "--shuffle": None}
+    config = SimpleNamespace(getoption=options.get, stash={}, workerinput={})
+    items = [SimpleNamespace(nodeid=f"a.py::test_{name}[1]") for name in ("short", "new", "long", "longer")]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid[11:-3] for item in items] == ["longer", "long", "short", "new"]
