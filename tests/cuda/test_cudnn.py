@@ -62,7 +62,7 @@ def lowered(*given, **options):
     ],
     ids=str,
 )
-def test_it_serves_what_it_is_made_for(options):
+def test_supported_calls_are_served(options):
     assert refusals(*arrays(), **options) == []
 
 
@@ -96,21 +96,21 @@ def test_it_serves_what_it_is_made_for(options):
     ],
     ids=str,
 )
-def test_it_refuses_by_name(given, options, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(given, options, sentence):
     assert refusals(*arrays(**given), **options) == [sentence]
 
 
-def test_dropout_is_the_projects_own():
+def test_dropout_is_refused():
     reasons = refusals(*arrays(), dropout_prob=0.1, dropout_seed=jax.ShapeDtypeStruct((), jnp.uint32))
     assert reasons == ["dropout_seed is not handled", "dropout_prob is not handled"]
 
 
-def test_large_heads_want_hopper():
+def test_heads_above_128_need_compute_capability_9():
     assert refusals(*arrays(size=192), device=A100) == ["query: head size 192 needs compute capability 9.0"]
     assert refusals(*arrays(size=192)) == []
 
 
-def test_what_is_asked_of_xla():
+def test_custom_call_has_the_mask_scale_and_shape_of_the_call():
     [(name, config)] = lowered(*arrays(), causal=True, sliding_window=(9, 4), softmax_scale=0.5)
     assert name == "__cudnn$fmhaSoftmax"
     assert (config["mask_type"], config["sliding_window_length"], config["fmha_scale"]) == ("CAUSAL", 10, 0.5)
@@ -132,7 +132,7 @@ def test_what_is_asked_of_xla():
         ("--xla_gpu_deterministic_ops=false", False),
     ],
 )
-def test_gradients_are_there_only_where_they_are_deterministic(monkeypatch, flags, expected):
+def test_backward_is_registered_only_if_xla_flags_request_deterministic_ops(monkeypatch, flags, expected):
     if flags is None:
         monkeypatch.delenv("XLA_FLAGS", raising=False)
     else:
@@ -154,7 +154,7 @@ def requests_deterministic_ops(monkeypatch):
 
 @pytest.mark.usefixtures("requests_deterministic_ops")
 @pytest.mark.parametrize("biased", [False, True])
-def test_gradients_are_one_more_call(biased):
+def test_gradients_take_one_more_custom_call(biased):
     bias = pairs(1, 8, 128, 128) if biased else None
 
     def total(arguments):
@@ -169,7 +169,7 @@ def test_gradients_are_one_more_call(biased):
 
 
 @pytest.mark.needs("cudnn without gradients")
-def test_without_the_flag_other_backends_differentiate():
+def test_without_the_flag_for_deterministic_ops_gradients_are_refused():
     def total(query, key, value):
         return flash_attention(query, key, value, platform="cuda").astype(jnp.float32).sum()
 
@@ -177,7 +177,7 @@ def test_without_the_flag_other_backends_differentiate():
         jax.jit(jax.grad(total)).trace(*arrays())
 
 
-def test_it_can_be_exported():
+def test_calls_can_be_exported():
     call = jax.jit(lambda *given: flash_attention(*given, platform="cuda"))
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("__cudnn$fmhaSoftmax")]
     with target_device(H200):
@@ -185,7 +185,7 @@ def test_it_can_be_exported():
     assert exported.out_avals[0].shape == arrays()[0].shape
 
 
-def test_mapped_calls_are_one():
+def test_a_vmapped_call_is_one_custom_call():
     stacked = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays()]
     call = jax.jit(jax.vmap(lambda *given: flash_attention(*given, platform="cuda")))
     with target_device(H200):

@@ -63,7 +63,7 @@ def test_rows_that_a_bias_masks_are_zero(record):
     np.testing.assert_allclose(output.astype(jnp.float32), wants.astype(jnp.float32), atol=2e-2)
 
 
-def test_their_gradients_are_zero(record):
+def test_gradients_of_rows_that_a_bias_masks_are_zero(record):
     cotangent = jax.random.normal(jax.random.key(1), record.query.shape).astype(record.query.dtype)
     output, residuals = forward.forward(record, None)
     pullback = Pullback(

@@ -48,7 +48,7 @@ def refusals(device=H200, dtype=jnp.bfloat16, size=64, keys=128, key_dtype=None,
     return [reason for reason in verdict.reasons if library.COMPILED_MODULE not in reason]
 
 
-def test_it_serves_what_it_is_made_for():
+def test_supported_calls_are_served():
     assert refusals(sliding_window=(9, None), logits_soft_cap=5.0) == []
     assert refusals(dtype=jnp.float16, size=40) == []
 
@@ -69,11 +69,11 @@ def test_it_serves_what_it_is_made_for():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_by_name(changes, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence):
     assert refusals(**changes) == [sentence]
 
 
-def test_an_installation_without_kernels_says_so(monkeypatch):
+def test_an_installation_without_compiled_kernels_is_refused_with_that_reason(monkeypatch):
     monkeypatch.setattr(ejkernel_cuda, "__path__", [])
     library.register_handler.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"ejkernel_cuda\.compiled_kernels: this installation"):
@@ -109,7 +109,7 @@ def test_splits_fill_the_chip(shape, expected):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 33, 132, 300])
 @pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 12.0, 7.5])
-def test_splits_stay_within_reason(rows, capability):
+def test_number_of_splits_stays_between_1_and_the_limits(rows, capability):
     device = dataclasses.replace(H200, compute_capability=capability)
     for keys in (1, 255, 4096, 100_000):
         chosen = config.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits

@@ -83,7 +83,7 @@ def error(got, want):
         ("-inf", 65, {"heads": 2, "key_heads": 1, "state": True}),
     ],
 )
-def test_numbers(host, gates, tokens, options):
+def test_outputs_and_states_match_the_reference(host, gates, tokens, options):
     record = make(gates, tokens, **options)
     output, state = run(host, record)
     want_output, want_state = reference(record)[0]
@@ -104,7 +104,7 @@ def refusals(record, device=H200):
         return list(IMPLEMENTATION.requires.extra(record))
 
 
-def test_what_is_refused():
+def test_unsupported_calls_are_refused():
     assert not refusals(abstract(16))
     assert refusals(abstract(16), B200) == ["compute capability 10.0: the kernel is compiled for 9.0 alone"]
     assert refusals(abstract(16, keys=64)) == ["query: got head dimension 64, the kernel wants one of 128"]
@@ -126,7 +126,7 @@ def test_what_is_refused():
         (34, 2, 65536, 128, True),
     ],
 )
-def test_it_comes_before_triton_where_enough_blocks_are_busy(heads, batch, tokens, values, first):
+def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, first):
     rank = IMPLEMENTATION.rank(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
 

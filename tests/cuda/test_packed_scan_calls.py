@@ -58,5 +58,5 @@ def test_packed_calls_lower(slots, monkeypatch):
         assert (gradient.shape, gradient.dtype) == (field.shape, field.dtype), name
 
 
-def test_sequences_fill_a_chip_as_rows_do():
+def test_each_packed_sequence_counts_as_a_row_for_the_number_of_warpgroups():
     assert config.num_warpgroups(record()) == SEQUENCES * 2

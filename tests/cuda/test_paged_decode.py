@@ -57,7 +57,7 @@ def refusals(device=H200, rows=4, **options):
     return [reason for reason in verdict.reasons if library.COMPILED_MODULE not in reason]
 
 
-def test_it_serves_what_it_is_made_for():
+def test_supported_calls_are_served():
     assert refusals(sliding_window=9, logits_soft_cap=5.0, softmax_aux=array(8, dtype=jnp.float32)) == []
     assert refusals(causal=False, sliding_window=(9, 3), rows=3) == []
     for cache in (jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
@@ -75,7 +75,7 @@ def test_it_serves_what_it_is_made_for():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_calls_by_name(changes, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence):
     assert refusals(**changes) == [sentence]
 
 
@@ -102,7 +102,7 @@ def aligned(size, value_size, dtype):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_records_by_name(changes, sentence):
+def test_unsupported_records_are_refused_with_the_argument_name(changes, sentence):
     assert reasons(**changes) == [sentence]
 
 
@@ -127,7 +127,7 @@ def test_blocks_fill_the_chip(shape, device, expected):
     assert count >= config.MIN_BUSY_FRACTION * rule.num_thread_blocks
 
 
-def test_configurations_fit_the_record():
+def test_thread_blocks_and_queues_are_clamped_to_the_record():
     given = record(kv_heads=8)
     assert config.thread_blocks_and_queues(given, config.PagedDecodeGrid(num_thread_blocks=30, num_work_queues=5)) == (
         28,
@@ -143,7 +143,7 @@ def test_configurations_fit_the_record():
     assert config.candidates(given, H200, "forward")[0] == rule
 
 
-def test_calls_that_write_are_served_before_triton():
+def test_calls_that_write_new_tokens_are_served_before_triton():
     tokens = array(4, 2, 128, dtype=jnp.bfloat16)
     cache = array(32, 16, 2, 128, dtype=jnp.bfloat16)
     query = array(4, 8, 128, dtype=jnp.bfloat16)
@@ -156,7 +156,7 @@ def test_calls_that_write_are_served_before_triton():
     assert names.index("cuda_paged") < names.index("triton")
 
 
-def test_layouts_are_strides():
+def test_each_cache_layout_becomes_strides():
     assert cache_strides(record()) == (64 * 8 * 128, 8 * 128, 128, 64 * 8 * 128, 8 * 128, 128, 0)
     first = array(8, 256, 64, 128, dtype=jnp.int8)
     assert cache_strides(record(key_pages=first, value_pages=first, kv_layout="hpsd")) == (
@@ -189,7 +189,7 @@ def writing_call(op, cache, pages):
 
 
 @pytest.mark.parametrize(("op", "cache"), WRITTEN)
-def test_new_tokens_are_written_by_the_call_into_the_cache_that_it_is_given(op, cache, monkeypatch):
+def test_the_custom_call_writes_new_tokens_into_the_donated_cache(op, cache, monkeypatch):
     monkeypatch.setattr(call, "register_handler", lambda symbol: symbol)
     _, arguments = writing_call(op, cache, 64)
     operation = registry().ops[op]

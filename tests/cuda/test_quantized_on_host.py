@@ -75,7 +75,7 @@ def refusals(device=H200, name="cuda", **changes):
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(kernels, name, parts):
+def test_products_match_the_reference(kernels, name, parts):
     record = OP.lower(CASES[name].make(jax.random.key(7)))
     want = np.asarray(family.reference(record)[0], np.float32)
     tolerance = OP.tolerance["bfloat16"]
@@ -85,7 +85,7 @@ def test_numbers(kernels, name, parts):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 36), (9, 4096, 32), (16, 512, 36), (8, 9216, 32)])
-def test_numbers_of_whole_columns(kernels, m, k, n):
+def test_products_without_split_k_match_the_reference(kernels, m, k, n):
     made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
     want = np.asarray(family.reference(record)[0], np.float32)
@@ -97,7 +97,7 @@ def test_numbers_of_whole_columns(kernels, m, k, n):
 @pytest.mark.parametrize(
     ("m", "k", "n", "parts"), [(50, 2816, 40, 2), (33, 2048, 40, 1), (20, 2304, 40, 1), (17, 512, 40, 2)]
 )
-def test_numbers_of_warpgroups(kernels, m, k, n, parts):
+def test_products_of_the_wgmma_kernel_match_the_reference(kernels, m, k, n, parts):
     """Shares longer than the ring, rows of scales with and without 8 bytes more than whole 16, and an empty share."""
     made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
@@ -109,7 +109,7 @@ def test_numbers_of_warpgroups(kernels, m, k, n, parts):
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("m", [8, 16, 32, 48, 64])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_numbers_of_rows_first(kernels, m, parts):
+def test_products_of_the_wgmma_kernel_without_transpose_match_the_reference(kernels, m, parts):
     """Shares longer than the ring, and ends of the columns and the contracted elements within a block."""
     made = MatmulSizes(m=m - 1, k=712, n=384, group_size=64, dtype=jnp.bfloat16)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
@@ -120,7 +120,7 @@ def test_numbers_of_rows_first(kernels, m, parts):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("shift", [20, 300, -300])
-def test_zeros_may_be_far_from_the_codes(kernels, shift):
+def test_zero_points_may_be_far_outside_the_range_of_codes(kernels, shift):
     made = MatmulSizes(m=9, k=256, n=128, group_size=64, dtype=jnp.bfloat16)
     given = inputs(jax.random.key(5), made)
     record = OP.lower(QuantizedMatmulArguments(**{**given, "zeros": given["zeros"] + shift}))
@@ -131,7 +131,7 @@ def test_zeros_may_be_far_from_the_codes(kernels, shift):
 
 
 @pytest.mark.needs("g++")
-def test_few_rows_of_wide_matrices_have_other_products(kernels):
+def test_few_rows_of_wide_matrices_are_multiplied_by_the_mma_kernel(kernels):
     made = MatmulSizes(m=5, k=72, n=8192, group_size=64, dtype=jnp.bfloat16)
     record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
     assert not splits.uses_wgmma_without_transpose(record)
@@ -144,7 +144,7 @@ def test_few_rows_of_wide_matrices_have_other_products(kernels):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("transpose", [False, True])
-def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
+def test_sums_keep_their_digits_despite_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
     given = inputs(jax.random.key(3), made)
     # x has a mean, and so have the sums that the offset is multiplied with.
@@ -155,7 +155,7 @@ def test_sums_lose_no_digits_to_the_offset_of_codes(kernels, transpose):
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 4e-3
 
 
-def test_cases_are_served():
+def test_conformance_cases_are_served():
     (served,) = cuda.IMPLEMENTATIONS
     [triton] = [x for x in registry().implementations["quantized_matmul"] if x.name == "triton"]
     with target_device(H200):
@@ -182,16 +182,16 @@ def test_cases_are_served():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_by_name(changes, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence):
     assert sentence in refusals(**changes)
 
 
-def test_it_serves_what_it_is_made_for():
+def test_supported_calls_are_served():
     assert refusals() == refusals(m=64, transpose=True, group_size=128) == []
 
 
 @pytest.mark.parametrize("changes", [{"m": 64}, {"k": 14336, "n": 4096}, {"m": 1, "n": 4096}])
-def test_wide_matrices_are_served_first(changes):
+def test_wide_matrices_are_served(changes):
     assert refusals(**changes) == []
 
 
@@ -200,14 +200,14 @@ def ranks(**changes):
     return {i.name: i.rank(record, H200) for i in registry().implementations[OP.name]}
 
 
-def test_narrow_ones_come_after_triton_and_are_served():
+def test_priority_of_narrow_matrices_is_below_triton():
     assert refusals(n=2048) == refusals(transpose=True, n=2048) == []
     wide, turned, narrow = ranks(n=4096), ranks(n=2048, transpose=True), ranks(n=2048)
     assert wide["cuda"] == turned["cuda"] > wide["triton"] > narrow["cuda"] > wide["xla"]
 
 
 @pytest.mark.parametrize("capability", [8.0, 10.0, 12.0])
-def test_chips_without_code_are_refused(capability):
+def test_chips_other_than_hopper_are_refused(capability):
     assert any("9.0" in reason for reason in refusals(dataclasses.replace(H200, compute_capability=capability)))
 
 
@@ -231,7 +231,7 @@ def test_splits_fill_the_chip_in_one_wave(rows, k, n, transpose, parts):
 
 
 @pytest.mark.parametrize(("k", "n"), [(14336, 4096), (4096, 4096), (8192, 3072)])
-def test_blocks_of_narrow_matrices_have_whole_columns(k, n):
+def test_narrow_matrices_take_no_split_k(k, n):
     for m in (1, 16):
         record = jax.eval_shape(OP.lower, sizes(m=m, k=k, n=n, transpose=True))
         assert splits.heuristic(record, H200, "forward") == QuantizedSplits(splits=0)
@@ -250,7 +250,7 @@ def test_blocks_of_narrow_matrices_have_whole_columns(k, n):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_other_calls_have_clusters(changes, possible):
+def test_calls_that_are_not_narrow_take_split_k(changes, possible):
     record = jax.eval_shape(OP.lower, sizes(**{"transpose": True, "k": 14336, "n": 4096, **changes}))
     assert splits.heuristic(record, H200, "forward").splits > 0
     assert (QuantizedSplits(splits=0) in splits.candidates(record, H200, "forward")) == possible

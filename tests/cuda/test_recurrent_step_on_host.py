@@ -79,7 +79,7 @@ def error(got, want):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("name", [name for name in CASES if "no gates" not in name[1]], ids=lambda name: "-".join(name))
-def test_numbers(host, name):
+def test_outputs_and_states_match_the_reference(host, name):
     record = registry().ops[name[0]].lower(CASES[name].make(jax.random.key(7)))
     output, final = run(host, record)
     compare(output, final, reference(widened(record))[0])
@@ -93,7 +93,7 @@ def compare(output, final, expected):
     np.testing.assert_array_equal(np.isinf(final), np.isinf(states))
 
 
-def test_cases_are_served():
+def test_conformance_cases_are_served():
     (step,) = recurrent_step.IMPLEMENTATIONS
     with target_device(H200):
         for (op, name), case in CASES.items():
@@ -132,7 +132,7 @@ def refusals(**changes):
     ("changes", "first"),
     [({"tokens": 3}, False), ({"tokens": 4}, True), ({"tokens": 6, "decay": True}, False), ({"decay": True}, True)],
 )
-def test_calls_of_few_tokens_are_served_after_triton(changes, first):
+def test_priority_of_calls_with_few_tokens_is_below_triton(changes, first):
     assert refusals(**changes) == []
     assert (verdict(**changes).priority > 20) == first
 
@@ -160,9 +160,9 @@ def test_calls_of_few_tokens_are_served_after_triton(changes, first):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_by_name(changes, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence):
     assert sentence in refusals(**changes)
 
 
-def test_it_serves_what_it_is_made_for():
+def test_supported_calls_are_served():
     assert refusals() == refusals(decay=True, beta=True) == refusals(packed=True, tokens=4) == []

@@ -50,7 +50,7 @@ def reasons(direction, **changes):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("changes", [{}, {"dtype": jnp.float32, "size": 9}, {"step": jnp.float32}], ids=str)
-def test_it_serves_what_it_is_made_for(changes, direction):
+def test_supported_calls_are_served(changes, direction):
     assert reasons(direction, rows=128, **changes) == []
 
 
@@ -64,7 +64,7 @@ def test_it_serves_what_it_is_made_for(changes, direction):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_it_refuses_by_name(changes, sentence):
+def test_unsupported_calls_are_refused_with_the_argument_name(changes, sentence):
     with jax.enable_x64(True):
         assert reasons("forward", **changes) == [sentence]
 
@@ -84,7 +84,7 @@ SHARED = "compute capability 12.0: the kernel needs more shared memory than the 
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_gradients_are_refused_by_name(changes, sentence):
+def test_unsupported_gradients_are_refused_with_the_argument_name(changes, sentence):
     assert reasons("forward", **changes) == []
     assert reasons("backward", **changes) == [sentence]
 
@@ -92,7 +92,7 @@ def test_gradients_are_refused_by_name(changes, sentence):
 @pytest.mark.parametrize(
     ("changes", "first"), [({"rows": 128}, True), ({"channels": 4096}, False), ({"rows": 128, "size": 8}, False)]
 )
-def test_gradients_of_few_rows_and_small_states_are_left_to_others(changes, first):
+def test_priority_of_gradients_of_few_rows_or_small_states_is_below_triton(changes, first):
     [implementation] = IMPLEMENTATIONS
     assert reasons("backward", **changes) == []
     assert (implementation.rank(record(**changes), H200, "backward") > 10) == first
@@ -118,7 +118,7 @@ def test_tiles_fill_the_chip(shape, expected):
     assert pairs == (2 if shape["rows"] == 8 else 1)
 
 
-def test_every_case_of_its_own_has_a_backward_pass():
+def test_the_backward_kernel_serves_every_conformance_case():
     for case in cases.cases()["state_space_v1"]:
         given = OP.lower(jax.eval_shape(case.make, jax.random.key(0)))
         [implementation] = IMPLEMENTATIONS
@@ -156,7 +156,7 @@ def test_calls_lower(lowered):
         assert (gradient.shape, gradient.dtype) == (field.shape, field.dtype), name
 
 
-def test_mapped_calls_are_one(lowered):
+def test_a_vmapped_call_is_one_custom_call_per_pass(lowered):
     batched = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), record())
     text = lowered(jax.vmap(both), batched)
     assert text.count("@ejkernel_selective_scan(") == text.count("@ejkernel_selective_scan_gradient(") == 1
@@ -168,6 +168,6 @@ def test_a_tile_that_does_not_fit_is_an_error(lowered):
         jax.eval_shape(lambda given: forward_pass.forward(given, config.WIDE_TILE), record(channels=20))
 
 
-def test_dt_of_another_dtype_is_float32(lowered):
+def test_dt_of_another_dtype_is_converted_to_float32(lowered):
     text = lowered(both, record(step=jnp.float16, channels=8))
     assert "tensor<2x130x8xf32>" in text

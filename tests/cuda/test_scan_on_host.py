@@ -112,7 +112,7 @@ def poisoned(record, value):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize(("packed", "lanes"), [(True, 1), (True, 2), (False, 2)])
-def test_outputs_and_states_are_those_of_the_reference(host, packed, lanes):
+def test_outputs_and_states_match_the_reference(host, packed, lanes):
     record = scan(packed)
     (output, final), residuals = reference(record)
     for got, want in zip(forward(host, record, lanes), (output, residuals.states, final), strict=True):
@@ -121,7 +121,7 @@ def test_outputs_and_states_are_those_of_the_reference(host, packed, lanes):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize(("packed", "warpgroups"), [(True, 1), (True, 2), (False, 2)])
-def test_gradients_are_those_of_the_reference(host, packed, warpgroups):
+def test_gradients_match_the_reference(host, packed, warpgroups):
     record = scan(packed)
     (output, residuals), pull = jax.vjp(reference, record)
     cotangent = (jnp.cos(output[0]), jnp.sin(output[1]))
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_the_reference(host, packed, warpgroups):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("value", [np.nan, np.inf, np.finfo(np.float32).max])
-def test_what_a_packed_sequence_holds_reaches_no_other(host, value):
+def test_values_of_a_packed_sequence_do_not_reach_another(host, value):
     record, spared = scan(packed=True), [n for n in range(len(BOUNDS) - 1) if n != POISONED]
     clean, dirty = (forward(host, x, 2) for x in (record, poisoned(record, value)))
     for part, at in ((0, np.s_[:, SPARED]), (2, spared)):

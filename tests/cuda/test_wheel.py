@@ -22,7 +22,7 @@ def too_new(listing: str) -> list[str]:
     return sorted(f"{name}_{v}" for name, v in found if tuple(map(int, v.split("."))) > NEWEST[name])
 
 
-def test_newer_symbols_are_told_from_older_ones():
+def test_symbols_newer_than_a_glibc_version_are_found():
     assert too_new("(GLIBC_2.34) pthread_join (GLIBC_2.2.5) free (GLIBCXX_3.4.29) x") == [
         "GLIBCXX_3.4.29",
         "GLIBC_2.34",

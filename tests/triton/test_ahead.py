@@ -100,7 +100,7 @@ def test_hopper_multiplies_on_its_own_matrix_unit():
         assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly
 
 
-def test_compiling_works_where_jax_triton_took_the_cache_away(monkeypatch):
+def test_compiling_works_after_jax_triton_disabled_the_cache(monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     call = launches("sm_90", 64, FEATURES["causal"])[0]
     assert ahead.compile_for_chip(call, "sm_90").spilled == 0

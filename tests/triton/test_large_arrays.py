@@ -24,6 +24,6 @@ def test_offsets_of_the_last_program_of_every_kernel_fit():
         assert any(large for _, large in ran), name
 
 
-def test_an_offset_that_does_not_fit_is_found():
+def test_an_offset_above_32_bits_is_detected():
     done = run("an overflow")
     assert "int32 overflow detected for operation mul" in done.stderr

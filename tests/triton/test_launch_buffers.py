@@ -76,7 +76,7 @@ def test_an_output_in_place_after_a_fresh_one_is_refused():
         )
 
 
-def test_fusion_of_products_and_sums_is_asked_for(monkeypatch):
+def test_fused_multiply_add_is_requested(monkeypatch):
     """Triton 3.9 warns that later versions do not fuse unless told, and each jax-triton is told in its own way."""
 
     def with_options(*arrays, kernel, out_type, backend_options=None, **constants):

@@ -81,7 +81,7 @@ def test_a_configuration_that_fits_stays_as_it_is():
     assert fit_shared_memory(record, large, gpu_of(H200)).block_kv < 1024
 
 
-def test_what_no_tile_fits_is_refused_with_the_sizes():
+def test_calls_without_a_fitting_tile_are_refused_with_the_sizes():
     record = latent(None, 16, (512, 64), (jnp.float32, jnp.float32))
     with target_device(DEVICES["sm_120"]):
         (reason,) = paged_attention._refusal_reasons(record)
@@ -112,7 +112,7 @@ def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
 
 
 @pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
-def test_a_flat_loop_has_room_for_operands_and_output(out_dtype):
+def test_flattened_loops_fit_operands_and_output_in_shared_memory(out_dtype):
     """Of a float32 output three stages asked for 278,528 bytes of 232,448; of bfloat16 they fit."""
     record = GroupedMatmul(
         lhs=SHAPE((32768, 2048), jnp.bfloat16),

@@ -48,7 +48,7 @@ PAGED = {
 
 
 @pytest.mark.parametrize(("name", "target"), on_chips(PAGED))
-def test_paged_attention_takes_what_its_bound_says(name, target):
+def test_paged_attention_takes_at_most_the_predicted_shared_memory(name, target):
     record, device, chip = PAGED[name], DEVICES[target], chips.gpu_named(target)
     chosen = paged_config.heuristic(record, device, "forward")
     with target_device(device), launch.collect_launches() as calls:

@@ -50,7 +50,7 @@ def test_a_file_has_one_kernel_and_its_name(folder):
         assert not _kernels(file), file
 
 
-def test_files_begin_with_what_they_are():
+def test_files_begin_with_a_docstring():
     for file in ROOT.rglob("*.py"):
         assert file.read_text().lstrip("r").startswith('"""'), file
 

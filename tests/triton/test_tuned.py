@@ -46,7 +46,7 @@ def test_a_call_finds_the_entry_of_its_kind(direction, batch):
     assert selection.part == request.complete_with_heuristic(selection.part)
 
 
-def test_entries_have_the_tiles_that_were_measured():
+def test_tuned_entries_are_unchanged_since_they_were_measured():
     """The digest is of the H200's table as it was measured, in the fields that the tiles had then.
 
     Those were, of the backward pass, block_q, block_kv, warps and stages for keys, and block_q, block_kv and stages for

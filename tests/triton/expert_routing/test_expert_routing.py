@@ -35,7 +35,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, experts):
     assert_fits_and_spills_nothing(calls, chip)
 
 
-def test_kernels_are_taken_before_xla():
+def test_priority_is_above_xla():
     op = registry().ops["expert_routing"]
     found = dispatch.choose(op, record_of(128), H200, "auto", "forward")
     names = [verdict.implementation.name for verdict in found.verdicts]

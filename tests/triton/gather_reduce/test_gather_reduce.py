@@ -74,14 +74,14 @@ def test_copies_fit_the_chip_and_spill_nothing(chip):
     assert copies
 
 
-def test_copies_are_for_tokens_of_one_row():
+def test_scatter_is_an_error_unless_tokens_are_copies_of_rows():
     tiles = config.GatherTiles(block_t=1, block_d=64, num_warps=1, scatter=True)
     with pytest.raises(ValueError, match="scatter=True"):
         jax.eval_shape(lambda record: forward(record, tiles)[0], record_of("combine"))
     assert not any(tiles.scatter for tiles in config.candidates(record_of("combine"), H200, "forward"))
 
 
-def test_kernels_are_taken_before_xla():
+def test_priority_is_above_xla():
     op = registry().ops["gather_reduce"]
     for direction in ("forward", "backward"):
         found = dispatch.choose(op, record_of("combine"), H200, "auto", direction)

@@ -125,7 +125,7 @@ def test_a_step_of_8_bits_has_one_scale():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_candidates_are_different_and_the_rule_takes_the_first(direction):
+def test_candidates_are_distinct_and_the_heuristic_is_the_first(direction):
     record = RECORDS["bfloat16"]
     found = config.candidates(record, CHIPS["sm_90"], direction)
     assert len(set(found)) == len(found) > 4
@@ -133,7 +133,7 @@ def test_candidates_are_different_and_the_rule_takes_the_first(direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction):
+def test_only_calls_of_the_measured_kind_take_the_tuned_entry(direction):
     op, device = registry().ops["grouped_matmul"], CHIPS["sm_90"]
     (implementation,) = grouped_matmul.implementations()
 
@@ -146,7 +146,7 @@ def test_a_call_finds_what_was_measured_for_its_kind_and_others_do_not(direction
     assert chosen(RECORDS["decoding"]) != "persistent: shipped table"
 
 
-def test_entries_have_the_tiles_that_were_measured():
+def test_tuned_entries_are_unchanged_since_they_were_measured():
     """The digest is of the H200's table as it was measured, when GROUP_M was a field with one value, `band`."""
     file = importlib.resources.files("ejkernel_triton") / "tuned" / "NVIDIA_H200" / "grouped_matmul.json"
     types = {"forward": config.GroupedForward, "backward": config.GroupedBackward}
@@ -159,7 +159,7 @@ def test_entries_have_the_tiles_that_were_measured():
     assert digest == "797c1e44a304c7d281290379f4a551c59a8a5ca75cf6f9654e392b3f3830b6f9"
 
 
-def test_a_dtype_of_matrices_that_no_kernel_reads_is_named():
+def test_an_unsupported_dtype_of_matrices_is_refused_by_name():
     (implementation,) = grouped_matmul.implementations()
     reasons = list(implementation.requires.extra(record_of(stored="uint8")))
     assert any(reason.startswith("rhs: got uint8, the kernel reads") for reason in reasons), reasons

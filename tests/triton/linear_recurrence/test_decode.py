@@ -102,7 +102,7 @@ def test_slots_are_updated_in_their_own_memory(state):
     assert call.inputs[source].shape == (1, 100, 16, 128, 128)
 
 
-def test_states_of_trees_are_written_apart():
+def test_states_of_trees_leave_the_states_in_slots_unchanged():
     """Until tokens are accepted, the states in slots stay as they are."""
     (call,) = launched(record_of("gate", "trees", packed=True, slots=100), H200)
     assert not call.aliases
@@ -130,7 +130,7 @@ def test_one_packed_sequence_may_not_have_many_tokens():
 
 
 @pytest.mark.parametrize(("fields", "op"), [(("gate",), "recurrent_attention"), (("beta",), "gated_delta_rule")])
-def test_steps_are_taken_before_chunks(fields, op):
+def test_decode_steps_have_priority_over_chunked_kernels(fields, op):
     found = registry().implementations[op]
     order = sorted((i for i in found if i.platform in ("xla", "triton")), key=lambda i: -i.priority)
     assert order[0].name == "triton_decode"

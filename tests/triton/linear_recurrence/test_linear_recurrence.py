@@ -250,7 +250,7 @@ def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
     assert ahead.miscompiled_shifts(wrong) == ["or.b64 %rd20, %rd17, %rd19"]
 
 
-def test_keys_that_repeat_are_solved_without_loss():
+def test_repeated_keys_keep_the_precision_of_the_inverse():
     """Powers of the triangular matrix would grow beyond all digits: all keys are the same, and nothing decays."""
     run_interpreted("linear_recurrence/delta_process.py")
 
@@ -274,7 +274,7 @@ def test_no_branch_depends_on_the_gates(name):
     assert all(labels[found.group(1)] < n for n, found in branches.items() if found)
 
 
-def test_segments_leave_out_what_vanishes():
+def test_segments_skip_chunks_whose_state_has_decayed():
     run_interpreted("linear_recurrence/chunks_until_decayed_process.py")
 
 
@@ -282,7 +282,7 @@ def test_tables_of_packed_sequences_are_those_of_xla():
     run_interpreted("linear_recurrence/chunk_tables_process.py")
 
 
-def test_tokens_split_over_two_devices_are_those_of_xla_on_one():
+def test_tokens_split_over_two_devices_match_xla_on_one_device():
     script = "linear_recurrence/split_tokens_process.py"
     run_interpreted(script, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 

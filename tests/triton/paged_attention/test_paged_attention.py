@@ -33,7 +33,7 @@ def test_conformance():
     assert_conforms(operations, f"{VALUES} and ({' or '.join(PARTS)})")
 
 
-def test_every_pair_of_features_is_the_loop():
+def test_every_pair_of_features_matches_a_loop_in_numpy():
     """Chunks, trees per sequence, and a prefix in calls that write tokens or have a query row per sequence were
     refused.
     """
@@ -92,7 +92,7 @@ def test_conformance_of_dense_latent_caches():
     assert_conforms(("mla_decode",), tests, "triton_latent")
 
 
-def test_the_kernel_plans_what_xla_does():
+def test_work_list_of_the_kernel_equals_that_of_xla():
     run_interpreted("paged_attention/work_list_process.py")
 
 
@@ -103,7 +103,7 @@ def test_the_kernel_plans_what_xla_does():
     programs=st.integers(1, 9),
 )
 @settings(deadline=None, max_examples=40)
-def test_every_key_tile_is_dealt_to_exactly_one_program(highs, block, heads, programs):
+def test_every_key_tile_is_assigned_to_exactly_one_program(highs, block, heads, programs):
     high = jnp.asarray(highs, jnp.int32)
     rows = jnp.asarray([1] * (len(highs) - 1) + [0], jnp.int32)  # the last entry is not real
     zero = jnp.zeros_like(high)

@@ -3,5 +3,5 @@
 from triton_chips import run_interpreted
 
 
-def test_every_kind_of_step_gives_the_numbers_of_one_device():
+def test_every_kind_of_ring_step_matches_one_device():
     run_interpreted("ring_attention/ring_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=2")

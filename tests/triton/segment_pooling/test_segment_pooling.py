@@ -79,7 +79,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
             assert "global.v4" in took.assembly, took.kernel
 
 
-def test_kernels_are_taken_before_xla():
+def test_priority_is_above_xla():
     op, device = registry().ops["mean_pooling"], CHIPS["sm_90"]
     for direction in ("forward", "backward"):
         found = dispatch.choose(op, record_of("documents"), device, "auto", direction)
@@ -87,7 +87,7 @@ def test_kernels_are_taken_before_xla():
         assert names.index("triton") < names.index("xla")
 
 
-def test_candidates_that_load_ahead_spill_nothing():
+def test_candidates_that_prefetch_spill_nothing():
     device, record = CHIPS["sm_90"], record_of("documents")
     for tiles in (x for x in config.candidates(record, device, "forward") if x.prefetch):
         with target_device(device), launch.collect_launches() as calls:

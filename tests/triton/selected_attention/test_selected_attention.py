@@ -52,7 +52,7 @@ def record(indices, **fields):
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flat sort", "sort by row"])
-def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, monkeypatch):
+def test_splits_of_lists_have_every_query_of_a_block_once_and_in_order(flat, monkeypatch):
     if not flat:  # as where one number cannot hold row, block and query
         monkeypatch.setattr(plan, "UINT32_RANGE", 0)
     rng, length = np.random.default_rng(0), 4
@@ -79,7 +79,7 @@ def test_parts_of_lists_hold_every_reader_of_a_block_once_and_in_order(flat, mon
         assert max(used, default=0) < found.num_sum_slots
 
 
-def test_padding_is_in_no_list():
+def test_padding_queries_are_in_no_list():
     ids = jnp.where(jnp.arange(40) < 13, 0, -1)[None]
     indices = np.zeros((1, 40, 1, 1), np.int32)
     found = plan.invert_block_lists(record(indices, q_segment_ids=ids, kv_segment_ids=ids), 64)
@@ -92,7 +92,7 @@ def test_a_block_ends_where_the_next_begins():
     assert list(ends[0]) == [8, 11, 19, 27, 37, 40]
 
 
-def test_gradients_of_the_compressed_branch_are_those_of_its_parts_together(monkeypatch):
+def test_gradients_of_the_compressed_branch_are_the_sum_over_query_splits(monkeypatch):
     keys = jax.random.split(jax.random.key(0), 5)
     q, do = (jax.random.normal(k, (2, 37, 4, 16)) for k in keys[:2])
     k, v = (jax.random.normal(k, (2, 6, 2, 16)) for k in keys[2:4])

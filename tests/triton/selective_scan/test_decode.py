@@ -73,6 +73,6 @@ def test_long_calls_are_refused_by_the_argument():
     assert any("at most 8 tokens per sequence" in r for r in reasons(record_of(tokens=9, packed=False)))
 
 
-def test_steps_are_taken_before_scans():
+def test_decode_steps_have_priority_over_the_scan():
     found = registry().implementations["state_space_v1"]
     assert max(found, key=lambda implementation: implementation.rank(record_of(tokens=5), H200)).name == "triton_decode"

@@ -60,7 +60,7 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, size, dtype):
     assert_fits_and_spills_nothing(calls, chip)
 
 
-def test_a_thread_holds_all_numbers_of_its_channels():
+def test_a_thread_has_all_state_elements_of_its_channels():
     """No program of 16 numbers needs shared memory, which is where layouts that do not fit would be exchanged."""
     assert [ahead.compile_for_chip(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
 
@@ -81,7 +81,7 @@ def ahead_candidates(size):
     return [tiles for tiles in found if tiles.bc_prefetch_distance and tiles.splits == 1]
 
 
-def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
+def test_candidates_that_prefetch_spill_nothing_with_16_state_elements():
     tried = ahead_candidates(16)
     assert len(tried) == 5
     for tiles in tried:
@@ -94,7 +94,7 @@ def test_candidates_that_load_ahead_spill_nothing_of_16_numbers():
         assert_fits_and_spills_nothing(launches(CHIPS["sm_90"], tiles=tiles), "sm_90")
 
 
-def test_partial_blocks_and_few_numbers_spill_nothing_on_hopper():
+def test_partial_blocks_and_small_states_spill_nothing_on_hopper():
     """Masked loads take registers, of which columns loaded ahead leave few."""
     for tokens, size in ((4095, 16), (4092, 13), (4096, 3)):
         record = scan_record(size=size, tokens=tokens)
@@ -104,7 +104,7 @@ def test_partial_blocks_and_few_numbers_spill_nothing_on_hopper():
         assert_fits_and_spills_nothing(calls, "sm_90")
 
 
-def test_candidates_that_load_ahead_are_right():
+def test_candidates_that_prefetch_match_the_reference():
     said = run_interpreted("selective_scan/prefetch_process.py").splitlines()
     assert sum(line.endswith("right") for line in said) == 8
     assert sum(line.endswith("gradients right") for line in said) == 2

@@ -44,7 +44,7 @@ def calls(draw):
 
 @settings(max_examples=25, deadline=None)
 @given(calls(), st.sampled_from([(4, 8), (8, 4), (16, 16)]))
-def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
+def test_ranges_contain_every_attending_pair_and_full_blocks_are_full(call, blocks):
     pairs = attended(call)
     tables = (
         (plan_key_blocks(call, *blocks).table, pairs, blocks),

@@ -56,7 +56,7 @@ def test_a_call_lowers(params, fields):
     assert (traced.out_info.shape, traced.out_info.dtype) == ((520, 320), record.out_dtype)
 
 
-def test_columns_share_scales_in_blocks_of_a_product():
+def test_columns_share_scales_if_all_columns_of_a_product_have_the_same():
     blocks = jnp.repeat(jax.random.uniform(jax.random.key(0), (3, 2, 3), jnp.float32), 128, axis=2)[..., :320]
     assert spec.columns_share_scales(blocks, 128) == 1
     assert spec.columns_share_scales(blocks, 64) == 1
@@ -75,13 +75,13 @@ def test_columns_share_scales_in_blocks_of_a_product():
     ],
     ids=str,
 )
-def test_columns_are_divided_where_they_are_two_products(params, split_by_columns, sums_on_tensor_cores):
+def test_warpgroups_split_columns_if_a_tile_has_two_products(params, split_by_columns, sums_on_tensor_cores):
     scaling = spec.make_fp8_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
     assert (scaling.split_by_columns, scaling.sums_on_tensor_cores) == (split_by_columns, sums_on_tensor_cores)
 
 
 @pytest.mark.parametrize("params", [*CANDIDATES, *config.FP8_TENSOR_CORE_SUM_TILES], ids=str)
-def test_candidates_are_ones_that_the_kernel_can_have(params):
+def test_candidates_fit_shared_memory_and_are_valid(params):
     assert spec.fp8_shared_memory_bytes(params) <= SHARED_MEMORY_BYTES - spec.RESERVED_SMEM_BYTES
     spec.make_fp8_spec(make(), params)
 
@@ -98,7 +98,7 @@ def test_candidates_are_ones_that_the_kernel_can_have(params):
         ("output_buffers", 0),
     ],
 )
-def test_tiles_that_are_none_are_refused(name, value):
+def test_invalid_tile_fields_are_errors(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_fp8_spec(make(), dataclasses.replace(FP8_ROW_SPLIT_TILE, **{name: value}))
 
@@ -117,7 +117,7 @@ def test_tiles_that_are_none_are_refused(name, value):
         (dataclasses.replace(make(width=256), transpose_rhs=False), ["transpose_rhs"]),
     ],
 )
-def test_what_it_does_not_multiply_is_refused_with_a_sentence(record, words):
+def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = spec.fp8_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -78,13 +78,13 @@ def test_candidates_fit_into_shared_memory_and_registers(params):
 @pytest.mark.parametrize(
     ("name", "value"), [("block_n", 256), ("stages", 1), ("stages", 9), ("group_m", 0), ("output_buffers", 0)]
 )
-def test_tiles_that_are_none_are_refused(name, value):
+def test_invalid_tile_fields_are_errors(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_gated_spec(make(), dataclasses.replace(TILES[0], **{name: value}))
 
 
 @pytest.mark.parametrize(("gated", "block_n"), [(True, 256), (False, 64)])
-def test_a_tile_multiplies_128_or_256_columns(gated, block_n):
+def test_block_n_other_than_the_supported_ones_is_an_error(gated, block_n):
     record = make(gated=gated)
     with pytest.raises(ValueError, match=f"block_n={block_n}"):
         spec.make_gated_spec(record, dataclasses.replace(TILES[0], block_n=block_n))
@@ -93,7 +93,7 @@ def test_a_tile_multiplies_128_or_256_columns(gated, block_n):
     )
 
 
-def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
+def test_two_shuffles_give_each_thread_its_pair_of_output_columns():
     """A thread of four has columns 2 q and 2 q + 1 of every eight; of interleaved sums, that is one output each."""
     sums = np.arange(16)  # the number of a column of pairs; the gate of output n is column 2 n
     blocks = sums.reshape(2, 4, 2)  # blocks of eight columns, lanes, and their two columns
@@ -117,13 +117,13 @@ def test_pairs_of_columns_reach_their_thread_by_two_shuffles():
         (make(tokens=2**26, depth=512), ["rows can be gathered"]),
     ],
 )
-def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
+def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = spec.gated_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
-def test_columns_are_counted_in_the_layout_of_the_matrices():
+def test_a_refusal_counts_output_columns_with_and_without_transpose_and_gate():
     assert spec.gated_refusal_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
         "rhs gives 96 output columns; the kernel wants a multiple of 64"
     ]
@@ -131,14 +131,14 @@ def test_columns_are_counted_in_the_layout_of_the_matrices():
 
 
 @pytest.mark.parametrize(("rows", "single_warpgroup"), [(520, False), (320, True)])
-def test_one_warpgroup_has_a_few_rows_alone_where_groups_are_small(rows, single_warpgroup):
+def test_small_groups_prefer_a_tile_with_a_single_warpgroup(rows, single_warpgroup):
     found = config.gated_candidates(make(rows=rows), None, "forward")
     assert found[0].single_warpgroup is single_warpgroup
     assert config.gated_heuristic(make(rows=rows), None, "forward") == found[0]
 
 
 @pytest.mark.parametrize("half", [-1, 0, 1])
-def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch):
+def test_panels_of_gate_and_factor_alternate_in_a_stage(half, monkeypatch):
     """Every block of 64 columns has both; half a tile has its own, and arrives for the others."""
     copied, arrived = [], []
     monkeypatch.setattr(panels.plgpu, "copy_gmem_to_smem", lambda source, target, full: copied.append((source, target)))
@@ -182,7 +182,7 @@ def test_panels_of_the_gate_and_of_the_others_lie_side_by_side(half, monkeypatch
     ],
     ids=["interleaved", "columns first", "interleaved, columns first", "no gate"],
 )
-def test_panels_of_every_layout(fields, slices, monkeypatch):
+def test_each_matrix_layout_copies_the_right_panels(fields, slices, monkeypatch):
     copied = []
     monkeypatch.setattr(panels.plgpu, "copy_gmem_to_smem", lambda source, target, full: copied.append(source))
     monkeypatch.setattr(panels.pl, "when", lambda there: lambda run: run() if bool(there) else None)

@@ -75,7 +75,7 @@ def test_candidates_fit_into_shared_memory(params):
     ("name", "value"),
     [("block_n", 100), ("stages", 1), ("stages", 9), ("group_m", 0), ("output_buffers", 0), ("cluster_m", 3)],
 )
-def test_tiles_that_are_none_are_refused(name, value):
+def test_invalid_tile_fields_are_errors(name, value):
     params = dataclasses.replace(FORWARD[0], **{name: value})
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_spec(make(), params, jnp.bfloat16)
@@ -91,7 +91,7 @@ def test_tiles_that_are_none_are_refused(name, value):
         (dataclasses.replace(make(), rhs=SHAPE((5, 128, 320), jnp.int8)), ["int8"]),
     ],
 )
-def test_what_copies_cannot_reach_is_refused_with_a_sentence(record, words):
+def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = spec.refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -26,7 +26,7 @@ def make_call(columns, *, matrices=5, contracted=640):
     return types.SimpleNamespace(spec=made, num_blocks=BLOCKS, cluster_column=0, cluster_row=0)
 
 
-def test_matrices_of_many_rows_come_first():
+def test_matrices_are_ordered_by_decreasing_rows():
     sizes = np.array([3, 0, 7, 7, 1, 0, 9])
     end = np.cumsum(sizes)
     table = plan.order_groups_by_size(*(jnp.asarray(x, jnp.int32) for x in (end - sizes, end)))
@@ -36,7 +36,7 @@ def test_matrices_of_many_rows_come_first():
 
 
 @pytest.mark.parametrize("columns", [256, 1280])
-def test_every_second_round_begins_at_its_end(columns):
+def test_every_second_round_of_tiles_is_in_reverse_order(columns):
     call = make_call(columns)
     count = call.spec.num_matrices * call.spec.tile_rows_per_matrix * call.spec.num_column_tiles
     numbers = jax.vmap(lambda n: matrix_gradients._alternate_direction(call, n))(jnp.arange(count))
@@ -48,7 +48,7 @@ def test_every_second_round_begins_at_its_end(columns):
 
 
 @pytest.mark.parametrize(("tiles", "columns", "split"), [(8, 1280, 4), (6, 768, 6), (7, 1280, 0), (12, 1280, 0)])
-def test_tiles_of_a_short_last_round_are_split(tiles, columns, split):
+def test_tiles_of_a_half_empty_last_round_are_split_by_columns(tiles, columns, split):
     call = make_call(columns)
     column_tiles = call.spec.num_column_tiles
     assert row_tiles.num_split_tiles(call, jnp.int32(tiles)) == split

@@ -105,7 +105,7 @@ def consume(call, block, taken):
 
 
 @pytest.mark.parametrize("dynamic_schedule", [False, True])
-def test_every_tile_is_one_block_s(numbers, dynamic_schedule):
+def test_every_tile_is_processed_by_exactly_one_block(numbers, dynamic_schedule):
     blocks = [[[] for _ in range(1 + CONSUMER_WARPGROUPS)] for _ in range(BLOCKS)]
     threads = []
     for block, warpgroups in enumerate(blocks):

@@ -16,12 +16,12 @@ def exp2_polynomial(exponents: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("low", "high"), [(-FIXED_MAX_EXPONENT_LIMIT, FIXED_MAX_EXPONENT_LIMIT), (MIN_EXPONENT, 0.0)])
-def test_the_polynomial_is_closer_than_bfloat16_is(low, high):
+def test_the_polynomial_of_exp2_is_more_accurate_than_bfloat16(low, high):
     exponents = np.linspace(low, high, 200_001, dtype=np.float32)
     np.testing.assert_allclose(exp2_polynomial(exponents), np.exp2(np.float64(exponents)), rtol=8e-5)
 
 
-def test_a_weight_of_nothing_is_next_to_nothing():
+def test_exponents_below_the_smallest_give_negligible_weights():
     """Rows beyond the end, and weights too small for float32, have exponents that the kernel raises to the smallest."""
     exponents = np.maximum(np.float32([-np.inf, -1e30, -200.0]), np.float32(MIN_EXPONENT))
     made = exp2_polynomial(exponents)

@@ -37,12 +37,12 @@ from ejkernel_pallas.gpu.tiled_attention.spec import make_spec
         (4, 1, NO_SPLIT),
     ],
 )
-def test_the_last_wave_is_split_where_that_saves_time(tiles, visits, split):
+def test_the_tail_wave_is_split_if_that_saves_time(tiles, visits, split):
     assert split_tail_wave(tiles, 132, visits) == split
 
 
 @pytest.mark.parametrize(("batch", "heads", "queries", "keys"), [(1, 5, 700, 8000), (2, 3, 128, 6000)])
-def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
+def test_every_key_block_of_a_tile_is_in_exactly_one_item(batch, heads, queries, keys, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 12)
     q, k = (jax.ShapeDtypeStruct((batch, n, heads, 128), jnp.bfloat16) for n in (queries, keys))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0))
@@ -75,14 +75,14 @@ def test_every_visit_is_made_once(batch, heads, queries, keys, monkeypatch):
     assert parts == list(range(plan.tail_split.num_split_tiles * plan.tail_split.splits_per_tile))
 
 
-def test_parts_are_no_more_than_there_are_tiles_to_visit():
+def test_a_tile_has_at_most_as_many_splits_as_steps_per_head():
     assert split_tail_wave(2, 132, 8, heads_per_tile=4) == TailSplit(2, 8)
 
 
 @pytest.mark.parametrize(
     ("size", "heads", "kv_heads", "queries", "keys"), [(128, 6, 2, 3000, 1300), (256, 4, 4, 6000, 900)]
 )
-def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, queries, keys, monkeypatch):
+def test_split_key_tiles_add_to_dq_once_and_in_order(size, heads, kv_heads, queries, keys, monkeypatch):
     """Those that add to a tile of queries do so in the order of their keys, and each adds once."""
     monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 12)
     q = jax.ShapeDtypeStruct((2, queries, heads, size), jnp.bfloat16)
@@ -103,7 +103,7 @@ def test_blocks_wait_for_those_that_began_before_them(size, heads, kv_heads, que
     assert all(found == list(range(num_tiles(keys, tile.block_kv))) for found in adding.values())
 
 
-def test_parts_make_the_whole():
+def test_merged_splits_equal_the_whole_softmax():
     rng = np.random.default_rng(0)
     scores, values = rng.normal(size=(2, 7, 24)), rng.normal(size=(2, 24, 8))
     scores[1, :, :6] = scores[1, 3] = -np.inf  # a part that attends to nothing, and a query

@@ -17,7 +17,7 @@ def numbers(pattern, code):
 
 @pytest.mark.parametrize("keys", [64, 128, 192])
 @pytest.mark.parametrize("size", [64, 128, 192, 256])
-def test_instructions_walk_along_the_columns(size, keys):
+def test_product_instructions_read_consecutive_columns(size, keys):
     code = wgmma._product_ptx(keys, [size], "bf16", keys // 2, zero_accumulator=True)
     # Shared memory has eight rows after the last eight, and of these the parts of 64 columns one after the other.
     memory = np.arange(2 * ROWS * size).reshape(2, size // PART, ROWS, PART)
@@ -35,7 +35,7 @@ def test_instructions_walk_along_the_columns(size, keys):
 
 
 @pytest.mark.parametrize("size", [128, 256])
-def test_operands_of_8_bits_have_twice_the_columns_in_as_many_bytes(size):
+def test_8_bit_products_have_half_the_instructions_of_16_bit_ones(size):
     of_8, of_16 = (
         wgmma._product_ptx(64, [columns], kind, 32, zero_accumulator=True)
         for columns, kind in ((size, "e4m3"), (size // 2, "bf16"))
@@ -48,7 +48,7 @@ def test_operands_of_8_bits_have_twice_the_columns_in_as_many_bytes(size):
     assert "adds, 1, 1, 0, 0;" not in of_8
 
 
-def test_more_pairs_of_operands_are_added_to_what_is_there():
+def test_products_of_further_operands_add_to_the_accumulator():
     registers, first = 32, 64
     code = wgmma._product_ptx(64, [128, 64], "bf16", first, zero_accumulator=False)
     for pair, size in enumerate((128, 64)):

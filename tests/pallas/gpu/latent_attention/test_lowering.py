@@ -60,7 +60,7 @@ def test_a_call_lowers(fields):
 
 
 @pytest.mark.parametrize("heads", [8, 16, 40])
-def test_rows_of_no_head_need_not_be_stored(heads):
+def test_padding_rows_are_not_stored_if_store_padding_is_false(heads):
     params = dataclasses.replace(PARAMS, store_padding=False)
     traced = jax.jit(lambda record: forward.forward(record, params)[0]).trace(make(heads=heads))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == KERNELS
@@ -70,7 +70,7 @@ def test_rows_of_no_head_need_not_be_stored(heads):
     assert params not in config.candidates(make(heads=64), device, "forward")
 
 
-def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
+def test_no_piece_of_a_product_starts_with_a_chunk_in_registers():
     assert spec.CHUNKS_PER_HALF % spec.PIECES_PER_HALF == 0
     assert all(
         chunk % (spec.CHUNKS_PER_HALF // spec.PIECES_PER_HALF) or chunk == 2 * spec.CHUNKS_PER_HALF
@@ -79,7 +79,7 @@ def test_every_piece_of_a_product_begins_with_queries_in_shared_memory():
 
 
 @pytest.mark.parametrize("in_registers", [False, True])
-def test_values_in_chunks_are_multiplied_in_steps_of_sixteen_keys(in_registers):
+def test_products_with_values_have_one_instruction_per_16_keys(in_registers):
     chunk = 64 * 128 // 16 << 16
     offsets = [chunk + step * 16 * 128 // 16 for step in range(4)]
     code = wgmma._accumulation_ptx(256, "bf16", offsets, transposed=True, in_registers=in_registers)
@@ -97,7 +97,7 @@ def test_shared_memory_has_room_for_queries_and_two_blocks():
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
 @pytest.mark.parametrize("lens", [[300, 0, 64, 129, 1, 700, 128, 127], [1000] * 13], ids=str)
-def test_every_step_has_one_program(programs, lens):
+def test_every_step_is_assigned_to_exactly_one_program(programs, lens):
     record = make(rows=len(lens), lens=lens, page=128)
     constants = spec.make_spec(record, config.HopperLatent(num_programs=programs * 2), 512)
     assert constants.num_programs == programs
@@ -120,7 +120,7 @@ def test_every_step_has_one_program(programs, lens):
 
 @pytest.mark.needs("gpu interpreter")
 @pytest.mark.parametrize("fields", [{}, {"sliding_window": (60, 0)}, {"kv_starts": 5}], ids=str)
-def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
+def test_the_planning_kernel_equals_the_plan_of_xla(fields, monkeypatch):
     plgpu = schedule.plgpu
     interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
     monkeypatch.setattr(plgpu, "kernel", interpreted)
@@ -143,7 +143,7 @@ def test_one_kernel_makes_the_same_plan(fields, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "length", "cut"), [(128, 4096, False), (128, 100, False), (100, 4096, True), (1, 384, True)]
 )
-def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, length, cut):
+def test_shares_grow_within_the_limit_if_no_item_is_split_then(rows, length, cut):
     record = make(rows=rows, lens=[length] * rows, heads=128, page=512)
     shares = {}
     for max_growth_percent in (0, 6):
@@ -168,7 +168,7 @@ def test_a_share_grows_by_a_few_percent_where_that_leaves_items_whole(rows, leng
         (dataclasses.replace(make(), key_pages=SHAPE((32, 64, 640), jnp.float8_e4m3fn)), ["float8_e4m3fn"]),
     ],
 )
-def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
+def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = list(spec.refusal_reasons(record))
     assert len(found) == len(words), found
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
@@ -178,7 +178,7 @@ def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, word
     ("op", "handles"),
     [("mla_decode", {"q_segment_ids"}), ("multi_latent_ragged_page_attention", {"latent"})],
 )
-def test_dispatch_takes_the_kernel_before_any_other_that_serves_such_a_call(op, handles):
+def test_dispatch_chooses_the_kernel_for_latent_calls(op, handles):
     (own,) = {made.priority for made in implementations()}
     others = [
         made.priority
@@ -208,7 +208,7 @@ INSTRUCTION = re.compile(r" = \w+\[([\d,]+)\]\S* ([a-z-]+)\(")
 
 
 @pytest.mark.parametrize("sizes", [(576,), (512, 64)], ids=str)
-def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
+def test_dense_caches_are_read_without_a_copy(sizes, monkeypatch):
     """XLA's own passes run on the program around the kernel; a callback that takes the same arrays stands for it."""
 
     def launch(body, operands, outputs, *rest):
@@ -232,7 +232,7 @@ def test_dense_caches_are_read_as_they_lie(sizes, monkeypatch):
     assert found <= {"parameter", "get-tuple-element"}  # the latter of the kernel's own outputs
 
 
-def test_columns_behind_the_latent_vector_are_those_of_the_family():
+def test_output_columns_after_the_latent_vector_match_the_reference():
     keys = jax.random.split(jax.random.key(0), 2)
     record = TiledAttention(
         query=jax.random.normal(keys[0], (2, 1, 8, 576)),
@@ -253,6 +253,6 @@ def test_columns_behind_the_latent_vector_are_those_of_the_family():
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_programs", 0), ("max_growth_percent", -1)])
-def test_numbers_that_cannot_be_are_errors(name, value):
+def test_invalid_configuration_fields_are_errors(name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         spec.make_spec(make(), dataclasses.replace(PARAMS, **{name: value}), 512)

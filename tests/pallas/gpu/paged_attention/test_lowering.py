@@ -105,7 +105,7 @@ def test_a_call_lowers(fields):
         *("long, starts", "rows of no sequence", "no sequence", "long, large pages"),
     ],
 )
-def test_rows_pages_and_items_are_where_the_kernel_takes_them(fields, window, monkeypatch):
+def test_the_kernels_steps_in_jnp_match_the_reference(fields, window, monkeypatch):
     """The kernel in jnp: the same rows of queries, pages of the cache, masks and places of outputs, item by item."""
     record = dataclasses.replace(make(**fields), sliding_window=window)
 
@@ -213,7 +213,7 @@ def _copied(layout, operands, what, place, head):
     return np.concatenate(made)
 
 
-def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
+def test_tiles_are_ordered_by_sequence_with_the_longest_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
     table = np.asarray(prefill.make_prefill_tiles(record, paged_cache.QueryRowLimits(32, 999)))[0]
     live = table[0, prefill.NUM_LIVE_TILES_FIELD] // 8
@@ -229,7 +229,7 @@ def test_tiles_of_a_sequence_are_neighbours_and_the_longest_come_first():
 
 
 @pytest.mark.parametrize("programs", [1, 3, 7, 40])
-def test_every_step_has_one_program(programs):
+def test_every_step_is_assigned_to_exactly_one_program(programs):
     record = make(lens=(300, 0, 64, 129, 1, 260), q_lens=(40, 0, 1, 17, 1, 2), page=128)
     tiles = paged_cache.query_tiles(record, spec.tokens_per_tile(record))
     items, shares = map(np.asarray, decode.make_schedule(record, tiles, programs))
@@ -260,14 +260,14 @@ def test_every_step_has_one_program(programs):
         (dataclasses.replace(make(), key_pages=SHAPE((4, 16, 2, 128), jnp.int8)), ["int8"]),
     ],
 )
-def test_what_the_kernel_is_not_made_for_is_refused_with_a_sentence(record, words):
+def test_unsupported_records_are_refused_with_a_reason(record, words):
     found = list(spec.refusal_reasons(record))
     assert len(found) == len(words), found
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
 @pytest.mark.parametrize(("q_lens", "served"), [((40, 1, 130, 0, 33), "mosaic_gpu"), ((1, 1, 8, 0, 1), "triton")])
-def test_hopper_takes_prefill_and_triton_decoding(q_lens, served):
+def test_dispatch_chooses_mosaic_for_prefill_and_triton_for_decoding(q_lens, served):
     record = make(lens=(150, 1, 140, 0, 300), q_lens=q_lens)
     found = dispatch.choose(registry().ops["unified_attention"], record, H200, "auto", "forward").verdicts
     assert next(v.implementation.name for v in found if not set(v.reasons) - set(absent(v))) == served
@@ -280,7 +280,7 @@ def absent(verdict):
 
 
 @pytest.mark.parametrize("fields", [{"num_programs": 0}, {"num_programs": 4, "stages": 0}])
-def test_no_program_or_stage_is_an_error(fields):
+def test_zero_programs_or_stages_are_an_error(fields):
     with pytest.raises(ValueError, match="at least 1"):
         spec.make_spec(make(), config.HopperPaged(**fields))
 

@@ -47,12 +47,12 @@ def verdict(*arrays, **options):
     ],
     ids=["full", "causal", "packed, capped, sinks", "window"],
 )
-def test_what_its_steps_can_do_is_chosen(options):
+def test_calls_that_its_step_kernel_supports_are_served(options):
     for one in verdict(QUERY, KEY, KEY, **options):
         assert one.status == "chosen", one.reasons
 
 
-def test_steps_that_need_positions_are_refused_by_name():
+def test_calls_whose_steps_need_positions_are_refused():
     longer = jax.ShapeDtypeStruct((1, 2048, 2, 128), jnp.bfloat16)
     for one in verdict(QUERY, longer, longer, causal=True):
         assert "q_positions is not handled, which the steps of this ring need" in one.reasons
@@ -65,7 +65,7 @@ def test_a_mask_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("size", "kernels"), [(2, 2), (4, 3)])
-def test_both_passes_lower_whatever_the_ring(size, kernels):
+def test_both_passes_lower_for_every_ring_size(size, kernels):
     """A kernel for the own step, one for the last and, from three devices on, one in the loop between them."""
     call = functools.partial(ring_attention, causal=True, **placed(size))
 

@@ -27,7 +27,7 @@ def sums(batch, calls):
 
 @pytest.mark.parametrize(("batch", "shared"), [(1, 1), (3, 1), (3, 3)])
 @pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 0)])
-def test_mapped_and_shared_operands_meet_in_their_rows(batch, shared, axes):
+def test_vmapped_and_shared_operands_are_paired_by_batch_row(batch, shared, axes):
     x, y = (jax.random.normal(jax.random.key(n), (4, rows, 5)) for n, rows in enumerate((batch, shared)))
     x, y = (z if axis == 0 else z[0] for z, axis in zip((x, y), axes, strict=True))
     calls = []
@@ -38,7 +38,7 @@ def test_mapped_and_shared_operands_meet_in_their_rows(batch, shared, axes):
     assert calls[-1] == 4 * batch
 
 
-def test_maps_in_maps_are_one_launch():
+def test_nested_vmaps_are_one_launch():
     x, calls = jax.random.normal(jax.random.key(0), (2, 3, 4, 5)), []
 
     made = jax.vmap(jax.vmap(sums(4, calls), in_axes=(0, None)), in_axes=(0, None))(x, x[0, 0, :1])
@@ -48,7 +48,7 @@ def test_maps_in_maps_are_one_launch():
 
 
 @pytest.mark.parametrize("shared", ["nothing", "keys"])
-def test_a_mapped_forward_pass_is_one_kernel(shared):
+def test_a_vmapped_forward_pass_is_one_kernel(shared):
     query = jax.ShapeDtypeStruct((3, 2, 256, 4, 128), jnp.bfloat16)
     key = query if shared == "nothing" else jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
     sinks = jax.ShapeDtypeStruct((3, 4), jnp.float32)
@@ -65,7 +65,7 @@ def test_a_mapped_forward_pass_is_one_kernel(shared):
 
 
 @pytest.mark.parametrize("shared", ["nothing", "keys"])
-def test_a_mapped_backward_pass_is_one_kernel(shared):
+def test_a_vmapped_backward_pass_is_one_kernel(shared):
     query = jax.ShapeDtypeStruct((3, 1, 256, 4, 128), jnp.bfloat16)
     key = query if shared == "nothing" else jax.ShapeDtypeStruct(query.shape[1:], query.dtype)
     lse = jax.ShapeDtypeStruct((3, 1, 4, 256), jnp.float32)

@@ -45,7 +45,7 @@ def masking(pairs, rows, columns, fill):
 
 @settings(max_examples=30, deadline=None)
 @given(calls(), st.sampled_from([(4, 8), (8, 4), (16, 16)]))
-def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
+def test_ranges_contain_every_attending_pair_and_full_blocks_are_full(call, blocks):
     spec, ids = make_spec(call), None
     if call.q_segment_ids is not None:
         ids = (pad_segment_ids(call.q_segment_ids, blocks[0], -1), pad_segment_ids(call.kv_segment_ids, blocks[1], -2))
@@ -70,13 +70,13 @@ def test_no_pair_is_missed_and_full_tiles_are_full(call, blocks):
                 assert every_[b, tile].sum() == full_end - full_start or not every_[b, tile].any()
 
 
-def test_ids_of_padding_never_meet():
+def test_padding_ids_of_queries_and_keys_are_never_equal():
     queries, keys = pad_segment_ids(jnp.array([[0, -5, 1]]), 4, -1), pad_segment_ids(jnp.array([[-5, 0]]), 4, -2)
     assert queries.tolist() == [[0, -1, 1, -1]]
     assert keys.tolist() == [[-2, 0, -2, -2]]
 
 
-def test_padding_becomes_zeros_whatever_it_holds():
+def test_padding_tokens_become_zeros_even_if_they_hold_nan():
     x = jnp.array([jnp.nan, 2.0, jnp.inf], jnp.bfloat16)[None, :, None, None]
     made = zero_padded_tokens(x, jnp.array([[-1, 0, -7]]))
     assert made.dtype == jnp.bfloat16
@@ -87,7 +87,7 @@ def test_padding_becomes_zeros_whatever_it_holds():
     ("batch", "heads", "group", "length", "causal"),
     [(4, 16, 1, 8192, True), (1, 32, 4, 896, False), (1, 1, 1, 60, True)],
 )
-def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, length, causal, monkeypatch):
+def test_the_tile_schedule_has_every_tile_once_and_the_longest_first(batch, heads, group, length, causal, monkeypatch):
     monkeypatch.setattr(tile_scheduler, "num_multiprocessors", lambda: 132)
     q, k = (jax.ShapeDtypeStruct((batch, length, n, 128), jnp.bfloat16) for n in (heads, heads // group))
     visits = key_block_ranges(
@@ -113,7 +113,7 @@ def test_the_list_has_every_tile_once_and_long_ones_first(batch, heads, group, l
         assert len({(b, h) for b, h, _ in owned[start : start + size]}) == plan.heads_per_bundle
 
 
-def test_padding_beyond_the_end_brings_no_visits():
+def test_padding_after_the_last_query_adds_no_key_blocks():
     """Of 16 queries, in tiles of 12: those after them see nothing, and not all that the first segments see."""
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 4)[None]
     q = jax.ShapeDtypeStruct((1, 16, 1, 64), jnp.bfloat16)

@@ -46,7 +46,7 @@ def table(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_turns_count_the_earlier_visitors(name):
+def test_order_of_a_key_tile_counts_the_earlier_tiles_that_add_to_dq(name):
     visits, count = table(name)
     earliest = np.asarray(find_first_dq_adders(visits, count))
     seen = np.zeros((len(visits), count), int)
@@ -61,7 +61,7 @@ def test_turns_count_the_earlier_visitors(name):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("room", "folded"), [(1, False), (3, False), (3, True)])
-def test_blocks_wait_only_for_blocks_that_began_before_them(name, room, folded):
+def test_blocks_that_wait_in_order_of_dq_never_deadlock(name, room, folded):
     """However few blocks run at a time: `room` of them, which begin in the order of the list and add in any."""
     visits, count = table(name)
     earliest = np.asarray(find_first_dq_adders(visits, count))
@@ -128,7 +128,7 @@ def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones
         ({"causal": True, "sliding_window": (1024, None)}, False, True),
     ],
 )
-def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, loops_by_head):
+def test_queries_in_use_by_running_blocks_fit_the_l2_cache(mask, folded, loops_by_head):
     """A folded list of heads whose queries fit; with a window, not all heads of a group at a time."""
     q, k = (jax.ShapeDtypeStruct((16, 2048, heads, 256), jnp.bfloat16) for heads in (32, 8))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, **mask))
@@ -144,7 +144,7 @@ def test_what_blocks_have_in_use_stays_in_the_cache(mask, folded, loops_by_head)
 
 
 @pytest.mark.parametrize("loops_by_head", [False, True])
-def test_blocks_visit_later_queries_first_in_runs(loops_by_head):
+def test_query_blocks_are_processed_in_reverse_in_runs_of_partial_and_full_ones(loops_by_head):
     q, k = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (4, 2))
     spec = make_spec(TiledAttention(query=q, key=k, value=k, softmax_scale=1.0, causal=True))
     call = Call(spec, None, None, loops_by_head, None, None, None, None, None)
@@ -172,7 +172,7 @@ def test_blocks_visit_later_queries_first_in_runs(loops_by_head):
         BackwardTile(256, 256, 128, 64, 2),
     ],
 )
-def test_strips_are_all_of_a_visits_part_of_dq(tile):
+def test_strips_cover_each_element_of_dq_once(tile):
     seen = np.zeros((tile.block_q, tile.head_dim), int)
     for member, maker, strip in np.ndindex(tile.blocks_per_cluster, 2, tile.strips_per_dq_piece):
         row, column = tile.dq_strip_start(member, maker, strip)

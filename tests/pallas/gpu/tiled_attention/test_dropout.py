@@ -16,7 +16,7 @@ def make(prob, queries=70, keys=130):
     return TiledAttention(query=q, key=k, value=k, softmax_scale=0.1, dropout_prob=prob, dropout_seed=seed)
 
 
-def test_products_of_numbers_decide_as_everywhere():
+def test_products_of_row_and_column_keys_keep_the_same_weights_as_other_backends():
     record = make(0.3)
     spec = make_spec(record)
     made = tile_dropout.dropout_key_operands(record, spec, 64, 128)
@@ -33,13 +33,13 @@ def test_products_of_numbers_decide_as_everywhere():
 
 
 @pytest.mark.parametrize("prob", [0.0, 2.0**-40])
-def test_what_drops_nothing_needs_no_numbers(prob):
+def test_dropout_that_drops_nothing_has_no_key_operands(prob):
     record = make(prob)
     assert tile_dropout.dropout_key_operands(record, make_spec(record), 64, 128) == {}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_number_instead_of_zero_is_one_of_the_dtype(dtype):
+def test_dropped_weight_is_exact_in_the_dtype(dtype):
     tiny = tile_dropout.DROPPED_WEIGHT[dtype]
     assert float(np.asarray(tiny, dtype)) == tiny
     assert float(np.float32(1 / tiny)) == 1 / tiny

@@ -62,7 +62,9 @@ def random_ids(seed, length, in_order, padded, largest):
     causal=st.booleans(),
     window=st.none() | st.tuples(st.none() | st.integers(0, 9), st.none() | st.integers(0, 9)),
 )
-def test_ranges_and_ids_together_leave_the_pairs_that_attend(seed, lengths, in_order, padded, largest, causal, window):
+def test_key_ranges_with_ids_mask_exactly_the_pairs_that_do_not_attend(
+    seed, lengths, in_order, padded, largest, causal, window
+):
     q_ids = random_ids(seed, lengths[0], False, "around", largest)
     k_ids = random_ids(seed + 1, lengths[1], in_order, padded, largest)
     first, last, unsorted = ranges(q_ids, k_ids, causal=causal, sliding_window=window)
@@ -76,7 +78,7 @@ def test_ranges_and_ids_together_leave_the_pairs_that_attend(seed, lengths, in_o
     np.testing.assert_array_equal(seen, attended(q_ids, k_ids, causal, window))
 
 
-def test_padding_between_keys_of_a_segment_is_told_by_ids():
+def test_padding_between_keys_of_a_segment_makes_ids_be_compared():
     first, last, unsorted = ranges([0, 0, 0], [0, -1, 0])
     assert unsorted
     assert first[:3].tolist() == [0, 0, 0]
@@ -86,7 +88,7 @@ def test_padding_between_keys_of_a_segment_is_told_by_ids():
 @pytest.mark.parametrize("right", [None, 0, 1, 30, 64])
 @pytest.mark.parametrize("queries", [64, 128, 192])
 @pytest.mark.parametrize("keys", [64, 128, 192])
-def test_warpgroups_end_together_or_are_said_not_to(queries, keys, right):
+def test_has_uneven_ends_says_whether_warpgroups_end_at_different_key_blocks(queries, keys, right):
     q = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.bfloat16)
     window = None if right is None else (None, right)
     spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, sliding_window=window))

@@ -74,7 +74,7 @@ def test_a_call_and_its_gradients_lower(size, feature):
 
 @pytest.mark.parametrize("size", [128, 192, 256])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (129, 63), (700, 333)])
-def test_lengths_that_are_no_whole_tiles_lower(queries, keys, size):
+def test_lengths_that_tiles_do_not_divide_lower(queries, keys, size):
     record = make(size, "causal", queries, keys, jnp.float16)
     _, (output, gradients) = lowered(record, tiles_of(record, "forward"), tiles_of(record, "backward"))
     assert output.shape[1] == queries
@@ -92,7 +92,7 @@ def test_candidates_fit_shared_memory(size):
 
 
 @pytest.mark.parametrize("name", ["block_q", "block_kv", "stages"])
-def test_tiles_that_are_none_are_refused_by_name(name):
+def test_invalid_forward_tile_fields_are_errors(name):
     import dataclasses
 
     record = make(128, "full")
@@ -101,7 +101,7 @@ def test_tiles_that_are_none_are_refused_by_name(name):
         forward(record, params)
 
 
-def test_tiles_beyond_shared_memory_are_refused():
+def test_tiles_that_exceed_shared_memory_are_errors():
     import dataclasses
 
     record = make(256, "full")
@@ -111,7 +111,7 @@ def test_tiles_beyond_shared_memory_are_refused():
 
 
 @pytest.mark.parametrize(("name", "value", "word"), [("block_kv", 64, "block_kv=128"), ("stages", 9, "shared memory")])
-def test_backward_tiles_that_are_none_are_refused(name, value, word):
+def test_invalid_backward_tile_fields_are_errors(name, value, word):
     import dataclasses
 
     record = make(128, "full")

@@ -28,7 +28,7 @@ def make(pattern, **fields):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("fields", [{}, {"causal": True}], ids=["full", "causal"])
-def test_lists_have_full_blocks_apart_and_something_for_every_tile(pattern, fields):
+def test_lists_have_full_blocks_first_and_at_least_one_block_per_tile(pattern, fields):
     record = make(PATTERNS[pattern], **fields)
     found = block_map(record, BLOCK, BLOCK)
     forward = {name: np.asarray(x) for name, x in key_block_lists(record, BLOCK, BLOCK).items()}
@@ -57,7 +57,7 @@ def rank(lists, head, tile, block):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_key_tiles_add_to_a_query_block_one_after_the_other_the_last_first(pattern):
+def test_ranks_of_key_tiles_count_up_from_the_last_tile(pattern):
     lists = {name: np.asarray(x) for name, x in query_block_lists(make(PATTERNS[pattern]), BLOCK, BLOCK)[0].items()}
     for head in range(lists["ranks"].shape[1]):
         for block in range(LENGTH // BLOCK):
@@ -71,7 +71,7 @@ def test_key_tiles_add_to_a_query_block_one_after_the_other_the_last_first(patte
 
 
 @pytest.mark.parametrize("kv_block", [64, 128, 192])
-def test_words_hold_the_columns_that_a_thread_has(kv_block):
+def test_mask_words_have_the_bits_of_a_threads_columns(kv_block):
     """Thread `t` of the four of a row has columns `8 n + 2 t` and the next one, two bits for each eight."""
     record, spans = make(PATTERNS["pairs"]), -(-kv_block // 128)
     masks = np.asarray(block_map(record, BLOCK, kv_block).tile_masks)

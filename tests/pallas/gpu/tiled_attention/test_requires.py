@@ -26,7 +26,7 @@ def make(size=128, value_size=None, dtype=jnp.bfloat16, length=256, **fields):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_it_does_is_not_refused(direction):
+def test_supported_fields_are_not_refused(direction):
     ids, sinks = jax.ShapeDtypeStruct((1, 256), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.float32)
     record = make(
         causal=True,
@@ -52,7 +52,7 @@ def test_what_it_does_is_not_refused(direction):
         ("logits_dtype", jnp.dtype("bfloat16")),
     ],
 )
-def test_fields_that_it_does_not_honour_are_refused_by_name(name, value):
+def test_unsupported_fields_are_refused_by_name(name, value):
     assert any(name in reason for reason in reasons(make(**{name: value})))
 
 
@@ -67,7 +67,7 @@ def test_fields_that_it_does_not_honour_are_refused_by_name(name, value):
         (make(softmax_scale=-1.0), "softmax_scale is -1.0"),
     ],
 )
-def test_calls_that_it_cannot_serve_are_refused(record, word):
+def test_unsupported_records_are_refused_with_a_reason(record, word):
     assert any(word in reason for reason in reasons(record))
 
 

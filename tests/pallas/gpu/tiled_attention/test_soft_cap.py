@@ -10,7 +10,7 @@ INSTRUCTION = 2.0**-11
 
 
 @pytest.mark.parametrize("cap", [5.0, 30.0, 55.0])
-def test_the_polynomial_is_closer_than_the_instruction_may_be(cap: float):
+def test_the_polynomial_of_tanh_is_more_accurate_than_the_instruction(cap: float):
     inner, exponent = 0.125 / cap, cap * np.log2(np.e)
     first, third = (np.float32(c * inner**n * exponent) for c, n in zip(TANH_COEFFICIENTS, (1, 3), strict=True))
     products = np.linspace(-MAX_POLYNOMIAL_ARGUMENT / inner, MAX_POLYNOMIAL_ARGUMENT / inner, 200_000, dtype=np.float32)

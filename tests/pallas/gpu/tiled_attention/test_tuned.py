@@ -26,7 +26,7 @@ def record(size, length=8192):
     return OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
 
 
-def test_kernels_can_have_the_tiles_of_every_entry():
+def test_tiles_of_every_tuned_entry_are_valid():
     entries = decode(TABLE.read_bytes())
     assert {key.split(" | ")[2] for key in entries} == set(PARTS)
     for key, entry in entries.items():
@@ -41,7 +41,7 @@ def test_kernels_can_have_the_tiles_of_every_entry():
 @pytest.mark.parametrize("direction", PARTS)
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(("length", "source"), [(8192, "persistent: shipped table"), (512, "heuristics")])
-def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, length, source):
+def test_a_call_takes_its_tuned_entry_or_else_the_heuristic(direction, size, length, source):
     (implementation,) = implementations()
     call = record(size, length)
     request = Request(op=OP, implementation=implementation, direction=direction, device=H200, record=call)
@@ -50,7 +50,7 @@ def test_a_call_finds_the_entry_of_its_kind_and_else_the_rule(direction, size, l
     assert selection.part == request.complete_with_heuristic(selection.part)
 
 
-def test_entries_have_the_tiles_that_were_measured():
+def test_tuned_entries_are_unchanged_since_they_were_measured():
     """The digest is of the table as it was measured, in the public fields `q_blocksize kv_blocksize num_stages`."""
     lines: list[str] = []
     for key, entry in decode(TABLE.read_bytes()).items():
