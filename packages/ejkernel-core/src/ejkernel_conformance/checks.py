@@ -34,7 +34,7 @@ def check_value(subject: Subject) -> None:
 def check_shapes(subject: Subject) -> None:
     """Checks, without running, that output and residuals have the structure, shapes and dtypes of the reference's."""
     op, plan = subject.op, pinned_plan(subject.op, subject.implementation)
-    output = jax.eval_shape(lambda args: running.call(plan, args), subject.args)
+    output = jax.eval_shape(running.forward(subject), subject.args)
     assert_same_shapes(output, jax.eval_shape(op.reference, subject.args), f"{subject}, output")
     got = jax.eval_shape(plan.forward, subject.record)
     assert_same_shapes(got.residuals, jax.eval_shape(op.family.reference, subject.record)[1], f"{subject}, residuals")
