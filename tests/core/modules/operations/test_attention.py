@@ -1,6 +1,7 @@
 """`attention`: output and weights by the formula, what differentiates them, and its dropout."""
 
 import dataclasses
+import functools
 
 import dense_calls
 import jax
@@ -53,15 +54,9 @@ def run(call, floats, **more):
 def test_output_and_weights_are_the_formula_and_gradients_are_finite_differences(name):
     call = CALLS[name]
     with jax.enable_x64(True):
-        floats = dense_calls.arrays(call)
-
-        def compute(*given):
-            return run(call, dict(zip(floats, given, strict=True)))
-
-        output, weights = transformed.quickly(compute)(*floats.values())
-        np.testing.assert_allclose(output, dense_calls.output(call), rtol=1e-11, atol=1e-12)
-        np.testing.assert_allclose(weights, dense_calls.weights(call), rtol=1e-11, atol=1e-12)
-        transformed.check_finite_differences(compute, list(floats.values()), range(len(floats)))
+        output, weights = transformed.checked(functools.partial(run, call), dense_calls.arrays(call))
+    np.testing.assert_allclose(output, dense_calls.output(call), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(weights, dense_calls.weights(call), rtol=1e-11, atol=1e-12)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)

@@ -1,5 +1,7 @@
 """`flash_mla`: what it computes, what it once got wrong elsewhere, every transformation, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import latent_attention_loop as loop
@@ -90,14 +92,8 @@ def looped(arrays, options):
 def test_values_and_every_gradient_are_the_formula(name):
     with jax.enable_x64(True):
         arrays, options = make(name)
-        names = tuple(arrays)
-
-        def call(*values):
-            return run(dict(zip(names, values, strict=True)), options, cfg=TILES)
-
-        values = [jnp.asarray(x) for x in arrays.values()]
-        transformed.close(transformed.quickly(call)(*values), looped(arrays, options), 1e-9, 1e-10)
-        transformed.check_finite_differences(call, values, range(len(values)))
+        output = transformed.checked(functools.partial(run, options=options, cfg=TILES), arrays)
+        transformed.close(output, looped(arrays, options), 1e-9, 1e-10)
 
 
 def test_transforms_with_traced_lengths_and_seed():

@@ -5,7 +5,7 @@ normal numbers and summed, so that every one of them counts.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,17 @@ def check_finite_differences(call: Call, arrays: Sequence[jax.Array], argnums: S
         )
         slope = float(jnp.vdot(gradient, direction))
         assert slope == pytest.approx((high - low) / (2 * EPSILON), rel=1e-6, abs=1e-7), n
+
+
+def checked(call: Callable[[dict[str, jax.Array]], Any], arrays: Mapping[str, Any]) -> Any:
+    """Returns what a call of arrays by name returns; its gradients have been compared with finite differences."""
+
+    def by_position(*values: jax.Array) -> Any:
+        return call(dict(zip(arrays, values, strict=True)))
+
+    values = [jnp.asarray(x) for x in arrays.values()]
+    check_finite_differences(by_position, values, range(len(values)))
+    return quickly(by_position)(*values)
 
 
 def check_transforms(
