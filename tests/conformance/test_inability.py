@@ -56,7 +56,7 @@ INABILITY = {
     "codes that they do not unpack": "|".join(
         [
             rf"mode: got \w+ codes of {N} bits, the kernels multiply affine codes of {N} bits",
-            rf"bits {N}: the kernels unpack codes of 4 and 8",
+            rf"bits(: got)? {N}[,:] the kernels (take|unpack) codes of 4 and 8",
             rf"group_size: got {N}, (without transpose the kernels have|the kernels have at least) {N}",
             r"lhs_scale or rhs_scale is None; the kernel wants both",
             r"transpose_rhs is False; the kernel wants True, as WGMMA reads .*",

@@ -32,11 +32,11 @@ def test_a_plain_call_is_served():
         ({"dtype": "float16"}, "dtype float16 is not among bfloat16, float32"),
         ({"size": 320}, "head size 320, 320 is not in range(1, 257)"),
         ({"length": 0}, "query is empty"),
-        ({"length": 2**20}, "1048576 tile pairs are more than the 131072 that fit scalar memory"),
+        ({"length": 2**20}, "query: got 1048576 tile pairs, the kernels take at most 131072, which fit scalar memory"),
         ({"device": DeviceInfo(platform="cpu")}, "needs tpu, this is cpu"),
         (
             {"pattern": CausalMask((300, 300))},
-            "pattern of 300 queries has no even parts of 256 queries and 2 heads",
+            "pattern: pattern of 300 queries has no even parts of 256 queries and 2 heads",
         ),
     ],
 )

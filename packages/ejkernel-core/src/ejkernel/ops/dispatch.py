@@ -18,6 +18,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op, Requires
 from ejkernel.ops.params import BaseOperationConfig, Direction, given_values
 from ejkernel.ops.plugins import Plugin, registry
+from ejkernel.ops.refusal_names import name_argument
 from ejkernel.ops.toolchain import missing_module_reason
 from ejkernel.types.arguments import array_fields, non_default_fields
 
@@ -151,7 +152,8 @@ def choose(
     verdicts: list[Verdict] = []
     # All are judged, not only those up to the first usable one: `explain` and the error show the whole table.
     for implementation in registered.implementations.get(op.name, ()):
-        reasons = tuple(refusals(op.family, implementation, record, device, platform, direction, grad_fields))
+        found = refusals(op.family, implementation, record, device, platform, direction, grad_fields)
+        reasons = tuple(name_argument(op, reason) for reason in found)
         reasons += _foreign_config(op, implementation, direction, cfg)
         verdicts.append(_verdict(op, implementation, record, device, direction, reasons))
     return Choice(

@@ -22,10 +22,10 @@ MAX_SEQUENCES = 2**16
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.x.size:
-        yield "an array is empty"
+        yield f"x: got {record.x.shape}, the kernels take arrays that are not empty"
     if record.cu_seqlens is not None and record.cu_seqlens.shape[0] - 1 > MAX_SEQUENCES:
         count = record.cu_seqlens.shape[0] - 1
-        yield f"cu_seqlens: {count} sequences are more than the {MAX_SEQUENCES} whose bounds scalar memory holds"
+        yield f"cu_seqlens: got {count} sequences, the kernels take at most {MAX_SEQUENCES}, which fit SMEM"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -26,13 +26,13 @@ EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.lhs.shape[0]:
-        yield "lhs has no rows"
+        yield f"lhs: got {record.lhs.shape}, the kernels take at least one row"
     yield from _work_list_reasons(record)
     if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
-        yield f"rhs has dtype {record.rhs.dtype}, which is not among {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
+        yield f"rhs: got dtype {record.rhs.dtype}, the kernels take {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
         if dtype is not None and str(dtype) not in DTYPES:
-            yield f"{name} {dtype} is not among {', '.join(DTYPES)}"
+            yield f"{name}: got {dtype}, the kernels take {', '.join(DTYPES)}"
 
 
 def _work_list_reasons(record: Any) -> Iterable[str]:
@@ -40,8 +40,8 @@ def _work_list_reasons(record: Any) -> Iterable[str]:
     needed_bytes, rows = config.work_list_bytes(record), record.lhs.shape[0]
     if needed_bytes > config.WORK_LIST_SMEM_BYTES:
         yield (
-            f"the work list of {rows} rows and {record.rhs.shape[0]} matrices takes {needed_bytes} bytes of "
-            f"SMEM, where kernels have {config.WORK_LIST_SMEM_BYTES}"
+            f"lhs: got {rows} rows and {record.rhs.shape[0]} matrices, whose work list takes {needed_bytes} bytes of "
+            f"SMEM; the kernels take {config.WORK_LIST_SMEM_BYTES}"
         )
 
 
@@ -49,16 +49,16 @@ def _gated_reasons(record: Any) -> Iterable[str]:
     """Yields the same reasons for a gated product."""
     product = config.ungated_product_record(record)
     if not product.lhs.shape[0]:
-        yield "there are no rows"
+        yield f"lhs: got {product.lhs.shape}, the kernels take at least one row"
     if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in DTYPES:
-        yield f"rhs_bias has dtype {record.rhs_bias.dtype}, which is not among {', '.join(DTYPES)}"
+        yield f"rhs_bias: got dtype {record.rhs_bias.dtype}, the kernels take {', '.join(DTYPES)}"
     yield from _work_list_reasons(product)
     needed_bytes = config.whole_columns_bytes(record)
     if needed_bytes > config.WHOLE_COLUMNS_VMEM_BYTES:
         half = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
         yield (
-            f"the factor's columns begin at column {half} of rhs, which is no multiple of 128, so that a tile has all "
-            f"columns: it takes {needed_bytes} bytes of VMEM, where kernels have {config.WHOLE_COLUMNS_VMEM_BYTES}"
+            f"rhs: the factor's columns begin at column {half}, which is no multiple of 128, so that a tile has all "
+            f"columns: it takes {needed_bytes} bytes of VMEM, the kernels take {config.WHOLE_COLUMNS_VMEM_BYTES}"
         )
 
 

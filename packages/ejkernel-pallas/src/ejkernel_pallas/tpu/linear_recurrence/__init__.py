@@ -21,9 +21,10 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if (needed := config.state_vmem_bytes(record)) > config.STATES_VMEM_BYTES:
         sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
-        yield f"a state of {sizes} takes {needed} bytes of VMEM, where kernels have {config.STATES_VMEM_BYTES}"
+        yield f"query: got states of {sizes}, {needed} bytes of VMEM, the kernels take {config.STATES_VMEM_BYTES}"
     if (needed := config.chunk_table_smem_bytes(record)) > config.CHUNK_TABLE_SMEM_BYTES:
-        yield f"the table of chunks takes {needed} bytes of SMEM, where kernels have {config.CHUNK_TABLE_SMEM_BYTES}"
+        limit = config.CHUNK_TABLE_SMEM_BYTES
+        yield f"query: got a table of chunks of {needed} bytes of SMEM, the kernels take {limit}"
 
 
 def implementations() -> tuple[Implementation, ...]:

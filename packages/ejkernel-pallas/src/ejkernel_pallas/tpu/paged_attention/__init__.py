@@ -71,7 +71,8 @@ def reasons(record: PagedAttention) -> Generator[str]:
     pages = record.key_pages
     most = MAX_LATENT_DIM if record.latent is not None else MAX_HEAD_DIM
     if max(record.query.shape[-1], paged_cache.value_head_dim(record)) > most:
-        yield f"head sizes {record.query.shape[-1]} and {paged_cache.value_head_dim(record)}: wants at most {most}"
+        sizes = f"{record.query.shape[-1]} and {paged_cache.value_head_dim(record)}"
+        yield f"query: got head sizes {sizes}, the kernel takes at most {most}"
     if pages.dtype.name not in CACHE_DTYPES:
         yield f"key_pages: dtype {pages.dtype.name} is not among {', '.join(CACHE_DTYPES)}"
         return

@@ -18,7 +18,7 @@ BITS = (4, 8)
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.format.bits not in BITS:
-        yield f"bits {record.format.bits}: the kernels unpack codes of 4 and 8"
+        yield f"bits: got {record.format.bits}, the kernels take codes of 4 and 8"
 
 
 def implementations() -> tuple[Implementation, ...]:

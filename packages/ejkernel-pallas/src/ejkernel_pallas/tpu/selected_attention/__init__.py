@@ -20,21 +20,21 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     group = record.query.shape[2] // record.key.shape[2]
     if not slots(record):
-        yield "no block is selected"
+        yield "block_indices: got no slots for blocks, the kernels take at least one"
         return
     if group > MAX_GROUP_SIZE:
-        yield f"{group} query heads per KV head are more than {MAX_GROUP_SIZE}"
+        yield f"query: got {group} query heads per KV head, the kernels take at most {MAX_GROUP_SIZE}"
         return
     smallest = config.fit_config(record, config.SMALLEST_CONFIG)
     if (needed := config.work_list_bytes(record, smallest)) > config.MAX_WORK_LIST_SMEM_BYTES:
         yield (
-            f"the list of {smallest.block_q} queries' blocks takes {needed} bytes of SMEM, where kernels have "
+            f"block_indices: got {needed} bytes of SMEM for {smallest.block_q} queries' blocks, the kernels take "
             f"{config.MAX_WORK_LIST_SMEM_BYTES}"
         )
     if (needed := config.vmem_bytes(record, smallest)) > config.MAX_VMEM_BYTES:
         yield (
-            f"a tile of {smallest.block_q} queries and {smallest.block_kv} keys takes {needed} bytes of VMEM, where "
-            f"kernels have {config.MAX_VMEM_BYTES}"
+            f"query: got {needed} bytes of VMEM for {smallest.block_q} queries and {smallest.block_kv} keys, the "
+            f"kernels take {config.MAX_VMEM_BYTES}"
         )
 
 

@@ -20,13 +20,13 @@ def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     arrays = (record.x, record.decay, record.initial_state)
     if not all(array.size for array in arrays if array is not None):
-        yield "an array is empty"
+        yield f"x: got {record.x.shape} and A of {record.decay.shape}, the kernels take no empty arrays"
     if str(record.step.dtype) not in DTYPES:
-        yield f"dt of {record.step.dtype} is not among {', '.join(sorted(DTYPES))}"
+        yield f"step: got dtype {record.step.dtype}, the kernels take {', '.join(sorted(DTYPES))}"
     # The backward pass reads states out of the slots, and has chunks of 64 tokens.
     in_slots = record.state_slots is not None
     if (chunks := max(plan.num_chunks_of(record), plan.num_update_chunks_of(record) * in_slots)) > plan.MAX_CHUNKS:
-        yield f"x: {chunks} chunks of tokens are more than the {plan.MAX_CHUNKS} whose table scalar memory holds"
+        yield f"x: got {chunks} chunks of tokens, the kernels take at most {plan.MAX_CHUNKS}, which fit SMEM"
 
 
 def implementations() -> tuple[Implementation, ...]:

@@ -24,7 +24,7 @@ MAX_TILES = 2**14
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    yield from pattern_reasons(record)
+    yield from (f"pattern: {reason}" for reason in pattern_reasons(record))
     yield from _pair_list_reasons(record)
 
 
@@ -40,9 +40,10 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
     else:
         pairs = queries * keys if (left, right) == (None, None) else queries * (keys + 1) // 2
     if max(queries, 2 * keys) > MAX_TILES:
-        return (f"{queries} tiles of queries and {keys} of keys: wants at most {MAX_TILES} and {MAX_TILES // 2}",)
+        most = f"{MAX_TILES} and {MAX_TILES // 2}"
+        return (f"query: got {queries} tiles of queries and {keys} of keys, the kernels take at most {most}",)
     return (
-        (f"{pairs} tile pairs are more than the {MAX_TILE_PAIRS} that fit scalar memory",)
+        (f"query: got {pairs} tile pairs, the kernels take at most {MAX_TILE_PAIRS}, which fit scalar memory",)
         if pairs > MAX_TILE_PAIRS
         else ()
     )

@@ -1,0 +1,44 @@
+"""Names the argument that a refusal is about: kernels refuse fields of a family's record, callers know arguments.
+
+A family serves several operations, whose arguments have the names of the library that each comes from. A refusal
+`<field>: <reason>` is given the name that the field has in the operation of the call.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ejkernel.ops.model import Op
+
+_CACHES = ("kv_pages", "kv_cache", "key_cache", "key_buffer", "latent_cache")
+_QUERIES = ("query", "queries", "queries_nope", "r", "C")
+ARGUMENTS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "key_pages": _CACHES,
+    "key_cache": (*_CACHES, "key"),
+    "kv_cache": (*_CACHES, "key"),
+    "block_tables": ("page_indices", "req_to_tokens", "lengths"),
+    "query": _QUERIES,
+    "queries": _QUERIES,
+    "key": (*_CACHES, "key_value", "k", "B"),
+    "value": (*_CACHES, "key_value", "v", "x"),
+    "decay": ("g", "w", "slopes", "A"),
+    "initial_state": ("recurrent_state",),
+    "cu_seqlens": ("query_start_loc",),
+    "x": ("hidden_states",),
+    "step": ("dt",),
+    "pattern": ("mask_builder", "mask_info"),
+}
+"""The arguments that a field of a record may come from; an operation has at most one of them, or the first counts."""
+
+
+def name_argument(op: Op, reason: str) -> str:
+    """Returns a refusal with the operation's own argument in place of a field that it has under another name.
+
+    Args:
+        op: The operation of the call.
+        reason: The refusal, `<field>: <reason>`; sentences of another form are returned unchanged.
+    """
+    field, colon, rest = reason.partition(":")
+    arguments = {argument.name for argument in dataclasses.fields(op.arguments)}
+    if not colon or field in arguments:
+        return reason
+    return next((f"{name}:{rest}" for name in ARGUMENTS_OF_FIELDS.get(field, ()) if name in arguments), reason)
