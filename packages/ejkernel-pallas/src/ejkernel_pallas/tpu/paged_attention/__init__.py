@@ -54,7 +54,7 @@ SUPPORTED_OPERATIONS = frozenset(
 
 
 UNPADDED_ROWS_PER_TOKEN = (1, 2, 4)
-"""Numbers of rows that memory stores without padding, in addition to multiples of 8."""
+"""Rows per token that memory stores without padding, in addition to multiples of 8."""
 
 CACHE_DTYPES = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_HEAD_DIM, MAX_LATENT_DIM = 256, 1024

@@ -31,7 +31,7 @@ class Job:
     Attributes:
         target: Name of the chip.
         cases: The cases to profile.
-        first: Number of the first case, if earlier workers have processed others.
+        first: Index of the first case, if earlier workers have processed others.
         folder: Folder for all files.
     """
 

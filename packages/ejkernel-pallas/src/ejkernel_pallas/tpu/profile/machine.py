@@ -66,9 +66,9 @@ class SimulatedCore:
         t: Cycles since the kernel began.
         memory: Words of scalar memory by address.
         copied: Bytes by kind of copy, such as `hbm_to_vmem`.
-        copies: Number of copies by kind.
+        copies: The number of copies by kind.
         waited: Cycles spent waiting for copies.
-        unknown: Number of reads of unwritten scalar memory, by allocation or operand.
+        unknown: The number of reads of unwritten scalar memory, by allocation or operand.
     """
 
     def __init__(self, chip: Chip, operands: Mapping[int, Sequence[int]]) -> None:

@@ -23,7 +23,7 @@ def make_profile_case(
             decide what the kernel does, and are kept.
         platform: Toolchain that the call requires.
         gradient: Whether to compute the gradients of all floating arrays, too.
-        flops: Number of useful operations of the call.
+        flops: The number of useful operations of the call.
     """
     kept = jax.tree.map(_kept, record)
     kwargs = {"op": op, "record": kept, "platform": platform, "gradient": gradient, "flops": flops}

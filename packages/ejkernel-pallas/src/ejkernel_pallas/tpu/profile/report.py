@@ -171,7 +171,7 @@ class Report:
         label: The name of the case.
         target: Name of the chip.
         kernels: The kernels, in the order of the compiled program.
-        flops: Number of useful operations of the case; None if unknown.
+        flops: The number of useful operations of the case; None if unknown.
         bytes: Bytes that any kernel has to copy from and to HBM; None if unknown.
         lower_seconds: Time of tracing and lowering.
         compile_seconds: Time of libtpu's compilation.

@@ -78,7 +78,7 @@ class ScalarCode:
     """A kernel's scalar code, translated to Python functions.
 
     Attributes:
-        names: The numbers of registers and allocations.
+        names: The indices of registers and allocations.
         functions: Maps the first bundle of a block to `(registers, machine, memory) -> first bundle of the next block`.
     """
 

@@ -85,7 +85,7 @@ def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any,
         b: Batch row.
         h: Head.
         step: Index of the entry.
-        sizes: Number of heads, and of entries per head.
+        sizes: The number of heads, and of entries per head.
     """
     row = (b if distinct[0] else 0) * (sizes[0] if distinct[1] else 1) + (h if distinct[1] else 0)
     return table[row * sizes[1] + step]

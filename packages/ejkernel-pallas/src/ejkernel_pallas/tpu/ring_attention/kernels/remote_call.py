@@ -101,7 +101,7 @@ def run_pipeline(
         refs: The kernel's refs.
         load: Arrays of the load, which replace those of the same name.
         operands: Inputs, and results, which are read and written in place: tiles add to earlier values.
-        grid: Number of steps along each axis.
+        grid: The number of steps along each axis.
         where: Returns the coordinates of a grid step.
     """
     inputs, results = operands

@@ -43,7 +43,7 @@ from ejkernel_pallas.tpu.tiled_attention.plan import FIRST_PAIR_FLAG, LAST_PAIR_
 from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec, pad_head_dim
 
 MAX_UNROLLED_COLUMNS = 512
-"""Number of queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
+"""The number of queries whose results are written without a loop; a loop keeps the code of larger tiles small."""
 
 
 def forward_scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
