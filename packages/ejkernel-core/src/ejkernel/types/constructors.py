@@ -65,12 +65,8 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     return cls(
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        q_positions=_checked_positions("q_positions", q_positions),
-        kv_positions=_checked_positions("kv_positions", kv_positions),
-        batch_axis_name=batch_axis_name,
-        qheads_axis_name=qheads_axis_name,
-        kvheads_axis_name=kvheads_axis_name,
-        sequence_axis_name=sequence_axis_name,
+        **_positions(q_positions, kv_positions),
+        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
@@ -86,8 +82,16 @@ def _checked_segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]
     return q_array, q_array if kv_ids is q_ids else jnp.asarray(kv_ids)
 
 
-def _checked_positions(name: str, value: Any) -> jax.Array | None:
-    return None if value is None else integer_array(name, value)
+def _positions(queries: Any, keys: Any) -> dict[str, Any]:
+    """Returns the fields of positions, whose values have been checked."""
+    given = {"q_positions": queries, "kv_positions": keys}
+    return {name: None if value is None else integer_array(name, value) for name, value in given.items()}
+
+
+def _axis_names(batch: AxisNames, qheads: AxisNames, kvheads: AxisNames, sequence: AxisNames) -> dict[str, Any]:
+    """Returns the fields that name axes of a mesh."""
+    names = {"batch": batch, "qheads": qheads, "kvheads": kvheads, "sequence": sequence}
+    return {f"{name}_axis_name": axes for name, axes in names.items()}
 
 
 def decode(cls: type[Info], queries: int, keys: int, kv_lens: ArrayLike | None = None) -> Info:
@@ -180,12 +184,8 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
         _attention_mask=pairwise,
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        q_positions=_checked_positions("q_positions", q_positions),
-        kv_positions=_checked_positions("kv_positions", kv_positions),
-        batch_axis_name=batch_axis_name,
-        qheads_axis_name=qheads_axis_name,
-        kvheads_axis_name=kvheads_axis_name,
-        sequence_axis_name=sequence_axis_name,
+        **_positions(q_positions, kv_positions),
+        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
@@ -240,12 +240,8 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
         _kv_segment_ids=kv_ids,
         _cu_seqlens_q=cu_q,
         _cu_seqlens_kv=cu_kv,
-        q_positions=_checked_positions("q_positions", q_positions),
-        kv_positions=_checked_positions("kv_positions", kv_positions),
-        batch_axis_name=batch_axis_name,
-        qheads_axis_name=qheads_axis_name,
-        kvheads_axis_name=kvheads_axis_name,
-        sequence_axis_name=sequence_axis_name,
+        **_positions(q_positions, kv_positions),
+        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
@@ -286,12 +282,8 @@ def from_random(  # noqa: PLR0913 - a public constructor
     shape = (batch_size, 1, q_len, q_len if kv_len is None else kv_len)
     return cls(
         _attention_mask=jax.random.bernoulli(jax.random.key(seed), 1.0 - sparsity, shape),
-        q_positions=_checked_positions("q_positions", q_positions),
-        kv_positions=_checked_positions("kv_positions", kv_positions),
-        batch_axis_name=batch_axis_name,
-        qheads_axis_name=qheads_axis_name,
-        kvheads_axis_name=kvheads_axis_name,
-        sequence_axis_name=sequence_axis_name,
+        **_positions(q_positions, kv_positions),
+        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
