@@ -81,5 +81,5 @@ def test_the_bar_is_shown_on_terminals_only(monkeypatch, terminal):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.01, "1 s"), (42.4, "42 s"), (89, "89 s"), (180, "3 min"), (9000, "2.5 h")]
 )
-def test_durations_are_said_roughly(seconds, text):
+def test_durations_are_printed_rounded(seconds, text):
     assert format_duration(seconds) == text

@@ -66,7 +66,7 @@ def test_versions_that_are_refused(found, monkeypatch):
     assert installed.others["jax 0.14.0 is refused, needs <0.13"] == {"triton": 2}
 
 
-def test_lines(found):
+def test_lines_of_the_toolchain_table(found):
     text = "\n".join(
         toolchains.confirmed_kernels_lines(toolchains.confirmed_kernels_by_toolchain(found, [H200]), "2026-11-26")
     )

@@ -95,7 +95,7 @@ def test_a_table_that_does_not_fit_becomes_a_list():
     assert lines[3] == "  implementation two; remarks another"
 
 
-def test_plain_lines_are_left_whole():
+def test_unstyled_lines_are_not_wrapped():
     out = Console(width=20, file=StringIO(), highlight=False)
     print_unmarked_text(out, f"stored in /a/path/of/{LONG}/and/more [not markup]")
     assert out.file.getvalue() == f"stored in /a/path/of/{LONG}/and/more [not markup]\n"

@@ -32,7 +32,7 @@ def test_cudnn_supports_a_query_without_its_gradient(every):
     assert cudnn["fields"]["softmax_aux"] == "no"
 
 
-def test_the_words_are_explained_on_the_page(run):
+def test_the_support_matrix_page_explains_its_words(run):
     output = run("ops").output
     words = {
         cell

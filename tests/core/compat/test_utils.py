@@ -28,7 +28,7 @@ def test_strides_are_those_of_numpy(shape):
     assert utils.strides_from_shape(shape) == tuple(s // 8 for s in np.zeros(shape).strides)
 
 
-def test_numbers_depend_on_the_arguments_alone():
+def test_random_values_depend_on_the_arguments_alone():
     first = utils.numeric_gen(3, 4)
     assert (first.shape, first.dtype) == ((3, 4), jnp.float16)
     np.testing.assert_array_equal(first, utils.numeric_gen((3, 4)))
@@ -46,7 +46,7 @@ def test_a_method_is_a_sampler(method):
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_dense_numbers_are_those_of_bfloat16(limit):
+def test_random_dense_values_are_bfloat16(limit):
     x = utils.random_dense((8, 8), jax.random.key(0), limit=limit)
     np.testing.assert_array_equal(x, x.astype(jnp.bfloat16).astype(jnp.float32))
     assert x.dtype == jnp.float32
@@ -126,7 +126,7 @@ def test_paged_inputs_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("dims", "want"), [((1, -1, 1, 1), (1, 8, 1, 1)), ((2, 1, -1, 2), (2, 1, 2, 2)), ((1, 2, 4, 1),) * 2]
 )
-def test_meshes(dims, want):
+def test_make_mesh_has_the_requested_axes(dims, want):
     mesh = utils.make_mesh(dims)
     assert mesh.axis_names == ("dp", "fsdp", "tp", "sp")
     assert tuple(mesh.shape.values()) == want

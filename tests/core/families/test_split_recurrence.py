@@ -12,7 +12,7 @@ from ejkernel.families.split_recurrence import TOKENS_PER_SUM, cumulative_sums
 
 @pytest.mark.parametrize("tokens", [1, TOKENS_PER_SUM, TOKENS_PER_SUM + 1, 3 * TOKENS_PER_SUM])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_they_are_the_sums_of_all_tokens_so_far(tokens, reverse):
+def test_cumulative_sums_are_those_of_all_tokens_so_far(tokens, reverse):
     x = -np.random.default_rng(0).exponential(size=(2, tokens, 3))
     x[0, tokens // 2] = -np.inf
     in_order = slice(None, None, -1 if reverse else 1)

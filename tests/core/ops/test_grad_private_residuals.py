@@ -41,7 +41,7 @@ def test_the_backward_function_of_the_same_implementation_gets_them(use, chain):
 
 
 @pytest.mark.parametrize("policy", ["nothing_saveable", "everything_saveable", "dots_saveable"])
-def test_checkpointing(use, chain, policy):
+def test_private_residuals_under_jax_checkpoint(use, chain, policy):
     use(toy.plugin(private_residuals.implementation()))
     kept = jax.checkpoint(lambda x: loss(jnp.sin(x), chain), policy=getattr(jax.checkpoint_policies, policy))
 
@@ -88,7 +88,7 @@ def test_scan_over_layers(use, chain):
     assert all(given())
 
 
-def test_an_exported_gradient(use, chain):
+def test_private_residuals_in_an_exported_gradient(use, chain):
     use(toy.plugin(private_residuals.implementation()))
     exported = jax.export.export(jax.jit(lambda x: loss(x, chain)))(rows())
     blob = exported.serialize(vjp_order=1)
@@ -101,7 +101,7 @@ def test_an_exported_gradient(use, chain):
     assert all(given())
 
 
-def test_donated_buffers(use, chain):
+def test_private_residuals_with_donated_buffers(use, chain):
     use(toy.plugin(private_residuals.implementation()))
     step = jax.jit(lambda x: x - 0.1 * jax.grad(loss)(x, chain), donate_argnums=0)
     x, want = rows(), rows()

@@ -44,7 +44,7 @@ def test_paired_implementations_are_passed_over(use, x):
     assert kernels(x) == [("backward", "other"), ("forward", "other")]
 
 
-def test_nobody_left_is_an_error_with_the_table(use, x):
+def test_no_implementation_left_raises_with_the_table_of_refusals(use, x):
     use(toy.plugin(private_residuals.implementation(priority=1)))
 
     with pytest.raises(NoImplementationError, match="paired, and the passes of this call are chosen apart"):

@@ -31,7 +31,7 @@ def test_the_order_of_choice_is_that_of_the_call(use):
     assert list(order(op, 4).items()) == [("plain", 0), ("long", -5)]
 
 
-def test_it_is_not_asked_about_calls_that_the_kernels_cannot_compute(use):
+def test_priority_functions_are_not_called_for_calls_that_kernels_refuse(use):
     def never(record, device, direction):
         raise AssertionError("asked")
 

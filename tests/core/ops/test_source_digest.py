@@ -110,7 +110,7 @@ def digest(tmp_path, monkeypatch):
         ("of_another_handler_cuh", "kStages = 2", "kStages = 3"),
     ],
 )
-def test_comments_and_other_kernels_do_not_count(digest, file, old, new):
+def test_comments_and_other_kernels_leave_the_source_digest(digest, file, old, new):
     assert digest() == digest(**{file: (old, new)})
 
 
@@ -130,7 +130,7 @@ def test_comments_and_other_kernels_do_not_count(digest, file, old, new):
         ("ptx_cuh", "kLanes = 32", "kLanes = 16"),
     ],
 )
-def test_what_a_kernel_reaches_counts(digest, file, old, new):
+def test_changes_of_what_a_kernel_reaches_change_its_source_digest(digest, file, old, new):
     assert digest() != digest(**{file: (old, new)})
 
 
@@ -141,7 +141,7 @@ def test_a_handler_counts_whichever_macro_defines_it(digest, macro):
     assert first != second
 
 
-def test_claims_count(digest):
+def test_changed_claims_change_the_source_digest(digest):
     wider = dataclasses.replace(REQUIRES, handles=frozenset({"causal", "bias"}))
     assert digest() != digest(dataclasses.replace(IMPLEMENTATION, requires=wider))
 

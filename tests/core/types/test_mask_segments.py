@@ -124,7 +124,7 @@ def test_heads_are_joined_unless_each_is_asked_for():
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 0, 0)])
-def test_empty_masks_are_all_padding(shape):
+def test_masks_with_an_axis_of_size_0_are_all_padding(shape):
     q_ids, kv_ids = mask_to_segment_ids(jnp.zeros(shape, bool))
     assert q_ids.shape == shape[:-1]
     assert kv_ids.shape == (*shape[:-2], shape[-1])

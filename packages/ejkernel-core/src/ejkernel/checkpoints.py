@@ -52,10 +52,10 @@ def from_gptq(
         raise ValueError(f"bits: got {bits!r}, wants 2, 3, 4 or 8")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, wants 'gptq' or 'gptq_v2'")
-    words = jnp.swapaxes(_as_uint32_words("qweight", qweight), -1, -2)
+    words = jnp.swapaxes(_words_from_int32("qweight", qweight), -1, -2)
     columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD_BITS // bits)
     _check_groups_in_order(g_idx, columns, group)
-    zeros = unpack(_as_uint32_words("qzeros", qzeros), bits, scales.shape[-1])
+    zeros = unpack(_words_from_int32("qzeros", qzeros), bits, scales.shape[-1])
     if checkpoint_format == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": jnp.swapaxes(zeros, -1, -2).astype(scales.dtype)}
@@ -111,7 +111,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         codes = lax.bitcast_convert_type(weight, jnp.uint8) ^ 128
         words, bits = pack(codes, 8), 8
     elif bits in (2, 4, 8):
-        words = _as_uint32_words("weight_packed", weight)
+        words = _words_from_int32("weight_packed", weight)
     else:
         raise ValueError(f"bits: got {bits!r}, wants 2, 4 or 8, of which a word holds a whole number")
     rows, columns = words.shape[-2], words.shape[-1] * WORD_BITS // bits
@@ -228,7 +228,7 @@ def _matmul_arguments(
     }
 
 
-def _as_uint32_words(name: str, packed: jax.Array) -> jax.Array:
+def _words_from_int32(name: str, packed: jax.Array) -> jax.Array:
     """Returns words as uint32."""
     if packed.dtype not in (jnp.int32, jnp.uint32):
         raise ValueError(f"{name}: got dtype {packed.dtype}, wants int32")
@@ -244,7 +244,7 @@ def _words_from_bytes(name: str, packed: jax.Array) -> jax.Array:
 
 def _awq_codes(name: str, packed: jax.Array) -> jax.Array:
     """Returns codes of 4 bits, in the order of columns."""
-    words = _as_uint32_words(name, packed)
+    words = _words_from_int32(name, packed)
     nibbles = unpack(words, 4, words.shape[-1] * 8).reshape(*words.shape, 8)
     return nibbles[..., jnp.array(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
@@ -271,7 +271,7 @@ def _check_groups_in_order(g_idx: Any, columns: int | None, group: int | None) -
 def _unsigned_zeros(zero: jax.Array, bits: int, rows: int) -> jax.Array:
     """Returns zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
     if zero.dtype == jnp.int32 and zero.shape[-2] != rows:
-        columns_first = unpack(jnp.swapaxes(_as_uint32_words("weight_zero_point", zero), -1, -2), bits, rows)
+        columns_first = unpack(jnp.swapaxes(_words_from_int32("weight_zero_point", zero), -1, -2), bits, rows)
         return jnp.swapaxes(columns_first, -1, -2)
     return zero.astype(jnp.int32) + 2 ** (bits - 1)
 

@@ -112,7 +112,7 @@ def test_vmap_over_lengths():
     assert found[:, 0, :, 0].tolist() == [[1, 1, 2, 3], [1, 2, 3, 4]]
 
 
-def test_nothing_sums_to_nothing():
+def test_cumulative_sums_of_empty_arrays_are_empty():
     assert chunk_global_cumsum(jnp.ones((2, 0, 3))).shape == (2, 0, 3)
     assert not chunk_local_cumsum(jnp.ones((1, 4, 1)), 2, cu_seqlens=jnp.array([0])).any()
 

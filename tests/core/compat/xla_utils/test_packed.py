@@ -56,7 +56,7 @@ def traced(cu, size, total):
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=4, max_size=4), st.sampled_from([1, 3]))
-def test_a_trace_gives_the_same_and_padding_behind(lengths, size):
+def test_traced_lengths_give_the_same_indices_and_padding_after_them(lengths, size):
     total, want, behind = 24, tokens(lengths), [-1, 0]
     indices, ids, places, cut, offsets = traced(cumulative(lengths), size, total)
     assert indices.tolist() == want + [behind] * (total - len(want))
@@ -86,7 +86,7 @@ def test_a_trace_needs_the_total(name):
         jax.jit(getattr(xla_utils, name))(jnp.array([0, 3]))
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_totals_chunk_counts_and_lengths_are_refused():
     with pytest.raises(ValueError, match=r"num_chunks: got None with a traced cu_seqlens"):
         jax.jit(lambda cu: xla_utils.prepare_chunk_indices(cu, 2))(jnp.array([0, 3]))
     with pytest.raises(ValueError, match=r"total: got 2, wants at least 3"):

@@ -30,7 +30,7 @@ def mesh() -> Mesh:
         ((), (), ()),
     ],
 )
-def test_a_sharding_keeps_what_fits(mesh, shape, spec, want):
+def test_a_corrected_sharding_keeps_axes_that_divide_the_array(mesh, shape, spec, want):
     found = get_corrected_named_sharding(shape, PartitionSpec(*spec), mesh)
     assert found.spec == PartitionSpec(*want)
     assert found.mesh == mesh
@@ -45,7 +45,7 @@ def test_a_sharding_has_no_more_entries_than_dimensions(mesh):
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3])
 @pytest.mark.parametrize("seq_dim", [0, 1, -1])
-def test_tokens_are_dealt_out_and_back(cp_size, seq_dim):
+def test_zigzag_reordering_of_tokens_is_undone_by_its_inverse(cp_size, seq_dim):
     x = jax.random.normal(jax.random.key(0), (12, 24, 36))
     dealt = jax.jit(lambda x: reorder_sequence(x, cp_size, seq_dim))(x)
     pieces = np.split(np.asarray(x), 2 * cp_size, axis=seq_dim)
@@ -54,7 +54,7 @@ def test_tokens_are_dealt_out_and_back(cp_size, seq_dim):
     np.testing.assert_array_equal(reorder_sequence(dealt, cp_size, seq_dim, to_contiguous=True), x)
 
 
-def test_dealt_tokens_attend_as_their_positions_say():
+def test_reordered_tokens_attend_by_their_positions():
     from ejkernel.modules import flash_attention
 
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
@@ -65,13 +65,13 @@ def test_dealt_tokens_attend_as_their_positions_say():
     np.testing.assert_allclose(found, flash_attention(query, key, value, causal=True), rtol=1e-5, atol=1e-5)
 
 
-def test_a_gradient_is_dealt_back():
+def test_gradients_of_reordered_tokens_return_to_their_order():
     weight = jnp.arange(8.0)
     found = jax.grad(lambda x: jnp.sum(weight * reorder_sequence(x, 2, 0)))(jnp.ones(8))
     np.testing.assert_array_equal(found, reorder_sequence(weight, 2, 0, to_contiguous=True))
 
 
-def test_what_cannot_be_dealt_is_refused():
+def test_token_counts_that_cannot_be_reordered_are_refused():
     x = jnp.ones((1, 6))
     with pytest.raises(ValueError, match=r"tensor: got shape \(1, 6\), wants a multiple of 2 \* cp_size = 4"):
         reorder_sequence(x, 2)

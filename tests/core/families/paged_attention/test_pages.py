@@ -46,7 +46,7 @@ def place(sequence, position, prefix=0):
 
 
 @pytest.mark.parametrize("prefix", [None, 4, 5])
-def test_find_knows_what_is_absent_and_what_sequences_share(prefix):
+def test_absent_tokens_have_no_page_and_shared_pages_are_found(prefix):
     call = record(shared_prefix=None if prefix is None else jnp.int32(prefix))
     sequence, position = np.meshgrid(np.arange(-1, 3), np.arange(-1, 4 * SIZE), indexing="ij")
     pages, slots = jax.jit(find_pages_and_slots)(call, sequence, position)

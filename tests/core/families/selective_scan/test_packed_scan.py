@@ -7,7 +7,7 @@ import pytest
 from ejkernel.families.selective_scan.packed_scan import (
     TOKENS_PER_INTERVAL,
     first_interval_of_sequences,
-    packed_intervals,
+    make_interval_table,
 )
 
 
@@ -19,7 +19,7 @@ def test_intervals_are_those_of_each_sequence_in_order(lengths):
         for n in range(len(lengths))
         for begin in range(bounds[n], bounds[n + 1], TOKENS_PER_INTERVAL)
     ]
-    intervals = jax.jit(packed_intervals, static_argnums=1)(bounds, int(bounds[-1]))
+    intervals = jax.jit(make_interval_table, static_argnums=1)(bounds, int(bounds[-1]))
     found = list(zip(*(x.tolist() for x in intervals), strict=True))
     assert found[: len(expected)] == expected
     assert all(row[0] == len(lengths) for row in found[len(expected) :])

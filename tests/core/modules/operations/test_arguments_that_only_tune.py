@@ -35,7 +35,7 @@ def alone(row, queries, **options):
     [{}, {"sliding_window": 4}, {"logits_soft_cap": 2.0, "softmax_scale": 0.3, "softmax_aux": jnp.arange(4.0)}],
     ids=["plain", "window", "cap, scale and sinks"],
 )
-def test_pages_hold_what_rows_hold(options):
+def test_keys_in_pages_give_the_output_of_the_same_keys_in_rows(options):
     given = {"cum_seqlens_k": CUMULATIVE, "block_tables": TABLES, "causal": True, **options}
     got = flash_attention(QUERY, KEYS, VALUES, **given)
     packed = jnp.concatenate([QUERY[0, 1:], QUERY[1]])[None]

@@ -61,7 +61,7 @@ def test_both_configurations_are_understood():
         attention(Q, K, V, cfg=AttentionConfig(weights_block_q=8), return_weights=False)
 
 
-def test_an_executor_runs_it_too():
+def test_an_executor_runs_attention_without_weights():
     executor = create_default_executor(enable_autotuning=False)
     got = executor(Attention(), Q, K, V, return_weights=False)
     np.testing.assert_array_equal(got, flash_attention(Q, K, V))

@@ -36,11 +36,11 @@ def sentences(*args, **kwargs) -> str:
     ],
 )
 @pytest.mark.parametrize("operation", [flash_attention, scaled_dot_product_attention])
-def test_a_window_says_how_many_keys_it_keeps(operation, window, causal: bool, words: str) -> None:
+def test_explain_says_how_many_keys_an_int_window_keeps(operation, window, causal: bool, words: str) -> None:
     assert sentences(operation, QUERY, QUERY, QUERY, sliding_window=window, causal=causal) == words
 
 
-def test_causal_says_how_queries_and_keys_are_aligned() -> None:
+def test_explain_says_how_causal_aligns_queries_and_keys() -> None:
     words = sentences(flash_attention, QUERY, CACHE, CACHE, causal=True)
     assert words.startswith("causal=True is top-left: query 0 sees key 0 of 256; ")
     assert words.endswith("pass mask_info=MaskInfo.decode(8, 256)")
@@ -48,7 +48,7 @@ def test_causal_says_how_queries_and_keys_are_aligned() -> None:
     assert sentences(blocksparse_attention, *swapped) == words
 
 
-def test_nothing_is_said_where_libraries_agree() -> None:
+def test_explain_mentions_no_convention_where_libraries_agree() -> None:
     assert not sentences(flash_attention, QUERY, QUERY, QUERY, causal=True)
     assert not sentences(flash_attention, QUERY, CACHE, CACHE)
     assert not sentences(flash_attention, QUERY, CACHE, CACHE, causal=True, mask_info=MaskInfo.decode(8, 256))
@@ -61,7 +61,7 @@ def test_pages_count_the_own_key_of_a_query() -> None:
     assert sentences(unified_attention, *call, sliding_window=5) == words
 
 
-def test_a_scale_of_one_is_said() -> None:
+def test_explain_mentions_a_default_scale_of_one() -> None:
     row, cache = jnp.ones((1, 2, 128)), jnp.ones((4, 16, 4, 1, 128))
     call = row, row, row, cache, jnp.array([3]), jnp.zeros((1, 1), jnp.int32), jnp.array([0, 1]), jnp.array([0, 0, 1])
     assert "softmax_scale=1.0, the default here, leaves scores as they are" in sentences(

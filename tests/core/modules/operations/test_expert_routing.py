@@ -51,7 +51,7 @@ def test_a_layer_around_it_is_differentiated():
     assert jnp.any(want != 0)
 
 
-def test_no_token_is_no_row():
+def test_a_call_without_tokens_has_no_sorted_rows():
     experts, places, order, sizes = expert_routing(jnp.zeros((0, EXPERTS)), 2)
     assert experts.shape == places.shape == (0, 2)
     assert order.shape == (0,)

@@ -15,7 +15,7 @@ INDICES = jax.random.randint(KEYS[2], (21,), 0, 9)
 
 
 @pytest.mark.parametrize(("activation", "act"), [("silu", jax.nn.silu), ("gelu", jax.nn.gelu)])
-def test_it_is_what_three_calls_make(activation, act):
+def test_output_is_that_of_three_grouped_matmuls(activation, act):
     gate, other = jnp.split(grouped_matmul(TOKENS[INDICES], MATRICES, SIZES), 2, axis=1)
     got = gated_grouped_matmul(TOKENS, MATRICES, SIZES, INDICES, activation=activation)
     np.testing.assert_allclose(got, act(gate) * other, rtol=1e-5, atol=1e-5)

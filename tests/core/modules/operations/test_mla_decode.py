@@ -85,7 +85,7 @@ def test_values_and_every_gradient_are_the_formula(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_the_last_row_of_flash_mla(name):
+def test_output_is_the_last_row_of_flash_mla(name):
     arrays, options = make(name, np.float32)
     latent, rope = parts(arrays)
     lengths = np.array([63, 5, 17, 1], np.int32)

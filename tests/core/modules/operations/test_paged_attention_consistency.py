@@ -57,7 +57,7 @@ def test_training_prefill_and_decoding_give_the_same_numbers(name):
             np.testing.assert_allclose(got, want[rows], rtol=2e-5, atol=2e-6, err_msg=op)
 
 
-def test_options_matter():
+def test_options_of_the_model_change_its_output():
     outputs = [trained(**options) for options in OPTIONS.values()]
     pairs = [(one, other) for n, one in enumerate(outputs) for other in outputs[:n]]
     assert all(np.abs(one - other).max() > 0.01 for one, other in pairs)

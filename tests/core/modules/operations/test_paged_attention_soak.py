@@ -168,6 +168,6 @@ def test_500_sequences_never_diverge_and_never_write_outside_their_own_slots(kin
 @pytest.mark.parametrize(
     ("platform", "model"), [("pallas", ON_HOPPER), ("triton", ON_A_GPU), ("triton", DECODING), ("cuda", DECODING)]
 )
-def test_they_never_do_on_a_gpu(kind, platform, model):
+def test_500_sequences_never_diverge_on_a_gpu(kind, platform, model):
     rng = np.random.default_rng(7)
     serve_all(kind(rng, model, platform, options=None), rng)

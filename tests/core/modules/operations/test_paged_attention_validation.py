@@ -80,7 +80,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_wrong_arrays(name):
+def test_wrong_arrays_are_refused_by_name(name):
     refused(*MISTAKES[name])
 
 
@@ -101,13 +101,13 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_wrong_values(name):
+def test_wrong_values_are_refused_by_name(name):
     op, keywords, said = VALUES[name]
     refused(op, {}, said, **keywords)
 
 
 @pytest.mark.parametrize("name", ["softmax_aux", "alibi_slopes", "qq_bias"])
-def test_wrong_optional_arrays(name):
+def test_wrong_optional_arrays_are_refused_by_name(name):
     position = {"alibi_slopes": 0, "qq_bias": 1, "softmax_aux": 2}[name]
     wrong = jnp.ones(2) if name == "alibi_slopes" else jnp.ones((2, 3))
     optional = [None] * position + [wrong]
@@ -136,6 +136,6 @@ def test_arguments_that_cannot_matter_do_not():
     np.testing.assert_array_equal(ej.page_attention(*ARRAYS["page_attention"], **given, **layout), want)
 
 
-def test_aliases():
+def test_aliases_of_paged_operations_are_the_same_function():
     assert ej.ragged_page_attention is ej.ragged_page_attention_v2
     assert ej.RaggedPageAttention is ej.RaggedPageAttentionv2

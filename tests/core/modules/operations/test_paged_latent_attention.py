@@ -46,7 +46,7 @@ def arguments(given, dtype=jnp.float64, cached=True):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_the_formula(name):
+def test_output_is_that_of_the_formula(name):
     options = {"sliding_window": 7, "logits_soft_cap": 1.5, "softmax_scale": 0.4}
     with jax.enable_x64(True):
         for given, wanted in (({}, {}), (options, {"window": 7, "cap": 1.5, "scale": 0.4})):
@@ -57,7 +57,7 @@ def test_it_is_the_formula(name):
             np.testing.assert_allclose(jax.jit(OP.reference)(record)[0], output, rtol=1e-11, atol=1e-12)
 
 
-def test_it_is_what_mla_decode_attends():
+def test_output_is_that_of_mla_decode():
     lens, size = (17, 9, 1), 6
     given = batch(lens, (1, 1, 1))
     rng = np.random.default_rng(1)

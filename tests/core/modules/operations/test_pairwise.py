@@ -5,7 +5,7 @@ import itertools
 from pairwise import covered, pairwise
 
 
-def test_covers_every_allowed_pair_and_no_other():
+def test_pairwise_set_covers_every_allowed_pair_and_no_other():
     factors = {"a": [0, 1, 2], "b": ["x", "y"], "c": [None, True], "d": [1, 2, 3, 4]}
 
     def allowed(part):
@@ -23,7 +23,7 @@ def test_covers_every_allowed_pair_and_no_other():
     assert all(list(combination) == list(factors) for combination in found)
 
 
-def test_is_small_and_deterministic():
+def test_pairwise_set_is_small_and_deterministic():
     factors = {name: [0, 1] for name in "abcdefghijklmnop"}
     found = pairwise(factors)
     assert found == pairwise(factors)

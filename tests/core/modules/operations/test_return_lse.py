@@ -57,7 +57,7 @@ DENSE = {
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_it_is_the_natural_logarithm_of_the_denominator(name):
+def test_lse_is_the_natural_logarithm_of_the_denominator(name):
     query, key, value = qkv()
     output, lse = DENSE[name](query, key, value, causal=True, return_lse=True)
     assert lse.shape == (B, H, T)
@@ -66,7 +66,7 @@ def test_it_is_the_natural_logarithm_of_the_denominator(name):
     np.testing.assert_allclose(output, flash_attention(query, key, value, causal=True), rtol=1e-4, atol=1e-6)
 
 
-def test_it_is_float32_for_16_bits_and_holds_the_sinks():
+def test_lse_is_float32_for_16_bit_inputs_and_includes_sinks():
     query, key, value = qkv(jnp.bfloat16)
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
     _, lse = flash_attention(query, key, value, softmax_aux=sinks, causal=True, return_lse=True)
@@ -144,7 +144,7 @@ def placements():
     "options", [{"causal": True}, {"sliding_window": (5, 2)}, {}], ids=["causal", "window", "full"]
 )
 @pytest.mark.parametrize("name", ["flash_attention", "ring_attention"])
-def test_over_devices_it_is_that_of_the_whole_call(name, options):
+def test_lse_over_devices_is_that_of_the_whole_call(name, options):
     function, placement = placements()[name]
     sinks = jnp.array([0.5, -1.0, 2.0, 0.0])
 
@@ -168,7 +168,7 @@ def test_latent_attention_and_its_decoding_agree():
     np.testing.assert_allclose(last, dense[:, :, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_over_pages_it_has_the_axes_of_the_operation():
+def test_lse_over_pages_has_the_axes_of_the_operation():
     query = jax.random.normal(jax.random.key(0), (2, 3, 4, 8))
     pages = jax.random.normal(jax.random.key(1), (6, 4, 2, 8))
     tables = jnp.array([[1, 2], [4, 0]])

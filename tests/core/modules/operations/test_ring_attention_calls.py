@@ -29,7 +29,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
 
 
-def test_t33_within_a_mesh_the_axis_alone_is_enough():
+def test_t33_within_a_mesh_axis_name_needs_no_specs():
     causal, want = functools.partial(call, causal=True), flash(*ARRAYS, causal=True)
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), (AxisType.Auto,) * 2)
     with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def test_gradients_under_a_shard_map_of_the_caller(check_vma):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
 
 
-def test_under_pmap(want):
+def test_ring_attention_under_pmap(want):
     parts = [x.reshape(x.shape[0], 4, T // 4, *x.shape[2:]).swapaxes(0, 1) for x in ARRAYS]
     got = jax.pmap(call, axis_name="sp", devices=jax.devices()[:4])(*parts)
     close(got.swapaxes(0, 1).reshape(want.shape), want)

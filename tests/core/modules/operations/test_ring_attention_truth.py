@@ -43,7 +43,7 @@ def masks(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_outputs_and_all_gradients(name):
+def test_ring_outputs_and_all_gradients_are_those_of_a_numpy_loop(name):
     size, shapes = CALLS[name]
     query, key, value, sinks, bias = ring_calls.floats(**shapes)
     parts, options = masks(name), OPTIONS[name]

@@ -72,7 +72,7 @@ def test_any_call_is_the_formula(lengths, causal, window, seed):
     np.testing.assert_allclose(got, dense_calls.output(call), rtol=2e-5, atol=2e-6)
 
 
-def test_it_is_jaxs_dot_product_attention():
+def test_output_is_that_of_jax_dot_product_attention():
     bias, mask = jax.random.normal(jax.random.key(2), (B, H, T, S)), jnp.arange(S) != 4
     mask = jnp.broadcast_to(mask, (B, 1, T, S))
     given = {"scale": 0.4, "is_causal": True, "local_window_size": 5}

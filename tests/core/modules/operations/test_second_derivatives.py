@@ -55,7 +55,7 @@ ORDERS = {
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_in_a_block_they_are_those_of_the_plain_formula(order, jit):
+def test_second_derivatives_in_a_block_are_those_of_the_formula(order, jit):
     derive = ORDERS[order]
     for ours, plain in ((attend, plainly), (attend_with_lse, plainly_with_lse)):
         function = jax.jit(derive(ours)) if jit else derive(ours)
@@ -70,7 +70,7 @@ def test_the_hessian_of_xla_needs_no_block():
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_outside_of_a_block_they_are_refused_by_name(jit):
+def test_second_derivatives_outside_of_a_block_are_refused_by_name(jit):
     def both(x):  # the value too is differentiated again
         value, gradient = jax.value_and_grad(loss(attend))(x)
         return value + jnp.sum(gradient)

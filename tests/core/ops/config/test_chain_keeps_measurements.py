@@ -74,7 +74,7 @@ def test_a_call_settled_inside_an_overlay_is_tuned_outside_of_it(plain, x, kept)
     assert kept.cache.size() == 1
 
 
-def test_what_was_forgotten_is_measured_again(plain, x, chain):
+def test_a_cleared_configuration_is_measured_again(plain, x, chain):
     with policy_override(cache_miss_fallback="autotune"):
         call(x, chain=chain)
         chain.cache.clear()

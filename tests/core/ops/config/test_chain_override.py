@@ -44,7 +44,7 @@ def test_the_backward_kernel_gets_its_part_of_the_configuration(plain, x, policy
     assert [toy.blocks(part) for part in toy.seen("backward")] == [(3, 5)]
 
 
-def test_it_beats_an_overlay_and_what_was_measured(plain, x, chain):
+def test_an_override_wins_over_an_overlay_and_measurements(plain, x, chain):
     call(x, chain=chain)
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
 

@@ -94,13 +94,13 @@ class PreparedProgram:
         timing: The line of the table, still without a time.
         run: What to time; None if the program does not run.
         compile_seconds: How long compiling took.
-        run_seconds: How long the first run took.
+        first_run_seconds: How long the first run took.
     """
 
     timing: Timing
     run: Callable[[], Any] | None
     compile_seconds: float = 0.0
-    run_seconds: float = 0.0
+    first_run_seconds: float = 0.0
 
 
 def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -241,7 +241,7 @@ def _estimate_duration(first_program: PreparedProgram, call_programs: list[Progr
     passes = sum(1 + BACKWARD_TO_FORWARD_TIME * program.has_backward for program in call_programs)
     # The check of a program also compiles and runs the reference. The estimate counts the reference as one more run of
     # the program.
-    seconds = passes * (2 * first_program.compile_seconds + (repeat + 2) * first_program.run_seconds)
+    seconds = passes * (2 * first_program.compile_seconds + (repeat + 2) * first_program.first_run_seconds)
     return f"this takes about {format_duration(seconds)}; --repeat, --no-baselines or smaller shapes make it shorter"
 
 
@@ -272,14 +272,14 @@ def _prepare_program(call: Call, args: Any, record: Any, program: Program) -> Pr
             return PreparedProgram(timing=dataclasses.replace(timing, check=verdict), run=None)
         started = time.perf_counter()
         result = jax.block_until_ready(compiled(record))
-        run_seconds = time.perf_counter() - started
+        first_run_seconds = time.perf_counter() - started
         verdict = verdict if is_reference else compare_with_reference(call.op, args, record, program.passes, result)
     except jax.errors.JaxRuntimeError as error:  # for example, the device has too little memory
         failure = Comparison(False, f"does not run: {str(error).splitlines()[0]}")
         return PreparedProgram(timing=dataclasses.replace(timing, check=failure), run=None)
     timing = dataclasses.replace(timing, temporary=temporary, check=verdict)
     run = functools.partial(compiled, record)
-    return PreparedProgram(timing=timing, run=run, compile_seconds=compile_seconds, run_seconds=run_seconds)
+    return PreparedProgram(timing=timing, run=run, compile_seconds=compile_seconds, first_run_seconds=first_run_seconds)
 
 
 def _print_timings(out: Console, call: Call, timings: list[Timing]) -> None:

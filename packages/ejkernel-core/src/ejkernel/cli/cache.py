@@ -50,14 +50,14 @@ class EntryFilter:
         implementation: Name of an implementation.
         device: Device kind.
         before: Selects entries that were measured or predicted before this time. An entry without a time is not one.
-        predicted: Whether to select only predictions.
+        only_predicted: Whether to select only predictions.
     """
 
     op: str | None = None
     implementation: str | None = None
     device: str | None = None
     before: datetime.datetime | None = None
-    predicted: bool = False
+    only_predicted: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +71,7 @@ class EntryFilter:
         same = all(value is None or parts.get(name) == value for name, value in options.items())
         time = read_time(entry.measured_at)
         old = self.before is None or (time is not None and time < self.before)
-        return same and old and (entry.predicted or not self.predicted)
+        return same and old and (entry.predicted or not self.only_predicted)
 
     def check_known_names(self, entries: Mapping[str, Entry]) -> None:
         """Refuses an operation or an implementation that neither the store nor an installed backend has.
@@ -104,7 +104,7 @@ def _key_parts(key: str) -> dict[str, str]:
 def add_filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options of an `EntryFilter`, which it gets as keyword arguments."""
     for decorate in (
-        click.option("--predicted", is_flag=True, help="Only predictions, not measurements."),
+        click.option("--predicted", "only_predicted", is_flag=True, help="Only predictions, not measurements."),
         click.option("--before", type=parse_time, metavar="TIME", help=BEFORE_HELP),
         click.option("--device", metavar="KIND", help="Only entries of this device kind, such as 'NVIDIA H200'."),
         click.option("--implementation", metavar="NAME", help="Only entries of this implementation."),
@@ -135,7 +135,7 @@ def list_entries(store: Path | None, as_json: bool) -> None:
     entries = _all(opened)
     ordered = _sort_entries(entries)
     if as_json:
-        print_json({"path": str(opened.path), "entries": [_plain(key, entry) for key, entry in ordered]})
+        print_json({"path": str(opened.path), "entries": [_entry_to_dict(key, entry) for key, entry in ordered]})
     elif not entries:
         click.echo(f"no entries in {opened.path}")
     else:
@@ -322,7 +322,7 @@ def _update_store(store: PersistentCache, entries: Mapping[str, Entry]) -> None:
             one.update(chosen)
 
 
-def _plain(key: str, entry: Entry) -> dict[str, Any]:
+def _entry_to_dict(key: str, entry: Entry) -> dict[str, Any]:
     """Converts an entry to plain data."""
     parts = key.split(" | ")
     names = ("operation", "implementation", "direction", "device", "schema", "call", "core")

@@ -153,7 +153,9 @@ def _tune_call(
     paths = [] if settings.export is None else _export_table(settings.export, call, results, entries)
     exported = list(map(str, paths))
     how = "predicted" if settings.target else "measured"
-    return [{"call": call.label, "how": how, **_plain(plan, result), "exported": exported} for result in results]
+    return [
+        {"call": call.label, "how": how, **_result_to_dict(plan, result), "exported": exported} for result in results
+    ]
 
 
 def _print_results(
@@ -170,7 +172,7 @@ def _print_results(
         click.echo(f"not tuned: {failure['call']}: {failure['error']}")
 
 
-def _plain(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
+def _result_to_dict(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
     """Converts a result to plain data."""
     return {
         "operation": plan.op.name,

@@ -40,14 +40,14 @@ class BorderTokens(NamedTuple):
     Attributes:
         leading: bool [B, T], the tokens that continue the state which enters the shard, if one does.
         running: bool [B, T], the tokens of the sequence or segment that goes on after the shard.
-        continues: bool [B], whether these are the same sequence or segment.
+        spans_shard: bool [B], whether these are the same sequence or segment, which then spans the shard.
         ends: [B, 2] int32, the ids of the first and the last real token; -1 without one. None without segment ids.
         packed: The packed sequences at the borders; None of rows.
     """
 
     leading: jax.Array
     running: jax.Array
-    continues: jax.Array
+    spans_shard: jax.Array
     ends: jax.Array | None = None
     packed: PackedBorders | None = None
 
@@ -55,9 +55,9 @@ class BorderTokens(NamedTuple):
 def packed_border_tokens(packed: PackedBorders, shards: TokenShards) -> BorderTokens:
     """Returns the tokens of packed sequences that the borders of this device's shard concern."""
     entered = packed.enters[shards.index()]
-    continues = entered & packed.passes & (packed.entering_sequence == packed.run)
+    spans_shard = entered & packed.passes & (packed.entering_sequence == packed.run)
     leading, running = (packed.ids == packed.entering_sequence) & entered, (packed.ids == packed.run) & packed.passes
-    return BorderTokens(leading, running, continues[None], packed=packed)
+    return BorderTokens(leading, running, spans_shard[None], packed=packed)
 
 
 class ShardSummary(NamedTuple):
@@ -176,12 +176,14 @@ def _exchange_states(rule: SplitRecurrence, run: Run, record: Any, shards: Token
         )  # it was the state before an earlier shard
         record = with_states(rule, record, states)
     summary = rule.summary(run, record, borders)
-    factors, continues, added, ends = shards.gather((summary.factor, borders.continues, summary.added, borders.ends))
+    factors, spans_shard, added, ends = shards.gather(
+        (summary.factor, borders.spans_shard, summary.added, borders.ends)
+    )
     if packed is not None:
         first, enters = jnp.zeros_like(summary.added), packed.enters[:, None]
     else:
-        first, enters = states, jnp.ones_like(continues) if ends is None or rule.enters is None else rule.enters(ends)
-    transitions = Transitions(factors, continues, enters)
+        first, enters = states, jnp.ones_like(spans_shard) if ends is None or rule.enters is None else rule.enters(ends)
+    transitions = Transitions(factors, spans_shard, enters)
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
     begin = entering if packed is None else jnp.where(_is_entering_sequence(packed, shards, states), entering, states)

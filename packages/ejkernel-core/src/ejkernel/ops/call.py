@@ -80,12 +80,12 @@ def call(
     plan = make_plan(op, args, platform, cfg, chain)
     _check_mesh(mesh, in_specs, out_specs)
     specs = None if in_specs is None else _as_specs(in_specs)
-    if plan.tunes_on_miss and not _traced(args) and _mesh_and_specs(plan.op, args, mesh, specs)[0] is None:
+    if plan.tunes_on_miss and not _is_traced_call(args) and _mesh_and_specs(plan.op, args, mesh, specs)[0] is None:
         tuning.tune_missing(plan, args)
     options = CallSettings(plan, mesh, specs, out_specs, chain.cache.generation)
     outer = caller_arguments.set(args)
     try:
-        return _compiled(options, args)
+        return _compiled_function(options, args)
     except (TypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise _explain_jax_error(op, args, error) from error
     finally:
@@ -173,7 +173,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
 
 # Not inlined: an eager `jax.grad` would run the backward pass outside of `jit`, and compile its loops in every call.
 @functools.partial(jax.jit, static_argnums=0)
-def _compiled(options: CallSettings, args: Any) -> Any:
+def _compiled_function(options: CallSettings, args: Any) -> Any:
     plan = options.plan
     plan.op.validate(args)
     mesh, specs = _mesh_and_specs(plan.op, args, options.mesh, options.in_specs)
@@ -216,7 +216,7 @@ def _device_of(args: Any) -> DeviceInfo:
     return current_device(next(iter(jax.tree.leaves(args)), None))
 
 
-def _traced(args: Any) -> bool:
+def _is_traced_call(args: Any) -> bool:
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(args))
 
 

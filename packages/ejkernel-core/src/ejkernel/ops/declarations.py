@@ -113,7 +113,7 @@ def _module_names(path: Path) -> frozenset[str] | None:
     except (OSError, SyntaxError, ValueError):
         return None
     names: set[str] = set()
-    for node in _top_level(tree.body):
+    for node in _import_time_statements(tree.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -123,7 +123,7 @@ def _module_names(path: Path) -> frozenset[str] | None:
     return None if "*" in names or "__getattr__" in names else frozenset(names)
 
 
-def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _import_time_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yields the statements that run when a module is imported, those within `if`, `try` and `with` too."""
     for node in body:
         yield node
@@ -131,7 +131,7 @@ def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
             blocks = (getattr(node, name, []) for name in ("body", "orelse", "finalbody"))
             handlers = (handler.body for handler in getattr(node, "handlers", []))
             for block in (*blocks, *handlers):
-                yield from _top_level(block)
+                yield from _import_time_statements(block)
 
 
 __all__ = ["declaration_errors", "object_problem", "wrong_declarations"]

@@ -44,7 +44,7 @@ def axes_of(function: Callable[..., Any], other: Mapping[str, str]) -> dict[str,
     return letters | {name: axes for name, axes in other.items() if name not in letters}
 
 
-def _arrays(annotation: Any) -> Iterator[type[AbstractArray]]:
+def _array_types_of_annotation(annotation: Any) -> Iterator[type[AbstractArray]]:
     """Yields the kinds of arrays of an annotation."""
     for option in typing.get_args(annotation) or (annotation,):
         if isinstance(option, type) and issubclass(option, AbstractArray):
@@ -53,7 +53,7 @@ def _arrays(annotation: Any) -> Iterator[type[AbstractArray]]:
 
 def _shape_annotations(annotation: Any) -> Iterator[str]:
     """Yields the shapes of an annotation of arrays, without the marks of axes that are broadcast."""
-    for option in _arrays(annotation):
+    for option in _array_types_of_annotation(annotation):
         yield option.dim_str.replace("#", "").strip()
 
 
@@ -90,7 +90,7 @@ def _shapes_of_arrays(function: Callable[..., Any]) -> tuple[dict[str, list[str]
     """Returns the axes of the required arrays of a function, and those of the optional floating ones."""
     required, optional = {}, {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        for array in _arrays(parameter.annotation):
+        for array in _array_types_of_annotation(parameter.annotation):
             axes = array.dim_str.replace("#", "").split()
             if parameter.default is parameter.empty:
                 required.setdefault(name, axes)

@@ -38,7 +38,7 @@ class DeviceInfo:
         return f"{self.kind or self.platform}{capability}"
 
 
-def _nvidia(kind: str, capability: float) -> DeviceInfo:
+def _nvidia_device(kind: str, capability: float) -> DeviceInfo:
     return DeviceInfo(platform="gpu", vendor="nvidia", kind=f"NVIDIA {kind}", compute_capability=capability)
 
 
@@ -47,10 +47,10 @@ def _tpu(kind: str) -> DeviceInfo:
 
 
 DEVICES_BY_SHORT_NAME: dict[str, DeviceInfo] = {
-    "a100": _nvidia("A100-SXM4-80GB", 8.0),
-    "h100": _nvidia("H100 80GB HBM3", 9.0),
-    "h200": _nvidia("H200", 9.0),
-    "b200": _nvidia("B200", 10.0),
+    "a100": _nvidia_device("A100-SXM4-80GB", 8.0),
+    "h100": _nvidia_device("H100 80GB HBM3", 9.0),
+    "h200": _nvidia_device("H200", 9.0),
+    "b200": _nvidia_device("B200", 10.0),
     "mi300x": DeviceInfo(platform="gpu", vendor="amd", kind="AMD Instinct MI300X"),
     "v5e": _tpu("TPU v5 lite"),
     "v5p": _tpu("TPU v5"),

@@ -35,7 +35,7 @@ def stable_json(obj: Any) -> str:
 
     Dataclasses are objects, dtypes their names; what JSON does not name is its `repr`.
     """
-    return msgspec.json.encode(obj, enc_hook=_described, order="sorted").decode()
+    return msgspec.json.encode(obj, enc_hook=_description_for_hash, order="sorted").decode()
 
 
 def short_hash(obj: Any) -> str:
@@ -44,7 +44,7 @@ def short_hash(obj: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _described(value: Any) -> Any:
+def _description_for_hash(value: Any) -> Any:
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or hasattr(value, "__array__"):
         return {"shape": list(jnp.shape(value)), "dtype": str(jax.dtypes.result_type(value))}
     if hasattr(value, "dtype"):  # jnp.float32 and its like

@@ -147,7 +147,7 @@ class BaseOperationConfig:
             ValueError: A field has the wrong type (`msgspec.ValidationError`), or does not exist.
         """
         config = msgspec.convert(data, cls)
-        unknown = sorted(_paths(data) - _paths(config.to_dict()))
+        unknown = sorted(_dotted_names(data) - _dotted_names(config.to_dict()))
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {', '.join(unknown)}")
         return config
@@ -165,9 +165,9 @@ def piece(direction: Direction) -> Direction:
     return "forward" if direction == "both" else direction
 
 
-def _paths(data: Any, prefix: str = "") -> set[str]:
+def _dotted_names(data: Any, prefix: str = "") -> set[str]:
     """Returns dotted names of everything in nested dictionaries."""
     if not isinstance(data, dict):
         return set()
     names = {f"{prefix}{name}" for name in data}
-    return names.union(*(_paths(value, f"{prefix}{name}.") for name, value in data.items()))
+    return names.union(*(_dotted_names(value, f"{prefix}{name}.") for name, value in data.items()))

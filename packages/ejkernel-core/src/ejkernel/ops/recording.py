@@ -52,7 +52,7 @@ def record_calls() -> Generator[None]:
 
 def record_call(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
     """Records a call if recording is on, or if the policy would tune the call but the call is traced."""
-    if not (_recording_context.value or (plan.tunes_on_miss and _needs_chain(plan.cfg))):
+    if not (_recording_context.value or (plan.tunes_on_miss and _leaves_fields_to_chain(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
     call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)
@@ -78,6 +78,6 @@ def clear_recorded() -> None:
     _recorded_calls.clear()
 
 
-def _needs_chain(cfg: Any) -> bool:
+def _leaves_fields_to_chain(cfg: Any) -> bool:
     """Returns whether a call's own configuration leaves something to the chain."""
     return cfg is None or cfg.part("forward") is None or cfg.part("backward") is None

@@ -33,7 +33,7 @@ def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -
         gradients=tiled.gradients & set(FAMILY.differentiable),
         requires=_ring_requirements(tiled.requires),
         backward_requires=None if needs is None else _ring_requirements(needs),
-        config=_config(tiled.config),
+        config=_config_space_of_remote_step(tiled.config),
     )
 
 
@@ -54,7 +54,7 @@ def _step_refusals(record: RingAttention, tiled: Requires) -> Iterator[str]:
         yield from tiled.extra(step)
 
 
-def _config(tiled: ConfigSpace) -> ConfigSpace:
+def _config_space_of_remote_step(tiled: ConfigSpace) -> ConfigSpace:
     """Returns the configurations of the most frequent step: with another device's keys."""
 
     def heuristic(record: RingAttention, device: DeviceInfo, direction: Direction) -> Any:

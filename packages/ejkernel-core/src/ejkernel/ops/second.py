@@ -74,7 +74,7 @@ def run_refusing_derivatives(op: str, implementation: Implementation, run: Run, 
     if implementation.platform == "xla":
         return jax.tree.map(functools.partial(_guard_floating, _refuse_reverse_mode, message), run(argument))
     # Leaf by leaf, so that what the kernel does not read is not kept for it.
-    return run(jax.tree.map(functools.partial(_guard_floating, _constant, message), argument))
+    return run(jax.tree.map(functools.partial(_guard_floating, _refusing_derivatives, message), argument))
 
 
 def _guard_floating(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
@@ -82,12 +82,12 @@ def _guard_floating(guard: Callable[[str, Any], Any], message: str, x: Any) -> A
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(message: str, x: jax.Array) -> jax.Array:
+def _refusing_derivatives(message: str, x: jax.Array) -> jax.Array:
     """Returns x, so that differentiating it is an error."""
     return x
 
 
-@_constant.defjvp
+@_refusing_derivatives.defjvp
 def _refuse_tangent(message: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(message)
 

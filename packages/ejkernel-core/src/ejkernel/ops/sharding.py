@@ -196,7 +196,7 @@ def run_sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_spe
         def on_shard(local: Any) -> Any:
             if over_tokens is None:
                 return run(local)
-            return over_tokens.run(run, local, _shards(letters, over_tokens.letter, local, split, mesh))
+            return over_tokens.run(run, local, _token_shards_of_call(letters, over_tokens.letter, local, split, mesh))
 
         return op.finish(args, _shard_mapped(letters, op.lower(args), mesh, split, parts, on_shard))
 
@@ -264,7 +264,9 @@ def _token_shard_functions(
     return over_tokens if over_tokens and _axes_with_devices(split.get(over_tokens.letter, ()), mesh) else None
 
 
-def _shards(letters: AxisLetters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any) -> TokenShards:
+def _token_shards_of_call(
+    letters: AxisLetters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any
+) -> TokenShards:
     """Returns how the tokens of a call, whose axis has a letter, are split, from the record of one device."""
     tokens = max(
         size

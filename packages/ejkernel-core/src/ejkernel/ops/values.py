@@ -88,7 +88,7 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
     _check_numpy_width(args)
     stated = () if conditions is None else tuple(conditions(args))
     arrays = {id(array): array for condition in stated for array in condition.reads}
-    readable = {key: array for key, array in arrays.items() if _readable(array)}
+    readable = {key: array for key, array in arrays.items() if _is_readable_on_host(array)}
     for array in readable.values():
         if isinstance(array, jax.Array):
             array.copy_to_host_async()  # all copies are under way before the first is waited for
@@ -106,7 +106,7 @@ def integers(*arrays: Any) -> bool:
     return all(x is not None and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
 
 
-def _readable(array: Any) -> bool:
+def _is_readable_on_host(array: Any) -> bool:
     if isinstance(array, jax.Array):
         return not _compat.is_tracer(array) and array.is_fully_addressable
     return isinstance(array, np.ndarray | np.generic)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-def _used(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
+def _has_slot_and_tokens(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.Array:
     """Returns which requests have a slot and tokens, bool [N]."""
     return (indices >= 0) & (indices < slots.shape[0]) & (jnp.diff(starts) > 0)
 
@@ -24,10 +24,12 @@ def read_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array) -> jax.A
     states = jnp.take(slots, indices, axis=0, mode="clip")
     states = states.astype(jnp.promote_types(slots.dtype, jnp.float32))
     # Selected and not multiplied by 0, so that NaN in other slots reaches no request.
-    return jnp.where(_used(slots, indices, starts).reshape(-1, *(1,) * (slots.ndim - 1)), states, 0)
+    return jnp.where(_has_slot_and_tokens(slots, indices, starts).reshape(-1, *(1,) * (slots.ndim - 1)), states, 0)
 
 
 def write_slots(slots: jax.Array, indices: jax.Array, starts: jax.Array, states: jax.Array) -> jax.Array:
     """Returns the slots with the states [N, ...] of the requests that had tokens, `starts` [N + 1], and have a slot."""
-    index = jnp.where(_used(slots, indices, starts), indices, slots.shape[0])  # after the last slot: dropped
+    index = jnp.where(
+        _has_slot_and_tokens(slots, indices, starts), indices, slots.shape[0]
+    )  # after the last slot: dropped
     return slots.at[index].set(states.astype(slots.dtype), mode="drop")

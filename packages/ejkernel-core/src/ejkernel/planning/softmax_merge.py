@@ -32,11 +32,11 @@ def merge(*parts: PartialAttention) -> PartialAttention:
     total = jnp.asarray(sum(masses))
     some = total > 0
     shares = [mass / jnp.where(some, total, 1) for mass in masses]
-    output = sum(_by_row(share) * part.output for share, part in zip(shares, parts, strict=True))
+    output = sum(_heads_after_tokens(share) * part.output for share, part in zip(shares, parts, strict=True))
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + shift, -jnp.inf)
     return PartialAttention(jnp.asarray(output), lse)
 
 
-def _by_row(x: jax.Array) -> jax.Array:
+def _heads_after_tokens(x: jax.Array) -> jax.Array:
     """Returns [B, H, T] -> [B, T, H, 1]."""
     return x.swapaxes(1, 2)[..., None]

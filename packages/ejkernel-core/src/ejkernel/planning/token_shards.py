@@ -114,12 +114,12 @@ class Transitions(NamedTuple):
     Attributes:
         factor: [P, B, ...], the factor on the state that enters: an array that broadcasts to it, or [P, B, H, K, K]
             matrices.
-        continues: bool [P, B], whether the state that enters a shard also leaves it; else it is forgotten in between.
+        spans_shard: bool [P, B], whether the state that enters a shard also leaves it; else it is forgotten in between.
         enters: bool [P, B], whether the state that leaves the shard before enters a shard.
     """
 
     factor: jax.Array
-    continues: jax.Array
+    spans_shard: jax.Array
     enters: jax.Array
 
 
@@ -139,7 +139,9 @@ def carried_states(
         transition, added = step
         state = _select_rows(transition.enters, state)
         # Selected after the product: an infinite factor on the zeros that enter would be NaN.
-        kept = _select_rows(transition.continues & transition.enters, _apply_factor(transition.factor, state, matrices))
+        kept = _select_rows(
+            transition.spans_shard & transition.enters, _apply_factor(transition.factor, state, matrices)
+        )
         return kept + added, state
 
     last, states = lax.scan(fold_shard, first, (transitions, added))
@@ -160,7 +162,7 @@ def carried_gradients(
 
     def fold_shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        kept = _select_rows(transition.continues, applied_transposed(transition.factor, gradient, matrices))
+        kept = _select_rows(transition.spans_shard, applied_transposed(transition.factor, gradient, matrices))
         return _select_rows(transition.enters, kept + added), gradient
 
     first, gradients = lax.scan(fold_shard, last, (transitions, added), reverse=True)

@@ -114,7 +114,7 @@ def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
         queries, keys = (_as_jax_ids(name, ids) for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)))
     for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
         _check_ids_not_sharded(name, ids)
-    return _in_order(queries, keys)
+    return _renumber_on_device(queries, keys)
 
 
 def exact_ids(name: str, ids: Any) -> Any:
@@ -180,7 +180,7 @@ def _manual_axes() -> bool:
     return bool(getattr(mesh, "manual_axes", ()))
 
 
-def _in_order(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _renumber_on_device(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Renumbers ids in JAX: the number of an id is its first index among all ids, sorted."""
     bits = 64 if any(np.dtype(ids.dtype).itemsize == 8 for ids in (queries, keys)) else 32
     sides = (queries,) if queries is keys else (queries, keys)

@@ -93,10 +93,10 @@ class Mask(abc.ABC):
         """
 
     def __and__(self, other: "Mask") -> "Mask":
-        return _combine(_IntersectionMask, self, other)
+        return _combine_masks(_IntersectionMask, self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
-        return _combine(_UnionMask, self, other)
+        return _combine_masks(_UnionMask, self, other)
 
 
 @final
@@ -288,7 +288,7 @@ class MultiHeadMask(Mask):
         object.__setattr__(self, "masks", masks)
         object.__setattr__(self, "shape", masks[0].shape)
         for mask in masks:
-            _check_shapes(masks[0], mask)
+            _check_same_shape(masks[0], mask)
         super().__post_init__()
 
     @property
@@ -330,7 +330,7 @@ class _CombinedMask(Mask, abc.ABC):
     other: Mask
 
     def __post_init__(self) -> None:
-        _check_shapes(self.one, self.other)
+        _check_same_shape(self.one, self.other)
         object.__setattr__(self, "shape", self.one.shape)
 
 
@@ -377,10 +377,10 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
     return max(lower, default=None), min(upper, default=None)
 
 
-def _combine(kind: type[_CombinedMask], one: Any, other: Any) -> Mask:
+def _combine_masks(kind: type[_CombinedMask], one: Any, other: Any) -> Mask:
     if not isinstance(other, Mask):
         return NotImplemented
-    _check_shapes(one, other)
+    _check_same_shape(one, other)
     heads = one.heads or other.heads
     if heads is None:
         return kind(one, other)
@@ -389,6 +389,6 @@ def _combine(kind: type[_CombinedMask], one: Any, other: Any) -> Mask:
     return MultiHeadMask(tuple(kind(one.of_head(h), other.of_head(h)) for h in range(heads)))
 
 
-def _check_shapes(one: Mask, other: Mask) -> None:
+def _check_same_shape(one: Mask, other: Mask) -> None:
     if one.shape != other.shape:
         raise ValueError(f"masks: got shapes {one.shape} and {other.shape}, wants one shape")

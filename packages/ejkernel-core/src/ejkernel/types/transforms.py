@@ -313,12 +313,12 @@ def _cut(info: Info, *, rows: _IndexSpan | None = None, columns: _IndexSpan | No
     for span, axis, side in ((rows, 2, q_side), (columns, 3, kv_side)):
         if span is None:
             continue
-        mask = _slice_leaf(mask, span, axis)
-        cut |= {name: _slice_leaf(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
+        mask = _slice_span(mask, span, axis)
+        cut |= {name: _slice_span(leaf, span, 1) for name, leaf in side.items() if leaf is not None}
     return changes.replace(info, attention_mask=mask, **cut)
 
 
-def _slice_leaf(leaf: jax.Array, span: _IndexSpan, axis: int) -> jax.Array:
+def _slice_span(leaf: jax.Array, span: _IndexSpan, axis: int) -> jax.Array:
     rows = jnp.broadcast_to(leaf, (span.start.shape[0], *leaf.shape[1:]))
     start = jnp.clip(span.start, 0, leaf.shape[axis] - span.size)
     return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, span.size, axis - 1))(rows, start)

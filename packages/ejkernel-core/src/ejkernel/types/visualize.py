@@ -78,7 +78,7 @@ def visualize(  # noqa: PLR0913 - a public method
     check_choice("charset", charset, tuple(_CHARSETS))
     if any(is_traced(leaf) for leaf in jax.tree.leaves(info)):
         raise ValueError("visualize needs values, but this MaskInfo is traced; call it outside jit, vmap and grad")
-    mask, q_ids, kv_ids = _host_parts(info, batch, head)
+    mask, q_ids, kv_ids = _mask_and_ids_on_host(info, batch, head)
     q_block, kv_block = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     rows = _picture_axis(q_ids, q_block, ("max_rows", max_rows if fit_in_screen else None))
     columns = _picture_axis(kv_ids, kv_block, ("max_cols", max_cols if fit_in_screen else None))
@@ -89,14 +89,14 @@ def visualize(  # noqa: PLR0913 - a public method
     where = (
         f"batch={batch}, head={head}, {rows.length} x {columns.length} tokens, {rows.block} x {columns.block} per cell"
     )
-    text = "\n".join([f"Attention mask ({where})", *lines, *_legend(_CHARSETS[charset], show_segments)])
+    text = "\n".join([f"Attention mask ({where})", *lines, *_legend_lines(_CHARSETS[charset], show_segments)])
     if return_str:
         return text
     print(text)
     return None
 
 
-def _host_parts(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray, np.ndarray]:
+def _mask_and_ids_on_host(info: MaskParts, batch: int, head: int) -> tuple[Any, np.ndarray, np.ndarray]:
     """Returns the explicit mask [q_len, kv_len] (None if ids say it all) and the ids of one row and head."""
     if info.is_empty:
         raise ValueError("an empty MaskInfo has nothing to draw; make it with a mask or with segment ids")
@@ -156,7 +156,7 @@ def _add_segments(lines: list[str], rows: _PictureAxis, columns: _PictureAxis, w
     return [" " * (margin + 1) + ruler, *drawn]
 
 
-def _legend(blocks: str, show_segments: bool) -> list[str]:
+def _legend_lines(blocks: str, show_segments: bool) -> list[str]:
     legend = [f"cells: {blocks[2]} all pairs attend, {blocks[1]} some, {blocks[0]} none"]
     if show_segments:
         legend.append("segment ids: queries left, keys above (last base-36 digit); pad, - padding; mix, ? several")

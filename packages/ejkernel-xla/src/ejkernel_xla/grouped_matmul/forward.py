@@ -27,7 +27,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
     contracted = 1 if record.transpose_rhs else 0
 
     def group(g: jax.Array, first: jax.Array, end: jax.Array, output: jax.Array) -> jax.Array:
-        weights, bias = load(record, g), _bias(record, g)
+        weights, bias = load(record, g), _bias_of_group(record, g)
 
         def tile(at: RowTile, output: jax.Array) -> jax.Array:
             product = dot(record, at.rows(record), weights, (1, contracted))
@@ -42,7 +42,7 @@ def forward(record: GroupedMatmul, config: RowTiles) -> tuple[jax.Array, tuple[(
     return fold_groups(*group_row_bounds(record), group, output), ()
 
 
-def _bias(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:
+def _bias_of_group(record: GroupedMatmul, g: jax.Array) -> jax.Array | None:
     """Returns what is added to the rows of a group, [1, N]."""
     if record.rhs_bias is None:
         return None

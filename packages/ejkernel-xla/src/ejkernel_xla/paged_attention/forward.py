@@ -52,11 +52,13 @@ def forward(record: PagedAttention, config: PagedTiles) -> tuple[tuple[jax.Array
     record, pages = paged_cache.write_new_tokens(record)
     state = _initial_output_and_lse(record)
     if state[0].size and record.kv_lens.size and record.key_pages.size:
-        state = _sweep(record, tiles(record, config), state)
+        state = _attend_all_key_tiles(record, tiles(record, config), state)
     return (*state, *pages), None
 
 
-def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _attend_all_key_tiles(
+    record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     # Tiles of similar length share a stack. The loop of a stack runs as long as its longest tile, and shorter tiles are
     # masked.
     work = longest_first(make_work_list(record, cut.queries, cut.stack))
@@ -70,14 +72,14 @@ def _sweep(record: PagedAttention, cut: PagedTiling, state: tuple[jax.Array, ...
             positions = at.low[:, None] + tile * cut.keys + jnp.arange(cut.keys, dtype=jnp.int32)
             keys, values, present = _load_keys(record, at, positions)
             scores = _scores(record, at, positions, query, keys)
-            scores = jnp.where(_allowed(record, cut, at, positions, present), scores, -jnp.inf)
-            return _update(running, scores.reshape(*scores.shape[:3], -1), values)
+            scores = jnp.where(_allowed_pairs(record, cut, at, positions, present), scores, -jnp.inf)
+            return _online_softmax_step(running, scores.reshape(*scores.shape[:3], -1), values)
 
         # A traced bound: short sequences end early, and tables may be wider than what they hold.
         steps = (jnp.max(at.high - at.low) + cut.keys - 1) // cut.keys
         running = lax.fori_loop(jnp.int32(0), steps, key_tile, _initial_softmax(record, query))
         tile = _normalise_and_lse(record, running)
-        return tuple(_store(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
+        return tuple(_store_tile(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
 
     return lax.fori_loop(jnp.int32(0), (work.live + cut.stack - 1) // cut.stack, batch, state)
 
@@ -100,7 +102,7 @@ def _load_queries(record: PagedAttention, cut: PagedTiling, at: WorkList) -> tup
     offset = jnp.arange(cut.queries, dtype=jnp.int32)
     rows = jnp.where(offset < at.rows[:, None], at.row[:, None] + offset, row_sum)
     kv_heads = paged_cache.kv_heads(record)
-    # Rows that a tile does not have are T, after the array: read as 0 here, dropped in `_store`.
+    # Rows that a tile does not have are T, after the array: read as 0 here, dropped in `_store_tile`.
     query = round_to_compute_dtype(record.query.at[rows].get(mode="fill", fill_value=0), record)
     query = query.astype(_operand_dtype(record, record.key_pages)).reshape(
         cut.stack, cut.queries, kv_heads, heads // kv_heads, size
@@ -158,7 +160,7 @@ def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: j
     return scores
 
 
-def _allowed(
+def _allowed_pairs(
     record: PagedAttention, cut: PagedTiling, at: WorkList, positions: jax.Array, present: jax.Array
 ) -> jax.Array:
     """Returns what the masks allow, bool broadcastable to [n, h, k, t, g]."""
@@ -181,7 +183,7 @@ def _initial_softmax(record: PagedAttention, query: jax.Array) -> OnlineSoftmax:
     return OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), acc)
 
 
-def _update(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> OnlineSoftmax:
+def _online_softmax_step(running: OnlineSoftmax, scores: jax.Array, values: jax.Array) -> OnlineSoftmax:
     """Returns one step of the online softmax, over a tile of keys: rescales by alpha and adds the tile."""
     row_max = jnp.maximum(running.row_max, jnp.max(scores, axis=2))
     shift = jnp.where(row_max == -jnp.inf, 0, row_max)  # exp(-inf - 0) = 0 where nothing was seen yet
@@ -212,7 +214,7 @@ def _normalise_and_lse(record: PagedAttention, running: OnlineSoftmax) -> tuple[
     return running.acc * factor[..., None], lse
 
 
-def _store(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: PagedTiling) -> jax.Array:
+def _store_tile(x: jax.Array, rows: jax.Array, tile: jax.Array, cut: PagedTiling) -> jax.Array:
     """Returns x [T, H, ...] with rows [n, t] replaced by a tile [n, h, r, ...]."""
     stack, heads, _, *rest = tile.shape
     tile = tile.reshape(stack, heads, cut.queries, -1, *rest).swapaxes(1, 2)

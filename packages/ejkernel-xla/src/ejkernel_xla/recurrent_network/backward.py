@@ -54,7 +54,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
     layer_grads: list[list[Gradients]] = []
     outputs = time_major(pullback.cotangent[0]).astype(accumulator(record))
     for layer in reversed(range(layers)):
-        inputs = _inputs(pullback, layer)
+        inputs = _layer_inputs(pullback, layer)
         parts = jnp.split(outputs, directions, axis=-1)
         layer_directions = [Direction.of(record, layer, n) for n in range(directions)]
         grads = [
@@ -68,7 +68,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
-def _inputs(pullback: Pullback, layer: int) -> jax.Array:
+def _layer_inputs(pullback: Pullback, layer: int) -> jax.Array:
     """Returns what a layer reads, [T, B, inputs]."""
     record = pullback.record
     if layer == 0:
@@ -85,7 +85,7 @@ def _direction_gradients(
 ) -> Gradients:
     """Returns gradients of one direction of a layer, from the cotangent [T, B, H] of what it hands on."""
     record, weight_ih = pullback.record, at.weight_ih.astype(accumulator(pullback.record))
-    token = _token(at)
+    token = _token_backward_step(at)
 
     def block(carry: tuple[State, Gradients], parts: tuple[Any, ...]) -> tuple[tuple[State, Gradients], jax.Array]:
         after, sums = carry
@@ -110,7 +110,7 @@ def _direction_gradients(
     return {**sums, "inputs": blocks.merge(token_gradients), "first": first}
 
 
-def _token(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
+def _token_backward_step(at: Direction) -> Callable[[State, tuple[Any, ...]], tuple[State, jax.Array]]:
     """Returns the step of a loop over tokens: cotangents of the state after a token to those of the
     state before it.
     """

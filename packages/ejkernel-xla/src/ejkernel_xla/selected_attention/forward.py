@@ -46,7 +46,9 @@ def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
-    return selected_branches.forward(record, lambda listed: _selected(listed, config), _select_blocks, DENSE_KERNEL)
+    return selected_branches.forward(
+        record, lambda listed: _selected_branch(listed, config), _select_blocks, DENSE_KERNEL
+    )
 
 
 def _select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
@@ -81,7 +83,7 @@ class OnlineSoftmax(NamedTuple):
     acc: jax.Array
 
 
-def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
+def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> Branch:
     """Returns the selected branch."""
     (rows, tokens, heads, _), values = record.query.shape, record.value.shape[3]
     if not record.query.size:  # loops over tiles would read one
@@ -98,7 +100,9 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
         def read(c: jax.Array, rows: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             start = operands.starts[c]
             scores, _, _ = block_scores(record, operands, plan, at, start, rows)
-            return _update(running, rows, scores, keys_of_block(operands.value, at, start, record.block_size))
+            return _online_softmax_step(
+                running, rows, scores, keys_of_block(operands.value, at, start, record.block_size)
+            )
 
         # Blocks outside, their readers inside: a block is loaded once, and the running softmax of its readers is
         # gathered and scattered.
@@ -125,7 +129,7 @@ def _selected(record: SelectedAttention, config: SelectedTiles) -> Branch:
     )
 
 
-def _update(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:
+def _online_softmax_step(running: OnlineSoftmax, rows: jax.Array, scores: jax.Array, value: jax.Array) -> OnlineSoftmax:
     """Returns one step of the online softmax of some queries, over a block of values [k, v]."""
     # No query lists a block twice, so no two rows of a product are the same query.
     previous_max = take(running.row_max, rows)

@@ -41,7 +41,7 @@ def chunks(record: SelectiveScan) -> int:
 
 def intervals(record: SelectiveScan) -> IntervalTable | None:
     """Returns the intervals of packed sequences; None without packing."""
-    return None if record.cu_seqlens is None else packed_scan.packed_intervals(record.cu_seqlens, record.x.shape[1])
+    return None if record.cu_seqlens is None else packed_scan.make_interval_table(record.cu_seqlens, record.x.shape[1])
 
 
 def chunk_at(record: SelectiveScan, packed: IntervalTable | None, n: jax.Array) -> ChunkSlice:

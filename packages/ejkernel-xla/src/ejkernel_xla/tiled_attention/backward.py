@@ -104,7 +104,7 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
 
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
         at = plan.outer_step(step)
-        rows = _load(pullback, plan, at)
+        rows = _load_query_tile(pullback, plan, at)
         # dq is complete after the key loop and stays a tile; dk and dv are whole arrays, updated in place.
         carry = {name: x for name, x in grads.items() if name not in ("query", "softmax_aux")}
         if "query" in grads:
@@ -119,12 +119,12 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
             lambda tile, carry: key_tile(tile, carry, True),
             carry,
         )
-        return _store(grads, carry, record, plan, at, rows)
+        return _store_query_tile_gradients(grads, carry, record, plan, at, rows)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, grads)
 
 
-def _load(pullback: Pullback, plan: TilePlan, at: OuterStep) -> QueryTile:
+def _load_query_tile(pullback: Pullback, plan: TilePlan, at: OuterStep) -> QueryTile:
     record, residuals, dtype = pullback.record, pullback.residuals, accumulator(pullback.record)
     query = load_query(record, plan, at)
     cotangent, output = (load_rows(x, record, plan, at) for x in (pullback.cotangent, pullback.output))
@@ -179,7 +179,8 @@ def _key_tile(
         grads["bias"] = _add_bias(grads["bias"], dscores, plan, at, start)
     if "relative_bias" in grads:
         grads["relative_bias"] = _add_relative_bias(grads["relative_bias"], dscores, record, plan, at, tile)
-    # Otherwise the query tile carries the scale: dk has it by the product, and dq gets it once a tile in `_store`.
+    # Otherwise the query tile carries the scale: dk has it by the product, and dq gets it once per tile in
+    # `_store_query_tile_gradients`.
     if not folds_scale(record):
         dscores = dscores * record.softmax_scale
     dscores = dscores.astype(key.dtype)
@@ -226,7 +227,7 @@ def _add_relative_bias(
     return add(table, (at.head * plan.group, 0), sums)
 
 
-def _store(
+def _store_query_tile_gradients(
     grads: Gradients, carry: dict[str, Any], record: TiledAttention, plan: TilePlan, at: OuterStep, rows: QueryTile
 ) -> Gradients:
     """Returns the gradients with a finished query tile in them."""

@@ -76,7 +76,7 @@ def forward(record: TiledAttention, params: ChunkedSoftmax) -> tuple[jax.Array, 
 def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[jax.Array, SoftmaxResiduals]:
     """Runs `forward` with the output in the passed dtype, so that partial softmaxes stay wide until they are merged."""
     # Inside of `shard_map` a loop's carry has to vary over the mesh axes that its body makes it vary over.
-    state = _compat.as_varying(_initial(record, dtype), record)
+    state = _compat.as_varying(_initial_results(record, dtype), record)
     if state["output"].size == 0 or record.key.shape[1] == 0:
         return _output_and_residuals(state)
     plan = make_plan(record, params.block_q, params.block_kv)
@@ -91,7 +91,7 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
             scores = score(record, plan, at, tile, query, key)
             if masked:
                 scores = mask(scores, allowed_pairs(record, plan, at, tile))
-            return _update(running, scores, value, rows, record, plan.keys.start(tile))
+            return _online_softmax_step(running, scores, value, rows, record, plan.keys.start(tile))
 
         # Two bodies: full tiles, which are most of a long causal call, compile without the comparisons of the masks.
         running = key_tiles.fold(
@@ -100,7 +100,7 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
             lambda tile, running: key_tile(tile, running, True),
             _compat.as_varying(_initial_softmax(record, plan), record),
         )
-        return _store(state, _epilogue(running, record, plan, at), plan, at)
+        return _store_query_tile(state, _epilogue(running, record, plan, at), plan, at)
 
     # The arrays are carried, so that XLA updates a query tile of them in place.
     return _output_and_residuals(lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), query_tile, state))
@@ -113,7 +113,7 @@ def _initial_softmax(record: TiledAttention, plan: TilePlan) -> OnlineSoftmax:
     return OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), row_argmax, jnp.zeros(shape, dtype), acc)
 
 
-def _update(
+def _online_softmax_step(
     running: OnlineSoftmax,
     scores: Scores,
     value: jax.Array,
@@ -168,7 +168,7 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(x == -jnp.inf, 0, x)
 
 
-def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
+def _initial_results(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     """Returns the arrays that query tiles are stored into, with the values of a call without keys."""
     (b, t, h, _), dtype = record.query.shape, accumulator(record)
     sink = jnp.full(h, -jnp.inf, dtype) if record.softmax_aux is None else record.softmax_aux.astype(dtype)
@@ -181,7 +181,9 @@ def _initial(record: TiledAttention, output: Any) -> dict[str, jax.Array]:
     return state
 
 
-def _store(state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: OuterStep) -> dict[str, jax.Array]:
+def _store_query_tile(
+    state: dict[str, jax.Array], tile: dict[str, Any], plan: TilePlan, at: OuterStep
+) -> dict[str, jax.Array]:
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
     # A tile that was moved back writes the rows that it shares with the previous tile again, with the same numbers.
     head = at.head * plan.group

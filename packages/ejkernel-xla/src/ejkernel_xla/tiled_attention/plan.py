@@ -126,12 +126,12 @@ def take(x: jax.Array, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array
     """Returns a slice of x; dimensions of size 1 broadcast, so they are taken whole."""
     starts = [0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)]
     sizes = [_smaller_size(n, size) for n, size in zip(x.shape, sizes, strict=True)]
-    return lax.dynamic_slice(x, _int32(starts), sizes)
+    return lax.dynamic_slice(x, _as_int32_offsets(starts), sizes)
 
 
 def put(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
     """Returns x with a slice replaced by tile."""
-    return lax.dynamic_update_slice(x, tile.astype(x.dtype), _int32(starts))
+    return lax.dynamic_update_slice(x, tile.astype(x.dtype), _as_int32_offsets(starts))
 
 
 def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def add(x: jax.Array, starts: Sequence[Any], tile: jax.Array) -> jax.Array:
     return put(x, starts, take(x, starts, tile.shape) + tile)
 
 
-def _int32(starts: Sequence[Any]) -> list[jax.Array]:
+def _as_int32_offsets(starts: Sequence[Any]) -> list[jax.Array]:
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 

@@ -102,7 +102,7 @@ def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> 
     if packed is not None and record.sequence_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
         begun = states(record)[packed.run][None] * _total_decay_factor(key_gates, value_gates, record)
-        added = added + jnp.where(packed.passes & ~border_tokens.continues[0], begun, 0)
+        added = added + jnp.where(packed.passes & ~border_tokens.spans_shard[0], begun, 0)
     return ShardSummary(_total_decay_factor(*_log_gates_of_tokens(record, border_tokens.leading), record), added)
 
 

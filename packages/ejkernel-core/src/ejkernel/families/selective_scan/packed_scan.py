@@ -52,7 +52,7 @@ def first_interval_of_sequences(cu_seqlens: jax.Array) -> jax.Array:
     return jnp.pad(jnp.cumsum(cdiv(lengths, TOKENS_PER_INTERVAL), dtype=jnp.int32), (1, 0))
 
 
-def packed_intervals(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
+def make_interval_table(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
     """Returns the intervals of packed sequences.
 
     Args:

@@ -55,7 +55,7 @@ def _packed_reference(
     final = jnp.swapaxes(final, 1, 2)
     if original.initial_state is not None and original.state_slots is not None:
         final = slots.write_slots(original.initial_state, original.state_slots, cu_seqlens, final)
-    at = packed_scan.packed_intervals(cu_seqlens, tokens)
+    at = packed_scan.make_interval_table(cu_seqlens, tokens)
     states = packed_scan.stored_states(cu_seqlens, before[jnp.clip(at.begin, 0, tokens - 1), 0][None])
     output = jnp.where(real, jnp.moveaxis(outputs, 0, 1), 0).astype(record.x.dtype)
     return (output, final), ScanResiduals(states=states)

@@ -48,12 +48,12 @@ def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSumm
     steps = _chosen_steps(record, borders.running)
     later = cumulative_sums(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), reverse=True)
     values, write_or_read = (_zero_unless_chosen(x, borders.running, record) for x in (record.x, record.write))
-    added = _weighted_sum(record, later, steps * values, write_or_read)
+    added = _sum_weighted_by_write_or_read(record, later, steps * values, write_or_read)
     packed = borders.packed
     if packed is not None and record.initial_state is not None:
         # The sequence that goes on may have begun here, with a state of its own.
         begun = states(record)[packed.run][None] * _state_decay_factor(record, steps)
-        added = added + jnp.where(packed.passes & ~borders.continues[0], begun, 0)
+        added = added + jnp.where(packed.passes & ~borders.spans_shard[0], begun, 0)
     return ShardSummary(_state_decay_factor(record, _chosen_steps(record, borders.leading)), added)
 
 
@@ -61,7 +61,7 @@ def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, d_read: 
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
     so_far = cumulative_sums(_chosen_steps(record, borders.leading))
     values, write_or_read = (_zero_unless_chosen(x, borders.leading, record) for x in (d_read, record.read))
-    return _weighted_sum(record, so_far, values, write_or_read)
+    return _sum_weighted_by_write_or_read(record, so_far, values, write_or_read)
 
 
 def states(record: SelectiveScan) -> jax.Array:
@@ -83,7 +83,9 @@ def _state_decay_factor(record: SelectiveScan, steps: jax.Array) -> jax.Array:
     return jnp.exp(jnp.sum(steps, axis=1)[..., None] * record.decay.astype(accumulator(record)))
 
 
-def _weighted_sum(record: SelectiveScan, steps: jax.Array, values: jax.Array, write_or_read: jax.Array) -> jax.Array:
+def _sum_weighted_by_write_or_read(
+    record: SelectiveScan, steps: jax.Array, values: jax.Array, write_or_read: jax.Array
+) -> jax.Array:
     """Returns the sum over tokens of `exp(decay * steps) * values * write_or_read`, [B, I, E].
 
     Args:

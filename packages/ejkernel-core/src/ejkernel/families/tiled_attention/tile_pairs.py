@@ -106,7 +106,7 @@ def classify_tile_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut)
     ids = (record.q_segment_ids, record.kv_segment_ids)
     traced = record.q_positions is not None or record.kv_positions is not None or ids[0] is not None
     xp = jnp if traced else np
-    some, every = _banded(record, q_cut, kv_cut, xp)
+    some, every = _tiles_within_band(record, q_cut, kv_cut, xp)
     if ids[0] is not None and ids[1] is not None:
         same, all_same = _tiles_with_equal_segments(_tile_min_and_max(ids[0], q_cut), _tile_min_and_max(ids[1], kv_cut))
         some, every = some & same, every & all_same
@@ -135,7 +135,7 @@ def tile_runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     return first, xp.where(none, last, full_start), xp.where(none, last, full_end), last
 
 
-def _banded(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut, xp: Any) -> tuple[Any, Any]:
+def _tiles_within_band(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut, xp: Any) -> tuple[Any, Any]:
     """Returns whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
     left, right = band(record)
     q_low, q_high = _tile_min_and_max(record.q_positions, q_cut)

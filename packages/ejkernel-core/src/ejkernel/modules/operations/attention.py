@@ -184,7 +184,7 @@ def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
         softmax_scale=args.softmax_scale,
         dropout_prob=args.dropout_prob if args.drops else 0.0,
         causal=args.causal,
-        dropout_seed=_seed(args.dropout_rng) if args.drops else None,
+        dropout_seed=_seed_from_rng(args.dropout_rng) if args.drops else None,
         sliding_window=args.sliding_window,
         logits_soft_cap=args.logits_soft_cap,
         normalize_output=True,
@@ -193,7 +193,7 @@ def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
     )
 
 
-def _seed(rng: Any) -> jax.Array:
+def _seed_from_rng(rng: Any) -> jax.Array:
     """Returns the project's dropout seed, uint32, from an integer or a key."""
     if jnp.issubdtype(rng.dtype, jnp.integer) and not jnp.ndim(rng):
         return jnp.asarray(rng).astype(jnp.uint32)
@@ -205,7 +205,7 @@ def lower(args: AttentionArguments) -> TiledAttention:
     return lower_flash(_as_flash(args))
 
 
-def _tiles_of_output(cfg: AttentionConfig) -> FlashAttentionConfig:
+def _config_with_output_tiles(cfg: AttentionConfig) -> FlashAttentionConfig:
     """Returns the configuration of `flash_attention` that has the tiles of the output, in both passes.
 
     Raises:
@@ -228,7 +228,7 @@ def _route_without_weights(args: AttentionArguments, options: dict[str, Any]) ->
     _check_call(args)
     cfg, specs = options["cfg"], options["in_specs"]
     if isinstance(cfg, AttentionConfig):
-        cfg = _tiles_of_output(cfg)
+        cfg = _config_with_output_tiles(cfg)
     if isinstance(specs, tuple | list) and len(specs) > 4 and not isinstance(specs, jax.sharding.PartitionSpec):
         specs = (*specs[:4], None, None, *specs[5:])  # cumulative lengths for the key of dropout
     return FLASH_ATTENTION, _as_flash(args), {**options, "cfg": cfg, "in_specs": specs}

@@ -14,7 +14,12 @@ from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared import convolution_states
 from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees, slots
-from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_parents, rank
+from ejkernel.modules.operations.shared.recurrences import (
+    check_floating,
+    check_packing,
+    check_parents_shape_and_dtype,
+    rank,
+)
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     check_cumulative,
@@ -135,7 +140,7 @@ def validate(args: CausalConv1dArguments) -> None:
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
     _check_states(args, sizes)
-    check_parents(args, sizes)
+    check_parents_shape_and_dtype(args, sizes)
 
 
 def _check_states(args: CausalConv1dArguments, sizes: dict[str, int]) -> None:

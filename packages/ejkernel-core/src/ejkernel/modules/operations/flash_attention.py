@@ -220,7 +220,7 @@ def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
 def lower(args: FlashAttentionArguments) -> TiledAttention:
     """Returns the tiled-attention record of a call."""
     slopes = args.alibi_slopes
-    q_ids, k_ids, q_positions, k_positions = _tokens(args)
+    q_ids, k_ids, q_positions, k_positions = _segment_ids_and_positions(args)
     dropout = args.dropout_prob > 0
     return TiledAttention(
         query=args.query,
@@ -230,7 +230,7 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
         bias=args.bias,
         alibi_slopes=slopes if slopes is None or slopes.ndim == 2 else slopes[None],
         relative_bias=args.relative_bias,
-        mask=_mask(args),
+        mask=_combined_mask(args),
         q_segment_ids=q_ids,
         kv_segment_ids=k_ids,
         q_positions=q_positions,
@@ -248,7 +248,7 @@ def lower(args: FlashAttentionArguments) -> TiledAttention:
     )
 
 
-def _mask(args: FlashAttentionArguments) -> jax.Array | None:
+def _combined_mask(args: FlashAttentionArguments) -> jax.Array | None:
     """Returns what `mask_info` and `attention_mask` both allow, [B|1, H|1, T|1, S|1]."""
     explicit = None if args.mask_info is None else args.mask_info.explicit_mask
     if args.attention_mask is None:
@@ -258,7 +258,7 @@ def _mask(args: FlashAttentionArguments) -> jax.Array | None:
     return mask if explicit is None else explicit & mask
 
 
-def _tokens(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
+def _segment_ids_and_positions(args: FlashAttentionArguments) -> tuple[jax.Array | None, ...]:
     """Returns segment ids of queries and keys, and their positions where indices would not do."""
     mask, (batch, queries), keys = args.mask_info or MaskInfo(), args.query.shape[:2], args.key.shape[1]
     ids = [mask.explicit_q_segment_ids, mask.explicit_kv_segment_ids]
@@ -289,7 +289,7 @@ def reference(args: FlashAttentionArguments) -> Any:
     return with_lse(args, output, residuals.lse)
 
 
-def _route(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+def _route_to_pages(args: FlashAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Routes a call over a cache of pages to `unified_attention`."""
     return (OP, args, options) if args.block_tables is None else paged_call(args, options)
 
@@ -341,7 +341,7 @@ OP = Op(
     reference=reference,
     cases=cases.cases(FlashAttentionArguments),
     make_inputs=cases.make_inputs,
-    route=_route,
+    route=_route_to_pages,
     lse="b h t",
     axes={"softmax_aux": "h n", "block_tables": "b k"},
 )

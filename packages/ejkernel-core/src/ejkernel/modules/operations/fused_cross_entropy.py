@@ -237,7 +237,7 @@ def conditions(args: FusedCrossEntropyArguments) -> Iterable[Condition]:
     yield Condition(name="targets", reads=(args.targets,), holds=holds, wants=wants)
 
 
-def _weights(args: FusedCrossEntropyArguments) -> jax.Array:
+def _weight_per_token(args: FusedCrossEntropyArguments) -> jax.Array:
     """Returns every token's weight, 0 for tokens to ignore."""
     dtype = jnp.promote_types(_rows(args).dtype, jnp.float32)
     weights = token_losses.token_weights(args, dtype)
@@ -265,7 +265,7 @@ def lower(args: FusedCrossEntropyArguments) -> family.CrossEntropy:
     rows = rows.reshape(-1, rows.shape[-1])
     if args.compute_dtype is not None and head is not None:
         rows, head = rows.astype(args.compute_dtype), head.astype(args.compute_dtype)
-    unchecked = _weights(args)
+    unchecked = _weight_per_token(args)
     weights = (unchecked != 0).astype(unchecked.dtype) if split else _nan_for_unknown_targets(args, unchecked)
     if args.reduction == "mean" and not split:
         total = jnp.sum(unchecked)
@@ -306,7 +306,7 @@ def finish(args: FusedCrossEntropyArguments, output: Any) -> CrossEntropyOutput:
     loss, lse, largest, entry = output
     if args.vocab_parallel_axis is not None:
         loss, lse, entry = _over_devices(args, loss, lse, largest, entry)
-    weights, shape = _weights(args), _rows(args).shape[:-1]
+    weights, shape = _weight_per_token(args), _rows(args).shape[:-1]
     lse, entry = (lax.stop_gradient(x).reshape(shape) for x in (lse, entry))
     z_loss = token_losses.reduce_losses(args.z_loss * lse**2, weights, args)
     loss = loss.reshape(shape) if args.reduction == "none" else jnp.sum(loss)
@@ -329,7 +329,7 @@ def _over_devices(
     # Each device computes the loss with its local softmax. Subtracting the local log-sum-exp leaves the expected logit.
     expected = lax.psum(lse * mass - loss, axis) * (1 - part + part / shards)
     whole_lse = token_losses.lse_over_devices(lse, axis)
-    weights = _nan_for_unknown_targets(args, _weights(args)).reshape(-1)
+    weights = _nan_for_unknown_targets(args, _weight_per_token(args)).reshape(-1)
     losses = jnp.where(weights == 0, 0, weights * (whole_lse * whole - expected + args.z_loss * whole_lse**2))
     best = lax.pmax(lax.stop_gradient(largest), axis)
     first = lax.axis_index(axis) * _entries(args)

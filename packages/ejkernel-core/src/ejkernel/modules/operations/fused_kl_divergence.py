@@ -123,7 +123,7 @@ def validate(args: FusedKLDivergenceArguments) -> None:
     token_losses.check_weights(args, tuple(student.shape[:-1]))
 
 
-def _weights(args: FusedKLDivergenceArguments) -> jax.Array:
+def _weight_per_token(args: FusedKLDivergenceArguments) -> jax.Array:
     """Returns every token's weight."""
     dtype = jnp.promote_types(args.student_logits.dtype, jnp.float32)
     weights = token_losses.token_weights(args, dtype)
@@ -136,7 +136,7 @@ def lower(args: FusedKLDivergenceArguments) -> family.KLDivergence:
     return family.KLDivergence(
         student=args.student_logits.reshape(-1, entries),
         teacher=lax.stop_gradient(args.teacher_logits.reshape(-1, entries)),
-        active=(_weights(args) != 0).reshape(-1),
+        active=(_weight_per_token(args) != 0).reshape(-1),
         direction=args.direction,
         temperature=args.temperature,
         beta=args.beta,
@@ -146,7 +146,7 @@ def lower(args: FusedKLDivergenceArguments) -> family.KLDivergence:
 
 def finish(args: FusedKLDivergenceArguments, output: Any) -> KLDivergenceOutput:
     """Returns the public results of a call."""
-    weights = _weights(args)
+    weights = _weight_per_token(args)
     loss, entropy = (
         token_losses.reduce_losses(
             token_losses.sum_over_mesh_axis(x, args.vocab_parallel_axis).reshape(weights.shape), weights, args

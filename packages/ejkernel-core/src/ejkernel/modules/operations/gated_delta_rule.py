@@ -122,7 +122,7 @@ class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
 gdr_attention = gated_delta_rule
 
 
-def _route(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+def _route_state_spec(args: GatedDeltaRuleArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Routes a call with a state and no segments: if it has six specs, the sixth is the spec of the state instead of
     that of the segments.
     """
@@ -155,6 +155,6 @@ OP = Op(
     axes={"decay": "b t h k"},
     finish=delta_rule.finish,
     configure=_configure,
-    route=_route,
+    route=_route_state_spec,
 )
 GatedDeltaRule.op = OP

@@ -167,7 +167,7 @@ def validate(args: NativeSparseAttentionArguments) -> None:
         if getattr(args, name) is not None:
             check_shape(name, getattr(args, name), "B T H", sizes)
             check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    _check_blocks(args, sizes)
+    _check_block_arguments(args, sizes)
     if args.cu_seqlens is not None:
         check_shape("cu_seqlens", args.cu_seqlens, "N+1" if sizes["B"] == 1 else "B+1", {"B+1": sizes["B"] + 1})
         check_dtype("cu_seqlens", args.cu_seqlens, jnp.integer, "an integer dtype")
@@ -175,7 +175,7 @@ def validate(args: NativeSparseAttentionArguments) -> None:
             raise ValueError(f"cu_seqlens: got shape {args.cu_seqlens.shape}, wants [N + 1] with at least 1 sequence")
 
 
-def _check_blocks(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -> None:
+def _check_block_arguments(args: NativeSparseAttentionArguments, sizes: dict[str, int]) -> None:
     if args.block_indices is None:
         if args.g_cmp is None:
             raise ValueError(

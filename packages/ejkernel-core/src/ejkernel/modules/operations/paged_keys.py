@@ -37,7 +37,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
     # Here, because importing an operation imports no other.
     from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 
-    _check(args, options)
+    _check_paged_call(args, options)
     batch, tokens, heads, size = args.query.shape
     tables = args.block_tables
     full: Any = np.full(tables.shape[:1], tables.shape[1] * args.key.shape[1], np.int32)
@@ -56,7 +56,7 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         return_lse=args.return_lse,
         **scalars,
     )
-    return _with_rows(batch, tokens), record, options
+    return _operation_with_rows(batch, tokens), record, options
 
 
 def of_pages(args: Any) -> Iterable[Condition]:
@@ -87,7 +87,7 @@ def of_pages(args: Any) -> Iterable[Condition]:
     yield Condition(name="cum_seqlens_k", reads=(ends, *rows), holds=holds, wants=wants)
 
 
-def _check(args: Any, options: dict[str, Any]) -> None:
+def _check_paged_call(args: Any, options: dict[str, Any]) -> None:
     sizes: dict[str, int] = {}
     check_shape("query", args.query, "B T H D", sizes)
     for name in ("key", "value"):
@@ -116,7 +116,7 @@ def _check(args: Any, options: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _with_rows(batch: int, tokens: int) -> Op:
+def _operation_with_rows(batch: int, tokens: int) -> Op:
     """Returns the operation with rows of queries in its result."""
 
     from ejkernel.modules.operations.unified_attention import OP

@@ -14,7 +14,12 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RaggedGatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
 from ejkernel.modules.operations.shared.conditions import conditions_of_states, conditions_of_trees
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, check_parents, rank
+from ejkernel.modules.operations.shared.recurrences import (
+    TOLERANCE,
+    check_floating,
+    check_parents_shape_and_dtype,
+    rank,
+)
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -112,7 +117,7 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
     check_shape("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
     for name in ("query_start_loc", "state_indices"):
         check_dtype(name, getattr(args, name), jnp.integer, "an integer dtype")
-    check_parents(args, sizes, "T")
+    check_parents_shape_and_dtype(args, sizes, "T")
     for name in ("slots", "N"):
         if sizes[name] == 0:
             argument = "recurrent_state" if name == "slots" else "state_indices"

@@ -159,7 +159,7 @@ def validate(args: RingAttentionArguments) -> None:
     info: Any = args.mask_info
     if not isinstance(info, MaskInfo | None):
         raise ValueError(f"mask_info: got {got(info)}, wants a MaskInfo")
-    validate_flash(_dense(args))
+    validate_flash(_without_pair_arguments(args))
     _check_pairs("bias", args.bias, args)
     if args.bias is not None:
         check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
@@ -181,7 +181,7 @@ def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
 
 def lower(args: RingAttentionArguments) -> Record:
     """Returns the ring record of a call."""
-    dense = lower_flash(_dense(args))
+    dense = lower_flash(_without_pair_arguments(args))
     same = ("query", "key", "value", "softmax_scale", "q_segment_ids", "kv_segment_ids", "q_positions", "kv_positions")
     same = (*same, "softmax_aux", "causal", "sliding_window", "logits_soft_cap")
     record = Record(
@@ -191,12 +191,12 @@ def lower(args: RingAttentionArguments) -> Record:
         mask=None if args.mask_info is None else _local_queries(args.mask_info.explicit_mask, args),
     )
     if args.chunk_size is not None:
-        record = _chunked(record, args.mask_info or MaskInfo(), args.chunk_size)
+        record = _with_chunk_segments(record, args.mask_info or MaskInfo(), args.chunk_size)
     # Where `shard_map` keeps track of what varies, arrays that do not get their gradient summed over the devices.
     return _compat.as_varying(record, record)
 
 
-def _dense(args: RingAttentionArguments) -> FlashAttentionArguments:
+def _without_pair_arguments(args: RingAttentionArguments) -> FlashAttentionArguments:
     """Returns the call without its (query, key) pairs, of which a device may hold another part than of its tokens."""
     return FlashAttentionArguments(
         query=args.query,
@@ -223,18 +223,21 @@ def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax
     return lax.dynamic_slice_in_dim(pairs, lax.axis_index(args.axis_name) * length, length, axis=2)
 
 
-def _chunked(record: Record, info: MaskInfo, size: int) -> Record:
+def _with_chunk_segments(record: Record, info: MaskInfo, size: int) -> Record:
     """Returns the record with chunks for segments, or with segments cut into chunks."""
     rows = record.query.shape[0]
     positions = ((info.q_positions, record.query.shape[1]), (info.kv_positions, record.key.shape[1]))
-    chunks = [_indices(record, n)[None] // size if x is None else clamp_positions(x) // size for x, n in positions]
+    chunks = [
+        _global_token_indices(record, n)[None] // size if x is None else clamp_positions(x) // size
+        for x, n in positions
+    ]
     chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         chunks = _both_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
     return dataclasses.replace(record, q_segment_ids=chunks[0], kv_segment_ids=chunks[1])
 
 
-def _indices(record: Record, length: int) -> jax.Array:
+def _global_token_indices(record: Record, length: int) -> jax.Array:
     """Returns indices in the whole sequence of this device's tokens, [length] int32."""
     indices = jnp.arange(length, dtype=jnp.int32)
     return indices if axis_size(record.axis_name) == 1 else indices + lax.axis_index(record.axis_name) * length
@@ -264,7 +267,7 @@ class RingAttention(Kernel[RingAttentionConfig, Array]):
     """Wraps `ring_attention` in an object that an `Executor` can call."""
 
 
-def _route(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
+def _route_to_mesh_in_use(args: RingAttentionArguments, options: dict[str, Any]) -> tuple[Op, Any, dict[str, Any]]:
     """Returns the call on the mesh around it, where it gives none."""
     sharding_options = (options[name] for name in ("mesh", "in_specs", "out_specs"))
     return OP, args, {**options, **mesh_and_specs(args, *sharding_options)}
@@ -279,7 +282,7 @@ OP = Op(
     cases=cases.cases(RingAttentionArguments),
     make_inputs=cases.make_inputs,
     axes={"softmax_aux": "h n"},
-    route=_route,
+    route=_route_to_mesh_in_use,
     lse="b h t",
 )
 RingAttention.op = OP

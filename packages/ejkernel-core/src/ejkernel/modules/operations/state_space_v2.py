@@ -18,7 +18,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     TOLERANCE,
     check_floating,
     check_packing,
-    check_parents,
+    check_parents_shape_and_dtype,
     check_states,
     wide,
 )
@@ -188,7 +188,7 @@ def validate(args: StateSpaceV2Arguments) -> None:
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
     check_states(args, "H P E", sizes)
-    check_parents(args, sizes)
+    check_parents_shape_and_dtype(args, sizes)
     if args.use_gated_rmsnorm and args.gate is None:
         raise ValueError("gate: got None with use_gated_rmsnorm=True, wants [B, T, H*P]")
     _check_norm(args, sizes["H"] * sizes["P"])
@@ -217,14 +217,14 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
         decay=(wide(args.A) * dt)[..., None],
         dt=dt,
         skip=None if args.D is None else wide(args.D)[None, None],
-        **_states(args),
+        **_state_fields(args),
         parents=args.parents,
         transposed_states=True,
         precision=args.precision,
     )
 
 
-def _states(args: StateSpaceV2Arguments) -> dict[str, Any]:
+def _state_fields(args: StateSpaceV2Arguments) -> dict[str, Any]:
     """Returns the record's fields of states, [..., P, E]: those of rows, or of packed sequences."""
     if args.cu_seqlens is None:
         return {"initial_state": args.initial_state}
@@ -239,15 +239,15 @@ def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> 
     rows, tokens, heads, size = y.shape
     y = y.reshape(rows, tokens, heads * size)
     if args.use_gated_rmsnorm and args.norm_before_gate:
-        y = _normalised(y, args)
+        y = _group_rms_normalised(y, args)
     if args.gate is not None:
         y = y * (args.act_fn or jax.nn.silu)(wide(args.gate))
     if args.use_gated_rmsnorm and not args.norm_before_gate:
-        y = _normalised(y, args)
+        y = _group_rms_normalised(y, args)
     return y.astype(args.x.dtype), state, args.conv_state
 
 
-def _normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
+def _group_rms_normalised(y: jax.Array, args: StateSpaceV2Arguments) -> jax.Array:
     """Returns y [B, T, channels] over the root mean square of each group of channels."""
     groups = y.reshape(*y.shape[:2], -1, args.norm_group_size or y.shape[2])
     return (groups * lax.rsqrt(jnp.mean(groups**2, axis=-1, keepdims=True) + args.rmsnorm_eps)).reshape(y.shape)

@@ -90,7 +90,7 @@ class Agreement:
             return propose()
         with self._lock:
             if anew:
-                self._end_round(key)
+                self._start_next_round(key)
             if key in self._decided:
                 return self._decided[key]
             name = self._message_key(key)
@@ -105,7 +105,7 @@ class Agreement:
             selection = propose()
         except Exception as error:
             _publish_message(name, _Message(error=f"{type(error).__name__}: {error}"))
-            self._end_round(key)
+            self._start_next_round(key)
             raise
         _publish_message(name, _Message(selection.part, selection.tier))
         self._decided[key] = selection
@@ -115,12 +115,12 @@ class Agreement:
         message = msgspec.json.decode(_wait_for_message(name, key), type=_Message)
         if message.error is not None:
             with self._lock:
-                self._end_round(key)
+                self._start_next_round(key)
             raise AgreementError(f"process 0 could not choose a configuration for {key}: {message.error}")
         sentence = f"agreement: process 0 decided, by its tier {message.tier}"
         return Selection(msgspec.convert(message.part, part), message.tier, (sentence,))
 
-    def _end_round(self, key: ConfigKey) -> None:
+    def _start_next_round(self, key: ConfigKey) -> None:
         self._rounds[key] = self._rounds.get(key, 0) + 1
         self._decided.pop(key, None)
 

@@ -55,7 +55,7 @@ def run(
     args, kwargs = kernel.prepare(*args, **kwargs)
     cfg = choose(chain, kernel, args, cfg, kwargs, mapped=mapping is not None)
     if mapping is None:
-        return _runner(kernel, cfg, kwargs, mapped=False)(*args)
+        return _function_of_positional_arguments(kernel, cfg, kwargs, mapped=False)(*args)
     for name in ("mesh", "in_specs", "out_specs"):
         if mapping.get(name) is None:
             raise ValueError(f"{name}: got None, wants a value for {kernel.op_id} under shard_map")
@@ -63,7 +63,7 @@ def run(
         mapped, operands, *after = kernel.create_shard_map_wrapper(*args, **mapping, cfg=cfg, **kwargs)
         output = mapped(*operands)
         return after[0](output, cfg=cfg) if after else output
-    runner = _runner(kernel, cfg, kwargs, mapped=True)
+    runner = _function_of_positional_arguments(kernel, cfg, kwargs, mapped=True)
     return jax.shard_map(runner, **mapping)(*args)
 
 
@@ -87,7 +87,9 @@ def _base_methods() -> Mapping[str, Any]:
     return {name: getattr(Kernel, name) for name in dir(Kernel)}
 
 
-def _runner(kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool) -> Callable[..., Any]:
+def _function_of_positional_arguments(
+    kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool
+) -> Callable[..., Any]:
     """Returns a function of the positional arguments, with the kernel's own gradient where it has one."""
     forward, backward = (
         most_specific_method(kernel, "fwd_with_residuals", mapped),
@@ -127,7 +129,7 @@ def choose(
     invocation, policy = kernel.invocation(args, kwargs), effective_policy(chain.policy, chain)
     if policy.tunes_on_miss and not mapped and not traced((args, kwargs)):
         candidates = most_specific_method(kernel, "candidate_cfgs")
-        best = _measured(chain, kernel, tuple(candidates(invocation) if candidates else ()), args, kwargs)
+        best = _fastest_candidate(chain, kernel, tuple(candidates(invocation) if candidates else ()), args, kwargs)
         if best is not None:
             chain.cache.put(key, best)
             return best
@@ -141,7 +143,7 @@ def choose(
     return rule(invocation)
 
 
-def _measured(
+def _fastest_candidate(
     chain: ConfigSelectorChain, kernel: Any, candidates: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Returns the fastest candidate; None where there is no choice, or where none runs."""
@@ -161,7 +163,7 @@ def _measured(
 
 
 def _jitted_runner(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    return jax.jit(_runner(kernel, cfg, kwargs, mapped=False))
+    return jax.jit(_function_of_positional_arguments(kernel, cfg, kwargs, mapped=False))
 
 
 def _config_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:

@@ -87,7 +87,7 @@ class Executor:
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
         """Returns what the call would do, and why."""
         with only_looking():
-            return self._decide(kernel, *args, **kwargs)[1]
+            return self._operation_and_decision(kernel, *args, **kwargs)[1]
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Cfg:
         """Returns the configuration the call would use, both directions, for the toolchain that was asked for.
@@ -100,7 +100,7 @@ class Executor:
         if kernel.is_custom:
             args, kwargs = kernel.prepare(*args, **kwargs)
             return custom_kernel.choose(self.chooser, kernel, args, kwargs.pop("cfg", None), kwargs)
-        op, decision = self._decide(kernel, *args, **kwargs)
+        op, decision = self._operation_and_decision(kernel, *args, **kwargs)
         forward, backward = decision.forward, decision.backward
         chosen = forward.implementation
         if chosen is None:
@@ -130,7 +130,7 @@ class Executor:
 
         return jax.jit(run)
 
-    def _decide(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
+    def _operation_and_decision(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> tuple[Op, Decision]:
         """Returns the operation that carries the call out, and what it would do."""
         args, kwargs = kernel.prepare(*args, **kwargs)
         op, record, options = kernel.op.routed_call(*kernel.op.bind(args, kwargs))

@@ -38,7 +38,7 @@ def autotune_recorded(
     pending_calls = list(get_recorded() if calls is None else calls)
     results: list[TuningResult] = []
     problems: list[str] = []
-    for call in _progress(pending_calls, show_progress):
+    for call in _with_progress_bar(pending_calls, show_progress):
         try:
             results += tune_abstract(call.plan, call.args, directions, mesh=call.mesh, in_specs=call.in_specs)
             forget_call(call)
@@ -76,7 +76,7 @@ def tune_abstract(
     return tune_call(plan, inputs, directions, mesh=mesh, in_specs=in_specs)
 
 
-def _progress(calls: list[RecordedCall], show: bool) -> Iterable[RecordedCall]:
+def _with_progress_bar(calls: list[RecordedCall], show: bool) -> Iterable[RecordedCall]:
     if not show:
         return calls
     import tqdm

@@ -118,7 +118,7 @@ def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
 def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
     """Returns the chunks of packed sequences."""
     tokens, last_sequence = record.x.shape[1], cu_seqlens.shape[0] - 2
-    intervals = packed_scan.packed_intervals(cu_seqlens, tokens)
+    intervals = packed_scan.make_interval_table(cu_seqlens, tokens)
     has_tokens = intervals.sequence <= last_sequence
     # Unused chunks are assigned to the last sequence with tokens; kernels leave its states unchanged there.
     sequence = jnp.where(has_tokens, intervals.sequence, jnp.max(jnp.where(has_tokens, intervals.sequence, 0)))

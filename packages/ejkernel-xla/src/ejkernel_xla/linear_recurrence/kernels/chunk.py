@@ -76,7 +76,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
     if write.shape[-2] == 1:  # one token reads what it has just written, as the formula says
         output = scale * multiply(expand(chunk.query, count), after, precision)
     else:
-        output = _read(state, chunk, write, keys, precision)
+        output = _read_of_tokens(state, chunk, write, keys, precision)
         if low_rank is not None:
             vectors, values = low_rank
             output = output + multiply(keys.pairs(chunk.query, vectors, count, precision), values, precision)
@@ -86,7 +86,9 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
     return output, after
 
 
-def _read(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any) -> jax.Array:
+def _read_of_tokens(
+    state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: KeyGates, precision: Any
+) -> jax.Array:
     """Returns what the tokens read, [n, C, V]: inter-chunk from the states before the chunk, intra-chunk from each
     other.
     """

@@ -46,7 +46,7 @@ class HeadGates:
     @classmethod
     def of(cls, gates: jax.Array) -> "HeadGates":
         """Creates the gates from log gates [n, C, 1]."""
-        return cls(*_weights(gates[..., 0]))
+        return cls(*_decay_weights(gates[..., 0]))
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
@@ -138,7 +138,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
 
 
 @jax.custom_vjp
-def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _decay_weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns `between` and `decay_since_start` of `HeadGates` for gates [n, C]."""
     levels = decay_spans(gates[..., None])
     one = jnp.ones((*gates.shape, 1), gates.dtype)
@@ -148,7 +148,7 @@ def _weights(gates: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @with_standard_promotion
 def _weights_fwd(gates: jax.Array) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    weights = _weights(gates)
+    weights = _decay_weights(gates)
     return weights, weights
 
 
@@ -168,4 +168,4 @@ def _weights_bwd(weights: tuple[jax.Array, jax.Array], cotangent: tuple[jax.Arra
     )
 
 
-_weights.defvjp(_weights_fwd, _weights_bwd)
+_decay_weights.defvjp(_weights_fwd, _weights_bwd)

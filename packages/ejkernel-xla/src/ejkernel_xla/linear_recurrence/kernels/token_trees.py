@@ -103,8 +103,8 @@ def tree_backward(pullback: Pullback) -> TokenFields:
         )
         dbefore, dfields = pull((devery[at.token], doutput[at.token]))
         grads = {name: _add_gradient(grads[name], dfields[name], at, tokens) for name in names}
-        dfirst = dfirst + _where(at.valid & at.root, dbefore)
-        return grads, devery.at[at.parent].add(_where(at.valid & ~at.root, dbefore)), dfirst
+        dfirst = dfirst + _zero_unless(at.valid & at.root, dbefore)
+        return grads, devery.at[at.parent].add(_zero_unless(at.valid & ~at.root, dbefore)), dfirst
 
     grads, _, dfirst = lax.fori_loop(0, trees.steps, step, (grads, devery, jnp.zeros_like(first)))
     return {**grads, "initial_state": dfirst, "sequence_state": dfirst}
@@ -145,7 +145,7 @@ def _load_tokens(record: LinearRecurrence, at: TreeStep, tokens: int) -> TokenFi
 
 def _add_gradient(grad: jax.Array, dfield: jax.Array, at: TreeStep, tokens: int) -> jax.Array:
     """Returns the gradient of a field with that of a step's tokens added."""
-    return grad.at[_row_and_token(grad, at, tokens)].add(_where(at.valid, dfield))
+    return grad.at[_row_and_token(grad, at, tokens)].add(_zero_unless(at.valid, dfield))
 
 
 def _row_and_token(x: jax.Array, at: TreeStep, tokens: int) -> tuple[jax.Array, jax.Array]:
@@ -154,6 +154,6 @@ def _row_and_token(x: jax.Array, at: TreeStep, tokens: int) -> tuple[jax.Array, 
     return row if x.shape[0] > 1 else 0 * row, token if x.shape[1] > 1 else 0 * token
 
 
-def _where(condition: jax.Array, x: jax.Array) -> jax.Array:
+def _zero_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
     """Returns x [N, ...] where a request's condition holds, and 0 elsewhere."""
     return jnp.where(condition.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)

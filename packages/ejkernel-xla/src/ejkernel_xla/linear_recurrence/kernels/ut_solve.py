@@ -64,13 +64,13 @@ def inverse(matrix: jax.Array, precision: Any) -> jax.Array:
         corner = block[..., n:, :n]
         # Blocks of one token are 1 and need no product.
         if n > 1:
-            corner = _product(second, _product(corner, first, precision), precision)
+            corner = _matrix_product(second, _matrix_product(corner, first, precision), precision)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         blocks = jnp.concatenate([upper, jnp.concatenate([-corner, second], axis=-1)], axis=-2)
     return blocks[..., 0, :, :]
 
 
-def _product(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
+def _matrix_product(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
     """Returns matrix products of [..., n, n]; small ones are unrolled, because a library call costs more."""
     n = left.shape[-1]
     if n > 4:

@@ -51,26 +51,26 @@ def _associative_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Sta
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
     # log2(L) levels of whole-chunk arrays [L, r, E, I], so a chunk and not the sequence bounds the memory. Decays are
     # multiplied and never divided: a product that underflows forgets, as it should.
-    decay_products, sums = lax.associative_scan(_join, (decays, written))
+    decay_products, sums = lax.associative_scan(_combine_token_runs, (decays, written))
     states = decay_products * state + sums
     return states[-1], _dot("lrei,lre->lri", states, tokens.read)
 
 
-def _join(one: StatesAndReads, other: StatesAndReads) -> StatesAndReads:
+def _combine_token_runs(one: StatesAndReads, other: StatesAndReads) -> StatesAndReads:
     """Combines two runs of tokens: the decay of the states across both, and what both add."""
     return one[0] * other[0], other[0] * one[1] + other[1]
 
 
 def _sequential_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
     def token(state: jax.Array, token: Tokens) -> StatesAndReads:
-        state = _next_state(state, token, decay)
+        state = _state_after_token(state, token, decay)
         # A matrix product instead of a sum: XLA would fuse the sum with the state and compute the state twice.
         return state, _dot("rei,re->ri", state, token.read)
 
     return lax.scan(token, state, tokens)
 
 
-def _next_state(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
+def _state_after_token(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
     return jnp.exp(token.step[:, None] * decay) * state + token.write[..., None] * (token.step * token.x)[:, None]
 
 
@@ -80,7 +80,7 @@ def _pull_sequential_scan(
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
     # The chunk's states again, [L, r, E, I], from its first token on: dividing a state by its decay to go back would
     # lose all digits where the decay is small.
-    last, states = lax.scan(lambda state, token: (_next_state(state, token, decay), state), state, tokens)
+    last, states = lax.scan(lambda state, token: (_state_after_token(state, token, decay), state), state, tokens)
     ones = jnp.ones(state.shape[:2], state.dtype)
 
     def token(carry: tuple[jax.Array, ...], parts: tuple[Tokens, jax.Array, jax.Array]) -> tuple[Any, Tokens]:

@@ -104,10 +104,10 @@ def _classify_tiles(record: TiledAttention, plan: TilePlan) -> tuple[Any, Any, b
     some, every, xp = classify_tile_pairs(record, plan.queries.cut, plan.keys.cut)
     if plan.keys.has_overlapping_tiles:  # keys that the last tile shares with the one before it count once
         every = every & (np.arange(plan.keys.tiles) < plan.keys.tiles - 1)
-    return _per_chunk(some, plan).any(axis=1), _per_chunk(every, plan).all(axis=1), xp is jnp
+    return _split_into_chunks(some, plan).any(axis=1), _split_into_chunks(every, plan).all(axis=1), xp is jnp
 
 
-def _per_chunk(table: Any, plan: TilePlan) -> Any:
+def _split_into_chunks(table: Any, plan: TilePlan) -> Any:
     """Returns [B|1, ...] as [chunks, rows per chunk, ...], or [1, 1, ...]."""
     rows = 1 if table.shape[0] == 1 else plan.batch
     return table.reshape(table.shape[0] // rows, rows, *table.shape[1:])

@@ -28,18 +28,18 @@ def _scattered_mask(q_len: int, kv_len: int, num_heads: int, head: int, _: int) 
     return NumpyMask((rows * 3 + columns) % 4 == 0) | LocalMask((q_len, kv_len), (0, 0))
 
 
-def _pattern(key: jax.Array) -> dict[str, Any]:
+def _pattern_arguments(key: jax.Array) -> dict[str, Any]:
     return {"mask_builder": _mask_of_head, "causal": False}
 
 
-def _masked(key: jax.Array) -> dict[str, Any]:
+def _mask_and_bias_arguments(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 4, 40, 62)).at[:, :, 3].set(False)
     pattern = {"mask_builder": _scattered_mask, "causal": False}
     return {**pattern, "attention_mask": allowed, "bias": jax.random.normal(bias, (1, 4, 40, 62))}
 
 
-def _positioned(key: jax.Array) -> dict[str, Any]:
+def _position_arguments(key: jax.Array) -> dict[str, Any]:
     positions = jax.random.randint(key, (2, 40), 0, 62)
     return {
         "mask_info": MaskInfo(q_positions=positions, kv_positions=jnp.arange(62)[None] + 1),
@@ -47,12 +47,12 @@ def _positioned(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def _segmented(key: jax.Array) -> dict[str, Any]:
+def _segment_arguments(key: jax.Array) -> dict[str, Any]:
     ids = jnp.array([[0] * 20 + [1] * 35 + [-1] * 9, [0] * 64], jnp.int32)
     return {"mask_info": MaskInfo.from_segments(ids), "chunk_size": 24}
 
 
-def _sinks(key: jax.Array) -> dict[str, Any]:
+def _sink_arguments(key: jax.Array) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, (4, 2)), "logits_soft_cap": 1.5, "return_lse": True}
 
 
@@ -65,18 +65,24 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
         ("awkward",),
     ),
-    ("patterns by head", SQUARE, _pattern, ("pattern",), ()),
-    ("scattered blocks, mask and bias, empty rows", SMALL, _masked, ("pattern", "mask", "bias"), ("awkward",)),
-    ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
-    ("chunks of segments", SQUARE, _segmented, ("q_segment_ids", "kv_segment_ids"), ()),
+    ("patterns by head", SQUARE, _pattern_arguments, ("pattern",), ()),
+    (
+        "scattered blocks, mask and bias, empty rows",
+        SMALL,
+        _mask_and_bias_arguments,
+        ("pattern", "mask", "bias"),
+        ("awkward",),
+    ),
+    ("positions", SMALL, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("chunks of segments", SQUARE, _segment_arguments, ("q_segment_ids", "kv_segment_ids"), ()),
     (
         "capped, with sinks, lse",
         SMALL,
-        _sinks,
+        _sink_arguments,
         ("softmax_aux", "logits_soft_cap"),
         (),
     ),
-    ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern, ("pattern",), ()),
+    ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern_arguments, ("pattern",), ()),
     (
         "model",
         AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),

@@ -48,7 +48,7 @@ def _shared_keys(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**inputs, "query": query, "key": keys, "value": jnp.concatenate([value, value[::-1]], axis=2)}
 
 
-def _packed(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _packed_sequence_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Sequences with states of their own, one of them empty, and padding tokens."""
     return gates("beta", "decay", "initial_state", return_state=True, cu_seqlens=jnp.array(BOUNDS))(key, sizes)
 
@@ -76,7 +76,7 @@ _SHARED_KEYS_ROW: Row = ("more value heads than key heads", RecurrenceSizes(g=2)
 _PACKED_ROW: Row = (
     "packed, states",
     RecurrenceSizes(b=1, g=2, n=len(BOUNDS) - 1),
-    _packed,
+    _packed_sequence_inputs,
     ("beta", "decay", "cu_seqlens", "sequence_state"),
     ("awkward",),
 )

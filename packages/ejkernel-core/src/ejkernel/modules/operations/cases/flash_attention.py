@@ -49,17 +49,17 @@ def model_rows(tokens: int = 4096) -> tuple[Row[AttentionSizes], ...]:
     )
 
 
-def _segments(lengths: tuple[int, ...], total: int) -> list[int]:
+def _segment_ids_of_lengths(lengths: tuple[int, ...], total: int) -> list[int]:
     ids = [i for i, n in enumerate(lengths) for _ in range(n)]
     return ids + [-1] * (total - len(ids))
 
 
-def _segmented(sizes: AttentionSizes) -> dict[str, Any]:
-    rows = [_segments((20, 30), sizes.t), _segments((7, 40, 16), sizes.t)]
+def _segment_arguments(sizes: AttentionSizes) -> dict[str, Any]:
+    rows = [_segment_ids_of_lengths((20, 30), sizes.t), _segment_ids_of_lengths((7, 40, 16), sizes.t)]
     return {"mask_info": MaskInfo.from_segments(jnp.array(rows[: sizes.b], jnp.int32))}
 
 
-def _masked(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
+def _mask_and_bias_arguments(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     mask = jax.random.bernoulli(key, 0.6, (sizes.b, 1, sizes.t, sizes.s)).at[:, :, 3].set(False)
     return {"mask_info": MaskInfo(_attention_mask=mask)}
 
@@ -69,7 +69,7 @@ def _mask_of_real_keys(key: jax.Array, sizes: AttentionSizes) -> jax.Array:
     return jnp.arange(sizes.s) < jax.random.randint(key, (sizes.b, 1), 20, sizes.s)
 
 
-def _positioned(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
+def _position_arguments(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     q = jax.random.randint(key, (sizes.b, sizes.t), 0, sizes.s)
     return {
         "mask_info": MaskInfo(q_positions=q, kv_positions=jnp.arange(sizes.s)[None].repeat(sizes.b, 0)),
@@ -90,16 +90,16 @@ def _extreme_positions(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
 def _masking_bias(key: jax.Array, sizes: AttentionSizes) -> dict[str, Any]:
     """Returns a bias that hides pairs, whole rows and a whole column with -inf."""
     terms, mask_key = jax.random.split(key)
-    bias = _bias(terms, (1, sizes.h, sizes.t, sizes.s), sizes.dtype)["bias"]
+    bias = _bias_argument(terms, (1, sizes.h, sizes.t, sizes.s), sizes.dtype)["bias"]
     masked = jax.random.bernoulli(mask_key, 0.3, bias.shape).at[:, :, 4].set(True).at[:, 1, :, 7].set(True)
     return {"bias": jnp.where(masked, -jnp.inf, bias)}
 
 
-def _bias(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:
+def _bias_argument(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, Any]:
     return {"bias": jax.random.normal(key, shape, jnp.float32).astype(dtype)}
 
 
-def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
+def _sink_argument(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape, jnp.float32)}
 
 
@@ -145,7 +145,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("causal", "sliding_window"),
         (),
     ),
-    ("bias", PLAIN_SIZES, lambda k: _bias(k, (2, 4, 63, 63)), ("bias",), ()),
+    ("bias", PLAIN_SIZES, lambda k: _bias_argument(k, (2, 4, 63, 63)), ("bias",), ()),
     (
         "slopes of ALiBi, causal, lse",
         PLAIN_SIZES,
@@ -181,15 +181,21 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (*_POSITION_FIELDS, "sliding_window"),
         ("awkward",),
     ),
-    ("bias of keys", CROSS_SIZES, lambda k: _bias(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
-    ("mask with empty rows, lse", PLAIN_SIZES, lambda k: {**_masked(k, PLAIN_SIZES), **LSE}, ("mask",), ("awkward",)),
-    ("segments with padding", PLAIN_SIZES, lambda k: _segmented(PLAIN_SIZES), _SEGMENT_FIELDS, ()),
-    ("positions", PLAIN_SIZES, lambda k: _positioned(k, PLAIN_SIZES), (*_POSITION_FIELDS, "causal"), ()),
-    ("sinks", PLAIN_SIZES, lambda k: _sinks(k, (3,)), ("softmax_aux",), ()),
+    ("bias of keys", CROSS_SIZES, lambda k: _bias_argument(k, (2, 1, 1, 63)), ("bias",), ("awkward",)),
+    (
+        "mask with empty rows, lse",
+        PLAIN_SIZES,
+        lambda k: {**_mask_and_bias_arguments(k, PLAIN_SIZES), **LSE},
+        ("mask",),
+        ("awkward",),
+    ),
+    ("segments with padding", PLAIN_SIZES, lambda k: _segment_arguments(PLAIN_SIZES), _SEGMENT_FIELDS, ()),
+    ("positions", PLAIN_SIZES, lambda k: _position_arguments(k, PLAIN_SIZES), (*_POSITION_FIELDS, "causal"), ()),
+    ("sinks", PLAIN_SIZES, lambda k: _sink_argument(k, (3,)), ("softmax_aux",), ()),
     (
         "sinks by head, causal, lse",
         PLAIN_SIZES,
-        lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
+        lambda k: {**_sink_argument(k, (4, 2)), **LSE, "causal": True},
         ("softmax_aux", "causal"),
         (),
     ),
@@ -199,7 +205,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "numerator and lse, sinks",
         PLAIN_SIZES,
-        lambda k: {**_sinks(k, (4, 1)), **LSE, "normalize_output": False},
+        lambda k: {**_sink_argument(k, (4, 1)), **LSE, "normalize_output": False},
         ("normalize_output",),
         ("awkward",),
     ),
@@ -234,9 +240,9 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         "everything",
         PLAIN_SIZES,
         lambda k: {
-            **_segmented(PLAIN_SIZES),
-            **_bias(k, (1, 4, 63, 63)),
-            **_sinks(k, (2,)),
+            **_segment_arguments(PLAIN_SIZES),
+            **_bias_argument(k, (1, 4, 63, 63)),
+            **_sink_argument(k, (2,)),
             **_dropout(0.1),
             **LSE,
             "causal": True,
@@ -260,7 +266,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("sliding_window",),
         (),
     ),
-    ("bfloat16, few queries and many keys", LONG_KEYS_SIZES, lambda k: _sinks(k, (2,)), ("softmax_aux",), ()),
+    ("bfloat16, few queries and many keys", LONG_KEYS_SIZES, lambda k: _sink_argument(k, (2,)), ("softmax_aux",), ()),
     (
         "bfloat16, many queries and few keys",
         LONG_QUERIES_SIZES,
@@ -271,14 +277,14 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bfloat16, heads of 256, many queries and few keys",
         dataclasses.replace(LONG_QUERIES_SIZES, d=256, v=256),
-        lambda k: _sinks(k, (4,)),
+        lambda k: _sink_argument(k, (4,)),
         ("softmax_aux",),
         (),
     ),
     (
         "bfloat16, causal window and bias",
         HALF_PRECISION_SIZES,
-        lambda k: {**_bias(k, (1, 4, 128, 128), jnp.bfloat16), "causal": True, "sliding_window": (30, 0)},
+        lambda k: {**_bias_argument(k, (1, 4, 128, 128), jnp.bfloat16), "causal": True, "sliding_window": (30, 0)},
         ("causal", "sliding_window", "bias"),
         (),
     ),
@@ -292,7 +298,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bfloat16, segments and soft cap, lse",
         HALF_PRECISION_SIZES,
-        lambda k: {**_segmented(HALF_PRECISION_SIZES), **LSE, "logits_soft_cap": 1.5},
+        lambda k: {**_segment_arguments(HALF_PRECISION_SIZES), **LSE, "logits_soft_cap": 1.5},
         (*_SEGMENT_FIELDS, "logits_soft_cap"),
         (),
     ),
@@ -306,14 +312,17 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bfloat16, causal and sinks, lse",
         AttentionSizes(t=129, s=129, d=128, v=128, dtype=jnp.bfloat16),
-        lambda k: {**_sinks(k, (4, 2)), **LSE, "causal": True},
+        lambda k: {**_sink_argument(k, (4, 2)), **LSE, "causal": True},
         ("softmax_aux", "causal"),
         (),
     ),
     (
         "bfloat16, heads of 256",
         LARGE_HEAD_DIM_SIZES,
-        lambda k: {"mask_info": MaskInfo.from_segments(jnp.array([_segments((40, 30), 72)])), "causal": True},
+        lambda k: {
+            "mask_info": MaskInfo.from_segments(jnp.array([_segment_ids_of_lengths((40, 30), 72)])),
+            "causal": True,
+        },
         (*_SEGMENT_FIELDS, "causal"),
         (),
     ),
@@ -328,7 +337,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bfloat16, heads of 256 and dropout",
         LARGE_HEAD_DIM_SIZES,
-        lambda k: {**_segmented(LARGE_HEAD_DIM_SIZES), **_dropout()},
+        lambda k: {**_segment_arguments(LARGE_HEAD_DIM_SIZES), **_dropout()},
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
         (),
     ),
@@ -337,7 +346,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         "bfloat16, keys of 192 and values of 128, segments, dropout and soft cap",
         LATENT,
         lambda _: {
-            "mask_info": MaskInfo.from_segments(jnp.array([_segments((40, 70), 140)])),
+            "mask_info": MaskInfo.from_segments(jnp.array([_segment_ids_of_lengths((40, 70), 140)])),
             **_dropout(),
             "logits_soft_cap": 1.5,
         },

@@ -46,7 +46,7 @@ def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
     return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in fields.items()}
 
 
-def _masked(key: jax.Array, z: LatentSizes) -> dict[str, Any]:
+def _mask_and_bias_arguments(key: jax.Array, z: LatentSizes) -> dict[str, Any]:
     """Returns a mask with an empty row, and a bias: both count (T-19)."""
     mask, bias = jax.random.split(key)
     return {
@@ -55,7 +55,7 @@ def _masked(key: jax.Array, z: LatentSizes) -> dict[str, Any]:
     }
 
 
-def _sinks(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
+def _sink_argument(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape)}
 
 
@@ -75,11 +75,11 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
     (
         "b, causal, sinks by head",
         ROTARY_SIZES,
-        lambda k: {"causal": True, **_sinks(k, (4, 2))},
+        lambda k: {"causal": True, **_sink_argument(k, (4, 2))},
         ("causal", "softmax_aux"),
         (),
     ),
-    ("c, mask and bias", SHARED, lambda k: _masked(k, SHARED), ("mask", "bias"), ("awkward",)),
+    ("c, mask and bias", SHARED, lambda k: _mask_and_bias_arguments(k, SHARED), ("mask", "bias"), ("awkward",)),
     (
         "b, packed, dropout, lse",
         LatentSizes(t=60),
@@ -128,10 +128,10 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
     attending.
     """
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "cu_seqlens":
         return even_bounds(args.query.shape[0] * args.query.shape[1], shape)
     if name == "attention_mask":

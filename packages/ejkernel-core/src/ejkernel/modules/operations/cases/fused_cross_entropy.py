@@ -18,7 +18,7 @@ class Sizes(NamedTuple):
     dtype: Any = jnp.float32
 
 
-def _inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _make_inputs_of_sizes(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     keys = jax.random.split(key, 3)
     targets = jax.random.randint(keys[0], sizes.tokens, 0, sizes.entries)
     if sizes.channels is None:
@@ -43,7 +43,7 @@ def _padding_mask(key: jax.Array) -> dict[str, Any]:
     return {"attention_mask": jnp.arange(12) < jnp.array([[12], [7], [0]])}
 
 
-def _weighted(key: jax.Array) -> dict[str, Any]:
+def _weight_arguments(key: jax.Array) -> dict[str, Any]:
     keys = jax.random.split(key, 2)
     return {"weights": jax.random.uniform(keys[0], (3, 12)), "lm_head_bias": jax.random.normal(keys[1], (67,))}
 
@@ -52,7 +52,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
     ("logits, mean", Sizes((3, 12), 50), lambda key: {}, ("summed",), ()),
     ("logits, each", Sizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
     ("logits, soft", Sizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
-    ("head", Sizes((3, 12), 67, 16), _weighted, ("lm_head", "lm_head_bias", "summed"), ()),
+    ("head", Sizes((3, 12), 67, 16), _weight_arguments, ("lm_head", "lm_head_bias", "summed"), ()),
     (
         "head, padding",
         Sizes((3, 12), 67, 24),
@@ -90,7 +90,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, _inputs, _ROWS)
+    return table(arguments, _make_inputs_of_sizes, _ROWS)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

@@ -18,12 +18,12 @@ class Sizes(NamedTuple):
     teacher: Any = jnp.float32
 
 
-def _inputs(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _make_inputs_of_sizes(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
     student, teacher = 2 * jax.random.normal(key, (2, *sizes.tokens, sizes.entries))
     return {"student_logits": student.astype(sizes.student), "teacher_logits": teacher.astype(sizes.teacher)}
 
 
-def _masked(key: jax.Array) -> dict[str, Any]:
+def _mask_arguments(key: jax.Array) -> dict[str, Any]:
     return {"attention_mask": jnp.arange(12) < jnp.array([[12], [7], [0]]), "reduction": "none", "direction": "jsd"}
 
 
@@ -36,7 +36,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
         (),
         (),
     ),
-    ("jsd, padding", Sizes((3, 12), 65), _masked, (), ()),
+    ("jsd, padding", Sizes((3, 12), 65), _mask_arguments, (), ()),
     ("jsd, beta", Sizes((24,), 130), lambda key: {"direction": "jsd", "beta": 0.1, "temperature": 0.5}, (), ()),
     (
         "bfloat16, teacher float32",
@@ -59,7 +59,7 @@ _ROWS: tuple[Row[Sizes], ...] = (
 
 def cases(arguments: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, _inputs, _ROWS)
+    return table(arguments, _make_inputs_of_sizes, _ROWS)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:

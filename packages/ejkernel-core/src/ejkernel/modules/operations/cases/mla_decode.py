@@ -100,10 +100,10 @@ def cases(arguments: type) -> tuple[Case, ...]:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, full caches."""
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name == "lengths":
         return jnp.full(shape.shape, args.latent_cache.shape[1], shape.dtype)
     return normal_like(key, shape, shape.shape[0] ** -0.5 if name in ("w_kc", "w_vc") else 1.0)

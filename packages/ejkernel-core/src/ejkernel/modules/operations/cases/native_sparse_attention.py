@@ -36,12 +36,12 @@ def arrays(key: jax.Array, sizes: NativeSparseSizes) -> dict[str, Any]:
     return {**fields, **gates, "block_size": z.block}
 
 
-def _listed(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
+def _random_listed_blocks(key: jax.Array, z: NativeSparseSizes, slots: int) -> jax.Array:
     """Returns blocks from one before the first to one after the last, some of them twice."""
     return jax.random.randint(key, (z.b, z.t, z.g, slots), -1, z.t // z.block + 1)
 
 
-def _packed(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
+def _packed_sequence_arguments(key: jax.Array, z: NativeSparseSizes) -> dict[str, Any]:
     return {"cu_seqlens": jnp.array([0, 19, 19, 22, 37], jnp.int32), "block_counts": 2, "window_size": 5}
 
 
@@ -62,7 +62,7 @@ _TABLE: tuple[Row[NativeSparseSizes], ...] = (
         "given blocks, counted",
         WIDE,
         lambda k: {
-            "block_indices": _listed(k, WIDE, 4),
+            "block_indices": _random_listed_blocks(k, WIDE, 4),
             "block_counts": jax.random.randint(k, (WIDE.b, WIDE.t, WIDE.g), 0, 5),
         },
         ("g_slc",),
@@ -71,7 +71,7 @@ _TABLE: tuple[Row[NativeSparseSizes], ...] = (
     (
         "packed",
         GATED_SIZES,
-        lambda k: _packed(k, GATED_SIZES),
+        lambda k: _packed_sequence_arguments(k, GATED_SIZES),
         ("block_starts", "compressed_segment_ids", "q_segment_ids", "kv_segment_ids"),
         (),
     ),
@@ -108,10 +108,10 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, equally long sequences,
     random indices of blocks up to the query's own, and counts that use every listed block.
     """
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     (rows, tokens), size = args.query.shape[:2], args.block_size
     if name == "cu_seqlens":
         return even_bounds(rows * tokens, shape)

@@ -98,7 +98,7 @@ def _chunk_size_with_scales(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]
 _CHUNK_SIZE_FIELDS = ("chunk_size", "alibi_slopes", "value_scale")
 
 
-def _trees(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+def _tree_arguments(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
     """Returns a tree of new tokens for each sequence, with chunks and everything that combines with them."""
     terms, rest = jax.random.split(key)
     bias = normal(terms, jnp.float32, qq_bias=(len(sizes.lens), 8, 8))["qq_bias"]
@@ -221,7 +221,13 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
             ("shared_prefix", "softmax_aux"),
             (),
         ),
-        ("a tree per sequence, and everything", common, lambda k: _trees(k, common), _TREE_FIELDS, ("awkward",)),
+        (
+            "a tree per sequence, and everything",
+            common,
+            lambda k: _tree_arguments(k, common),
+            _TREE_FIELDS,
+            ("awkward",),
+        ),
         ("packed trees, shared prefix, window", common, lambda k: _packed_trees(k, common), _PACKED, ()),
         ("model", model, no_arguments, (), ("bench",)),
         ("small model", SMALL_MIXED_SIZES, no_arguments, (), ("bench_cpu",)),
@@ -326,7 +332,13 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
             ("alibi_slopes", "logits_soft_cap"),
             (),
         ),
-        ("a tree per sequence, and everything", common, lambda k: _trees(k, common), _TREE_FIELDS, ("awkward",)),
+        (
+            "a tree per sequence, and everything",
+            common,
+            lambda k: _tree_arguments(k, common),
+            _TREE_FIELDS,
+            ("awkward",),
+        ),
         (
             "sinks, lse, bfloat16",
             _half_precision(MIXED_BATCH_SIZES),

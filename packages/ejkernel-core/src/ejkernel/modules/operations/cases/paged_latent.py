@@ -76,7 +76,7 @@ _TIMED_ROWS: tuple[Row[PagedSizes], ...] = (
 )
 
 
-def _trees(key: jax.Array) -> dict[str, Any]:
+def _tree_arguments(key: jax.Array) -> dict[str, Any]:
     """Returns a tree of new tokens for each sequence, with sinks, alibi and chunks."""
     results = normal(key, jnp.float32, qq_bias=(len(SMALL.lens), 8, 8), softmax_aux=(SMALL.h,), alibi_slopes=(SMALL.h,))
     return {**results, "chunk_size": 9, **LSE}
@@ -93,7 +93,7 @@ def cases(arguments: type) -> tuple[Case, ...]:
             ("sliding_window", "logits_soft_cap"),
             (),
         ),
-        ("a tree per sequence, sinks, alibi, chunks, lse", SMALL, _trees, _TREES, ()),
+        ("a tree per sequence, sinks, alibi, chunks, lse", SMALL, _tree_arguments, _TREES, ()),
         *_TIMED_ROWS,
     )
     eight: tuple[Row[PagedSizes], ...] = (

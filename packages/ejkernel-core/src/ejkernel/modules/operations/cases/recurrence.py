@@ -110,7 +110,7 @@ def bounds() -> jax.Array:
     return jnp.array(BOUNDS, jnp.int32)
 
 
-def _packed(*names: str, **constants: Any) -> Extra:
+def _packed_gates(*names: str, **constants: Any) -> Extra:
     return lambda key, sizes: gates(*names, cu_seqlens=bounds(), **constants)(key, sizes)
 
 
@@ -122,7 +122,7 @@ def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**fields, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
-def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _segment_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns two segments per row with padding in front and between, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
@@ -130,7 +130,7 @@ def _segments(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     return {**fields, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
-def _slopes(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _slope_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Slopes of the heads."""
     return {"slopes": jax.random.uniform(key, sizes.shape("g_gamma"))}
 
@@ -141,7 +141,7 @@ _SMALL_MODEL: Row = ("small model", RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, 
 _SPARSE_ROW: Row = (
     "packed",
     _PACKED,
-    _packed("gate of channels", "g_gamma", "initial_state", return_state=True),
+    _packed_gates("gate of channels", "g_gamma", "initial_state", return_state=True),
     ("decay", "cu_seqlens", "sequence_state"),
     (),
 )
@@ -177,7 +177,7 @@ _GATED_ROWS: tuple[Row, ...] = (
     ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
     ("bfloat16", RecurrenceSizes(g=2, **_BF16_ARGUMENTS), gates("g"), ("decay",), ()),
     _SPARSE_ROW,
-    ("segments with padding", RecurrenceSizes(g=2), _segments, ("segment_ids", "initial_state"), ()),
+    ("segments with padding", RecurrenceSizes(g=2), _segment_inputs, ("segment_ids", "initial_state"), ()),
     ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16_ARGUMENTS), _in_slots, _SLOT_FIELDS, ()),
     _MODEL,
     _SMALL_MODEL,
@@ -191,12 +191,12 @@ _CONSTANT_DECAY_ROWS: tuple[Row, ...] = (
         ("decay", "initial_state"),
         (),
     ),
-    ("slopes", RecurrenceSizes(t=7, g=2), _slopes, ("decay",), ()),
+    ("slopes", RecurrenceSizes(t=7, g=2), _slope_inputs, ("decay",), ()),
     ("last layer", RecurrenceSizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
     (
         "packed",
         _PACKED,
-        _packed("initial_state", layer_idx=1, num_layers=4, return_state=True),
+        _packed_gates("initial_state", layer_idx=1, num_layers=4, return_state=True),
         ("decay", "cu_seqlens", "sequence_state"),
         (),
     ),
@@ -224,13 +224,13 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one
     segment.
     """
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
 _LOG_GATE_FIELDS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name in ("cu_seqlens", "query_start_loc"):
         tokens = (args.x if hasattr(args, "x") else args.query).shape[-3]
         return even_bounds(tokens, shape)

@@ -82,7 +82,7 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
 
     def make(key: jax.Array) -> Any:
         shapes, keys = sizes.shapes(GATES_PER_CELL[cell]), jax.random.split(key, len(names))
-        arrays = {field: _normal(field, shapes[field], k) for field, k in zip(names, keys, strict=True)}
+        arrays = {field: _normal_array(field, shapes[field], k) for field, k in zip(names, keys, strict=True)}
         arrays = {field: x.astype(sizes.dtype) for field, x in arrays.items()}
         return arguments(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
 
@@ -90,7 +90,7 @@ def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
     return tagged(name, make, exercises, tags)
 
 
-def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def _normal_array(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Returns normal numbers, weights so small that states stay where the cells are not flat."""
     x = jax.random.normal(key, shape, jnp.float32)
     return x / shape[-1] ** 0.5 if name.startswith("weight") else x
@@ -102,6 +102,6 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "seq_lengths":
             return jnp.full(shape.shape, args.x.shape[1], shape.dtype)
-        return _normal(name, shape.shape, key).astype(shape.dtype)
+        return _normal_array(name, shape.shape, key).astype(shape.dtype)
 
     return fill(args, key, make)

@@ -17,12 +17,12 @@ PLAIN = AttentionSizes(t=40, s=40, d=16, v=16)
 CROSS = AttentionSizes(t=33, s=63, d=60, v=60)
 
 
-def _masked(key: jax.Array) -> dict[str, Any]:
+def _mask_arguments(key: jax.Array) -> dict[str, Any]:
     mask = jax.random.bernoulli(key, 0.6, (2, 1, 33, 63)).at[:, :, 3].set(False)
     return {"mask_info": MaskInfo(_attention_mask=mask), "bias": jax.random.normal(key, (2, 1, 1, 63))}
 
 
-def _segmented(key: jax.Array) -> dict[str, Any]:
+def _segment_arguments(key: jax.Array) -> dict[str, Any]:
     rows = [[0] * 15 + [1] * 20 + [-1] * 5, [0] * 7 + [1] * 33]
     return {
         "mask_info": MaskInfo.from_segments(jnp.array(rows, jnp.int32)),
@@ -32,17 +32,17 @@ def _segmented(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def _positioned(key: jax.Array) -> dict[str, Any]:
+def _position_arguments(key: jax.Array) -> dict[str, Any]:
     q = jax.random.randint(key, (2, 40), 0, 40)
     return {"mask_info": MaskInfo(q_positions=q, kv_positions=jnp.arange(40)[None, ::-1]), "causal": True}
 
 
-def _biased(key: jax.Array) -> dict[str, Any]:
+def _bias_and_sink_arguments(key: jax.Array) -> dict[str, Any]:
     bias, sinks = jax.random.normal(key, (2, 4, 40, 40)), jax.random.normal(key, (4, 2))
     return {"bias": bias, "softmax_aux": sinks, "logits_soft_cap": 1.5, **LSE}
 
 
-def _packed(key: jax.Array) -> dict[str, Any]:
+def _packed_segment_arguments(key: jax.Array) -> dict[str, Any]:
     rows = [[0] * 50 + [1] * 70 + [-1] * 9, [0] * 20 + [1] * 109]
     options = {"causal": True, "sliding_window": (40, 5), "logits_soft_cap": 1.5}
     info = MaskInfo.from_segments(jnp.array(rows, jnp.int32))
@@ -55,25 +55,25 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bias, sinks and soft cap, lse",
         PLAIN,
-        _biased,
+        _bias_and_sink_arguments,
         ("bias", "softmax_aux", "logits_soft_cap"),
         (),
     ),
-    ("mask with empty rows, cross", CROSS, _masked, ("mask",), ("awkward",)),
+    ("mask with empty rows, cross", CROSS, _mask_arguments, ("mask",), ("awkward",)),
     (
         "segments with padding, in chunks, lse",
         PLAIN,
-        _segmented,
+        _segment_arguments,
         ("q_segment_ids", "kv_segment_ids"),
         (),
     ),
-    ("positions", PLAIN, _positioned, ("q_positions", "kv_positions"), ()),
+    ("positions", PLAIN, _position_arguments, ("q_positions", "kv_positions"), ()),
     ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
         "bfloat16, packed sequences, window, sinks and soft cap, lse",
         AttentionSizes(t=129, s=129, d=64, v=64, dtype=jnp.bfloat16),
-        _packed,
+        _packed_segment_arguments,
         ("causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
         (),
     ),

@@ -71,22 +71,24 @@ _CALLS = (
 
 def rwkv6(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `rwkv6`."""
-    return _cases(arguments, _CALLS, lambda key, call: {"u": normal(key, (call.h, call.k))})
+    return _make_cases(arguments, _CALLS, lambda key, call: {"u": normal(key, (call.h, call.k))})
 
 
 def rwkv7(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `rwkv7`."""
-    return _cases(arguments, _with_low_rank(), lambda key, call: dict(zip("ab", _directions(key, call), strict=True)))
+    return _make_cases(
+        arguments, _with_low_rank(), lambda key, call: dict(zip("ab", _unit_vectors(key, call), strict=True))
+    )
 
 
 def rwkv7_mul(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `rwkv7_mul`."""
 
     def more(key: jax.Array, call: Call) -> dict[str, Any]:
-        direction, other = _directions(key, call)
+        direction, other = _unit_vectors(key, call)
         return {"kk": direction, "a": jax.nn.sigmoid(other)}
 
-    return _cases(arguments, _with_low_rank(), more)
+    return _make_cases(arguments, _with_low_rank(), more)
 
 
 def _with_low_rank() -> tuple[Call, ...]:
@@ -94,23 +96,23 @@ def _with_low_rank() -> tuple[Call, ...]:
     return tuple(call if call.tags else dataclasses.replace(call, exercises=call.exercises + fields) for call in _CALLS)
 
 
-def _directions(key: jax.Array, call: Call) -> list[jax.Array]:
+def _unit_vectors(key: jax.Array, call: Call) -> list[jax.Array]:
     """Returns two arrays of vectors of length one, so that states do not grow."""
     vectors = (normal(k, (call.b, call.t, call.h, call.k)) for k in jax.random.split(key))
     return [(x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(call.dtype) for x in vectors]
 
 
-def _cases(arguments: type, calls: Iterable[Call], more: Any) -> tuple[Case, ...]:
+def _make_cases(arguments: type, calls: Iterable[Call], more: Any) -> tuple[Case, ...]:
     """Returns calls as cases, whose arguments that only this operation has are `more(key, call)`."""
 
     def make(call: Call, key: jax.Array) -> Any:
         keys = jax.random.split(key)
-        return arguments(**_tokens(keys[0], call), **more(keys[1], call), **dict(call.options))
+        return arguments(**_token_inputs(keys[0], call), **more(keys[1], call), **dict(call.options))
 
     return tuple(tagged(call.name, functools.partial(make, call), call.exercises, call.tags) for call in calls)
 
 
-def _tokens(key: jax.Array, call: Call) -> dict[str, Any]:
+def _token_inputs(key: jax.Array, call: Call) -> dict[str, Any]:
     """Returns tokens, gates, states, lengths and slots of a call."""
     r, k, v, w, state = jax.random.split(key, 5)
     lead = (call.b, call.t)
@@ -135,10 +137,10 @@ def _tokens(key: jax.Array, call: Call) -> dict[str, Any]:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths."""
-    return fill(args, key, functools.partial(_make, args))
+    return fill(args, key, functools.partial(_make_argument, args))
 
 
-def _make(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
+def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name == "cu_seqlens":
         return even_bounds(args.r.shape[-3], shape)
     if name == "state_indices":

@@ -14,20 +14,20 @@ SMALL = AttentionSizes(t=40, s=63, d=16, v=16)
 SQUARE = AttentionSizes(d=16, v=16)
 
 
-def _masked(key: jax.Array) -> dict[str, Any]:
+def _mask_and_bias_arguments(key: jax.Array) -> dict[str, Any]:
     mask, bias = jax.random.split(key)
     allowed = jax.random.bernoulli(mask, 0.6, (2, 1, 40, 63)).at[:, :, 3].set(False)
     inputs = {"mask_info": MaskInfo(_attention_mask=allowed), "bias": jax.random.normal(bias, (1, 4, 40, 63))}
     return {**inputs, "return_lse": True}
 
 
-def _positioned(key: jax.Array) -> dict[str, Any]:
+def _position_arguments(key: jax.Array) -> dict[str, Any]:
     positions = jax.random.randint(key, (2, 40), 0, 63)
     info = MaskInfo(q_positions=positions, kv_positions=jnp.arange(63)[None] + 1)
     return {"mask_info": info, "causal": True, "sliding_window": (20, 0)}
 
 
-def _packed(key: jax.Array) -> dict[str, Any]:
+def _packed_sequence_arguments(key: jax.Array) -> dict[str, Any]:
     return {"cum_seqlens_q": jnp.array([0, 40, 40, 90, 120], jnp.int32), "causal": True}
 
 
@@ -38,15 +38,15 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bias and mask, empty rows, lse",
         SMALL,
-        _masked,
+        _mask_and_bias_arguments,
         ("bias", "mask"),
         ("awkward",),
     ),
-    ("positions", SMALL, _positioned, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("positions", SMALL, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     (
         "packed",
         AttentionSizes(b=1, t=129, s=129, g=1, d=16, v=16),
-        _packed,
+        _packed_sequence_arguments,
         ("q_segment_ids", "kv_segment_ids"),
         ("awkward",),
     ),

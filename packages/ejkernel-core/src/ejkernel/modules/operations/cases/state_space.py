@@ -111,7 +111,7 @@ def _case(
     tags: tuple[str, ...],
 ) -> Case:
     def make(key: jax.Array) -> Any:
-        arrays = _arrays(key, sizes)
+        arrays = _make_arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
         fields = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
         return arguments(**fields | constants)
@@ -119,7 +119,7 @@ def _case(
     return tagged(name, make, exercises, tags)
 
 
-def _arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
+def _make_arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
     """Returns every array of a call."""
     keys = iter(jax.random.split(key, 11))
     return {

@@ -58,7 +58,7 @@ def _case(arguments: type, row: Row) -> Case:
         keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
         used = {field: shape for field, shape in shapes.items() if field in required or field in optional}
         fields: dict[str, Any] = {
-            field: _normal(field, shape, keys[field]).astype(dtype) for field, shape in used.items()
+            field: _normal_array(field, shape, keys[field]).astype(dtype) for field, shape in used.items()
         }
         if "states" in fields:
             fields["initial_state"] = fields.pop("states")
@@ -75,7 +75,7 @@ def _case(arguments: type, row: Row) -> Case:
     return tagged(name, make, exercises, tags)
 
 
-def _normal(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def _normal_array(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Returns normal numbers, as a model would have them: negative A, positive and small dt."""
     x = jax.random.normal(key, shape, jnp.float32)
     return -jnp.exp(x / 2) if name == "A" else jax.nn.softplus(x - 1) if name == "dt" else x
@@ -89,6 +89,6 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
             return even_bounds(args.hidden_states.shape[1], shape)
         if name == "state_indices":
             return jnp.arange(shape.shape[0], dtype=shape.dtype)
-        return _normal(name, shape.shape, key).astype(shape.dtype)
+        return _normal_array(name, shape.shape, key).astype(shape.dtype)
 
     return fill(args, key, make)

@@ -10,7 +10,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_log_gate,
     check_packing,
-    check_parents,
+    check_parents_shape_and_dtype,
     check_segments,
     check_tokens,
     l2_normalised,
@@ -47,7 +47,7 @@ def validate(args: Any) -> None:
         check_packing(args.cu_seqlens, sizes)
     rows = "B" if args.cu_seqlens is None else "N"
     check_floating("initial_state", args.initial_state, f"{rows} H K V", sizes)
-    check_parents(args, sizes)
+    check_parents_shape_and_dtype(args, sizes)
 
 
 def lower(args: Any) -> LinearRecurrence:

@@ -39,7 +39,7 @@ def with_checked_shapes(args: Record) -> Record:
         ValueError: The arrays do not fit their format.
     """
     inputs = cast(Any, args)
-    form = _form(inputs)
+    form = _format_of_packed_matrices(inputs)
     if not is_matmul_dtype(inputs.lhs.dtype):
         raise ValueError(f"lhs: got {inputs.lhs.dtype} with rhs_mode, wants a floating dtype of 16 bits or more")
     if inputs.rhs_scale is None:
@@ -55,7 +55,11 @@ def with_dequantised_matrices(args: Record) -> Record:
     """Returns the arguments with packed matrices in lhs's dtype."""
     inputs = cast(Any, args)
     values = decode(
-        as_words(inputs.rhs), as_stored(inputs.rhs_scale), inputs.rhs_zeros, _form(inputs), inputs.rhs_tensor_scale
+        as_words(inputs.rhs),
+        as_stored(inputs.rhs_scale),
+        inputs.rhs_zeros,
+        _format_of_packed_matrices(inputs),
+        inputs.rhs_tensor_scale,
     )
     return _with_plain_matrices(args, rounded(values, inputs.lhs.dtype).astype(inputs.lhs.dtype))
 
@@ -71,7 +75,7 @@ def is_matmul_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits >= 16
 
 
-def _form(args: Any) -> Format:
+def _format_of_packed_matrices(args: Any) -> Format:
     """Returns the format of packed matrices; groups of whole rows have the rows' size."""
     form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
     return with_row_group_size(form, args.rhs.shape[-1] * WORD_BITS // form.bits)

@@ -144,7 +144,7 @@ def check_packing(cu_seqlens: Any, sizes: dict[str, int]) -> None:
     sizes["N"] = cu_seqlens.shape[0] - 1
 
 
-def check_parents(args: Any, sizes: dict[str, int], axes: str = "B T") -> None:
+def check_parents_shape_and_dtype(args: Any, sizes: dict[str, int], axes: str = "B T") -> None:
     """Checks the shape and dtype of the trees of draft tokens; `conditions.conditions_of_trees` checks their values.
 
     Raises:
