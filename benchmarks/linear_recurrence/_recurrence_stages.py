@@ -39,7 +39,7 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
         part: (n, all): compiles and measures only every `all`-th, from the nth on.
     """
     for length in (64,) if cell.kind in ("gla", "kda", "gated delta") else (64, 128):
-        base = chunked_config.sized(record, current_device(), length)
+        base = chunked_config.make_chunk_passes(record, current_device(), length)
         found = _delta_stages(record) if record.beta is not None else _stages(cell, record, base)
         for number, (name, function, *arrays) in enumerate(found):
             if number % part[1] != part[0]:
@@ -119,7 +119,7 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
 
     def inside(r: Any) -> Any:
         made, full = delta_forward.wy_form(r, chosen, chosen.chunk, keep=True)
-        return made, delta_forward.arrays_of(full)
+        return made, delta_forward.wy_arrays(full)
 
     def states(r: Any, made: Any, a: Any) -> Any:
         return delta_forward.chunk_states(r, call(r, a), made, delta_forward.SegmentStates(None, None))

@@ -138,7 +138,7 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dic
 
     def corrected() -> Any:
         made, call = delta_forward.wy_form(record, chosen, chosen.chunk, keep=True)
-        return made, delta_forward.arrays_of(call)
+        return made, delta_forward.wy_arrays(call)
 
     inside = jax.jit(corrected)
     made, arrays = inside()
