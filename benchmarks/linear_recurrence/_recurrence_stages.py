@@ -39,7 +39,7 @@ def measure(cell: Any, record: Any, sample: Callable[..., float], part: tuple[in
         part: (n, all): compiles and measures only every `all`-th, from the nth on.
     """
     for length in (64,) if cell.kind in ("gla", "kda", "gated delta") else (64, 128):
-        base = chunked_config.make_chunk_passes(record, current_device(), length)
+        base = chunked_config.make_chunked_config(record, current_device(), length)
         found = _delta_stages(record) if record.beta is not None else _stages(cell, record, base)
         for number, (name, function, *arrays) in enumerate(found):
             if number % part[1] != part[0]:

@@ -23,8 +23,8 @@ from ejkernel_xla.selective_scan.plan import (
     cut,
     intervals,
     load,
-    paste,
     state_before_chunk,
+    store_chunk_tokens,
     store_final_states,
 )
 
@@ -71,7 +71,7 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
             ddecay = jnp.where(at.sequence < after.shape[0], ddecay, 0)
         sums = {"decay": sums["decay"] + ddecay, "skip": sums["skip"] + jnp.sum(x * cotangent, axis=(0, 1))}
         return (
-            {name: paste(grads[name], at, parts[name]) for name in grads},
+            {name: store_chunk_tokens(grads[name], at, parts[name]) for name in grads},
             sums,
             before,
             store_final_states(at, before, first),

@@ -14,8 +14,8 @@ from ejkernel_xla.selective_scan.plan import (
     cut,
     intervals,
     load,
-    paste,
     state_before_chunk,
+    store_chunk_tokens,
     store_final_states,
 )
 
@@ -46,7 +46,7 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
         chunk_states = lax.dynamic_update_index_in_dim(chunk_states, stored, n, axis=1)
         state, read = advance(config.associative, state, load(record, at), decay)
         part = jnp.moveaxis(read, 0, 1) + skip * cut(record.x, at).astype(dtype)
-        return paste(output, at, part), chunk_states, state, store_final_states(at, state, final)
+        return store_chunk_tokens(output, at, part), chunk_states, state, store_final_states(at, state, final)
 
     # The state after a sequence without tokens is the state before it.
     start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)

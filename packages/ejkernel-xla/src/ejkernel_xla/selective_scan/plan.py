@@ -66,7 +66,7 @@ def cut(x: jax.Array, at: ChunkSlice) -> jax.Array:
     return jnp.where(at.fresh, lax.dynamic_slice_in_dim(x, at.start, at.fresh.shape[1], axis=1), 0)
 
 
-def paste(x: jax.Array, at: ChunkSlice, part: jax.Array) -> jax.Array:
+def store_chunk_tokens(x: jax.Array, at: ChunkSlice, part: jax.Array) -> jax.Array:
     """Returns [B, T, ...] with the fresh tokens of a chunk replaced."""
     merged = jnp.where(at.fresh, part.astype(x.dtype), lax.dynamic_slice_in_dim(x, at.start, part.shape[1], axis=1))
     return lax.dynamic_update_slice_in_dim(x, merged, at.start, axis=1)

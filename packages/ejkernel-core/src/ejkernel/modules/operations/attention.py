@@ -136,10 +136,10 @@ class AttentionArguments(ArgumentRecord, of=attention):
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.drops))
+        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.has_dropout))
 
     @property
-    def drops(self) -> bool:
+    def has_dropout(self) -> bool:
         """Returns whether weights are dropped."""
         return self.dropout_prob > 0 and not self.deterministic
 
@@ -182,9 +182,9 @@ def _as_flash(args: AttentionArguments) -> FlashAttentionArguments:
         softmax_aux=args.softmax_aux,
         mask_info=args.mask_info,
         softmax_scale=args.softmax_scale,
-        dropout_prob=args.dropout_prob if args.drops else 0.0,
+        dropout_prob=args.dropout_prob if args.has_dropout else 0.0,
         causal=args.causal,
-        dropout_seed=_seed_from_rng(args.dropout_rng) if args.drops else None,
+        dropout_seed=_seed_from_rng(args.dropout_rng) if args.has_dropout else None,
         sliding_window=args.sliding_window,
         logits_soft_cap=args.logits_soft_cap,
         normalize_output=True,

@@ -17,7 +17,7 @@ from ejkernel.modules.operations.flash_attention import FlashAttentionArguments
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.lse import WithLse, lse_of, with_lse
+from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
     as_chunk,
     as_flag,
@@ -285,7 +285,7 @@ def _segment_ids_of_chunks(
 
 def finish(args: BlockSparseAttentionArguments, value: Any) -> Any:
     """Returns what the public function returns: the output with heads before tokens."""
-    output, lse = lse_of(args, value)
+    output, lse = split_output_and_lse(args, value)
     return with_lse(args, output.swapaxes(1, 2), lse)
 
 

@@ -155,13 +155,15 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )
-        set_canonical_values(self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.drops > 0))
+        set_canonical_values(
+            self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.effective_dropout_prob > 0)
+        )
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
             check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 
     @property
-    def drops(self) -> float:
+    def effective_dropout_prob(self) -> float:
         """Returns the probability of dropping a weight in this call."""
         return 0.0 if self.deterministic else self.dropout_prob
 
@@ -221,9 +223,9 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
             softmax_aux=args.softmax_aux,
             mask_info=None if mask is None else MaskInfo(_attention_mask=mask.astype(bool)),
             softmax_scale=args.softmax_scale,
-            dropout_prob=args.drops,
+            dropout_prob=args.effective_dropout_prob,
             causal=args.causal,
-            dropout_seed=rng_seed(args.dropout_rng) if args.drops > 0 else None,
+            dropout_seed=rng_seed(args.dropout_rng) if args.effective_dropout_prob > 0 else None,
             sliding_window=args.sliding_window,
             logits_soft_cap=args.logits_soft_cap,
             logits_dtype=args.softmax_dtype,

@@ -22,7 +22,7 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     set_canonical_values,
     with_accumulator_dtype,
 )
-from ejkernel.modules.operations.shared.lse import WithLse, lse_of, with_lse
+from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse, with_lse
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, as_window, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -188,7 +188,7 @@ def lower(args: MLADecodeArguments) -> TiledAttention:
 
 def finish(args: MLADecodeArguments, value: Any) -> Any:
     """Returns what the public function returns, from latent outputs [B, 1, H, R or R + Dr]."""
-    output, lse = lse_of(args, value)
+    output, lse = split_output_and_lse(args, value)
     batch, _, heads, _ = output.shape
     size, kv_heads, values = args.w_vc.shape
     wide = jnp.promote_types(output.dtype, jnp.float32)
@@ -206,7 +206,7 @@ def reference(args: MLADecodeArguments) -> Any:
     wide = with_accumulator_dtype(args)
     with jax.default_matmul_precision("highest"):
         output, residuals = tiled_attention.reference(lower(wide))
-        output, lse = lse_of(args, finish(wide, with_lse(args, output, residuals.lse)))
+        output, lse = split_output_and_lse(args, finish(wide, with_lse(args, output, residuals.lse)))
     return with_lse(args, output.astype(args.query.dtype), lse)
 
 

@@ -21,11 +21,11 @@ from ejkernel_xla.linear_recurrence.kernels.products import (
     decay_rows,
     dot_products,
     expand,
-    gram,
     multiply,
     multiply_columns,
     multiply_rows,
     multiply_shared_columns,
+    row_products_of_matrix,
     scale_vectors,
     weigh_products,
 )
@@ -133,7 +133,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
     """Returns products of all pairs of tokens, [m, C, C], with m the most that the two have."""
     count = max(left.shape[0], right.shape[0])
     if left is right:
-        return gram(left, precision)
+        return row_products_of_matrix(left, precision)
     return multiply_rows(expand(left, count), expand(right, count), precision)
 
 

@@ -98,16 +98,16 @@ def from_side_by_side(x: jax.Array, count: int) -> jax.Array:
 
 
 @with_gradients(1)
-def gram(x: jax.Array, precision: Any) -> jax.Array:
+def row_products_of_matrix(x: jax.Array, precision: Any) -> jax.Array:
     """Returns products of the rows of a matrix: [..., n, d] to [..., n, n]."""
     return multiply_rows(x, x, precision)
 
 
-def _gram_gradient(precision: Any, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+def _row_products_gradient(precision: Any, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
     return (multiply(cotangent + _transpose(cotangent), x, precision),)
 
 
-gram.defvjp(lambda x, precision: (gram(x, precision), x), _gram_gradient)
+row_products_of_matrix.defvjp(lambda x, precision: (row_products_of_matrix(x, precision), x), _row_products_gradient)
 
 
 @jax.custom_vjp

@@ -20,6 +20,6 @@ def with_lse(args: Any, output: Any, lse: Any, *others: Any) -> Any:
     return results if len(results) > 1 else output
 
 
-def lse_of(args: Any, value: Any) -> tuple[Any, Any]:
+def split_output_and_lse(args: Any, value: Any) -> tuple[Any, Any]:
     """Returns the output of tiled attention and its lse, out of what the family's call returned; no lse is None."""
     return value if args.return_lse else (value, None)
