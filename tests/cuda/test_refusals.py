@@ -1,4 +1,4 @@
-"""Every refusal of the CUDA implementations names an argument of the operations that they serve, or a record field."""
+"""Every refusal of the CUDA implementations names an argument of the operation that is called."""
 
 import ast
 import dataclasses
@@ -23,14 +23,6 @@ ANY_ARGUMENT = "{name}"
 """A refusal that begins with a variable loops over names of arguments."""
 FIELDS_OF_FEW_OPERATIONS = {"beta", "bias", "block_tables"}
 """Fields that are None in the records of the other operations, which the kernels refuse, or never see."""
-FIELDS = {
-    "queries": "query",
-    "key": "key_pages",
-    "key_cache": "key_pages",
-    "kv_cache": "key_pages",
-    "hidden_states": "x",
-}
-"""Arguments of some operations of a family -> the field of the record that all of them set."""
 
 
 def refusals(folder):

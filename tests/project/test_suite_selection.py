@@ -1,5 +1,8 @@
-"""The order of tests in `tests/support/suite/selection.py`."""
+"""The order of tests in `tests/support/suite/selection.py`, and the costs that it reads."""
 
+import ast
+import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,3 +25,19 @@ def test_processes_of_a_run_in_parallel_begin_with_long_tests(cover, request, mo
     items = [SimpleNamespace(nodeid=f"a.py::test_{name}[1]") for name in ("short", "new", "long", "longer")]
     conftest.pytest_collection_modifyitems(config, items)
     assert [item.nodeid[11:-3] for item in items] == ["longer", "long", "short", "new"]
+
+
+def test_costs_are_those_of_tests_that_exist_each_once():
+    """The test of a stale name has no known cost, and runs in the first command however long it takes."""
+    text = selection.COSTS.read_text(encoding="utf-8")
+    names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
+    assert not [name for name, count in Counter(names).items() if count > 1]
+    root = Path(__file__).parents[2]
+    defined = {
+        f"{file}::{node.name}"
+        for file in {name.partition("::")[0] for name in names}
+        if (root / file).exists()
+        for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert sorted(set(names) - defined) == []

@@ -8,6 +8,7 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.model import Case, Implementation, Op
+from ejkernel.ops.refusal_names import name_argument
 from ejkernel_conformance import claims, running
 from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, pinned_plan
 
@@ -22,7 +23,8 @@ def check_refusals(implementation: Implementation, cases: claims.Cases) -> None:
     raised: set[tuple[str, ...]] = set()
     for op, case in cases:
         record = abstract_record(op, case)
-        expected = (*device_reasons, *claims.record_refusals(op, implementation, record))
+        refused = claims.record_refusals(op, implementation, record)
+        expected = (*device_reasons, *(name_argument(op, reason) for reason in refused))
         reasons = _reasons(op, implementation, record)
         if reasons != expected:
             raise AssertionError(f"{implementation.name} on {op.name}, {case.name}: got {reasons}, wants {expected}")

@@ -81,6 +81,18 @@ def test_nan_of_a_packed_sequence_stays_there(inputs):
         np.testing.assert_array_equal(other[:, :end], clean[:, :end])
 
 
+def test_a_query_without_keys_that_holds_nan_has_no_gradient(inputs):
+    """Of 20 queries and 10 keys, the last query has the position of the last key, so the first 10 have no key."""
+    query, key, weights = inputs
+
+    def loss(query, weights):
+        scores = lightning_indexer(query, key[:, :10], weights, top_k=4)[1]
+        return jnp.sum(jnp.where(jnp.isneginf(scores), 0, scores))
+
+    gradients = jax.grad(loss, argnums=(0, 1))(query.at[:, :10].set(jnp.nan), weights)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x[:, :10], 0), gradients)
+
+
 def test_gradients_are_those_of_all_scores_at_once(inputs):
     """The gradients of the selected entries of a dense array of scores, in float64, with rows of fewer keys."""
     scale, (query, key, weights) = 8**-0.5, inputs

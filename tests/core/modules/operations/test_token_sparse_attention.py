@@ -93,6 +93,27 @@ def test_unsigned_indices_of_8_bits_are_indices(inputs):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int8"])
+def test_indices_of_any_integer_dtype_select_the_same_keys(dtype, inputs):
+    query, key, value, _ = inputs
+    indices = np.broadcast_to(np.array([0, 3, 7, np.iinfo(dtype).max]), (1, 12, 4))
+    got = token_sparse_attention(query, key, value, jnp.asarray(indices.astype(dtype)))
+    want = token_sparse_attention(query, key, value, jnp.where(jnp.arange(4) < 3, indices.astype(np.int32), -1))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_nan_in_a_cotangent_of_a_query_without_keys_reaches_no_sink(inputs):
+    query, key, value, cotangent = inputs
+    indices = jnp.broadcast_to(jnp.array([0, 3, 7]), (1, 12, 3)).at[:, 5].set(-1)
+    sinks = jnp.linspace(-1, 1, query.shape[2])
+
+    def gradient(cotangent):
+        output, pullback = jax.vjp(lambda x: token_sparse_attention(query, key, value, indices, x), sinks)
+        return pullback(cotangent.astype(output.dtype))[0]
+
+    np.testing.assert_array_equal(gradient(cotangent.at[:, 5].set(jnp.nan)), gradient(cotangent))
+
+
 def test_memory_of_both_passes_is_linear_in_the_queries():
     """Indexer and attention together: four times the memory for four times the tokens."""
 

@@ -29,7 +29,7 @@ def read_words(buffer, head_group, word, at, spec):
     """What `load_keys._load_words` reads, without a view of another shape, which the simulator does not have."""
     words = spec.cache_layout.word_rows_per_token
     rows = buffer[...].reshape(spec.block_kv * words, buffer.shape[-1])
-    return lax.dynamic_slice_in_dim(rows, at.start * words, spec.chunk_kv * words)[word::words]
+    return lax.dynamic_slice_in_dim(rows, at.start_in_buffer * words, spec.chunk_kv * words)[word::words]
 
 
 def records():

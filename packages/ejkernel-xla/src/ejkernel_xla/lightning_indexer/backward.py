@@ -68,7 +68,9 @@ def _tile(tile: Arrays, key: jax.Array, record: LightningIndexer) -> Arrays:
     def product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=dtype)
 
+    # A query that selects nothing may hold NaN, of which its weights have no gradient.
     products = product("thd,tkd->thk", query, selected) * record.softmax_scale
+    products = jnp.where(indices[:, None] >= 0, products, 0)
     dscores = jnp.where(indices >= 0, cotangent, 0).astype(dtype)[:, None]
     dweights = jnp.sum(dscores * jnp.maximum(products, 0), axis=2)
     dproducts = jnp.where(products > 0, dscores * weights.astype(dtype)[..., None] * record.softmax_scale, 0)

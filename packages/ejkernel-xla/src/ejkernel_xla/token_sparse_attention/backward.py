@@ -36,7 +36,10 @@ def backward(pullback: Pullback, config: QueryTile) -> dict[str, jax.Array]:
     record, lse = pullback.record, pullback.residuals.lse.swapaxes(1, 2)
     dtype = accumulator(record)
     cotangent = pullback.cotangent.astype(dtype)
-    delta = jnp.sum(cotangent * pullback.output.astype(dtype), axis=-1)
+    # A query without keys has an output of 0 whatever the sinks are, so its cotangent, which may be NaN, adds nothing.
+    lists_keys = jnp.any(record.indices >= 0, axis=-1)
+    lists_keys = jnp.repeat(lists_keys, record.query.shape[2] // lists_keys.shape[2], axis=2)
+    delta = jnp.where(lists_keys, jnp.sum(cotangent * pullback.output.astype(dtype), axis=-1), 0)
     if pullback.lse_cotangent is not None:
         # A row with nothing to attend has no gradient, whatever the cotangent of its lse holds.
         delta = delta - jnp.where(lse == -jnp.inf, 0, pullback.lse_cotangent.swapaxes(1, 2))

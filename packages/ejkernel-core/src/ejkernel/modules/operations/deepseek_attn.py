@@ -70,7 +70,8 @@ def deepseek_attn(
     attends to the latent vectors themselves, and `w_vc` multiplies what it returns.
 
     What is selected has no gradient, so `query_index`, `key_index` and `index_weights` are constants to
-    differentiation. To train the indexer, differentiate a loss of the scores that `lightning_indexer` returns.
+    differentiation. To train the indexer, call `lightning_indexer` and differentiate `lightning_indexer_loss` of its
+    results. `platform` and `cfg` are those of the attention; dispatch chooses the indexer by itself.
 
     Over devices, batch, heads and the query's tokens can be split. The indexer runs before the split, as XLA partitions
     it.
