@@ -9,7 +9,9 @@ least 57, 38 and 39 of them rightly. What was missed is mended, and a new draw g
 
 The identifiers are functions, classes, arguments, the fields of classes, the constants of modules, and tests. The
 variables of a function and the arguments of a lambda are not drawn: they are only ever read with their function around
-them. Until 27 November 2026 variables were drawn and tests were not, so counts from before do not compare.
+them. An argument is shown with the name of its function, a field with that of its class, and each with its module, as
+nobody sees one without the other. Counts of earlier sheets do not compare: until 27 November 2026 they had variables
+and no tests, then no functions and classes of arguments and fields.
 """
 
 import argparse
@@ -86,15 +88,20 @@ def identifiers(paths: list[Path], tests: list[Path]) -> list[Item]:
     items: dict[str, Item] = {}
     for path in paths + tests:
         for name, kind, line in definitions(ast.parse(path.read_text())):
-            is_drawn = path in paths or (kind == "function" and name.startswith("test_"))
+            is_drawn = path in paths or (kind.startswith("function") and name.startswith("test_"))
             if is_drawn and len(name.strip("_")) >= SHORTEST and not keyword.iskeyword(name):
-                folder = "/".join(path.with_suffix("").parts[-2:])
-                items.setdefault(name, Item(f"`{name}` ({kind} in {folder})", where(path, line)))
+                items.setdefault(name, Item(f"`{name}` ({kind} in {module(path)})", where(path, line)))
     return [items[name] for name in sorted(items)]
 
 
+def module(path: Path) -> str:
+    """Returns the path of a file below `tests`, or that of the module that it is."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "/".join(parts[1:] if parts[0] == "tests" else parts[3:])
+
+
 def definitions(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
-    """Yields the name, the kind and the line of each function, class, argument, class field and module constant."""
+    """Yields the name, the kind and the line of each function, class, argument, field and module constant."""
     for statement in statements(tree.body):
         for name in assigned(statement):
             yield name, "module constant", statement.lineno
@@ -104,12 +111,12 @@ def definitions(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
                 if not name.startswith("__"):
                     yield name, "function", node.lineno
                 for argument in arguments(node.args):
-                    yield argument.arg, "argument", argument.lineno
+                    yield argument.arg, f"argument of `{name}`", argument.lineno
             case ast.ClassDef(name=name):
                 yield name, "class", node.lineno
                 for statement in node.body:
                     for field in assigned(statement):
-                        yield field, "class field", statement.lineno
+                        yield field, f"field of `{name}`", statement.lineno
             case _:
                 pass
 
