@@ -49,21 +49,21 @@ def found(monkeypatch):
 def test_kernels_by_toolchain(found, devices):
     installed, old, new = toolchains.confirmed_kernels_by_toolchain(found, devices)
     assert (installed.what, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
-    assert installed.others == {
+    assert installed.unconfirmed_by_reason == {
         "module jax_triton is not installed": {"triton": 2},
         "not confirmed with jax 0.13 on sm_90, but with jax 0.11": {"cuda": 2},
     }
-    assert (old.what, old.others["module triton is not installed"]) == ("Python 3.11", {"triton": 2})
+    assert (old.what, old.unconfirmed_by_reason["module triton is not installed"]) == ("Python 3.11", {"triton": 2})
     assert (new.what, new.confirmed) == ("Python 3.12", {"triton": 1})
     failing = "not confirmed on NVIDIA H200 with jax 0.12.0, jax_triton 0.4.1, triton 3.9.0: some of its tests fail"
-    assert new.others[failing] == {"triton": 1}
+    assert new.unconfirmed_by_reason[failing] == {"triton": 1}
 
 
 def test_versions_that_are_refused(found, monkeypatch):
     versions = {"jax": "0.14.0", "jax_triton": "0.4.1", "triton": "3.9.0"}
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: versions)
     installed = toolchains.confirmed_kernels_by_toolchain(found, [H200])[0]
-    assert installed.others["jax 0.14.0 is refused, needs <0.13"] == {"triton": 2}
+    assert installed.unconfirmed_by_reason["jax 0.14.0 is refused, needs <0.13"] == {"triton": 2}
 
 
 def test_lines_of_the_toolchain_table(found):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.modules import operations
 from ejkernel.ops import ArgumentRecord, Case, Op
 from ejkernel.ops.argument_records import holds_arrays
-from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_from_annotation, normal_inputs
 
 
 def public(
@@ -52,7 +52,7 @@ def test_axes_are_those_of_the_annotations_unless_others_are_given():
 
 
 def test_the_configuration_class_is_that_of_the_annotation():
-    assert config_class_of(public) is toy.ToyConfig
+    assert config_class_from_annotation(public) is toy.ToyConfig
 
 
 def test_normal_inputs_are_for_floats_alone():

@@ -74,7 +74,7 @@ def test_helpers_of_quantised_weights():
             assert dequantize(*quantize(w, mode=mode), mode=mode).shape == w.shape
 
 
-def test_code_of_callers_keeps_their_settings():
+def test_settings_of_callers_are_back_after_standard_promotion():
     add = lambda: jnp.ones(3) + jnp.ones((2, 3))  # noqa: E731
     with jax.numpy_rank_promotion("raise"):
         assert with_standard_promotion(add)().shape == (2, 3)

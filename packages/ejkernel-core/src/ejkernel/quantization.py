@@ -110,7 +110,7 @@ def quantize(
             f"w: got shape {tuple(w.shape)} with axis={axis!r}, "
             f"wants {name} in multiples of group_size {form.group_size}"
         )
-    _check_values(rows, form, dtype)
+    _check_finite_and_scales_fit(rows, form, dtype)
     return _quantize_rows(rows, form, dtype)
 
 
@@ -121,17 +121,17 @@ def _quantize_rows(rows: jax.Array, form: Format, dtype: Any) -> QuantizedArrays
     return pack(encoded.codes, form.bits), encoded.scales, *(array for array in optional if array is not None)
 
 
-def _scale_dtype(scale_dtype: Any, form: Format, weights_dtype: Any) -> Any:
+def _scale_dtype(scale_dtype: Any, form: Format, unquantised_dtype: Any) -> Any:
     """Returns the dtype of scales that `scale_dtype` asks for, by itself or as a `QuantRuntimeConfig`."""
     if hasattr(scale_dtype, "affine_metadata_dtype"):
-        scale_dtype = scale_dtype.scale_dtype(weights_dtype, form.mode, form.scale_dtypes)
+        scale_dtype = scale_dtype.scale_dtype(unquantised_dtype, form.mode, form.scale_dtypes)
     name = jnp.dtype(form.scale_dtype if scale_dtype is None else scale_dtype).name
     if name not in form.scale_dtypes:
         raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
     return jnp.dtype(name)
 
 
-def _check_values(rows: jax.Array, form: Format, dtype: Any) -> None:
+def _check_finite_and_scales_fit(rows: jax.Array, form: Format, dtype: Any) -> None:
     """Refuses weights that are not finite or need scales that `dtype` cannot hold, where values can be read."""
     if _compat.is_tracer(rows) or not rows.is_fully_addressable or not rows.size:
         return

@@ -70,7 +70,7 @@ def test_old_names_of_arguments_stay(op):
         getattr(ej, op)(**named, kv_lens=tokens, **{lengths: tokens}, **given)
 
 
-def test_a_prefix_in_no_page_of_the_first_shard_is_refused():
+def test_sequences_with_a_shared_prefix_cannot_be_split_over_devices():
     op = "page_attention"
     paged = Paged(batch_for(op), prefix=PREFIX)
     mesh = jax.make_mesh((2,), ("dp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])

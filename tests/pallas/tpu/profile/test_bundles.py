@@ -76,8 +76,8 @@ def test_allocations_have_a_space_a_size_and_a_tag():
     """
     first, second = parse_allocations(text)
     assert (first.name, first.space, first.size) == ("allocation0", "smem", 4)
-    assert first.tag.endswith("core index")
-    assert (second.space, second.size, second.tag) == ("vmem", 16384, "output window")
+    assert first.purpose.endswith("core index")
+    assert (second.space, second.size, second.purpose) == ("vmem", 16384, "output window")
 
 
 @pytest.mark.parametrize("name", recorded_schedules.NAMES)

@@ -33,7 +33,7 @@ def test_what_is_not_there_is_named(path, message):
         find_function(path)
 
 
-def test_functions_of_functions_are_refused():
+def test_functions_that_no_module_holds_are_refused():
     with pytest.raises(ValueError, match="wants a function of a module"):
         profile(lambda x: x)
 

@@ -81,7 +81,7 @@ def test_a_striped_ring_compiles(name, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_that_travels_compiles(way):
+def test_a_ring_with_ids_and_positions_compiles(way):
     length = 256 * 8
     shapes = {field: ((2, length, 2, 128), "float32") for field in ("query", "key", "value")}
     shapes |= {"softmax_aux": ((2,), "float32")}

@@ -29,15 +29,15 @@ class ConfirmedKernels(msgspec.Struct, frozen=True):
         chip: The chip.
         versions: The toolchain's versions, in words.
         confirmed: Implementation -> how many operations are confirmed.
-        others: Why implementations come after those that are confirmed, or are refused -> their names and how many
-            operations.
+        unconfirmed_by_reason: Why implementations come after those that are confirmed, or are refused -> their names
+            and how many operations. JSON calls it `others`.
     """
 
     what: str
     chip: str
     versions: str
     confirmed: dict[str, int]
-    others: dict[str, dict[str, int]]
+    unconfirmed_by_reason: dict[str, dict[str, int]] = msgspec.field(name="others")
 
 
 def resolved_versions() -> ResolvedVersions:
@@ -90,16 +90,20 @@ def _confirmed_kernels(
     kernels: Iterable[tuple[Implementation, str]],
 ) -> ConfirmedKernels:
     confirmed = collections.Counter[str]()
-    others: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    unconfirmed_by_reason: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one, op in kernels:
         reason = _refusal_reason(one, versions) or evidence.unconfirmed_with(one, op, device, versions)
         if reason:
-            others[_reason_without_counts(reason)][one.name] += 1
+            unconfirmed_by_reason[_reason_without_counts(reason)][one.name] += 1
         else:
             confirmed[one.name] += 1
     words = ", ".join(f"{name} {versions[name]}" for name in evidence.MODULES_SHOWN if name in versions)
     return ConfirmedKernels(
-        what, chip, words, dict(confirmed), {reason: dict(names) for reason, names in others.items()}
+        what,
+        chip,
+        words,
+        dict(confirmed),
+        {reason: dict(names) for reason, names in unconfirmed_by_reason.items()},
     )
 
 
@@ -144,6 +148,6 @@ def confirmed_kernels_lines(rows: Iterable[ConfirmedKernels], date: str) -> Iter
         yield f"  {one.what}, {one.chip}: {one.versions or 'no toolchain'}"
         confirmed = ", ".join(f"{name} ({count})" for name, count in sorted(one.confirmed.items()))
         yield f"    confirmed, with operations: {confirmed or 'none'}"
-        for reason, names in sorted(one.others.items()):
+        for reason, names in sorted(one.unconfirmed_by_reason.items()):
             listed = ", ".join(f"{name} ({count})" for name, count in sorted(names.items()))
             yield f"    come after XLA, or are refused: {listed}: {reason}"

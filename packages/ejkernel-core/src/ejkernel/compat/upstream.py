@@ -129,8 +129,8 @@ def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
     return {field for part in parts for field in leaf_names(part)} - set(config.about_call)
 
 
-def _markdown_table(head: tuple[str, ...], rows: list[Any]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+def _markdown_table(column_titles: tuple[str, ...], rows: list[Any]) -> str:
+    lines = [f"| {' | '.join(column_titles)} |", f"|{'---|' * len(column_titles)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 

@@ -26,8 +26,8 @@ class ArgumentRecord:
     pytree; every other one belongs to its structure, and so to the jit cache key. `__post_init__` makes it canonical.
     """
 
-    stated_by: ClassVar[Callable[..., Any]]
-    """The public function."""
+    public_function: ClassVar[Callable[..., Any]]
+    """The public function whose arguments are the fields of the record."""
 
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -44,7 +44,7 @@ class ArgumentRecord:
         for parameter in parameters:
             default, child = _default(parameter), holds_arrays(parameter.annotation)
             setattr(cls, parameter.name, dataclasses.field(default=default) if child else static(default))
-        cls.stated_by = staticmethod(of)
+        cls.public_function = staticmethod(of)
         arguments(cls)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import AbstractArray
 from ejkernel.ops.params import BaseOperationConfig
 
 
-def config_class_of(function: Callable[..., Any]) -> type[BaseOperationConfig]:
+def config_class_from_annotation(function: Callable[..., Any]) -> type[BaseOperationConfig]:
     """Returns the configuration class that the annotation of `cfg` names first."""
     annotation = inspect.signature(function, eval_str=True).parameters["cfg"].annotation
     for option in typing.get_args(annotation) or (annotation,):

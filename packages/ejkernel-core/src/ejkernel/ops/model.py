@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from ejkernel.families.contract import Family
-from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_of, normal_inputs
+from ejkernel.ops.derived import axes_of, cases_of_uncovered_arrays, config_class_from_annotation, normal_inputs
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.space import NO_CHOICE, ConfigSpace
@@ -130,7 +130,9 @@ class Op:
     version: str = "1"
 
     def __post_init__(self) -> None:
-        function = getattr(self.arguments, "stated_by", None) if self.function is _unstated_function else self.function
+        function = (
+            getattr(self.arguments, "public_function", None) if self.function is _unstated_function else self.function
+        )
         if function is None:
             raise ValueError(f"function: got none, and {self.arguments.__name__} has its fields from no function")
         derived: dict[str, Any] = {"function": function, "axes": axes_of(function, self.axes)}
@@ -139,7 +141,9 @@ class Op:
             *cases_of_uncovered_arrays(function, optional_fields(self.family.record), self.cases),
         )
         derived["name"] = self.name or function.__name__
-        derived["config"] = config_class_of(function) if self.config is BaseOperationConfig else self.config
+        derived["config"] = (
+            config_class_from_annotation(function) if self.config is BaseOperationConfig else self.config
+        )
         derived["reference"] = self._lowered_reference if self.reference is _unstated_function else self.reference
         for name, value in derived.items():
             object.__setattr__(self, name, value)

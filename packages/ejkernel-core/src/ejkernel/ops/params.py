@@ -24,7 +24,7 @@ class FwdParams:
 
     Attributes:
         blocksize_m: Rows of the output tile of a matrix product.
-        blocksize_k: Contracted elements per step.
+        blocksize_k: Contracted elements per step of a matrix product; keys per tile are `kv_blocksize`.
         blocksize_n: Columns of the output tile.
         q_blocksize: Queries per tile.
         kv_blocksize: Keys per tile.

@@ -33,8 +33,8 @@ Definition = tuple[str, str]
 
 
 def source_digest(implementation: Implementation) -> str:
-    """Returns sixteen hexadecimal digits, which change with the sources of an implementation and with
-    what it requires.
+    """Returns sixteen hexadecimal digits that change, and make evidence stale, with the sources of an implementation
+    and with what it requires.
     """
     closure = _SourceClosure(implementation.forward.partition(":")[0].partition(".")[0])
     for path in filter(None, (implementation.forward, implementation.backward)):

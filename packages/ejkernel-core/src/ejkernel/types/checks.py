@@ -51,22 +51,22 @@ def check_leaf_shapes(leaves: Mapping[str, Any]) -> None:
             "cu_seqlens_q without segment ids does not say how long a row is; use MaskInfo.from_cu_seqlens"
         )
     sizes: dict[str, int] = {}
-    for name, dimensions in _LEAF_DIMENSIONS.items():
+    for name, dimension_names in _LEAF_DIMENSIONS.items():
         leaf = leaves[name]
         if not is_array(leaf):
             continue
-        _check_leaf(name, leaf.shape, dimensions, sizes)
+        _check_leaf(name, leaf.shape, dimension_names, sizes)
         if name != "attention_mask" and not jnp.issubdtype(leaf.dtype, jnp.integer):
             raise ValueError(f"{name} must hold integers, got {leaf.dtype} of shape {tuple(leaf.shape)}")
 
 
-def _check_leaf(name: str, shape: tuple[int, ...], dimensions: tuple[str, ...], sizes: dict[str, int]) -> None:
-    fits = len(shape) == len(dimensions)
-    for dimension, size in zip(dimensions, shape, strict=False):
+def _check_leaf(name: str, shape: tuple[int, ...], dimension_names: tuple[str, ...], sizes: dict[str, int]) -> None:
+    fits = len(shape) == len(dimension_names)
+    for dimension, size in zip(dimension_names, shape, strict=False):
         serves_all_rows = dimension == "batch" and size == 1 and name in _BROADCAST_OVER_BATCH
         fits = fits and (serves_all_rows or sizes.setdefault(dimension, size) == size)
     if not fits:
-        expected = ", ".join(f"{d}={sizes[d]}" if d in sizes and d != "heads or 1" else d for d in dimensions)
+        expected = ", ".join(f"{d}={sizes[d]}" if d in sizes and d != "heads or 1" else d for d in dimension_names)
         raise ValueError(f"{name}: got shape {tuple(shape)}, wants [{expected}]")
 
 

@@ -126,7 +126,7 @@ def cu_seqlens_to_mask(cu_seqlens: ArrayLike, max_len: int, dtype: DTypeLike = j
 
 
 def _row_validity(cu_seqlens: tuple[str, Any], max_len: tuple[str, Any]) -> jax.Array:
-    """Calls `cu_seqlens_to_mask`, with the caller's argument names in errors."""
+    """Returns what `cu_seqlens_to_mask` returns, as bool, with the caller's argument names in errors."""
     lengths = jnp.diff(as_cu_seqlens(*cu_seqlens))
     return jnp.arange(check_static_size(*max_len)) < lengths[:, None]
 

@@ -109,7 +109,7 @@ def exact_segment_ids(queries: Any, keys: Any) -> tuple[Any, Any]:
         return _cast_to_int32(queries), _cast_to_int32(keys)
     on_host = [isinstance(ids, np.ndarray) for ids in (queries, keys)]
     if all(on_host):
-        return _renumber_on_host(queries, keys)
+        return _exact_ids_on_host(queries, keys)
     if any(on_host):
         queries, keys = (_as_jax_ids(name, ids) for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)))
     for name, ids in (("q_segment_ids", queries), ("kv_segment_ids", keys)):
@@ -132,7 +132,10 @@ def _cast_to_int32(ids: Any) -> Any:
     return ids if ids.dtype == np.int32 else ids.astype(np.int32)
 
 
-def _renumber_on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _exact_ids_on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids in NumPy arrays as int32: their values if int32 holds the largest one, else their ranks; negative ids
+    are padding in both.
+    """
     everything = [np.unique(ids) for ids in (queries, keys)]
     ends = [int(end) for ids in everything if ids.size for end in (ids[0], ids[-1])]
     if not ends or max(ends) <= _INT32.max:

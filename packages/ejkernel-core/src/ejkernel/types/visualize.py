@@ -15,7 +15,7 @@ from ejkernel.types.segments import mask_to_segment_ids
 # How a block is drawn: no pair attends, some do, all do.
 _CHARSETS = {"unicode": "·▒█", "ascii": ".+#"}
 _SEGMENT_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_PADDING_LABEL, _SEVERAL_LABEL = -1, -2
+_PADDING_LABEL, _SEVERAL_SEGMENTS_LABEL = -1, -2
 
 
 class _PictureAxis(NamedTuple):
@@ -34,9 +34,9 @@ class _PictureAxis(NamedTuple):
         return np.minimum(self.length - self.starts, self.block)
 
     def segment_labels(self) -> list[int]:
-        """Returns the segment id of every block, `_PADDING_LABEL`, or `_SEVERAL_LABEL` if it has more than one."""
+        """Returns every block's segment id, `_PADDING_LABEL`, or `_SEVERAL_SEGMENTS_LABEL` if it has more than one."""
         blocks = (np.maximum(self.ids[start : start + self.block], _PADDING_LABEL) for start in self.starts)
-        return [int(ids[0]) if (ids == ids[0]).all() else _SEVERAL_LABEL for ids in blocks]
+        return [int(ids[0]) if (ids == ids[0]).all() else _SEVERAL_SEGMENTS_LABEL for ids in blocks]
 
 
 def visualize(  # noqa: PLR0913 - a public method
@@ -147,10 +147,10 @@ def _draw_cells(fractions: np.ndarray, blocks: str, width: int) -> list[str]:
 
 
 def _add_segments(lines: list[str], rows: _PictureAxis, columns: _PictureAxis, width: int) -> list[str]:
-    words = {_PADDING_LABEL: "pad", _SEVERAL_LABEL: "mix"}
+    words = {_PADDING_LABEL: "pad", _SEVERAL_SEGMENTS_LABEL: "mix"}
     labels = [words.get(label, str(label)) for label in rows.segment_labels()]
     margin = max((len(label) for label in labels), default=0)
-    digits = {_PADDING_LABEL: "-", _SEVERAL_LABEL: "?"}
+    digits = {_PADDING_LABEL: "-", _SEVERAL_SEGMENTS_LABEL: "?"}
     ruler = "".join(digits.get(i, _SEGMENT_DIGITS[i % len(_SEGMENT_DIGITS)]) * width for i in columns.segment_labels())
     drawn = [f"{label:>{margin}} {line}" for label, line in zip(labels, lines, strict=True)]
     return [" " * (margin + 1) + ruler, *drawn]

@@ -45,7 +45,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
     if record.parents is not None:
         return tree_forward(record), ()
     if not record.query.size:  # no rows
-        return (_empty_outputs(record), states(record)), ()
+        return (_zero_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)
     # Chunks that share tokens add their outputs, since each chunk has 0 for the tokens of the other chunk.
     write = replace if chunking.has_no_masked_token else add_chunk_slice
@@ -65,10 +65,10 @@ def _initial_outputs_and_states(record: LinearRecurrence) -> tuple[jax.Array, ja
     """Returns outputs and states before the first chunk."""
     if record.cu_seqlens is not None:
         return read_single_tokens(record, state_table(record))
-    return _empty_outputs(record), state_table(record)
+    return _zero_outputs(record), state_table(record)
 
 
-def _empty_outputs(record: LinearRecurrence) -> jax.Array:
+def _zero_outputs(record: LinearRecurrence) -> jax.Array:
     rows, tokens = record.query.shape[:2]
     return jnp.zeros((rows, tokens, head_count(record), record.value.shape[3]), record.query.dtype)
 

@@ -32,7 +32,7 @@ from ejkernel_xla.selected_attention.kernels.lists import (
     ungroup_query_heads,
 )
 from ejkernel_xla.selected_attention.kernels.scores import (
-    PlanStep,
+    OuterStep,
     accumulator,
     block_scores,
     dot,
@@ -81,7 +81,7 @@ def _selected_branch_gradients(
     grads = {name: jnp.zeros(getattr(operands, name).shape, dtype) for name in ("query", "key", "value")}
 
     def step(n: jax.Array, grads: Gradients) -> Gradients:
-        at = PlanStep(*plan.step_at(n))
+        at = OuterStep(*plan.step_at(n))
         query_rows = {name: queries_of_step(x, plan, at) for name, x in rows.items()}
         # dq of this step's queries alone is scattered to; it is small, and stays in a cache.
         carry = {**grads, "query": jnp.zeros((plan.queries, *grads["query"].shape[3:]), dtype)}
@@ -106,7 +106,7 @@ def _add_block_gradients(
     record: SelectedAttention,
     operands: Operands,
     plan: SelectedPlan,
-    at: PlanStep,
+    at: OuterStep,
     query_rows: dict[str, jax.Array],
     listed_block: tuple[jax.Array, jax.Array],
     grads: Gradients,

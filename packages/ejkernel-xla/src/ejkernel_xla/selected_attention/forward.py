@@ -22,7 +22,7 @@ from ejkernel_xla.selected_attention.kernels.lists import (
     ungroup_query_heads,
 )
 from ejkernel_xla.selected_attention.kernels.scores import (
-    PlanStep,
+    OuterStep,
     accumulator,
     block_scores,
     dot,
@@ -95,7 +95,7 @@ def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> Branch
     empty = OnlineSoftmax(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, size), dtype))
 
     def step(n: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = PlanStep(*plan.step_at(n))
+        at = OuterStep(*plan.step_at(n))
 
         def read(c: jax.Array, rows: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             start = operands.starts[c]

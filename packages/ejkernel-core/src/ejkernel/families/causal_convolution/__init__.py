@@ -12,7 +12,7 @@ from ejkernel.families.causal_convolution.record import (
     states,
 )
 from ejkernel.families.causal_convolution.reference import reference
-from ejkernel.families.causal_convolution.token_shards import record_on_device, run_on_token_shard
+from ejkernel.families.causal_convolution.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.families.contract import Family, TokenShardFunctions
 from ejkernel.planning.requests import packed_requests
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     },
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_on_device),
+    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_for_explain),
     reference=reference,
     requests=requests,
 )

@@ -40,8 +40,8 @@ def run_on_token_shard(run: Run, record: CausalConvolution, shards: TokenShards)
     return read, shards.sum(jnp.where(packed.ends[:, None, None], final, 0))
 
 
-def record_on_device(record: CausalConvolution) -> CausalConvolution:
-    """Returns a device's record as its kernel gets it."""
+def record_for_explain(record: CausalConvolution) -> CausalConvolution:
+    """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
     name = "initial_state" if record.cu_seqlens is None else "sequence_state"
     return dataclasses.replace(record, **{name: states(record)})
 

@@ -20,7 +20,7 @@ from ejkernel.families.linear_recurrence.record import (
     with_plain_states,
 )
 from ejkernel.families.linear_recurrence.reference import reference
-from ejkernel.families.linear_recurrence.token_shards import on_device, run_on_token_shard
+from ejkernel.families.linear_recurrence.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.planning.requests import SHARED, packed_requests, segment_owners
 
 __all__ = [
@@ -98,7 +98,7 @@ FAMILY = Family(
     # Each shard is a separate call, since rows and heads are independent.
     shardable="bhg",
     aligned=(("h", "g"),),
-    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=on_device),
+    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_for_explain),
     reference=reference,
     requests=requests,
 )

@@ -51,8 +51,8 @@ def run_on_token_shard(run: Run, record: LinearRecurrence, shards: TokenShards) 
     return read, to_recorded_state_layout(record, final)
 
 
-def on_device(record: LinearRecurrence) -> LinearRecurrence:
-    """Returns a device's record as its kernel gets it."""
+def record_for_explain(record: LinearRecurrence) -> LinearRecurrence:
+    """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
     _check_no_trees(record)
     return split_recurrence.with_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
 

@@ -112,7 +112,7 @@ FAMILY = Family(
     dtype=lambda record: record.query.dtype,
     head_dims=lambda record: (record.query.shape[-1], paged_cache.value_head_dim(record)),
     axes=axes,
-    # A shard that has not the first sequence lacks the pages of a prefix that all share.
+    # A shard without the first sequence lacks the page table row of a prefix that all share.
     shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",
     aligned=(("h", "g"),),
     localise=localise,

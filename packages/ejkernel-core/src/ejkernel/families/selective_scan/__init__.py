@@ -7,7 +7,7 @@ import numpy as np
 from ejkernel.families.contract import Family, TokenShardFunctions
 from ejkernel.families.selective_scan.record import INTERVAL, ScanResiduals, SelectiveScan, accumulator, first_state
 from ejkernel.families.selective_scan.reference import reference
-from ejkernel.families.selective_scan.token_shards import on_device, run_on_token_shard
+from ejkernel.families.selective_scan.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [
@@ -57,7 +57,7 @@ FAMILY = Family(
     axes=axes,
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=on_device),
+    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_for_explain),
     reference=reference,
     requests=requests,
 )

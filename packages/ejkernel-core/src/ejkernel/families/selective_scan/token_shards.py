@@ -24,15 +24,17 @@ def run_on_token_shard(run: Run, record: SelectiveScan, shards: TokenShards) -> 
         shards: How tokens are split.
     """
     held, indices, starts = record.initial_state, record.state_slots, record.cu_seqlens
-    read, final = split_recurrence.run_on_token_shard(RULE, run, with_plain_states(record), shards)
+    read, final = split_recurrence.run_on_token_shard(
+        SPLIT_RECURRENCE_FUNCTIONS, run, with_plain_states(record), shards
+    )
     if held is None or indices is None or starts is None:
         return read, final
     return read, slots.write_slots(held, indices, starts, final)
 
 
-def on_device(record: SelectiveScan) -> SelectiveScan:
-    """Returns a device's record as its kernel gets it."""
-    return split_recurrence.with_states(RULE, with_plain_states(record))
+def record_for_explain(record: SelectiveScan) -> SelectiveScan:
+    """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
+    return split_recurrence.with_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
 
 
 def borders(record: SelectiveScan, shards: TokenShards) -> BorderTokens:
@@ -98,7 +100,7 @@ def _sum_weighted_by_write_or_read(
     return jnp.sum(weights * values[..., None] * write_or_read[:, :, None], axis=1)
 
 
-RULE = SplitRecurrence(
+SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
     borders=borders,
     summary=summary,
     gradient=gradient,
@@ -106,4 +108,4 @@ RULE = SplitRecurrence(
     states=states,
     name=lambda record: "initial_state",
 )
-"""The functions of the selective scan."""
+"""The selective scan's functions for a recurrence whose tokens are split over devices."""

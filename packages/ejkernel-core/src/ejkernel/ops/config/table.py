@@ -83,9 +83,9 @@ def encode(table: Table) -> bytes:
     return msgspec.json.format(msgspec.json.encode(table, order="sorted"), indent=1)
 
 
-def entry_config_part(entry: Entry | None, part: type, where: str) -> Any | None:
+def entry_config_part(entry: Entry | None, part: type, entry_description: str) -> Any | None:
     """Returns the configuration part of an entry, or None. The key holds the schema's hash, so only edited files fail
-    here.
+    here; the warning says `entry_description`.
     """
     if entry is None:
         return None
@@ -96,7 +96,7 @@ def entry_config_part(entry: Entry | None, part: type, where: str) -> Any | None
         problem = f"no field {', '.join(unknown)}"
     except ValueError as error:
         problem = str(error)
-    warnings.warn(f"a damaged entry is ignored: {where} ({problem})", StoreWarning, stacklevel=3)
+    warnings.warn(f"a damaged entry is ignored: {entry_description} ({problem})", StoreWarning, stacklevel=3)
     return None
 
 

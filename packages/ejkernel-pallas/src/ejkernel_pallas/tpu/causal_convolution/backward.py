@@ -67,7 +67,7 @@ def _input_and_weight_gradients(
         record,
         spec,
         inputs={
-            "tokens_before_block": Operand(record.x, (None, TOKENS_PER_REGISTER, spec.block_c), before),
+            "x_before_block": Operand(record.x, (None, TOKENS_PER_REGISTER, spec.block_c), before),
             "cotangent": block_operand(spec, outputs.astype(record.x.dtype), backwards=True),
         },
         outputs={

@@ -21,7 +21,10 @@ def fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any)
 
 
 def for_each_index(num_iterations: int, body: Callable[[Any], None]) -> None:
-    """Calls `body` with 0 to `num_iterations - 1` in a loop, so that its code is emitted once."""
+    """Calls `body` with 0 to `num_iterations - 1` in a loop, so that its code is emitted once.
+
+    `num_iterations` is a Python int; `fori_loop` takes traced bounds.
+    """
     if num_iterations == 1:
         body(0)
         return

@@ -88,8 +88,8 @@ class CacheLayout:
         return units // self.head_groups * self.heads_per_unit
 
     @property
-    def can_share_products(self) -> bool:
-        """Returns whether several heads can share a product: the number of word rows is a power of two, and K and V
+    def kv_heads_can_share_products(self) -> bool:
+        """Returns whether several KV heads can share a product: the number of word rows is a power of two, and K and V
         do not alternate.
         """
         words = self.word_rows_per_token // self.head_groups

@@ -53,7 +53,7 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
 
 def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
-    caches: dict[str, jax.Array] = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
+    caches_by_name: dict[str, jax.Array] = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
     # lse is written in whole rows of 128 lanes.
@@ -62,10 +62,10 @@ def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list
         "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
         "lse": jax.ShapeDtypeStruct((work.work_items.size // len(ITEM_FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
-    written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches.items()} if tokens else {}
+    written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches_by_name.items()} if tokens else {}
     # A cache that the kernel writes to is an input that shares memory with an output; the kernel uses only the output's
     # ref.
-    cache_inputs = {f"{name}_before" if written else name: x for name, x in caches.items()}
+    cache_inputs = {f"{name}_before" if written else name: x for name, x in caches_by_name.items()}
     constants = {name: resident_operand(x) for name, x in _resident_operands(record, spec).items()}
     results = launch(
         KernelCall(
@@ -83,7 +83,7 @@ def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list
             | ({} if work.context_lengths is None else {"context_lengths": work.context_lengths}),
             inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **cache_inputs}.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
-            scratch=_scratch(record, spec, lanes, caches, bool(tokens)),
+            scratch=_scratch(record, spec, lanes, caches_by_name, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
             options=COMPILER_OPTIONS,
         )
@@ -107,7 +107,7 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
 
 
 def _scratch(
-    record: PagedAttention, spec: PagedSpec, lanes: int, caches: dict[str, jax.Array], writes: bool
+    record: PagedAttention, spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Array], writes: bool
 ) -> dict[str, Any]:
     """Returns the kernel's scratch memory."""
     heads, cache = spec.kv_heads, spec.cache_layout
@@ -135,7 +135,7 @@ def _scratch(
             spec.part_kv,
             spec.weights_dtype,
         )
-    scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches.items()}
+    scratch |= {f"{name}_buffer": _block_buffer(spec, x, name == "values") for name, x in caches_by_name.items()}
     if spec.rows_per_tile > spec.small_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand_dtype)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights_dtype)

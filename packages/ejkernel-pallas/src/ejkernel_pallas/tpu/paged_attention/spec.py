@@ -163,7 +163,7 @@ class PagedTiles:
 
 def shares_products(record: PagedAttention) -> bool:
     """Returns whether keys of several heads share one product if every sequence has one query."""
-    return make_cache_layout(record).can_share_products and _operand_dtype(record).itemsize == 2
+    return make_cache_layout(record).kv_heads_can_share_products and _operand_dtype(record).itemsize == 2
 
 
 def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:

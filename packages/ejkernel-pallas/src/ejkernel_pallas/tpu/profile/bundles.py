@@ -115,13 +115,13 @@ class Allocation:
         name: Its name.
         space: Its memory space.
         size: Its size in bytes.
-        tag: What it is for.
+        purpose: What it is for.
     """
 
     name: str
     space: str
     size: int
-    tag: str
+    purpose: str
 
 
 def parse_bundles(text: str) -> tuple[Bundle, ...]:
@@ -144,7 +144,7 @@ def parse_utilisation(text: str) -> Utilisation:
 def parse_allocations(text: str) -> tuple[Allocation, ...]:
     """Reads `*-pre-finalize-registers-and-allocations.txt`."""
     found = (match.groups() for match in _ALLOCATION.finditer(text))
-    return tuple(Allocation(name, space, int(size, 0), tag or "") for name, space, size, tag in found)
+    return tuple(Allocation(name, space, int(size, 0), purpose or "") for name, space, size, purpose in found)
 
 
 def _bundle(record: re.Match[str], text: str) -> Bundle:

@@ -100,9 +100,11 @@ def function_path(function: Callable[..., Any]) -> str:
     return f"{module.__name__}:{name}"
 
 
-def workload_of_path(function: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]) -> Workload:
-    """Builds the workload of a function given by its path; `static` are keyword arguments."""
-    found = find_function(function)
+def workload_of_function_path(
+    path: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]
+) -> Workload:
+    """Builds the workload of the function with this path; `static` are keyword arguments."""
+    found = find_function(path)
     return Workload(function=lambda *arrays: found(*arrays, **static), args=args, flops=flops)
 
 

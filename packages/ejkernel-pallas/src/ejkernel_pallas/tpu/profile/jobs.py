@@ -81,9 +81,11 @@ def profile(
         ModuleNotFoundError: libtpu is not installed.
     """
     path = function if isinstance(function, str) else function_path(function)
-    kwargs = {"function": path, "args": args, "flops": flops, "static": static}
+    kwargs = {"path": path, "args": args, "flops": flops, "static": static}
     case = Case(
-        label=path.rpartition(":")[2], build="ejkernel_pallas.tpu.profile.cases:workload_of_path", kwargs=kwargs
+        label=path.rpartition(":")[2],
+        build="ejkernel_pallas.tpu.profile.cases:workload_of_function_path",
+        kwargs=kwargs,
     )
     return profile_many([case], target=target)[0]
 

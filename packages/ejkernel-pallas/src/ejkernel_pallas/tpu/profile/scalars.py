@@ -147,14 +147,14 @@ def _cache_value(thunk: LazyValue) -> LazyValue:
     """
 
     @functools.cache
-    def cached_result() -> tuple[Any, bool]:
+    def value_and_whether_known() -> tuple[Any, bool]:
         try:
             return thunk(), True
         except _UnknownError:
             return None, False
 
     def value() -> Any:
-        result, known = cached_result()
+        result, known = value_and_whether_known()
         if not known:
             raise _UnknownError
         return result

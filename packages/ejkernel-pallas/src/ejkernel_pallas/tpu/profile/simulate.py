@@ -68,7 +68,7 @@ class CompiledKernel:
         code = ScalarCode(self.bundles, self.flow, self.times)
         machine = SimulatedCore(self.chip, operands)
         for allocation in self.allocations:
-            if allocation.tag.endswith(_ZERO_OPERANDS):
+            if allocation.purpose.endswith(_ZERO_OPERANDS):
                 machine.memory[code.names.address(allocation.name)] = 0
         blocks, complete = self._execute(code, machine, seconds)
         issues = collections.Counter[int]()

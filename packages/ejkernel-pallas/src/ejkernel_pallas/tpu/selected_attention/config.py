@@ -49,7 +49,7 @@ PUBLIC_FIELDS = {"block_q": "block_q", "block_k": "block_kv"}
 """Maps fields of the public configuration to fields of this one."""
 
 SMALLEST_CONFIG = TpuSelected(block_q=1, block_kv=1, readers=1)
-"""The configuration that takes the least memory."""
+"""The configuration that takes the least memory, by which calls are refused."""
 
 
 def heuristic(record: SelectedAttention, device: Any, direction: Direction) -> TpuSelected:

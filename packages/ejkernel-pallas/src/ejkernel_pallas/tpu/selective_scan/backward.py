@@ -79,11 +79,11 @@ def _result_operands(
     spec, rows = plan.spec, plan.batch_size
     sums = jax.ShapeDtypeStruct((rows, spec.channel_tiles, spec.chunks, 1, CHUNK * spec.state_size), jnp.float32)
 
-    def sums_of_tokens(size: int) -> Operand:
+    def token_sum_operand(size: int) -> Operand:
         x = jax.ShapeDtypeStruct((rows, size, spec.channels), jnp.float32)
         return Operand(x, (None, size, spec.channels_per_step), lambda *step: (step[0], 0, step[1]))
 
-    def sums_of_channels() -> Operand:
+    def channel_sum_operand() -> Operand:
         return Operand(
             sums,
             (None, None, None, 1, CHUNK * spec.state_size),
@@ -93,10 +93,10 @@ def _result_operands(
     return {
         "dx": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.x.dtype), backwards=True),
         "dstep": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.step.dtype), backwards=True),
-        "dwrite": sums_of_channels(),
-        "dread": sums_of_channels(),
-        "ddecay": sums_of_tokens(spec.state_size),
-        "dskip": sums_of_tokens(1),
+        "dwrite": channel_sum_operand(),
+        "dread": channel_sum_operand(),
+        "ddecay": token_sum_operand(spec.state_size),
+        "dskip": token_sum_operand(1),
         "dinitial_state": sequence_operand(spec, jax.ShapeDtypeStruct(state_shape, jnp.float32), backwards=True),
     }
 
@@ -109,10 +109,10 @@ def _scratch(spec: ScanSpec) -> dict[str, object]:
         "dt_gradients_by_token": token_channel_scratch(spec),
         "states_before_chunk": state_scratch(spec),
         "state_history": pltpu.VMEM(((CHUNK + 1) * STATE_ELEMENTS_PER_PASS * SUBLANES, LANES), jnp.float32),
-        "write_products": products,
-        "read_products": products,
-        "write_gradients": write_or_read_scratch(spec),
-        "read_gradients": write_or_read_scratch(spec),
+        "dwrite_by_channel": products,
+        "dread_by_channel": products,
+        "dwrite_by_lane": write_or_read_scratch(spec),
+        "dread_by_lane": write_or_read_scratch(spec),
         "decay_gradients": state_scratch(spec),
     }
 

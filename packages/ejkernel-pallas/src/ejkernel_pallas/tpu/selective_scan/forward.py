@@ -22,8 +22,8 @@ from ejkernel_pallas.tpu.selective_scan.kernels.selective_state_update import (
 )
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, sequence_of
 from ejkernel_pallas.tpu.selective_scan.plan import (
+    ENTRY_SLOT_STRIDE,
     LOG2E,
-    SLOT_FACTOR,
     Plan,
     UpdatePlan,
     make_plan,
@@ -83,13 +83,13 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
     spec, transposed_slots = plan.spec, jnp.swapaxes(slot_states, 1, 2)
     block, x = (None, spec.state_size, spec.channels_per_step), plan.align(record.x)
 
-    def token_block(x: Any) -> Operand:
+    def update_token_operand(x: Any) -> Operand:
         return Operand(x, (None, *x.shape[1:3], spec.channels_per_step), lambda tile, chunk, *_: (chunk, 0, 0, tile))
 
     def slot_index(tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
-        return lax.div(table[chunk], jnp.int32(SLOT_FACTOR)), 0, tile
+        return lax.div(table[chunk], jnp.int32(ENTRY_SLOT_STRIDE)), 0, tile
 
-    def channel_block(x: jax.Array) -> Operand:
+    def update_channel_operand(x: jax.Array) -> Operand:
         return Operand(x, (x.shape[0], spec.channels_per_step), lambda tile, *_: (0, tile))
 
     columns = plan.columns(record.write, record.read)
@@ -102,15 +102,15 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
             parallel=1,
             tables={"chunk_table": plan.chunk_table},
             inputs={
-                "x": token_block(x),
-                "dt": token_block(plan.align(record.step)),
+                "x": update_token_operand(x),
+                "dt": update_token_operand(plan.align(record.step)),
                 "columns": Operand(columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)),
-                "decay": channel_block(record.decay.T.astype(jnp.float32) * LOG2E),
-                "skip": channel_block(record.skip.astype(jnp.float32)[None]),
+                "decay": update_channel_operand(record.decay.T.astype(jnp.float32) * LOG2E),
+                "skip": update_channel_operand(record.skip.astype(jnp.float32)[None]),
                 "initial_state": Operand(transposed_slots, block, slot_index),
             },
             outputs={
-                "output": token_block(jax.ShapeDtypeStruct(x.shape, x.dtype)),
+                "output": update_token_operand(jax.ShapeDtypeStruct(x.shape, x.dtype)),
                 "final_state": Operand(
                     jax.ShapeDtypeStruct(transposed_slots.shape, transposed_slots.dtype), block, slot_index
                 ),

@@ -30,13 +30,13 @@ from ejkernel_pallas.tpu.selective_scan.spec import (
 LOG2E = 1.4426950408889634
 MAX_CHUNKS = 2**17
 """The largest number of chunks: their table takes half of the 1 MiB of scalar memory."""
-IS_LAST, IS_FIRST, HAS_TOKENS, SEQUENCE_FACTOR = 1, 2, 4, 8
-"""Entries of the chunk table are `SEQUENCE_FACTOR * sequence` plus these flags: whether the chunk is the last of its
-sequence, the first of its sequence, and whether it has tokens.
+IS_LAST, IS_FIRST, HAS_TOKENS, ENTRY_SEQUENCE_STRIDE = 1, 2, 4, 8
+"""Entries of the chunk table are `ENTRY_SEQUENCE_STRIDE * sequence` plus these flags: whether the chunk is the last of
+its sequence, the first of its sequence, and whether it has tokens.
 """
 
 
-SLOT_FACTOR = 8
+ENTRY_SLOT_STRIDE = 8
 """Entries of `slot_table` are this times the slot of the chunk's sequence, plus three flags."""
 
 
@@ -59,7 +59,7 @@ class Plan:
     Attributes:
         spec: Constants of the kernels.
         batch_size: B, the number of rows.
-        chunk_table: int32 [B * chunks], see `SEQUENCE_FACTOR`; without packing, each row is a sequence.
+        chunk_table: int32 [B * chunks], see `ENTRY_SEQUENCE_STRIDE`; without packing, each row is a sequence.
         token_positions: The positions of packed tokens; None without packing.
     """
 
@@ -112,7 +112,7 @@ def make_plan(record: SelectiveScan, config: TpuScan) -> Plan:
         return _packed_plan(record, record.cu_seqlens, spec)
     row, chunk = jnp.divmod(jnp.arange(num_chunks, dtype=jnp.int32), spec.chunks)
     end_flags = IS_FIRST * (chunk == 0) + IS_LAST * (chunk == spec.chunks - 1)
-    return Plan(spec, rows, (SEQUENCE_FACTOR * row + HAS_TOKENS + end_flags).astype(jnp.int32), None)
+    return Plan(spec, rows, (ENTRY_SEQUENCE_STRIDE * row + HAS_TOKENS + end_flags).astype(jnp.int32), None)
 
 
 def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -> Plan:
@@ -133,7 +133,7 @@ def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -
     return Plan(
         spec,
         1,
-        (SEQUENCE_FACTOR * sequence + flags).astype(jnp.int32),
+        (ENTRY_SEQUENCE_STRIDE * sequence + flags).astype(jnp.int32),
         TokenPositions(token_at_position, position_of_token),
     )
 

@@ -33,7 +33,7 @@ HAS_WORK_FLAG, MASKED_FLAG, FIRST_PAIR_FLAG, LAST_PAIR_FLAG = 1, 2, 4, 8
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns the tile pairs, ordered by query tile: int32 [B|1, H|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    return _pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
+    return _make_pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
@@ -43,7 +43,7 @@ def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
     if some.shape[1] > 1:
         groups = (some.shape[0], -1, spec.group_size, *some.shape[2:])
         some, every = some.reshape(groups).any(axis=2), every.reshape(groups).all(axis=2)
-    return _pair_table(some, every, blocks.xp, by_query=False)
+    return _make_pair_table(some, every, blocks.xp, by_query=False)
 
 
 def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
@@ -101,7 +101,7 @@ def key_tile_of_entry(entry: Any) -> Any:
     return (entry >> 4) & 0x3FFF
 
 
-def _pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
+def _make_pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
     """Returns the list of tile pairs. A tile without any pair gets one entry, so that its result is written."""
     rows, (q_tiles, k_tiles) = attends.shape[:2], attends.shape[2:]
     attends, full = attends.reshape(-1, q_tiles, k_tiles), full.reshape(-1, q_tiles, k_tiles)

@@ -79,7 +79,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
         output = _read_of_tokens(state, chunk, write, keys, precision)
         if low_rank is not None:
             vectors, values = low_rank
-            output = output + multiply(keys.pairs(chunk.query, vectors, count, precision), values, precision)
+            output = output + multiply(keys.pair_products(chunk.query, vectors, count, precision), values, precision)
         output = scale * output
     if chunk.skip is not None:
         output = output + scale_vectors(expand(chunk.value, count), chunk.skip)
@@ -94,7 +94,9 @@ def _read_of_tokens(
     """
     before = keys.read(chunk.query, state, precision)
     if (values := _value_levels(chunk)) is None:
-        return before + multiply(keys.pairs(chunk.query, chunk.key, state.shape[0], precision), write, precision)
+        return before + multiply(
+            keys.pair_products(chunk.query, chunk.key, state.shape[0], precision), write, precision
+        )
     return before * values[-1].decay_since_start[..., 0, :, :] + _intra_chunk_read(chunk, write, values, precision)
 
 
@@ -135,7 +137,9 @@ def _compute_writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precis
     rhs = scale_vectors(value - keys.read(chunk.key, state, precision), chunk.beta)
     if value.shape[-2] == 1:
         return rhs
-    return ut_solve(scale_vectors(keys.pairs(chunk.key, chunk.key, count, precision), chunk.beta), rhs, precision)
+    return ut_solve(
+        scale_vectors(keys.pair_products(chunk.key, chunk.key, count, precision), chunk.beta), rhs, precision
+    )
 
 
 def _value_levels(chunk: ChunkTokens) -> list[DecaySpans] | None:

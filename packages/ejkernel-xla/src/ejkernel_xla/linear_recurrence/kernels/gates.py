@@ -52,8 +52,8 @@ class HeadGates:
         """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
         return scale_vectors(multiply(expand(left, state.shape[0]), state, precision), self.decay_since_start)
 
-    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
-        """Returns <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
+    def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+        """Returns products of all pairs of tokens, decayed: <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
         return weigh_products(_shared_products(left, right, precision), self.between)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
@@ -81,7 +81,7 @@ class ChannelGates:
         left = expand(left, state.shape[0])
         return multiply(left * self.levels[-1].decay_since_start[..., 0, :, :], state, precision)
 
-    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+    def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         left, right = expand(left, count), expand(right, count)
         return lower_triangular_matrix(
@@ -106,7 +106,7 @@ class NoGates:
         """Returns what tokens read of the states before the chunk; see `HeadGates`."""
         return multiply(expand(left, state.shape[0]), state, precision)
 
-    def pairs(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
+    def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         return expand(jnp.tril(_shared_products(left, right, precision)), count)
 

@@ -43,9 +43,11 @@ def low_rank_reads(
         return first
     count = state.shape[0]
     moved = jnp.concatenate([reads[:, 1:], jnp.zeros_like(reads[:, :1])], axis=1)
-    known = keys.read(moved, state, precision) + multiply(keys.pairs(moved, key, count, precision), write, precision)
+    known = keys.read(moved, state, precision) + multiply(
+        keys.pair_products(moved, key, count, precision), write, precision
+    )
     rhs = jnp.concatenate([first, known[:, :-1]], axis=1)
-    return ut_solve(-_shift_rows_down(keys.pairs(moved, writes, count, precision)), rhs, precision)
+    return ut_solve(-_shift_rows_down(keys.pair_products(moved, writes, count, precision)), rhs, precision)
 
 
 def _shift_rows_down(matrix: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from ejkernel_xla.selected_attention.kernels.lists import Operands, SelectedPlan
 from ejkernel_xla.tiled_attention import plan as blocks
 
 
-class PlanStep(NamedTuple):
+class OuterStep(NamedTuple):
     """A step of the outer loop: batch row, KV head, first query."""
 
     batch: jax.Array
@@ -33,25 +33,25 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=product_precision(a.dtype), preferred_element_type=wide)
 
 
-def queries_of_step(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
+def queries_of_step(x: jax.Array, plan: SelectedPlan, at: OuterStep) -> jax.Array:
     """Returns [B, Hk, T, ...] -> [t, ...], the queries of a step."""
     rest = x.shape[3:]
     part = blocks.take(x, (at.batch, at.head, at.query, *(0,) * len(rest)), (1, 1, plan.queries, *rest))
     return part.reshape(plan.queries, *rest)
 
 
-def row_values_of_step(x: jax.Array, plan: SelectedPlan, at: PlanStep) -> jax.Array:
+def row_values_of_step(x: jax.Array, plan: SelectedPlan, at: OuterStep) -> jax.Array:
     """Returns [B|1, T] -> [t], the queries of a step."""
     return blocks.take(x, (at.batch, at.query), (1, plan.queries))[0]
 
 
-def keys_of_block(x: jax.Array, at: PlanStep, start: jax.Array, size: int) -> jax.Array:
+def keys_of_block(x: jax.Array, at: OuterStep, start: jax.Array, size: int) -> jax.Array:
     """Returns [B, Hk, S, n] -> [k, n], the keys of a block."""
     return blocks.take(x, (at.batch, at.head, start, 0), (1, 1, size, x.shape[3]))[0, 0]
 
 
 def block_scores(
-    record: SelectedAttention, operands: Operands, plan: SelectedPlan, at: PlanStep, start: jax.Array, rows: jax.Array
+    record: SelectedAttention, operands: Operands, plan: SelectedPlan, at: OuterStep, start: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns scores [p, g, k] of queries of a step and a block, -inf where not allowed; the queries; the keys."""
     key = keys_of_block(operands.key, at, start, record.block_size)

@@ -123,7 +123,7 @@ HALF_PRECISION_SIZES = AttentionSizes(t=128, s=128, d=64, v=64, dtype=jnp.bfloat
 LONG_KEYS_SIZES = AttentionSizes(b=1, t=24, s=2801, h=2, g=1, d=64, v=64, dtype=jnp.bfloat16)
 LONG_QUERIES_SIZES = AttentionSizes(b=1, t=2001, s=150, h=2, g=1, d=128, v=128, dtype=jnp.bfloat16)
 LARGE_HEAD_DIM_SIZES = AttentionSizes(b=1, t=72, s=72, h=2, g=1, d=256, v=256, dtype=jnp.bfloat16)
-LATENT = AttentionSizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
+LATENT_SIZES = AttentionSizes(b=1, t=140, s=140, h=2, g=1, d=192, v=128, dtype=jnp.bfloat16)
 _SEGMENT_FIELDS = ("q_segment_ids", "kv_segment_ids")
 _POSITION_FIELDS = ("q_positions", "kv_positions")
 
@@ -341,10 +341,10 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
         (),
     ),
-    ("bfloat16, keys of 192 and values of 128", LATENT, lambda _: {"causal": True}, ("causal",), ()),
+    ("bfloat16, keys of 192 and values of 128", LATENT_SIZES, lambda _: {"causal": True}, ("causal",), ()),
     (
         "bfloat16, keys of 192 and values of 128, segments, dropout and soft cap",
-        LATENT,
+        LATENT_SIZES,
         lambda _: {
             "mask_info": MaskInfo.from_segments(jnp.array([_segment_ids_of_lengths((40, 70), 140)])),
             **_dropout(),

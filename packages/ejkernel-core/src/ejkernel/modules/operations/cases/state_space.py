@@ -88,7 +88,8 @@ _TABLE: tuple[Row, ...] = (
 )
 
 
-_FIELDS = {"states": "initial_state", "slots": "initial_state", "starts": "cu_seqlens"}
+_FIELD_OF_ARRAY = {"states": "initial_state", "slots": "initial_state", "starts": "cu_seqlens"}
+"""Name of a generated array -> the field that takes it, where that has another name."""
 
 
 def cases(arguments: type) -> tuple[Case, ...]:
@@ -113,7 +114,7 @@ def _case(
     def make(key: jax.Array) -> Any:
         arrays = _make_arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
-        fields = {_FIELDS.get(name, name): arrays[name] for name in (*required, *optional)}
+        fields = {_FIELD_OF_ARRAY.get(name, name): arrays[name] for name in (*required, *optional)}
         return arguments(**fields | constants)
 
     return tagged(name, make, exercises, tags)

@@ -1,1 +1,1 @@
-"""Checks, argument records and lowering that several operations share."""
+"""Checks, argument records and conversions to families' records that several operations share."""

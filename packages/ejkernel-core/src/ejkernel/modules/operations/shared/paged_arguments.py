@@ -1,5 +1,5 @@
-"""The shared code of the operations over paged caches: canonical arguments, checks of caches and lengths, tuning
-arguments.
+"""The shared code of the operations over paged caches: canonical arguments, checks of caches and lengths, and
+arguments that set fields of the configuration.
 """
 
 import dataclasses

@@ -60,7 +60,7 @@ def _load_block(refs: ConvolutionRefs, spec: ConvolutionSpec, block: jax.Array) 
         refs.sum_cotangents[:, spec.block_t :] = refs.sum_cotangents[:, :HALO_TOKENS]
 
     for group in range(refs.padded_tokens.shape[0]):
-        before = refs.tokens_before_block[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO_TOKENS:]
+        before = refs.x_before_block[:, Strip(group, 0, 0).lanes].astype(jnp.float32)[HALO_TOKENS:]
         refs.padded_tokens[group, :HALO_TOKENS] = jnp.where(block > 0, before, 0.0)
     load_tokens(refs, spec)
     if spec.is_packed or spec.tokens_in_last_block < spec.block_t:

@@ -26,7 +26,7 @@ class ConvolutionRefs:
         first_token_sequences: int32 [2 * blocks] of `plan.scalar_tables`, in scalar memory.
         x: [block_t, block_c], the inputs.
         weights: float32 [W + 1, block_c]; the last row is the bias.
-        tokens_before_block: [16, block_c], the inputs before the block.
+        x_before_block: [16, block_c], the inputs before the block.
         cotangent: [block_t, block_c], the cotangent of the output.
         output: [block_t, block_c].
         dx: [block_t, block_c].
@@ -42,7 +42,7 @@ class ConvolutionRefs:
     x: Ref
     weights: Ref
     padded_tokens: Ref
-    tokens_before_block: Ref = None
+    x_before_block: Ref = None
     cotangent: Ref = None
     output: Ref = None
     dx: Ref = None

@@ -230,7 +230,7 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
         for when, masks_tail in (
             ((~last, False), (last, True)) if spec.has_partial_contracted_tile else ((True, False),)
         ):
-            add = functools.partial(_add_all_products, refs, at, spec=spec, masks_tail=masks_tail)
+            add = functools.partial(_add_subtile_products_to_each_sum, refs, at, spec=spec, masks_tail=masks_tail)
             pl.when(whole & when)(functools.partial(_for_each_column_subtile, spec, spec.block_columns, 0, add))
             pl.when(partial & when)(functools.partial(_for_each_subtile, spec, spec.block_columns, v, add))
     write = functools.partial(_write_subtile, refs, at, spec=spec)
@@ -279,7 +279,7 @@ def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: 
     )
 
 
-def _add_all_products(
+def _add_subtile_products_to_each_sum(
     refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
 ) -> None:
     """Adds the products of a subtile to each of the tile's sums: those of gate and factor, or one."""

@@ -122,7 +122,7 @@ def _matrix_operand(array: Any, spec: GroupedSpec) -> Operand:
 def _input_operands(
     record: GroupedMatmul, cotangent: jax.Array, spec: GroupedSpec, grad_fields: frozenset[str]
 ) -> dict[str, Operand]:
-    """Returns the operands of the products, and of the epilogue."""
+    """Returns what the kernel of the matrices' gradients reads: the operands of its products, and of the epilogue."""
     rows = (spec.blocks.rows, spec.blocks.contracted)
     inputs = {
         "cotangent": _cotangent_operand(cotangent, spec),

@@ -17,7 +17,8 @@ class RowsRefs:
         output: [block_m, block_n].
         scales: [blocks of scales, block_n], or [blocks of scales, block_k] for the gradient.
         bias: [1, block_n].
-        existing_output: [block_m, block_n], to which products are added.
+        existing_output: [block_m, block_n] of an input, not aliased with `output`: added to products, and copied to
+            rows that no group has.
         acc: Scratch, float32 [block_m, block_n].
         last_product: Scratch, float32 [block_m, 256]: the last product of a sum.
         row_mask: Scratch, int32 [rows of a subtile, 128]: 1 where a row belongs to the item's matrix.

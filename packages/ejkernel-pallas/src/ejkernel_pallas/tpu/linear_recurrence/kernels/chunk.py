@@ -112,7 +112,7 @@ def _compute_writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGate
         if x.beta is not None:
             # First the state before the chunk is read; the tokens' effect on each other is the triangular system.
             rhs.append(x.beta * (x.value - key.read(x.key, state, exact)))
-            matrices.append(x.beta * key.pairs(x.key, x.key, exact))
+            matrices.append(x.beta * key.pair_products(x.key, x.key, exact))
     if not rhs:
         return tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
     return solve_unit_lower(tuple(matrices), tuple(rhs), exact)
@@ -124,14 +124,14 @@ def _read_state(
     """Returns the reads of tokens from the state before the chunk and from each other, [C, V]."""
     before = keys.read(x.query, state, exact)
     if values is None:
-        return before + dot(keys.pairs(x.query, x.key, exact), write, (1, 0), exact)
+        return before + dot(keys.pair_products(x.query, x.key, exact), write, (1, 0), exact)
     return before * values[-1].decay_since_start + _decayed_reads(x, keys, write, values, exact)
 
 
 def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
     """Returns the reads of tokens from each other with gates per value channel, [C, V]: one product per level."""
     row, column = indices(write.shape[0])
-    scores = keys.pairs(x.query, x.key, exact)
+    scores = keys.pair_products(x.query, x.key, exact)
     total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
     for level, span in enumerate(values[:-1]):
         masked_scores = jnp.where(is_split_at_level(row, column, level), scores, 0.0)

@@ -67,8 +67,8 @@ class HeadGates:
         """Returns the reads of tokens from the state before the chunk, decayed up to each token: [C, V]."""
         return dot(left, state, (1, 0), exact) * widen(self.decay_since_start, state.shape[1])
 
-    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
-        """Returns <left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
+    def pair_products(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+        """Returns products of all pairs of tokens, decayed: <left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
         return dot(left, right, (1, 1), exact) * self.pair_decay
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, exact: bool) -> jax.Array:
@@ -94,7 +94,7 @@ class ChannelGates:
         """Returns the reads of tokens from the state before the chunk; see `HeadGates`."""
         return dot(left * self.spans[-1].decay_since_start, state, (1, 0), exact)
 
-    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+    def pair_products(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
         row, column = indices(left.shape[0])
         total = jnp.where(row == column, jnp.sum(left * right, axis=1, keepdims=True), 0.0)
@@ -123,7 +123,7 @@ class NoGates:
         """Returns the reads of tokens from the state before the chunk; see `HeadGates`."""
         return dot(left, state, (1, 0), exact)
 
-    def pairs(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
+    def pair_products(self, left: jax.Array, right: jax.Array, exact: bool) -> jax.Array:
         """Returns products of all pairs of tokens, masked; see `HeadGates`."""
         row, column = indices(left.shape[0])
         return jnp.where(row >= column, dot(left, right, (1, 1), exact), 0.0)
@@ -140,10 +140,11 @@ def key_gates(decay: jax.Array | HeadDecay | None) -> KeyGates:
     """Returns the gates of a chunk's keys from log gates [C, K], or from sums of gates that channels share."""
     if decay is None:
         return NoGates()
-    return _head_gates(decay) if isinstance(decay, HeadDecay) else ChannelGates(make_spans(decay))
+    return _head_gates_of_sums(decay) if isinstance(decay, HeadDecay) else ChannelGates(make_spans(decay))
 
 
-def _head_gates(sums: HeadDecay) -> HeadGates:
+def _head_gates_of_sums(sums: HeadDecay) -> HeadGates:
+    """Returns the decay weights of a chunk from the sums of its log gates, one per token."""
     row, column = indices(sums.coarse.shape[0])
     # Each token's sums are in every lane, so that reading them along lanes needs no other broadcast.
     coarse, fine = _in_lanes(sums.coarse), None if sums.fine is None else _in_lanes(sums.fine)

@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     make_dequantizer,
     run_kernel,
     subtiles,
-    write_accumulator,
+    write_accumulator_after_last_tile,
     zero_accumulator,
     zero_scales_and_zeros_from,
 )
@@ -63,4 +63,4 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
                 refs.acc[n, :, sub.first_word : sub.first_word + sub.num_words] += matrix_product(
                     x, unpack(n), (1, 0), spec.precision
                 )
-    write_accumulator(refs, k == steps - 1)
+    write_accumulator_after_last_tile(refs, k == steps - 1)

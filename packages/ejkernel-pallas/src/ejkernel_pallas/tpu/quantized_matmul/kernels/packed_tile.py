@@ -136,7 +136,7 @@ def zero_accumulator(refs: QuantizedRefs, k: Any) -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
 
-def write_accumulator(refs: QuantizedRefs, last: Any) -> None:
+def write_accumulator_after_last_tile(refs: QuantizedRefs, last: Any) -> None:
     """Writes the accumulator to the output after the last tile of contracted elements."""
 
     @pl.when(last)

@@ -18,7 +18,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
     make_dequantizer,
     run_kernel,
     subtiles,
-    write_accumulator,
+    write_accumulator_after_last_tile,
     zero_accumulator,
     zero_scales_and_zeros_from,
 )
@@ -65,4 +65,4 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
                 x = zero_outside(x, 0, left - sub.first_word, 1) if ragged else x
                 total += matrix_product(x, unpack(n), (1, 1), spec.precision)
             refs.acc[:, row : row + size] += total
-    write_accumulator(refs, k == steps - 1)
+    write_accumulator_after_last_tile(refs, k == steps - 1)

@@ -108,7 +108,7 @@ class GradientPass(NamedTuple):
         """Returns whether batch rows, and heads, have tile pairs of their own; heads never have."""
         return self.pair_table.shape[1] > 1, False
 
-    def table_slice(self, table: Any, load_index: Any) -> Any:
+    def tile_pairs_of_load(self, table: Any, load_index: Any) -> Any:
         """Returns the tile pairs of load `load_index`."""
         _, batch, _, steps = self.pair_table.shape
         return TableSlice(table, self.table_start + load_index * (batch * steps))
@@ -206,10 +206,10 @@ def _one_direction(
 
 def _kernel(refs: remote_call.RemoteRefs, *, route: RingRoute, queries: GradientPass, keys: GradientPass) -> None:
     def work(load_index: Any, load: Arrays) -> None:
-        _run_gradient_pass(queries, queries.table_slice(refs.table, load_index), refs, load)
+        _run_gradient_pass(queries, queries.tile_pairs_of_load(refs.table, load_index), refs, load)
 
     def collect(load_index: Any, load: Arrays) -> None:
-        _run_gradient_pass(keys, keys.table_slice(refs.table, load_index), refs, load)
+        _run_gradient_pass(keys, keys.tile_pairs_of_load(refs.table, load_index), refs, load)
 
     route.for_each_load(refs.load, refs.carried_gradients, work, collect)
 

@@ -4,9 +4,9 @@
           chunk states     ─ double buffer ─►  states_before_chunk
     VMEM  state_history   forwards:  the state before and after every token, eight elements at a time
           state           backwards: the cotangent of the state after a token, in registers over the tokens of a chunk
-          write_products, read_products   for every token and element, 1024 channels each: the gradients of B and C
+          dwrite_by_channel, dread_by_channel  gradients of B and C for every token and element, 1024 channels each
     HBM   dx, dt's gradient ◄─ double buffer ─  results_by_token, dt_gradients_by_token
-          dB, dC            ◄─ double buffer ─  the products, summed over rows and then over lanes
+          dB, dC            ◄─ double buffer ─  these, summed over rows and then over lanes
           dA, dD            ◄─ once per row ─   sums over tokens
 
 With h the state after a token and h' before it, a = exp(dt A), u = dt x, and G the cotangent of h from later tokens:
@@ -96,8 +96,8 @@ def _compute_chunk(refs: ScanRefs, spec: ScanSpec, grid_step: GridStep) -> None:
             _recompute_states(refs, spec, group, elements)
             _add_gradients(refs, spec, group, elements)
         _sum_rows(refs, spec, elements)
-    _sum_lanes(refs.write_gradients, refs.dwrite)
-    _sum_lanes(refs.read_gradients, refs.dread)
+    _sum_lanes(refs.dwrite_by_lane, refs.dwrite)
+    _sum_lanes(refs.dread_by_lane, refs.dread)
     for tile in lane_tiles(spec):
         _store_token_gradients(refs, spec, grid_step, tile)
 
@@ -153,10 +153,10 @@ def _add_gradients(refs: ScanRefs, spec: ScanSpec, group: int, elements: range) 
             write_gradient = gradient * dt_x
             if group:
                 read_gradient, write_gradient = (
-                    read_gradient + refs.read_products[product],
-                    write_gradient + refs.write_products[product],
+                    read_gradient + refs.dread_by_channel[product],
+                    write_gradient + refs.dwrite_by_channel[product],
                 )
-            refs.read_products[product], refs.write_products[product] = read_gradient, write_gradient
+            refs.dread_by_channel[product], refs.dwrite_by_channel[product] = read_gradient, write_gradient
             dt_x_gradients = _add(dt_x_gradients, gradient * refs.write_in_all_lanes[row])
             gradient = gradient * jnp.exp2(dt * log2_decay)
             exponent_gradient = gradient * refs.state_history[product]
@@ -178,8 +178,8 @@ def _add(total: jax.Array | None, x: jax.Array) -> jax.Array:
 
 
 def _sum_rows(refs: ScanRefs, spec: ScanSpec, elements: range) -> None:
-    """Sums products over the rows of their registers: eight elements of a token become one register."""
-    for products, sums in ((refs.write_products, refs.write_gradients), (refs.read_products, refs.read_gradients)):
+    """Sums gradients of B and C over the rows of their registers: eight elements of a token become one register."""
+    for products, sums in ((refs.dwrite_by_channel, refs.dwrite_by_lane), (refs.dread_by_channel, refs.dread_by_lane)):
 
         def sum_token(token: jax.Array, carry: jax.Array, products: Any = products, sums: Any = sums) -> jax.Array:
             begin = token * (STATE_ELEMENTS_PER_PASS * SUBLANES)

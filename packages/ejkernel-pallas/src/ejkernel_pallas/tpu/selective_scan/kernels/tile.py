@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
-from ejkernel_pallas.tpu.selective_scan.plan import HAS_TOKENS, IS_FIRST, IS_LAST, SEQUENCE_FACTOR
+from ejkernel_pallas.tpu.selective_scan.plan import ENTRY_SEQUENCE_STRIDE, HAS_TOKENS, IS_FIRST, IS_LAST
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
 OCTETS_PER_CHUNK = CHUNK // SUBLANES
@@ -65,10 +65,10 @@ class ScanRefs:
         dt_gradients_by_token: Scratch [n * 512, 128], the gradients of dt through the decays.
         states_before_chunk: Scratch [n * E * 8, 128], `chunk_states` in the layout of `state`.
         state_history: Scratch [65 * 64, 128], eight elements of the states before and after every token.
-        write_products: Scratch [64 * 64, 128], gradients of eight elements of B for each channel.
-        read_products: Scratch [64 * 64, 128], those of C.
-        write_gradients: Scratch [64 * E, 128], `write_products` summed over registers and rows.
-        read_gradients: Scratch [64 * E, 128], `read_products` summed in the same way.
+        dwrite_by_channel: Scratch [64 * 64, 128], gradients of eight elements of B for each token and channel.
+        dread_by_channel: Scratch [64 * 64, 128], those of C.
+        dwrite_by_lane: Scratch [64 * E, 128], `dwrite_by_channel` summed over registers and rows.
+        dread_by_lane: Scratch [64 * E, 128], `dread_by_channel` summed in the same way.
         decay_gradients: Scratch [n * E * 8, 128], in the layout of `state`.
     """
 
@@ -102,10 +102,10 @@ class ScanRefs:
     dt_gradients_by_token: Ref = None
     states_before_chunk: Ref = None
     state_history: Ref = None
-    write_products: Ref = None
-    read_products: Ref = None
-    write_gradients: Ref = None
-    read_gradients: Ref = None
+    dwrite_by_channel: Ref = None
+    dread_by_channel: Ref = None
+    dwrite_by_lane: Ref = None
+    dread_by_lane: Ref = None
     decay_gradients: Ref = None
 
 
@@ -138,7 +138,7 @@ def grid_step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> 
 
 def sequence_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
     """Returns the row or sequence of a chunk, for use in an index map."""
-    return lax.div(table[row * spec.chunks + chunk], jnp.int32(SEQUENCE_FACTOR))
+    return lax.div(table[row * spec.chunks + chunk], jnp.int32(ENTRY_SEQUENCE_STRIDE))
 
 
 def lane_tiles(spec: ScanSpec) -> Iterable[int]:
