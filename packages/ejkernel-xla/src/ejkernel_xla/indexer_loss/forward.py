@@ -9,8 +9,7 @@ from jax import lax
 from ejkernel.families.indexer_loss import IndexerLoss, IndexerLossResiduals, accumulator, divergence
 from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.indexer_loss.config import QueryTile
-from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
 
 
 def forward(record: IndexerLoss, config: QueryTile) -> tuple[jax.Array, IndexerLossResiduals]:

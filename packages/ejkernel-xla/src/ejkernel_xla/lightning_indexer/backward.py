@@ -13,8 +13,8 @@ from ejkernel.families.lightning_indexer import LightningIndexer, accumulator, t
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
-from ejkernel_xla.lightning_indexer.kernels.ordered_sums import add_to_rows
-from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.ordered_sums import add_to_rows
+from ejkernel_xla.query_tiles import from_tiles, into_tiles
 
 Arrays = tuple[jax.Array, ...]
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from ejkernel.families.lightning_indexer import LightningIndexer
 from ejkernel.ops.params import Direction
+from ejkernel_xla.query_tiles import NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
 
-NUMBERS_PER_STEP = 2**20
-"""Numbers of the largest temporary array: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
 MIN_BLOCK_K = 512
 """Fewest keys per tile. Each tile is sorted together with the keys selected so far, so it has at least as many."""
 

@@ -11,7 +11,7 @@ from ejkernel.families.lightning_indexer import LightningIndexer, TopKeys, accum
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.kernels import running_top_k
-from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.query_tiles import from_tiles, into_tiles
 
 Row = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 """Queries, keys, weights, first keys and key ends of one batch row."""

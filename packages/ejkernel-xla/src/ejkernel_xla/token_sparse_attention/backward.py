@@ -14,9 +14,8 @@ from jax import lax
 
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.lightning_indexer.kernels.ordered_sums import add_to_rows
-from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
-from ejkernel_xla.token_sparse_attention.config import QueryTile
+from ejkernel_xla.ordered_sums import add_to_rows
+from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
 from ejkernel_xla.token_sparse_attention.forward import product, scores_of_listed
 from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, finite, for_each_head
 

@@ -11,8 +11,7 @@ from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.lightning_indexer.kernels.query_tiles import from_tiles, into_tiles
-from ejkernel_xla.token_sparse_attention.config import QueryTile
+from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
 from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, finite, for_each_head
 
 
