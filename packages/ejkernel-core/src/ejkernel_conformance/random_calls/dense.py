@@ -215,7 +215,8 @@ def token_sparse(rng: Rng) -> Drawn:
         arrays: Arrays = {"query": normal(rng, (b, t, h, d), kind), "key": key, "value": None if latent else value}
         return {**arrays, "indices": indices, **({"softmax_aux": normal(rng, (h,))} if sinks else {})}
 
-    return Drawn(values, given(value_size=d // 2 if latent else None, return_lse=some(rng, 0.3) or None))
+    form = {"value_size": d // 2, "softmax_scale": (2 * d) ** -0.5} if latent else {}
+    return Drawn(values, given(**form, return_lse=some(rng, 0.3) or None))
 
 
 def deepseek(rng: Rng) -> Drawn:

@@ -64,17 +64,21 @@ def deepseek_attn(
     Shape letters: B batch, T tokens, H query heads, Hk KV heads, R latent size, Dn and Dr sizes of a key without and
     with rotary position, Dv value size, Hi indexer heads, Di their size. Query head h reads KV head `h // (H // Hk)`.
 
-    The result is `flash_mla(query, key_value, w_kc, w_vc, b_q, b_k)` with a softmax over the `index_topk` tokens that
-    `lightning_indexer(query_index, key_index, index_weights)` selects for each query. Scores have one of the three
-    forms of `flash_mla`. It runs in the *absorbed* form: queries are multiplied by `w_kc`, `token_sparse_attention`
+    The result is that of `flash_mla` with the same arrays, scale and `causal`, and with a softmax over the `index_topk`
+    tokens that `lightning_indexer` selects for each query from `query_index`, `key_index` and `index_weights`. Scores
+    have one of the three forms of `flash_mla`. All arrays are already rotated: the call applies no rotary embedding. It
+    runs in the *absorbed* form: queries are multiplied by `w_kc`, `token_sparse_attention`
     attends to the latent vectors themselves, and `w_vc` multiplies what it returns.
 
     What is selected has no gradient, so `query_index`, `key_index` and `index_weights` are constants to
     differentiation. To train the indexer, call `lightning_indexer` and differentiate `lightning_indexer_loss` of its
     results. `platform` and `cfg` are those of the attention; dispatch chooses the indexer by itself.
 
+    Calls have as many queries as tokens, and no packing, window, sinks or lse: for these, and to decode, call
+    `lightning_indexer` and `token_sparse_attention`.
+
     Over devices, batch, heads and the query's tokens can be split. The indexer runs before the split, as XLA partitions
-    it.
+    it; to split it as well, call the two operations with specs of their own.
 
     Args:
         query: [B, T, H, Dq] float16, bfloat16, float32 or float64; Dq is Dn, or Dn + Dr with b_k alone.
@@ -83,11 +87,13 @@ def deepseek_attn(
         w_vc: [R, Hk, Dv], dtype of query.
         query_index: [B, T, Hi, Di] floating, queries of the indexer.
         key_index: [B, T, Di], dtype of query_index.
-        index_weights: [B, T, Hi] floating, weights of the indexer's heads.
+        index_weights: [B, T, Hi] floating, weights of the indexer's heads, with the model's own factor: DeepSeek-V3.2
+            multiplies its projection by `Hi ** -0.5`.
         b_q: [B, T, Dr], dtype of query; only with b_k.
         b_k: [B, T, Dr], dtype of query.
         index_topk: How many tokens a query attends to, at least 1; all that it may read where these are fewer.
-        softmax_scale: Factor on the scores; None means one over the root of a key's size, Dn or Dn + Dr.
+        softmax_scale: Factor on the scores; None means one over the root of a key's size, Dn or Dn + Dr. A model with
+            YaRN passes its own: DeepSeek-V3.2 multiplies by `(0.1 * mscale * log(rope_factor) + 1) ** 2`.
         index_softmax_scale: Factor on the products of the indexer; None means `Di ** -0.5`.
         causal: Key position at most query position, for the indexer and so for attention.
 

@@ -60,15 +60,16 @@ def lightning_indexer(
     merged into the keys that each query has selected so far.
 
     Of equal scores, the key with the lower index is selected first, so two runs and two backends select the same keys
-    wherever scores are equal. -0 equals 0. NaN of either sign is above infinity: a key whose scores are NaN is
-    selected, and so the fault shows in the output of attention. Nothing of one packed sequence reaches another.
+    wherever scores are equal. -0 equals 0. NaN of either sign is above infinity, so a key with a score of NaN is
+    selected first. Queries select keys of their own packed sequence only.
 
     Over devices, batch and the queries' tokens can be split.
 
     Args:
         query: [B, T, H, D] float16, bfloat16, float32 or float64.
         key: [B, S, D], dtype of query; one key for all heads.
-        weights: [B, T, H] floating. May be negative.
+        weights: [B, T, H] floating, of any sign; may be float32 with any query. DeepSeek-V3.2 multiplies its projection
+            by `H ** -0.5`, which the loss of the scores depends on.
         cum_seqlens_q: Cumulative query lengths, int. With B = 1, [N + 1] for N packed sequences that do not see each
             other; with B > 1, [B + 1], row b holding one sequence followed by padding. May be traced; values that are
             not are checked, for which an eager call waits. Sequences may be empty.

@@ -39,23 +39,25 @@ def lightning_indexer_loss(
     in_specs: Any = None,
     out_specs: Any = None,
 ) -> Float[Array, "b t"]:
-    """Returns the KL divergence of an indexer from attention over the selected keys, for each query (DeepSeek-V3.2).
+    """Returns KL(attention || indexer) over the selected keys, for each query (DeepSeek-V3.2).
 
     Shape letters: B batch, T queries, S keys, H query heads, Hk KV heads, D head size, K selected keys. Query head h
     reads KV head `h // (H // Hk)`. The target is the softmax of attention over the selected keys, averaged over heads;
     the indexer's distribution is the softmax of its scores. The formulas are in `ejkernel.families.indexer_loss`.
 
     Attention is the target and constant: the gradient is that of the scores, which `lightning_indexer` passes on to its
-    query, key and weights. Memory is linear in T.
+    query, key and weights, and their projections pass on to their inputs. DeepSeek-V3.2 applies `jax.lax.stop_gradient`
+    to these inputs, so that the loss trains the indexer alone. Memory is linear in T for a fixed K.
 
-    Over devices, batch and the query's tokens can be split.
+    Over devices, batch and the query's tokens can be split; heads cannot, as the target is a mean over all of them.
 
     Args:
         query: [B, T, H, D] floating, the queries of attention. Has no gradient here.
         key: [B, S, Hk, D], dtype of query; H is a multiple of Hk. Has no gradient here.
         indices: [B, T, K] int, as `lightning_indexer` returns them; outside of 0..S-1 for none.
-        scores: [B, T, K] floating, as `lightning_indexer` returns them. Those without a key do not count.
-        softmax_scale: Factor on attention's scores; None means `D ** -0.5`.
+        scores: [B, T, K] floating, as `lightning_indexer` returns them. Scores without a key are not read.
+        softmax_scale: Factor on attention's scores, the same as in the attention; None means `D ** -0.5`, which is not
+            the scale of absorbed keys.
 
     Returns:
         [B, T] float32 (float64 for float64), at least 0 but for rounding; 0 for a query without a key.

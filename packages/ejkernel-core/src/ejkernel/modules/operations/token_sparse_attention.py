@@ -71,11 +71,13 @@ def token_sparse_attention(
         softmax_aux: Sink logits, [H] one per head; `ejkernel.modules.operations.shared.sinks` has the other shapes.
             Differentiable.
         value_size: V, from 1 to D; only with value None.
-        softmax_scale: Factor on the scores; None means `D ** -0.5`.
+        softmax_scale: Factor on the scores; None means `D ** -0.5`. Required with value None, where D is the size of an
+            absorbed key, and a model's scale is that of its keys before absorption: `(128 + 64) ** -0.5` in DeepSeek's
+            models, times a factor for YaRN.
         return_lse: True returns lse as well; `ejkernel.modules.operations.shared.lse` has the formula.
 
     Returns:
-        [B, T, H, V] in query's dtype. A query without a valid index gives 0, and so is its gradient.
+        [B, T, H, V] in query's dtype. A query without a valid index gives 0 and has gradient 0.
         With `return_lse`, lse [B, H, T] after the output: float32 (float64 for float64), natural logarithm, -inf where
         a query has no valid index and no sink. Differentiable. Gradients of key and value are added in the order of the
         queries, so two runs give the same bits.
@@ -94,7 +96,7 @@ def token_sparse_attention(
         )
         query = jax.random.normal(keys[3], (1, 64, 8, 48))
         latent = jax.random.normal(keys[4], (1, 64, 1, 48))  # [latent vector | rotary key]
-        output = token_sparse_attention(query, latent, None, indices, value_size=32)
+        output = token_sparse_attention(query, latent, None, indices, value_size=32, softmax_scale=32**-0.5)
         assert output.shape == (1, 64, 8, 32)
         ```
     """
@@ -146,6 +148,10 @@ def _check_value_size(args: TokenSparseAttentionArguments, size: int) -> None:
         raise ValueError("value_size: got None with value None, wants how many leading entries of key are its value")
     elif args.value_size > size:
         raise ValueError(f"value_size: got {args.value_size}, wants at most the {size} entries of key")
+    elif args.softmax_scale is None:
+        raise ValueError(
+            f"softmax_scale: got None with value None, wants a scale: {size} is the size of an absorbed key"
+        )
 
 
 def lower(args: TokenSparseAttentionArguments) -> family.TokenSparseAttention:

@@ -35,7 +35,7 @@ def arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
     keys = jax.random.split(key, 4)
     fields = {n: jax.random.normal(k, x).astype(z.dtype) for k, (n, x) in zip(keys, shapes.items(), strict=False)}
-    more: dict[str, Any] = {"value": None, "value_size": z.v} if z.latent else {}
+    more: dict[str, Any] = {"value": None, "value_size": z.v, "softmax_scale": 0.2} if z.latent else {}
     lists = (z.b, z.t, z.g, z.k) if z.by_head else (z.b, z.t, z.k)
     return {**fields, **more, "indices": jax.random.randint(keys[3], lists, -1, z.s + 1)}
 
