@@ -138,7 +138,7 @@ def test_memory_of_both_passes_is_linear_in_the_queries():
     [
         ({"value": None}, "value_size: got None with value None, wants how many leading entries of key are its value"),
         ({"value": None, "value_size": 9}, "value_size: got 9, wants at most the 8 entries of key"),
-        ({"value": None, "value_size": 8}, "softmax_scale: got None with value None, wants a scale: 8 is the size of an"),
+        ({"value": None, "value_size": 8}, "softmax_scale: got None with value None, wants a scale: 8 is the size of"),
         ({"value_size": 4}, "value_size: got 4 with a value, wants one of the two"),
         ({"indices": jnp.zeros((1, 12, 3, 4), int)}, r"indices: got shape \(1, 12, 3, 4\), wants \[B=1, T=12, Hk=2"),
         ({"indices": jnp.zeros((1, 12, 4))}, "indices: got dtype float32, wants an integer dtype"),

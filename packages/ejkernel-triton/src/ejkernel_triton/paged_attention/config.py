@@ -90,7 +90,7 @@ MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports."""
 
 MIN_WGMMA_ROWS, MIN_WGMMA_WARPS = 64, 4
-"""Rows and warps from which on Hopper uses WGMMA, which reads shared memory, so that it holds every stage."""
+"""Rows and warps from which Triton uses WGMMA on Hopper. WGMMA reads shared memory, so that holds every stage."""
 
 BARRIER_SMEM_BYTES = KIBI
 """Bytes for the copies' mbarriers, and for maxima and sums across warps."""

@@ -199,7 +199,7 @@ def make_spec(
         record: The canonical arguments, without new tokens.
         config: Tile sizes and programs.
         entries: Entries of the work list.
-        rotary: RotaryColumns columns of a latent record.
+        rotary: The rotary columns of a latent record.
         loads_row_positions: Whether positions of query rows are loaded.
     """
     rows, heads, head_dim = record.query.shape

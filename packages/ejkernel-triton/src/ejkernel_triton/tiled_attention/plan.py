@@ -54,11 +54,10 @@ def plan_query_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Bl
 
 
 def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
-    """Returns the blocks for the gradient of the bias: like `plan_key_blocks`, but with a pattern the block map, of ids
-    and
-    -1.
+    """Returns the blocks for the gradient of the bias.
 
-    A program has one tile of the map, and would have to search a list. The map is smaller than the bias.
+    They are those of `plan_key_blocks`, except that with a pattern they are the block map, of ids and -1: a program has
+    one tile of the map, and would have to search a list. The map is smaller than the bias.
     """
     if record.pattern is None:
         return plan_key_blocks(record, block_q, block_kv)

@@ -1,6 +1,6 @@
 """Kernels of the linear recurrence that take states one way only: [B, H, K, V], or [N, H, K, V] of packed sequences.
 
-    @with_plain_states
+    @forward_with_plain_states
     def forward(record, config): ...             # never sees slots nor transposed states
 
 Around such a kernel, states are read out of the slots before it and stored into them after it: a state moves three

@@ -38,7 +38,7 @@ def rotary_columns_of(record: PagedAttention) -> RotaryColumns | None:
 
 
 def as_paged_record(record: TiledAttention) -> tuple[PagedAttention, RotaryColumns]:
-    """Returns the paged record, and where its rotary columns are.
+    """Returns a record of dense latent caches as a paged one, of one page per sequence, and its rotary columns.
 
     With two caches, the values are the latent one; the keys are both, joined. Their rotary columns are sliced off
     again, which XLA makes the rotary cache itself: nothing is copied. With one cache, values are all of its columns.

@@ -51,7 +51,7 @@ def exp2_of_scores(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Ar
             # Of two neighbours one uses the FMA units and one the special-function unit, which work in parallel. The
             # split is by register, so no thread branches.
             first, fma_inputs = zip(*map(unpack_pair, registers), strict=True)
-            # Below SMALLEST the addition to the exponent would overflow into the sign.
+            # Below MIN_EXPONENT the addition to the exponent would overflow into the sign.
             polynomial_values = exp2_polynomial(
                 arith.maximumf(_exponent(factor, *first), float32_constant(MIN_EXPONENT)), 1.0
             )
@@ -69,14 +69,14 @@ def exp2_instruction(exponent: Any) -> Any:
 
 def exp2_polynomial(score: Any, factor: float) -> Any:
     """Returns 2 ** (score * factor) of one float32, with an exponent of -125 to 127."""
-    # Next to ROUNDS, a float32 has no bits for fractions: the sum's lowest bits are the rounded integer n.
+    # Next to ROUNDING_CONSTANT, a float32 has no bits for fractions: the sum's lowest bits are the rounded integer n.
     rounded: Any = math.fma(score, float32_constant(factor), float32_constant(ROUNDING_CONSTANT))
     # The fraction f. The subtraction is exact, and the multiply-add rounds once.
     fraction = math.fma(score, float32_constant(factor), arith.subf(float32_constant(ROUNDING_CONSTANT), rounded))
     value: Any = float32_constant(EXP2_COEFFICIENTS[-1])
     for coefficient in EXP2_COEFFICIENTS[-2::-1]:
         value = math.fma(value, fraction, float32_constant(coefficient))
-    # The shift drops the bits of ROUNDS, so only n is added to the exponent, as an integer.
+    # The shift drops the bits of ROUNDING_CONSTANT, so only n is added to the exponent, as an integer.
     exponent = arith.shli(arith.bitcast(int32_type(), rounded), int32_constant(MANTISSA_BITS))
     return arith.bitcast(ir.F32Type.get(), arith.addi(arith.bitcast(int32_type(), value), exponent))
 

@@ -144,8 +144,7 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     Returns:
         [B, NUM_SEQUENCES, H, tiles of columns] int32, whose maximum over tiles counts; more than the number of chunks
         if the state does not vanish within MAX_CHUNKS_UNTIL_DECAYED, and 0 for a segment that is not scanned. None if
-        not
-        known: without gates, and in float16, whose range is too small.
+        not known: without gates, and in float16, whose range is too small.
     """
     from ejkernel_triton.linear_recurrence.segments.kernels.chunks_until_decayed import chunks_until_decayed_kernel
 

@@ -43,7 +43,7 @@ class KeyTileLists:
     heads: int
 
     def fold(self, at: OuterStep, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
-        """Applies `full(tile, carry)` or `masked(tile, carry)` to the full and partial key tiles of a query tile."""
+        """Applies `full(tile, carry)` or `partial(tile, carry)` to the full and partial key tiles of a query tile."""
         indices = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
         index = (*(0 if size == 1 else index for size, index in indices), at.tile)
         listed, full_count, count = (jnp.asarray(table)[index] for table in (self.listed, self.full, self.count))

@@ -20,7 +20,7 @@ def zero_padding_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
-    """Writes zeros to [rows, T, GATE_CHANNELS] before the first sequence's first token and after the last sequence's
+    """Writes zeros to [rows, T, WIDTH] before the first sequence's first token and after the last sequence's
     last one.
 
     `aliased_array` aliases `array`.
