@@ -68,8 +68,10 @@ def reasons(record):
 
 
 def test_long_calls_are_refused_by_the_argument():
-    assert not any(r.startswith("x:") for r in reasons(record_of(tokens=5)))
-    assert any(r.startswith("x: one of 64 packed sequences may have 449") for r in reasons(record_of(tokens=8)))
+    assert not any(r.startswith("hidden_states:") for r in reasons(record_of(tokens=5)))
+    assert any(
+        r.startswith("hidden_states: one of 64 packed sequences may have 449") for r in reasons(record_of(tokens=8))
+    )
     assert any("at most 8 tokens per sequence" in r for r in reasons(record_of(tokens=9, packed=False)))
 
 

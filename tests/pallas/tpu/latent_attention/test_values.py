@@ -89,7 +89,7 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
     sizes = DecodeSizes(s=1152, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
     record = lowered("mla_decode", dense_cases.arrays, sizes)
     cache = make_cache_layout(as_pages(record))
-    assert (cache.transposed, cache.rotary_dim) == (latent == 32, 0 if one else 8)
+    assert (cache.tokens_along_lanes, cache.rotary_dim) == (latent == 32, 0 if one else 8)
     there = (jnp.arange(1152) < jnp.array(lengths)[:, None])[..., None, None]
     broken = {name: jnp.where(there, getattr(record, name), jnp.nan) for name in ("key", "value")}
     with interpreted():
@@ -103,7 +103,7 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"key_pages": jax.ShapeDtypeStruct((4, 7, 256), jnp.bfloat16)}, "pages of 7 slots of bfloat16; wants"),
     ({"key_pages": jax.ShapeDtypeStruct((4, 8, 200), jnp.bfloat16)}, "rows of 200 elements, rotary part at 128"),
-    ({"latent": (1100, 1152)}, "wants at most 1024"),
+    ({"latent": (1100, 1152)}, "the kernel takes at most 1024"),
 ])  # fmt: skip
 def test_caches_that_the_kernel_does_not_read(fields, sentence):
     record = dataclasses.replace(case(PAGED, "window and soft cap, bfloat16"), **fields)

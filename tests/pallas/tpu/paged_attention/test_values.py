@@ -107,7 +107,7 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         spec = make_spec(record, config.tile_sizes_of(SINGLE))
         assert spec.copy_slices
-        assert spec.keeps_limits == ("7x" in kind)
+        assert spec.stores_score_limits == ("7x" in kind)
         check(record, SINGLE)
 
 
