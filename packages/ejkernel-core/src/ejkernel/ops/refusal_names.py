@@ -5,6 +5,7 @@ A family serves several operations, whose arguments have the names of the librar
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from ejkernel.ops.model import Op
@@ -38,7 +39,13 @@ def name_argument(op: Op, reason: str) -> str:
         reason: The refusal, `<field>: <reason>`; sentences of another form are returned unchanged.
     """
     field, colon, rest = reason.partition(":")
-    arguments = {argument.name for argument in dataclasses.fields(op.arguments)}
+    arguments = _argument_names(op.arguments)
     if not colon or field in arguments:
         return reason
     return next((f"{name}:{rest}" for name in ARGUMENTS_OF_FIELDS.get(field, ()) if name in arguments), reason)
+
+
+@functools.cache
+def _argument_names(arguments: type) -> frozenset[str]:
+    """Returns the names of an operation's arguments; dispatch asks for them with each refusal of each call."""
+    return frozenset(field.name for field in dataclasses.fields(arguments))

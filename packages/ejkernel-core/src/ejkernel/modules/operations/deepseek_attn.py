@@ -15,8 +15,7 @@ from ejkernel.modules.operations.configs import DeepSeekAttentionConfig
 from ejkernel.modules.operations.lightning_indexer import LightningIndexerArguments, lightning_indexer
 from ejkernel.modules.operations.lightning_indexer import lower as lower_indexer
 from ejkernel.modules.operations.shared.latent_inputs import (
-    check_latent_sizes,
-    check_query_size,
+    check_self_attention_sizes,
     set_canonical_values,
     with_accumulator_dtype,
 )
@@ -133,11 +132,7 @@ class DeepSeekAttentionArguments(ArgumentRecord, of=deepseek_attn):
 
 def validate(args: DeepSeekAttentionArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    required = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
-    sizes = check_latent_sizes(args, required, {"b_k": "B T Dr", "b_q": "B T Dr"})
-    if args.b_q is not None and args.b_k is None:
-        raise ValueError("b_q: got a value with b_k None, wants both, b_k alone, or neither")
-    check_query_size(sizes, args.b_k is not None and args.b_q is None)
+    sizes = check_self_attention_sizes(args)
     for name, axes in (("query_index", "B T Hi Di"), ("key_index", "B T Di"), ("index_weights", "B T Hi")):
         check_shape(name, getattr(args, name), axes, sizes)
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")

@@ -16,8 +16,7 @@ from ejkernel.modules.operations.flash_attention import validate as validate_fla
 from ejkernel.modules.operations.shared.conditions import conditions_of_bounds
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
-    check_latent_sizes,
-    check_query_size,
+    check_self_attention_sizes,
     read_out_latent,
     rng_seed,
     set_canonical_values,
@@ -173,11 +172,7 @@ mla_attention = flash_mla
 
 def validate(args: FlashMLAArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    required = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
-    sizes = check_latent_sizes(args, required, {"b_k": "B T Dr", "b_q": "B T Dr"})
-    if args.b_q is not None and args.b_k is None:
-        raise ValueError("b_q: got a value with b_k None, wants both, b_k alone, or neither")
-    check_query_size(sizes, args.b_k is not None and args.b_q is None)
+    sizes = check_self_attention_sizes(args)
     if args.attention_mask is not None:
         check_shape("attention_mask", args.attention_mask, "B H T T", sizes, broadcast="B H T")
         if not jnp.issubdtype(args.attention_mask.dtype, jnp.integer):

@@ -79,6 +79,23 @@ def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
         raise ValueError(f"query: got a head size of {sizes['Dq']}, wants {parts}")
 
 
+def check_self_attention_sizes(args: Any) -> dict[str, int]:
+    """Checks shapes and dtypes of the arrays of latent self-attention, and returns the sizes of all axes.
+
+    Args:
+        args: The argument record, with query, key_value, w_kc, w_vc, b_q and b_k.
+
+    Raises:
+        ValueError: As `check_latent_sizes`, and for b_q without b_k.
+    """
+    required = {"query": "B T H Dq", "key_value": "B T R", "w_kc": "R Hk Dn", "w_vc": "R Hk Dv"}
+    sizes = check_latent_sizes(args, required, {"b_k": "B T Dr", "b_q": "B T Dr"})
+    if args.b_q is not None and args.b_k is None:
+        raise ValueError("b_q: got a value with b_k None, wants both, b_k alone, or neither")
+    check_query_size(sizes, args.b_k is not None and args.b_q is None)
+    return sizes
+
+
 def read_out_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
     wide = jnp.promote_types(latent.dtype, jnp.float32)
