@@ -20,8 +20,12 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
     plain_product_record,
     sums_on_tensor_cores,
 )
-from ejkernel_pallas.gpu.hopper.row_gathers import MAX_MATRIX_BYTES
-from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import (
+    MAX_GATHERED_MATRIX_BYTES,
+    SHARED_MEMORY_BYTES,
+    SWIZZLE_COLUMNS,
+    WGMMA_M,
+)
 
 CONTRACTED_PER_STEP_16_BIT = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
@@ -447,6 +451,6 @@ def gated_refusal_reasons(record: GatedGroupedMatmul) -> list[str]:
     outputs = columns(product) // 2 if record.gated else columns(product)
     if record.gated and outputs % SWIZZLE_COLUMNS:
         problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
-    if record.indices is not None and size > MAX_MATRIX_BYTES:
-        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_MATRIX_BYTES}")
+    if record.indices is not None and size > MAX_GATHERED_MATRIX_BYTES:
+        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_GATHERED_MATRIX_BYTES}")
     return problems

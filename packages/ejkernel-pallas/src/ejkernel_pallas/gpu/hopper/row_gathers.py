@@ -20,14 +20,12 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, int32_type, unpack_row_value
-from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, STORE_BYTES_PER_THREAD, THREADS_PER_LINE
+from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, THREADS_PER_LINE
 from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, row_vector_from_thread_values
-from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, THREADS_PER_WARPGROUP, WGMMA_M
+from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, STORE_BYTES_PER_THREAD, THREADS_PER_WARPGROUP, WGMMA_M
 
 NOT_COPIED_OFFSET = -1
 """Stands for a row that is not copied but zeroed."""
-MAX_MATRIX_BYTES = 2**31 * STORE_BYTES_PER_THREAD
-"""Largest size in bytes of a matrix whose rows 32-bit offsets can address."""
 # The source's size is an operand, 16 or 0: with 0, zeros are written and nothing is read.
 COPY_16_BYTES_PTX = """{
 .reg .pred named; .reg .b64 place; .reg .b32 offset, size;

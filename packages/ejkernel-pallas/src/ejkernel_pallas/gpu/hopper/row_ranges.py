@@ -11,14 +11,12 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type
-from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP
+from ejkernel_pallas.gpu.hopper.sizes import STORE_BYTES_PER_THREAD, THREADS_PER_WARPGROUP
 
 LINE_BYTES = 128
 """Bytes of a row that are written at once. The swizzle permutes the pieces of a line by row, which does not matter for
 zeros.
 """
-STORE_BYTES_PER_THREAD = 16
-"""Bytes that a thread writes at a time."""
 THREADS_PER_LINE = LINE_BYTES // STORE_BYTES_PER_THREAD
 """Threads that write a line together."""
 ROWS_PER_PASS = THREADS_PER_WARPGROUP // THREADS_PER_LINE

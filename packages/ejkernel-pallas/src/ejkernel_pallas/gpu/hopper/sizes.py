@@ -19,3 +19,7 @@ ROWS_PER_WARP = 16
 """Rows of a product that one warp holds."""
 SHARED_MEMORY_BYTES = GPUS["sm_90"].shared_memory
 """Bytes of shared memory of a thread block on Hopper."""
+STORE_BYTES_PER_THREAD = 16
+"""Bytes that a thread writes at a time."""
+MAX_GATHERED_MATRIX_BYTES = 2**31 * STORE_BYTES_PER_THREAD
+"""Largest size in bytes of a matrix of which rows are gathered: 32-bit offsets count units of 16 bytes."""
