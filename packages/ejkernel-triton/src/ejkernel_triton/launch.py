@@ -113,7 +113,6 @@ def launch(
     Raises:
         ValueError: An output that reuses an input's memory comes after one that does not.
     """
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     # A kernel's signature is fixed, so an absent array is replaced by another one, which the kernel does not read.
     arrays = tuple(inputs[0] if x is None else x for x in inputs)
     aliases = _find_aliases(outputs)
@@ -132,22 +131,34 @@ def launch(
     if (launches := _collected_launches.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
+    run = custom_batching.custom_vmap(_interpreter_call(call) if _compat.is_interpreted(kernel) else _device_call(call))
+    options = {"batch": batch, "num_warps": num_warps, "num_stages": num_stages, "constants": constants}
+    run.def_vmap(_vmap_rule(call, inputs, outputs, options))
+    return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
+
+
+def _vmap_rule(
+    call: Launch, inputs: Sequence[jax.Array | None], outputs: Sequence[Shape | int], options: Mapping[str, Any]
+) -> Callable[..., tuple[tuple[jax.Array, ...], tuple[bool, ...]]]:
+    """Returns the function that folds a vmapped axis of a launch into its batch; the arguments are those of `launch`,
+    `options` without the grid.
+    """
 
     def fold_vmapped_axis(
         size: int, batched: list[bool], *vmapped_arrays: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        folded_inputs = _fold_vmapped_inputs(vmapped_arrays, size, batched, aliases)
+        folded_inputs = _fold_vmapped_inputs(vmapped_arrays, size, batched, call.aliases)
         launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
         folded_outputs = [
             x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
         ]
         # Calls `launch` again, so that an outer vmap finds this rule too.
-        results = launch(kernel, launch_inputs, folded_outputs, batch=size * batch, grid=size * grid, **options)
-        return tuple(x.reshape(size, *y.shape) for x, y in zip(results, shapes, strict=True)), (True,) * len(results)
+        folded_options: dict[str, Any] = {**options, "batch": size * options["batch"], "grid": size * call.grid}
+        results = launch(call.kernel, launch_inputs, folded_outputs, **folded_options)
+        shapes = [(size, *x.shape) for x in call.outputs]
+        return tuple(x.reshape(y) for x, y in zip(results, shapes, strict=True)), (True,) * len(results)
 
-    run = custom_batching.custom_vmap(_interpreter_call(call) if _compat.is_interpreted(kernel) else _device_call(call))
-    run.def_vmap(fold_vmapped_axis)
-    return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
+    return fold_vmapped_axis
 
 
 def _find_aliases(outputs: Sequence[Shape | int]) -> dict[int, int]:

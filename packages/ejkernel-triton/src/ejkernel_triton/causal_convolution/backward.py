@@ -10,7 +10,7 @@ from ejkernel.families.causal_convolution.final_states import add_state_gradient
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.causal_convolution.config import ConvolutionBackward
 from ejkernel_triton.causal_convolution.forward import kernel_inputs
-from ejkernel_triton.causal_convolution.spec import make_spec
+from ejkernel_triton.causal_convolution.spec import ConvolutionSpec, make_spec
 from ejkernel_triton.launch import Shape, launch
 
 
@@ -24,10 +24,8 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
     Returns:
         The gradient of each requested field, in its shape and dtype.
     """
-    from ejkernel_triton.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd_kernel
-
     record: CausalConvolution = pullback.record
-    output_cotangent, final_cotangent = pullback.cotangent
+    final_cotangent = pullback.cotangent[1]
     spec = make_spec(
         record,
         config.block_t,
@@ -36,28 +34,9 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         num_stages=config.num_stages,
         load_channel_pairs=True,
     )
-    num_rows = record.x.shape[0]
-    float32, state_tokens = jnp.float32, spec.W - 1
-    dx, weight_gradients, dinitial_tokens = launch(
-        causal_conv_bwd_kernel,
-        (
-            *kernel_inputs(record),
-            output_cotangent,
-            jnp.swapaxes(final_cotangent, 1, 2) if spec.ADD_FINAL_COTANGENT else None,
-        ),
-        (
-            Shape(record.x.shape, record.x.dtype),
-            Shape((num_rows, spec.NUM_TOKEN_PROGRAMS, spec.W + 1, spec.C), float32),
-            Shape((num_rows, state_tokens, spec.C), float32),
-        ),
-        batch=num_rows,
-        grid=num_rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        constants={"spec": spec},
-    )
+    dx, weight_gradients, dinitial_tokens = _launch(pullback, config, spec)
     initial_tokens = (
-        jnp.swapaxes(dinitial_tokens, 1, 2) if spec.HAS_INITIAL_STATE else jnp.zeros(states(record).shape, float32)
+        jnp.swapaxes(dinitial_tokens, 1, 2) if spec.HAS_INITIAL_STATE else jnp.zeros(states(record).shape, jnp.float32)
     )
     if not spec.ADD_FINAL_COTANGENT:
         dx, initial_tokens = add_state_gradients(record, dx, initial_tokens, final_cotangent)
@@ -70,3 +49,30 @@ def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.A
         "initial_state": initial_tokens,
     }
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
+
+
+def _launch(pullback: Pullback, config: ConvolutionBackward, spec: ConvolutionSpec) -> tuple[jax.Array, ...]:
+    """Returns the gradients of x, of the weights and bias per program, and of the initial tokens."""
+    from ejkernel_triton.causal_convolution.kernels.causal_conv_bwd import causal_conv_bwd_kernel
+
+    record: CausalConvolution = pullback.record
+    output_cotangent, final_cotangent = pullback.cotangent
+    num_rows = record.x.shape[0]
+    return launch(
+        causal_conv_bwd_kernel,
+        (
+            *kernel_inputs(record),
+            output_cotangent,
+            jnp.swapaxes(final_cotangent, 1, 2) if spec.ADD_FINAL_COTANGENT else None,
+        ),
+        (
+            Shape(record.x.shape, record.x.dtype),
+            Shape((num_rows, spec.NUM_TOKEN_PROGRAMS, spec.W + 1, spec.C), jnp.float32),
+            Shape((num_rows, spec.W - 1, spec.C), jnp.float32),
+        ),
+        batch=num_rows,
+        grid=num_rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        constants={"spec": spec},
+    )

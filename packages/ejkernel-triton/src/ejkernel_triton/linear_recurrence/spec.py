@@ -89,11 +89,10 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         chunk: Tokens of a chunk.
         segments: Segments that a row without packing is split into, each scanned by separate programs.
     """
-    tokens, packed = record.query.shape[1], record.cu_seqlens is not None
+    tokens, is_float16 = record.query.shape[1], record.query.dtype == jnp.float16
     chunk = max(MIN_TILE, 1 << (chunk.bit_length() - 1))
     chunks = cdiv(tokens, chunk)
-    sequences = max(1, min(segments, chunks))
-    per_sequence = cdiv(chunks, sequences)
+    per_sequence = cdiv(chunks, max(1, min(segments, chunks)))
     sequences = cdiv(chunks, per_sequence)
     if record.cu_seqlens is not None:
         sequences, per_sequence = record.cu_seqlens.shape[0] - 1, 0
@@ -121,11 +120,11 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         OUTPUT_SCALE=record.softmax_scale,
         # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
         # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
-        MAX_LOG2_FACTOR=8.0 if record.query.dtype == jnp.float16 else 40.0,
+        MAX_LOG2_FACTOR=8.0 if is_float16 else 40.0,
         # In float16 the factors of four tokens overflow, so chunks are halved down to single tokens.
-        SUB_CHUNK_SIZE=1 if record.query.dtype == jnp.float16 else SUB_CHUNK_SIZE,
-        LOG2_SUB_CHUNK=0 if record.query.dtype == jnp.float16 else SUB_CHUNK_SIZE.bit_length() - 1,
-        ALL_CHUNKS_FULL=not packed and tokens % chunk == 0,
+        SUB_CHUNK_SIZE=1 if is_float16 else SUB_CHUNK_SIZE,
+        LOG2_SUB_CHUNK=0 if is_float16 else SUB_CHUNK_SIZE.bit_length() - 1,
+        ALL_CHUNKS_FULL=record.cu_seqlens is None and tokens % chunk == 0,
         PRECISION=_precision(record),
         WIDEN=interpreting(),
     )

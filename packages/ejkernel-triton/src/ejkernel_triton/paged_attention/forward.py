@@ -21,8 +21,7 @@ from ejkernel_triton.paged_attention.plan import (
     should_copy_prefix,
     split_prefix,
 )
-from ejkernel_triton.paged_attention.spec import PagedSpec, WriteSpec, page_slot_head_strides
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.paged_attention.spec import PagedSpec, make_write_spec
 
 COMBINE_TILE_ELEMENTS = 2048
 """Elements that a program of one warp merges at a time: slots of a row times values."""
@@ -249,35 +248,15 @@ def _write_cache_array(
     from ejkernel_triton.paged_attention.kernels.cache_write import cache_write_kernel
 
     assert record.block_tables is not None
-    layout, row_width = record.kv_layout, pages.shape[-1]
-    first_part_width, second_part_start = record.latent or (keys.shape[2], keys.shape[2])
-    cache_heads = pages.shape[layout.index("h")] if "h" in layout else 1
-    spec = WriteSpec(
-        NUM_TOKENS=keys.shape[0],
-        NUM_SEQUENCES=record.kv_lens.shape[0],
-        PAGES_PER_SEQUENCE=record.block_tables.shape[1],
-        NUM_ENTRIES=work_list.shape[0],
-        BLOCK_Q=block_q,
-        HK=keys.shape[1],
-        CACHE_HEADS=cache_heads,
-        KV_COMPONENTS=1 if values is None else 2,
-        D=keys.shape[2],
-        CACHE_ROW_WIDTH=row_width,
-        PADDED_ROW_WIDTH=padded_for_dot(row_width),
-        FIRST_PART_WIDTH=first_part_width,
-        SECOND_PART_START=second_part_start,
-        NUM_PAGES=paged_cache.page_count(record),
-        PAGE_SIZE=paged_cache.page_size(record),
-        PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
-        CACHE_BATCH_STRIDE=pages.size,
-    )
+    components = (keys,) if values is None else (keys, values)
+    spec = make_write_spec(record, components, pages, entries=work_list.shape[0], block_q=block_q)
     tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]
     (written,) = launch(
         cache_write_kernel,
         (*tokens, work_list[None], record.block_tables.astype(jnp.int32)[None], pages[None]),
         (4,),
         batch=1,
-        grid=spec.NUM_ENTRIES * cache_heads * spec.KV_COMPONENTS,
+        grid=spec.NUM_ENTRIES * spec.CACHE_HEADS * spec.KV_COMPONENTS,
         num_warps=1 if block_q * spec.PADDED_ROW_WIDTH <= 1024 else 4,
         num_stages=1,
         constants={"spec": spec},

@@ -203,12 +203,12 @@ def make_spec(
         loads_row_positions: Whether positions of query rows are loaded.
     """
     rows, heads, head_dim = record.query.shape
-    kv_heads = paged_cache.kv_heads(record)
+    kv_heads, page_size = paged_cache.kv_heads(record), paged_cache.page_size(record)
     heads_per_tile = query_heads_per_tile(record, gpu_of(current_device()))
-    page_size = paged_cache.page_size(record)
+    tile_is_within_page = config.tile_within_page and page_size % config.block_kv == 0
+    min_unmasked_rows = 16 if interpreting() else PREFILL_SCORE_ROWS
     return PagedSpec(
         NUM_QUERY_ROWS=rows,
-        NUM_SEQUENCES=record.kv_lens.shape[0],
         H=heads,
         HK=kv_heads,
         HEAD_TILES_PER_KV_HEAD=heads // kv_heads // heads_per_tile,
@@ -217,26 +217,69 @@ def make_spec(
         BLOCK_Q=config.block_q,
         M=padded_for_dot(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
-        TILE_IS_WITHIN_PAGE=record.block_tables is None
-        or (config.tile_within_page and page_size % config.block_kv == 0),
+        TILE_IS_WITHIN_PAGE=record.block_tables is None or tile_is_within_page,
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
-        HAS_UNMASKED_LOOP=record.qq_bias is not None
-        or config.block_q * heads_per_tile >= (16 if interpreting() else PREFILL_SCORE_ROWS),
+        HAS_UNMASKED_LOOP=record.qq_bias is not None or config.block_q * heads_per_tile >= min_unmasked_rows,
         NUM_ENTRIES=entries,
-        MAX_KV_LEN=paged_cache.max_sequence_len(record),
-        HAS_QUERY_START=record.query_start is not None,
-        HAS_NUM_SEQS=record.num_seqs is not None and record.query_start is not None,
-        HAS_KV_STARTS=record.kv_starts is not None,
         NUM_PROGRAMS=config.num_programs,
         PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
         LOAD_ROW_POSITIONS=loads_row_positions,
         VALUE_SCALE=record.value_scale,
         WIDEN=interpreting(),
+        **_sequence_constants(record),
         **_column_constants(record, rotary),
         **_cache_constants(record, rotary),
         **_score_constants(record),
         **_dtype_constants(record),
     )
+
+
+def make_write_spec(
+    record: PagedAttention, components: tuple[jax.Array, ...], pages: jax.Array, *, entries: int, block_q: int
+) -> WriteSpec:
+    """Returns the constants of the kernel that writes new tokens into one array of the cache.
+
+    Args:
+        record: The canonical arguments, with block tables.
+        components: The keys, or keys and values, that go into the array, [T, HK, D].
+        pages: The array.
+        entries: Entries of the work list.
+        block_q: Query rows per entry, at most.
+    """
+    assert record.block_tables is not None
+    (tokens, kv_heads, width), row_width = components[0].shape, pages.shape[-1]
+    first_part_width, second_part_start = record.latent or (width, width)
+    layout = record.kv_layout
+    return WriteSpec(
+        NUM_TOKENS=tokens,
+        NUM_SEQUENCES=record.kv_lens.shape[0],
+        PAGES_PER_SEQUENCE=record.block_tables.shape[1],
+        NUM_ENTRIES=entries,
+        BLOCK_Q=block_q,
+        HK=kv_heads,
+        CACHE_HEADS=pages.shape[layout.index("h")] if "h" in layout else 1,
+        KV_COMPONENTS=len(components),
+        D=width,
+        CACHE_ROW_WIDTH=row_width,
+        PADDED_ROW_WIDTH=padded_for_dot(row_width),
+        FIRST_PART_WIDTH=first_part_width,
+        SECOND_PART_START=second_part_start,
+        NUM_PAGES=paged_cache.page_count(record),
+        PAGE_SIZE=paged_cache.page_size(record),
+        PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
+        CACHE_BATCH_STRIDE=pages.size,
+    )
+
+
+def _sequence_constants(record: PagedAttention) -> dict[str, Any]:
+    """Returns the constants of the sequences: how many, how long, and which arrays describe them."""
+    return {
+        "NUM_SEQUENCES": record.kv_lens.shape[0],
+        "MAX_KV_LEN": paged_cache.max_sequence_len(record),
+        "HAS_QUERY_START": record.query_start is not None,
+        "HAS_NUM_SEQS": record.num_seqs is not None and record.query_start is not None,
+        "HAS_KV_STARTS": record.kv_starts is not None,
+    }
 
 
 def _column_constants(record: PagedAttention, rotary: RotaryColumns | None) -> dict[str, Any]:

@@ -26,9 +26,7 @@ from ejkernel_triton.selected_attention.config import SelectedBackward, group_si
 from ejkernel_triton.selected_attention.forward import kernel_inputs
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL, QueryLists, block_ends, invert_block_lists
 from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
-from ejkernel_triton.sizes import (
-    padded_for_dot,
-)
+from ejkernel_triton.sizes import padded_for_dot
 
 Gradients = dict[str, jax.Array]
 RowInputs = tuple[jax.Array, jax.Array, jax.Array]
@@ -98,17 +96,8 @@ def _key_gradients(
     gradients = launch(
         selected_bwd_dkdv_kernel,
         (
-            query,
-            key,
-            value,
-            query_lists.tokens,
-            query_lists.list_splits,
-            block_starts,
-            key_ends,
-            q_positions,
-            q_ids,
-            k_ids,
-            *row_inputs,
+            *(query, key, value, query_lists.tokens, query_lists.list_splits),
+            *(block_starts, key_ends, q_positions, q_ids, k_ids, *row_inputs),
         ),
         [*shapes, *(Shape(x, jnp.float32) for x in sum_shapes)],
         batch=batch,

@@ -16,9 +16,7 @@ from ejkernel_triton.launch import Shape, interpreting, launch
 from ejkernel_triton.selected_attention.config import SelectedForward, group_size
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL
 from ejkernel_triton.selected_attention.spec import make_spec
-from ejkernel_triton.sizes import (
-    padded_for_dot,
-)
+from ejkernel_triton.sizes import padded_for_dot
 
 SCORE_TILE = (64, 64)
 """Rows of a tile of scores (queries times heads of the group), and its blocks."""
@@ -74,6 +72,11 @@ def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward
     return Branch(output=output, lse=lse)
 
 
+def _resident_programs() -> int:
+    """Returns how many programs that select blocks the device holds at a time."""
+    return RESIDENT_PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
+
+
 def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -> jax.Array:
     """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
@@ -90,21 +93,15 @@ def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -
     rows, block_tile = FLOAT32_SCORE_TILE if record.query.dtype.itemsize > 2 or interpreting() else SCORE_TILE
     queries = max(1, rows // heads)
     num_work_items = cdiv(spec.T, queries) * spec.HK
-    chip = gpu_of(current_device())
-    programs = (
-        3 if interpreting() else max(1, min(num_work_items, RESIDENT_PROGRAMS_PER_SM * chip.multiprocessors // batch))
-    )
+    programs = 3 if interpreting() else max(1, min(num_work_items, _resident_programs() // batch))
     padded_num_blocks = max(block_tile, padded_for_dot(spec.M))
     lse_log2 = compressed_branch.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
         block_topk_kernel,
         (
-            record.query,
-            record.compressed_key,
-            jnp.where(lse_log2 == -jnp.inf, 0, lse_log2),
+            *(record.query, record.compressed_key, jnp.where(lse_log2 == -jnp.inf, 0, lse_log2)),
             current_blocks(selected_attention.places(record)),
-            record.q_segment_ids,
-            record.compressed_segment_ids,
+            *(record.q_segment_ids, record.compressed_segment_ids),
         ),
         [
             Shape((batch, spec.T, spec.HK, spec.NUM_LISTED_BLOCKS), jnp.int32),

@@ -72,22 +72,14 @@ def _launch(
     from ejkernel_triton.selective_scan.kernels.selective_scan_bwd import selective_scan_bwd_kernel
 
     record: SelectiveScan = pullback.record
-    decay_rates, write, read = operands
     num_rows, float32 = record.x.shape[0], jnp.float32
     programs = spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES
     blocks = spec.INTERVAL // spec.BLOCK_T
     return launch(
         selective_scan_bwd_kernel,
         (
-            record.x,
-            record.step,
-            decay_rates,
-            write,
-            read,
-            record.skip.astype(float32)[None],
-            pullback.residuals.states,
-            output_cotangent,
-            end_cotangents,
+            *(record.x, record.step, *operands, record.skip.astype(float32)[None]),
+            *(pullback.residuals.states, output_cotangent, end_cotangents),
             *packed_sequence_operands(record),
         ),
         (

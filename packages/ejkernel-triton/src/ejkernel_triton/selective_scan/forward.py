@@ -29,35 +29,29 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     spec = make_spec(
         record, config.block_e, config.block_t, config.splits, bc_prefetch_distance=config.bc_prefetch_distance
     )
-    num_rows = record.x.shape[0]
-    decay_rates, write, read = scan_operands(record)
+    num_rows, float32 = record.x.shape[0], jnp.float32
+    operands = scan_operands(record)
     first_state = None
     if record.initial_state is not None:
-        first_state = jnp.swapaxes(record.initial_state, 1, 2).astype(jnp.float32)
+        first_state = jnp.swapaxes(record.initial_state, 1, 2).astype(float32)
     # The initial states of packed sequences are passed as [1, N, E, I].
     initial_states = None if first_state is None else first_state[None] if spec.IS_PACKED else first_state[:, None]
     if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
         initial_states = segment_initial_states(
-            record, spec, config.num_warps, (decay_rates, write, record.x), first_state, reverse=False
+            record, spec, config.num_warps, (*operands[:2], record.x), first_state, reverse=False
         )
     output, states, final_states = launch(
         selective_scan_fwd_kernel,
         (
-            record.x,
-            record.step,
-            decay_rates,
-            write,
-            read,
-            record.skip.astype(jnp.float32)[None],
+            *(record.x, record.step, *operands, record.skip.astype(float32)[None]),
             initial_states,
             *packed_sequence_operands(record),
         ),
         (
             Shape(record.x.shape, record.x.dtype),
-            Shape((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), jnp.float32),
+            Shape((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), float32),
             Shape(
-                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E),
-                jnp.float32,
+                (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E), float32
             ),
         ),
         batch=num_rows,

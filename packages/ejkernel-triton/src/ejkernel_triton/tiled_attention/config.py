@@ -23,14 +23,14 @@ MatrixUnit = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TritonForward:
-    """The configuration of the forward kernel.
+class KernelTile:
+    """The tile and the launch parameters of one kernel.
 
     Attributes:
-        block_q: Queries per program.
+        block_q: Queries per tile.
         block_kv: Keys per tile.
         num_warps: Warps per program.
-        num_stages: Pipeline stages of the copies of keys and values.
+        num_stages: Pipeline stages of the copies of the rows that a program streams.
     """
 
     block_q: int
@@ -40,20 +40,13 @@ class TritonForward:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GradientTile:
-    """The configuration of one of the backward kernels.
+class TritonForward(KernelTile):
+    """The configuration of the forward kernel."""
 
-    Attributes:
-        block_q: Queries per tile.
-        block_kv: Keys per tile.
-        num_warps: Warps per program.
-        num_stages: Pipeline stages.
-    """
 
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientTile(KernelTile):
+    """The configuration of one of the backward kernels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,24 +315,15 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row_size_bytes = itemsize * longest_padded_row(record)
     matrix_unit_name, size_class = matrix_unit(device, record), min(3, max(0, (row_size_bytes // 128).bit_length() - 1))
-    unit_exceptions = (
-        MODIFIED_SCORE_TILES
-        if _has_modified_scores(record)
-        else SEGMENT_OR_POSITION_TILES
-        if _has_segments_or_positions(record)
-        else {}
-    )
-    exceptional_tiles, usual_tiles = (
-        unit_exceptions.get((pass_name, matrix_unit_name), {}).get(size_class, ()),
-        TILES_OF_PASS[pass_name][matrix_unit_name][size_class],
-    )
+    unit_exceptions = SEGMENT_OR_POSITION_TILES if _has_segments_or_positions(record) else {}
+    if _has_modified_scores(record):
+        unit_exceptions = MODIFIED_SCORE_TILES
+    exceptional_tiles = unit_exceptions.get((pass_name, matrix_unit_name), {}).get(size_class, ())
+    usual_tiles = TILES_OF_PASS[pass_name][matrix_unit_name][size_class]
     shared_memory_bytes = gpu_of(device).shared_memory
     row_budget_bytes = shared_memory_bytes - (0 if pass_name == "forward" else 4 * KIBI)
-    fitting = [
-        tile
-        for tile in dict.fromkeys((*exceptional_tiles, *usual_tiles))
-        if shared_memory_row_bytes(record, pass_name, tile) <= row_budget_bytes
-    ]
+    tiles = dict.fromkeys((*exceptional_tiles, *usual_tiles))
+    fitting = [x for x in tiles if shared_memory_row_bytes(record, pass_name, x) <= row_budget_bytes]
     if matrix_unit_name in ("hopper", "blackwell"):  # all stages are in shared memory, which leaves the least room
         fitting = [
             tile

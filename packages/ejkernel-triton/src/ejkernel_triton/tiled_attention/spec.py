@@ -11,9 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import (
-    padded_for_dot,
-)
+from ejkernel_triton.sizes import padded_for_dot
 
 LOWEST_LOG2_SCORE = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
@@ -134,9 +132,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
     left, right = band(record)
     rounding_dtype = record.logits_dtype if record.logits_dtype != jnp.float32 else None
-    is_scaled_product = (
-        record.bias is None and record.logits_soft_cap is None and rounding_dtype is None and record.softmax_scale > 0
-    )
+    is_scaled_product = _is_scaled_product(record)
     vendor, is_half_precision = current_device().vendor, record.query.dtype != jnp.float32
     return TiledSpec(
         T=t,
@@ -172,6 +168,12 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         PRECISION=_precision(record, vendor),
         WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
     )
+
+
+def _is_scaled_product(record: TiledAttention) -> bool:
+    """Returns whether a score is a product times a positive factor, with nothing else applied."""
+    has_other_terms = record.bias is not None or record.logits_soft_cap is not None
+    return not has_other_terms and record.logits_dtype == jnp.float32 and record.softmax_scale > 0
 
 
 def longest_padded_row(record: TiledAttention) -> int:

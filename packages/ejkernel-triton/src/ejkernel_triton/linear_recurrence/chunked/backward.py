@@ -123,10 +123,7 @@ def value_gradients(
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
     num_tiles, heads_per_program = cdiv(spec.V, config.output_block_v), heads_summed_per_program(spec.H, value.shape[2])
-    # If several groups share a value head, their partial sums are float32, and XLA adds them up.
     head_groups = spec.H // heads_per_program
-    # A program has a tile of value channels, so sums over channels are partial sums, which are added below.
-    partial_sum_shape = (batch, num_tiles, spec.T, spec.H)
     dvalue, ddt, dskip = launch(
         chunk_bwd_dv_kernel,
         (
@@ -141,11 +138,7 @@ def value_gradients(
             dstates,
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        [
-            Shape((batch, spec.T, head_groups, spec.V), value.dtype if head_groups == value.shape[2] else jnp.float32),
-            Shape(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
-            Shape(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
-        ],
+        _value_gradient_shapes(call, head_groups, num_tiles),
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
         num_warps=config.output_warps,
@@ -159,6 +152,21 @@ def value_gradients(
         },
     )
     return sum_over_head_groups(dvalue, value), _sum_over_tiles(ddt), _sum_over_tiles(dskip)
+
+
+def _value_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: int) -> list[Shape]:
+    """Returns the shapes of the outputs of `chunk_bwd_dv_kernel`: gradients of value, dt and skip.
+
+    If several groups share a value head, their partial sums are float32, and XLA adds them up. A program has a tile of
+    value channels, so sums over channels are partial sums, which `_sum_over_tiles` adds up.
+    """
+    spec, batch, value = call.spec, call.query.shape[0], call.value
+    partial_sum_shape = (batch, num_tiles, spec.T, spec.H)
+    return [
+        Shape((batch, spec.T, head_groups, spec.V), value.dtype if head_groups == value.shape[2] else jnp.float32),
+        Shape(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
+        Shape(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
+    ]
 
 
 def key_gradients(

@@ -12,9 +12,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
-from ejkernel_triton.sizes import (
-    padded,
-)
+from ejkernel_triton.sizes import padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +143,10 @@ def tuned_table_key(record: LinearRecurrence) -> str | None:
 def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int) -> ChunkedConfig:
     """Returns the configuration for chunks of a length.
 
+    Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
+    and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
+    64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
+
     Args:
         record: The canonical arguments.
         device: What it runs on.
@@ -153,53 +155,55 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     chip = gpu_of(device)
     is_float32 = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     has_small_shared_memory = is_float32 or chip.shared_memory < 128 * 1024
-    padded_key_dim, padded_value_dim = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
+    key_dim, value_dim = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
     max_block = 16 if interpreting() else 64
+    half_block = 32 if has_small_shared_memory else max_block
+    output_block_k = min(key_dim, half_block, max_block)
+    state_block_k, state_block_v = min(key_dim, max_block), min(value_dim, max_block)
+    output_block_v = 2 * max_block if has_channel_gates(record) and not has_small_shared_memory else max_block
     # register pressure of the pairs is too high for longer chunks
     needs_short_chunks = is_float32 or (chip.architecture == "ada" and has_channel_gates(record))
-    chunk = max(MIN_TILE, min(chunk, 32 if needs_short_chunks else chunk, padded(record.query.shape[1], MIN_TILE)))
-    backward_chunk = chunk
-    if interpreting():
-        chunk, backward_chunk = (MIN_TILE if has_channel_gates(record) else 2 * MIN_TILE), MIN_TILE
-    half_block = 32 if has_small_shared_memory else max_block
+    chunk, backward_chunk = _chunk_lengths(record, min(chunk, 32) if needs_short_chunks else chunk)
     num_warps = 8 if backward_chunk > 64 else 4
     is_hopper = chip.architecture == "hopper" and not is_float32
     gradient_block_k, gradient_warps = _gradient_tile_and_warps(record, num_warps, is_hopper)
-    # Measured on an H200 with chunks of 64 and K, V of 128 (docs/lab/linear_recurrence_gpu.md): states 64 x 64, 4 warps
-    # and 3 stages 0.172 ms, 32 x 64 and 2 warps 0.189, 128 x 64 0.246; outputs 4 warps 0.220 ms, 8 warps 0.268, since
-    # 64 rows are one warpgroup's; scores 64 channels 0.654 ms, 32 channels 0.866.
     return ChunkedConfig(
         chunk=chunk,
         backward_chunk=backward_chunk,
-        segments=_segments_per_row(
-            record, chip.multiprocessors, chunk, min(padded_key_dim, max_block), min(padded_value_dim, max_block)
-        ),
+        segments=_segments_per_row(record, chip.multiprocessors, chunk, state_block_k, state_block_v),
         keep_states=True,
-        state_block_k=min(padded_key_dim, max_block),
-        state_block_v=min(padded_value_dim, max_block),
+        state_block_k=state_block_k,
+        state_block_v=state_block_v,
         state_stages=2 if has_small_shared_memory else 3,
-        score_block_k=min(
-            padded_key_dim, half_block, max_block, 64 if chip.architecture in ("hopper", "blackwell") else 32
-        ),
+        score_block_k=min(output_block_k, 64 if chip.architecture in ("hopper", "blackwell") else 32),
         output_block_t=MIN_TILE if interpreting() else 64,
-        output_block_k=min(padded_key_dim, half_block, max_block),
-        output_block_v=min(
-            padded_value_dim, 2 * max_block if has_channel_gates(record) and not has_small_shared_memory else max_block
-        ),
+        output_block_k=output_block_k,
+        output_block_v=min(value_dim, output_block_v),
         output_warps=num_warps,
         output_stages=1 if has_small_shared_memory else 2,
-        gradient_block_k=min(padded_key_dim, half_block, max_block, gradient_block_k),
-        gradient_block_v=min(padded_value_dim, half_block, max_block),
+        gradient_block_k=min(output_block_k, gradient_block_k),
+        gradient_block_v=min(value_dim, half_block, max_block),
         gradient_warps=gradient_warps,
-        # With gates per key channel and 32 key channels: 2.61 ms with 1 stage; in the delta rule 3.811 with 2, 3.890
-        # with 1.
-        gradient_stages=1
-        if has_small_shared_memory or (is_hopper and has_channel_gates(record) and record.beta is None)
-        else 2,
+        gradient_stages=1 if has_small_shared_memory or _needs_one_gradient_stage(record, is_hopper) else 2,
         fused=False,
-        fused_block_v=min(padded_value_dim, 64),
+        fused_block_v=min(value_dim, 64),
         fused_stages=2 if has_small_shared_memory else 3,
     )
+
+
+def _chunk_lengths(record: LinearRecurrence, chunk: int) -> tuple[int, int]:
+    """Returns the tokens per chunk of the forward and of the backward pass, no more than a row needs."""
+    if interpreting():
+        return (MIN_TILE if has_channel_gates(record) else 2 * MIN_TILE), MIN_TILE
+    chunk = max(MIN_TILE, min(chunk, padded(record.query.shape[1], MIN_TILE)))
+    return chunk, chunk
+
+
+def _needs_one_gradient_stage(record: LinearRecurrence, is_hopper: bool) -> bool:
+    """Returns whether one stage is faster: with gates per key channel and 32 key channels 2.61 ms; but in the delta
+    rule 3.890 instead of 3.811 with 2 stages.
+    """
+    return is_hopper and has_channel_gates(record) and record.beta is None
 
 
 def _gradient_tile_and_warps(record: LinearRecurrence, num_warps: int, is_hopper: bool) -> tuple[int, int]:

@@ -30,17 +30,15 @@ from ejkernel_triton.linear_recurrence.delta.forward import (
     wy_form,
 )
 from ejkernel_triton.linear_recurrence.delta.plan import (
-    key_gradient_shapes,
     key_heads_summed_per_program,
+    key_kernel_shapes,
     state_gradient_stages,
 )
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call, make_gate_sum_matrices
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, find_chunks_until_decayed
 from ejkernel_triton.linear_recurrence.segments.plan import plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
-from ejkernel_triton.sizes import (
-    padded,
-)
+from ejkernel_triton.sizes import padded
 
 
 class StateGradients(NamedTuple):
@@ -355,31 +353,15 @@ def key_gradients(
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     num_tiles = cdiv(spec.K, config.gradient_block_k)
-    partial_sum_shape, token_shape = (batch, num_tiles, spec.T, spec.H), (batch, spec.T, spec.H, spec.K)
     heads_per_program = key_heads_summed_per_program(spec, batch * spec.NUM_CHUNKS * num_tiles)
-    gradients, sums = zip(*(key_gradient_shapes(call, n, heads_per_program) for n in (spec.HQ, spec.HK)), strict=True)
-    gate_shape = (batch,) if dgates_dtype is None else token_shape if spec.GATE_CHANNELS > 1 else partial_sum_shape
     dquery, dkey, _, _, dgates, dbeta = launch(
         chunk_bwd_dqkwg_kernel,
         (
-            call.query,
-            call.key,
-            call.value,
-            call.gates,
-            call.decay,
-            beta,
-            cotangent,
-            dy,
-            *states,
-            make_gate_sum_matrices(call),
+            *(call.query, call.key, call.value, call.gates, call.decay, beta),
+            *(cotangent, dy, *states, make_gate_sum_matrices(call)),
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        [
-            *gradients,
-            *sums,
-            Shape(gate_shape, jnp.float32 if dgates_dtype is None else dgates_dtype),
-            Shape(partial_sum_shape, jnp.float32),
-        ],
+        key_kernel_shapes(call, heads_per_program, num_tiles, dgates_dtype),
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * (spec.H // heads_per_program) * num_tiles,
         num_warps=config.gradient_warps,

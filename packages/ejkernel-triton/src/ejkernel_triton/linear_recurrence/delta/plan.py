@@ -1,6 +1,7 @@
 """Plans the launches of the delta rule's backward pass: pipeline stages, heads per program, shapes of gradients."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -45,7 +46,21 @@ def key_heads_summed_per_program(spec: RecurrenceSpec, programs_per_head: int) -
     return next(n for n in range(most, 0, -1) if shared % n == 0)
 
 
-def key_gradient_shapes(call: RecurrenceCall, field_heads: int, heads_per_program: int) -> tuple[Shape, Shape]:
+def key_kernel_shapes(call: RecurrenceCall, heads_per_program: int, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
+    """Returns the shapes of the outputs of `chunk_bwd_dqkwg_kernel`: gradients of queries and keys, their incomplete
+    sums, and gradients of gates and beta. Sums over key channels are partial sums of the tiles.
+    """
+    spec, batch = call.spec, call.query.shape[0]
+    pairs = [_key_gradient_shapes(call, n, heads_per_program) for n in (spec.HQ, spec.HK)]
+    gradients, sums = zip(*pairs, strict=True)
+    partial_sums = Shape((batch, num_tiles, spec.T, spec.H), jnp.float32)
+    if dgates_dtype is None:
+        return [*gradients, *sums, Shape((batch,), jnp.float32), partial_sums]
+    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else partial_sums.shape
+    return [*gradients, *sums, Shape(gate_shape, dgates_dtype), partial_sums]
+
+
+def _key_gradient_shapes(call: RecurrenceCall, field_heads: int, heads_per_program: int) -> tuple[Shape, Shape]:
     """Returns the shapes of the gradient of queries or keys with `field_heads` heads, as the kernel stores it, and of
     the sum over a group of heads while it is not complete.
     """

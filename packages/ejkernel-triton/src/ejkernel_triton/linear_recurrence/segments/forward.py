@@ -14,9 +14,17 @@ from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, Ch
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
-from ejkernel_triton.sizes import (
-    padded,
-)
+from ejkernel_triton.sizes import padded
+
+WHOLE_ROW_CONSTANTS: dict[str, Any] = {
+    "COMPUTE_TRANSITIONS": False,
+    "FIRST_SEGMENT": 0,
+    "STARTS_FROM_ZERO": False,
+    "NUM_SCANS_WITH_FINAL_STATE": 0,
+    "SUB_SEGMENTS_PER_SEGMENT": 0,
+    "NUM_UNTIL_DECAYED_TILES": 0,
+}
+"""Constants of `chunk_fwd_h_kernel` in scans that are not of sub-segments."""
 
 MAX_CHUNKS_UNTIL_DECAYED = 128
 """The number of chunks after which `find_chunks_until_decayed` gives up: the state does not decay to nothing."""
@@ -89,24 +97,16 @@ def launch_chunk_fwd_h(
     from ejkernel_triton.linear_recurrence.segments.kernels.chunk_fwd_h import chunk_fwd_h_kernel
 
     spec, config, batch = call.spec, call.config, outputs[1].shape[0]
-    keys_or_queries, values_or_cotangent, initial_states, w, chunks_until_decayed = inputs
+    left, right, initial_states, w, chunks_until_decayed = inputs
     block_k, block_v, num_stages = config.state_block_k, config.state_block_v, config.state_stages
     if w is not None:
         # The product with `w` sums over all key channels, and programs share no sums.
         block_k = padded(spec.K, MIN_TILE)
         num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, reads_v_new=True)
+    arrays = (left, right, call.gates, call.dt, initial_states, w)
     results = launch(
         chunk_fwd_h_kernel,
-        (
-            keys_or_queries,
-            values_or_cotangent,
-            call.gates,
-            call.dt,
-            initial_states,
-            w,
-            *call.chunk_tables.scan_kernel_inputs,
-            chunks_until_decayed,
-        ),
+        (*arrays, *call.chunk_tables.scan_kernel_inputs, chunks_until_decayed),
         outputs,
         batch=batch,
         grid=batch * spec.NUM_SEQUENCES * spec.H * cdiv(spec.K, block_k) * cdiv(outputs[1].shape[4], block_v),
@@ -114,18 +114,13 @@ def launch_chunk_fwd_h(
         num_stages=num_stages,
         constants={
             "spec": spec,
-            "KEY_HEADS": keys_or_queries.shape[2],
-            "VALUE_HEADS": values_or_cotangent.shape[2],
+            "KEY_HEADS": left.shape[2],
+            "VALUE_HEADS": right.shape[2],
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
             "HAS_INITIAL_STATES": initial_states is not None,
             "HAS_W": w is not None,
-            "COMPUTE_TRANSITIONS": False,
-            "FIRST_SEGMENT": 0,
-            "STARTS_FROM_ZERO": False,
-            "NUM_SCANS_WITH_FINAL_STATE": 0,
-            "SUB_SEGMENTS_PER_SEGMENT": 0,
-            "NUM_UNTIL_DECAYED_TILES": 0,
+            **WHOLE_ROW_CONSTANTS,
             **constants,
         },
     )
