@@ -12,7 +12,7 @@ from ejkernel.families.split_recurrence import TOKENS_PER_SUM, cumulative_sums
 
 @pytest.mark.parametrize("tokens", [1, TOKENS_PER_SUM, TOKENS_PER_SUM + 1, 3 * TOKENS_PER_SUM])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_cumulative_sums_are_those_of_all_tokens_so_far(tokens, reverse):
+def test_cumulative_sums_include_all_tokens_so_far(tokens, reverse):
     x = -np.random.default_rng(0).exponential(size=(2, tokens, 3))
     x[0, tokens // 2] = -np.inf
     in_order = slice(None, None, -1 if reverse else 1)
@@ -22,7 +22,7 @@ def test_cumulative_sums_are_those_of_all_tokens_so_far(tokens, reverse):
     np.testing.assert_allclose(sums, np.cumsum(x[:, in_order], axis=1)[:, in_order], rtol=1e-5)
 
 
-def test_no_window_of_a_gpu_program_has_as_many_elements_as_tokens():
+def test_cumulative_sums_on_gpu_use_short_reduction_windows():
     lowered = jax.jit(cumulative_sums).trace(jnp.zeros((1, 1 << 16, 4))).lower(lowering_platforms=("cuda",)).as_text()
 
     windows = re.findall(r"window_dimensions = array<i64: ([\d, ]+)>", lowered)

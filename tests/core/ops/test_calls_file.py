@@ -37,14 +37,14 @@ GOOD = '{"op": "mean_pooling",\n  "arguments": {"x": "1,8,16:float32"}}'
         ('{"calls": {}}', r': wants {"calls": \[...\]}'),
     ],
 )
-def test_the_line_is_named(tmp_path, content, message):
+def test_calls_file_errors_name_the_line(tmp_path, content, message):
     path = tmp_path / "calls.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=re.escape(str(path)) + message):
         read_calls(path)
 
 
-def test_text_in_another_encoding_is_named(tmp_path):
+def test_calls_file_errors_name_the_line_that_is_not_utf8(tmp_path):
     (tmp_path / "calls.json").write_bytes(b'{"calls": [\n"\xff"]}')
     with pytest.raises(ValueError, match="line 2: not UTF-8"):
         read_calls(tmp_path / "calls.json")

@@ -13,17 +13,17 @@ def _nvidia(capability):
 @pytest.mark.parametrize(
     ("capability", "target"), [(8.0, "sm_80"), (9.0, "sm_90"), (12.0, "sm_120"), (12.1, "sm_120"), (7.5, "sm_80")]
 )
-def test_a_gpu_that_is_not_listed_counts_as_the_newest_before_it(capability, target):
+def test_an_unlisted_gpu_gets_the_limits_of_the_newest_older_chip(capability, target):
     assert chips.gpu_of(_nvidia(capability)).target == target
 
 
-def test_consumer_blackwell_has_the_multiprocessors_of_its_largest_product():
+def test_sm_120_has_the_multiprocessor_count_of_its_largest_product():
     """An RTX PRO 6000 Blackwell has 188 multiprocessors of 128 lanes, 24,064 in all; an RTX 5090 has 170."""
     assert chips.gpu_named("sm_120").multiprocessors == 24064 // 128
 
 
 @pytest.mark.parametrize("gpu", chips.GPUS.values(), ids=lambda gpu: gpu.target)
-def test_a_block_leaves_the_driver_its_share_of_a_multiprocessor(gpu):
+def test_shared_memory_per_block_excludes_the_drivers_kilobyte(gpu):
     assert gpu.total_shared_memory - gpu.shared_memory == (1024 if gpu.vendor == "nvidia" else 0)
     assert gpu.capability == (int(gpu.target.removeprefix("sm_")) if gpu.vendor == "nvidia" else 0)
 
@@ -41,5 +41,5 @@ def test_devices_of_the_command_line_are_in_the_table():
             assert chips.gpu_of(device).vendor == device.vendor
 
 
-def test_interpreters_on_a_cpu_have_the_limits_of_hopper():
+def test_a_cpu_interprets_gpu_kernels_with_hopper_limits():
     assert chips.gpu_of(DeviceInfo(platform="cpu")).target == "sm_90"

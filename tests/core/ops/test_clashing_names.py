@@ -30,7 +30,7 @@ def names(registry):
 
 
 @pytest.mark.parametrize("distribution", ["aaa", "zzz"])
-def test_a_built_in_implementation_keeps_its_name_whatever_the_order(use, distribution):
+def test_a_built_in_implementation_keeps_its_name_against_third_parties(use, distribution):
     registry = use(plugin(distribution, toy.implementation("xla", platform="cuda", priority=5)), built_in())
 
     assert names(registry) == [f"{distribution}:xla", "xla"]
@@ -46,7 +46,7 @@ def test_a_built_in_implementation_keeps_its_name_whatever_the_order(use, distri
     assert registry.failed == ()
 
 
-def test_both_can_be_chosen_and_explain_names_the_loser(use, x, chain):
+def test_implementations_of_one_name_can_both_be_chosen_and_explain_reports_the_clash(use, x, chain):
     use(plugin("aaa", toy.implementation("xla", platform="cuda", priority=5)), built_in())
 
     assert call(x, chain=chain).shape == x.shape
@@ -57,7 +57,7 @@ def test_both_can_be_chosen_and_explain_names_the_loser(use, x, chain):
     assert "implementation 'xla' of aaa is named 'aaa:xla', because ejkernel-xla has" in str(decision)
 
 
-def test_of_two_other_distributions_the_first_in_name_order_keeps_the_name(use):
+def test_of_two_third_party_distributions_the_first_by_name_keeps_the_clashing_name(use):
     core = built_in(toy.implementation("own"))
     other = [plugin(name, toy.implementation("fast")) for name in ("bbb", "aaa")]
 
@@ -71,7 +71,7 @@ def test_a_plugin_cannot_take_the_name_of_a_built_in_plugin(use):
     assert sorted(names(registry)) == ["fast", "xla"]
 
 
-def test_one_distribution_that_gives_a_name_twice_is_wrong(use):
+def test_a_distribution_that_registers_one_name_twice_is_reported(use):
     registry = use(built_in(), plugin("aaa", toy.implementation("xla"), toy.implementation("xla")))
 
     (loser,) = registry.failed
@@ -79,7 +79,7 @@ def test_one_distribution_that_gives_a_name_twice_is_wrong(use):
     assert names(registry) == ["aaa:xla", "xla"]
 
 
-def test_an_implementation_is_qualified_only_where_it_clashes(use):
+def test_implementation_names_get_a_distribution_prefix_only_in_clashing_operations(use):
     class Hooks:
         @hookimpl
         def ejkernel_ops(self):

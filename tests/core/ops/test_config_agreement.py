@@ -23,7 +23,7 @@ def both(said: list[dict[str, Any]], scenario: str) -> list[Any]:
     return [one[scenario] for one in said]
 
 
-def test_both_passes_use_what_process_0_has_in_its_store(said):
+def test_all_processes_use_the_stored_configs_of_process_0(said):
     first, second = both(said, "different_stores")
 
     assert first["traced"] == second["traced"] == {"forward": [3, RULE], "backward": [5]}
@@ -32,13 +32,13 @@ def test_both_passes_use_what_process_0_has_in_its_store(said):
     assert second["trail"][-1] == "agreement: process 0 decided, by its tier persistent"
 
 
-def test_a_process_needs_no_answer_of_its_own(said):
+def test_a_process_whose_own_chain_has_no_config_uses_that_of_process_0(said):
     first, second = both(said, "only_process_0_may_rule")
 
     assert first["traced"] == second["traced"] == {"forward": [RULE], "backward": [RULE]}
 
 
-def test_process_0_alone_measures_and_what_it_finds_replaces_what_was_agreed_on(said):
+def test_only_process_0_autotunes_and_its_result_replaces_the_agreed_config(said):
     first, second = both(said, "autotuning")
 
     assert first["traced"] == second["traced"] == {"forward": [RULE, 16], "backward": [RULE, 16]}
@@ -53,7 +53,7 @@ def test_a_call_on_arrays_that_one_process_does_not_hold_is_left_to_offline_tuni
     assert first == second == {"traced": {"forward": [RULE], "backward": []}, "asked": 0, "recorded": 1}
 
 
-def test_a_failure_of_process_0_is_told_and_may_be_got_over(said):
+def test_an_error_of_process_0_reaches_all_processes_and_a_retry_succeeds(said):
     first, second = both(said, "failing_at_process_0")
 
     assert [kind for kind, _ in first["errors"]] == ["NoConfigError"] * 2
@@ -63,13 +63,13 @@ def test_a_failure_of_process_0_is_told_and_may_be_got_over(said):
     assert first["traced"] == second["traced"] == {"forward": [RULE], "backward": [RULE]}
 
 
-def test_executors_agree_each_for_itself(said):
+def test_processes_agree_on_configs_per_executor(said):
     first, second = both(said, "two_executors")
 
     assert first == second == {"traced": [1, RULE]}
 
 
-def test_a_call_that_process_0_never_makes_is_an_error_and_an_explanation_waits_for_nobody(said):
+def test_a_call_missing_on_process_0_raises_but_explain_does_not_wait(said):
     first, second = both(said, "missing_call")
 
     assert first == {"errors": [], "tier": "heuristics"}

@@ -28,7 +28,7 @@ class PublicArguments(ArgumentRecord, of=public):
     """Its arguments."""
 
 
-def test_the_record_has_the_fields_of_the_signature():
+def test_derived_argument_record_has_the_fields_of_the_signature():
     record = PublicArguments(x=jnp.ones((2, 3)))
     assert [field.name for field in dataclasses.fields(record)] == ["x", "lengths", "scale"]
     leaves, tree = jax.tree.flatten(record)
@@ -38,24 +38,24 @@ def test_the_record_has_the_fields_of_the_signature():
         PublicArguments()
 
 
-def test_what_holds_arrays_is_a_child():
+def test_arguments_with_arrays_are_pytree_children_of_the_record():
     assert holds_arrays(dict[str, Float[Array, "b"]] | None)
     assert not holds_arrays(type(public))
     assert not holds_arrays(float | None)
 
 
-def test_axes_are_those_of_the_annotations_unless_others_are_given():
+def test_op_axes_default_to_the_shape_annotations():
     assert axes_of(public, {"lengths": "n"}) == {"x": "b t", "lengths": "n"}
     assert list(axes_of(public, {"lengths": "n", "x": "t b"}).items()) == [("x", "t b"), ("lengths", "n")]
     with pytest.raises(ValueError, match=r"axes: lengths of public is annotated 'n\+1', wants letters"):
         axes_of(public, {})
 
 
-def test_the_configuration_class_is_that_of_the_annotation():
+def test_config_class_comes_from_the_cfg_annotation():
     assert config_class_from_annotation(public) is toy.ToyConfig
 
 
-def test_normal_inputs_are_for_floats_alone():
+def test_normal_inputs_refuse_integer_arrays():
     shapes = PublicArguments(x=jax.ShapeDtypeStruct((2, 3), "bfloat16"))
     assert normal_inputs(shapes, jax.random.key(0)).x.dtype == jnp.bfloat16
     with pytest.raises(ValueError, match="PublicArguments has integers; give the operation a make_inputs"):
@@ -77,7 +77,7 @@ class BiasedArguments(ArgumentRecord, of=biased):
     """Its record."""
 
 
-def test_an_optional_floating_array_without_a_case_gets_one():
+def test_optional_float_arrays_without_a_case_get_one():
     def make(key):
         return BiasedArguments(x=jax.random.normal(key, (2, 3, 4)))
 
@@ -91,7 +91,7 @@ def test_an_optional_floating_array_without_a_case_gets_one():
     assert not cases_of_uncovered_arrays(biased, fields, cases[:1])
 
 
-def test_a_declaration_says_what_does_not_follow():
+def test_op_name_function_and_config_are_derived_from_its_arguments():
     op = Op(
         arguments=PublicArguments, family=toy.FAMILY, validate=print, lower=lambda args: args, cases=(),
         axes={"lengths": "n"},
@@ -102,7 +102,7 @@ def test_a_declaration_says_what_does_not_follow():
         dataclasses.replace(op, arguments=toy.Toy, function=Op.__dataclass_fields__["function"].default)
 
 
-def test_the_reference_is_the_familys_unless_given():
+def test_op_reference_defaults_to_that_of_its_family():
     op = next(op for op in operations.OPS if op.name == "mean_pooling")
     args = op.cases[0].make(jax.random.key(0))
     want = op.finish(args, op.family.reference(op.lower(args))[0])

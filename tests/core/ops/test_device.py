@@ -13,13 +13,13 @@ QUERY = jax.ShapeDtypeStruct((1, 128, 8, 64), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("name", DEVICES_BY_SHORT_NAME)
-def test_every_known_kind_can_be_named_and_described(name):
+def test_target_device_accepts_names_kinds_and_device_infos(name):
     for device in (name, name.upper(), DEVICES_BY_SHORT_NAME[name].kind, DEVICES_BY_SHORT_NAME[name]):
         with target_device(device):
             assert current_device() == DEVICES_BY_SHORT_NAME[name]
 
 
-def test_a_call_can_be_explained_for_a_named_kind():
+def test_explain_inside_target_device_is_for_that_device():
     with target_device("h200"):
         assert ejkernel.explain(flash_attention, QUERY, QUERY, QUERY).forward.device.kind == "NVIDIA H200"
 
@@ -37,11 +37,11 @@ def test_a_call_can_be_explained_for_a_named_kind():
         (DeviceInfo(platform="cpu", compute_capability=9.0), "compute_capability is not None"),
     ],
 )
-def test_what_is_no_device_is_refused_and_the_kinds_are_listed(device, reason):
+def test_unknown_target_devices_are_refused_with_a_list_of_kinds(device, reason):
     with pytest.raises(ValueError, match=reason) as raised, target_device(device):
         pass
     assert "a100, h100, h200, b200, mi300x, v5e, v5p, v6e, v7x, cpu" in str(raised.value)
 
 
-def test_the_device_that_jax_shows_is_accepted():
+def test_target_device_accepts_a_jax_device():
     assert find_device(current_device()) == current_device()

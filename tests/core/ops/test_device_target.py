@@ -28,7 +28,7 @@ print(len(traces))
 """
 
 
-def test_an_empty_block_retraces_no_other_function():
+def test_an_empty_target_device_block_retraces_no_function():
     """In a process of its own: the first block of a process was the one that did."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=600)
 

@@ -24,7 +24,7 @@ def attention_inputs():
     return [jnp.ones((1, 8, 2, 16))] * 3
 
 
-def test_auto_is_the_same_as_saying_nothing(plain, x, chain):
+def test_platform_auto_equals_no_platform(plain, x, chain):
     assert (call(x, platform="auto", chain=chain) == call(x, chain=chain)).all()
 
 
@@ -38,12 +38,12 @@ def test_a_platform_without_an_implementation_gives_one_error_with_the_table(pla
     assert "  no installed backend has an implementation for platform 'triton'" in lines
 
 
-def test_the_error_is_an_answer_and_not_a_crash_of_the_default_installation(attention_inputs):
+def test_flash_attention_on_a_missing_platform_raises_with_refusals(attention_inputs):
     with pytest.raises(NotImplementedError, match=r"xla .* refused .*platform='triton' was asked for"):
         flash_attention(*attention_inputs, platform="triton")
 
 
-def test_an_operation_without_any_implementation_says_so(use, x, chain):
+def test_an_operation_without_any_implementation_raises_and_says_so(use, x, chain):
     use(toy.plugin())
 
     for platform in (None, "auto", "xla"):
@@ -51,7 +51,7 @@ def test_an_operation_without_any_implementation_says_so(use, x, chain):
             call(x, platform=platform, chain=chain)
 
 
-def test_a_platform_nobody_has_heard_of_is_a_wrong_call(plain, x, chain):
+def test_an_unknown_platform_raises_value_error(plain, x, chain):
     with pytest.raises(ValueError, match=r"platform: got 'tritno', wants one of 'triton'"):
         call(x, platform="tritno", chain=chain)
 
@@ -82,7 +82,7 @@ def test_every_optional_argument_that_is_not_handled_is_refused_by_name(use, nam
 
 
 @pytest.mark.parametrize(("options", "name"), [({"power": 3}, "power"), ({"scale": 2.0}, "scale")])
-def test_a_call_with_an_unhandled_argument_goes_to_whoever_handles_it(use, x, chain, options, name):
+def test_a_call_goes_to_an_implementation_that_handles_all_its_arguments(use, x, chain, options, name):
     grudging = toy.implementation("grudging", handles=frozenset(), priority=9)
     use(toy.plugin(grudging, toy.implementation("able")))
     toy.SEEN.clear()
@@ -94,7 +94,7 @@ def test_a_call_with_an_unhandled_argument_goes_to_whoever_handles_it(use, x, ch
     assert f"{name} is not handled" in str(ejkernel.explain("toy", x, **options))
 
 
-def test_a_missing_gradient_is_refused_where_the_call_is_made(use, x, chain):
+def test_a_missing_gradient_is_refused_at_the_call(use, x, chain):
     use(toy.plugin(toy.implementation(gradients=frozenset({"x"}))))
 
     with pytest.raises(NoImplementationError, match="gives no gradient for bias"):
@@ -125,7 +125,7 @@ def test_explain_has_a_line_for_each_implementation_and_each_broken_plugin(use, 
     assert sum("heuristics: the implementation's rule" in line for line in lines) == 2
 
 
-def test_explain_takes_the_function_the_class_or_the_name(attention_inputs):
+def test_explain_accepts_an_operations_function_class_or_name(attention_inputs):
     decisions = {str(ejkernel.explain(what, *attention_inputs)) for what in
                  (flash_attention, FlashAttention, FlashAttention(), "flash_attention")}  # fmt: skip
 

@@ -56,14 +56,14 @@ def both(name: str) -> list[tuple[str, str]]:
     return [(name, "forward"), (name, "backward")]
 
 
-def test_it_serves_both_passes_with_one_configuration(use, x):
+def test_a_pair_serves_both_passes_with_one_configuration(use, x):
     use(toy.plugin(private_residuals.implementation(priority=1), toy.implementation("other")))
 
     assert compiled(gradient, x, x) == both("private")
     assert toy.SEEN[-2][2] is toy.SEEN[-1][2]
 
 
-def test_its_forward_pass_knows_whether_a_backward_pass_follows(use, x):
+def test_forward_of_a_pair_knows_whether_a_backward_pass_follows(use, x):
     use(toy.plugin(private_residuals.implementation(priority=1)))
 
     compiled(value, x, x)
@@ -72,7 +72,7 @@ def test_its_forward_pass_knows_whether_a_backward_pass_follows(use, x):
     assert private_residuals.DIFFERENTIATED[-1] is True
 
 
-def test_where_its_backward_refuses_another_serves_both(use, x):
+def test_another_implementation_serves_both_passes_if_the_pairs_backward_refuses(use, x):
     """No other backward pass could go on from what it leaves."""
     pair = private_residuals.implementation(priority=1, gradients=frozenset({"x"}))
     use(toy.plugin(pair, toy.implementation("other")))
@@ -82,7 +82,7 @@ def test_where_its_backward_refuses_another_serves_both(use, x):
     assert compiled(value, x, x) == [("private", "forward")]  # nor does this
 
 
-def test_its_backward_never_follows_another_forward(use, x):
+def test_backward_of_a_pair_never_follows_another_forward(use, x):
     needs = toy.implementation().requires
     pair = private_residuals.implementation(priority=1, handles=frozenset({"bias", "scale"}), backward_requires=needs)
     use(toy.plugin(pair, toy.implementation("other", priority=-1)))
@@ -94,7 +94,7 @@ def test_its_backward_never_follows_another_forward(use, x):
     assert compiled(value, x, x) == [("other", "forward")]
 
 
-def test_a_forward_pass_alone_gives_way_to_a_pair_whose_backward_comes_first(use, x):
+def test_a_forward_only_kernel_yields_to_a_pair_that_is_first_for_backward(use, x):
     forward_only = toy.implementation("other", priority=2, backward=None, gradients=frozenset())
     use(toy.plugin(private_residuals.implementation(priority=1), forward_only, toy.implementation("plain")))
     assert compiled(value, x, x) == [("other", "forward")]
@@ -104,7 +104,7 @@ def test_a_forward_pass_alone_gives_way_to_a_pair_whose_backward_comes_first(use
     assert compiled(gradient, x, x) == [("plain", "backward"), ("other", "forward")]
 
 
-def test_a_forward_pass_alone_stays_where_the_pair_would_not_be_chosen(use, x):
+def test_a_forward_only_kernel_stays_where_the_pair_would_not_be_chosen(use, x):
     """Without the first forward pass, the second one would be chosen, not that of the pair."""
 
     def second_in_backward(record, device, direction):
@@ -119,7 +119,7 @@ def test_a_forward_pass_alone_stays_where_the_pair_would_not_be_chosen(use, x):
     assert compiled(gradient, x, x) == [("plain", "backward"), ("other", "forward")]
 
 
-def test_where_neither_serves_both_the_error_says_why(use, x):
+def test_error_says_why_no_implementation_serves_both_passes(use, x):
     pair = private_residuals.implementation(gradients=frozenset({"x"}))
     forward_only = toy.implementation("other", backward=None, gradients=frozenset())
     use(toy.plugin(pair, forward_only))
@@ -155,7 +155,7 @@ def test_explain_says_why_a_pair_was_not_chosen(use, x):
     assert "paired, and its backward refuses: gives no gradient for bias" in str(decision)
 
 
-def test_a_pair_without_a_backward_is_a_reported_mistake(use):
+def test_a_pair_without_a_backward_is_a_reported_declaration_error(use):
     with pytest.raises(ValueError, match="paired=True wants a backward, got None"):
         private_residuals.implementation(backward=None)
 
@@ -200,7 +200,7 @@ def test_an_eager_call_under_an_autotune_policy_tunes_the_pair(use, x):
     assert chain.known(plan.request(backward, record))
 
 
-def test_a_pair_whose_backward_does_not_serve_is_measured_by_its_forward_pass(use, x, chain):
+def test_a_pair_whose_backward_refuses_is_tuned_by_its_forward_pass(use, x, chain):
     use(toy.plugin(private_residuals.implementation(gradients=frozenset())))
     args = toy.ToyArguments(x=x)
     plan = make_plan(toy.OP, args, None, None, chain)
@@ -217,7 +217,7 @@ def test_recorded_calls_of_a_pair_are_tuned(use, x, chain):
     assert [result.key.direction for result in autotune_recorded()] == ["both"]
 
 
-def test_an_explicit_configuration_is_the_forward_piece(use, x, chain):
+def test_a_pair_runs_both_passes_with_the_fwd_params_of_cfg(use, x, chain):
     use(toy.plugin(private_residuals.implementation()))
     cfg = toy.ToyConfig(fwd_params=FwdParams(q_blocksize=2), bwd_params=toy.BwdParams(q_blocksize=3))
     jax.grad(lambda x: call(x, cfg=cfg, chain=chain).sum())(x)

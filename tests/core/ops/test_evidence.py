@@ -86,13 +86,13 @@ def confirmed(device=H200):
     return found.implementation.name == "fast" and not any(verdict.unconfirmed for verdict in found.verdicts)
 
 
-def test_without_evidence_it_comes_after_xla(ship):
+def test_a_kernel_without_evidence_ranks_after_xla(ship):
     assert sentence() == "not confirmed on sm_90: no run of its tests there is known"
     with target_device(H200):
         assert detect_platform("toy") == "xla"
 
 
-def test_with_evidence_priority_decides(ship):
+def test_a_confirmed_kernel_is_ranked_by_priority(ship):
     ship(confirmation())
     assert confirmed()
     assert f"priority   10  chosen   confirmed on NVIDIA H200 with jax {JAX}.77" in str(choice())
@@ -100,23 +100,23 @@ def test_with_evidence_priority_decides(ship):
         assert detect_platform("toy") == "fast"
 
 
-def test_platform_reaches_what_is_not_confirmed(ship):
+def test_explicit_platform_chooses_unconfirmed_kernels(ship):
     found = choice(platform="fast")
     assert found.implementation.name == "fast"
     assert "not confirmed on sm_90" in str(found)
 
 
-def test_evidence_is_about_gpus(ship):
+def test_only_gpu_kernels_need_evidence(ship):
     assert confirmed(CPU)
 
 
-def test_evidence_is_about_a_chip(ship):
+def test_evidence_confirms_only_the_chip_it_names(ship):
     ship(confirmation())
     assert confirmed(H100)
     assert sentence(A100) == "not confirmed on sm_80: no run of its tests there is known"
 
 
-def test_evidence_is_about_a_toolchain(ship):
+def test_evidence_confirms_only_the_toolchain_it_names(ship):
     ship(confirmation(jax="0.7.3"), confirmation(jax="0.8.1"))
     assert sentence() == f"not confirmed with jax {JAX} on sm_90, but with jax 0.7; jax 0.8"
     ship(confirmation(jax="0.7.3"), confirmation(jax=f"{JAX}.99"))
@@ -135,7 +135,7 @@ def test_evidence_is_about_a_toolchain(ship):
         (confirmation(claims=Tally(not_run=("test_handles[a]",))), "1 of 13 tests of toy have not run"),
     ],
 )
-def test_evidence_has_to_be_whole(ship, shipped, problem):
+def test_evidence_with_failed_or_unrun_tests_does_not_confirm(ship, shipped, problem):
     ship(shipped)
     assert sentence() == f"not confirmed on NVIDIA H200 with jax {JAX}.77: {problem}"
 
@@ -143,13 +143,13 @@ def test_evidence_has_to_be_whole(ship, shipped, problem):
 @pytest.mark.parametrize(
     ("kin", "holds"), [(Tally(passed=3), True), (Tally(passed=3, not_run=("test_value[a]",)), False), (Tally(), False)]
 )
-def test_an_operation_without_a_served_case_has_the_evidence_of_its_kin(kin, holds):
+def test_an_operation_without_served_cases_uses_evidence_of_its_family(kin, holds):
     found = FamilyEvidence(digest="d", operations={"toy": Tally(refused=9), "another": kin})
     assert not_confirmed_reason(found, "toy") == ("" if holds else "no test of toy has run")
     assert not_confirmed_reason(found, "unknown") == "no test of unknown has run"
 
 
-def test_the_last_run_on_the_same_kind_of_device_counts(ship):
+def test_the_latest_evidence_for_a_device_kind_counts(ship):
     bad = Tally(passed=9, failed={"test_value[a]": "wrong"})
     ship(confirmation(bad, at="2026-11-01"), confirmation(at="2026-11-02", jax=f"{JAX}.78"))
     assert confirmed()
@@ -158,19 +158,19 @@ def test_the_last_run_on_the_same_kind_of_device_counts(ship):
     assert "NVIDIA H100" in sentence(H100)
 
 
-def test_edited_evidence_is_none(ship):
+def test_evidence_edited_by_hand_is_ignored(ship):
     ship(confirmation(Tally(refused=9)), change=lambda text: text.replace(b'"refused": 9', b'"passed": 9'))
     with pytest.warns(EvidenceWarning, match="written by runs, not by hand"):
         assert "no run of its tests" in sentence()
 
 
-def test_a_variable_lets_priority_decide(ship, monkeypatch):
+def test_environment_variable_lets_unconfirmed_kernels_be_chosen_by_priority(ship, monkeypatch):
     monkeypatch.setenv(evidence.VARIABLE, "allow")
     forget()
     assert confirmed()
 
 
-def test_summaries_say_what_is_known(ship):
+def test_evidence_summaries_name_chips_toolchains_and_failures(ship):
     from ejkernel.ops.plugins import registry
 
     fast, xla = registry().implementations["toy"]

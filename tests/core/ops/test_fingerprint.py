@@ -21,12 +21,12 @@ from ejkernel.xla_utils import get_corrected_named_sharding, reorder_sequence
 X = jnp.ones((1, 4, 2, 8))
 
 
-def test_a_device_has_a_name_that_lasts():
+def test_device_fingerprint_is_the_device_kind_and_platform():
     assert get_device_platform() == get_device_platform(jax.devices()[0]) == "cpu"
     assert device_fingerprint() == f"{device_kind()}|cpu"
 
 
-def test_equal_values_have_equal_words():
+def test_stable_json_is_equal_for_equal_values():
     @dataclasses.dataclass
     class Pair:
         b: int
@@ -40,13 +40,13 @@ def test_equal_values_have_equal_words():
     assert len(short_hash({"x": jnp.ones(2)})) == 16
 
 
-def test_platforms_can_be_given_as_members():
+def test_platform_accepts_enum_members():
     np.testing.assert_array_equal(flash_attention(X, X, X, platform=Platform.XLA), flash_attention(X, X, X))
     assert {"triton", "pallas", "cuda", "xla", "auto"} == set(Platform)
     assert set(Backend) == {"gpu", "tpu", "cpu", "any"}
 
 
-def test_the_registry_can_be_read():
+def test_kernel_registry_lists_algorithms_and_implementations():
     assert "flash_attention" in kernel_registry.list_algorithms()
     specs = kernel_registry.list_implementations("flash_attention")
     assert [spec.priority for spec in specs] == sorted((spec.priority for spec in specs), reverse=True)
@@ -59,13 +59,13 @@ def test_the_registry_can_be_read():
         kernel_registry.get("flush")
 
 
-def test_the_toolchain_of_this_machine():
+def test_detect_platform_is_xla_on_cpu_unless_given():
     assert detect_platform("flash_attention") == "xla"
     assert detect_platform("flash_attention", "triton") == "triton"
     assert create_default_executor is ejkernel.ops.create_default_executor
 
 
-def test_an_error_of_the_library_can_be_caught_by_one_name():
+def test_library_errors_are_ejkernel_runtime_errors():
     with pytest.raises(EjkernelRuntimeError) as caught:
         flash_attention(X, X, X, platform="cuda")
     assert isinstance(caught.value, NoImplementationError | NotImplementedError)
@@ -86,13 +86,13 @@ def test_ejit_is_jit_bare_or_with_options():
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_arithmetic_of_shapes_is_where_it_was():
+def test_upstreams_shape_helpers_keep_their_import_paths():
     assert cdiv(7, 2) == ejkernel.xla_utils.cdiv(7, 2) == 4
     assert next_power_of_2(5) == 8
     assert tuple(strides_from_shape((2, 3))) == (3, 1)
 
 
-def test_older_names_of_arguments_are_known():
+def test_older_argument_names_are_accepted():
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("dp",))
     spec = jax.sharding.PartitionSpec("dp")
     assert get_corrected_named_sharding((4,), spec=spec, mesh=mesh).spec == spec
@@ -103,7 +103,7 @@ def test_older_names_of_arguments_are_known():
 
 
 @pytest.mark.parametrize("package", ["ejkernel", "ejkernel.ops.config", "ejkernel.ops.execution", "ejkernel.errors"])
-def test_names_are_found_without_importing_their_modules_first(package):
+def test_lazily_exported_names_resolve_without_importing_submodules(package):
     script = f"import importlib; m = importlib.import_module({package!r}); print([getattr(m, n) for n in m.__all__])"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

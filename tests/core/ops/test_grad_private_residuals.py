@@ -33,7 +33,7 @@ def rows(count: int = 4) -> jax.Array:
     return jnp.arange(count * 8.0).reshape(count, 8) / 8
 
 
-def test_the_backward_function_of_the_same_implementation_gets_them(use, chain):
+def test_backward_gets_the_private_residuals_of_its_forward(use, chain):
     use(toy.plugin(private_residuals.implementation()))
 
     np.testing.assert_allclose(jax.grad(loss)(rows(), chain), 3 * rows() ** 2, rtol=1e-6)
@@ -111,7 +111,7 @@ def test_private_residuals_with_donated_buffers(use, chain):
     assert all(given())
 
 
-def test_without_paired_they_are_a_reported_mistake(use, chain):
+def test_private_residuals_of_an_unpaired_implementation_raise(use, chain):
     """Nothing would read them where the backward pass is another implementation's."""
     use(toy.plugin(private_residuals.implementation(paired=False)))
 
@@ -121,7 +121,7 @@ def test_without_paired_they_are_a_reported_mistake(use, chain):
         jax.grad(loss)(rows(), chain)
 
 
-def test_conformance_checks_it(use):
+def test_conformance_checks_accept_private_residuals(use):
     use(toy.plugin(private_residuals.implementation()))
     subject = Subject(op=toy.OP, implementation=private_residuals.implementation(), case=toy.OP.cases[0])
 
@@ -131,11 +131,11 @@ def test_conformance_checks_it(use):
     checks.check_candidate(subject, "both", private_residuals.candidates(None, None, "both")[0])
 
 
-def test_a_pullback_has_none_unless_they_are_given():
+def test_private_residuals_of_a_pullback_default_to_none():
     assert Pullback(record=0, residuals=(), output=0, cotangent=0, grad_fields=frozenset()).private_residuals is None
 
 
-def test_the_backward_pass_has_the_pairs_configuration_outside_of_the_block_that_gave_it(use, chain):
+def test_backward_of_a_pair_keeps_the_overlay_config_of_its_forward(use, chain):
     use(toy.plugin(private_residuals.implementation()))
     with overlay_cache({"toy": toy.ToyConfig(fwd_params=toy.FwdParams(q_blocksize=2))}):
         _, pull = jax.vjp(lambda x: call(x, power=3, chain=chain), rows())

@@ -25,14 +25,14 @@ def spared(value):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_a_sequence_reaches_no_other_in_the_block(bad):
+def test_isolate_sequences_keeps_nan_and_inf_in_their_sequence(bad):
     with isolate_sequences():
         clean, dirty = spared(X), spared(X.at[:, :5].set(bad))
     for one, other in zip(clean, dirty, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_explain_says_where_sequences_are_not_kept_apart():
+def test_explain_notes_calls_whose_sequences_are_not_isolated():
     def notes():
         return explain(flash_attention, X, X, X, cum_seqlens_q=LENGTHS).forward.notes
 

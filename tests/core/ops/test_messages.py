@@ -10,7 +10,7 @@ from ejkernel.modules import expert_routing, flash_attention, grouped_matmul, kd
 from ejkernel.ops import explain
 
 
-def test_arrays_of_eager_calls_are_not_called_traced():
+def test_messages_call_arrays_traced_only_under_a_trace():
     with pytest.raises(ValueError, match=r"x: got an array float32\[8\]"):
         mean_pooling(jnp.zeros(8))
     with pytest.raises(ValueError, match=r"x: got a traced array float32\[8\]"):
@@ -19,7 +19,7 @@ def test_arrays_of_eager_calls_are_not_called_traced():
         explain(mean_pooling, jnp.zeros(8))
 
 
-def test_a_static_argument_that_is_traced_is_called_so():
+def test_messages_say_that_a_static_argument_is_traced():
     x = jnp.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match="sliding_window: got an array"):
         flash_attention(x, x, x, sliding_window=jnp.array(3))
@@ -31,7 +31,7 @@ def mesh_of(name):
     return jax.sharding.Mesh(np.array(jax.devices()[:2]), (name,))
 
 
-def test_specs_of_outputs_say_which_output():
+def test_out_specs_errors_name_the_output():
     x, state = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 8, 4))
     arrays = (x, -jnp.ones(4), jnp.ones((2, 8, 1, 8)), jnp.ones((2, 8, 1, 8)), jnp.ones(4), state)
     specs = {"in_specs": (P("dp"), None, P("dp"), P("dp"), None, P("dp")), "out_specs": (P("dp"), P())}
@@ -39,7 +39,7 @@ def test_specs_of_outputs_say_which_output():
         state_space_v2(*arrays, mesh=mesh_of("dp"), **specs)
 
 
-def test_splitting_experts_points_to_the_page():
+def test_errors_for_split_experts_point_to_the_documentation():
     specs = {"in_specs": (P(), P("ep"), P()), "out_specs": P(), "mesh": mesh_of("ep")}
     with pytest.raises(
         ValueError, match=r"cannot be split .* in grouped_matmul; give each device .*grouped_matmul\.md"
@@ -49,7 +49,7 @@ def test_splitting_experts_points_to_the_page():
         expert_routing(jnp.ones((4, 8)), 2, mesh=mesh_of("ep"), in_specs=(P(None, "ep"),), out_specs=P())
 
 
-def test_decay_takes_the_shapes_of_checkpoints():
+def test_kda_decay_accepts_the_parameter_shapes_of_checkpoints():
     keys = jax.random.split(jax.random.key(0), 3)
     gate, log, bias = (jax.random.normal(k, s) for k, s in zip(keys, ((2, 5, 4, 8), (4,), (4, 8)), strict=True))
     expected = -jnp.exp(log)[:, None] * jax.nn.softplus(gate + bias)
@@ -69,12 +69,12 @@ def test_decay_takes_the_shapes_of_checkpoints():
         ((2, 5, 4, 8), (4, 1), (4, 8), r"A_log: got shape \(4, 1\), wants \[H\], or \[1, 1, H, 1\]"),
     ],
 )
-def test_decay_explains_shapes_that_do_not_fit(gate, log, bias, said):
+def test_kda_decay_errors_explain_mismatched_shapes(gate, log, bias, said):
     with pytest.raises(ValueError, match=said):
         kda_decay(jnp.zeros(gate), jnp.zeros(log), jnp.zeros(bias))
 
 
-def test_explain_suspects_arrays_with_heads_first():
+def test_explain_warns_of_inputs_with_heads_before_tokens():
     shape = jax.ShapeDtypeStruct((2, 8, 512, 64), jnp.float32)
     said = str(explain(flash_attention, shape, shape, shape))
     assert "warning: query [2, 8, 512, 64] has 8 tokens and 512 heads, as [B, T, H, D]; swap axes 1 and 2 if" in said

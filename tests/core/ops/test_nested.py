@@ -28,7 +28,7 @@ def kernels(x):
     return sorted(set(re.findall(r"ejkernel\.toy\.(forward|backward)\.(\w+)", text)))
 
 
-def test_both_passes_go_to_the_best_implementation(use, x):
+def test_nested_calls_use_the_best_implementation_for_both_passes(use, x):
     use(toy.plugin(toy.implementation("first", priority=1), toy.implementation("other")))
 
     assert kernels(x) == [("backward", "first"), ("forward", "first")]
@@ -37,14 +37,14 @@ def test_both_passes_go_to_the_best_implementation(use, x):
     np.testing.assert_allclose(gradient, 3 * x**2, rtol=1e-6)
 
 
-def test_paired_implementations_are_passed_over(use, x):
+def test_nested_calls_skip_paired_implementations(use, x):
     """They need private residuals, which have no place in another kernel's residuals."""
     use(toy.plugin(private_residuals.implementation(priority=1), toy.implementation("other")))
 
     assert kernels(x) == [("backward", "other"), ("forward", "other")]
 
 
-def test_no_implementation_left_raises_with_the_table_of_refusals(use, x):
+def test_a_nested_call_with_only_paired_implementations_raises_with_refusals(use, x):
     use(toy.plugin(private_residuals.implementation(priority=1)))
 
     with pytest.raises(NoImplementationError, match="paired, and the passes of this call are chosen apart"):

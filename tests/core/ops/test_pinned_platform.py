@@ -10,7 +10,7 @@ from ejkernel.ops.device import target_device
 
 
 @pytest.mark.parametrize("platform", ["xla", "triton", "pallas", "cuda"])
-def test_kernels_of_other_platforms_say_that_it_was_asked_for(platform):
+def test_kernels_of_other_platforms_are_refused_for_the_explicit_platform(platform):
     x = jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.bfloat16)
     with target_device("h200"):
         choice = explain(flash_attention, x, x, x, platform=platform).forward

@@ -62,7 +62,7 @@ def test_a_hook_that_returns_something_else_is_reported(use):
     assert errors(use(toy.entry_point("odd", Hooks)))["odd"] == "TypeError: hook returned a str, wants Implementation"
 
 
-def test_the_first_plugin_in_name_order_keeps_a_name(use):
+def test_the_first_plugin_by_name_keeps_an_operation_declared_twice(use):
     first = toy.plugin(toy.implementation("same", platform="cuda"), name="a")
     second = toy.plugin(toy.implementation("same"), toy.implementation("own"), name="b")
     registry = use(second, first)

@@ -23,7 +23,7 @@ def order(op, length):
     return {v.implementation.name: v.priority for v in choose(op, record, CPU, "auto", "forward").verdicts}
 
 
-def test_the_order_of_choice_is_that_of_the_call(use):
+def test_priority_functions_order_implementations_per_call(use):
     plain, long = toy.implementation("plain"), toy.implementation("long", priority=by_length)
     use(toy.plugin(plain, long))
     op = ejkernel.ops.registry().op("toy")

@@ -47,7 +47,7 @@ def differentiable_names(op, args, output):
 
 
 @pytest.mark.parametrize("op", operations.OPS, ids=lambda op: op.name)
-def test_calls_and_gradients_do_not_depend_on_the_promotion_of_callers(op):
+def test_shapes_of_results_and_gradients_ignore_the_callers_promotion_settings(op):
     for case in fullest_of_each_dtype(op):
         args = abstract_args(case)
         output = jax.eval_shape(lambda args: public_call(op, args), args)
@@ -59,7 +59,7 @@ def test_calls_and_gradients_do_not_depend_on_the_promotion_of_callers(op):
                 assert gradients(op, args, output, names) == expected
 
 
-def test_values_are_the_same():
+def test_gradient_values_ignore_the_callers_promotion_settings():
     x = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
     attend = jax.jit(lambda x: jnp.sum(flash_attention(x, x, x, causal=True)))
     expected = jax.grad(attend)(x)
@@ -67,14 +67,14 @@ def test_values_are_the_same():
         assert jnp.array_equal(jax.grad(attend)(x), expected)
 
 
-def test_helpers_of_quantised_weights():
+def test_quantize_works_under_strict_promotion():
     w = jnp.ones((64, 64))
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         for mode in ("affine", "mxfp4", "nvfp4"):
             assert dequantize(*quantize(w, mode=mode), mode=mode).shape == w.shape
 
 
-def test_settings_of_callers_are_back_after_standard_promotion():
+def test_standard_promotion_restores_the_callers_promotion_settings():
     add = lambda: jnp.ones(3) + jnp.ones((2, 3))  # noqa: E731
     with jax.numpy_rank_promotion("raise"):
         assert with_standard_promotion(add)().shape == (2, 3)

@@ -17,5 +17,5 @@ from ejkernel.ops.refusal_names import name_argument
         ("flash_attention", "unheard_of: got 5", "unheard_of: got 5"),
     ],
 )
-def test_a_field_is_named_as_the_argument_of_the_operation(operation, reason, named):
+def test_refusals_name_the_public_argument_of_a_record_field(operation, reason, named):
     assert name_argument(registry().ops[operation], reason) == named

@@ -32,7 +32,7 @@ def test_verdicts_on_implementations_can_be_cached():
 
 
 @pytest.mark.parametrize("key", sorted(IMPLEMENTATIONS), ids="-".join)
-def test_every_function_that_an_implementation_names_is_there(key):
+def test_functions_named_by_implementations_exist(key):
     implementation = IMPLEMENTATIONS[key]
     for name in (implementation.forward, implementation.backward, implementation.cases):
         if name is not None:

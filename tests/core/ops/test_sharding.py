@@ -20,7 +20,7 @@ def attend(x, spec, key_spec=None, **options):
     return flash_attention(x, x, x, **options, **placed)
 
 
-def test_a_shard_over_two_axes_begins_where_both_indices_say():
+def test_dropout_offset_of_a_shard_over_two_mesh_axes():
     """Dropout depends on the index of a batch row in the whole: here each row is on a device of its own."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 2, 4)), jnp.float32)
     options = {"dropout_prob": 0.5, "dropout_seed": 7}
@@ -29,18 +29,18 @@ def test_a_shard_over_two_axes_begins_where_both_indices_say():
         np.testing.assert_allclose(attend(x, P(axes), **options), whole, rtol=2e-5, atol=2e-6)
 
 
-def test_specs_that_disagree_about_an_axis_are_refused_with_both():
+def test_in_specs_that_split_one_axis_differently_are_refused():
     x = jnp.ones((4, 8, 2, 4))
     with pytest.raises(ValueError, match=r"key splits 'b' over \('b',\), query splits it over \('a',\)"):
         attend(x, P("a"), P("b"))
 
 
-def test_an_axis_that_does_not_divide_evenly_is_refused_though_it_is_long_enough():
+def test_a_batch_axis_not_divisible_by_the_mesh_is_refused():
     with pytest.raises(ValueError, match=r"axis 'b' of size 3 does not divide into 2 parts"):
         attend(jnp.ones((3, 8, 2, 4)), P("a"))
 
 
-def test_a_shard_of_queries_has_their_places_in_the_whole():
+def test_a_causal_shard_of_queries_keeps_its_global_positions():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 8, 2, 4)), jnp.float32)
     placed = {"mesh": mesh(), "in_specs": (P(None, "a"), P(), P()), "out_specs": P(None, "a")}
     whole = flash_attention(x, x, x, causal=True)

@@ -110,7 +110,7 @@ def digest(tmp_path, monkeypatch):
         ("of_another_handler_cuh", "kStages = 2", "kStages = 3"),
     ],
 )
-def test_comments_and_other_kernels_leave_the_source_digest(digest, file, old, new):
+def test_source_digest_ignores_comments_and_other_kernels(digest, file, old, new):
     assert digest() == digest(**{file: (old, new)})
 
 
@@ -130,23 +130,23 @@ def test_comments_and_other_kernels_leave_the_source_digest(digest, file, old, n
         ("ptx_cuh", "kLanes = 32", "kLanes = 16"),
     ],
 )
-def test_changes_of_what_a_kernel_reaches_change_its_source_digest(digest, file, old, new):
+def test_source_digest_covers_all_code_that_a_kernel_reaches(digest, file, old, new):
     assert digest() != digest(**{file: (old, new)})
 
 
 @pytest.mark.parametrize("macro", ["XLA_FFI_DEFINE_HANDLER_SYMBOL", "EJKERNEL_FFI_HANDLER"])
-def test_a_handler_counts_whichever_macro_defines_it(digest, macro):
+def test_source_digest_covers_ffi_handlers_of_either_macro(digest, macro):
     old = "return 1; }\nXLA_FFI_DEFINE_HANDLER_SYMBOL("
     first, second = (digest(scan_cu=(old, f"return {n}; }}\n{macro}(")) for n in (1, 2))
     assert first != second
 
 
-def test_changed_claims_change_the_source_digest(digest):
+def test_source_digest_covers_the_declared_requirements(digest):
     wider = dataclasses.replace(REQUIRES, handles=frozenset({"causal", "bias"}))
     assert digest() != digest(dataclasses.replace(IMPLEMENTATION, requires=wider))
 
 
-def test_every_kernel_of_this_repository_has_its_sources():
+def test_source_digest_finds_the_sources_of_every_kernel():
     found = {i.name: i for listed in registry().implementations.values() for i in listed if i.platform != "xla"}
     for implementation in found.values():
         closure = module._SourceClosure(implementation.forward.partition(".")[0])

@@ -46,7 +46,7 @@ def test_every_candidate_of_flash_attention_gives_the_same_output_and_gradients(
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_nothing_that_says_what_to_compute_is_a_configuration_field(op):
+def test_no_argument_that_changes_results_is_a_config_field(op):
     parts = [op.config, *op.config.part_types.values()]
     tunable = {field.name for part in parts for field in dataclasses.fields(part)}
     tunable -= op.config.about_call  # those repeat arguments, may not contradict them, and reach no kernel

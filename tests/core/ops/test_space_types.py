@@ -44,7 +44,7 @@ def own(use):
     return use(own_types.plugin(), toy.plugin(toy.implementation("other", priority=-1), name="other", ops=()))
 
 
-def test_own_types_come_back_from_the_store_in_another_process(own, store, x):
+def test_kernel_config_types_are_read_from_the_store_by_another_process(own, store, x):
     chain = ConfigSelectorChain(persistent=PersistentCache(store))
     for direction in PARTS:
         request = toy.request(chain, x, direction)
@@ -55,7 +55,7 @@ def test_own_types_come_back_from_the_store_in_another_process(own, store, x):
     assert "damaged" not in done.stderr
 
 
-def test_public_fields_set_those_of_the_kernel_and_the_rule_the_others(own, x, chain):
+def test_public_fields_set_kernel_fields_and_the_heuristic_sets_the_others(own, x, chain):
     cfg = ToyConfig(fwd_params=FwdParams(q_blocksize=2))
     assert used(lambda: call(x, cfg=cfg, chain=chain)) == OwnForward(block_rows=2)
 
@@ -66,7 +66,7 @@ def test_a_public_field_that_a_kernel_does_not_read_has_no_effect_on_it(own, x, 
     assert "kv_blocksize: no effect, own does not read it" in str(ejkernel.explain("toy", x, cfg=cfg).forward)
 
 
-def test_only_the_kernel_of_a_type_is_given_it(own, x, chain):
+def test_a_config_type_is_accepted_only_by_its_kernel(own, x, chain):
     part = OwnForward(block_rows=1, order="columns")
     assert used(lambda: call(x, cfg=ToyConfig(fwd_params=part), chain=chain)) == part
     with overlay_cache({"toy": ToyConfig(fwd_params=part)}):
@@ -75,7 +75,7 @@ def test_only_the_kernel_of_a_type_is_given_it(own, x, chain):
         call(x, cfg=ToyConfig(fwd_params=BwdParams(q_blocksize=2)), chain=chain)
 
 
-def test_objects_show_candidates_as_public_configurations(own, x):
+def test_candidate_cfgs_are_translated_to_public_configurations(own, x):
     configs = toy.Toy().candidate_cfgs(Invocation("toy", (x,)))
     backwards = [config.bwd_params for config in configs]
     assert BwdParams(q_blocksize=4, num_stages=2) in backwards
@@ -106,7 +106,7 @@ def loops():
     )
 
 
-def test_a_public_field_sets_all_fields_of_fields_that_it_stands_for(loops):
+def test_a_public_field_sets_all_nested_config_fields_it_maps_to(loops):
     found = loops.completed(LOOPS, BwdParams(q_blocksize=4), "backward")
     assert found == TwoLoops(dkv=Loop(rows=4, stages=2), dq=Loop(rows=4, stages=2))
     assert loops.unread(BwdParams(q_blocksize=4, kv_blocksize=4), "backward") == ["kv_blocksize"]
@@ -114,7 +114,7 @@ def test_a_public_field_sets_all_fields_of_fields_that_it_stands_for(loops):
     assert loops.part_in_public_fields(ToyConfig, LOOPS, "backward") == LOOPS
 
 
-def test_fields_of_fields_come_back_from_a_store_and_strange_ones_are_damage():
+def test_nested_config_fields_round_trip_and_unknown_ones_are_damage():
     entry = Entry({"dkv": {"rows": 8, "stages": 2}, "dq": {"rows": 16, "stages": 2}}, 1.0)
     assert entry_config_part(entry, TwoLoops, "there") == LOOPS
     strange = Entry({**entry.config, "dq": {"rows": 16, "stages": 2, "warps": 4}}, 1.0)

@@ -21,19 +21,19 @@ def forgetful():
     missing_module_reason.cache_clear()
 
 
-def test_a_module_that_is_too_new_or_too_old_is_named_with_its_version_and_the_wanted_ones():
+def test_a_module_of_a_wrong_version_is_reported_with_both_versions():
     assert missing_module_reason("jax") is None
     assert missing_module_reason("jax>=0.10") is None
     assert missing_module_reason("jax>=0.1,<0.2") == f"module jax {JAX} is installed, needs >=0.1,<0.2"
     assert missing_module_reason("jax>=99") == f"module jax {JAX} is installed, needs >=99"
 
 
-def test_a_module_that_is_missing_is_named():
+def test_a_missing_module_is_reported_by_name():
     assert missing_module_reason("no_such_module") == "module no_such_module is not installed"
     assert missing_module_reason("no_such_module>=2,<3") == "module no_such_module is not installed, needs >=2,<3"
 
 
-def test_the_next_jax_refuses_kernels_that_reach_into_it_and_leaves_xla(monkeypatch):
+def test_an_untested_jax_version_refuses_all_kernels_but_xla(monkeypatch):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.13.0" if name == "jax" else real(name))
     needs = {one.name: one.requires.modules for one in registry().implementations["flash_attention"]}
@@ -44,13 +44,13 @@ def test_the_next_jax_refuses_kernels_that_reach_into_it_and_leaves_xla(monkeypa
     assert needs["xla"] == ()
 
 
-def test_a_verdict_holds_the_sentence():
+def test_a_confirmed_hopper_kernel_has_no_hardware_refusals_on_h200():
     (implementation,) = [one for one in registry().implementations["flash_attention"] if one.name == "mosaic_gpu"]
     assert isinstance(implementation.requires, Requires)
     gpu = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)
     assert hardware_refusals(implementation, gpu) == ()
 
 
-def test_what_is_no_requirement_is_an_error():
+def test_a_malformed_module_requirement_raises():
     with pytest.raises(ValueError, match="modules: got '>=3', wants a module"):
         split_requirement(">=3")

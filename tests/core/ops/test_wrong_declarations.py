@@ -48,22 +48,22 @@ def with_requires(**changes):
         (dataclasses.replace(GOOD, package="nowhere"), "package: there is no package 'nowhere'"),
     ],
 )
-def test_a_name_that_does_not_exist_is_found(implementation, sentence):
+def test_declaration_errors_report_names_that_do_not_exist(implementation, sentence):
     (found,) = declaration_errors(implementation, FAMILY)
     assert sentence in found
 
 
-def test_requirements_of_the_backward_pass_are_checked_too():
+def test_declaration_errors_cover_backward_requires():
     wrong = dataclasses.replace(GOOD, backward_requires=dataclasses.replace(GOOD.requires, dtypes=frozenset({"fp16"})))
     (found,) = declaration_errors(wrong, FAMILY)
     assert "backward_requires.dtypes: there is no dtype 'fp16'" in found
 
 
-def test_what_this_project_declares_is_right():
+def test_built_in_implementations_have_no_declaration_errors():
     assert wrong_declarations(registry()) == {}
 
 
-def test_names_are_read_from_the_source_without_running_it(tmp_path, monkeypatch):
+def test_names_defined_by_a_module_are_read_without_importing_it(tmp_path, monkeypatch):
     (tmp_path / "declared_source.py").write_text(
         "import os.path as p\nA, (B, *C) = 1, (2, 3)\nD: int = 4\nif A:\n    def e(): pass\nelse:\n    class F: pass\n"
         "try:\n    import no_such_toolchain\nexcept ImportError:\n    G = None\nraise SystemExit\n"
@@ -74,7 +74,7 @@ def test_names_are_read_from_the_source_without_running_it(tmp_path, monkeypatch
     assert "has no 'H'" in object_problem("declared_source:H")
 
 
-def test_a_module_whose_names_the_source_does_not_tell_is_accepted(tmp_path, monkeypatch):
+def test_modules_with_star_imports_or_missing_toolchains_pass_the_name_check(tmp_path, monkeypatch):
     (tmp_path / "starred_source.py").write_text("from os import *\n")
     (tmp_path / "needs_toolchain").mkdir()
     (tmp_path / "needs_toolchain" / "__init__.py").write_text("import no_such_toolchain\n")

@@ -23,7 +23,7 @@ def attend(scores, values):
 
 @pytest.mark.parametrize("offset", [0.0, 300.0], ids=["", "beyond exp in float32"])
 @pytest.mark.parametrize("cuts", [(4,), (3, 7)])
-def test_parts_are_joined_to_the_whole(cuts, offset):
+def test_merging_partial_softmaxes_gives_the_full_softmax(cuts, offset):
     scores = SCORES + offset
     scores[0, 0, 0] = -np.inf  # attends to nothing
     scores[1, 1, 1, : cuts[0]] = -np.inf  # and to nothing of the first part

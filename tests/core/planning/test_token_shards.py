@@ -6,7 +6,7 @@ import numpy as np
 from ejkernel.planning.token_shards import Transitions, carried_states
 
 
-def test_an_infinite_factor_leaves_no_trace_where_no_state_enters():
+def test_an_infinite_shard_factor_is_ignored_where_no_state_enters():
     """The second shard holds one segment, which begins in it: its factor acts on nothing."""
     factor = jnp.array([[1.0], [jnp.inf], [1.0]])
     transitions = Transitions(factor, jnp.ones((3, 1), bool), jnp.array([[True], [False], [True]]))

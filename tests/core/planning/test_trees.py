@@ -18,14 +18,14 @@ def _both(x, index):
 
 
 @pytest.mark.parametrize("index", [[0, 0, 2, 0, 2, 5], [3], [1, 1, 1, 1]])
-def test_gradients_of_rows_are_sums_over_their_readers(index):
+def test_gradient_of_a_gathered_row_sums_over_all_its_uses(index):
     x, index = jax.random.normal(jax.random.key(0), (6, 3)), jnp.asarray(index, jnp.int32)
     np.testing.assert_array_equal(rows_with_ordered_gradients(x, index), x[index])
     got, expected = _both(x, index)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_of_rows_are_not_added_by_a_scatter():
+def test_gradient_of_gathered_rows_uses_no_scatter_add():
     """On a GPU a scatter adds in any order, so that two runs of the convolution over trees differed in their bits."""
     shapes = jnp.zeros((6, 3)), jnp.zeros(9, jnp.int32)
     program = str(jax.make_jaxpr(jax.grad(lambda x, index: rows_with_ordered_gradients(x, index).sum()))(*shapes))
@@ -34,7 +34,7 @@ def test_gradients_of_rows_are_not_added_by_a_scatter():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_gradients_of_rows_are_rounded_once(dtype):
+def test_gradient_of_gathered_rows_is_rounded_once(dtype):
     """Sums of bfloat16 are those of float32; sums of float64 keep its digits."""
     index = np.repeat([0, 2], [300, 41])
     with jax.enable_x64(dtype == "float64"):
@@ -48,7 +48,7 @@ def test_gradients_of_rows_are_rounded_once(dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-14 if dtype == "float64" else 2**-8)
 
 
-def test_nan_in_a_cotangent_stays_in_the_row_that_was_read():
+def test_nan_in_a_cotangent_reaches_only_the_gathered_row():
     index, cotangent = jnp.asarray([0, 1, 0, 2, 1]), jnp.ones((5, 3)).at[2, 1].set(jnp.nan)
     (got,) = jax.vjp(lambda x: rows_with_ordered_gradients(x, index), jnp.zeros((4, 3)))[1](cotangent)
     np.testing.assert_array_equal(got, [[2, np.nan, 2], [2] * 3, [1] * 3, [0] * 3])

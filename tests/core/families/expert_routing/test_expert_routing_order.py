@@ -23,14 +23,14 @@ def expected(logits, top_k):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_logits_are_compared_as_numbers(dtype):
+def test_negative_and_positive_zero_logits_are_equal(dtype):
     random = np.random.default_rng(0)
     logits = jnp.asarray(random.choice(SPECIAL, (64, 12)), dtype)
     experts = expert_routing(logits, 12)[0]
     assert experts.tolist() == expected(np.asarray(logits, np.float64), 12)
 
 
-def test_a_nan_with_a_sign_bit_is_a_nan():
+def test_negative_nan_logits_rank_as_nan():
     bits = jnp.array([[0x7F800000, 0xFFC00001, 0x7FC00000, 0xFF800001]], jnp.uint32)
     logits = jax.lax.bitcast_convert_type(bits, jnp.float32)
     assert expert_routing(logits, 4)[0].tolist() == [[1, 2, 3, 0]]

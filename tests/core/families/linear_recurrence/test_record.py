@@ -12,7 +12,7 @@ from ejkernel.families.linear_recurrence.record import (
 )
 
 
-def test_a_token_starts_anew_where_the_latest_real_one_is_of_another_segment():
+def test_a_token_starts_a_segment_if_the_previous_unpadded_token_has_another_id():
     ids = np.asarray(
         [[4, 7, 7, -1, 7, 2], [-1, -1, 3, 3, -1, 5], [1, 0, 1, 0, 1, 0], [-1] * 6, [9, -1, -1, -1, -1, 8]], np.int32
     )
@@ -28,7 +28,7 @@ def test_a_token_starts_anew_where_the_latest_real_one_is_of_another_segment():
     np.testing.assert_array_equal(found, starts)
 
 
-def test_transposed_states_are_turned_on_the_way_in_and_out():
+def test_transposed_states_are_transposed_on_input_and_output():
     x, state = jnp.zeros((1, 4, 1, 3)), jnp.arange(6.0).reshape(1, 1, 2, 3)
     record = LinearRecurrence(
         query=x, key=x, value=x[..., :2], initial_state=state, transposed_states=True, softmax_scale=1.0

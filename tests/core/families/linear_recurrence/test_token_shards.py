@@ -12,7 +12,7 @@ WHOLE = TokenShards(axes=(), sizes=(), tokens=0)
 
 
 @pytest.mark.parametrize("tokens", [768, 5])
-def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
+def test_shard_summary_maps_entering_state_to_final_state(tokens):
     """768 tokens are three matrix products; gates of -inf forget what was before."""
     keys = jax.random.split(jax.random.key(0), 5)
     query, key, value = (jax.random.normal(k, (2, tokens, 2, 3)) for k in keys[:3])
@@ -25,7 +25,7 @@ def test_a_summary_is_what_a_shard_does_to_a_state(tokens):
     np.testing.assert_allclose(summary.factor * state + summary.added, final, rtol=1e-4, atol=1e-5)
 
 
-def test_values_of_fewer_heads_with_steps():
+def test_shard_summary_with_step_sizes_and_shared_value_heads():
     """Each of four heads has a step of its own; two share a value."""
     keys = jax.random.split(jax.random.key(3), 4)
     query, key = (jax.random.normal(k, (1, 5, 4, 3)) for k in keys[:2])
@@ -37,7 +37,7 @@ def test_values_of_fewer_heads_with_steps():
     assert summary.factor.shape == (1, 4, 1, 1)
 
 
-def test_the_factor_of_a_low_rank_term_is_a_matrix():
+def test_low_rank_terms_give_shard_summaries_a_matrix_factor():
     keys = jax.random.split(jax.random.key(2), 6)
     query, key, value, write, read = (jax.random.normal(k, (2, 5, 2, 3)) / 2 for k in keys[:5])
     state, decay = jax.random.normal(keys[5], (2, 2, 3, 3)), -jnp.abs(key)
@@ -49,7 +49,7 @@ def test_the_factor_of_a_low_rank_term_is_a_matrix():
     np.testing.assert_allclose(summary.factor @ state + summary.added, final, rtol=1e-4, atol=1e-5)
 
 
-def test_the_gradient_of_the_state_that_enters():
+def test_gradient_of_the_state_entering_a_shard():
     keys = jax.random.split(jax.random.key(1), 6)
     query, key, value, cotangent = (jax.random.normal(k, (1, 768, 2, 3)) for k in keys[:4])
     decay = -jnp.abs(jax.random.normal(keys[4], (1, 768, 2, 1))) / 32

@@ -10,7 +10,7 @@ PADDING = -1
 
 
 @pytest.mark.parametrize("window", [(9, 9), (9, 0), (0, None), (9, None)])
-def test_a_range_never_begins_after_its_end(window):
+def test_key_ranges_never_start_after_their_end(window):
     """The second query is padding, the third row has no tokens, and the last position comes before all keys."""
     record = TiledAttention(
         query=jnp.ones((4, 1, 2, 8)),

@@ -37,7 +37,7 @@ def record(left, right, starts):
 
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize(("left", "right"), [(None, 0), (3, 0), (2, 1), (None, None), (0, 2)])
-def test_entries_reach_from_the_first_to_the_last_key_of_their_rows(left, right, starts):
+def test_work_entries_span_the_first_to_last_attended_key_of_their_rows(left, right, starts):
     work = jax.tree.map(np.asarray, jax.jit(make_work_list, static_argnums=1)(record(left, right, starts), 2))
     for sequence, rows, position, low, high in zip(*work[1:2], *work[3:5], *work[6:], strict=True):
         seen = [

@@ -30,7 +30,7 @@ def senders(size, queries, keys, left, right):
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 3), (4, 2), (2, 3)])
-def test_neighbours_with_keys_are_those_that_a_window_reaches(queries, keys):
+def test_ring_neighbours_with_keys_are_those_a_window_reaches(queries, keys):
     for size, left, right in itertools.product((2, 3, 4), SIDES, SIDES):
         if (left, right) == (None, None):
             continue
@@ -38,13 +38,13 @@ def test_neighbours_with_keys_are_those_that_a_window_reaches(queries, keys):
         assert num_neighbours_with_keys(call, size) == senders(size, queries, keys, left, right), (size, left, right)
 
 
-def test_causal_rings_need_no_keys_of_later_neighbours():
+def test_causal_rings_receive_no_keys_from_later_devices():
     for size, left in itertools.product((2, 4), SIDES):
         call = record(4, 4, causal=True, sliding_window=(left, 3))
         assert num_neighbours_with_keys(call, size) == senders(size, 4, 4, left, 0), (size, left)
 
 
-def test_all_neighbours_have_keys_with_positions_or_without_masks():
+def test_every_ring_neighbour_has_keys_with_positions_or_without_masks():
     positions = jnp.arange(4, dtype=jnp.int32)[None]
     assert num_neighbours_with_keys(record(4, 4), 4) == (3, 0)
     assert num_neighbours_with_keys(record(4, 4, causal=True, q_positions=positions, kv_positions=positions), 4) == (

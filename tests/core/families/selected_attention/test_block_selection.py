@@ -20,7 +20,7 @@ def selected(position, count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
-def test_blocks_of_most_weight_are_taken_and_those_without_any_last(count):
+def test_blocks_are_selected_by_weight_and_weightless_ones_last(count):
     query, keys = jnp.ones((1, TOKENS, 1, 1)), jnp.asarray(SCORES).reshape(1, BLOCKS, 1, 1)
     positions = jnp.arange(TOKENS, dtype=jnp.int32)[None]
     places = BlockPositions(
@@ -30,7 +30,7 @@ def test_blocks_of_most_weight_are_taken_and_those_without_any_last(count):
     assert found[0, :, 0].tolist() == [selected(position, count) for position in range(TOKENS)]
 
 
-def test_weights_of_heads_are_those_among_all_complete_blocks():
+def test_block_weights_are_a_softmax_per_head_over_complete_blocks():
     """At the last position of a block it is complete, and takes what it weighs from the others of its head alone."""
     scores = np.asarray([[1.0, 0.0, 10.0], [0.0, 0.5, 0.0]], np.float32)  # by head and block
     query = jnp.broadcast_to(jnp.eye(2), (1, 12, 2, 2))

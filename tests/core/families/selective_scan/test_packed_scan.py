@@ -12,7 +12,7 @@ from ejkernel.families.selective_scan.packed_scan import (
 
 
 @pytest.mark.parametrize("lengths", [(0, 130, 64, 0, 65), (1, 1, 200), (64, 128), (0, 0, 3, 0)])
-def test_intervals_are_those_of_each_sequence_in_order(lengths):
+def test_scan_intervals_cut_each_sequence_in_order(lengths):
     bounds = np.append(0, np.cumsum(lengths)).astype(np.int32)
     expected = [
         (n, begin, bounds[n + 1], begin == bounds[n], begin + TOKENS_PER_INTERVAL >= bounds[n + 1])

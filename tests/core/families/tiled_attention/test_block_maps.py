@@ -67,7 +67,7 @@ def visited(lists, tile_masks, near, block, heads=HEADS):
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 30), st.sampled_from(["band", "scattered", "by head", None]), st.booleans())
-def test_every_pair_is_visited_once_from_either_side(queries, keys, kind, causal):
+def test_block_maps_list_every_pair_once_by_queries_and_by_keys(queries, keys, kind, causal):
     call = record(queries, keys, None if kind is None else pattern_of(kind, queries, keys), causal=causal)
     found, (pairs, near) = block_map(call, *BLOCK), attended(call)
     assert (visited(block_lists(found), found.tile_masks, near, BLOCK) == pairs).all()
@@ -77,7 +77,7 @@ def test_every_pair_is_visited_once_from_either_side(queries, keys, kind, causal
 
 
 @pytest.mark.parametrize("kind", ["band", "scattered", "by head"])
-def test_a_shard_finds_its_own_heads_and_queries(kind):
+def test_block_map_of_a_shard_has_its_heads_and_queries(kind):
     pattern = pattern_of(kind, 24, 20)
     whole, near = attended(record(24, 20, pattern))
     for head, part in np.ndindex(2, 3):
@@ -100,7 +100,7 @@ def test_traced_segments_keep_the_lists_as_short_as_the_pattern_makes_them():
     assert jax.eval_shape(lambda: block_lists(block_map(call, 8, 8)).blocks).shape == (1, 1, 8, 2)
 
 
-def test_uneven_parts_are_named():
+def test_patterns_refuse_uneven_shards_of_queries_or_keys():
     pattern = LocalMask((24, 20), (1, 1))
     assert pattern_reasons(record(8, 20, pattern)) == ()
     assert "24 queries has no even parts of 9" in pattern_reasons(record(9, 20, pattern))[0]

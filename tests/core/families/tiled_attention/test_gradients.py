@@ -28,7 +28,7 @@ def formula(sinks):
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_sinks_have_the_gradient_of_the_formula(with_lse):
+def test_sinks_gradient_equals_that_of_the_formula(with_lse):
     (output, lse), pull = jax.vjp(formula, SINKS)
     cotangent = np.random.default_rng(1).normal(size=output.shape).astype(np.float32)
     dlse = jnp.where(lse > -jnp.inf, WEIGHTS, 0) if with_lse else jnp.zeros_like(lse)
@@ -50,7 +50,7 @@ class Unordered(frozenset):
         return reversed(sorted(super().__iter__()))
 
 
-def test_programs_do_not_depend_on_the_order_of_a_set():
+def test_order_of_gradients_does_not_depend_on_set_order():
     """Python orders sets of strings anew in every process: a program would miss the cache of compiled programs."""
     x = jnp.ones((1, 2, 1, 4))
     record = TiledAttention(query=x, key=x, value=x, softmax_scale=1.0, normalize_output=False)

@@ -23,14 +23,14 @@ def test_largest_numbers_of_float32_stay_finite_in_tf32() -> None:
     np.testing.assert_allclose(found[:2], x[:2], rtol=2.0**-11)
 
 
-def test_the_largest_number_of_bfloat16_is_kept() -> None:
+def test_largest_finite_bfloat16_is_kept() -> None:
     x = jnp.asarray([jnp.finfo(jnp.bfloat16).max, jnp.inf], jnp.bfloat16)
     found = isolation.finite_or_zero(x)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found.astype(jnp.float32), [float(jnp.finfo(jnp.bfloat16).max), 0])
 
 
-def test_keys_of_the_largest_values_are_not_marked() -> None:
+def test_keys_are_marked_nan_for_infinite_values_but_not_the_largest_finite() -> None:
     value = jnp.full((1, 2, 1, 4), np.finfo(np.float32).max).at[0, 1].set(jnp.inf)
     marked = isolation.nonfinite_values_to_keys(jnp.ones_like(value), value)
     np.testing.assert_array_equal(jnp.isnan(marked["key"]).any(axis=-1), [[[False], [True]]])

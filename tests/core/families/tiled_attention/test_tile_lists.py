@@ -12,7 +12,7 @@ KINDS = np.asarray(list(itertools.product((0, 1, 2), repeat=4)))  # of four tile
 SOME, EVERY = KINDS > 0, KINDS == 2
 
 
-def test_runs_are_the_span_with_work_and_its_first_full_tiles():
+def test_tile_runs_are_the_nonempty_span_and_its_first_full_run():
     for kinds, first, full_start, full_end, last in zip(KINDS, *tile_runs(SOME, EVERY, np), strict=True):
         work = [i for i in range(4) if kinds[i]]
         assert (first, last) == ((work[0], work[-1] + 1) if work else (0, 0)), kinds
@@ -26,7 +26,7 @@ def test_runs_are_the_span_with_work_and_its_first_full_tiles():
 
 
 @pytest.mark.parametrize("beyond", [False, True], ids=["", "tiles without work count as full"])
-def test_lists_have_full_tiles_first_then_partial_ones_in_order(beyond):
+def test_block_lists_have_full_tiles_first_then_partial_ones_in_order(beyond):
     """Where a tile has no pair at all, `every` may say anything."""
     every = EVERY | ~SOME if beyond else EVERY
     some, every = SOME[None, None], every[None, None]

@@ -39,7 +39,7 @@ def in_band(left, right):
 
 
 @pytest.mark.parametrize("moved_back", [False, True])
-def test_a_window_over_indices_is_exact(moved_back):
+def test_tile_classes_of_an_index_window_are_exact(moved_back):
     q_cut, kv_cut = TileCut(QUERIES, BLOCK, moved_back), TileCut(KEYS, BLOCK, moved_back)
     for left, right in itertools.product(SIDES, SIDES):
         some, every, _ = classify_tile_pairs(record(sliding_window=(left, right)), q_cut, kv_cut)
@@ -48,7 +48,7 @@ def test_a_window_over_indices_is_exact(moved_back):
         np.testing.assert_array_equal(every, expected_every, str((left, right)))
 
 
-def test_no_pair_of_two_segments_is_missed_and_full_tiles_are_full():
+def test_segments_classify_no_attended_tile_as_empty_and_full_tiles_exactly():
     """Tiles of padding alone have equal ids, and no pair."""
     q_cut, kv_cut = TileCut(QUERIES, BLOCK), TileCut(KEYS, BLOCK)
     call = record(q_segment_ids=jnp.asarray(Q_IDS), kv_segment_ids=jnp.asarray(K_IDS))
@@ -63,7 +63,7 @@ def test_no_pair_of_two_segments_is_missed_and_full_tiles_are_full():
 
 @pytest.mark.parametrize("of_queries", [True, False])
 @pytest.mark.parametrize("with_ids", [True, False])
-def test_a_mask_of_rows_or_columns_becomes_negative_ids(of_queries, with_ids):
+def test_padding_masks_become_negative_segment_ids(of_queries, with_ids):
     ids = {"q_segment_ids": jnp.asarray(Q_IDS), "kv_segment_ids": jnp.asarray(K_IDS)} if with_ids else {}
     length = QUERIES if of_queries else KEYS
     mask = np.arange(2 * length).reshape(2, length) % 3 > 0

@@ -56,7 +56,7 @@ def shipping(use, tmp_path, monkeypatch):
     forget()
 
 
-def test_each_tier_answers_before_those_below_it(shipping, x, store):
+def test_each_config_tier_takes_precedence_over_later_ones(shipping, x, store):
     shipping()
     policy = AutotunePolicy(cache_miss_fallback="autotune")
     chain = ConfigSelectorChain(policy=policy, persistent=PersistentCache(store))
@@ -81,7 +81,7 @@ def test_each_tier_answers_before_those_below_it(shipping, x, store):
     assert asked() == ("persistent", 5, tiers[:4])
 
 
-def test_below_the_stores_come_measuring_and_the_rule(plain, x):
+def test_autotune_and_heuristics_follow_the_stores(plain, x):
     chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner())
     request = toy.request(chain, x)
 
@@ -97,7 +97,7 @@ def test_below_the_stores_come_measuring_and_the_rule(plain, x):
     assert chain.choose(request).tier == "memory"
 
 
-def test_every_tier_that_was_asked_has_a_sentence(plain, x, chain):
+def test_trail_has_a_sentence_for_each_tier(plain, x, chain):
     assert chain.choose(toy.request(chain, x)).trail == (
         "override: none given",
         "overlay: none active",
@@ -108,7 +108,7 @@ def test_every_tier_that_was_asked_has_a_sentence(plain, x, chain):
     )
 
 
-def test_the_last_tier_is_an_error_that_names_the_call_and_the_trail(plain, x):
+def test_no_config_error_names_the_call_and_the_trail(plain, x):
     chain = ConfigSelectorChain(policy=AutotunePolicy(allow_heuristics=False))
     request = toy.request(chain, x)
 
@@ -138,7 +138,7 @@ def test_the_user_store_wins_over_the_shipped_table(shipping, x, store):
     assert other.choose(request).trail[-1] == "persistent: user store"
 
 
-def test_calls_of_a_kind_share_an_entry_of_the_shipped_table(shipping, use, x):
+def test_calls_of_one_shared_tuning_key_use_one_shipped_entry(shipping, use, x):
     shipping()
     space = dataclasses.replace(toy.implementation().config, kind=lambda record: f"x={record.x.dtype}[4,8]")
     use(toy.plugin(toy.implementation(package="toy_tables", config=space)))
@@ -149,7 +149,7 @@ def test_calls_of_a_kind_share_an_entry_of_the_shipped_table(shipping, use, x):
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"entries": {}, "format": 9}', '{"entries": 3}'])
-def test_a_damaged_shipped_table_costs_a_warning(shipping, x, content):
+def test_a_damaged_shipped_table_is_ignored_with_a_warning(shipping, x, content):
     shipping(content)
     chain = ConfigSelectorChain()
 
@@ -157,14 +157,14 @@ def test_a_damaged_shipped_table_costs_a_warning(shipping, x, content):
         assert chain.choose(toy.request(chain, x)).tier == "heuristics"
 
 
-def test_a_shipped_table_that_is_not_there_costs_nothing(use, x):
+def test_a_missing_shipped_table_falls_through_to_heuristics(use, x):
     use(toy.plugin(toy.implementation(package="json")))
     chain = ConfigSelectorChain()
 
     assert chain.choose(toy.request(chain, x)).tier == "heuristics"
 
 
-def test_what_was_read_from_the_store_stays_in_memory_and_nothing_compiled_is_lost(plain, x, store):
+def test_store_reads_fill_the_memory_cache_without_recompiling(plain, x, store):
     chain = ConfigSelectorChain(persistent=PersistentCache(store))
     PersistentCache(store).put(toy.request(chain, x).key(), tile(4), 1.0)
     generation = chain.cache.generation

@@ -24,14 +24,14 @@ def kept(store):
     return ConfigSelectorChain(persistent=PersistentCache(store))
 
 
-def test_an_override_does_not_stick(plain, x, kept):
+def test_cfg_of_one_call_does_not_affect_the_next(plain, x, kept):
     call(x, cfg=OWN, chain=kept)
     call(x, chain=kept)
 
     assert [toy.blocks(part) for part in toy.seen()] == [(7, 9), (64, 64)]
 
 
-def test_an_override_under_autotuning_does_not_stick(plain, x, store):
+def test_cfg_under_autotuning_is_not_cached_for_later_calls(plain, x, store):
     tuning = ConfigSelectorChain(
         policy=AutotunePolicy(cache_miss_fallback="autotune"), persistent=PersistentCache(store)
     )
@@ -64,7 +64,7 @@ def test_autotuning_enabled_after_heuristics_still_tunes(plain, x, kept, store):
     assert list(PersistentCache(store).entries()) == [str(key)]
 
 
-def test_a_call_settled_inside_an_overlay_is_tuned_outside_of_it(plain, x, kept):
+def test_a_call_first_made_inside_an_overlay_is_autotuned_outside(plain, x, kept):
     with policy_override(cache_miss_fallback="autotune"):
         with overlay_cache({"toy": OWN}):
             call(x, chain=kept)

@@ -10,7 +10,7 @@ from ejkernel.ops.call import make_plan
 FORWARD_ALONE = "autotune: the policy measures forward passes alone"
 
 
-def test_a_backward_pass_is_measured_on_a_miss_unless_the_policy_says_no(plain, x):
+def test_validate_backward_decides_whether_backward_passes_are_autotuned(plain, x):
     def step(validate_backward, direction):
         policy = AutotunePolicy(cache_miss_fallback="autotune", validate_backward=validate_backward)
         chain = ConfigSelectorChain(policy=policy, tuner=Tuner())
@@ -21,13 +21,13 @@ def test_a_backward_pass_is_measured_on_a_miss_unless_the_policy_says_no(plain, 
     assert not step(False, "forward")
 
 
-def test_a_policy_without_measuring_refuses_it_where_it_is_called_by_name(plain, x):
+def test_explicit_tune_raises_if_the_policy_disallows_autotuning(plain, x):
     chain = ConfigSelectorChain(policy=AutotunePolicy(allow_autotune=False), tuner=Tuner())
     with pytest.raises(TunerError, match="the policy does not allow measuring toy"):
         chain.tune(toy.request(chain, x), lambda: ToyArguments(x=x))
 
 
-def test_keys_have_the_values_of_static_fields_except_floats(plain, x, chain):
+def test_config_keys_include_static_field_values_except_floats(plain, x, chain):
     def key(**fields):
         record = ToyArguments(x=x, **fields)
         plan = make_plan(OP, record, None, None, chain)

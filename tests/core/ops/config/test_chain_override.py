@@ -36,7 +36,7 @@ def test_the_kernel_gets_the_configuration_of_the_call(plain, x, policy, how):
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_the_backward_kernel_gets_its_part_of_the_configuration(plain, x, policy):
+def test_the_backward_kernel_gets_the_bwd_params_of_the_configuration(plain, x, policy):
     chain = ConfigSelectorChain(policy=AutotunePolicy(**policy))
 
     jax.grad(lambda x: call(x, cfg=WANTED, chain=chain).sum())(x)
@@ -44,7 +44,7 @@ def test_the_backward_kernel_gets_its_part_of_the_configuration(plain, x, policy
     assert [toy.blocks(part) for part in toy.seen("backward")] == [(3, 5)]
 
 
-def test_an_override_wins_over_an_overlay_and_measurements(plain, x, chain):
+def test_cfg_argument_wins_over_overlay_and_cached_measurements(plain, x, chain):
     call(x, chain=chain)
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
 
@@ -54,20 +54,20 @@ def test_an_override_wins_over_an_overlay_and_measurements(plain, x, chain):
     assert toy.blocks(toy.seen()[-1]) == (7, 9)
 
 
-def test_fields_left_open_are_filled_by_the_rule(plain, x, chain):
+def test_unset_config_fields_are_filled_by_the_heuristic(plain, x, chain):
     call(x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=7)), chain=chain)
 
     assert toy.blocks(toy.seen()[-1]) == (7, 64)
 
 
-def test_a_configuration_for_one_pass_leaves_the_other_to_the_chain(plain, x, chain):
+def test_cfg_for_one_pass_leaves_the_other_pass_to_the_chain(plain, x, chain):
     jax.grad(lambda x: call(x, cfg=ToyConfig(bwd_params=BwdParams(q_blocksize=3)), chain=chain).sum())(x)
 
     assert toy.blocks(toy.seen("forward")[-1]) == (64, 64)
     assert toy.blocks(toy.seen("backward")[-1]) == (3, 64)
 
 
-def test_a_field_that_no_kernel_reads_has_no_effect_and_explain_names_it(plain, x):
+def test_explain_names_config_fields_that_no_kernel_reads(plain, x):
     cfg = ToyConfig(fwd_params=FwdParams(q_blocksize=7, num_warps=4), bwd_params=BwdParams(q_blocksize=3, num_stages=2))
     jax.grad(lambda x: call(x, cfg=cfg).sum())(x)
     assert toy.blocks(toy.seen("forward")[-1]) == (7, 64)

@@ -44,33 +44,33 @@ def result(*measured, rule):
     return TuningResult(key=None, implementation="plain", measurements=tuple(ranked), rule=rule)
 
 
-def test_noise_does_not_replace_the_rule():
+def test_tuning_keeps_the_heuristic_config_within_timing_noise():
     rule, other = (Measurement(tile(size), seconds, spread=0.1) for size, seconds in ((8, 1.05), (16, 1.0)))
     assert result(rule, other, rule=tile(8)).winner is rule
     assert result(rule, other, rule=tile(8)).best is other
 
 
-def test_a_lead_beyond_the_spread_wins():
+def test_a_candidate_faster_by_more_than_the_spread_wins():
     rule, other = (Measurement(tile(size), seconds, spread=0.04) for size, seconds in ((8, 1.05), (16, 1.0)))
     assert result(rule, other, rule=tile(8)).winner is other
 
 
-def test_the_larger_of_both_spreads_counts():
+def test_tuning_compares_with_the_larger_spread_of_both_configs():
     rule, other = Measurement(tile(8), 1.05, spread=0.01), Measurement(tile(16), 1.0, spread=0.06)
     assert result(rule, other, rule=tile(8)).winner is rule
 
 
-def test_a_rule_that_did_not_run_keeps_nothing():
+def test_any_measured_candidate_beats_a_heuristic_config_that_failed():
     rule, other = Measurement(tile(8), None, "too large"), Measurement(tile(16), 1.0, spread=0.5)
     assert TuningResult(None, "plain", (other, rule), rule=tile(8)).winner is other
 
 
-def test_the_spread_is_the_interquartile_range():
+def test_timing_spread_is_the_interquartile_range():
     assert spread([1.0, 2.0, 3.0, 4.0, 100.0]) == 2.0
     assert spread([1.0]) == 0.0
 
 
-def test_the_store_notes_spread_and_samples(plain, x, store):
+def test_stored_entries_hold_timing_spread_and_sample_count(plain, x, store):
     chain = ConfigSelectorChain(tuner=Tuner(timing_iterations=3), persistent=PersistentCache(store))
     chain.tune(toy.request(chain, x), lambda: toy.ToyArguments(x=x))
     (entry,) = PersistentCache(store).entries().values()
@@ -93,7 +93,7 @@ def predicting(plain, x, store):
     return chain
 
 
-def test_a_prediction_is_stored_apart_and_never_served_as_measured(predicting, x, store):
+def test_predicted_configs_have_their_own_file_and_never_count_as_measured(predicting, x, store):
     opened = PersistentCache(store)
     assert not opened.entries()
     assert [entry.predicted for entry in opened.predicted.entries().values()] == [True]
@@ -105,7 +105,7 @@ def test_a_prediction_is_stored_apart_and_never_served_as_measured(predicting, x
         assert not chain.cache.size()
 
 
-def test_a_prediction_does_not_stop_a_measurement(predicting, x, store):
+def test_a_predicted_config_does_not_prevent_autotuning(predicting, x, store):
     policy = AutotunePolicy(cache_miss_fallback="autotune")
     chain = ConfigSelectorChain(policy=policy, tuner=Tuner(timing_iterations=1), persistent=PersistentCache(store))
     assert chain.choose(toy.request(chain, x), toy.ToyArguments(x=x)).tier == "autotune"
@@ -113,7 +113,7 @@ def test_a_prediction_does_not_stop_a_measurement(predicting, x, store):
     assert fresh.choose(toy.request(fresh, x)).tier == "persistent"
 
 
-def test_a_prediction_in_the_wrong_file_is_not_served(plain, x, store):
+def test_a_predicted_entry_among_measured_ones_is_ignored(plain, x, store):
     chain = ConfigSelectorChain(persistent=PersistentCache(store))
     key = str(toy.request(chain, x).key())
     PersistentCache(store).update({key: Entry({"q_blocksize": 2, "kv_blocksize": 2}, 1.0, predicted=True)})
@@ -132,7 +132,7 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_recorded_calls_survive_a_file(tmp_path):
+def test_recorded_calls_round_trip_through_a_file(tmp_path):
     query, key = array(1, 64, 4, 16), array(1, 64, 2, 16)
     ids = array(1, 64, dtype=jnp.int32)
     recorded(lambda q, k: flash_attention(q, k, k, causal=True, sliding_window=(8, 0), logits_soft_cap=5.0), query, key)
@@ -160,14 +160,14 @@ def test_recorded_calls_survive_a_file(tmp_path):
         ('{"calls": [{"op": "mean_pooling", "arguments": {"x": {"red": 1}}}]}', "call 1: got {'red': 1}, wants one of"),
     ],
 )
-def test_a_file_that_is_wrong_says_where(tmp_path, content, message):
+def test_errors_of_a_malformed_calls_file_say_where(tmp_path, content, message):
     path = tmp_path / "calls.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_calls(path)
 
 
-def test_an_argument_that_no_file_can_hold_is_named(tmp_path):
+def test_saving_calls_names_an_argument_that_cannot_be_serialized(tmp_path):
     op = registry().op("state_space_v1")
     made = [jax.eval_shape(case.make, jax.random.key(0)) for case in op.cases]
     args = next(args for args in made if args.act_fn is not None)

@@ -50,7 +50,7 @@ def test_changing_any_field_changes_hash_and_equality(config, data):
     assert hash(changed) != hash(config)
 
 
-def test_numbers_that_move_between_fields_do_not_collide():
+def test_config_hashes_do_not_concatenate_field_values():
     """Upstream's hash joined the numbers of all fields into one text."""
     moved = [
         FwdParams(q_blocksize=1, kv_blocksize=12),
@@ -90,7 +90,7 @@ KEY = ConfigKey(
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ConfigKey)])
-def test_every_part_of_a_key_counts(field):
+def test_every_field_of_a_config_key_affects_equality(field):
     changed = dataclasses.replace(KEY, **{field: "other"})
 
     assert changed != KEY
@@ -108,7 +108,7 @@ def test_a_key_holds_versions_device_and_schema(plain, x, chain):
     assert key.call == "x=float32[4,8]"
 
 
-def test_a_shipped_key_leaves_out_the_versions_that_the_package_fixes():
+def test_shipped_config_keys_omit_package_versions():
     newer = dataclasses.replace(KEY, implementation="plain@2.0", core="9.9")
 
     assert newer.shipped() == KEY.shipped()
@@ -120,7 +120,7 @@ def schema_of(**defaults: object) -> str:
     return schema_hash(dataclasses.make_dataclass("Part", fields))
 
 
-def test_the_schema_changes_with_fields_types_and_defaults_and_not_with_words():
+def test_schema_hash_depends_on_fields_and_defaults_but_not_docstrings():
     assert schema_of(tile=None) != schema_of(tile=None, warps=None)
     assert schema_of(tile=None) != schema_of(tile=1)
     documented = dataclasses.make_dataclass("Part", [("tile", int | None, None)], namespace={"__doc__": "Words."})
@@ -138,7 +138,7 @@ def test_the_schema_changes_with_fields_types_and_defaults_and_not_with_words():
     ],
     ids=str,
 )
-def test_calls_that_may_cost_differently_have_different_signatures(x, other):
+def test_calls_with_different_shapes_or_options_have_different_signatures(x, other):
     assert signature(toy.ToyArguments(**{"x": x, **other})) != signature(toy.ToyArguments(x=x))
 
 
@@ -152,7 +152,7 @@ def flash(**options) -> Invocation:
     return Invocation("flash_attention", (array, array, array), options)
 
 
-def test_masks_of_equal_shapes_and_different_meaning_are_told_apart():
+def test_call_keys_differ_for_segment_ids_and_positions_of_one_shape():
     ids = jnp.zeros((2, 8), jnp.int32)
     masks = [
         MaskInfo(_q_segment_ids=ids, _kv_segment_ids=ids),
@@ -162,7 +162,7 @@ def test_masks_of_equal_shapes_and_different_meaning_are_told_apart():
     assert len({flash(mask_info=mask).call_key for mask in masks}) == 2
 
 
-def test_numbers_that_are_structure_are_told_apart():
+def test_call_keys_differ_by_static_integer_arguments():
     x = jnp.ones((1, 64, 1, 8))
     calls = [Invocation("native_sparse_attention", (x, x, x, x[..., 0], None, None, n), {}) for n in (1, 2)]
 
@@ -193,7 +193,7 @@ def test_an_executor_takes_positional_arguments():
 
 
 @pytest.mark.parametrize("method", ["heuristic_cfg", "heuristic_cfg_gpu", "candidate_cfgs"])
-def test_rules_see_positional_and_keyword_calls_alike(method):
+def test_heuristics_accept_positional_and_keyword_arguments(method):
     """Upstream's GPU rules read `kwargs["query"]`."""
     if method == "heuristic_cfg_gpu":
         assert FlashAttention().heuristic_cfg_gpu(flash()) is not None

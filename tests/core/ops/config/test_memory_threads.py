@@ -42,7 +42,7 @@ def together(work: Callable[[int], None]) -> None:
         raise problems[0]
 
 
-def test_no_entry_of_the_cache_is_lost():
+def test_concurrent_puts_lose_no_entry_of_the_memory_cache():
     cache = ConfigCache()
 
     together(lambda number: [cache.put(key(number * ROUNDS + i), tile(1)) for i in range(ROUNDS)])
@@ -51,7 +51,7 @@ def test_no_entry_of_the_cache_is_lost():
     assert set(cache.keys()) == {key(i) for i in range(THREADS * ROUNDS)}
 
 
-def test_the_generation_counts_every_change_of_an_answer_in_use():
+def test_cache_generation_counts_changes_of_configs_in_use():
     cache = ConfigCache()
     for number in range(THREADS):
         cache.note_selected_part(key(number), tile(1))
@@ -72,7 +72,7 @@ def test_the_generation_counts_every_change_of_an_answer_in_use():
         ([("put", 2), ("note_selected_part", 1)], 1),  # a thread was answered just before another stored
     ],
 )
-def test_compiled_calls_are_abandoned_only_when_their_answer_changed(steps, generation):
+def test_cache_generation_changes_only_if_a_selected_config_changed(steps, generation):
     cache = ConfigCache()
     for method, size in steps:
         getattr(cache, method)(KEY, tile(size))
@@ -80,7 +80,7 @@ def test_compiled_calls_are_abandoned_only_when_their_answer_changed(steps, gene
     assert cache.generation == generation
 
 
-def test_forgetting_abandons_compiled_calls():
+def test_clearing_the_cache_invalidates_compiled_calls():
     cache = ConfigCache()
     cache.put(KEY, tile(1))
     cache.settled.add("call")
@@ -97,7 +97,7 @@ def test_threads_that_write_one_store_lose_no_entry(store):
     assert len(PersistentCache(store).entries()) == THREADS * 5
 
 
-def test_a_reader_never_misses_what_was_written_before_it_looked(store):
+def test_threads_read_back_entries_they_stored(store):
     cache = PersistentCache(store)
 
     def work(number: int) -> None:

@@ -39,7 +39,7 @@ def test_the_innermost_overlay_wins_and_leaving_restores_the_outer_one(plain, x,
     assert used(run) == 64
 
 
-def test_an_inner_overlay_for_something_else_leaves_the_outer_one_in_force(plain, x, chain):
+def test_an_inner_overlay_for_another_operation_keeps_the_outer_one(plain, x, chain):
     with overlay_cache({"toy": config(1)}), overlay_cache({"flash_attention": FlashAttentionConfig()}):
         assert used(lambda: call(x, chain=chain)) == 1
 
@@ -72,7 +72,7 @@ def test_a_function_jitted_outside_is_traced_again_inside(plain, x, chain):
     assert toy.SEEN[start:] == []  # both are compiled by now
 
 
-def test_the_part_of_a_pass_that_an_overlay_leaves_open_is_looked_for_further_out(plain, x, chain):
+def test_params_missing_from_an_inner_overlay_come_from_the_outer_one(plain, x, chain):
     with overlay_cache({"toy": config(1)}), overlay_cache({"toy": ToyConfig()}):
         assert used(lambda: call(x, chain=chain)) == 1
 
@@ -107,7 +107,7 @@ def test_an_overlay_that_could_never_apply_is_refused(plain, overlay, message):
         pass
 
 
-def test_an_exception_inside_ends_the_overlay(plain):
+def test_an_exception_ends_the_overlay_block(plain):
     with pytest.raises(KeyError), overlay_cache({"toy": config(1)}):
         raise KeyError
 

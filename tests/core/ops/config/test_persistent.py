@@ -33,7 +33,7 @@ KEY = ConfigKey(
 PART = FwdParams(q_blocksize=16, kv_blocksize=32)
 
 
-def test_what_is_stored_comes_back_as_what_it_was(store):
+def test_stored_configs_are_read_back_equal(store):
     PersistentCache(store).put(KEY, PART, 1.0)
     backward = dataclasses.replace(KEY, direction="backward")
     PersistentCache(store).put(backward, BwdParams(num_warps=4), 1.0)
@@ -52,7 +52,7 @@ def test_an_open_store_sees_what_other_processes_add(store):
     assert ours.get(KEY, FwdParams) == FwdParams(q_blocksize=32, kv_blocksize=16)
 
 
-def test_the_user_store_is_where_the_environment_says(store, monkeypatch, tmp_path):
+def test_environment_variables_set_the_path_of_the_user_store(store, monkeypatch, tmp_path):
     assert PersistentCache().path == store
     monkeypatch.delenv("EJKERNEL_PERSISTENT_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -118,7 +118,7 @@ def test_a_damaged_file_is_moved_under_the_lock(store, monkeypatch, ask):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(st.binary(max_size=60), st.integers(0, len(GOOD) - 1).map(lambda n: GOOD[:n])))
 @pytest.mark.filterwarnings("ignore::ejkernel.ops.StoreWarning")
-def test_no_content_of_the_file_breaks_reading_or_writing(store, content):
+def test_arbitrary_store_file_content_breaks_neither_get_nor_put(store, content):
     damage(store, content)
     cache = PersistentCache(store)
 
@@ -127,7 +127,7 @@ def test_no_content_of_the_file_breaks_reading_or_writing(store, content):
     assert PersistentCache(store).get(KEY, FwdParams) == PART
 
 
-def test_a_reader_does_not_set_aside_what_a_writer_has_repaired_meanwhile(store, monkeypatch):
+def test_a_reader_keeps_a_store_file_that_a_writer_just_repaired(store, monkeypatch):
     damage(store, b"{")
     reader, read = PersistentCache(store), Path.read_bytes
 
@@ -225,7 +225,7 @@ def test_a_store_that_is_a_directory_costs_one_warning(store):
     assert cache.entries() == {}
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(store, monkeypatch):
+def test_a_failed_write_leaves_the_old_store_and_no_temporary_file(store, monkeypatch):
     PersistentCache(store).put(KEY, PART, 1.0)
     before = store.read_bytes()
 
@@ -248,7 +248,7 @@ PersistentCache(sys.argv[1]).update({"new": Entry({}, 1.0)})
 """
 
 
-def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_its_litter_is_swept(store):
+def test_a_killed_writer_leaves_the_old_store_and_its_temporary_file_is_removed_later(store):
     cache = PersistentCache(store)
     cache.put(KEY, PART, 1.0)
     before = store.read_bytes()
@@ -263,7 +263,7 @@ def test_a_writer_killed_in_the_middle_leaves_the_old_file_and_its_litter_is_swe
     assert len(PersistentCache(store).entries()) == 2
 
 
-def test_clearing_empties_the_store_and_makes_nothing(store):
+def test_clear_empties_the_store_and_creates_no_folder(store):
     PersistentCache(store).clear()
     assert not store.parent.exists()
 

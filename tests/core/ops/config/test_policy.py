@@ -57,14 +57,14 @@ def test_a_function_jitted_outside_is_traced_again_inside(plain, x, chain):
     assert len(toy.SEEN) == 1
 
 
-def test_an_eager_call_is_looked_at_again_inside(plain, x, chain):
+def test_an_eager_call_is_decided_again_inside_a_policy_override(plain, x, chain):
     call(x, chain=chain)
 
     with policy_override(allow_heuristics=False), pytest.raises(NoConfigError):
         call(x, chain=chain)
 
 
-def test_the_first_override_of_a_program_does_not_make_jax_compile_everything_again():
+def test_the_first_policy_override_retraces_no_jitted_function():
     """A jit context that joins late changes the key of every function there is."""
     traces = []
     jitted = jax.jit(lambda x: (traces.append(x), x)[1])
@@ -94,7 +94,7 @@ def test_threads_do_not_see_each_others_overrides():
     assert seen == {0: {"autotune"}, 1: {"heuristics"}, 2: {"autotune"}, 3: {"heuristics"}}
 
 
-def test_a_chain_without_measuring_never_measures(plain, x):
+def test_a_chain_that_disallows_autotuning_never_measures(plain, x):
     policy = AutotunePolicy(allow_autotune=False, cache_miss_fallback="autotune")
     chain = ConfigSelectorChain(policy=policy)
 
@@ -104,7 +104,7 @@ def test_a_chain_without_measuring_never_measures(plain, x):
     assert [toy.blocks(part) for part in toy.seen()] == [(64, 64)]
 
 
-def test_an_override_of_one_chain_leaves_the_others_alone(x):
+def test_policy_override_of_one_chain_does_not_affect_others(x):
     mine, other = ConfigSelectorChain(), ConfigSelectorChain()
 
     def both(field):

@@ -58,7 +58,7 @@ def test_tiles_for_one_platform_are_not_given_to_another(several, x, chain):
     assert "overlay: skipped, made for platform slow, not cuda" in decision.forward.trail
 
 
-def test_a_call_leaves_its_configuration_as_it_was(several, x, chain):
+def test_calls_do_not_modify_their_configuration(several, x, chain):
     before = CONFIG.to_dict()
     call(x, cfg=CONFIG, chain=chain)
 

@@ -39,7 +39,7 @@ def tuning(**fields) -> ConfigSelectorChain:
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_it_refuses_to_measure_under_a_trace(plain, x, transform):
+def test_tuner_refuses_to_measure_traced_arguments(plain, x, transform):
     def measured(x):
         QUICK.measure(lambda x: x, x)
         return x
@@ -48,7 +48,7 @@ def test_it_refuses_to_measure_under_a_trace(plain, x, transform):
         TRANSFORMS[transform](measured)(x)
 
 
-def test_it_refuses_even_where_no_argument_is_traced(plain, x):
+def test_tuner_refuses_to_measure_concrete_arguments_under_a_trace(plain, x):
     with pytest.raises(TunerError, match="under a trace"):
         jax.jit(lambda y: (QUICK.measure(lambda x: x, x), y)[1])(x)
 
@@ -63,7 +63,7 @@ def test_a_traced_call_falls_back_to_heuristics_and_measures_nothing(plain, x, t
     assert {toy.blocks(part) for part in toy.seen()} == {(64, 64)}
 
 
-def test_work_on_the_device_counts_and_not_the_length_of_the_program(use):
+def test_tuner_measures_device_time_rather_than_dispatch_time(use):
     slow, fast = (FwdParams(q_blocksize=blocks, kv_blocksize=64) for blocks in (1, 2))
     space = toy.space(lambda *_: slow, lambda *_: (slow, fast))
     use(toy.plugin(toy.implementation(forward="toy:slow_or_fast", config=space)))
@@ -74,7 +74,7 @@ def test_work_on_the_device_counts_and_not_the_length_of_the_program(use):
     assert result.best.part == fast
 
 
-def test_the_time_of_a_candidate_is_the_median_of_its_repeats(monkeypatch):
+def test_time_of_a_candidate_is_the_median_of_its_samples(monkeypatch):
     ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 22.0])
     monkeypatch.setattr(tuner_module.time, "perf_counter", functools.partial(next, ticks))
     runs = []
@@ -110,36 +110,36 @@ def race(monkeypatch):
     return run
 
 
-def test_candidates_take_turns(race):
+def test_candidates_are_timed_in_interleaved_rounds(race):
     order, measured = race({"a": 1.0, "b": 1.25, "c": 1.125}, timing_iterations=3)
     assert order == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
     assert [m.seconds for m in measured] == [1.0, 1.25, 1.125]
 
 
-def test_a_candidate_that_is_clearly_slow_runs_two_rounds(race):
+def test_a_clearly_slow_candidate_is_timed_for_two_rounds_only(race):
     order, measured = race({"a": 1.0, "b": 2.0}, timing_iterations=3)
     assert order == ["a", "b", "b", "a", "a"]
     assert [m.seconds for m in measured] == [1.0, 2.0]
 
 
-def test_a_device_that_wakes_up_slowly_costs_nobody_the_race(race):
+def test_slow_first_samples_of_an_idle_device_are_outvoted(race):
     asleep = [4.0, 4.0, 1.0]  # the warm-up, the first sample, and all others
     _, (first, second) = race({"a": asleep, "b": 1.25}, timing_iterations=5)
     assert (first.seconds, second.seconds) == (1.0, 1.25)
 
 
-def test_a_sample_of_short_calls_is_many_of_them(race):
+def test_a_timing_sample_repeats_short_calls(race):
     order, (measured,) = race({"a": 2.0**-10}, timing_iterations=2)
     assert len(order) == 1 + 2 * 21  # the call that says how short calls are, and two samples of 20 ms
     assert measured.seconds == 2.0**-10
 
 
-def test_no_sample_is_endless(race):
+def test_calls_per_timing_sample_are_capped(race):
     order, _ = race({"a": 0.0}, timing_iterations=1)
     assert len(order) == 1 + tuner_module.MAX_CALLS_PER_SAMPLE
 
 
-def test_candidates_that_do_not_run_lose_to_those_that_do(use, x, monkeypatch):
+def test_candidates_that_fail_rank_after_those_that_run(use, x, monkeypatch):
     def sometimes(record, config):
         return toy.failing(record, config) if config.q_blocksize == 64 else toy.forward("some", record, config)
 
@@ -165,7 +165,7 @@ def test_an_error_lists_every_candidate_when_none_runs(unrunnable, x):
         assert f"no room for a tile of {tile}" in str(caught.value)
 
 
-def test_a_call_that_cannot_be_tuned_goes_on_with_the_rule_and_says_so_once(unrunnable, x):
+def test_a_call_whose_candidates_all_fail_uses_the_heuristic_and_warns_once(unrunnable, x):
     chain = tuning()
 
     with pytest.warns(TunerWarning, match="no candidate of toy forward plain ran"):
@@ -177,7 +177,7 @@ def test_a_call_that_cannot_be_tuned_goes_on_with_the_rule_and_says_so_once(unru
     assert any(step.startswith("autotune: failed earlier") for step in again.trail)
 
 
-def test_a_call_that_cannot_be_tuned_is_an_error_where_rules_may_not_decide(unrunnable, x):
+def test_a_call_whose_candidates_all_fail_raises_without_heuristics(unrunnable, x):
     policy = AutotunePolicy(cache_miss_fallback="autotune", allow_heuristics=False)
     chain = ConfigSelectorChain(policy=policy, tuner=QUICK)
 
@@ -193,7 +193,7 @@ def test_a_call_for_another_device_is_not_measured_here(use, x):
         QUICK.tune(toy.request(ConfigSelectorChain(), x), ToyArguments(x=x))
 
 
-def test_the_two_passes_are_tuned_and_stored_each_by_itself(plain, x):
+def test_forward_and_backward_are_tuned_and_stored_separately(plain, x):
     chain = ConfigSelectorChain(tuner=QUICK)
     args = ToyArguments(x=x)
 
@@ -204,7 +204,7 @@ def test_the_two_passes_are_tuned_and_stored_each_by_itself(plain, x):
     assert [chain.cache.get(result.key) for result in results] == [result.winner.part for result in results]
 
 
-def test_a_policy_against_measuring_holds_for_requests_too(plain, x):
+def test_tune_call_raises_if_the_policy_disallows_autotuning(plain, x):
     chain = ConfigSelectorChain(policy=AutotunePolicy(allow_autotune=False), tuner=QUICK)
     args = ToyArguments(x=x)
 
@@ -212,7 +212,7 @@ def test_a_policy_against_measuring_holds_for_requests_too(plain, x):
         tune_call(make_plan(toy.OP, args, None, None, chain), args)
 
 
-def test_progress_is_shown_when_asked(plain, x, capsys):
+def test_tuner_shows_progress_with_show_progress(plain, x, capsys):
     Tuner(warmup_iterations=0, timing_iterations=1, show_progress=True).tune(
         toy.request(ConfigSelectorChain(), x), ToyArguments(x=x)
     )
@@ -235,7 +235,7 @@ def test_an_eager_call_is_measured_once(plain, x):
     assert len(toy.SEEN) == traces
 
 
-def test_tuning_one_call_leaves_compiled_ones_alone(plain, x):
+def test_tuning_one_call_retraces_no_other_compiled_call(plain, x):
     chain = tuning()
     call(x, chain=chain)
     call(jnp.ones((8, 8)), chain=chain)
@@ -246,7 +246,7 @@ def test_tuning_one_call_leaves_compiled_ones_alone(plain, x):
     assert len(toy.SEEN) == traces
 
 
-def test_a_configuration_of_the_call_is_not_measured(plain, x):
+def test_a_call_with_cfg_is_not_autotuned(plain, x):
     chain = tuning()
 
     call(x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=7, kv_blocksize=9)), chain=chain)
@@ -255,6 +255,6 @@ def test_a_configuration_of_the_call_is_not_measured(plain, x):
 
 
 @pytest.mark.parametrize("fields", [{"warmup_iterations": -1}, {"timing_iterations": 0}])
-def test_a_tuner_without_runs_is_refused(fields):
+def test_tuner_refuses_iteration_counts_out_of_range(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         Tuner(**fields)

@@ -57,7 +57,7 @@ class Doubled(Kernel):
         return Chunks(2), Chunks(8), Chunks(8, fails=True)
 
 
-def test_an_own_kernel_runs_with_its_rule_or_the_callers_configuration():
+def test_a_custom_kernel_uses_its_heuristic_or_the_callers_configuration():
     executor, kernel = Executor(ConfigSelectorChain(ConfigCache(), policy=AutotunePolicy())), Doubled()
     np.testing.assert_array_equal(executor(kernel, X), 2 * X)
     np.testing.assert_array_equal(executor(kernel, X, cfg=Chunks(3), scale=2.0), 4 * X)
@@ -67,7 +67,7 @@ def test_an_own_kernel_runs_with_its_rule_or_the_callers_configuration():
     np.testing.assert_array_equal(jax.jit(lambda x: executor(kernel, x))(X), 2 * X)
 
 
-def test_an_own_kernel_is_measured_once_where_the_policy_says_so():
+def test_a_custom_kernel_is_autotuned_once_if_the_policy_allows():
     events = []
     chain = ConfigSelectorChain(
         policy=TUNES, tuner=Tuner(warmup=0, iters=1), on_event=lambda name, op, **rest: events.append((name, op))
@@ -83,7 +83,7 @@ def test_an_own_kernel_is_measured_once_where_the_policy_says_so():
     assert chain.cache.size() == 2
 
 
-def test_a_policy_without_rules_refuses_an_own_kernel():
+def test_a_policy_without_heuristics_refuses_a_custom_kernel():
     chain = ConfigSelectorChain(policy=AutotunePolicy(allow_heuristics=False))
     with pytest.raises(NoConfigError):
         Executor(chain)(Doubled(), X)
@@ -108,7 +108,7 @@ def test_events_name_the_tier_that_answered():
     assert len(events) == count
 
 
-def test_a_second_measurement_can_be_forbidden():
+def test_forbid_reautotune_raises_on_a_second_measurement():
     chain = ConfigSelectorChain(policy=TUNES, tuner=Tuner(warmup=0, iters=1), forbid_reautotune=True)
     executor = Executor(chain)
     executor(FlashAttention(), *QKV)
@@ -118,7 +118,7 @@ def test_a_second_measurement_can_be_forbidden():
 
 
 @pytest.mark.parametrize("persists", [True, False])
-def test_what_was_measured_need_not_go_to_disk(persists, tmp_path):
+def test_persist_autotune_decides_whether_measurements_are_stored_on_disk(persists, tmp_path):
     path = tmp_path / "store.json"
     tuner = Tuner(warmup=0, iters=1)
     chain = ConfigSelectorChain(policy=TUNES, tuner=tuner, persistent=PersistentCache(path), persist_autotune=persists)
@@ -127,7 +127,7 @@ def test_what_was_measured_need_not_go_to_disk(persists, tmp_path):
     assert chain.cache.size() == 1
 
 
-def test_backward_passes_need_not_be_measured():
+def test_explain_says_that_the_policy_does_not_autotune_backward_passes():
     def measured(chain):
         executor = Executor(chain)
         executor(FlashAttention(), *QKV)
@@ -142,13 +142,13 @@ def test_backward_passes_need_not_be_measured():
     assert "forward passes alone" not in measured(ConfigSelectorChain(policy=TUNES, tuner=tuner))
 
 
-def test_short_names_of_a_tuners_options():
+def test_tuner_accepts_the_aliases_warmup_and_iters():
     assert Tuner(warmup=3, iters=7) == Tuner(warmup_iterations=3, timing_iterations=7)
     with pytest.raises(ValueError, match="timing_iterations: got 0"):
         Tuner(iters=0)
 
 
-def test_a_stamp_names_the_kernels_of_a_compiled_program():
+def test_stamp_prefix_appears_in_the_compiled_program():
     def text(executor, **options):
         program = jax.jit(lambda *x: executor(FlashAttention(), *x, **options)).lower(*QKV)
         return program.as_text(debug_info=True)
@@ -159,7 +159,7 @@ def test_a_stamp_names_the_kernels_of_a_compiled_program():
     assert "#flash_attention@v" not in text(Executor(chain))
 
 
-def test_a_batch_has_the_configuration_of_one_call():
+def test_vmap_with_config_equals_separate_calls():
     executor = Executor(ConfigSelectorChain())
     batch = jnp.stack([QKV, 2 * QKV], axis=1)
     run = vmap_with_config(executor, FlashAttention())
@@ -173,7 +173,7 @@ def test_a_batch_has_the_configuration_of_one_call():
     np.testing.assert_array_equal(own(jnp.stack([X, -X])), 2 * jnp.stack([X, -X]))
 
 
-def test_a_call_is_noted_as_data():
+def test_record_invocation_records_a_call_by_its_shapes_once():
     clear_recorded()
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in QKV)
     for _ in range(2):

@@ -49,7 +49,7 @@ class OnlyOnGpu(Kernel):
 
 
 @pytest.mark.parametrize(("device", "factor"), [(None, 20.0), (GPU, 100.0), (TPU, 3.0)], ids=["cpu", "gpu", "tpu"])
-def test_the_method_for_the_device_is_called(device, factor):
+def test_a_custom_kernel_runs_its_method_for_the_device(device, factor):
     if device is None:
         got = EXECUTOR(Scaled(), X)
     else:
@@ -58,7 +58,7 @@ def test_the_method_for_the_device_is_called(device, factor):
     np.testing.assert_array_equal(got, factor * X)
 
 
-def test_a_kernel_without_a_method_for_the_device_says_so():
+def test_a_custom_kernel_without_a_method_for_the_device_raises():
     with pytest.raises(NotImplementedError, match="OnlyOnGpu has no run method for cpu"):
         EXECUTOR(OnlyOnGpu(), X)
 
@@ -84,7 +84,7 @@ class CubedWithOutput(Cubed):
         return (y * dy, None)
 
 
-def test_a_kernels_own_gradient_is_used():
+def test_a_custom_kernels_gradient_method_is_used():
     got = jax.grad(lambda x: EXECUTOR(Cubed(), x, 2.0).sum())(X)
     np.testing.assert_allclose(got, 12 * X**2)
     with target_device(GPU):
@@ -92,7 +92,7 @@ def test_a_kernels_own_gradient_is_used():
     np.testing.assert_allclose(got, 2 * X**3)
 
 
-def test_a_gradient_that_a_kernel_does_not_have_is_an_error():
+def test_an_argument_without_a_custom_gradient_raises_when_differentiated():
     with pytest.raises(NotImplementedError, match="no gradient of positional argument 1"):
         jax.grad(lambda s: EXECUTOR(Cubed(), X, s).sum())(jnp.float32(2))
     with pytest.raises(NotImplementedError, match="gradients of positional arguments alone"):
@@ -104,7 +104,7 @@ class OneGradientTooFew(Cubed):
         return (dy,)
 
 
-def test_the_number_of_gradients_is_checked():
+def test_custom_vjp_must_return_one_gradient_per_argument():
     with pytest.raises(TypeError, match="vjp returned 1 gradients, wants one for each of 2"):
         jax.grad(lambda x: EXECUTOR(OneGradientTooFew(), x, jnp.float32(2)).sum())(X)
 
@@ -120,7 +120,7 @@ class Wrapped(Scaled):
         return mapped, (x,), lambda output, cfg: output * cfg
 
 
-def test_a_call_under_a_mesh_uses_the_method_for_it():
+def test_a_custom_kernel_under_a_mesh_uses_its_shard_map_method():
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     options = {"mesh": mesh, "in_specs": (PartitionSpec("x"),), "out_specs": PartitionSpec("x")}
     np.testing.assert_array_equal(EXECUTOR(Mapped(), X, method="shard_map", **options), 2 * X + 8)

@@ -27,7 +27,7 @@ def executor(chain):
     return Executor(chain)
 
 
-def test_an_executor_asks_its_own_chain(plain, x, executor, chain):
+def test_an_executor_uses_its_own_config_chain(plain, x, executor, chain):
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
 
     executor(Toy(), x)
@@ -36,13 +36,13 @@ def test_an_executor_asks_its_own_chain(plain, x, executor, chain):
     assert [toy.blocks(part) for part in toy.seen()] == [(2, 2), (64, 64)]
 
 
-def test_a_configuration_is_passed_on(plain, x, executor):
+def test_an_executor_passes_cfg_to_the_kernel(plain, x, executor):
     executor(Toy(), x, cfg=OWN)
 
     assert toy.blocks(toy.seen()[-1]) == (7, 9)
 
 
-def test_the_choice_is_what_the_call_would_use(plain, x, executor, chain):
+def test_choose_config_returns_the_configuration_a_call_would_use(plain, x, executor, chain):
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
     choice = executor.choose_config(Toy(), x)
 
@@ -52,12 +52,12 @@ def test_the_choice_is_what_the_call_would_use(plain, x, executor, chain):
     assert executor.choose_config(Toy(), x, cfg=OWN).to_dict() == OWN.to_dict()
 
 
-def test_no_choice_where_nobody_serves(plain, x, executor):
+def test_choose_config_raises_without_a_usable_implementation(plain, x, executor):
     with pytest.raises(NoImplementationError):
         executor.choose_config(Toy(), x, platform="triton")
 
 
-def test_an_executor_explains_itself(plain, x, executor, chain):
+def test_executor_explain_uses_its_own_config_chain(plain, x, executor, chain):
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
     decision = executor.explain(Toy(), x)
 
@@ -66,7 +66,7 @@ def test_an_executor_explains_itself(plain, x, executor, chain):
     assert "config from memory: q_blocksize=2" in str(decision)
 
 
-def test_a_compiled_function_keeps_the_configuration_it_was_made_with(plain, x, executor, chain):
+def test_executor_compile_fixes_the_configuration(plain, x, executor, chain):
     with overlay_cache({"toy": OWN}):
         compiled = executor.compile(Toy(), jax.ShapeDtypeStruct(x.shape, x.dtype), power=3)
     chain.store(toy.request(chain, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
@@ -78,7 +78,7 @@ def test_a_compiled_function_keeps_the_configuration_it_was_made_with(plain, x, 
     assert {toy.blocks(part) for part in toy.seen("backward")} == {(3, 5)}
 
 
-def test_a_compiled_function_keeps_the_platform_that_was_asked_for(use, x, executor):
+def test_executor_compile_fixes_the_platform(use, x, executor):
     use(toy.plugin(toy.implementation("best", platform="cuda", priority=1), toy.implementation("asked")))
     toy.SEEN.clear()
 
@@ -87,7 +87,7 @@ def test_a_compiled_function_keeps_the_platform_that_was_asked_for(use, x, execu
     assert [name for name, *_ in toy.SEEN] == ["asked"]
 
 
-def test_a_compiled_function_is_not_traced_again(plain, x, executor):
+def test_executor_compile_traces_only_once(plain, x, executor):
     compiled = executor.compile(Toy(), x)
     compiled(x)
     compiled(x + 1)
@@ -95,7 +95,7 @@ def test_a_compiled_function_is_not_traced_again(plain, x, executor):
     assert len(toy.SEEN) == 1
 
 
-def test_arrays_among_the_keywords_may_be_given_again(executor):
+def test_functions_of_executor_compile_accept_new_keyword_arrays(executor):
     from ejkernel.modules import FlashAttention
     from ejkernel.types import MaskInfo
 
@@ -110,7 +110,7 @@ def test_arrays_among_the_keywords_may_be_given_again(executor):
     assert not (outputs[0] == outputs[1]).all()
 
 
-def test_the_default_executor_tunes_eager_calls_and_keeps_what_it_found(plain, x, store):
+def test_the_default_executor_autotunes_eager_calls_and_stores_the_result(plain, x, store):
     executor = create_default_executor(warmup_iterations=0, timing_iterations=1)
     executor(Toy(), x)
 
@@ -120,7 +120,7 @@ def test_the_default_executor_tunes_eager_calls_and_keeps_what_it_found(plain, x
     assert again.explain(Toy(), x).forward.tier == "persistent"
 
 
-def test_without_autotuning_rules_decide(plain, x, store):
+def test_an_executor_without_autotuning_uses_heuristics(plain, x, store):
     executor = create_default_executor(enable_autotuning=False)
     executor(Toy(), x)
 
@@ -128,7 +128,7 @@ def test_without_autotuning_rules_decide(plain, x, store):
     assert not store.exists()
 
 
-def test_executors_share_no_memory(plain, x):
+def test_executors_share_no_memory_cache(plain, x):
     one, other = (Executor(ConfigSelectorChain()) for _ in range(2))
     one.chooser.store(toy.request(one.chooser, x).key(), FwdParams(q_blocksize=2, kv_blocksize=2), 1.0, "")
 

@@ -37,13 +37,13 @@ Q, K, V = (jax.random.normal(key, (2, 16, 2, 8)) for key in jax.random.split(jax
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_promised_names_exist_and_are_defined_once(name):
+def test_promised_kernel_methods_are_defined_in_the_base_class_only(name):
     assert hasattr(FlashAttention(), name)
     assert name in vars(Kernel)
     assert name not in vars(FlashAttention)
 
 
-def test_everything_the_engine_promises_is_exported():
+def test_promised_names_are_exported_from_ops():
     chain = {"ConfigSelectorChain", "AutotunePolicy", "policy_override", "ConfigCache", "PersistentCache", "Tuner"}
     promised = {"Kernel", "Invocation", "Executor", "FwdParams", "BwdParams"} | chain
 
@@ -93,7 +93,7 @@ def test_implementations_that_refuse_the_call_give_no_candidates(use, x):
     assert {cfg.platform for cfg in Toy().candidate_cfgs(Invocation("toy", (x,)))} == {"xla"}
 
 
-def test_rules_are_not_asked_about_calls_that_an_implementation_does_not_serve(use, x):
+def test_heuristics_are_not_called_for_refused_calls(use, x):
     def unasked(record, device, direction):
         raise AssertionError(direction)
 
@@ -107,7 +107,7 @@ def test_rules_are_not_asked_about_calls_that_an_implementation_does_not_serve(u
     assert Toy().heuristic_cfg_gpu(Invocation("toy", (x,))).platform == "triton"
 
 
-def test_the_rule_is_asked_of_the_platform_that_the_call_names(use, x):
+def test_heuristic_cfg_uses_the_platform_of_the_invocation(use, x):
     use(toy.plugin(toy.implementation("a", platform="cuda", priority=1), toy.implementation("b")))
 
     assert Toy().heuristic_cfg(Invocation("toy", (x,))).platform == "cuda"
@@ -116,13 +116,13 @@ def test_the_rule_is_asked_of_the_platform_that_the_call_names(use, x):
         Toy().heuristic_cfg(Invocation("toy", (x,), {"platform": "triton"}))
 
 
-def test_a_platform_without_an_implementation_has_no_rule_and_no_candidates(plain, x):
+def test_a_platform_without_an_implementation_has_no_heuristic_and_no_candidates(plain, x):
     with pytest.raises(NotImplementedError, match="no registered implementation of toy serves this call on tpu"):
         Toy().heuristic_cfg_tpu(Invocation("toy", (x,)))
     assert Toy().candidate_cfgs_tpu(Invocation("toy", (x,))) == ()
 
 
-def test_an_implementation_without_a_backward_is_not_asked_about_one(use, x):
+def test_candidates_of_a_forward_only_implementation_have_no_bwd_params(use, x):
     def forward_only(record, device, direction):
         assert direction == "forward"
         return toy.heuristic(record, device, direction)
@@ -134,7 +134,7 @@ def test_an_implementation_without_a_backward_is_not_asked_about_one(use, x):
     assert cfg.bwd_params is None
 
 
-def test_a_mesh_makes_rules_and_candidates_about_one_shard(use):
+def test_heuristics_and_candidates_under_a_mesh_see_shard_shapes(use):
     shapes = []
 
     def noting(record, device, direction):
@@ -152,7 +152,7 @@ def test_a_mesh_makes_rules_and_candidates_about_one_shard(use):
     assert set(shapes) == {(4, 8)}
 
 
-def test_the_shard_map_wrapper_gives_the_answer_of_the_whole_call():
+def test_shard_map_wrapper_equals_the_unsharded_call():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "tensor", "sequence"))
     spec = PartitionSpec("data", "sequence", "tensor")
     keys = PartitionSpec("data", None, "tensor")
@@ -165,20 +165,20 @@ def test_the_shard_map_wrapper_gives_the_answer_of_the_whole_call():
     np.testing.assert_allclose(mapped(*arguments), attention.run(Q, K, V, causal=True), rtol=1e-5, atol=1e-5)
 
 
-def test_the_shard_map_wrapper_does_not_ignore_what_it_cannot_do():
+def test_shard_map_wrapper_refuses_unsupported_options():
     with pytest.raises(ValueError, match="check_vma: got True"):
         FlashAttention().create_shard_map_wrapper(
             FlashAttention().run, Q, K, V, mesh=None, in_specs=(), out_specs=None, check_vma=True
         )
 
 
-def test_an_implementation_taken_for_a_configuration_uses_it(plain, x):
+def test_get_impl_binds_the_configuration(plain, x):
     Toy().get_impl(toy.ToyConfig(fwd_params=FwdParams(q_blocksize=7)))(x)
 
     assert toy.blocks(toy.seen()[-1]) == (7, 64)
 
 
-def test_a_kernel_knows_its_operation():
+def test_a_kernel_has_the_id_and_version_of_its_operation():
     assert FlashAttention().op_id == "flash_attention"
     assert FlashAttention().version == FlashAttention.op.version
 

@@ -89,7 +89,7 @@ def test_a_call_compiled_earlier_is_recorded_when_recording_starts(plain, x, cha
     assert len(get_recorded()) == 1
 
 
-def test_calls_of_two_executors_are_tuned_for_both(plain, x):
+def test_a_call_recorded_by_two_executors_is_tuned_for_both(plain, x):
     chains = [ConfigSelectorChain(tuner=Favouring()) for _ in range(2)]
     with record_calls():
         for chain in chains:
@@ -100,7 +100,7 @@ def test_calls_of_two_executors_are_tuned_for_both(plain, x):
     assert [chain.cache.size() for chain in chains] == [2, 2]
 
 
-def test_a_call_is_recorded_once_whatever_configuration_it_brought(plain, x, chain):
+def test_a_call_is_recorded_once_regardless_of_its_cfg(plain, x, chain):
     with record_calls():
         for tile in (1, 2, 3):
             call(x, cfg=ToyConfig(fwd_params=FwdParams(q_blocksize=tile)), chain=chain)
@@ -109,7 +109,7 @@ def test_a_call_is_recorded_once_whatever_configuration_it_brought(plain, x, cha
     assert get_recorded()[0].plan.cfg is None
 
 
-def test_a_sharded_call_is_tuned_for_the_size_of_a_shard(plain, tuning):
+def test_a_recorded_sharded_call_is_tuned_at_shard_shapes(plain, tuning):
     mesh = Mesh(jax.devices()[:4], "d")
     specs = {"mesh": mesh, "in_specs": (PartitionSpec("d"),), "out_specs": PartitionSpec("d")}
     call(jnp.ones((16, 8)), chain=tuning, **specs)
@@ -121,20 +121,20 @@ def test_a_sharded_call_is_tuned_for_the_size_of_a_shard(plain, tuning):
     assert toy.blocks(toy.seen()[-1]) == (16, 64)
 
 
-def test_what_was_tuned_is_no_longer_recorded(plain, x, tuning):
+def test_tuned_calls_leave_the_record(plain, x, tuning):
     jax.jit(lambda x: call(x, chain=tuning))(x)
     assert autotune_recorded() != []
     assert autotune_recorded() == []
 
 
-def test_recorded_calls_can_be_forgotten(plain, x, tuning):
+def test_clear_recorded_forgets_recorded_calls(plain, x, tuning):
     jax.jit(lambda x: call(x, chain=tuning))(x)
     clear_recorded()
 
     assert autotune_recorded() == []
 
 
-def test_a_call_that_cannot_be_tuned_does_not_stop_the_others(use, x):
+def test_autotune_recorded_tunes_the_other_calls_if_one_fails(use, x):
     chain = ConfigSelectorChain(tuner=Tuner(warmup_iterations=0, timing_iterations=1))
     wide = toy.implementation("wide", forward="toy:failing", extra=lambda r: () if r.x.shape[1] == 9 else ["not wide"])
     use(toy.plugin(wide, toy.implementation("narrow", extra=lambda r: ["wide"] if r.x.shape[1] == 9 else ())))
@@ -160,7 +160,7 @@ def test_nothing_is_tuned_under_a_trace(plain, x, tuning):
         jax.jit(traced)(x)
 
 
-def test_a_call_known_by_its_shapes_is_tuned_on_inputs_of_the_operation(plain, chain):
+def test_an_abstract_call_is_tuned_on_generated_inputs(plain, chain):
     toy.MADE.clear()
     shapes = ToyArguments(x=jax.ShapeDtypeStruct((3, 5), jnp.float32))
     chain.tuner = Favouring()
@@ -171,14 +171,14 @@ def test_a_call_known_by_its_shapes_is_tuned_on_inputs_of_the_operation(plain, c
     assert "x=float32[3,5]" in results[0].key.call
 
 
-def test_progress_over_the_calls_is_shown_when_asked(plain, x, tuning, capsys):
+def test_autotune_recorded_shows_progress_with_show_progress(plain, x, tuning, capsys):
     jax.jit(lambda x: call(x, chain=tuning))(x)
     autotune_recorded(show_progress=True)
 
     assert "recorded calls: 100%" in capsys.readouterr().err
 
 
-def test_too_many_calls_are_not_dropped_silently(plain, x, chain, monkeypatch):
+def test_recording_warns_when_it_exceeds_the_maximum_of_calls(plain, x, chain, monkeypatch):
     monkeypatch.setattr(recording, "MAX_RECORDED_CALLS", 1)
     with record_calls():
         call(x, chain=chain)
