@@ -113,7 +113,7 @@ def test_number_of_splits_stays_between_1_and_the_limits(rows, capability):
     device = dataclasses.replace(H200, compute_capability=capability)
     for keys in (1, 255, 4096, 100_000):
         chosen = config.heuristic(record(rows=rows, keys=keys), device, "forward").num_splits
-        assert 1 <= chosen <= max(1, min(config.MAX_SPLITS, keys // config.MIN_SPLIT_KEYS))
+        assert 1 <= chosen <= max(1, min(config.MAX_SPLITS, keys // config.MIN_KEYS_PER_SPLIT))
         assert all(
             1 <= c.num_splits <= config.MAX_SPLITS for c in config.candidates(record(keys=keys), device, "forward")
         )

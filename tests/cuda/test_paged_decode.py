@@ -124,7 +124,7 @@ def test_blocks_fill_the_chip(shape, device, expected):
     count, lines = config.thread_blocks_and_queues(given, rule)
     assert lines == rule.num_work_queues
     assert count % lines == 0
-    assert count >= config.MIN_BUSY_FRACTION * rule.num_thread_blocks
+    assert count >= config.MIN_BUSY_BLOCK_FRACTION * rule.num_thread_blocks
 
 
 def test_thread_blocks_and_queues_are_clamped_to_the_record():

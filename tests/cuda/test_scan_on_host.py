@@ -10,7 +10,7 @@ import pytest
 
 from ejkernel.families.selective_scan import SelectiveScan, packed_scan, reference
 from ejkernel.families.selective_scan.scan_sequences import sequences
-from ejkernel_cuda.selective_scan.backward import WARPGROUP_CHANNELS
+from ejkernel_cuda.selective_scan.backward import CHANNELS_PER_WARPGROUP
 from ejkernel_cuda.selective_scan.forward import packed_sequence_operands, scan_operands
 
 TOKENS, CHANNELS, SIZE = 150, 136, 13
@@ -76,7 +76,7 @@ def forward(host, record, lanes):
 def backward(host, record, states, cotangent, warpgroups):
     """Gradients by name."""
     operands, packing, sizes, packed = inputs(record)
-    rows, wide = record.x.shape[0], -(-CHANNELS // WARPGROUP_CHANNELS)
+    rows, wide = record.x.shape[0], -(-CHANNELS // CHANNELS_PER_WARPGROUP)
     given = [*operands, states, *(np.array(x) for x in cotangent), *packing]
     made = [nothing(*record.x.shape), nothing(*record.x.shape), nothing(rows, wide, TOKENS, 2, 16)]
     made += [nothing(sizes[0], CHANNELS, SIZE), nothing(sizes[0], CHANNELS), nothing(sizes[0], CHANNELS, SIZE)]

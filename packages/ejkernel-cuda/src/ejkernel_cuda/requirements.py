@@ -12,7 +12,7 @@ def cuda_requires(
     dtypes: Iterable[str],
     *,
     handles: Iterable[str],
-    extra: Callable[[Any], Iterable[str]],
+    extra_reasons: Callable[[Any], Iterable[str]],
     head_dims: range | None = None,
 ) -> Requires:
     """Returns the requirements of a kernel: an NVIDIA GPU and the compiled library.
@@ -21,7 +21,7 @@ def cuda_requires(
         min_compute_capability: Of the GPU.
         dtypes: Dtypes that the kernel reads.
         handles: Optional fields that the kernel honours.
-        extra: Yields reasons that the other requirements cannot express.
+        extra_reasons: Yields reasons that the other requirements cannot express.
         head_dims: Head dimensions that the kernel supports; None for kernels without.
     """
     return Requires(
@@ -31,15 +31,17 @@ def cuda_requires(
         dtypes=frozenset(dtypes),
         head_dims=head_dims,
         handles=frozenset(handles),
-        extra=extra,
+        extra=extra_reasons,
     )
 
 
-def decode_requires(*, handles: Iterable[str], extra: Callable[[Any], Iterable[str]]) -> Requires:
+def decode_requires(*, handles: Iterable[str], extra_reasons: Callable[[Any], Iterable[str]]) -> Requires:
     """Returns the requirements of decode attention: GPUs from Ampere on, and queries of 16 bits.
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Yields reasons that the other requirements cannot express.
+        extra_reasons: Yields reasons that the other requirements cannot express.
     """
-    return cuda_requires(8.0, ("float16", "bfloat16"), handles=handles, extra=extra, head_dims=range(8, 257))
+    return cuda_requires(
+        8.0, ("float16", "bfloat16"), handles=handles, extra_reasons=extra_reasons, head_dims=range(8, 257)
+    )

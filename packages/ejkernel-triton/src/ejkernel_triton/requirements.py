@@ -15,13 +15,16 @@ DTYPES = frozenset({"float16", "bfloat16", "float32"})
 
 
 def triton_requires(
-    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
+    *,
+    handles: Iterable[str],
+    extra_reasons: Callable[[Any], Iterable[str]] = lambda record: (),
+    head_dims: range | None = None,
 ) -> Requires:
     """Returns the requirements: GPUs from Ampere on and AMD's, or CPUs if Triton's interpreter is enabled.
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Yields reasons that the other requirements cannot express.
+        extra_reasons: Yields reasons that the other requirements cannot express.
         head_dims: Head dimensions that the kernels support; None for families without.
     """
     uses_interpreter = interpreting()
@@ -32,7 +35,7 @@ def triton_requires(
         dtypes=DTYPES,
         head_dims=head_dims,
         handles=frozenset(handles),
-        extra=extra,
+        extra=extra_reasons,
     )
 
 

@@ -18,12 +18,12 @@ KEY_DIM = 128
 VALUE_CHANNELS_PER_BLOCK = 64
 """Value channels of a head that a block computes."""
 
-HOPPER_MULTIPROCESSORS, MIN_BLOCKS_PER_WAVE = 132, 48
+HOPPER_MULTIPROCESSORS, MIN_BUSY_BLOCKS_PER_WAVE = 132, 48
 """Multiprocessors of a Hopper chip, each of which computes one block at a time; and how many of a wave have to be busy
 for the kernel to be faster than Triton's, which splits long rows over all of them (docs/lab/linear_recurrence_gpu.md).
 """
 
-MIN_BLOCKS, MAX_TOKENS_OF_FEW_BLOCKS = 32, 8192
+MIN_BLOCKS_FOR_SHORT_ROWS, MAX_SHORT_ROW_TOKENS = 32, 8192
 """The number of blocks with which the kernel is faster than Triton's in rows of up to so many tokens: 0.255 ms instead
 of 0.301 with 8192 tokens, 1.94 instead of 1.43 with 65536.
 """
@@ -56,8 +56,8 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     are busy with rows that are long: a block scans its row alone.
     """
     blocks = record.query.shape[0] * head_count(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
-    has_short_rows = record.query.shape[1] <= MAX_TOKENS_OF_FEW_BLOCKS and blocks >= MIN_BLOCKS
-    return 15 if has_short_rows or blocks >= MIN_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
+    has_short_rows = record.query.shape[1] <= MAX_SHORT_ROW_TOKENS and blocks >= MIN_BLOCKS_FOR_SHORT_ROWS
+    return 15 if has_short_rows or blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
 
 
 IMPLEMENTATIONS = (
@@ -66,7 +66,9 @@ IMPLEMENTATIONS = (
         name="cuda_delta",
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
-        requires=cuda_requires(HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLES, extra=_refusal_reasons),
+        requires=cuda_requires(
+            HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLES, extra_reasons=_refusal_reasons
+        ),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",
     ),

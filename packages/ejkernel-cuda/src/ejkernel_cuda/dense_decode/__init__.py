@@ -31,7 +31,7 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.dense_decode.forward:forward",
         requires=decode_requires(
-            handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra=_refusal_reasons
+            handles={"kv_starts", "softmax_aux", "sliding_window", "logits_soft_cap"}, extra_reasons=_refusal_reasons
         ),
         config=ConfigSpace.of(config, forward=config.DecodeSplits),
         priority=30,

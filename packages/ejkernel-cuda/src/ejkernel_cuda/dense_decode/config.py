@@ -12,10 +12,10 @@ from ejkernel.ops.params import Direction
 HEADS_PER_BLOCK = 16
 """Query heads per block, all of one KV head: the rows of an MMA tile."""
 
-MIN_SPLIT_KEYS = 256
+MIN_KEYS_PER_SPLIT = 256
 """The smallest number of keys per split, so that starting and merging a block stays cheap."""
 
-MIN_BALANCED_SPLIT_KEYS = 4096
+MIN_KEYS_PER_BALANCING_SPLIT = 4096
 """The smallest number of keys per split where splits balance rows of different lengths."""
 
 MIN_WAVES_FOR_BALANCE = 3
@@ -53,7 +53,10 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     # Rows of different lengths leave a wave partly idle. Several waves of shorter blocks balance that, as long as a
     # split has enough keys; a single row needs no balance.
     min_splits = (
-        min(cdiv(MIN_WAVES_FOR_BALANCE * blocks_per_wave, blocks), _max_keys(record) // MIN_BALANCED_SPLIT_KEYS)
+        min(
+            cdiv(MIN_WAVES_FOR_BALANCE * blocks_per_wave, blocks),
+            _max_keys_per_row(record) // MIN_KEYS_PER_BALANCING_SPLIT,
+        )
         if record.query.shape[0] > 1
         else 1
     )
@@ -73,10 +76,10 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
 
 def max_splits(record: PagedAttention) -> int:
     """Returns the largest number of splits that leaves each enough keys."""
-    return max(1, min(MAX_SPLITS, _max_keys(record) // MIN_SPLIT_KEYS))
+    return max(1, min(MAX_SPLITS, _max_keys_per_row(record) // MIN_KEYS_PER_SPLIT))
 
 
-def _max_keys(record: PagedAttention) -> int:
+def _max_keys_per_row(record: PagedAttention) -> int:
     """Returns an upper bound on the keys that a row attends to, from shapes and window."""
     left, _ = band(record)
     keys = record.key_pages.shape[1]

@@ -50,7 +50,7 @@ IMPLEMENTATIONS = (
         name="cuda_paged",
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=decode_requires(handles=HANDLES, extra=_refusal_reasons),
+        requires=decode_requires(handles=HANDLES, extra_reasons=_refusal_reasons),
         config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedDecodeGrid),
         priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",

@@ -62,11 +62,11 @@ def _sinks_with_lse(key: jax.Array) -> dict[str, Any]:
 def _with_quantised_cache(inputs: Any, dtype: Any, names: tuple[str, ...] = ("key_cache", "value_cache")) -> Any:
     """Returns an input maker that converts the caches to another float dtype."""
 
-    def make(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
+    def make_inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
         unquantised_inputs = inputs(key, sizes)
         return unquantised_inputs | {name: unquantised_inputs[name].astype(dtype) for name in names}
 
-    return make
+    return make_inputs
 
 
 def cases() -> dict[str, tuple[Case, ...]]:

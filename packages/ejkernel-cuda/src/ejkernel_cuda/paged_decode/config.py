@@ -10,7 +10,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
 
-MIN_BUSY_FRACTION = 0.95
+MIN_BUSY_BLOCK_FRACTION = 0.95
 """The fraction of the chip's resident blocks that must have work: with less, several heads share a work queue."""
 
 
@@ -35,7 +35,7 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     queue_counts = [
         n
         for n in _divisors(_num_work_items_per_row(record))
-        if resident_blocks // n * n >= MIN_BUSY_FRACTION * resident_blocks
+        if resident_blocks // n * n >= MIN_BUSY_BLOCK_FRACTION * resident_blocks
     ]
     return PagedDecodeGrid(num_thread_blocks=resident_blocks, num_work_queues=max(queue_counts))
 

@@ -16,9 +16,9 @@ MIN_GROUP_SIZE = 64
 """The smallest group of codes. With `transpose` the scale is applied to a group's sums; without, a group must be
 exactly a warp's columns.
 """
-MAX_ELEMENTS = 2**31 - 1
+MAX_ARRAY_ELEMENTS = 2**31 - 1
 """The largest number of elements of an array: indices of rows and tiles have 32 bits."""
-MIN_PRIORITY_COLUMNS = 4096
+MIN_COLUMNS_FOR_PRIORITY = 4096
 """With `transpose=False`, the smallest number of columns for which the kernels have priority over Triton's. Smaller
 matrices have not been timed, and leave multiprocessors without a block.
 """
@@ -37,8 +37,8 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
         yield f"scales: got {record.scales.dtype}, the kernels read float16"
     if rows > MAX_ROWS:
         yield f"x: got {rows} rows, the kernels have at most {MAX_ROWS}"
-    if record.packed.size > MAX_ELEMENTS:
-        yield f"w: got {record.packed.size} words, the kernels have at most {MAX_ELEMENTS}"
+    if record.packed.size > MAX_ARRAY_ELEMENTS:
+        yield f"w: got {record.packed.size} words, the kernels have at most {MAX_ARRAY_ELEMENTS}"
     if k % 8:
         yield f"x: got rows of {k} elements, the kernels read multiples of 16 bytes"
     yield from _layout_refusal_reasons(record)
@@ -63,7 +63,7 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     """Returns a priority above Triton's 10, except for few columns without transpose
     (docs/lab/quantized_matmul_gpu.md).
     """
-    return 5 if not record.transpose and columns(record) < MIN_PRIORITY_COLUMNS else 20
+    return 5 if not record.transpose and columns(record) < MIN_COLUMNS_FOR_PRIORITY else 20
 
 
 IMPLEMENTATIONS = (
@@ -72,7 +72,9 @@ IMPLEMENTATIONS = (
         name="cuda",
         platform="cuda",
         forward="ejkernel_cuda.quantized_matmul.forward:forward",
-        requires=cuda_requires(9.0, {"bfloat16"}, handles={"zeros", "transpose", "precision"}, extra=_refusal_reasons),
+        requires=cuda_requires(
+            9.0, {"bfloat16"}, handles={"zeros", "transpose", "precision"}, extra_reasons=_refusal_reasons
+        ),
         config=ConfigSpace.of(config, forward=config.QuantizedSplits),
         priority=_priority,
         cases="ejkernel_cuda.quantized_matmul.cases:cases",

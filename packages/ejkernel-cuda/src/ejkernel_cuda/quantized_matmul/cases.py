@@ -24,7 +24,7 @@ _CASE_SIZES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("three tiles of rows", {"m": 33, "k": 384, "n": 640}),
     ("two chunks", {"m": 5, "k": 1152, "n": 128}),
 )
-_CASE_ROWS: tuple[Row[Any], ...] = (
+_CASE_TABLE: tuple[Row[Any], ...] = (
     *(
         _row(f"int4, {name}{', transposed' if transpose else ''}", transpose=transpose, **sizes)
         for transpose in (False, True)
@@ -46,4 +46,4 @@ _CASE_ROWS: tuple[Row[Any], ...] = (
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _CASE_ROWS)}
+    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _CASE_TABLE)}

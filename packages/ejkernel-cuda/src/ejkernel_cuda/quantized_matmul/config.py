@@ -15,7 +15,7 @@ RESIDENT_BLOCKS_BY_CLUSTER_SIZE = {1: 264, 2: 264, 3: 237, 4: 248, 5: 235, 6: 23
 """Resident blocks by cluster size (H200), two per multiprocessor: a cluster cannot span the chip's GPCs, so some
 sizes leave multiprocessors idle.
 """
-RELATIVE_BLOCK_TIME = {1: 1.0, 2: 1.55}
+RELATIVE_TIME_BY_BLOCKS_PER_SM = {1: 1.0, 2: 1.55}
 """Time per contracted element if this many blocks share a multiprocessor, relative to one block."""
 BLOCK_OVERHEAD_IN_K = 200
 """The fixed cost of a block, in contracted elements: starting, filling the pipeline, and adding up sums."""
@@ -117,7 +117,8 @@ def estimate_cost(record: QuantizedMatmul, splits: int) -> float:
         [2 if last > RESIDENT_BLOCKS_BY_CLUSTER_SIZE[splits] // 2 else 1] if last else []
     )
     return sum(
-        RELATIVE_BLOCK_TIME[blocks] * (k_per_split + BLOCK_OVERHEAD_IN_K) for blocks in blocks_per_multiprocessor
+        RELATIVE_TIME_BY_BLOCKS_PER_SM[blocks] * (k_per_split + BLOCK_OVERHEAD_IN_K)
+        for blocks in blocks_per_multiprocessor
     )
 
 

@@ -59,7 +59,7 @@ def _multiply_wgmma(record: QuantizedMatmul, config: QuantizedSplits) -> jax.Arr
         (
             jax.ShapeDtypeStruct((rows, columns(record)), record.x.dtype),
             # A first kernel writes x here, permuted for the products.
-            jax.ShapeDtypeStruct((permuted_x_bytes(rows, k),), jnp.uint8),
+            jax.ShapeDtypeStruct((permuted_x_workspace_bytes(rows, k),), jnp.uint8),
         ),
         vmap_method="sequential",
     )
@@ -80,7 +80,7 @@ def _multiply_wgmma_without_transpose(record: QuantizedMatmul, config: Quantized
     return call(record.x, record.packed, record.scales, record.zeros, splits=splits)
 
 
-def permuted_x_bytes(rows: int, k: int) -> int:
+def permuted_x_workspace_bytes(rows: int, k: int) -> int:
     """Returns the bytes of permuted x and of its sums over groups (csrc/quantized_matmul/warpgroups.cuh)."""
     padded_rows = 32 if rows <= 32 else 64
     return k // WGMMA_K_MULTIPLE * padded_rows * (2 * WGMMA_K_MULTIPLE + 32)

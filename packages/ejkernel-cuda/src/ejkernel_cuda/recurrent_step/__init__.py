@@ -14,7 +14,7 @@ from ejkernel_cuda.requirements import cuda_requires
 HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
 """Optional fields that the kernel honours."""
 
-MIN_TOKENS, MIN_TOKENS_WITH_CHANNEL_GATES = 4, 7
+MIN_TOKENS_FOR_PRIORITY, MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY = 4, 7
 """The number of tokens per sequence, without and with gates per key channel, from which on the kernel is faster than
 Triton's on an H200 (docs/lab/linear_recurrence_gpu.md).
 """
@@ -59,7 +59,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     measured.
     """
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    min_tokens = MIN_TOKENS_WITH_CHANNEL_GATES if has_channel_gates(record) else MIN_TOKENS
+    min_tokens = MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY if has_channel_gates(record) else MIN_TOKENS_FOR_PRIORITY
     return 25 if record.query.shape[1] >= min_tokens * sequences else -1
 
 
@@ -70,7 +70,10 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.recurrent_step.forward:forward",
         requires=cuda_requires(
-            8.0, {"float16", "bfloat16"}, handles=HANDLES | {"transposed_states", "precision"}, extra=_refusal_reasons
+            8.0,
+            {"float16", "bfloat16"},
+            handles=HANDLES | {"transposed_states", "precision"},
+            extra_reasons=_refusal_reasons,
         ),
         priority=_priority,
         cases="ejkernel_cuda.recurrent_step.cases:cases",

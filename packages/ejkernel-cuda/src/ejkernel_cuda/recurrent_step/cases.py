@@ -18,17 +18,17 @@ DEFAULT_SIZES: dict[str, Any] = {"h": 2, "k": 64, "v": 32, "dtype": jnp.bfloat16
 RETURN_STATE = {"return_state": True}
 
 
-def _delta_inputs(gate: str, **constants: Any) -> Any:
+def _make_delta_input_maker(gate: str, **constants: Any) -> Any:
     """Returns an input maker with beta, a decay per head or per key channel, and a state."""
 
-    def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+    def make_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
         inputs = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
         return {("decay" if name == "gk" else name): x for name, x in inputs.items()}
 
-    return make
+    return make_inputs
 
 
-def _packed_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _make_packed_inputs_with_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns packed sequences, one without tokens, one without a slot, and one with more tokens than a chunk."""
     slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
     starts, indices = jnp.array([0, 1, 1, 14, 15], jnp.int32), jnp.array([-1, 3, 5, 2], jnp.int32)
@@ -55,7 +55,7 @@ _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, slots",
         RecurrenceSizes(b=1, t=17, g=2, n=4, **DEFAULT_SIZES),
-        _packed_slots,
+        _make_packed_inputs_with_slots,
         ("decay", "cu_seqlens", "sequence_state", "state_slots"),
         ("awkward",),
     ),
@@ -73,7 +73,7 @@ _DELTA_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of heads",
         RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128, "v": 64}),
-        _delta_inputs("heads", **RETURN_STATE),
+        _make_delta_input_maker("heads", **RETURN_STATE),
         ("beta", "decay", "initial_state"),
         (),
     ),
@@ -82,7 +82,7 @@ _CHANNEL_DECAY_CASES: tuple[Row, ...] = (
     (
         "CUDA step, decay of channels",
         RecurrenceSizes(t=7, g=2, **{**DEFAULT_SIZES, "v": 128}),
-        _delta_inputs("channels"),
+        _make_delta_input_maker("channels"),
         ("beta", "decay", "initial_state"),
         (),
     ),

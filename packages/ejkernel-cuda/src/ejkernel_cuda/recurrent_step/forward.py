@@ -46,7 +46,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     )
     operands = (
         *(record.query, record.key, record.value),
-        *(_convert_gates(x, record) for x in (record.decay, record.beta, record.dt, record.skip)),
+        *(_cast_gates_or_make_empty(x, record) for x in (record.decay, record.beta, record.dt, record.skip)),
         *(
             jnp.zeros(0, jnp.int32) if x is None else x.astype(jnp.int32)
             for x in (record.cu_seqlens, record.state_slots)
@@ -61,7 +61,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     return (output, states), ()
 
 
-def _convert_gates(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:
+def _cast_gates_or_make_empty(x: jax.Array | None, record: LinearRecurrence) -> jax.Array:
     """Returns gates or factors in the query's dtype or in float32; an absent array becomes an empty one."""
     if x is None:
         return jnp.zeros(0, jnp.float32)

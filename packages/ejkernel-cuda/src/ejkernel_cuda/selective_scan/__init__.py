@@ -10,10 +10,10 @@ from ejkernel.ops.params import Direction
 from ejkernel_cuda.requirements import cuda_requires
 from ejkernel_cuda.selective_scan import config
 
-SMALL_STATE_DIM = 8
+MAX_LOW_PRIORITY_STATE_DIM = 8
 """The state dimension up to which Triton's backward pass is faster: 3.13 ms with this forward pass instead of 3.72."""
 
-MIN_WARPGROUPS = 128
+MIN_WARPGROUPS_FOR_PRIORITY = 128
 """The number of warpgroups from which on the backward kernel is faster than Triton's, which splits sequences into
 segments.
 """
@@ -45,18 +45,19 @@ def _priority(record: Any, device: DeviceInfo, direction: Direction) -> int:
     Triton's backward pass is faster with small states and with few rows, which were not measured here.
     """
     if direction == "backward" and (
-        record.decay.shape[1] <= SMALL_STATE_DIM or config.num_warpgroups(record) < MIN_WARPGROUPS
+        record.decay.shape[1] <= MAX_LOW_PRIORITY_STATE_DIM
+        or config.num_warpgroups(record) < MIN_WARPGROUPS_FOR_PRIORITY
     ):
         return -1
     return 20
 
 
-def _make_requires(min_capability: float, extra: Callable[[Any], Iterable[str]]) -> Requires:
+def _make_requires(min_compute_capability: float, extra_reasons: Callable[[Any], Iterable[str]]) -> Requires:
     return cuda_requires(
-        min_capability,
+        min_compute_capability,
         DTYPES,
         handles=scan_sequences.HANDLES | {"initial_state"},
-        extra=extra,
+        extra_reasons=extra_reasons,
         head_dims=range(1, config.MAX_STATE_DIM + 1),
     )
 

@@ -9,7 +9,7 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states, sequences
 from ejkernel.types.pullback import Pullback
 from ejkernel_cuda.library import register_handler
-from ejkernel_cuda.selective_scan.config import MAX_STATE_DIM, WARPGROUP_CHANNELS, GradientTile
+from ejkernel_cuda.selective_scan.config import CHANNELS_PER_WARPGROUP, MAX_STATE_DIM, GradientTile
 from ejkernel_cuda.selective_scan.forward import packed_sequence_operands, scan_operands
 
 
@@ -34,7 +34,7 @@ def backward(pullback: Pullback, config: GradientTile) -> dict[str, jax.Array]:
         (
             shape(x.shape, x.dtype),
             shape(step.shape, step.dtype),
-            shape((rows, cdiv(channels, WARPGROUP_CHANNELS), tokens, 2, MAX_STATE_DIM), float32),
+            shape((rows, cdiv(channels, CHANNELS_PER_WARPGROUP), tokens, 2, MAX_STATE_DIM), float32),
             shape((states, channels, state_dim), float32),
             shape((states, channels), float32),
             shape((states, channels, state_dim), float32),

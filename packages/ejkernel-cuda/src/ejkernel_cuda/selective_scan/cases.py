@@ -20,17 +20,17 @@ _CASE_SIZES = (
 )
 
 
-def _make_case(name: str, sizes: tuple[int, int, int, int], dtype: Any, step: Any, initial: bool) -> Case:
+def _make_case(name: str, sizes: tuple[int, int, int, int], dtype: Any, dt_dtype: Any, has_initial_state: bool) -> Case:
     rows, tokens, channels, state_dim = sizes
     shape = jax.ShapeDtypeStruct
     token, pair = shape((rows, tokens, channels), dtype), shape((rows, tokens, state_dim), dtype)
     decay, skip = shape((channels, state_dim), jnp.float32), shape((channels,), jnp.float32)
-    required_arrays = (token, decay, pair, pair, skip, shape(token.shape, step))
+    required_arrays = (token, decay, pair, pair, skip, shape(token.shape, dt_dtype))
     arguments_by_name: dict[str, Any] = dict(zip(OP.signature.parameters, required_arrays, strict=False))
-    if initial:
+    if has_initial_state:
         arguments_by_name["initial_state"] = shape((rows, channels, state_dim), jnp.float32)
     arguments = StateSpaceV1Arguments(**arguments_by_name)
-    return tagged(name, lambda key: make_inputs(arguments, key), ("initial_state",) if initial else (), ())
+    return tagged(name, lambda key: make_inputs(arguments, key), ("initial_state",) if has_initial_state else (), ())
 
 
 def cases() -> dict[str, tuple[Case, ...]]:

@@ -14,7 +14,7 @@ MAX_STATE_DIM = 16
 CHANNEL_ALIGNMENT = 8
 """Channels must be a multiple of this for rows to be aligned for copies of 16 bytes."""
 
-WARPGROUP_CHANNELS = 128
+CHANNELS_PER_WARPGROUP = 128
 """Channels per warpgroup of the backward kernel, which adds up dB and dC over them."""
 
 
@@ -31,7 +31,7 @@ class ScanTile:
     lanes: int
 
     @property
-    def warp_channels(self) -> int:
+    def channels_per_warp(self) -> int:
         """Returns the number of channels per warp."""
         return 32 // self.lanes * self.channels
 
@@ -59,7 +59,7 @@ MIN_WARPS_BY_TILE = {WIDE_TILE: 1024, MEDIUM_TILE: 512}
 Measured on an H200 (docs/lab/selective_scan_gpu.md) with 4096 channels and 1, 2, 4 and 8 rows.
 """
 
-MIN_WARPGROUPS_FOR_PAIRS = 256
+MIN_WARPGROUPS_FOR_TWO_PER_BLOCK = 256
 """The number of warpgroups from which on two per block are 2% faster; with fewer, pairs would leave multiprocessors
 idle.
 """
@@ -67,18 +67,18 @@ idle.
 
 def num_warpgroups(record: SelectiveScan) -> int:
     """Returns the number of warpgroups of the backward kernel."""
-    return sequences(record) * cdiv(record.x.shape[2], WARPGROUP_CHANNELS)
+    return sequences(record) * cdiv(record.x.shape[2], CHANNELS_PER_WARPGROUP)
 
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanTile | GradientTile:
     """Returns the tile with the fewest instructions that fills the chip, or else the one with the most warps."""
     if direction == "backward":
-        return GradientTile(warpgroups=2 if num_warpgroups(record) >= MIN_WARPGROUPS_FOR_PAIRS else 1)
+        return GradientTile(warpgroups=2 if num_warpgroups(record) >= MIN_WARPGROUPS_FOR_TWO_PER_BLOCK else 1)
     rows, channels = sequences(record), record.x.shape[2]
     if channels % CHANNEL_ALIGNMENT:
         return ANY_CHANNELS_TILE
     for tile, min_warps in MIN_WARPS_BY_TILE.items():
-        if rows * channels // tile.warp_channels >= min_warps:
+        if rows * channels // tile.channels_per_warp >= min_warps:
             return tile
     return NARROW_TILE
 

@@ -42,20 +42,20 @@ def _query_attends(record: TiledAttention) -> jax.Array:
 
 def _run(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     inputs = {"query": record.query, "key": record.key, "value": record.value}
-    xla_flags = inputs if record.bias is None else {**inputs, "bias": record.bias}
+    operands = inputs if record.bias is None else {**inputs, "bias": record.bias}
 
-    def run(xla_flags: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
+    def run(operands: dict[str, jax.Array], rows: int) -> tuple[jax.Array, ...]:
         # `run_with_batch_rows` keeps an operand that all rows share at one row, which cuDNN supports for a bias only.
         query_key_value_rows = {
-            name: jnp.broadcast_to(xla_flags[name], (rows, *xla_flags[name].shape[1:])) for name in inputs
+            name: jnp.broadcast_to(operands[name], (rows, *operands[name].shape[1:])) for name in inputs
         }
-        return _forward(dataclasses.replace(record, **{**xla_flags, **query_key_value_rows}))
+        return _emit_forward_call(dataclasses.replace(record, **{**operands, **query_key_value_rows}))
 
-    output, lse = run_with_batch_rows(run, xla_flags, record.query.shape[0])
+    output, lse = run_with_batch_rows(run, operands, record.query.shape[0])
     return output, SoftmaxResiduals(lse=lse)
 
 
-def _forward(record: TiledAttention) -> tuple[jax.Array, ...]:
+def _emit_forward_call(record: TiledAttention) -> tuple[jax.Array, ...]:
     b, t, h, _ = record.query.shape
     output = jax.ShapeDtypeStruct((b, t, h, record.value.shape[-1]), record.query.dtype)
     lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)

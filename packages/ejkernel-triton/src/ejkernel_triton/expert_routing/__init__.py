@@ -24,7 +24,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "expert_routing",
             forward="expert_routing.forward:forward",
-            requires=triton_requires(handles=(), extra=_refusal_reasons),
+            requires=triton_requires(handles=(), extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.RoutingTiles),
         ),
     )

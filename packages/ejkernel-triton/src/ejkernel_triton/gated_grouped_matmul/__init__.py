@@ -29,7 +29,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="gated_grouped_matmul.forward:forward",
             backward="gated_grouped_matmul.backward:backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
-            requires=triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
+            requires=triton_requires(handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.GatedTiles, backward=GroupedBackward),
         ),
     )

@@ -56,7 +56,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="grouped_matmul.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
             requires=dataclasses.replace(
-                triton_requires(handles=HANDLED_FIELDS, extra=_refusal_reasons),
+                triton_requires(handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
                 dtypes=requirements.DTYPES | {FLOAT8_OPERAND_DTYPE},
             ),
             config=ConfigSpace.of(

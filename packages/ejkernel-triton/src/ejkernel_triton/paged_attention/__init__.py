@@ -66,7 +66,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "paged_attention",
             forward="paged_attention.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.PagedForward),
         ),
         *latent.implementations(),

@@ -38,7 +38,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"x"}),
             priority=_priority,
             requires=triton_requires(
-                handles=("zeros", "tensor_scale", "transpose", "precision"), extra=_refusal_reasons
+                handles=("zeros", "tensor_scale", "transpose", "precision"), extra_reasons=_refusal_reasons
             ),
             config=ConfigSpace.of(config, forward=config.QuantizedTiles),
         ),

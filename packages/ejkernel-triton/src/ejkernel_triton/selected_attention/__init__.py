@@ -49,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="selected_attention.forward:forward",
             backward="selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(
                 config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.tuned_table_key
             ),

@@ -21,7 +21,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
-                extra=decode.scan_refusal_reasons,
+                extra_reasons=decode.scan_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.ScanForward, backward=config.ScanBackward),
         ),

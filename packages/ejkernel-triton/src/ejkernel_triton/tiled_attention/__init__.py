@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
-        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
+        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

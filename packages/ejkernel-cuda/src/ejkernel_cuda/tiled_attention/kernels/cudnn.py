@@ -46,8 +46,8 @@ def emit_custom_call(
     direction: str,
     product_dimensions: dict[str, Any],
     operands: tuple[jax.Array, ...],
-    attention_results: tuple[Any, ...],
-    other_results: tuple[Any, ...],
+    attention_result_shapes: tuple[Any, ...],
+    other_result_shapes: tuple[Any, ...],
 ) -> tuple[jax.Array, ...]:
     """Emits one of XLA's custom calls for cuDNN.
 
@@ -56,8 +56,8 @@ def emit_custom_call(
         direction: The last word of the custom call's name.
         product_dimensions: The matrix products in it.
         operands: Its operands.
-        attention_results: Arrays with the shapes and dtypes of the results of shape [B, T, H, D].
-        other_results: Arrays with the shapes and dtypes of the other results.
+        attention_result_shapes: Arrays with the shapes and dtypes of the results of shape [B, T, H, D].
+        other_result_shapes: Arrays with the shapes and dtypes of the other results.
 
     Returns:
         The results, in that order.
@@ -65,9 +65,9 @@ def emit_custom_call(
     # XLA's pass expects results of shape [B, H, T, D]; the declared layout stores them as [B, T, H, D], so that the
     # transposition at the end moves no data.
     heads_first_shapes = [
-        jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST_PERMUTATION], x.dtype) for x in attention_results
+        jax.ShapeDtypeStruct([x.shape[n] for n in HEADS_FIRST_PERMUTATION], x.dtype) for x in attention_result_shapes
     ]
-    other_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in other_results]
+    other_shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in other_result_shapes]
     # XLA's compiler replaces this size once it has built cuDNN's graph.
     workspace_shape = jax.ShapeDtypeStruct((0,), jnp.uint8)
     results = jax.ffi.ffi_call(

@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
             "linear_recurrence",
             name="triton_decode",
             forward="linear_recurrence.decode.forward:forward",
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.DecodeTile),
             priority=20,
             cases="ejkernel_triton.linear_recurrence.decode.cases:cases",

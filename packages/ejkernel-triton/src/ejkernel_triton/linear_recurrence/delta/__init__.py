@@ -31,7 +31,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="linear_recurrence.delta.backward:backward",
             gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.DeltaRuleConfig,
                 public_fields=PUBLIC_FIELDS,

@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
             only=frozenset({"mla_decode"}),
             name="triton_latent",
             forward="paged_attention.latent.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra_reasons=_refusal_reasons),
             config=ConfigSpace(
                 forward=PagedForward,
                 public_fields=PUBLIC_FIELDS,

@@ -37,7 +37,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
                 handles=scan_sequences.HANDLES | {"initial_state"},
-                extra=_refusal_reasons,
+                extra_reasons=_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.ScanDecodeTile),
             # The priority is above the scans of all packages, which would mask all but one token of a block.
