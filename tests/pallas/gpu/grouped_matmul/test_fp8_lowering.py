@@ -76,8 +76,11 @@ def test_columns_share_scales_if_all_columns_of_a_product_have_the_same():
     ids=str,
 )
 def test_warpgroups_split_columns_if_a_tile_has_two_products(params, split_by_columns, sums_on_tensor_cores):
-    scaling = spec.make_fp8_spec(make(blocks=(1, 1), precision=DEFAULT), params).scaling
-    assert (scaling.split_by_columns, scaling.sums_on_tensor_cores) == (split_by_columns, sums_on_tensor_cores)
+    scale_constants = spec.make_fp8_spec(make(blocks=(1, 1), precision=DEFAULT), params).scale_constants
+    assert (scale_constants.split_by_columns, scale_constants.sums_on_tensor_cores) == (
+        split_by_columns,
+        sums_on_tensor_cores,
+    )
 
 
 @pytest.mark.parametrize("params", [*CANDIDATES, *config.FP8_TENSOR_CORE_SUM_TILES], ids=str)

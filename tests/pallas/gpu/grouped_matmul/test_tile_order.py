@@ -39,7 +39,7 @@ def test_matrices_are_ordered_by_decreasing_rows():
 def test_every_second_round_of_tiles_is_in_reverse_order(columns):
     call = make_call(columns)
     count = call.spec.num_matrices * call.spec.tile_rows_per_matrix * call.spec.num_column_tiles
-    numbers = jax.vmap(lambda n: matrix_gradients._alternate_direction(call, n))(jnp.arange(count))
+    numbers = jax.vmap(lambda n: matrix_gradients._reverse_every_second_round(call, n))(jnp.arange(count))
     assert sorted(numbers.tolist()) == list(range(count))
     whole = count // BLOCKS
     rounds = np.asarray(numbers)[: whole * BLOCKS].reshape(whole, BLOCKS)

@@ -82,7 +82,7 @@ def test_no_piece_of_a_product_starts_with_a_chunk_in_registers():
 def test_products_with_values_have_one_instruction_per_16_keys(in_registers):
     chunk = 64 * 128 // 16 << 16
     offsets = [chunk + step * 16 * 128 // 16 for step in range(4)]
-    code = wgmma._accumulation_ptx(256, "bf16", offsets, transposed=True, in_registers=in_registers)
+    code = wgmma._accumulation_ptx(256, "bf16", offsets, b_is_transposed=True, a_is_in_registers=in_registers)
     # The place of B is the last operand, behind sums, the sums before, and four registers of A for each instruction.
     place = 256 + (16 if in_registers else 1)
     places = re.findall(r"add.u32 place, \$(\d+), (\d+); mov.b64 right", code)

@@ -147,7 +147,7 @@ def _simulated(constants, operands):
         apart = places - position - np.arange(64)[:, None] // constants.rows_per_token
         attends = apart <= constants.right_window if constants.right_window is not None else apart == apart
         attends = attends if constants.left_window is None else attends & (apart >= -constants.left_window)
-        scores = np.where(attends, rows @ found[0].T * constants.log2_scale * np.log(2), -7e29)
+        scores = np.where(attends, rows @ found[0].T * constants.softmax_scale_log2 * np.log(2), -7e29)
         top = scores.max(1, keepdims=True)
         weights = np.exp(scores - top)
         output[item, head] = weights @ found[1] / weights.sum(1, keepdims=True)

@@ -75,7 +75,7 @@ def test_blocks_that_wait_in_order_of_dq_never_deadlock(name, room, folded):
         heads_per_group=1,
         is_persistent=False,
     )
-    plan = dataclasses.replace(plan, folds_bundles=folded)
+    plan = dataclasses.replace(plan, interleaves_bundles=folded)
     added = np.zeros((batch, heads, count), int)
     waiting, running = list(range(plan.num_items)), []
     while waiting or running:
@@ -107,7 +107,7 @@ def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones
         heads * tiles,
         reverses_tiles=False,
         is_persistent=False,
-        folds_bundles=True,
+        interleaves_bundles=True,
     )
     listed = [tile_scheduler.locate_work_tile(plan, np.int32(n)) for n in range(plan.num_items)]
     later, bundles = tiles // 2, heads // bundle
@@ -135,7 +135,7 @@ def test_queries_in_use_by_running_blocks_fit_the_l2_cache(mask, folded, loops_b
     tile = BackwardTile(256, 256, 128, 64, 2)
     visits = query_block_ranges(spec, None, tile.block_q, tile.block_kv)
     plan = backward._tile_schedule_maker(visits, spec, tile)(spec.batch_size)
-    assert (plan.folds_bundles, backward._should_loop_by_head(visits, spec, tile)) == (folded, loops_by_head)
+    assert (plan.interleaves_bundles, backward._should_loop_by_head(visits, spec, tile)) == (folded, loops_by_head)
     if folded:
         assert (
             plan.heads_per_bundle * spec.group_size * spec.q_len * tile.hbm_bytes_per_query(spec)

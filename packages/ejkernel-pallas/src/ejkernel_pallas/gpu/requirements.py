@@ -11,7 +11,7 @@ from ejkernel_pallas.toolchain import JAX
 def hopper_requires(
     *,
     handles: Iterable[str],
-    extra: Callable[[Any], Iterable[str]],
+    find_refusal_reasons: Callable[[Any], Iterable[str]],
     head_dims: tuple[int, ...] | None = None,
     dtypes: Iterable[str] = ("float16", "bfloat16"),
 ) -> Requires:
@@ -19,8 +19,9 @@ def hopper_requires(
 
     Args:
         handles: Optional fields that the kernels honour.
-        extra: Yields reasons that the other requirements cannot express.
-        head_dims: Head dimensions that the kernels support; None for families without, or if `extra` checks them.
+        find_refusal_reasons: Yields reasons that the other requirements cannot express.
+        head_dims: Head dimensions that the kernels support; None for families without, or if `find_refusal_reasons`
+            checks them.
         dtypes: Dtypes of the first operand.
     """
 
@@ -28,7 +29,7 @@ def hopper_requires(
         capability = current_device().compute_capability
         if capability is not None and capability >= 10.0:
             yield f"the GPU has compute capability {capability}; the kernel uses instructions that only 9.0 has"
-        yield from extra(record)
+        yield from find_refusal_reasons(record)
 
     return Requires(
         devices=frozenset({"nvidia"}),

@@ -47,7 +47,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=frozenset({"lhs", "rhs"}),
             requires=hopper_requires(
                 handles=HANDLES,
-                extra=spec.refusal_reasons,
+                find_refusal_reasons=spec.refusal_reasons,
             ),
             config=ConfigSpace.of(
                 config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=shared_tuning_key
@@ -64,7 +64,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward=None,
             requires=hopper_requires(
                 handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
-                extra=spec.fp8_refusal_reasons,
+                find_refusal_reasons=spec.fp8_refusal_reasons,
                 dtypes=(spec.FP8_OPERAND_DTYPE,),
             ),
             config=ConfigSpace(
@@ -85,7 +85,7 @@ def implementations() -> tuple[Implementation, ...]:
             platform="pallas",
             forward="ejkernel_pallas.gpu.grouped_matmul.forward:gated_forward",
             backward=None,
-            requires=hopper_requires(handles=GATED_HANDLES, extra=spec.gated_refusal_reasons),
+            requires=hopper_requires(handles=GATED_HANDLES, find_refusal_reasons=spec.gated_refusal_reasons),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,

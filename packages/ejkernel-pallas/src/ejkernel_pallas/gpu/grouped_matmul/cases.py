@@ -14,10 +14,10 @@ from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments
 from ejkernel.ops.model import Case
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
-UNEVEN_GROUP_SIZES = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
+UNEVEN_GROUPS_PROBLEM = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
 # Whole tiles of 256 columns, in pairs, for clusters.
-TILE_PAIR_SIZES = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
-MATRIX_SUBSET_SIZES = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
+CLUSTER_TILES_PROBLEM = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
+MATRIX_SUBSET_PROBLEM = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
 
 
 def _matrix_subset_options() -> dict[str, object]:
@@ -27,11 +27,11 @@ def _matrix_subset_options() -> dict[str, object]:
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("tiles", UNEVEN_GROUP_SIZES, lambda key: {}, (), ()),
-        ("tiles in pairs", TILE_PAIR_SIZES, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
+        ("tiles", UNEVEN_GROUPS_PROBLEM, lambda key: {}, (), ()),
+        ("tiles in pairs", CLUSTER_TILES_PROBLEM, lambda key: {"preferred_element_type": jnp.bfloat16}, (), ()),
         (
             "tiles of some groups, transposed",
-            MATRIX_SUBSET_SIZES,
+            MATRIX_SUBSET_PROBLEM,
             lambda key: _matrix_subset_options(),
             ("group_offset", "transpose_rhs"),
             (),
@@ -42,13 +42,13 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 # The groups are as above: empty, smaller than a warpgroup's rows, smaller than a tile, and of several tiles; some rows
 # are unassigned.
-FP8_UNEVEN_GROUP_SIZES = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
-FP8_TILE_PAIR_SIZES = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
-FP8_MATRIX_SUBSET_SIZES = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
+FP8_UNEVEN_GROUPS_PROBLEM = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
+FP8_CLUSTER_TILES_PROBLEM = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
+FP8_MATRIX_SUBSET_PROBLEM = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
 
 
 def _fp8_inputs(
-    key: jax.Array, sizes: GroupedSizes, scales_per_row_and_column: tuple[int, int], **static_arguments: Any
+    key: jax.Array, sizes: GroupedSizes, num_scales_per_row_and_column: tuple[int, int], **static_arguments: Any
 ) -> dict[str, Any]:
     """Returns 8-bit rows and matrices with the given numbers of scales per row and per column."""
     keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
@@ -57,22 +57,22 @@ def _fp8_inputs(
     # Outputs of about 0.05. Tensor cores sum 128 products with about 14 bits: an error of 1.3e-4 of the norm on an
     # H200.
     scales = {
-        "lhs_scale": jax.random.uniform(keys[2], (sizes.m, scales_per_row_and_column[0]), jnp.float32, 0.25, 1.0),
+        "lhs_scale": jax.random.uniform(keys[2], (sizes.m, num_scales_per_row_and_column[0]), jnp.float32, 0.25, 1.0),
         "rhs_scale": jax.random.uniform(
-            keys[3], (matrices, scales_per_row_and_column[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3
+            keys[3], (matrices, num_scales_per_row_and_column[1], 1, sizes.n), jnp.float32, 2e-4, 2e-3
         ),
     }
     return {"lhs": lhs, "rhs": rhs, **scales, "transpose_rhs": True, **static_arguments}
 
 
-def _tensor_core_sum_inputs(key: jax.Array) -> dict[str, Any]:
+def _tensor_core_accumulation_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns operands with the smallest rounding errors, for `precision`, which also applies to the gradients.
 
     The gradients' products have float32 operands, which tensor cores truncate to 11 bits: scales that are powers of two
     and a 16-bit cotangent are exact.
     """
     static_arguments = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": jnp.bfloat16}
-    arrays, keys = _fp8_inputs(key, FP8_UNEVEN_GROUP_SIZES, (1, 1), **static_arguments), jax.random.split(key)
+    arrays, keys = _fp8_inputs(key, FP8_UNEVEN_GROUPS_PROBLEM, (1, 1), **static_arguments), jax.random.split(key)
     # Outputs below 0.03, where bfloat16's rounding is below the tolerance of the comparison.
     for name, scale_key, max_exponent in (("lhs_scale", keys[0], 0), ("rhs_scale", keys[1], -14)):
         arrays[name] = jnp.ldexp(
@@ -81,11 +81,11 @@ def _tensor_core_sum_inputs(key: jax.Array) -> dict[str, Any]:
     return arrays
 
 
-def _shared_scale_inputs(key: jax.Array) -> dict[str, Any]:
+def _block_scale_inputs(key: jax.Array) -> dict[str, Any]:
     """Returns operands with scales of 128 x 128, for which the kernel loads a single scale instead of one per
     column.
     """
-    arrays = _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (4, 4))
+    arrays = _fp8_inputs(key, FP8_CLUSTER_TILES_PROBLEM, (4, 4))
     return {**arrays, "rhs_scale": jnp.repeat(arrays["rhs_scale"][..., ::128], 128, axis=-1)}
 
 
@@ -93,33 +93,33 @@ def fp8_cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation for operands of 8 bits, by its name."""
     scale_names, some_matrices = ("lhs_scale", "rhs_scale"), {"group_offset": 1, "preferred_element_type": jnp.float32}
     rows: tuple[Row[GroupedSizes], ...] = (
-        ("8 bits in blocks of columns", FP8_TILE_PAIR_SIZES, _shared_scale_inputs, scale_names, ()),
-        ("8 bits, quick sums", FP8_UNEVEN_GROUP_SIZES, _tensor_core_sum_inputs, ("precision",), ()),
+        ("8 bits in blocks of columns", FP8_CLUSTER_TILES_PROBLEM, _block_scale_inputs, scale_names, ()),
+        ("8 bits, quick sums", FP8_UNEVEN_GROUPS_PROBLEM, _tensor_core_accumulation_inputs, ("precision",), ()),
         (
             "8 bits in tiles",
-            FP8_UNEVEN_GROUP_SIZES,
-            lambda key: _fp8_inputs(key, FP8_UNEVEN_GROUP_SIZES, (2, 2)),
+            FP8_UNEVEN_GROUPS_PROBLEM,
+            lambda key: _fp8_inputs(key, FP8_UNEVEN_GROUPS_PROBLEM, (2, 2)),
             scale_names,
             (),
         ),
         (
             "8 bits in pairs of tiles",
-            FP8_TILE_PAIR_SIZES,
-            lambda key: _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (4, 2)),
+            FP8_CLUSTER_TILES_PROBLEM,
+            lambda key: _fp8_inputs(key, FP8_CLUSTER_TILES_PROBLEM, (4, 2)),
             scale_names,
             (),
         ),
         (
             "8 bits, a scale a row",
-            FP8_TILE_PAIR_SIZES,
-            lambda key: _fp8_inputs(key, FP8_TILE_PAIR_SIZES, (1, 4)),
+            FP8_CLUSTER_TILES_PROBLEM,
+            lambda key: _fp8_inputs(key, FP8_CLUSTER_TILES_PROBLEM, (1, 4)),
             scale_names,
             (),
         ),
         (
             "8 bits of some groups",
-            FP8_MATRIX_SUBSET_SIZES,
-            lambda key: _fp8_inputs(key, FP8_MATRIX_SUBSET_SIZES, (1, 1), **some_matrices),
+            FP8_MATRIX_SUBSET_PROBLEM,
+            lambda key: _fp8_inputs(key, FP8_MATRIX_SUBSET_PROBLEM, (1, 1), **some_matrices),
             ("group_offset", "transpose_rhs"),
             (),
         ),

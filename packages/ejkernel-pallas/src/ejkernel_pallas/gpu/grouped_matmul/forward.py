@@ -76,9 +76,9 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
         [M, F] in lhs's dtype. There are no residuals.
     """
     spec = make_gated_spec(record, params)
-    assert spec.gate is not None
+    assert spec.activation_constants is not None
     rhs, bias = record.rhs, record.rhs_bias
-    if spec.gate.views_interleaved_rows_as_pairs:
+    if spec.activation_constants.views_interleaved_rows_as_pairs:
         # Each row of the gate and that of its factor as one row, which moves no data, and the bias in halves.
         rhs = rhs.reshape(rhs.shape[0], spec.num_columns, 2 * spec.contracted_size)
         bias = None if bias is None else bias.reshape(rhs.shape[0], spec.num_columns, 2).swapaxes(1, 2)
@@ -91,10 +91,14 @@ def gated_forward(record: GatedGroupedMatmul, params: HopperGated) -> tuple[jax.
 
 
 def multiply_by_group(
-    kernel: RowKernel, spec: GroupedSpec, operand: jax.Array, record: GroupedMatmul, *scales: jax.Array
+    kernel: RowKernel, spec: GroupedSpec, lhs_rows: jax.Array, record: GroupedMatmul, *scales: jax.Array
 ) -> jax.Array:
     """Returns rows [M, contracted] times the matrices of their groups. 8-bit operands come with the arrays that
     `SCALE_OPERAND_NAMES` names.
     """
-    operands = {"lhs": operand, "rhs": record.rhs, **dict(zip(SCALE_OPERAND_NAMES[: len(scales)], scales, strict=True))}
+    operands = {
+        "lhs": lhs_rows,
+        "rhs": record.rhs,
+        **dict(zip(SCALE_OPERAND_NAMES[: len(scales)], scales, strict=True)),
+    }
     return launch_row_kernel(kernel, spec, operands, record)

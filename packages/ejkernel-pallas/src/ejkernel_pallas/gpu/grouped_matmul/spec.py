@@ -88,7 +88,7 @@ class ScaleConstants:
 class GateColumnOrder(enum.Enum):
     """The order of a gated matrix's panels of 64 columns in a stage."""
 
-    HALVES = "gate and factor"
+    GATE_AND_FACTOR_HALVES = "gate and factor"
     """A panel of the gate, then one of its factor."""
     INTERLEAVED = "pairs"
     """Columns of the gate and of the factor are interleaved."""
@@ -143,8 +143,8 @@ class GroupedSpec:
         operand_dtype: Dtype of the operands.
         out_dtype: Dtype of the result.
         tile: The configuration.
-        scaling: Constants for 8-bit operands; None for 16-bit ones.
-        gate: Constants of the gated product; None for the plain product.
+        scale_constants: Constants for 8-bit operands; None for 16-bit ones.
+        activation_constants: Constants of the gated product; None for the plain product.
     """
 
     num_rows: int
@@ -155,18 +155,18 @@ class GroupedSpec:
     operand_dtype: Any
     out_dtype: Any
     tile: HopperGrouped
-    scaling: ScaleConstants | None = None
-    gate: ActivationConstants | None = None
+    scale_constants: ScaleConstants | None = None
+    activation_constants: ActivationConstants | None = None
 
     @property
     def gathers_rows(self) -> bool:
         """Returns whether rows are gathered."""
-        return self.gate is not None and self.gate.gathers_rows
+        return self.activation_constants is not None and self.activation_constants.gathers_rows
 
     @property
     def dynamic_schedule(self) -> bool:
         """Returns whether blocks get their next tile from a counter; otherwise they take every `blocks`-th tile."""
-        return self.scaling is not None and self.scaling.dynamic_schedule
+        return self.scale_constants is not None and self.scale_constants.dynamic_schedule
 
     @property
     def registers_per_thread(self) -> tuple[int, int]:
@@ -184,8 +184,8 @@ class GroupedSpec:
 
     def num_panels(self, columns: int) -> int:
         """Returns panels of 64 columns that are multiplied for some columns of a gated product's output."""
-        assert self.gate is not None  # set for the gated product
-        return self.gate.matrix_columns_per_output_column * columns // SWIZZLE_COLUMNS
+        assert self.activation_constants is not None  # set for the gated product
+        return self.activation_constants.matrix_columns_per_output_column * columns // SWIZZLE_COLUMNS
 
     @property
     def contracted_per_step(self) -> int:
@@ -222,7 +222,11 @@ class GroupedSpec:
     @property
     def may_split_last_tiles(self) -> bool:
         """Returns whether the last tiles may be split by columns into two work items each."""
-        product = self.scaling.product_n if self.scaling and not self.scaling.sums_on_tensor_cores else SWIZZLE_COLUMNS
+        product = (
+            self.scale_constants.product_n
+            if self.scale_constants and not self.scale_constants.sums_on_tensor_cores
+            else SWIZZLE_COLUMNS
+        )
         whole = self.tile.block_n % (2 * product) == 0
         return whole and not (
             self.tile.overlap or self.tile.half_columns or self.partial_tile_columns or self.blocks_per_cluster > 1
@@ -334,7 +338,7 @@ def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
         operand_dtype=jnp.dtype(record.lhs.dtype),
         out_dtype=jnp.dtype(record.out_dtype),
         tile=HopperGrouped(**TileOptions(size, params.stages, params.output_buffers, params.group_m).config_fields),
-        scaling=ScaleConstants(
+        scale_constants=ScaleConstants(
             lhs_scale_blocks=record.lhs_scale.shape[1],
             rhs_scale_blocks=record.rhs_scale.shape[1],
             product_n=product,
@@ -403,8 +407,8 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
     Raises:
         ValueError: A tile size is not valid for the kernel.
     """
-    gate = _make_gate(record, params)
-    block_sizes = tuple(size // gate.matrix_columns_per_output_column for size in (128, 256))
+    activation_constants = _make_activation_constants(record, params)
+    block_sizes = tuple(size // activation_constants.matrix_columns_per_output_column for size in (128, 256))
     if params.block_n not in block_sizes:
         without = "" if record.gated else " without a gate"
         raise ValueError(
@@ -413,22 +417,22 @@ def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedS
         )
     product = plain_product_record(record)
     # Shared memory has the gate's and the factor's columns of a tile.
-    matrix_columns = gate.matrix_columns_per_output_column * params.block_n
+    matrix_columns = activation_constants.matrix_columns_per_output_column * params.block_n
     tile = HopperGrouped(
         **TileOptions(matrix_columns, params.stages, params.output_buffers, params.group_m).config_fields
     )
     plain_spec = make_spec(product, tile, record.lhs.dtype)
     return dataclasses.replace(
         plain_spec,
-        num_columns=plain_spec.num_columns // gate.matrix_columns_per_output_column,
+        num_columns=plain_spec.num_columns // activation_constants.matrix_columns_per_output_column,
         tile=dataclasses.replace(tile, block_n=params.block_n),
-        gate=gate,
+        activation_constants=activation_constants,
     )
 
 
-def _make_gate(record: GatedGroupedMatmul, params: HopperGated) -> ActivationConstants:
+def _make_activation_constants(record: GatedGroupedMatmul, params: HopperGated) -> ActivationConstants:
     """Returns the constants of a record's activation and of its columns."""
-    layout = GateColumnOrder.HALVES if record.gated else GateColumnOrder.NO_GATE
+    layout = GateColumnOrder.GATE_AND_FACTOR_HALVES if record.gated else GateColumnOrder.NO_GATE
     if record.interleaved and not record.transpose_rhs:
         layout = GateColumnOrder.INTERLEAVED
     return ActivationConstants(

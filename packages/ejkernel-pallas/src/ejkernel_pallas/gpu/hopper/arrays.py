@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, scf, vector
 
 from ejkernel.arithmetic import cdiv
 from ejkernel_pallas.gpu.hopper.layouts import COLUMN_LAYOUT, ROW_LAYOUT
-from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type, unpack_row_value, with_registers
+from ejkernel_pallas.gpu.hopper.registers import int32_constant, int32_type, replace_registers, unpack_row_value
 from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, WARPS_PER_WARPGROUP, WGMMA_M
 
 
@@ -68,10 +68,10 @@ def widen_to_float32(tile: jax.Array) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def split_pairs(_: Any, narrow_tile: Any) -> Any:
+    def split_bfloat16_pairs(_: Any, bfloat16_tile: Any) -> Any:
         f32 = ir.F32Type.get()
         new_registers: list[Any] = []
-        for register in narrow_tile.registers.flat:
+        for register in bfloat16_tile.registers.flat:
             # bfloat16 is the upper half of a float32: the first element of a pair is shifted there; the second is
             # there, and the first is masked out.
             word = unpack_row_value(vector.bitcast(ir.VectorType.get((1,), int32_type()), register))
@@ -79,9 +79,9 @@ def widen_to_float32(tile: jax.Array) -> jax.Array:
             new_registers.append(
                 vector.from_elements(ir.VectorType.get((2,), f32), [arith.bitcast(f32, x) for x in halves])
             )
-        return with_registers(narrow_tile, new_registers)
+        return replace_registers(bfloat16_tile, new_registers)
 
-    return split_pairs(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return split_bfloat16_pairs(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def load_score_tile(tile: Any) -> jax.Array:
@@ -111,7 +111,7 @@ def load_first_rows(tile: Any, num_rows: int) -> jax.Array:
             scf.yield_(list(loaded_tile.registers.flat))
         with ir.InsertionPoint(load_or_zero.else_block):
             scf.yield_(list(zeros.registers.flat))
-        return with_registers(zeros, list(load_or_zero.results))
+        return replace_registers(zeros, list(load_or_zero.results))
 
     return load(tile)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -184,16 +184,18 @@ def store_16_byte_rows(target: Any, tile: jax.Array) -> None:
 def _transpose_words(words: list[Any], lane_in_quad: Any) -> list[Any]:
     """Transposes words among four threads: word n becomes word `lane_in_quad` of thread n, by two exchanges."""
     for distance in (1, 2):
-        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane_in_quad, int32_constant(distance)), int32_constant(0))
+        is_bit_set = arith.cmpi(
+            arith.CmpIPredicate.ne, arith.andi(lane_in_quad, int32_constant(distance)), int32_constant(0)
+        )
         for low in (0, 3 - distance):
-            words[low], words[low + distance] = _exchange_words(words[low], words[low + distance], bit, distance)
+            words[low], words[low + distance] = _exchange_words(words[low], words[low + distance], is_bit_set, distance)
     return words
 
 
-def _exchange_words(low: Any, high: Any, bit: Any, distance: int) -> tuple[Any, Any]:
+def _exchange_words(low_word: Any, high_word: Any, is_bit_set: Any, lane_distance: int) -> tuple[Any, Any]:
     """Threads with the bit set keep their high word and send the low one; the others do the reverse."""
-    got = mgpu.utils.shfl_bfly(arith.select(bit, low, high), distance)
-    return arith.select(bit, got, low), arith.select(bit, high, got)
+    got = mgpu.utils.shfl_bfly(arith.select(is_bit_set, low_word, high_word), lane_distance)
+    return arith.select(is_bit_set, got, low_word), arith.select(is_bit_set, high_word, got)
 
 
 def _warp_has_rows(num_rows: int) -> Any:

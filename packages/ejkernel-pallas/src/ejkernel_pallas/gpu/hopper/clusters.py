@@ -55,26 +55,26 @@ mbarrier.arrive.shared::cta.b64 _, [$2];
 }"""
 
 
-def start_cluster_tile(tile_counter: Any, index_and_mbarriers: Any) -> None:
+def start_cluster_tile(tile_counter: Any, tile_index_and_mbarriers: Any) -> None:
     """Fetches the index of the cluster's tile, and stores it in both members' first word.
 
     Args:
         tile_counter: Counter in device memory.
-        index_and_mbarriers: A row of int32 in shared memory: the tile index, and the mbarriers.
+        tile_index_and_mbarriers: A row of int32 in shared memory: the tile index, and the mbarriers.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def run(_: Any, tile_counter: Any, index_and_mbarriers: Any) -> None:
+    def run(_: Any, tile_counter: Any, tile_index_and_mbarriers: Any) -> None:
         # No thread of either block reads the index or uses an mbarrier before all have arrived here.
         with mgpu.single_thread(scope=mgpu.ThreadSubset.BLOCK):
             _inline_ptx(
                 START_CLUSTER_TILE_PTX,
                 "l,r",
-                [mgpu.utils.memref_ptr(tile_counter), _shared_address(index_and_mbarriers)],
+                [mgpu.utils.memref_ptr(tile_counter), _shared_address(tile_index_and_mbarriers)],
             )
         _inline_ptx(CLUSTER_BARRIER_PTX, "", [])
 
-    run(tile_counter, index_and_mbarriers)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    run(tile_counter, tile_index_and_mbarriers)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def wait_for_cluster() -> None:
@@ -88,13 +88,13 @@ def wait_for_cluster() -> None:
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def send_score_gradients(score_gradients: Any, target: Any, index_and_mbarriers: Any, step_index: Any) -> None:
+def send_score_gradients(score_gradients: Any, target: Any, tile_index_and_mbarriers: Any, step_index: Any) -> None:
     """Sends a warpgroup's gradients of scores to the other member, and marks this member's as ready.
 
     Args:
         score_gradients: A step's gradients of scores in shared memory, which all threads have written and committed.
         target: The place in shared memory where the other member receives them.
-        index_and_mbarriers: As in `start_cluster_tile`.
+        tile_index_and_mbarriers: As in `start_cluster_tile`.
         step_index: Index of the step.
     """
 
@@ -106,7 +106,7 @@ def send_score_gradients(score_gradients: Any, target: Any, index_and_mbarriers:
             plgpu.Layout.WG_SPLAT(()),
         )
     )
-    def run(_: Any, score_gradients: Any, target: Any, index_and_mbarriers: Any, step_index: Any) -> None:
+    def run(_: Any, score_gradients: Any, target: Any, tile_index_and_mbarriers: Any, step_index: Any) -> None:
         size = score_gradients.type.element_type.width // 8
         for dimension in score_gradients.type.shape:
             size *= dimension
@@ -115,30 +115,32 @@ def send_score_gradients(score_gradients: Any, target: Any, index_and_mbarriers:
             local_addresses = [
                 _shared_address(score_gradients),
                 _shared_address(target),
-                _step_mbarrier_address(index_and_mbarriers, step_index.registers.item()),
+                _step_mbarrier_address(tile_index_and_mbarriers, step_index.registers.item()),
             ]
             _inline_ptx(SEND_SCORE_GRADIENTS_PTX, "r,r,r,n", [*local_addresses, int32_constant(size)])
 
-    run(score_gradients, target, index_and_mbarriers, step_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    run(score_gradients, target, tile_index_and_mbarriers, step_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait_for_score_gradients(index_and_mbarriers: Any, step_index: Any) -> None:
+def wait_for_score_gradients(tile_index_and_mbarriers: Any, step_index: Any) -> None:
     """Waits for both members' gradients of a step's scores."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def run(_: Any, index_and_mbarriers: Any, step_index: Any) -> None:
+    def run(_: Any, tile_index_and_mbarriers: Any, step_index: Any) -> None:
         number = step_index.registers.item()
         # Each mbarrier is used in every second step, so its phase is the second bit of the step's index.
         phase_parity = arith.andi(arith.shrui(number, int32_constant(1)), int32_constant(1))
-        _inline_ptx(WAIT_MBARRIER_PTX, "r,r", [_step_mbarrier_address(index_and_mbarriers, number), phase_parity])
+        _inline_ptx(WAIT_MBARRIER_PTX, "r,r", [_step_mbarrier_address(tile_index_and_mbarriers, number), phase_parity])
 
-    run(index_and_mbarriers, step_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    run(tile_index_and_mbarriers, step_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _step_mbarrier_address(index_and_mbarriers: Any, step_index: Any) -> Any:
+def _step_mbarrier_address(tile_index_and_mbarriers: Any, step_index: Any) -> Any:
     # Two mbarriers of 8 bytes alternate: a member may send a step while the other still waits for the previous one.
     offset = arith.muli(arith.andi(step_index, int32_constant(1)), int32_constant(8))
-    return arith.addi(arith.addi(_shared_address(index_and_mbarriers), int32_constant(MBARRIERS_OFFSET_BYTES)), offset)
+    return arith.addi(
+        arith.addi(_shared_address(tile_index_and_mbarriers), int32_constant(MBARRIERS_OFFSET_BYTES)), offset
+    )
 
 
 def _shared_address(memory: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, with_registers
+from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, replace_registers
 from ejkernel_pallas.gpu.hopper.sizes import SWIZZLE_COLUMNS, WGMMA_M
 
 LANES_PER_ROW = 4
@@ -51,7 +51,7 @@ def load_bias(bias: Any, matrix: Any, first_columns: list[Any]) -> jax.Array:
             pairs += [_load_pair(address, column) for column in range(0, SWIZZLE_COLUMNS, THREAD_COLUMN_STRIDE)]
         # Registers alternate between a thread's two rows.
         kind = like.registers.flat[0].type
-        return with_registers(like, [vector.from_elements(kind, values) for values in pairs for _ in range(2)])
+        return replace_registers(like, [vector.from_elements(kind, values) for values in pairs for _ in range(2)])
 
     return load(bias, matrix, *first_columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

@@ -29,9 +29,9 @@ from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
     unpack_pair,
     unpack_row_value,
-    with_registers,
 )
 
 GELU_TANH_FACTOR = 2 * math.sqrt(2 / math.pi)
@@ -94,7 +94,7 @@ def _map_elements(tiles: tuple[jax.Array, ...], valid_rows: jax.Array | None, co
             scalars = zip(*(unpack_pair(register) for register in registers), strict=True)
             values = [_zero_if_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
             new_registers.append(vector.from_elements(registers[0].type, values))
-        return with_registers(sums[0], new_registers)
+        return replace_registers(sums[0], new_registers)
 
     return run(*tiles, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -144,7 +144,7 @@ def apply_gate_to_interleaved_columns(
             word = llvm.inline_asm(int32_type(), [*halves, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
             word = vector.from_elements(ir.VectorType.get((1,), int32_type()), [word])
             new_registers.append(vector.bitcast(like_register.type, word))
-        return with_registers(like, new_registers)
+        return replace_registers(like, new_registers)
 
     return run(interleaved, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

@@ -17,7 +17,7 @@ def launch(
     scratch: dict[str, Any],
     num_blocks: int,
     consumer_warpgroups: int,
-    cluster: dict[str, int] | None = None,
+    cluster_axis_size: dict[str, int] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel.
 
@@ -28,7 +28,7 @@ def launch(
         scratch: Shared memory and barriers.
         num_blocks: Thread blocks.
         consumer_warpgroups: Consumer warpgroups; one more is the producer.
-        cluster: Name of the cluster axis and blocks per cluster; `num_blocks` then counts clusters.
+        cluster_axis_size: Name of the cluster axis and blocks per cluster; `num_blocks` then counts clusters.
 
     Returns:
         The outputs.
@@ -53,8 +53,8 @@ def launch(
         scratch_types=list(scratch.values()),
         grid=(num_blocks,),
         grid_names=("block",),
-        cluster=tuple((cluster or {}).values()),
-        cluster_names=tuple(cluster or {}),
+        cluster=tuple((cluster_axis_size or {}).values()),
+        cluster_names=tuple(cluster_axis_size or {}),
         num_threads=consumer_warpgroups + 1,
         thread_name="warpgroup",
         # The kernels synchronise explicitly, and manage their registers by Mosaic's lane semantics.

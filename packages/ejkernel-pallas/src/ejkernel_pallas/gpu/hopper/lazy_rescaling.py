@@ -16,10 +16,10 @@ from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
+    replace_row_values,
     unpack_pair,
     unpack_row_value,
-    with_registers,
-    with_row_values,
 )
 
 ANY_BELOW_ONE_PTX = (
@@ -67,7 +67,7 @@ def update_max_lazily(row_max: jax.Array, scores: jax.Array, score_factor: float
             )
         with ir.InsertionPoint(rescale_branch.else_block):
             scf.yield_(before)
-        return with_row_values(rows, list(rescale_branch.results))
+        return replace_row_values(rows, list(rescale_branch.results))
 
     return update_registers(row_max, scores)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -114,6 +114,6 @@ def rescale_lazily(acc: Any, alpha: jax.Array) -> jax.Array:
             scf.yield_([arith.mulf(register, pairs[n % 2]) for n, register in enumerate(tile.registers.flat)])
         with ir.InsertionPoint(rescale_branch.else_block):
             scf.yield_(list(tile.registers.flat))
-        return with_registers(tile, list(rescale_branch.results))
+        return replace_registers(tile, list(rescale_branch.results))
 
     return scale_registers(acc, alpha)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

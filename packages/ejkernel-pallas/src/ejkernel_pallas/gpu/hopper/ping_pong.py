@@ -18,17 +18,17 @@ FIRST_PING_PONG_BARRIER_ID = 8
 """The first of the 16 named barriers that ping-pong uses: Mosaic uses 0 for the block and 1 to 4 for warpgroups."""
 
 
-def ping_pong_wait(warpgroups: int) -> None:
+def ping_pong_wait(num_warpgroups: int) -> None:
     """Waits until the previous warpgroup has issued its products."""
-    _named_barrier("bar.sync", 0, warpgroups)
+    _named_barrier("bar.sync", 0, num_warpgroups)
 
 
-def ping_pong_pass(warpgroups: int) -> None:
+def ping_pong_pass(num_warpgroups: int) -> None:
     """Lets the next warpgroup issue its products."""
-    _named_barrier("bar.arrive", 1, warpgroups)
+    _named_barrier("bar.arrive", 1, num_warpgroups)
 
 
-def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
+def _named_barrier(instruction: str, distance: int, num_warpgroups: int) -> None:
     """Arrives at the named barrier of the warpgroup that is `distance` after this one."""
 
     @plgpu.inline_mgpu()
@@ -38,7 +38,7 @@ def _named_barrier(instruction: str, distance: int, warpgroups: int) -> None:
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         # Waiting and passing use the waiting warpgroup's barrier: its own to wait, its successor's to pass.
         place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
-        place = arith.addi(arith.remui(place, constant(warpgroups)), constant(FIRST_PING_PONG_BARRIER_ID))
+        place = arith.addi(arith.remui(place, constant(num_warpgroups)), constant(FIRST_PING_PONG_BARRIER_ID))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)
 
     emit_barrier()  # pyright: ignore[reportCallIssue]  # the decorator gives the context

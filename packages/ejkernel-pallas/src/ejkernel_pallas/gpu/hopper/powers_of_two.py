@@ -19,8 +19,8 @@ from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
     unpack_pair,
-    with_registers,
 )
 
 EXP2_COEFFICIENTS = (0.99992807, 0.69326099, 0.24261112, 0.05517163)
@@ -57,7 +57,7 @@ def exp2_of_scores(scores: jax.Array, factor: float, shift: jax.Array) -> jax.Ar
             )
             values = [polynomial_values, exp2_instruction(_exponent(factor, *fma_inputs))]
             new_registers.append(vector.from_elements(registers[0].type, values))
-        return with_registers(scores, new_registers)
+        return replace_registers(scores, new_registers)
 
     return run(scores, shift)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

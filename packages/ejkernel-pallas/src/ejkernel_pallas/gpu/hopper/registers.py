@@ -17,9 +17,9 @@ def int32_constant(value: int) -> Any:
     return arith.constant(int32_type(), ir.IntegerAttr.get(int32_type(), value))
 
 
-def as_int32(unsigned: int) -> int:
+def as_int32(unsigned_word: int) -> int:
     """Returns the int32 that has the bits of a word."""
-    return unsigned - 2**32 if unsigned >= 2**31 else unsigned
+    return unsigned_word - 2**32 if unsigned_word >= 2**31 else unsigned_word
 
 
 def float32_constant(value: float) -> Any:
@@ -37,7 +37,7 @@ def unpack_pair(register: Any) -> tuple[Any, Any]:
     return _extract_element(register, 0), _extract_element(register, 1)
 
 
-def with_registers(array: Any, values: list[Any]) -> Any:
+def replace_registers(array: Any, values: list[Any]) -> Any:
     """Returns an array of another one's layout with given registers."""
     registers = array.registers.copy()
     for index, value in enumerate(values):
@@ -45,17 +45,17 @@ def with_registers(array: Any, values: list[Any]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=array.is_signed)
 
 
-def fill_rows_like(tile: Any, value: Any) -> Any:
+def row_vector_like(tile: Any, value: Any) -> Any:
     """Returns the same value for every row of a tile, as a vector of rows."""
     return mgpu.FragmentedArray.splat(value, tile.shape[:1], layout=tile.layout.reduce((1,)))
 
 
-def with_row_values(rows: Any, values: list[Any]) -> Any:
+def replace_row_values(rows: Any, values: list[Any]) -> Any:
     """Returns a vector like `rows`, with a value for each of a thread's two rows."""
     register_types = [register.type for register in rows.registers.flat]
     is_vector_register = (isinstance(register_type, ir.VectorType) for register_type in register_types)
     typed_values = zip(register_types, values, is_vector_register, strict=True)
-    return with_registers(
+    return replace_registers(
         rows, [vector.broadcast(register_type, x) if is_vector else x for register_type, x, is_vector in typed_values]
     )
 

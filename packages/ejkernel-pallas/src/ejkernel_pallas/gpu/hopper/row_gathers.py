@@ -37,11 +37,12 @@ cp.async.cg.shared.global.L2::128B [$0], [place], 16, size;
 }"""
 
 
-def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows: int) -> jax.Array:
+def find_row_offsets(row_indices: Any, first_rows: list[Any], row_bytes: int, num_rows: int) -> jax.Array:
     """Returns the offsets, in units of 16 bytes, of what each thread copies of 64 rows for each of `first_rows`.
 
     Args:
-        index: Reference to int32 [M] in device memory: for every row of tiles the row of the matrix, or an invalid one.
+        row_indices: Reference to int32 [M] in device memory: for every row of tiles the row of the matrix, or an
+            invalid one.
         first_rows: First rows of tiles, int32; rows past M repeat the last one.
         row_bytes: Bytes per row of the matrix.
         num_rows: Rows of the matrix.
@@ -51,13 +52,13 @@ def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows
     """
     passes_per_tile, number = WGMMA_M // ROWS_PER_PASS, plgpu.Layout.WG_SPLAT(())
     shape = (THREADS_PER_WARPGROUP * passes_per_tile * len(first_rows),)
-    last = index.shape[0] - 1
+    last = row_indices.shape[0] - 1
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(()), *(number for _ in first_rows)),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, vec_size=1)),
     )
-    def compute_offsets(_: Any, index: Any, *first_rows: Any) -> Any:
+    def compute_offsets(_: Any, row_indices: Any, *first_rows: Any) -> Any:
         thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
         row, line_part = (
             arith.divui(thread, int32_constant(THREADS_PER_LINE)),
@@ -73,7 +74,7 @@ def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows
                 first_rows[tile].registers.item(), arith.addi(row, int32_constant(pass_index * ROWS_PER_PASS))
             )
             tile_row = arith.index_cast(ir.IndexType.get(), arith.minsi(tile_row, int32_constant(last)))
-            source_row: Any = memref.load(index, [tile_row])
+            source_row: Any = memref.load(row_indices, [tile_row])
             # An unsigned comparison: negative indices are also past the last row.
             is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(num_rows))
             source_row = arith.addi(
@@ -84,34 +85,34 @@ def find_row_offsets(index: Any, first_rows: list[Any], row_bytes: int, num_rows
             )
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGStridedFragLayout(shape, 1), _is_signed=True)
 
-    return compute_offsets(index, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return compute_offsets(row_indices, *first_rows)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_row_validity(index: Any, first_row: Any, num_rows: int) -> jax.Array:
+def load_row_validity(row_indices: Any, first_row: Any, num_rows: int) -> jax.Array:
     """Returns for 64 rows of tiles whether they name a row of the matrix: 1 or 0, float32 [64] in the layout of an
     accumulator's rows.
 
     Args:
-        index: Reference to int32 [M] in device memory, as in `find_row_offsets`.
+        row_indices: Reference to int32 [M] in device memory, as in `find_row_offsets`.
         first_row: First row, int32; rows past M repeat the last one.
         num_rows: Rows of the matrix.
     """
-    last = index.shape[0] - 1
+    last = row_indices.shape[0] - 1
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(()), plgpu.Layout.WG_SPLAT(())),
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
-    def load(_: Any, index: Any, first_row: Any) -> Any:
+    def load(_: Any, row_indices: Any, first_row: Any) -> Any:
         thread_row, flags = arith.addi(first_row.registers.item(), first_thread_row()), list[Any]()
         for half in (0, ROWS_PER_WARP // 2):
             tile_row = arith.minsi(arith.addi(thread_row, int32_constant(half)), int32_constant(last))
-            source_row: Any = memref.load(index, [arith.index_cast(ir.IndexType.get(), tile_row)])
+            source_row: Any = memref.load(row_indices, [arith.index_cast(ir.IndexType.get(), tile_row)])
             is_valid = arith.cmpi(arith.CmpIPredicate.ult, source_row, int32_constant(num_rows))
             flags.append(arith.select(is_valid, float32_constant(1.0), float32_constant(0.0)))
         return row_vector_from_thread_values(flags)
 
-    return load(index, first_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return load(row_indices, first_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, target: Any) -> None:

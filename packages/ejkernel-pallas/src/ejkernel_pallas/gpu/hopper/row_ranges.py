@@ -24,11 +24,11 @@ ROWS_PER_PASS = THREADS_PER_WARPGROUP // THREADS_PER_LINE
 STORE_16_BYTES_PTX = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
 
 
-def zero_row(base: Any, row: Any, row_bytes: int, line_bytes: int = LINE_BYTES) -> None:
+def zero_row(base_address: Any, row: Any, row_bytes: int, line_bytes: int = LINE_BYTES) -> None:
     """Writes zeros to a row of `row_bytes` bytes of a tile at an address: its lines are eight rows apart."""
     # Eight rows of a tile are `size / line` swizzle atoms of 8 x `line` bytes, one after the other.
     atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
-    address = arith.addi(base, arith.muli(atom, int32_constant(8 * row_bytes)))
+    address = arith.addi(base_address, arith.muli(atom, int32_constant(8 * row_bytes)))
     address = arith.addi(address, arith.muli(row_in_atom, int32_constant(line_bytes)))
     for first in range(0, row_bytes, line_bytes):
         for part in range(0, line_bytes, STORE_BYTES_PER_THREAD):
@@ -36,19 +36,19 @@ def zero_row(base: Any, row: Any, row_bytes: int, line_bytes: int = LINE_BYTES) 
             llvm.inline_asm(None, [offset, int32_constant(0)], STORE_16_BYTES_PTX, "r,r", has_side_effects=True)
 
 
-def zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
-    """Writes zeros to the rows of a tile before `first` and from `end` on.
+def zero_rows_outside(tile: Any, first_row: Any, end_row: Any) -> None:
+    """Writes zeros to the rows of a tile before `first_row` and from `end_row` on.
 
     Args:
         tile: Reference to 16-bit elements [rows, size] in shared memory, in the layout of products.
-        first: int32.
-        end: int32.
+        first_row: int32.
+        end_row: int32.
     """
     rows, size = tile.shape
     number = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(wgmma_transforms()), number, number))
-    def zero_outside_range(_: Any, tile: Any, first: Any, end: Any) -> None:
+    def zero_outside_range(_: Any, tile: Any, first_row: Any, end_row: Any) -> None:
         base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(tile))
         # Writes use the generic proxy: callers commit before a product reads them.
         thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
@@ -62,20 +62,20 @@ def zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
         base = arith.addi(base, arith.muli(line_part, int32_constant(STORE_BYTES_PER_THREAD)))
         for pass_start in range(0, rows, ROWS_PER_PASS):
             tile_row = arith.addi(row, int32_constant(pass_start))
-            is_before_first = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first.registers.item())
-            is_past_end = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end.registers.item())
+            is_before_first = arith.cmpi(arith.CmpIPredicate.slt, tile_row, first_row.registers.item())
+            is_past_end = arith.cmpi(arith.CmpIPredicate.sge, tile_row, end_row.registers.item())
             in_tile = arith.cmpi(arith.CmpIPredicate.ult, tile_row, int32_constant(rows))
             with mgpu.utils.when(arith.andi(in_tile, arith.ori(is_before_first, is_past_end))):
                 _zero_row_lines(base, tile_row, size * 2)
 
-    zero_outside_range(tile, first, end)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    zero_outside_range(tile, first_row, end_row)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _zero_row_lines(base: Any, row: Any, row_bytes: int) -> None:
+def _zero_row_lines(base_address: Any, row: Any, row_bytes: int) -> None:
     """Zeros this thread's 16 bytes of each line of a row of `row_bytes` bytes."""
     atom, row_in_atom = arith.divui(row, int32_constant(8)), arith.remui(row, int32_constant(8))
     address = arith.addi(
-        base,
+        base_address,
         arith.addi(
             arith.muli(atom, int32_constant(8 * row_bytes)), arith.muli(row_in_atom, int32_constant(LINE_BYTES))
         ),

@@ -19,10 +19,10 @@ from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
+    replace_row_values,
     unpack_pair,
     unpack_row_value,
-    with_registers,
-    with_row_values,
 )
 from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, THREADS_PER_WARPGROUP, WGMMA_M
 
@@ -36,7 +36,7 @@ COLUMN_STRIDE_BYTES = 8 * 4
 """Bytes between a thread's pairs of columns: eight columns of float32."""
 
 
-def load_scales(scales: Any, row: Any, block_index: Any) -> jax.Array:
+def load_row_scales_from_hbm(scales: Any, row: Any, block_index: Any) -> jax.Array:
     """Returns the scales of 64 rows in a block of contracted elements, from device memory.
 
     Args:
@@ -62,7 +62,7 @@ def load_scales(scales: Any, row: Any, block_index: Any) -> jax.Array:
     return load(scales, row, block_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def load_copied_scales(scales: Any, block_index: Any) -> jax.Array:
+def load_row_scales_from_smem(scales: Any, block_index: Any) -> jax.Array:
     """Returns the scales of 64 rows in one of the copied blocks, from shared memory.
 
     Args:
@@ -99,7 +99,7 @@ def load_scale_for_all_rows(scales: Any) -> jax.Array:
     return load(scales)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def add_scaled(
+def add_scaled_product(
     acc: jax.Array | None, product: jax.Array, row_scales: jax.Array | None, column_scales: Any
 ) -> jax.Array:
     """Returns acc + product * rows * columns.
@@ -141,21 +141,21 @@ def add_scaled(
             for row, row_factor in enumerate(row_factors):
                 old_sums = unpack_pair(acc_registers[register_index + row]) if acc_registers else (None, None)
                 terms = zip(unpack_pair(product_registers[register_index + row]), factors, old_sums, strict=True)
-                values = [_scale_and_add(x, (factor, row_factor), total) for x, factor, total in terms]
+                values = [_scale_and_add(x, (factor, row_factor), addend) for x, factor, addend in terms]
                 new_registers.append(vector.from_elements(product_registers[register_index + row].type, values))
-        return with_registers(product, new_registers)
+        return replace_registers(product, new_registers)
 
     return add(*inputs)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _scale_and_add(x: Any, factors: tuple[Any, ...], total: Any) -> Any:
-    """Returns x times the factors that are not None, plus `total` if any: the last two in one instruction."""
+def _scale_and_add(x: Any, factors: tuple[Any, ...], addend: Any) -> Any:
+    """Returns x times the factors that are not None, plus `addend` if any: the last two in one instruction."""
     *first_factors, last = [factor for factor in factors if factor is not None] or [None]
     for factor in first_factors:
         x = arith.mulf(x, factor)
-    if total is None:
+    if addend is None:
         return x if last is None else arith.mulf(x, last)
-    return arith.addf(x, total) if last is None else math.fma(x, last, total)
+    return arith.addf(x, addend) if last is None else math.fma(x, last, addend)
 
 
 def first_thread_row() -> Any:
@@ -173,7 +173,7 @@ def row_vector_from_thread_values(values: list[Any]) -> Any:
     zero_rows = mgpu.FragmentedArray.splat(
         float32_constant(0.0), (WGMMA_M,), layout=mgpu.WGMMA_LAYOUT.reduce((1,)), is_signed=None
     )
-    return with_row_values(zero_rows, values)
+    return replace_row_values(zero_rows, values)
 
 
 def _load_float(base: Any, offset: int) -> Any:

@@ -10,8 +10,8 @@ may depend on segment ids, need not be known. Other kernels compute one tile per
 
 If all tiles take equally long, those of the tail wave may be split into several items of the list (split-KV).
 
-If blocks wait for earlier ones of their head, and later tiles are shorter, the list is folded, so that the blocks of a
-head start evenly spaced.
+If blocks wait for earlier ones of their head, and later tiles are shorter, the tiles of successive bundles are
+interleaved, so that the blocks of a head start evenly spaced.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class TileSchedule:
         num_blocks: Thread blocks of the grid.
         reverses_tiles: Whether later tiles are longer and come first.
         is_persistent: Whether blocks loop over tiles.
-        folds_bundles: Whether the later half of a bundle's tiles alternates with the earlier half of the next bundle's.
+        interleaves_bundles: Whether the later half of a bundle's tiles alternates with the next bundle's earlier half.
         tail_split: The split of the list's last tiles.
     """
 
@@ -80,7 +80,7 @@ class TileSchedule:
     num_blocks: int
     reverses_tiles: bool
     is_persistent: bool
-    folds_bundles: bool = False
+    interleaves_bundles: bool = False
     tail_split: TailSplit = NO_SPLIT
 
     @property
@@ -109,9 +109,9 @@ class WorkTile:
         """Returns the batch row's row of an operand: row 0 if all batch rows share it."""
         return I32(0) if operand.shape[0] == 1 else self.batch_row
 
-    def head_index_of(self, operand: Any, axes: int, head: Any = None) -> tuple[Any, ...]:
+    def head_index_of(self, operand: Any, num_axes: int, head: Any = None) -> tuple[Any, ...]:
         """Returns the index of the head, or of `head`, in an operand's second axis; none if it has fewer axes."""
-        if len(operand.shape) < axes:
+        if len(operand.shape) < num_axes:
             return ()
         return (I32(0) if operand.shape[1] == 1 else self.head if head is None else head,)
 
@@ -262,14 +262,14 @@ def _uniform_scalar(value: Any) -> Any:
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
-def block_bounds(schedule: TileSchedule, table: Any, item_index: Any) -> tuple[Any, ...]:
+def block_bounds(schedule: TileSchedule, block_range_table: Any, item_index: Any) -> tuple[Any, ...]:
     """Returns first block, full_start, full_end and end of an item's blocks. Past the last item the values are
     unspecified.
     """
     # A block without a tile reads some entry of the table, and does not use it.
     work = locate_work_tile(schedule, jnp.minimum(item_index, schedule.num_items - 1))
-    table_index = work.batch_row_of(table), *work.head_index_of(table, 4), work.tile_in_head
-    bounds = tuple(table[*table_index, n] for n in range(4))
+    table_index = work.batch_row_of(block_range_table), *work.head_index_of(block_range_table, 4), work.tile_in_head
+    bounds = tuple(block_range_table[*table_index, n] for n in range(4))
     return _split_block_bounds(schedule, work, *bounds) if schedule.tail_split.num_split_tiles else bounds
 
 
@@ -293,7 +293,7 @@ def locate_work_tile(schedule: TileSchedule, item_index: Any) -> WorkTile:
         item_index = jnp.minimum(item_index, schedule.num_whole_tiles) + lax.div(
             jnp.maximum(part, 0), I32(schedule.tail_split.splits_per_tile)
         )
-    item_index = _unfold_index(schedule, item_index) if schedule.folds_bundles else item_index
+    item_index = _undo_bundle_interleaving(schedule, item_index) if schedule.interleaves_bundles else item_index
     bundle, item_index = _divide_with_remainder(item_index, schedule.heads_per_bundle * schedule.tiles_per_head)
     tile, item_index = _divide_with_remainder(item_index, schedule.heads_per_bundle)
     # Head by head within a tile: blocks that run at the same time read the same keys from L2, if heads share them.
@@ -301,9 +301,9 @@ def locate_work_tile(schedule: TileSchedule, item_index: Any) -> WorkTile:
     return WorkTile(batch, head, schedule.tiles_per_head - 1 - tile if schedule.reverses_tiles else tile, part)
 
 
-def _unfold_index(schedule: TileSchedule, folded_index: Any) -> Any:
-    """Returns the index, in the list of consecutive bundles, of the tile with an index in the folded list."""
-    step, head = _divide_with_remainder(folded_index, schedule.heads_per_bundle)
+def _undo_bundle_interleaving(schedule: TileSchedule, interleaved_index: Any) -> Any:
+    """Returns the index, in the list of consecutive bundles, of the tile with an index in the interleaved list."""
+    step, head = _divide_with_remainder(interleaved_index, schedule.heads_per_bundle)
     later_tiles, num_bundles = (
         schedule.tiles_per_head // 2,
         schedule.num_items // (schedule.heads_per_bundle * schedule.tiles_per_head),

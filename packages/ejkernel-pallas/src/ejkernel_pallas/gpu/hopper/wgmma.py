@@ -1,11 +1,11 @@
 """WGMMA for S = Q K^T without zeroing the accumulator: the first instruction has scale-d = 0 and ignores its content.
 
     issue:       fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
-    accumulate:  fence │ wgmma k=0 (scale-d 1) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
+    accumulate_product:  fence │ wgmma k=0 (scale-d 1) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
     wait:        wait_group in_flight ─► registers valid
 
 Mosaic's own WGMMA accumulates into an array, whose zeros cost 32 instructions for 128 keys before any product can
-start. `accumulate` is for O = O + P V with values in chunks of 64 columns, each copied separately:
+start. `accumulate_product` is for O = O + P V with values in chunks of 64 columns, each copied separately:
 
     values [C, keys, 64]    chunk 0: all keys, columns 0 to 63 │ chunk 1: all keys, columns 64 to 127 │ ...
 
@@ -27,9 +27,9 @@ from ejkernel_pallas.gpu.hopper.registers import (
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
     unpack_pair,
     unpack_row_value,
-    with_registers,
 )
 from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP, WGMMA_M
 
@@ -46,31 +46,31 @@ ELEMENT_BYTES_BY_PTX_TYPE = {"bf16": 2, "f16": 2, "e4m3": 1}
 """Bytes per element of an operand."""
 
 
-def issue_scores(queries: Any, keys: Any, *further_columns: tuple[Any, Any]) -> jax.Array:
+def issue_scores(queries: Any, keys: Any, *further_operand_pairs: tuple[Any, Any]) -> jax.Array:
     """Issues a product; returns its accumulator registers, which must not be read before `wait`.
 
     Args:
         queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
         keys: Reference to the same dtype, [keys, D].
-        further_columns: References to further columns of both.
+        further_operand_pairs: References to further columns of both.
 
     Returns:
         Float32 [64, keys], not valid until `wait`.
     """
-    return _issue_products(None, [queries, keys, *(ref for pair in further_columns for ref in pair)])
+    return _issue_products(None, [queries, keys, *(ref for pair in further_operand_pairs for ref in pair)])
 
 
-def add_to_scores(scores: jax.Array, *further_columns: tuple[Any, Any]) -> jax.Array:
+def add_to_scores(scores: jax.Array, *further_operand_pairs: tuple[Any, Any]) -> jax.Array:
     """Issues products over further columns, which are added to those of `issue_scores`.
 
     Args:
         scores: Accumulator registers of `issue_scores`.
-        further_columns: References to queries and keys, as there.
+        further_operand_pairs: References to queries and keys, as there.
 
     Returns:
         The same registers, not valid until `wait`.
     """
-    return _issue_products(scores, [ref for pair in further_columns for ref in pair])
+    return _issue_products(scores, [ref for pair in further_operand_pairs for ref in pair])
 
 
 def _issue_products(scores: jax.Array | None, refs: list[Any]) -> jax.Array:
@@ -120,11 +120,11 @@ def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: An
             step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES
             for step in range(SWIZZLED_ROW_BYTES // ROW_BYTES_PER_INSTRUCTION)
         ],
-        transposed=False,
+        b_is_transposed=False,
     )
 
 
-def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
+def accumulate_product(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     """Issues weights times values, added to an accumulator; returns its registers, which must not be read before
     `wait`.
 
@@ -141,10 +141,10 @@ def accumulate(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
         descriptor_stride + key * SWIZZLED_ROW_BYTES // DESCRIPTOR_UNIT_BYTES
         for key in range(0, keys, ROW_BYTES_PER_INSTRUCTION // 2)
     ]
-    return _issue_accumulation(acc, weights, values, offsets, transposed=True)
+    return _issue_accumulation(acc, weights, values, offsets, b_is_transposed=True)
 
 
-def accumulate_transposed(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
+def accumulate_transposed_product(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
     """Issues rows times a matrix whose contracted axis is contiguous, added to an accumulator; returns its registers,
     which must not be read before `wait`.
 
@@ -158,18 +158,26 @@ def accumulate_transposed(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
         step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES
         for step in range(SWIZZLED_ROW_BYTES // ROW_BYTES_PER_INSTRUCTION)
     ]
-    return _issue_accumulation(acc, rows, matrix, offsets, transposed=False)
+    return _issue_accumulation(acc, rows, matrix, offsets, b_is_transposed=False)
 
 
-def _issue_accumulation(acc: jax.Array, a: Any, b: Any, b_offsets: list[int], *, transposed: bool) -> jax.Array:
+def _issue_accumulation(
+    acc: jax.Array, a: Any, b: Any, b_descriptor_offsets: list[int], *, b_is_transposed: bool
+) -> jax.Array:
     """Issues one instruction per offset, which is added to the low word of B's descriptor."""
-    shape, kind, in_registers = (WGMMA_M, acc.shape[1]), PTX_TYPES[jnp.dtype(b.dtype).name], isinstance(a, jax.Array)
+    shape, kind, a_is_in_registers = (
+        (WGMMA_M, acc.shape[1]),
+        PTX_TYPES[jnp.dtype(b.dtype).name],
+        isinstance(a, jax.Array),
+    )
     count, ref = _registers_per_thread(shape), plgpu.RefType(wgmma_transforms())
-    code = _accumulation_ptx(shape[1], kind, b_offsets, transposed=transposed, in_registers=in_registers)
+    code = _accumulation_ptx(
+        shape[1], kind, b_descriptor_offsets, b_is_transposed=b_is_transposed, a_is_in_registers=a_is_in_registers
+    )
     tied_constraints = [str(n) for n in range(count)]
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA if in_registers else ref, ref),
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA if a_is_in_registers else ref, ref),
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, acc: Any, a: Any, b: Any) -> Any:
@@ -177,7 +185,7 @@ def _issue_accumulation(acc: jax.Array, a: Any, b: Any, b_offsets: list[int], *,
         word = ir.VectorType.get((1,), int32_type())
         a_operands = (
             [unpack_row_value(vector.bitcast(word, x)) for x in a.registers.flat]
-            if in_registers
+            if a_is_in_registers
             else [_descriptor_address(a)]
         )
         input_constraints = tied_constraints + ["r"] * (len(a_operands) + 1)
@@ -188,7 +196,7 @@ def _issue_accumulation(acc: jax.Array, a: Any, b: Any, b_offsets: list[int], *,
     return run(acc, a, b)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def fence_writes() -> None:
+def fence_shared_memory_writes() -> None:
     """Makes a thread's writes to shared memory visible to products of warpgroups that learn of them by an mbarrier.
 
     All threads that wrote must arrive at that mbarrier after this.
@@ -237,7 +245,7 @@ def _inline_ptx(layout_source: Any, code: str, constraints: list[str], operands:
     results: Any = llvm.inline_asm(struct, operands, code, ",".join(constraints), has_side_effects=True)
     values = [llvm.extractvalue(f32, results, [n]) for n in range(count)]
     halves = zip(layout_source.registers.flat, values[::2], values[1::2], strict=True)
-    return with_registers(
+    return replace_registers(
         layout_source, [vector.from_elements(register.type, value_pair) for register, *value_pair in halves]
     )
 
@@ -286,7 +294,7 @@ def _product_ptx(
 
 
 def _accumulation_ptx(
-    num_columns: int, ptx_type: str, b_offsets: list[int], *, transposed: bool, in_registers: bool
+    num_columns: int, ptx_type: str, b_descriptor_offsets: list[int], *, b_is_transposed: bool, a_is_in_registers: bool
 ) -> str:
     """Returns the PTX of `_issue_accumulation`. The assembly's operands are the results, then the previous sums, A, and
     B.
@@ -294,13 +302,13 @@ def _accumulation_ptx(
     Args:
         num_columns: N of the accumulator.
         ptx_type: PTX type of A and B.
-        b_offsets: Offset of each instruction from B's address.
-        transposed: Whether the columns of B are contiguous instead of its rows.
-        in_registers: Whether A is four registers per instruction, or one address.
+        b_descriptor_offsets: Offset of each instruction from B's address.
+        b_is_transposed: Whether the columns of B are contiguous instead of its rows.
+        a_is_in_registers: Whether A is four registers per instruction, or one address.
     """
     count = _registers_per_thread((WGMMA_M, num_columns))
     first, sums = 2 * count, ", ".join(f"${n}" for n in range(count))
-    b_operand = first + (4 * len(b_offsets) if in_registers else 1)
+    b_operand = first + (4 * len(b_descriptor_offsets) if a_is_in_registers else 1)
     product_shape = f"m{WGMMA_M}n{num_columns}k{ROW_BYTES_PER_INSTRUCTION // 2}"
     instruction = f"wgmma.mma_async.sync.aligned.{product_shape}.f32.{ptx_type}.{ptx_type} {{{sums}}}"
     ptx_lines = ["{ .reg .pred adds; .reg .b32 place, upper; .reg .b64 left, right; setp.ne.b32 adds, 1, 0;"]
@@ -308,15 +316,15 @@ def _accumulation_ptx(
     ptx_lines += [
         f"mov.b32 upper, {SWIZZLE_128B | 8 * SWIZZLED_ROW_BYTES // DESCRIPTOR_UNIT_BYTES}; wgmma.fence.sync.aligned;"
     ]
-    for step, offset in enumerate(b_offsets):
+    for step, offset in enumerate(b_descriptor_offsets):
         ptx_lines += [f"add.u32 place, ${b_operand}, {offset}; mov.b64 right, {{place, upper}};"]
-        if in_registers:
+        if a_is_in_registers:
             a = ", ".join(f"${first + 4 * step + n}" for n in range(4))
-            ptx_lines += [f"{instruction}, {{{a}}}, right, adds, 1, 1, {int(transposed)};"]
+            ptx_lines += [f"{instruction}, {{{a}}}, right, adds, 1, 1, {int(b_is_transposed)};"]
         else:
             ptx_lines += [
                 f"add.u32 place, ${first}, {step * ROW_BYTES_PER_INSTRUCTION // DESCRIPTOR_UNIT_BYTES}; "
                 "mov.b64 left, {place, upper};"
             ]
-            ptx_lines += [f"{instruction}, left, right, adds, 1, 1, 0, {int(transposed)};"]
+            ptx_lines += [f"{instruction}, left, right, adds, 1, 1, 0, {int(b_is_transposed)};"]
     return "\n".join([*ptx_lines, "wgmma.commit_group.sync.aligned; }"])

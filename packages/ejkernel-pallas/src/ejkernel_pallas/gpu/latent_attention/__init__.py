@@ -17,18 +17,20 @@ DECODE_HANDLES = frozenset({"q_segment_ids", "kv_segment_ids", "q_positions", "s
 """Optional fields of the records of `mla_decode` that the kernel honours."""
 
 
-def _implementation(handles: frozenset[str], extra: Callable[[Any], Iterable[str]], **fields: Any) -> Implementation:
+def _implementation(
+    handles: frozenset[str], find_refusal_reasons: Callable[[Any], Iterable[str]], **implementation_fields: Any
+) -> Implementation:
     return Implementation(
         platform="pallas",
         requires=hopper_requires(
             handles=handles,
-            extra=extra,
+            find_refusal_reasons=find_refusal_reasons,
         ),
         config=ConfigSpace.of(config, forward=config.HopperLatent),
         # Above Triton's: 2.2 times as fast with 128 heads, and as fast with 16, where memory is the bottleneck.
         priority=30,
         cases="ejkernel_pallas.gpu.latent_attention.cases:cases",
-        **fields,
+        **implementation_fields,
     )
 
 

@@ -19,18 +19,26 @@ from ejkernel.modules.operations.multi_latent_ragged_page_attention_v2 import (
 from ejkernel.ops.model import Case
 
 # Small, since the reference gathers a row's keys for every head.
-MIXED_SIZES = PagedSizes(lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16)
-SMALL_PAGE_SIZES = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
+MIXED_BATCH_PROBLEM = PagedSizes(
+    lens=(137, 1, 20), q_lens=(2, 1, 1), rows=5, h=64, s=64, v=512, d=64, dtype=jnp.bfloat16
+)
+SMALL_PAGES_PROBLEM = PagedSizes(lens=(70, 33, 7), q_lens=(1, 2, 1), rows=5, h=72, s=16, v=512, d=64, dtype=jnp.float16)
 NEW_KEY_FIELDS = ("latent", "new_keys", "num_seqs")
 
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    mixed_case: Row[PagedSizes] = ("512 + 64, mixed", MIXED_SIZES, lambda key: {"return_lse": True}, NEW_KEY_FIELDS, ())
+    mixed_case: Row[PagedSizes] = (
+        "512 + 64, mixed",
+        MIXED_BATCH_PROBLEM,
+        lambda key: {"return_lse": True},
+        NEW_KEY_FIELDS,
+        (),
+    )
     options = {"v_scale": 0.5, "sliding_window": 40}
     small_page_case: Row[PagedSizes] = (
         "512 + 64, small pages, window",
-        SMALL_PAGE_SIZES,
+        SMALL_PAGES_PROBLEM,
         lambda key: options,
         ("value_scale", "sliding_window"),
         (),
@@ -55,7 +63,7 @@ def _dense_cache_case(values_are_view_of_keys: bool) -> Case:
         3, 136, 64, 1, 512, n=16, rope=64, one_cache=values_are_view_of_keys, lengths=lengths, dtype=jnp.bfloat16
     )
 
-    def make(key: jax.Array) -> MLADecodeArguments:
+    def make_arguments(key: jax.Array) -> MLADecodeArguments:
         inputs: dict[str, Any] = {**dense.arrays(key, sizes), "return_lse": True}
         inputs |= {"sliding_window": 70} if values_are_view_of_keys else {}
         return MLADecodeArguments(**inputs)
@@ -65,4 +73,6 @@ def _dense_cache_case(values_are_view_of_keys: bool) -> Case:
         "kv_segment_ids",
         *(("q_positions", "sliding_window") if values_are_view_of_keys else ()),
     )
-    return tagged(f"512 + 64, {'one cache, window' if values_are_view_of_keys else 'two caches'}", make, fields, ())
+    return tagged(
+        f"512 + 64, {'one cache, window' if values_are_view_of_keys else 'two caches'}", make_arguments, fields, ()
+    )

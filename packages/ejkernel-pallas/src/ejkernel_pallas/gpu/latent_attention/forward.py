@@ -143,16 +143,16 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
         "q_full": make_barrier(num_arrivals=2 * CHUNKS_PER_HALF + 1),
         "q_free": make_barrier(num_arrivals=CONSUMER_WARPGROUPS),
         # One copy per page and chunk; for the rotary columns, one more arrival for the bits in `valid_key_bits`.
-        "half_of_one_warpgroup_full": make_barrier(
+        "half_read_by_one_warpgroup_full": make_barrier(
             num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces
         ),
-        "half_of_both_warpgroups_full": make_barrier(
+        "half_read_by_both_warpgroups_full": make_barrier(
             num_arrivals=copies * CHUNKS_PER_HALF // PIECES_PER_HALF, num_barriers=pieces
         ),
         "rotary_full": make_barrier(num_arrivals=copies + 1, num_barriers=2),
         # One arrival: a single warpgroup is the last to read each half.
-        "half_of_one_warpgroup_free": make_barrier(num_arrivals=1, num_barriers=2),
-        "half_of_both_warpgroups_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "half_read_by_one_warpgroup_free": make_barrier(num_arrivals=1, num_barriers=2),
+        "half_read_by_both_warpgroups_free": make_barrier(num_arrivals=1, num_barriers=2),
         "weights_full": make_barrier(num_arrivals=1, num_barriers=2),
-        "sums_full": make_barrier(num_arrivals=1, num_barriers=2),
+        "row_sums_full": make_barrier(num_arrivals=1, num_barriers=2),
     }

@@ -104,7 +104,7 @@ class LatentSpec:
         rotary_start: First of the rotary columns in their array.
         slots_per_copy: Rows per copy.
         has_key_starts: Whether sequences have first keys other than 0, by `kv_starts` or a window.
-        log2_scale: Factor that converts products to base 2.
+        softmax_scale_log2: Factor that converts products to base 2.
         rescales_lazily: Whether a row's maximum moves only if scores exceed it by `RESCALE_THRESHOLD`.
         dtype: Dtype of queries, cache and output.
         value_scale: Factor on the output.
@@ -122,7 +122,7 @@ class LatentSpec:
     rotary_start: int
     slots_per_copy: int
     has_key_starts: bool
-    log2_scale: float
+    softmax_scale_log2: float
     rescales_lazily: bool
     dtype: Any
     value_scale: float
@@ -144,7 +144,7 @@ class LatentSpec:
     @property
     def exp2_factor(self) -> float:
         """Returns the factor on scores in the exponential; 1 if they are scaled before."""
-        return self.log2_scale if self.log2_scale >= MIN_SCORE_FACTOR else 1.0
+        return self.softmax_scale_log2 if self.softmax_scale_log2 >= MIN_SCORE_FACTOR else 1.0
 
     @property
     def num_thread_blocks(self) -> int:
@@ -180,7 +180,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, rotary_start: int) -
         rotary_start=rotary_start,
         slots_per_copy=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
         has_key_starts=record.kv_starts is not None or band(record)[0] is not None,
-        log2_scale=record.softmax_scale * LOG2E,
+        softmax_scale_log2=record.softmax_scale * LOG2E,
         rescales_lazily=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),
         value_scale=record.value_scale,

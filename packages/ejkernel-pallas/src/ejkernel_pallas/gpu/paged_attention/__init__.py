@@ -37,7 +37,7 @@ def implementations() -> tuple[Implementation, ...]:
             name="mosaic_gpu",
             platform="pallas",
             forward="ejkernel_pallas.gpu.paged_attention.forward:forward",
-            requires=hopper_requires(handles=HANDLES, extra=spec.refusal_reasons),
+            requires=hopper_requires(handles=HANDLES, find_refusal_reasons=spec.refusal_reasons),
             config=ConfigSpace.of(config, forward=config.HopperPaged),
             priority=_priority,
             cases="ejkernel_pallas.gpu.paged_attention.cases:cases",

@@ -42,7 +42,7 @@ class PagedSpec:
         keys_to_values_stride: Elements between the keys and values of a head of a combined cache.
         left_window: Keys before a query's own that it attends to; None for all.
         right_window: Keys after its own that it attends to; None for all.
-        log2_scale: Factor that converts products to base 2.
+        softmax_scale_log2: Factor that converts products to base 2.
         rescales_lazily: As `HopperPaged.lazy_rescaling`.
         stages: Blocks of keys and values in shared memory.
         dtype: Dtype of queries, cache and output.
@@ -65,7 +65,7 @@ class PagedSpec:
     keys_to_values_stride: int
     left_window: int | None
     right_window: int | None
-    log2_scale: float
+    softmax_scale_log2: float
     rescales_lazily: bool
     stages: int
     dtype: Any
@@ -134,7 +134,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         keys_to_values_stride=record.key_pages.shape[-1],
         left_window=left,
         right_window=right,
-        log2_scale=record.softmax_scale * LOG2E,
+        softmax_scale_log2=record.softmax_scale * LOG2E,
         rescales_lazily=params.lazy_rescaling,
         stages=min(params.stages, max_stages),
         dtype=jnp.dtype(record.query.dtype),

@@ -45,7 +45,9 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.gpu.tiled_attention.forward:forward",
             backward="ejkernel_pallas.gpu.tiled_attention.backward:backward",
             gradients=frozenset({"query", "key", "value", "softmax_aux"}),
-            requires=hopper_requires(head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, extra=_refusal_reasons),
+            requires=hopper_requires(
+                head_dims=tuple(config.VALUE_HEAD_DIMS), handles=HANDLES, find_refusal_reasons=_refusal_reasons
+            ),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace.of(
                 config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large

@@ -201,7 +201,7 @@ def _tile_schedule_maker(
             if spec.may_mask_pairs
             else split_tail_wave(num_key_tiles, blocks, query_blocks, spec.group_size),
         )
-        return dataclasses.replace(schedule, folds_bundles=folded)
+        return dataclasses.replace(schedule, interleaves_bundles=folded)
 
     return make_schedule
 

@@ -119,7 +119,11 @@ class HopperSpec:
         A soft cap bounds scores, so their powers of two are bounded: bfloat16 has the same precision for such weights,
         and float32 can hold their sums.
         """
-        return self.soft_cap is not None and self.log2_scale <= FIXED_MAX_EXPONENT_LIMIT and self.dtype == jnp.bfloat16
+        return (
+            self.soft_cap is not None
+            and self.softmax_scale_log2 <= FIXED_MAX_EXPONENT_LIMIT
+            and self.dtype == jnp.bfloat16
+        )
 
     @property
     def fuses_soft_cap(self) -> bool:
@@ -131,13 +135,13 @@ class HopperSpec:
 
     @property
     def product_scale(self) -> float:
-        """Returns the factor on a raw product before `log2_scale`: for the soft cap's argument; 1 without a soft
-        cap.
+        """Returns the factor on a raw product before `softmax_scale_log2`: for the soft cap's argument; 1 without a
+        soft cap.
         """
         return 1.0 if self.soft_cap is None else self.scale / self.soft_cap
 
     @property
-    def log2_scale(self) -> float:
+    def softmax_scale_log2(self) -> float:
         """Returns the factor that converts a raw product, or the soft cap's tanh, to base 2."""
         return (self.scale if self.soft_cap is None else self.soft_cap) * LOG2E
 

@@ -98,10 +98,10 @@ def run_row_kernel(
         call = dataclasses.replace(call, columns_share_scales=call.operands["same"][0] != 0)
     first_tile = lax.axis_index("block")
 
-    def for_each_tile(process_tile: Any, num_tile_rows: Any, *state: Any, includes_splits: bool = False) -> Any:
+    def for_each_tile(process_tile: Any, num_tile_rows: Any, *state: Any, includes_split_tiles: bool = False) -> Any:
         # A block's first tile has the block's index; `work` returns the index of the next.
         limit = num_cluster_tile_rows(spec, num_tile_rows) * spec.num_column_tiles
-        if includes_splits:
+        if includes_split_tiles:
             limit = limit + num_split_tiles(call, num_tile_rows)
         return lax.while_loop(lambda carry: carry[0] < limit, process_tile, (first_tile, I32(0), *state))[1:]
 
@@ -119,7 +119,7 @@ def run_row_kernel(
             for_each_tile(
                 functools.partial(_multiply_tile, call, multiply_tile, tiles_before, group_tiles),
                 group_tiles,
-                includes_splits=True,
+                includes_split_tiles=True,
             )
         # The block must not end before the copies out of its shared memory have.
         plgpu.wait_smem_to_gmem(0)
@@ -130,7 +130,7 @@ def run_row_kernel(
         (steps_done,) = for_each_tile(
             functools.partial(producer.copy_tile_steps, call, tiles_before, group_tiles),
             group_tiles,
-            includes_splits=True,
+            includes_split_tiles=True,
         )
         if spec.gathers_rows:
             pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, in_flight=0))
@@ -140,11 +140,11 @@ def run_row_kernel(
 
 
 def _multiply_tile(
-    call: Call, multiply_tile: MultiplyTile, tile_rows_before: Any, num_tile_rows: Any, carry: Any
+    call: Call, multiply_tile: MultiplyTile, first_group_tile_row: Any, num_tile_rows: Any, carry: Any
 ) -> Any:
     """Computes a warpgroup's part of a tile; returns the index of the block's next tile."""
     number, steps_done = carry
-    multiply_tile(call, load_output_tile(call, tile_rows_before, num_tile_rows, number), steps_done)
+    multiply_tile(call, load_output_tile(call, first_group_tile_row, num_tile_rows, number), steps_done)
     return work_queue.wait_for_next_tile(call, number, steps_done), steps_done + call.spec.steps_per_tile
 
 
@@ -199,7 +199,7 @@ def issue_product(call: Call, steps_done: Any, sub_tile: SubTile, acc: Any) -> N
 
 
 def _zero_unassigned_rows(
-    call: Call, tile_rows_before: Any, num_group_tile_rows: Any, num_tile_rows: Any, carry: Any
+    call: Call, first_group_tile_row: Any, num_group_tile_rows: Any, num_tile_rows: Any, carry: Any
 ) -> Any:
     """Writes zeros to a warpgroup's part of a tile of unassigned rows. Such tiles are the first and the last entries of
     the tile list.
@@ -209,7 +209,7 @@ def _zero_unassigned_rows(
     tile_row = lax.div(number, I32(spec.num_column_tiles)) * spec.tile.cluster_m + call.cluster_row
     entry = jnp.minimum(tile_row, num_tile_rows - num_group_tile_rows - 1)
     # The entries of groups are between those of unassigned rows.
-    entry = jnp.where(entry < tile_rows_before, entry, entry + num_group_tile_rows)
+    entry = jnp.where(entry < first_group_tile_row, entry, entry + num_group_tile_rows)
     _, row, end, begin = (table[entry, n] for n in range(FIELDS))
     column = (
         lax.rem(number, I32(spec.num_column_tiles)) * spec.tile.cluster_n + call.cluster_column

@@ -47,14 +47,14 @@ def copy_pieces_out(call: Call, pieces: list[tuple[Any, Any, Any]]) -> None:
     # All at once, if there are buffers for all: two barriers instead of two per piece.
     pieces_per_batch = len(pieces) if len(pieces) <= output_buffers else 1
 
-    def copy_pieces_from(begin: int) -> None:
+    def copy_piece_batch(first_piece: int) -> None:
         # Waits for the copies out of these buffers: those of the last tile, or all but the last few of this one.
-        plgpu.wait_smem_to_gmem(min(begin, output_buffers - pieces_per_batch), wait_read_only=True)
-        for number in range(begin, begin + pieces_per_batch):
+        plgpu.wait_smem_to_gmem(min(first_piece, output_buffers - pieces_per_batch), wait_read_only=True)
+        for number in range(first_piece, first_piece + pieces_per_batch):
             shared.output_buffers[first + number % output_buffers] = pieces[number][2]
         # Fence: makes the warpgroup's stores (generic proxy) visible to the copies (async proxy).
         plgpu.commit_smem()
-        for number in range(begin, begin + pieces_per_batch):
+        for number in range(first_piece, first_piece + pieces_per_batch):
             row, column, _ = pieces[number]
             # Columns of the last tile that are past the output's end are not copied.
             whole = spec.tiles_divide_columns or pieces_per_batch == 1
@@ -64,11 +64,11 @@ def copy_pieces_out(call: Call, pieces: list[tuple[Any, Any, Any]]) -> None:
     for begin in range(0, len(pieces), pieces_per_batch):
         # A piece that is not copied must not use a buffer either, since waits count the copies.
         whole = spec.tiles_divide_columns or pieces_per_batch > 1
-        write = functools.partial(copy_pieces_from, begin)
+        write = functools.partial(copy_piece_batch, begin)
         write() if whole else pl.when(pieces[begin][1] < spec.num_columns)(write)
 
 
-def _copy_buffer_to_output(call: Call, slot: Any, row: Any, column: Any) -> None:
+def _copy_buffer_to_output(call: Call, buffer_index: Any, row: Any, column: Any) -> None:
     """Starts to copy a buffer to the output."""
     target = call.output.at[pl.ds(row, WGMMA_M), pl.ds(column, call.spec.output_buffer_columns)]
-    plgpu.copy_smem_to_gmem(call.shared_memory.output_rows_view.at[slot], target)
+    plgpu.copy_smem_to_gmem(call.shared_memory.output_rows_view.at[buffer_index], target)

@@ -26,7 +26,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.branches import FirstMatchingBra
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.consumer import run_row_kernel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
-from ejkernel_pallas.gpu.grouped_matmul.kernels.panels import matrix_column
+from ejkernel_pallas.gpu.grouped_matmul.kernels.panels import first_matrix_column_of_panel
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile
 from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, ActivationConstants, GateColumnOrder
 from ejkernel_pallas.gpu.hopper import arrays, gating, row_gathers, wgmma
@@ -41,15 +41,15 @@ def gated_grouped_matmul_kernel(call: Call) -> None:
 
 def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
-    spec, gate, warpgroup = call.spec, call.spec.gate, lax.axis_index("warpgroup")
-    assert gate is not None  # set for the gated product
+    spec, activation_constants, warpgroup = call.spec, call.spec.activation_constants, lax.axis_index("warpgroup")
+    assert activation_constants is not None  # set for the gated product
     tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
-        functools.partial(_multiply_sub_tile, call, gate, tile, steps_done),
+        functools.partial(_multiply_sub_tile, call, activation_constants, tile, steps_done),
         tile.group_end - tile.first_row <= WGMMA_M,
     )
     branches = FirstMatchingBranch()
-    if gate.single_warpgroup:
+    if activation_constants.single_warpgroup:
         # The first warpgroup computes all rows. The other one would compute the same, which costs power.
         branches.when(fits_64_rows & (warpgroup > 0), functools.partial(_skip_tile_stages, call, steps_done))
     if spec.may_split_last_tiles:
@@ -69,7 +69,7 @@ def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
 
 
 def _multiply_sub_tile(
-    call: Call, gate: ActivationConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
+    call: Call, activation_constants: ActivationConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
 ) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
     row, column, valid = (
@@ -77,18 +77,21 @@ def _multiply_sub_tile(
         tile.first_column + sub_tile.first_column,
         None,
     )
-    if gate.has_bias and gate.gathers_rows:
+    if activation_constants.has_bias and activation_constants.gathers_rows:
         # The products of a row without a token are the bias, but its output is 0.
         valid = row_gathers.load_row_validity(call.operands["indices"], row, call.operands["lhs"].shape[0])
-    bias = _load_bias(call, tile.matrix_index, column, sub_tile.num_columns) if gate.has_bias else None
+    bias = _load_bias(call, tile.matrix_index, column, sub_tile.num_columns) if activation_constants.has_bias else None
     acc = _accumulate_products(call, steps_done, sub_tile)
-    outputs = _apply_activation_and_gate(call, gate, acc if bias is None else acc + bias, valid)
+    outputs = _apply_activation_and_gate(call, activation_constants, acc if bias is None else acc + bias, valid)
     write_rows(call, outputs, row, column, tile.group_end)
 
 
 def _load_bias(call: Call, matrix: Any, column: Any, num_columns: int) -> jax.Array:
     """Returns the bias of the columns of each panel, in the layout of the sums."""
-    starts = [matrix_column(call, column, number) for number in range(call.spec.num_panels(num_columns))]
+    starts = [
+        first_matrix_column_of_panel(call, column, panel_index)
+        for panel_index in range(call.spec.num_panels(num_columns))
+    ]
     return load_bias(call.operands["bias"], matrix, starts)
 
 
@@ -96,18 +99,18 @@ def _skip_tile_stages(call: Call, steps_done: Any) -> None:
     """Frees the stages of a tile that another warpgroup multiplies."""
     shared, stages = call.shared_memory, call.spec.tile.stages
 
-    def step(index: Any, carry: None) -> None:
+    def skip_step(index: Any, carry: None) -> None:
         slot = lax.rem(steps_done + index, I32(stages))
         plgpu.barrier_wait(shared.operands_full.at[slot])
         plgpu.barrier_arrive(shared.operands_free.at[slot])
 
-    lax.fori_loop(0, call.spec.steps_per_tile, step, None)
+    lax.fori_loop(0, call.spec.steps_per_tile, skip_step, None)
 
 
 def _accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.Array:
     """Returns the sums of a warpgroup's products over all steps."""
     spec, shared, stages = call.spec, call.shared_memory, call.spec.tile.stages
-    accumulate = wgmma.accumulate_transposed if spec.matrices_are_transposed else wgmma.accumulate
+    accumulate = wgmma.accumulate_transposed_product if spec.matrices_are_transposed else wgmma.accumulate_product
 
     def step(index: Any, acc: Any) -> Any:
         slot = lax.rem(steps_done + index, I32(stages))
@@ -127,17 +130,20 @@ def _accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.
 
 
 def _apply_activation_and_gate(
-    call: Call, gate: ActivationConstants, acc: jax.Array, valid_rows: jax.Array | None
+    call: Call, activation_constants: ActivationConstants, acc: jax.Array, valid_rows: jax.Array | None
 ) -> list[jax.Array]:
     """Returns the output of a warpgroup's sums: [64, 64] for every 64 columns."""
-    if gate.gate_column_order is GateColumnOrder.INTERLEAVED:
+    if activation_constants.gate_column_order is GateColumnOrder.INTERLEAVED:
         width = 2 * SWIZZLE_COLUMNS
         pairs = [acc[:, n : n + width] for n in range(0, acc.shape[1], width)]
-        return [gating.apply_gate_to_interleaved_columns(both, gate, call.spec.out_dtype, valid_rows) for both in pairs]
+        return [
+            gating.apply_gate_to_interleaved_columns(both, activation_constants, call.spec.out_dtype, valid_rows)
+            for both in pairs
+        ]
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
-    if gate.gate_column_order is GateColumnOrder.NO_GATE:
-        return [gating.apply_activation(block, gate, valid_rows) for block in blocks]
+    if activation_constants.gate_column_order is GateColumnOrder.NO_GATE:
+        return [gating.apply_activation(block, activation_constants, valid_rows) for block in blocks]
     return [
-        gating.apply_gate(block, factor, gate, valid_rows)
+        gating.apply_gate(block, factor, activation_constants, valid_rows)
         for block, factor in zip(blocks[::2], blocks[1::2], strict=True)
     ]

@@ -65,31 +65,31 @@ def _multiply_sub_tile(call: Call, tile: OutputTile, steps_done: Any, sub_tile: 
     write_rows(call, [acc], row, tile.first_column + sub_tile.first_column, tile.group_end)
 
 
-def _multiply_all_overlapped(call: Call, tile_rows_before: Any, num_tile_rows: Any, for_each_tile: Any) -> None:
+def _multiply_all_overlapped(call: Call, first_group_tile_row: Any, num_tile_rows: Any, for_each_tile: Any) -> None:
     """Loops over all tiles of a consumer; each tile is stored during the first products of the next one."""
     spec = call.spec
     # A dummy tile before the first: it ends at row 0, so nothing of it is stored.
     no_tile = arrays.zero_tile((WGMMA_M, spec.tile.block_n)).astype(spec.out_dtype), I32(0), I32(0), I32(0)
     last = for_each_tile(
-        functools.partial(_multiply_tile_and_store_previous, call, tile_rows_before, num_tile_rows),
+        functools.partial(_multiply_tile_and_store_previous, call, first_group_tile_row, num_tile_rows),
         num_tile_rows,
         *no_tile,
     )
     write_rows(call, [last[1]], *last[2:])
 
 
-def _multiply_tile_and_store_previous(call: Call, tile_rows_before: Any, num_tile_rows: Any, carry: Any) -> Any:
+def _multiply_tile_and_store_previous(call: Call, first_group_tile_row: Any, num_tile_rows: Any, carry: Any) -> Any:
     """Computes a warpgroup's part of a tile in registers, storing the previous tile during the first products."""
     number, steps_done, *previous_tile = carry
     tile, spec, warpgroup = (
-        load_output_tile(call, tile_rows_before, num_tile_rows, number),
+        load_output_tile(call, first_group_tile_row, num_tile_rows, number),
         call.spec,
         lax.axis_index("warpgroup"),
     )
     part, shared = SubTile(warpgroup, 0, spec.tile.block_n), call.shared_memory
     products_during_store = min(PRODUCTS_DURING_STORE, spec.steps_per_tile)
 
-    def products(acc: Any) -> Any:
+    def multiply_and_store_previous(acc: Any) -> Any:
         lax.fori_loop(
             0, products_during_store, lambda index, _: issue_product(call, steps_done + index, part, acc), None
         )
@@ -107,9 +107,9 @@ def _multiply_tile_and_store_previous(call: Call, tile_rows_before: Any, num_til
         )
         return acc[...]
 
-    tile_values = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.num_columns), jnp.float32)).astype(
-        spec.out_dtype
-    )
+    tile_values = pl.run_scoped(
+        multiply_and_store_previous, plgpu.WGMMAAccumulatorRef((WGMMA_M, part.num_columns), jnp.float32)
+    ).astype(spec.out_dtype)
     steps_done = steps_done + spec.steps_per_tile
     plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done - 1, I32(spec.tile.stages))])
     return (

@@ -13,7 +13,7 @@ from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import copy_pieces_out,
 from ejkernel_pallas.gpu.grouped_matmul.kernels.row_tiles import OutputTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.scaled_products import (
     WarpgroupRows,
-    apply_common_scales,
+    apply_step_invariant_scales,
     sum_scaled_products,
 )
 from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, ScaleConstants
@@ -27,11 +27,11 @@ def grouped_matmul_fp8_kernel(call: Call) -> None:
 
 def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     """Computes a warpgroup's part of a tile, from its products to memory."""
-    spec, scaling, warpgroup = call.spec, call.spec.scaling, lax.axis_index("warpgroup")
-    assert scaling is not None  # set for 8-bit operands
+    spec, scale_constants, warpgroup = call.spec, call.spec.scale_constants, lax.axis_index("warpgroup")
+    assert scale_constants is not None  # set for 8-bit operands
     tile_columns, half_tile_columns = spec.tile.block_n, spec.tile.block_n // 2
     product, fits_64_rows = (
-        functools.partial(_multiply_sub_tile, call, scaling, tile, steps_done),
+        functools.partial(_multiply_sub_tile, call, scale_constants, tile, steps_done),
         tile.group_end - tile.first_row <= WGMMA_M,
     )
     branches = FirstMatchingBranch()
@@ -45,42 +45,52 @@ def _multiply_tile(call: Call, tile: OutputTile, steps_done: Any) -> None:
     if spec.partial_tile_columns:
         # For scaled products zero is an opaque offset (no row is negative): otherwise the compiler would hoist
         # addresses that the branches share into registers across their loops, and sums would spill.
-        start = 0 if scaling.sums_on_tensor_cores else jnp.minimum(tile.first_row, 0)
+        start = 0 if scale_constants.sums_on_tensor_cores else jnp.minimum(tile.first_row, 0)
         # Columns past the end of the output are not multiplied.
         branches.when(
             tile.first_column + tile_columns > spec.num_columns,
             functools.partial(product, SubTile(warpgroup, start, spec.partial_tile_columns)),
         )
-    if scaling.split_by_columns:
-        branches.when(fits_64_rows, functools.partial(_multiply_columns, call, scaling, tile, steps_done, 1))
-        branches.otherwise(functools.partial(_multiply_columns, call, scaling, tile, steps_done, CONSUMER_WARPGROUPS))
+    if scale_constants.split_by_columns:
+        branches.when(
+            fits_64_rows, functools.partial(_multiply_warpgroup_columns, call, scale_constants, tile, steps_done, 1)
+        )
+        branches.otherwise(
+            functools.partial(_multiply_warpgroup_columns, call, scale_constants, tile, steps_done, CONSUMER_WARPGROUPS)
+        )
     else:
         branches.otherwise(functools.partial(product, SubTile(warpgroup, 0, tile_columns)))
 
 
 def _multiply_sub_tile(
-    call: Call, scaling: ScaleConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
+    call: Call, scale_constants: ScaleConstants, tile: OutputTile, steps_done: Any, sub_tile: SubTile
 ) -> None:
     """Computes a warpgroup's 64 rows and some of the columns."""
     row = tile.first_row_of_warpgroup(sub_tile.row_block_index)
     rows = WarpgroupRows((sub_tile.row_block_index,), (row,), steps_done)
-    if scaling.sums_on_tensor_cores:
-        results = apply_common_scales(
-            call, scaling, [accumulate_products(call, steps_done, sub_tile)], rows, sub_tile.first_column
+    if scale_constants.sums_on_tensor_cores:
+        results = apply_step_invariant_scales(
+            call, scale_constants, [accumulate_products(call, steps_done, sub_tile)], rows, sub_tile.first_column
         )
     else:
-        results = sum_scaled_products(call, scaling, rows, sub_tile)
+        results = sum_scaled_products(call, scale_constants, rows, sub_tile)
     write_rows(call, results, row, tile.first_column + sub_tile.first_column, tile.group_end)
 
 
-def _multiply_columns(
-    call: Call, scaling: ScaleConstants, tile: OutputTile, steps_done: Any, num_row_blocks: int
+def _multiply_warpgroup_columns(
+    call: Call, scale_constants: ScaleConstants, tile: OutputTile, steps_done: Any, num_row_blocks: int
 ) -> None:
     """Computes `num_row_blocks` times 64 rows, and the columns of one product."""
-    first_rows, size = tuple(tile.first_row_of_warpgroup(part) for part in range(num_row_blocks)), scaling.product_n
+    first_rows, size = (
+        tuple(tile.first_row_of_warpgroup(part) for part in range(num_row_blocks)),
+        scale_constants.product_n,
+    )
     start = lax.axis_index("warpgroup") * size
     row_parts = sum_scaled_products(
-        call, scaling, WarpgroupRows(tuple(range(num_row_blocks)), first_rows, steps_done), SubTile(None, start, size)
+        call,
+        scale_constants,
+        WarpgroupRows(tuple(range(num_row_blocks)), first_rows, steps_done),
+        SubTile(None, start, size),
     )
     if num_row_blocks == 1:
         return write_rows(call, row_parts, first_rows[0], tile.first_column + start, tile.group_end)

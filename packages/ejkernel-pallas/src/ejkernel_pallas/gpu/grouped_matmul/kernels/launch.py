@@ -46,7 +46,7 @@ def launch_row_kernel(
                 "output_buffers": output_buffers,
                 "output_rows_view": output_rows_view,
             }
-            if spec.may_split_last_tiles and not spec.gate:
+            if spec.may_split_last_tiles and not spec.activation_constants:
                 names["b"], names["b_half_tiles"] = buffers["b"]
             shared = consumer.SharedMemory(**{**buffers, **names})
             tile_counter = make_tile_counter() if spec.dynamic_schedule else None
@@ -67,14 +67,14 @@ def launch_matrix_gradients(
     blocks = num_multiprocessors() // spec.blocks_per_cluster
 
     @sequential_vmap
-    def run(left: jax.Array, right: jax.Array, bounds: jax.Array) -> jax.Array:
+    def run(left: jax.Array, right: jax.Array, group_bounds: jax.Array) -> jax.Array:
         def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
             matrix_gradients.matrix_gradients_kernel(
                 Call(spec, blocks, operand_refs, output_refs[0], matrix_gradients.SharedMemory(**buffers))
             )
 
         shape = jax.ShapeDtypeStruct((spec.num_matrices, spec.contracted_size, spec.num_columns), spec.out_dtype)
-        operands = {"left": left, "right": right, "bounds": bounds}
+        operands = {"left": left, "right": right, "bounds": group_bounds}
         return launch(
             body,
             operands,
@@ -126,7 +126,7 @@ def _half_tile_views(shape: tuple[int, ...], spec: GroupedSpec) -> Any:
 def _matrix_tile_stages(spec: GroupedSpec) -> Any:
     """Returns shared memory for the stages' tiles of matrices."""
     tile = spec.tile
-    if spec.gate:
+    if spec.activation_constants:
         return wgmma_operand_smem(
             (tile.stages, spec.panels_per_stage, spec.contracted_per_step, SWIZZLE_COLUMNS), spec.operand_dtype
         )
@@ -146,9 +146,9 @@ def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `consumer.SharedMemory`."""
     tile = spec.tile
     scales: dict[str, Any] = {}
-    if spec.scaling:
+    if spec.scale_constants:
         scales["column_scales"] = plgpu.SMEM((tile.stages + 1, tile.block_n), jnp.float32)
-        if spec.scaling.copies_row_scales:
+        if spec.scale_constants.copies_row_scales:
             scales["row_scales"] = plgpu.SMEM(
                 (tile.stages, CONSUMER_WARPGROUPS, WGMMA_M, SCALE_BLOCKS_PER_COPY), jnp.float32
             )
@@ -156,7 +156,9 @@ def _row_kernel_scratch(spec: GroupedSpec) -> dict[str, Any]:
     # warpgroups, or their panels; scales of columns, and those of each warpgroup's rows.
     scale_copies = ("column_scales" in scales) + CONSUMER_WARPGROUPS * ("row_scales" in scales)
     copies = (
-        (1 if spec.gathers_rows else CONSUMER_WARPGROUPS) + (spec.panels_per_stage if spec.gate else 1) + scale_copies
+        (1 if spec.gathers_rows else CONSUMER_WARPGROUPS)
+        + (spec.panels_per_stage if spec.activation_constants else 1)
+        + scale_copies
     )
     return {
         "a": _row_copy_views(

@@ -85,8 +85,10 @@ def matrix_gradients_kernel(call: Call) -> None:
     warpgroup, spec = lax.axis_index("warpgroup"), call.spec
     count = spec.num_matrices * spec.tile_rows_per_matrix * spec.num_column_tiles
 
-    def for_each_tile(work: Any) -> None:
-        lax.while_loop(lambda carry: carry[0] < count, functools.partial(work, call), (lax.axis_index("block"), I32(0)))
+    def for_each_tile(process_tile: Any) -> None:
+        lax.while_loop(
+            lambda carry: carry[0] < count, functools.partial(process_tile, call), (lax.axis_index("block"), I32(0))
+        )
 
     @pl.when(warpgroup < CONSUMER_WARPGROUPS)
     def _run_consumer() -> None:
@@ -110,7 +112,7 @@ def _locate_tile(call: Call, tile_index: Any) -> GradientTile:
     alternately from either end, so that two consecutive tiles take about as long for all blocks, for any group sizes.
     """
     spec = call.spec
-    tile_index = _alternate_direction(call, tile_index)
+    tile_index = _reverse_every_second_round(call, tile_index)
     per_matrix, tiles_per_group = (
         spec.tile_rows_per_matrix * spec.num_column_tiles,
         spec.tile.group_m * spec.num_column_tiles,
@@ -131,15 +133,15 @@ def _locate_tile(call: Call, tile_index: Any) -> GradientTile:
     return GradientTile(matrix, row, column, first, end, start, steps)
 
 
-def _alternate_direction(call: Call, item_index: Any) -> Any:
+def _reverse_every_second_round(call: Call, tile_index: Any) -> Any:
     """Returns the index of a block's tile in a round: every second round is in reverse order."""
-    round_index, block = lax.div(item_index, I32(call.num_blocks)), lax.rem(item_index, I32(call.num_blocks))
+    round_index, block = lax.div(tile_index, I32(call.num_blocks)), lax.rem(tile_index, I32(call.num_blocks))
     # A last round with fewer tiles than blocks is not reversed.
     whole = (
         round_index + 1
     ) * call.num_blocks <= call.spec.num_matrices * call.spec.tile_rows_per_matrix * call.spec.num_column_tiles
     return jnp.where(
-        whole & (lax.rem(round_index, I32(2)) == 1), item_index - block + (call.num_blocks - 1 - block), item_index
+        whole & (lax.rem(round_index, I32(2)) == 1), tile_index - block + (call.num_blocks - 1 - block), tile_index
     )
 
 
@@ -173,7 +175,7 @@ def _copy_tile_steps(call: Call, carry: Any) -> Any:
         pl.when(is_one_group)(lambda: copy_operands(full))
 
         @pl.when(~is_one_group)
-        def _zero_other_groups() -> None:
+        def _zero_rows_of_other_groups() -> None:
             # Uses another mbarrier, so that consumers do not see the rows of other groups.
             raw = shared.copies_done.at[slot]
             copy_operands(raw)
@@ -199,7 +201,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
     tile, spec, shared = _locate_tile(call, number), call.spec, call.shared_memory
     warpgroup, stages = lax.axis_index("warpgroup"), spec.tile.stages
 
-    def multiply(acc: Any) -> Any:
+    def multiply_all_steps(acc: Any) -> Any:
         def step(index: Any, steps_done: Any) -> Any:
             slot = lax.rem(steps_done, I32(stages))
             plgpu.barrier_wait(shared.operands_full.at[slot])
@@ -216,7 +218,7 @@ def _multiply_tile(call: Call, carry: Any) -> Any:
         lax.fori_loop(0, tile.num_steps, step, steps_done)
         return acc[...]
 
-    gradient = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WGMMA_M, spec.tile.block_n), jnp.float32))
+    gradient = pl.run_scoped(multiply_all_steps, plgpu.WGMMAAccumulatorRef((WGMMA_M, spec.tile.block_n), jnp.float32))
     steps_done = steps_done + tile.num_steps
     # `acc[...]` has waited for all products. A tile without steps has used no stage.
     last = lax.rem(steps_done + (stages - 1), I32(stages))
@@ -229,19 +231,19 @@ def _write_tile(call: Call, tile: GradientTile, tile_gradient: Any) -> None:
     """Writes a warpgroup's rows through shared memory, some columns at a time."""
     spec, shared, warpgroup = call.spec, call.shared_memory, lax.axis_index("warpgroup")
     row = tile.row + warpgroup * WGMMA_M
-    for number in range(spec.tile.block_n // spec.output_buffer_columns):
-        start = number * spec.output_buffer_columns
+    for piece_index in range(spec.tile.block_n // spec.output_buffer_columns):
+        start_column = piece_index * spec.output_buffer_columns
 
-        def copy_columns(number: int = number, start: int = start) -> None:
-            slot = warpgroup * spec.tile.output_buffers + number % spec.tile.output_buffers
+        def copy_columns(piece_index: int = piece_index, start_column: int = start_column) -> None:
+            slot = warpgroup * spec.tile.output_buffers + piece_index % spec.tile.output_buffers
             # the previous copy out of this buffer has read it
             plgpu.wait_smem_to_gmem(spec.tile.output_buffers - 1, wait_read_only=True)
-            shared.output_buffers[slot] = tile_gradient[:, start : start + spec.output_buffer_columns]
+            shared.output_buffers[slot] = tile_gradient[:, start_column : start_column + spec.output_buffer_columns]
             plgpu.commit_smem()
             target = call.output.at[
-                tile.matrix, pl.ds(row, WGMMA_M), pl.ds(tile.column + start, spec.output_buffer_columns)
+                tile.matrix, pl.ds(row, WGMMA_M), pl.ds(tile.column + start_column, spec.output_buffer_columns)
             ]
             plgpu.copy_smem_to_gmem(shared.output_buffers.at[slot], target)
 
         # Rows and columns of the last tiles that are past the matrix's ends are not copied.
-        pl.when((row < spec.contracted_size) & (tile.column + start < spec.num_columns))(copy_columns)
+        pl.when((row < spec.contracted_size) & (tile.column + start_column < spec.num_columns))(copy_columns)

@@ -30,37 +30,37 @@ def copy_gate_panels(call: Call, tile: OutputTile, k_start: Any, slot: Any) -> N
     for number in range(count):
         source, target = _panel_ref(call, tile.matrix_index, begin, number, k_start), shared.b.at[slot, number]
 
-        def copy(source: Any = source, target: Any = target) -> None:
+        def copy_panel(source: Any = source, target: Any = target) -> None:
             plgpu.copy_gmem_to_smem(source, target, full)
 
         if spec.may_split_last_tiles and number >= count // 2:
             # Half a tile has half of the panels, but the mbarrier counts all of them.
-            pl.when(tile.column_half < 0)(copy)
+            pl.when(tile.column_half < 0)(copy_panel)
             pl.when(tile.column_half >= 0)(lambda: plgpu.barrier_arrive(full))
         else:
-            copy()
+            copy_panel()
 
 
-def matrix_column(call: Call, column: Any, panel_index: int) -> Any:
+def first_matrix_column_of_panel(call: Call, column: Any, panel_index: int) -> Any:
     """Returns the first column of the matrix in panel `panel_index` of output columns from `column` on. The panel's
     bias has the same column.
     """
-    gate = call.spec.gate
-    assert gate is not None  # set for the gated product
-    if gate.gate_column_order is GateColumnOrder.HALVES:
+    activation_constants = call.spec.activation_constants
+    assert activation_constants is not None  # set for the gated product
+    if activation_constants.gate_column_order is GateColumnOrder.GATE_AND_FACTOR_HALVES:
         block, other = divmod(panel_index, 2)
         return column + (block * SWIZZLE_COLUMNS + other * call.spec.num_columns)
-    return gate.matrix_columns_per_output_column * column + panel_index * SWIZZLE_COLUMNS
+    return activation_constants.matrix_columns_per_output_column * column + panel_index * SWIZZLE_COLUMNS
 
 
 def _panel_ref(call: Call, matrix: Any, column: Any, panel_index: int, k_start: Any) -> Any:
     """Returns the reference to a panel in device memory."""
     spec, rhs = call.spec, call.operands["rhs"]
-    gate, k_slice = spec.gate, pl.ds(k_start, spec.contracted_per_step)
-    assert gate is not None  # set for the gated product
-    if gate.views_interleaved_rows_as_pairs:
+    activation_constants, k_slice = spec.activation_constants, pl.ds(k_start, spec.contracted_per_step)
+    assert activation_constants is not None  # set for the gated product
+    if activation_constants.views_interleaved_rows_as_pairs:
         block, other = divmod(panel_index, 2)
         k_slice = pl.ds(other * spec.contracted_size + k_start, spec.contracted_per_step)
         return rhs.at[matrix, pl.ds(column + block * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS), k_slice]
-    columns = pl.ds(matrix_column(call, column, panel_index), SWIZZLE_COLUMNS)
+    columns = pl.ds(first_matrix_column_of_panel(call, column, panel_index), SWIZZLE_COLUMNS)
     return rhs.at[matrix, columns, k_slice] if spec.matrices_are_transposed else rhs.at[matrix, k_slice, columns]

@@ -22,7 +22,7 @@ from ejkernel_pallas.gpu.hopper import clusters, row_gathers
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
-class CopiedPart(NamedTuple):
+class TileCopySelection(NamedTuple):
     """Selects the parts of a tile that its steps copy.
 
     Attributes:
@@ -34,31 +34,31 @@ class CopiedPart(NamedTuple):
     first_64_rows_only: bool = False
 
 
-def copy_tile_steps(call: Call, tile_rows_before: Any, num_tile_rows: Any, carry: Any) -> Any:
+def copy_tile_steps(call: Call, first_group_tile_row: Any, num_tile_rows: Any, carry: Any) -> Any:
     """Copies all steps of a tile."""
     number, steps_done = carry
-    tile, spec = load_output_tile(call, tile_rows_before, num_tile_rows, number), call.spec
+    tile, spec = load_output_tile(call, first_group_tile_row, num_tile_rows, number), call.spec
     first_rows = [tile.first_row_of_warpgroup(warpgroup) for warpgroup in range(CONSUMER_WARPGROUPS)]
     row_offsets = _gather_offsets(call, first_rows) if spec.gathers_rows else None
     requested_tile = work_queue.request_next_tile(call, number)
 
-    def fetch(tile_part: CopiedPart) -> None:
+    def copy_all_steps(copy_selection: TileCopySelection) -> None:
         lax.fori_loop(
             0,
             spec.steps_per_tile,
-            functools.partial(_copy_step, call, tile, first_rows, row_offsets, tile_part),
+            functools.partial(_copy_step, call, tile, first_rows, row_offsets, copy_selection),
             steps_done,
         )
 
     # One loop per kind: with a branch inside the loop, the copies' operands would be moved to uniform registers in
     # every step.
     branches = FirstMatchingBranch()
-    if spec.may_split_last_tiles and not spec.gate:
-        branches.when(tile.column_half >= 0, functools.partial(fetch, CopiedPart(half_columns=True)))
+    if spec.may_split_last_tiles and not spec.activation_constants:
+        branches.when(tile.column_half >= 0, functools.partial(copy_all_steps, TileCopySelection(half_columns=True)))
     first_64_rows_only = has_at_most_64_rows(call, tile)
     if first_64_rows_only is not None:
-        branches.when(first_64_rows_only, functools.partial(fetch, CopiedPart(first_64_rows_only=True)))
-    branches.otherwise(functools.partial(fetch, CopiedPart()))
+        branches.when(first_64_rows_only, functools.partial(copy_all_steps, TileCopySelection(first_64_rows_only=True)))
+    branches.otherwise(functools.partial(copy_all_steps, TileCopySelection()))
     return work_queue.publish_next_tile(call, requested_tile, steps_done), steps_done + spec.steps_per_tile
 
 
@@ -67,7 +67,7 @@ def _copy_step(
     tile: OutputTile,
     first_rows: list[Any],
     row_offsets: Any,
-    tile_part: CopiedPart,
+    copy_selection: TileCopySelection,
     k_step: Any,
     steps_done: Any,
 ) -> Any:
@@ -79,19 +79,19 @@ def _copy_step(
     pl.when(steps_done >= spec.tile.stages)(lambda: plgpu.barrier_wait(shared.operands_free.at[slot]))
     k_slice = pl.ds(k_step * spec.contracted_per_step, spec.contracted_per_step)
     if row_offsets is None:
-        _copy_rows(call, first_rows, tile_part, k_slice, slot)
+        _copy_rows(call, first_rows, copy_selection, k_slice, slot)
     else:
         row_gathers.copy_gathered_rows(
             call.operands["lhs"], row_offsets, k_step, shared.a.at[slot * CONSUMER_WARPGROUPS]
         )
-    if spec.gate:
+    if spec.activation_constants:
         panels.copy_gate_panels(call, tile, k_step * spec.contracted_per_step, slot)
     else:
-        _copy_matrix(call, tile, tile_part, k_slice, slot)
-    if spec.scaling:
+        _copy_matrix(call, tile, copy_selection, k_slice, slot)
+    if spec.scale_constants:
         scaled_products.copy_scales(
             call,
-            spec.scaling,
+            spec.scale_constants,
             scaled_products.StepScalePosition(tile.matrix_index, tile.first_column, k_step, steps_done),
             first_rows,
         )
@@ -115,12 +115,12 @@ def _gather_offsets(call: Call, first_rows: list[Any]) -> Any:
     )
 
 
-def _copy_rows(call: Call, first_rows: list[Any], tile_part: CopiedPart, k_slice: Any, slot: Any) -> None:
+def _copy_rows(call: Call, first_rows: list[Any], copy_selection: TileCopySelection, k_slice: Any, slot: Any) -> None:
     """Copies a step of each warpgroup's contiguous rows."""
     shared, full = call.shared_memory, call.shared_memory.operands_full.at[slot]
     axes = clusters.CLUSTER_AXIS if call.spec.tile.cluster_n > 1 else None  # each member reads one half for both
     for warpgroup, first in enumerate(first_rows):
-        if tile_part.first_64_rows_only and warpgroup:
+        if copy_selection.first_64_rows_only and warpgroup:
             plgpu.barrier_arrive(full)
             continue
         # Copied by rows, not by swizzle atoms of eight rows: a group may start at any row.
@@ -128,11 +128,11 @@ def _copy_rows(call: Call, first_rows: list[Any], tile_part: CopiedPart, k_slice
         plgpu.copy_gmem_to_smem(source, shared.a_rows_view.at[target], full, collective_axes=axes)
 
 
-def _copy_matrix(call: Call, tile: OutputTile, tile_part: CopiedPart, k_slice: Any, slot: Any) -> None:
+def _copy_matrix(call: Call, tile: OutputTile, copy_selection: TileCopySelection, k_slice: Any, slot: Any) -> None:
     """Copies a step of the matrix's columns."""
     spec, shared, size = call.spec, call.shared_memory, call.spec.tile.block_n
     begin, target = tile.first_column, shared.b.at[slot]
-    if tile_part.half_columns:
+    if copy_selection.half_columns:
         size //= 2
         begin, target = begin + tile.column_half * size, shared.b_half_tiles.at[2 * slot]
     columns = pl.ds(begin, size)

@@ -60,7 +60,7 @@ def num_split_tiles(call: Call, num_tile_rows: Any) -> Any:
 def has_at_most_64_rows(call: Call, tile: OutputTile) -> Any:
     """Returns whether both warpgroups multiply only the first 64 rows of a tile; None if that is never the case."""
     spec = call.spec
-    if not (spec.scaling and spec.scaling.split_by_columns):
+    if not (spec.scale_constants and spec.scale_constants.split_by_columns):
         return None
     # In other tiles (partial ones along columns, and halves) each warpgroup has 64 rows.
     has_few_rows = tile.group_end - tile.first_row <= WGMMA_M
@@ -105,7 +105,7 @@ def find_tile_position(call: Call, num_tile_rows: Any, tile_index: Any) -> TileP
     return TilePosition(tile_row, column * spec.tile.block_n, half_index)
 
 
-def load_output_tile(call: Call, tile_rows_before: Any, num_tile_rows: Any, tile_index: Any) -> OutputTile:
+def load_output_tile(call: Call, first_group_tile_row: Any, num_tile_rows: Any, tile_index: Any) -> OutputTile:
     """Returns output tile `tile_index`."""
     position, members, table = (
         find_tile_position(call, num_tile_rows, tile_index),
@@ -114,7 +114,7 @@ def load_output_tile(call: Call, tile_rows_before: Any, num_tile_rows: Any, tile
     )
     # If the last member has no tile, it computes the previous one too: both store the same values.
     entry, other = (
-        tile_rows_before + jnp.minimum(position.tile_row * members + n, num_tile_rows - 1)
+        first_group_tile_row + jnp.minimum(position.tile_row * members + n, num_tile_rows - 1)
         for n in (call.cluster_row, members - 1 - call.cluster_row)
     )
     matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))

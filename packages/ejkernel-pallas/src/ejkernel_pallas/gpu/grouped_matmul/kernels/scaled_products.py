@@ -24,7 +24,12 @@ from jax import lax
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.spec import CONSUMER_WARPGROUPS, SCALE_BLOCKS_PER_COPY, ScaleConstants
 from ejkernel_pallas.gpu.hopper import arrays, wgmma
-from ejkernel_pallas.gpu.hopper.scaled_sums import add_scaled, load_copied_scales, load_scale_for_all_rows, load_scales
+from ejkernel_pallas.gpu.hopper.scaled_sums import (
+    add_scaled_product,
+    load_row_scales_from_hbm,
+    load_row_scales_from_smem,
+    load_scale_for_all_rows,
+)
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 
 
@@ -47,10 +52,12 @@ class WarpgroupRows(NamedTuple):
     steps_done: Any
 
 
-def copy_scales(call: Call, scaling: ScaleConstants, position: StepScalePosition, first_rows: list[Any]) -> None:
+def copy_scales(
+    call: Call, scale_constants: ScaleConstants, position: StepScalePosition, first_rows: list[Any]
+) -> None:
     """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `first_rows` on."""
     block, columns = (
-        _scale_block_index(call, scaling.rhs_scale_blocks, position.step_in_tile),
+        _scale_block_index(call, scale_constants.rhs_scale_blocks, position.step_in_tile),
         pl.ds(position.first_column, call.spec.tile.block_n),
     )
     shared, stage = call.shared_memory, lax.rem(position.steps_done, I32(call.spec.tile.stages))
@@ -58,11 +65,11 @@ def copy_scales(call: Call, scaling: ScaleConstants, position: StepScalePosition
     plgpu.copy_gmem_to_smem(
         call.operands["rhs_scale"].at[position.matrix, block, columns], target, shared.operands_full.at[stage]
     )
-    if not scaling.copies_row_scales:
+    if not scale_constants.copies_row_scales:
         return
     blocks_per_copy = I32(SCALE_BLOCKS_PER_COPY)
     blocks = pl.ds(
-        lax.div(_scale_block_index(call, scaling.lhs_scale_blocks, position.step_in_tile), blocks_per_copy)
+        lax.div(_scale_block_index(call, scale_constants.lhs_scale_blocks, position.step_in_tile), blocks_per_copy)
         * blocks_per_copy,
         SCALE_BLOCKS_PER_COPY,
     )
@@ -71,36 +78,38 @@ def copy_scales(call: Call, scaling: ScaleConstants, position: StepScalePosition
         plgpu.copy_gmem_to_smem(source, shared.row_scales.at[stage, part], shared.operands_full.at[stage])
 
 
-def sum_scaled_products(call: Call, scaling: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile) -> list[jax.Array]:
+def sum_scaled_products(
+    call: Call, scale_constants: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile
+) -> list[jax.Array]:
     """Returns sums over all steps: [64, product_n] for each part of the columns, or for each part of the rows."""
-    if scaling.rhs_scale_blocks == 1:
-        unscaled_sums = _sum_over_steps(call, scaling, rows, sub_tile, columns_share_scales=False)
+    if scale_constants.rhs_scale_blocks == 1:
+        unscaled_sums = _sum_over_steps(call, scale_constants, rows, sub_tile, columns_share_scales=False)
     else:
         # Two loops, since the fast one has no registers left for a choice per step.
         loops = [
-            lambda same=same: tuple(_sum_over_steps(call, scaling, rows, sub_tile, columns_share_scales=same))
+            lambda same=same: tuple(_sum_over_steps(call, scale_constants, rows, sub_tile, columns_share_scales=same))
             for same in (True, False)
         ]
         unscaled_sums = lax.cond(call.columns_share_scales, *loops)
-    return apply_common_scales(call, scaling, list(unscaled_sums), rows, sub_tile.first_column)
+    return apply_step_invariant_scales(call, scale_constants, list(unscaled_sums), rows, sub_tile.first_column)
 
 
 def _sum_over_steps(
-    call: Call, scaling: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile, *, columns_share_scales: bool
+    call: Call, scale_constants: ScaleConstants, rows: WarpgroupRows, sub_tile: SubTile, *, columns_share_scales: bool
 ) -> list[jax.Array]:
     """Sums without the scales that all blocks share; with `columns_share_scales`, the columns of a product share
     theirs.
     """
-    spec, shared, size = call.spec, call.shared_memory, scaling.product_n
+    spec, shared, size = call.spec, call.shared_memory, scale_constants.product_n
     products = [
         (row, start) for start in range(0, sub_tile.num_columns, size) for row in range(len(rows.row_block_indices))
     ]
 
     def load_row_scales(step: Any) -> tuple[jax.Array, ...]:
-        if scaling.lhs_scale_blocks == 1 or scaling.copies_row_scales:
+        if scale_constants.lhs_scale_blocks == 1 or scale_constants.copies_row_scales:
             return ()
-        block = _scale_block_index(call, scaling.lhs_scale_blocks, jnp.minimum(step, spec.steps_per_tile - 1))
-        return tuple(load_scales(call.operands["lhs_scale"], first, block) for first in rows.first_rows)
+        block = _scale_block_index(call, scale_constants.lhs_scale_blocks, jnp.minimum(step, spec.steps_per_tile - 1))
+        return tuple(load_row_scales_from_hbm(call.operands["lhs_scale"], first, block) for first in rows.first_rows)
 
     def step(index: Any, carry: Any) -> Any:
         old_sums, row_factors = carry
@@ -112,16 +121,18 @@ def _sum_over_steps(
         new_sums: list[jax.Array] = []
         for (row, start), acc in zip(products, old_sums, strict=True):
             number = rows.row_block_indices[row]
-            if scaling.copies_row_scales:
-                block = lax.rem(_scale_block_index(call, scaling.lhs_scale_blocks, index), I32(SCALE_BLOCKS_PER_COPY))
-                factors = [load_copied_scales(shared.row_scales.at[slot, number], block)]
+            if scale_constants.copies_row_scales:
+                block = lax.rem(
+                    _scale_block_index(call, scale_constants.lhs_scale_blocks, index), I32(SCALE_BLOCKS_PER_COPY)
+                )
+                factors = [load_row_scales_from_smem(shared.row_scales.at[slot, number], block)]
             else:
                 factors = [row_factors[row]] if row_factors else []
             step_product = wgmma.issue_scores(
                 shared.a.at[slot * CONSUMER_WARPGROUPS + number], _rhs_operand(call, sub_tile, slot, pl.ds(start, size))
             )
             columns = None
-            if scaling.rhs_scale_blocks > 1:
+            if scale_constants.rhs_scale_blocks > 1:
                 columns = shared.column_scales.at[scales, pl.ds(sub_tile.first_column + start, size)]
             if columns_share_scales:
                 factors, columns = [*factors, load_scale_for_all_rows(columns)], None
@@ -129,7 +140,7 @@ def _sum_over_steps(
             step_product = wgmma.wait_for_products(step_product, in_flight=0)
             if len(new_sums) == len(old_sums) - 1:
                 plgpu.barrier_arrive(shared.operands_free.at[slot])
-            new_sums.append(add_scaled(acc, step_product, factor, columns))
+            new_sums.append(add_scaled_product(acc, step_product, factor, columns))
         return tuple(new_sums), next_scales
 
     zeros = tuple(arrays.zero_tile((WGMMA_M, size)) for _ in products)
@@ -143,24 +154,24 @@ def _rhs_operand(call: Call, sub_tile: SubTile, slot: Any, columns: Any) -> Any:
     return call.shared_memory.b.at[slot, pl.ds(sub_tile.first_column + columns.start, columns.size)]
 
 
-def apply_common_scales(
-    call: Call, scaling: ScaleConstants, accs: list[jax.Array], rows: WarpgroupRows, first_column: Any
+def apply_step_invariant_scales(
+    call: Call, scale_constants: ScaleConstants, accs: list[jax.Array], rows: WarpgroupRows, first_column: Any
 ) -> list[jax.Array]:
     """Returns sums times the scales that all steps share; those of columns are in the last step's slot."""
-    if scaling.lhs_scale_blocks > 1 and scaling.rhs_scale_blocks > 1:
+    if scale_constants.lhs_scale_blocks > 1 and scale_constants.rhs_scale_blocks > 1:
         return accs
     last, row_factors = rows.steps_done + (call.spec.steps_per_tile - 1), list[Any]([None] * len(rows.first_rows))
-    if scaling.lhs_scale_blocks == 1:
-        row_factors = [load_scales(call.operands["lhs_scale"], first, I32(0)) for first in rows.first_rows]
+    if scale_constants.lhs_scale_blocks == 1:
+        row_factors = [load_row_scales_from_hbm(call.operands["lhs_scale"], first, I32(0)) for first in rows.first_rows]
     scaled_sums: list[jax.Array] = []
     for number, acc in enumerate(accs):
         # Sums of one part of the columns and all parts of the rows, or the other way round.
         (column_part, row), columns, size = divmod(number, len(row_factors)), None, acc.shape[1]
-        if scaling.rhs_scale_blocks == 1:
+        if scale_constants.rhs_scale_blocks == 1:
             columns = call.shared_memory.column_scales.at[
                 _scale_slot(call, last), pl.ds(first_column + column_part * size, size)
             ]
-        scaled_sums.append(add_scaled(None, acc, row_factors[row], columns))
+        scaled_sums.append(add_scaled_product(None, acc, row_factors[row], columns))
     return scaled_sums
 
 

@@ -26,15 +26,15 @@ class SharedMemory:
         valid_key_bits: [2] int32, bit n: the page of rows 8 n to 8 n + 7 exists.
         q_full: Mbarrier: queries have arrived.
         q_free: Mbarrier: no warpgroup reads them any more.
-        half_of_one_warpgroup_full: [2 * pieces] mbarriers: a piece of the left half of block 0, or of the right half of
-            block 1, has arrived; only the warpgroup that scores the block reads it as values.
-        half_of_both_warpgroups_full: [2 * pieces] mbarriers: a piece of the other half has arrived; both warpgroups
-            read it as values.
+        half_read_by_one_warpgroup_full: [2 * pieces] mbarriers: a piece of the left half of block 0, or of the right
+            half of block 1, has arrived; only the warpgroup that scores the block reads it as values.
+        half_read_by_both_warpgroups_full: [2 * pieces] mbarriers: a piece of the other half has arrived; both
+            warpgroups read it as values.
         rotary_full: [2] mbarriers: the rotary columns and the bits in `valid_key_bits` have arrived.
-        half_of_one_warpgroup_free: [2] mbarriers: the products that read the exclusive half are done.
-        half_of_both_warpgroups_free: [2] mbarriers: the products that read the other half are done.
+        half_read_by_one_warpgroup_free: [2] mbarriers: the products that read the exclusive half are done.
+        half_read_by_both_warpgroups_free: [2] mbarriers: the products that read the other half are done.
         weights_full: [2] mbarriers: weights and maxima of a block have been written.
-        sums_full: [2] mbarriers: sums of a warpgroup have been written.
+        row_sums_full: [2] mbarriers: sums of a warpgroup have been written.
     """
 
     query_chunks: Any
@@ -46,13 +46,13 @@ class SharedMemory:
     valid_key_bits: Any
     q_full: Any
     q_free: Any
-    half_of_one_warpgroup_full: Any
-    half_of_both_warpgroups_full: Any
+    half_read_by_one_warpgroup_full: Any
+    half_read_by_both_warpgroups_full: Any
     rotary_full: Any
-    half_of_one_warpgroup_free: Any
-    half_of_both_warpgroups_free: Any
+    half_read_by_one_warpgroup_free: Any
+    half_read_by_both_warpgroups_free: Any
     weights_full: Any
-    sums_full: Any
+    row_sums_full: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,8 +148,8 @@ def _consume_item(call: Call, warpgroup: int, run_step: Any, item: WorkItem, car
     # overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
     # after the other has read the sums of this item.
     shared.row_sum.at[warpgroup][...] = state.row_sum
-    plgpu.barrier_arrive(shared.sums_full.at[warpgroup])
-    plgpu.barrier_wait(shared.sums_full.at[1 - warpgroup])
+    plgpu.barrier_arrive(shared.row_sums_full.at[warpgroup])
+    plgpu.barrier_wait(shared.row_sums_full.at[1 - warpgroup])
     total = state.row_sum + arrays.load_row_vector(shared.row_sum.at[1 - warpgroup])
     # `total` is not 0: a row without keys has weights of exp2(lowest - lowest) = 1, times values that are zeros.
     output = state.unnormalised_output * broadcast_to_columns(
@@ -176,17 +176,17 @@ def _step_of_first_warpgroup(
     # Before its own product, since warpgroup 1 waits for these weights.
     weights = _publish_weights(call, 0, exp2_of_scores, row_max)
     output = _rescale_output(call, state.unnormalised_output, alpha)
-    output = wgmma.accumulate(output, weights, shared.left_half_chunks.at[0])
+    output = wgmma.accumulate_product(output, weights, shared.left_half_chunks.at[0])
     output = wgmma.wait_for_products(output, in_flight=0)
     # Only this warpgroup reads this half of block 0 as values.
-    plgpu.barrier_arrive(shared.half_of_one_warpgroup_free.at[0])
+    plgpu.barrier_arrive(shared.half_read_by_one_warpgroup_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
     # The maximum after block 1, which P1 is relative to.
     new_row_max = arrays.load_row_vector(shared.row_max.at[1])
     alpha = jnp.exp2(row_max - new_row_max)
     output = _rescale_output(call, output, alpha)
     # P1 is in the memory of block 1's rotary columns.
-    output = wgmma.accumulate(output, shared.rotary_columns.at[1], shared.left_half_chunks.at[1])
+    output = wgmma.accumulate_product(output, shared.rotary_columns.at[1], shared.left_half_chunks.at[1])
     # The keys' memory was free before P1 was awaited, so the keys have usually arrived. With the product itself in a
     # branch for the last step, the compiler would wait for it at the branch's end; so only the wait for keys is in a
     # branch.
@@ -194,7 +194,7 @@ def _step_of_first_warpgroup(
     scores = _issue_scores_of_piece(call, item, (0, step + 1, 0), queries, block_exists=has_next_step)
     output = wgmma.wait_for_products(output, in_flight=1)
     # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
-    plgpu.barrier_arrive(shared.half_of_both_warpgroups_free.at[1])
+    plgpu.barrier_arrive(shared.half_read_by_both_warpgroups_free.at[1])
     # The sum is rescaled too: sums of both warpgroups are relative to `new_row_max`, since they are added at the end.
     return ConsumerState(output, new_row_max, row_sum * alpha, scores)
 
@@ -212,7 +212,7 @@ def _step_of_second_warpgroup(
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_row_vector(shared.row_max.at[0])
     output = _rescale_output(call, state.unnormalised_output, jnp.exp2(state.row_max - before))
-    output = wgmma.accumulate(output, shared.rotary_columns.at[0], shared.right_half_chunks.at[0])
+    output = wgmma.accumulate_product(output, shared.rotary_columns.at[0], shared.right_half_chunks.at[0])
     scores = _wait_for_scores(call, issued, in_flight=1)
     _free_queries(call, item, step)
     row_max = _update_row_max(call, before, scores)
@@ -221,11 +221,13 @@ def _step_of_second_warpgroup(
     weights = _publish_weights(call, 1, exp2_of_scores, row_max)
     output = wgmma.wait_for_products(output, in_flight=0)
     # Warpgroup 0 read this half as keys before it published P0.
-    plgpu.barrier_arrive(shared.half_of_both_warpgroups_free.at[0])
+    plgpu.barrier_arrive(shared.half_read_by_both_warpgroups_free.at[0])
     # The accumulator is not touched before this point, since the product was writing it.
     output = _rescale_output(call, output, jnp.exp2(before - row_max))
-    output = wgmma.wait_for_products(wgmma.accumulate(output, weights, shared.right_half_chunks.at[1]), in_flight=0)
-    plgpu.barrier_arrive(shared.half_of_one_warpgroup_free.at[1])
+    output = wgmma.wait_for_products(
+        wgmma.accumulate_product(output, weights, shared.right_half_chunks.at[1]), in_flight=0
+    )
+    plgpu.barrier_arrive(shared.half_read_by_one_warpgroup_free.at[1])
     return ConsumerState(output, row_max, row_sum)
 
 
@@ -268,7 +270,7 @@ def _issue_scores_of_piece(
     second_half, piece_in_half = divmod(piece, PIECES_PER_HALF)
     half = second_half if block == 0 else 1 - second_half
     keys = (shared.left_half_chunks, shared.right_half_chunks)[half].at[block]
-    full = (shared.half_of_one_warpgroup_full, shared.half_of_both_warpgroups_full)[second_half].at[
+    full = (shared.half_read_by_one_warpgroup_full, shared.half_read_by_both_warpgroups_full)[second_half].at[
         block * PIECES_PER_HALF + piece_in_half
     ]
     pl.when(block_exists)(lambda: plgpu.barrier_wait(full))
@@ -315,8 +317,8 @@ def _wait_for_scores(call: Call, issued_scores: ScoresInFlight, in_flight: int) 
     They are raw products: the instruction that subtracts the maximum also multiplies by `factor`, to base 2.
     """
     scores = wgmma.wait_for_products(issued_scores.scores, in_flight=in_flight)
-    if call.spec.exp2_factor != call.spec.log2_scale:
-        scores = scores * call.spec.log2_scale
+    if call.spec.exp2_factor != call.spec.softmax_scale_log2:
+        scores = scores * call.spec.softmax_scale_log2
     # Nearly all blocks have all their keys.
     return lax.cond(issued_scores.may_be_masked, lambda x: _mask_scores(call, issued_scores, x), lambda x: x, scores)
 
@@ -353,7 +355,7 @@ def _publish_weights(call: Call, block: int, weights: Any, row_max: Any) -> Any:
     shared.rotary_columns.at[block][...] = weights
     shared.row_max.at[block][...] = row_max
     # No warpgroup barrier is needed: this one uses its registers, and the other waits for all threads.
-    wgmma.fence_writes()
+    wgmma.fence_shared_memory_writes()
     plgpu.barrier_arrive(shared.weights_full.at[block])
     return weights
 

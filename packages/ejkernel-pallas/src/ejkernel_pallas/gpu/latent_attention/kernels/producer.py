@@ -50,28 +50,28 @@ def _copy_step(call: Call, item: WorkItem, step: Any, steps_done: Any) -> Any:
     for block in (0, 1):
         # Before the waits, so that the page table's latency overlaps with them.
         page_slots, present = find_page_and_slot_per_copy(call, item, step * KEYS_PER_STEP + block * BLOCK_KV, BLOCK_KV)
-        _copy_half_of_one_warpgroup(call, page_slots, steps_done, block)
-        _copy_half_of_both_warpgroups(call, page_slots, present, steps_done, block)
+        _copy_half_read_by_one_warpgroup(call, page_slots, steps_done, block)
+        _copy_half_read_by_both_warpgroups(call, page_slots, present, steps_done, block)
     return steps_done + 1
 
 
-def _copy_half_of_one_warpgroup(call: Call, page_slots: PageAndSlotPerCopy, steps_done: Any, block: int) -> None:
+def _copy_half_read_by_one_warpgroup(call: Call, page_slots: PageAndSlotPerCopy, steps_done: Any, block: int) -> None:
     """Copies the half of a block that only the warpgroup that scores it reads as values, which is free first."""
     shared = call.shared
     # The first step of the program finds all buffers free, without an arrival.
-    pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_of_one_warpgroup_free.at[block]))
+    pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_read_by_one_warpgroup_free.at[block]))
     target = (shared.left_half_chunks, shared.right_half_chunks)[block].at[block]
-    _copy_half(call, page_slots, block, target, shared.half_of_one_warpgroup_full, block)
+    _copy_half(call, page_slots, block, target, shared.half_read_by_one_warpgroup_full, block)
 
 
-def _copy_half_of_both_warpgroups(
+def _copy_half_read_by_both_warpgroups(
     call: Call, page_slots: PageAndSlotPerCopy, valid_key_bits: Any, steps_done: Any, block: int
 ) -> None:
     """Copies the half that both warpgroups read, and the rotary columns."""
     shared = call.shared
-    pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_of_both_warpgroups_free.at[block]))
+    pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_read_by_both_warpgroups_free.at[block]))
     target = (shared.right_half_chunks, shared.left_half_chunks)[block].at[block]
-    _copy_half(call, page_slots, 1 - block, target, shared.half_of_both_warpgroups_full, block)
+    _copy_half(call, page_slots, 1 - block, target, shared.half_read_by_both_warpgroups_full, block)
     full = shared.rotary_full.at[block]
     # After the wait: until then the previous block is masked with its bits.
     shared.valid_key_bits[block] = valid_key_bits
@@ -82,11 +82,11 @@ def _copy_half_of_both_warpgroups(
 
 
 def _copy_half(
-    call: Call, page_slots: PageAndSlotPerCopy, half: int, target: Any, full_barriers: Any, block: int
+    call: Call, page_slots: PageAndSlotPerCopy, half_index: int, target: Any, full_barriers: Any, block: int
 ) -> None:
     """Copies the chunks of a half of a block, in the order in which the product with the queries reads them."""
     for chunk in range(CHUNKS_PER_HALF):
-        columns = pl.ds((half * CHUNKS_PER_HALF + chunk) * CHUNK_COLUMNS, CHUNK_COLUMNS)
+        columns = pl.ds((half_index * CHUNKS_PER_HALF + chunk) * CHUNK_COLUMNS, CHUNK_COLUMNS)
         piece = block * PIECES_PER_HALF + chunk * PIECES_PER_HALF // CHUNKS_PER_HALF
         _copy_key_columns(call, page_slots, "latent", columns, target.at[chunk], full_barriers.at[piece])
 

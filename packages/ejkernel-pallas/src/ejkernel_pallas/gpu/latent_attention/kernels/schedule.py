@@ -58,13 +58,13 @@ def make_schedule_in_kernel(record: PagedAttention, spec: LatentSpec) -> LatentS
 
 
 def _schedule_kernel(
-    record: PagedAttention, spec: LatentSpec, padded_items: int, input_refs: Any, output_and_scratch_refs: Any
+    record: PagedAttention, spec: LatentSpec, padded_num_items: int, input_refs: Any, output_and_scratch_refs: Any
 ) -> None:
     items, shares, *columns, sums = output_and_scratch_refs
     # One element per thread and register: rows are read from offsets that may be odd.
-    layout = plgpu.Layout.WG_STRIDED((padded_items,), vec_size=1)
-    row = plgpu.broadcasted_iota(I32, (padded_items,), 0, layout=layout)
-    loaded = [_load_vector(ref, padded_items, layout) for ref in input_refs]
+    layout = plgpu.Layout.WG_STRIDED((padded_num_items,), vec_size=1)
+    row = plgpu.broadcasted_iota(I32, (padded_num_items,), 0, layout=layout)
+    loaded = [_load_vector(ref, padded_num_items, layout) for ref in input_refs]
     if len(loaded) == 1:
         keys, low = key_limits(record, loaded[0], loaded[0] - 1, 0 * row)
         sequence = row
@@ -75,7 +75,7 @@ def _schedule_kernel(
     )
     # An item without keys has an output, too; rows past the last item have no steps.
     steps = jnp.where(row < spec.num_items, jnp.maximum(steps, 1), 0)
-    ends = _running_sums(steps, sums, padded_items, layout)
+    ends = _running_sums(steps, sums, padded_num_items, layout)
     block = lax.axis_index("block")
     begin, item = _first_step_of_program(spec, steps, ends, block)
     shares[block, 0] = item
@@ -86,7 +86,7 @@ def _schedule_kernel(
     for first in range(0, spec.num_items, spec.num_programs + 1):
         lax.cond(
             first + block < spec.num_items,
-            lambda row: _write_item(items, columns, row),
+            lambda row: _write_item_row(items, columns, row),
             lambda row: None,
             first + block,
         )
@@ -116,17 +116,19 @@ def _load_vector(ref: Any, padded_size: int, layout: Any) -> Any:
     return load(ref)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _write_item(items: Any, columns: Any, item_index: Any) -> None:
+def _write_item_row(items: Any, columns: Any, item_index: Any) -> None:
     for number, column in enumerate(columns):
         items[item_index, number] = column[item_index]
 
 
-def _running_sums(steps: Any, sums_ref: Any, padded_items: int, layout: Any) -> Any:
-    sums_ref[:padded_items] = jnp.zeros_like(steps)
+def _running_sums(steps: Any, sums_ref: Any, padded_num_items: int, layout: Any) -> Any:
+    sums_ref[:padded_num_items] = jnp.zeros_like(steps)
     shift = 1
-    while shift < padded_items:
-        sums_ref[padded_items:] = steps
-        steps = steps + arrays.load_with_layout(sums_ref.at[padded_items - shift : 2 * padded_items - shift], layout)
+    while shift < padded_num_items:
+        sums_ref[padded_num_items:] = steps
+        steps = steps + arrays.load_with_layout(
+            sums_ref.at[padded_num_items - shift : 2 * padded_num_items - shift], layout
+        )
         shift *= 2
     return steps
 

@@ -46,7 +46,7 @@ class KernelOutputs:
 
 
 def combine_partial_results(
-    spec: ScheduledSpec, schedule: LatentSchedule, outputs: KernelOutputs, stored_rows: int = WGMMA_M
+    spec: ScheduledSpec, schedule: LatentSchedule, outputs: KernelOutputs, num_stored_rows: int = WGMMA_M
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, W] and lse [T, H] of all items.
 
@@ -54,7 +54,7 @@ def combine_partial_results(
         spec: Constants.
         schedule: Items and shares.
         outputs: The kernel's outputs.
-        stored_rows: The number of leading rows of a tile that it wrote.
+        num_stored_rows: The number of leading rows of a tile that it wrote.
     """
     operands = {
         "parts": outputs.partial_outputs,
@@ -68,16 +68,16 @@ def combine_partial_results(
     while column_blocks % 2 == 0 and spec.num_items * spec.tiles_per_item * column_blocks > TARGET_THREAD_BLOCKS:
         column_blocks //= 2
 
-    def body(operand_refs: dict[str, Any], updated: dict[str, Any]) -> None:
+    def body(operand_refs: dict[str, Any], updated_refs: dict[str, Any]) -> None:
         block = lax.axis_index("block")
         tile, column_block = lax.div(block, I32(column_blocks)), lax.rem(block, I32(column_blocks))
         _merge_item_columns(
             spec,
             operand_refs,
-            updated,
+            updated_refs,
             tile,
             (column_block * width // column_blocks, width // column_blocks),
-            stored_rows,
+            num_stored_rows,
         )
 
     results = {"output": outputs.output, "lse": outputs.lse}
@@ -93,7 +93,7 @@ def _merge_item_columns(
     updated_refs: dict[str, Any],
     tile_index: Any,
     column_range: tuple[Any, int],
-    stored_rows: int,
+    num_stored_rows: int,
 ) -> None:
     """Merges columns of one tile of heads of an item; `column_range` is the first column and their number."""
     item, tile = lax.div(tile_index, I32(spec.tiles_per_item)), lax.rem(tile_index, I32(spec.tiles_per_item))
@@ -114,22 +114,22 @@ def _merge_item_columns(
             # With an odd number of partial results, the last is loaded twice, the second time with a weight of 0.
             slot_index = partial_result_slot(jnp.minimum(program, last))
             partial_lse = arrays.load_row_vector(operands["part_lse"].at[slot_index])
-            column_range = arrays.load_first_rows(operands["parts"].at[slot_index, :, columns], stored_rows)
-            return jnp.where(program <= last, partial_lse, MASKED_SCORE), column_range
+            partial_output = arrays.load_first_rows(operands["parts"].at[slot_index, :, columns], num_stored_rows)
+            return jnp.where(program <= last, partial_lse, MASKED_SCORE), partial_output
 
-        def add_two_partials(tile_number: Any, state: Any) -> Any:
+        def add_two_partials(pair_index: Any, state: Any) -> Any:
             output, row_max, row_sum = state
             # Two at a time, so that all their loads are in flight together.
-            partials = [load_partial_result(first + 2 * tile_number + n) for n in (0, 1)]
+            partials = [load_partial_result(first + 2 * pair_index + n) for n in (0, 1)]
             new_max = jnp.maximum(row_max, jnp.maximum(partials[0][0], partials[1][0]))
             alpha = jnp.exp(row_max - new_max)
             output, row_sum = output * broadcast_to_columns(alpha, output.shape), row_sum * alpha
-            for partial_lse, column_range in partials:
+            for partial_lse, partial_output in partials:
                 # A partial result is normalised by its own denominator, so its weight is exp(lse). Their order is
                 # fixed: results are reproducible bit for bit.
                 partial_weight = jnp.exp(partial_lse - new_max)
                 output, row_sum = (
-                    output + column_range * broadcast_to_columns(partial_weight, column_range.shape),
+                    output + partial_output * broadcast_to_columns(partial_weight, partial_output.shape),
                     row_sum + partial_weight,
                 )
             return output, new_max, row_sum
@@ -141,7 +141,7 @@ def _merge_item_columns(
         )
         output, row_max, row_sum = lax.fori_loop(0, lax.div(last - first + 2, I32(2)), add_two_partials, zeros)
         output = output * broadcast_to_columns(1 / row_sum, output.shape)
-        arrays.store_first_rows(updated_refs["output"].at[rows, columns], output.astype(spec.dtype), stored_rows)
+        arrays.store_first_rows(updated_refs["output"].at[rows, columns], output.astype(spec.dtype), num_stored_rows)
 
         @pl.when(column == 0)
         # All blocks of columns compute lse; the first writes it.

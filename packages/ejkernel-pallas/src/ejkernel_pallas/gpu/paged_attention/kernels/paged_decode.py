@@ -142,7 +142,7 @@ def _mask_scores(call: Call, item: WorkItem, scores: Any, key_position_and_bits:
         if spec.left_window is not None:
             is_attended = is_attended & (distance >= -spec.left_window)
     # Selected, instead of adding -inf: products with invalid slots may be NaN, and keys are not zeroed.
-    return jnp.where(is_attended, scores * spec.log2_scale, MASKED_SCORE)
+    return jnp.where(is_attended, scores * spec.softmax_scale_log2, MASKED_SCORE)
 
 
 def _zero_rows_outside(tile: Any, first: Any, end: Any) -> None:

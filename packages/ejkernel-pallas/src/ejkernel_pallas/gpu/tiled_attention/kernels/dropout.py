@@ -18,9 +18,9 @@ from ejkernel_pallas.gpu.hopper.registers import (
     as_int32,
     float32_constant,
     int32_constant,
+    replace_registers,
     unpack_pair,
     unpack_row_value,
-    with_registers,
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -82,7 +82,7 @@ def zero_dropped_weights(spec: HopperSpec, rows: jax.Array, columns: jax.Array, 
                 llvm.inline_asm(each[0].type, each, ZERO_IF_BELOW_PTX, "=f,0,r,n") for each in operands
             ]
             new_registers.append(vector.from_elements(register.type, values))
-        return with_registers(tile, new_registers)
+        return replace_registers(tile, new_registers)
 
     return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -124,7 +124,7 @@ def select_by_dropout(
                 both = zip(is_kept, *(unpack_pair(x) for x in registers[2 * n : 2 * n + 2]), strict=True)
                 values = [arith.select(condition, x, y) for condition, x, y in both]
                 tile_registers.append(vector.from_elements(registers[0].type, values))
-        return tuple(with_registers(tiles[0], values) for values in new_registers)
+        return tuple(replace_registers(tiles[0], values) for values in new_registers)
 
     return select_registers(rows, columns, *tiles)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -164,6 +164,6 @@ def select_by_sign(signs: jax.Array, tile: jax.Array, columns: jax.Array) -> Any
             negative = arith.CmpFPredicate.OLT
             values = [arith.select(arith.cmpf(negative, sign, float32_constant(0.0)), y, x) for sign, x, y in operands]
             new_registers.append(vector.from_elements(registers[0].type, values))
-        return with_registers(tile, new_registers)
+        return replace_registers(tile, new_registers)
 
     return select_registers(signs, tile, columns)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -283,9 +283,9 @@ def _compute_weights(
         # tanh and exp2 share the special-function unit, so half of the exponentials use the FMA units. Not with masks:
         # polynomials do not give 0 for a masked score.
         if has_soft_cap and mask_scores is None:
-            weights = exp2_of_scores(scores, spec.log2_scale, shift)
+            weights = exp2_of_scores(scores, spec.softmax_scale_log2, shift)
         else:
-            weights = jnp.exp2(scores * spec.log2_scale - shift)
+            weights = jnp.exp2(scores * spec.softmax_scale_log2 - shift)
         zeros = (
             _drop_weights(
                 call, slot, load_dropout_keys, mask_scores is not None, *_weights_and_slopes(weights, capped_scores)

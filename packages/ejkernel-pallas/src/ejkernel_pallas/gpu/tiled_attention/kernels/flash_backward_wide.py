@@ -154,7 +154,8 @@ def _compute_weights(
     if mask_scores is not None:
         scores = mask_scores(scores)
     weights = jnp.exp2(
-        scores * spec.log2_scale - broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
+        scores * spec.softmax_scale_log2
+        - broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
     )
     factors = weights if cap_slope is None else weights * cap_slope
     if row_data is not None:

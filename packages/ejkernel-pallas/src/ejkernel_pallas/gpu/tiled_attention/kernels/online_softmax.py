@@ -19,7 +19,7 @@ from jaxlib.mlir.dialects import arith
 from ejkernel_pallas.gpu.hopper.arrays import broadcast_to_columns
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.lazy_rescaling import rescale_lazily
-from ejkernel_pallas.gpu.hopper.registers import fill_rows_like, unpack_pair, unpack_row_value, with_row_values
+from ejkernel_pallas.gpu.hopper.registers import replace_row_values, row_vector_like, unpack_pair, unpack_row_value
 from ejkernel_pallas.gpu.tiled_attention.kernels.soft_cap import compute_capped_weights
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -48,15 +48,15 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, is_f
         if is_full_block and spec.fuses_soft_cap:
             weights, sums = compute_capped_weights(spec, scores)
         else:
-            weights = jnp.exp2(scores * spec.log2_scale)
+            weights = jnp.exp2(scores * spec.softmax_scale_log2)
             sums = _thread_row_sum(weights)
         # No alpha: with a fixed maximum `rescale` does nothing, so any value will do.
         return row_max, row_sum + sums, weights, row_max
-    new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.log2_scale)
+    new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.softmax_scale_log2)
     if spec.rescales_lazily:
         # A maximum that increased by less is kept: alpha is exactly 1, and the warp may skip the accumulator.
         new_max = jnp.where(new_max - row_max > RESCALE_THRESHOLD, new_max, row_max)
-    weights = jnp.exp2(scores * spec.log2_scale - broadcast_to_columns(new_max, scores.shape))
+    weights = jnp.exp2(scores * spec.softmax_scale_log2 - broadcast_to_columns(new_max, scores.shape))
     alpha = jnp.exp2(row_max - new_max)
     return new_max, row_sum * alpha + _thread_row_sum(weights), weights, alpha
 
@@ -81,7 +81,7 @@ def reduce_row_sum(row_sum: jax.Array) -> jax.Array:
         # The four threads of a row are neighbours.
         for distance in (1, 2):
             sums = [arith.addf(part, mgpu.utils.shfl_bfly(part, distance)) for part in sums]
-        return with_row_values(rows, sums)
+        return replace_row_values(rows, sums)
 
     return add(row_sum)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -100,6 +100,6 @@ def _thread_row_sum(weights: jax.Array) -> jax.Array:
         for place, register in enumerate(tile.registers.flat):
             for weight in unpack_pair(register):
                 sums[place % 2] = arith.addf(sums[place % 2], weight)
-        return with_row_values(fill_rows_like(tile, sums[0]), sums)
+        return replace_row_values(row_vector_like(tile, sums[0]), sums)
 
     return add(weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context

@@ -24,13 +24,13 @@ from jaxlib.mlir.dialects import arith, llvm, math, scf, vector
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.powers_of_two import exp2_instruction, exp2_polynomial
 from ejkernel_pallas.gpu.hopper.registers import (
-    fill_rows_like,
     float32_constant,
     int32_constant,
     int32_type,
+    replace_registers,
+    replace_row_values,
+    row_vector_like,
     unpack_pair,
-    with_registers,
-    with_row_values,
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -74,7 +74,7 @@ def compute_capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[j
                 scf.yield_(_weights_with_row_sums(functools.partial(weight, spec), inputs))
         *results, linear, second = branch.results
         weights = [vector.from_elements(register_type, results[n : n + 2]) for n in range(0, len(results), 2)]
-        return with_registers(tile, weights), with_row_values(fill_rows_like(tile, linear), [linear, second])
+        return replace_registers(tile, weights), replace_row_values(row_vector_like(tile, linear), [linear, second])
 
     return run(raw_products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -111,7 +111,7 @@ def _max_or_nan(numbers: list[Any]) -> Any:
 def _softmax_weight_by_polynomial(spec: HopperSpec, _: int, product: Any) -> Any:
     """Returns the unnormalised softmax weight of a product that is near zero, with tanh as a polynomial."""
     linear, cubic = (
-        float32_constant(coefficient * spec.product_scale**degree * spec.log2_scale)
+        float32_constant(coefficient * spec.product_scale**degree * spec.softmax_scale_log2)
         for coefficient, degree in zip(TANH_COEFFICIENTS, (1, 3), strict=True)
     )
     return exp2_instruction(arith.mulf(product, math.fma(cubic, arith.mulf(product, product), linear)))
@@ -123,7 +123,7 @@ def _softmax_weight_by_tanh(spec: HopperSpec, n: int, product: Any) -> Any:
     # tanh uses the special-function unit for every product, so every second exponential uses the FMA units.
     capped: Any = llvm.inline_asm(scaled.type, [scaled], "tanh.approx.f32 $0, $1;", "=f,f")
     return (
-        exp2_instruction(arith.mulf(capped, float32_constant(spec.log2_scale)))
+        exp2_instruction(arith.mulf(capped, float32_constant(spec.softmax_scale_log2)))
         if n % 2
-        else exp2_polynomial(capped, spec.log2_scale)
+        else exp2_polynomial(capped, spec.softmax_scale_log2)
     )

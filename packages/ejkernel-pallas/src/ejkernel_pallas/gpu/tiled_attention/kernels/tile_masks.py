@@ -17,10 +17,10 @@ from ejkernel_pallas.gpu.hopper.registers import (
     as_int32,
     int32_constant,
     int32_type,
+    replace_registers,
+    replace_row_values,
     unpack_pair,
     unpack_row_value,
-    with_registers,
-    with_row_values,
 )
 from ejkernel_pallas.gpu.hopper.sizes import THREADS_PER_WARPGROUP, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import COLUMNS_PER_MASK_WORD_SPAN, WORD_BITS, HopperSpec
@@ -114,7 +114,7 @@ def load_mask_words(mask_words_ref: Any, first_row: Any, num_columns: int) -> tu
             for half in (0, 1):
                 place = arith.muli(arith.addi(words_row, int32_constant(8 * half)), int32_constant(4 * spans))
                 loaded_words.append(_load_id(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span)))))
-            return with_row_values(like, loaded_words)
+            return replace_row_values(like, loaded_words)
 
         return load_word_registers(mask_words_ref, row_template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
 
@@ -247,7 +247,7 @@ def _mask_columns(tile: Any, comparisons: list[str], row_values: list[list[Any]]
                 llvm.inline_asm(ir.F32Type.get(), operands, code, constraints, has_side_effects=False)
             )
         registers.append(vector.from_elements(register.type, masked_registers))
-    return with_registers(tile, registers)
+    return replace_registers(tile, registers)
 
 
 def _column_range_word(span_index: int, low: Any, high: Any) -> Any:
@@ -343,4 +343,4 @@ def _mask_by_words(tile: Any, words: list[list[Any]]) -> Any:
                 arith.select(arith.cmpi(arith.CmpIPredicate.ne, loaded_words, int32_constant(0)), score, minus_infinity)
             )
         registers.append(vector.from_elements(register.type, masked_registers))
-    return with_registers(tile, registers)
+    return replace_registers(tile, registers)
