@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
-from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul import config, fp8_refusal_reasons, spec
 from ejkernel_pallas.gpu.grouped_matmul.forward import forward_fp8
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
 
@@ -121,6 +121,6 @@ def test_invalid_tile_fields_are_errors(name, value):
     ],
 )
 def test_unsupported_records_are_refused_with_a_reason(record, words):
-    found = spec.fp8_refusal_reasons(record)
+    found = fp8_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -10,7 +10,7 @@ import pytest
 
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import columns
-from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul import config, gated_refusal_reasons, spec
 from ejkernel_pallas.gpu.grouped_matmul.forward import gated_forward
 from ejkernel_pallas.gpu.grouped_matmul.kernels import panels
 from ejkernel_pallas.gpu.hopper import gating
@@ -56,7 +56,7 @@ def make(tokens=96, rows=520, depth=128, width=256, dtype=jnp.bfloat16, biased=F
 )
 def test_a_call_lowers_to_one_kernel(fields, params):
     record = make(**fields)
-    assert not spec.gated_refusal_reasons(record)
+    assert not gated_refusal_reasons(record)
     traced = jax.jit(lambda record: gated_forward(record, params)[0]).trace(record)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 1
     output = traced.out_info
@@ -118,16 +118,16 @@ def test_two_shuffles_give_each_thread_its_pair_of_output_columns():
     ],
 )
 def test_unsupported_records_are_refused_with_a_reason(record, words):
-    found = spec.gated_refusal_reasons(record)
+    found = gated_refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
 
 
 def test_a_refusal_counts_output_columns_with_and_without_transpose_and_gate():
-    assert spec.gated_refusal_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
+    assert gated_refusal_reasons(make(width=96, depth=64, transpose_rhs=True)) == [
         "rhs gives 96 output columns; the kernel wants a multiple of 64"
     ]
-    assert not spec.gated_refusal_reasons(make(width=192, gated=False, activation="relu2"))
+    assert not gated_refusal_reasons(make(width=192, gated=False, activation="relu2"))
 
 
 @pytest.mark.parametrize(("rows", "single_warpgroup"), [(520, False), (320, True)])

@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.types.pullback import Pullback
-from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul import config, refusal_reasons, spec
 from ejkernel_pallas.gpu.grouped_matmul.backward import backward
 from ejkernel_pallas.gpu.grouped_matmul.forward import forward
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES
@@ -92,6 +92,6 @@ def test_invalid_tile_fields_are_errors(name, value):
     ],
 )
 def test_unsupported_records_are_refused_with_a_reason(record, words):
-    found = spec.refusal_reasons(record)
+    found = refusal_reasons(record)
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))

@@ -19,8 +19,9 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.config.chain import ConfigSelectorChain, Request
 from ejkernel.ops.config.policy import effective_policy
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.dispatch import Choice, choose, choose_pair, require_handles
+from ejkernel.ops.dispatch import Choice, choose, require_handles
 from ejkernel.ops.model import Op
+from ejkernel.ops.pairs import choose_pair
 from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
 from ejkernel.promotion import with_standard_promotion

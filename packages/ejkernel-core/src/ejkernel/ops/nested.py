@@ -5,8 +5,8 @@ from typing import Any
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import default_chain
 from ejkernel.ops.device import current_device
-from ejkernel.ops.dispatch import exclude_paired
 from ejkernel.ops.grad import CallPlan
+from ejkernel.ops.pairs import exclude_paired
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 

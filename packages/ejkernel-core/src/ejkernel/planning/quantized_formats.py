@@ -68,14 +68,8 @@ MAX_ZERO_POINTS = {"float16": 2.0**11, "bfloat16": 2.0**8, "float32": 2.0**22}
 is lower, because the sum of code and zero is rounded too."""
 GROUP_SIZES, WHOLE_ROW = (16, 32, 64, 128, 256, 512, 1024), -1
 DEFAULT_GROUP_SIZES = {
-    "affine": 64,
-    "symmetric": 64,
-    "fp8": 128,
-    "nf4": 64,
-    "mxfp4": 32,
-    "mxfp8": 32,
-    "nvfp4": 16,
-    "nvfp8": 16,
+    **{"affine": 64, "symmetric": 64, "fp8": 128, "nf4": 64},
+    **{"mxfp4": 32, "mxfp8": 32, "nvfp4": 16, "nvfp8": 16},
 }
 BITS_BY_MODE = {"fp8": 8, "nf4": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4, "nvfp8": 8}
 """Bits of a code, where the mode says how many."""

@@ -69,86 +69,87 @@ def _with_quantised_cache(inputs: Any, dtype: Any, names: tuple[str, ...] = ("ke
     return make_inputs
 
 
+PAGE_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, bfloat16", DECODE_SIZES, _no_options, (), ()),
+    ("decode, head sizes 64 and 48, float16", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
+    ("decode, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
+    ("decode, sinks, lse", DECODE_SIZES, _sinks_with_lse, ("softmax_aux",), ()),
+)
+QUANTISED_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, float8", DECODE_SIZES, _no_options, (), ()),
+    ("decode, float8, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+    ("decode, float8, head sizes 64 and 48", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
+    ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
+)
+FLOAT8_E5M2_ROWS: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
+UNIFIED_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, lse", ONE_QUERY_PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
+    ("decode, rows of few sequences", UNEVEN_QUERY_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+    ("decode, not causal", UNEVEN_QUERY_SIZES, lambda key: TWO_SIDED_WINDOW_OPTIONS, ("causal",), ()),
+    ("decode, soft cap", ONE_QUERY_PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
+)
+RAGGED_V2_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, sequences", ONE_QUERY_PACKED_SIZES, _no_options, ("num_seqs",), ()),
+)
+WRITTEN_FIELDS = ("new_keys", "new_values", "value_scale", "num_seqs")
+RAGGED_V3_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+)
+FLOAT8_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, float8, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+    (
+        "decode, float8, written, padded",
+        PADDED_HEAD_DIM_SIZES,
+        lambda key: SCALE_OPTIONS,
+        ("new_keys", "new_values"),
+        (),
+    ),
+)
+INT8_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, int8, written", ONE_QUERY_PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+)
+DENSE_ROWS: tuple[Row[PagedSizes], ...] = (
+    (
+        "decode, float8",
+        DENSE_CACHE_SIZES,
+        lambda key: WINDOW_AND_SOFT_CAP_OPTIONS,
+        ("kv_starts", "sliding_window", "logits_soft_cap"),
+        (),
+    ),
+)
+CHUNKED_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, bfloat16", ONE_QUERY_PACKED_SIZES, _no_options, ("new_keys",), ()),
+    ("decode, written, rows of few sequences", UNEVEN_QUERY_SIZES, _no_options, ("new_keys", "new_values"), ()),
+)
+PREFILL_PAGE_ATTENTION_ROWS: tuple[Row[PagedSizes], ...] = (
+    ("decode, float8", ONE_QUERY_PREFILL_SIZES, _no_options, (), ()),
+)
+
+
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    page_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, bfloat16", DECODE_SIZES, _no_options, (), ()),
-        ("decode, head sizes 64 and 48, float16", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
-        ("decode, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
-        ("decode, sinks, lse", DECODE_SIZES, _sinks_with_lse, ("softmax_aux",), ()),
-    )
-    quantised_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8", DECODE_SIZES, _no_options, (), ()),
-        ("decode, float8, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
-        ("decode, float8, head sizes 64 and 48", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
-        ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
-    )
-    float8_e5m2_rows: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
-    unified_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, lse", ONE_QUERY_PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
-        ("decode, rows of few sequences", UNEVEN_QUERY_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
-        ("decode, not causal", UNEVEN_QUERY_SIZES, lambda key: TWO_SIDED_WINDOW_OPTIONS, ("causal",), ()),
-        ("decode, soft cap", ONE_QUERY_PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
-    )
-    ragged_v2_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, sequences", ONE_QUERY_PACKED_SIZES, _no_options, ("num_seqs",), ()),
-    )
-    written_fields = ("new_keys", "new_values", "value_scale", "num_seqs")
-    ragged_v3_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
-    )
-    float8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, written_fields, ()),
-        (
-            "decode, float8, written, padded",
-            PADDED_HEAD_DIM_SIZES,
-            lambda key: SCALE_OPTIONS,
-            ("new_keys", "new_values"),
-            (),
-        ),
-    )
-    int8_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, int8, written", ONE_QUERY_PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, written_fields, ()),
-    )
-    dense_rows: tuple[Row[PagedSizes], ...] = (
-        (
-            "decode, float8",
-            DENSE_CACHE_SIZES,
-            lambda key: WINDOW_AND_SOFT_CAP_OPTIONS,
-            ("kv_starts", "sliding_window", "logits_soft_cap"),
-            (),
-        ),
-    )
-    chunked_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, bfloat16", ONE_QUERY_PACKED_SIZES, _no_options, ("new_keys",), ()),
-        ("decode, written, rows of few sequences", UNEVEN_QUERY_SIZES, _no_options, ("new_keys", "new_values"), ()),
-    )
-    prefill_page_attention_rows: tuple[Row[PagedSizes], ...] = (
-        ("decode, float8", ONE_QUERY_PREFILL_SIZES, _no_options, (), ()),
-    )
-    float8_e4m3 = jnp.float8_e4m3fn
     return {
         "page_attention": (
-            *table(PageAttentionArguments, page_inputs, page_rows),
-            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, float8_e4m3), quantised_rows),
-            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), float8_e5m2_rows),
+            *table(PageAttentionArguments, page_inputs, PAGE_ROWS),
+            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e4m3fn), QUANTISED_ROWS),
+            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), FLOAT8_E5M2_ROWS),
         ),
-        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified_rows),
-        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, ragged_v2_rows),
+        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, UNIFIED_ROWS),
+        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, RAGGED_V2_ROWS),
         "ragged_page_attention_v3": (
-            *table(RaggedPageAttentionv3Arguments, v3_inputs, ragged_v3_rows),
-            *table(RaggedPageAttentionv3Arguments, v3_eight_bits, float8_rows),
-            *table(RaggedPageAttentionv3Arguments, v3_integers, int8_rows),
+            *table(RaggedPageAttentionv3Arguments, v3_inputs, RAGGED_V3_ROWS),
+            *table(RaggedPageAttentionv3Arguments, v3_eight_bits, FLOAT8_ROWS),
+            *table(RaggedPageAttentionv3Arguments, v3_integers, INT8_ROWS),
         ),
-        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, chunked_rows),
+        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, CHUNKED_ROWS),
         "ragged_decode_attention": table(
             RaggedDecodeAttentionArguments,
-            _with_quantised_cache(dense_inputs, float8_e4m3, ("key", "value")),
-            dense_rows,
+            _with_quantised_cache(dense_inputs, jnp.float8_e4m3fn, ("key", "value")),
+            DENSE_ROWS,
         ),
         "prefill_page_attention": table(
             PrefillPageAttentionArguments,
-            _with_quantised_cache(prefill_inputs, float8_e4m3),
-            prefill_page_attention_rows,
+            _with_quantised_cache(prefill_inputs, jnp.float8_e4m3fn),
+            PREFILL_PAGE_ATTENTION_ROWS,
         ),
     }

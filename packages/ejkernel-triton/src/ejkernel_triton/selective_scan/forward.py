@@ -31,9 +31,8 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     )
     num_rows, float32 = record.x.shape[0], jnp.float32
     operands = scan_operands(record)
-    first_state = None
-    if record.initial_state is not None:
-        first_state = jnp.swapaxes(record.initial_state, 1, 2).astype(float32)
+    initial_state = record.initial_state
+    first_state = None if initial_state is None else jnp.swapaxes(initial_state, 1, 2).astype(float32)
     # The initial states of packed sequences are passed as [1, N, E, I].
     initial_states = None if first_state is None else first_state[None] if spec.IS_PACKED else first_state[:, None]
     if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:

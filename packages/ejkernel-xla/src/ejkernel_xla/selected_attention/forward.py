@@ -100,24 +100,19 @@ def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> Branch
         def read(c: jax.Array, rows: jax.Array, running: OnlineSoftmax) -> OnlineSoftmax:
             start = operands.starts[c]
             scores, _, _ = block_scores(record, operands, plan, at, start, rows)
-            return _online_softmax_step(
-                running, rows, scores, keys_of_block(operands.value, at, start, record.block_size)
-            )
+            value = keys_of_block(operands.value, at, start, record.block_size)
+            return _online_softmax_step(running, rows, scores, value)
 
         # Blocks outside, their readers inside: a block is loaded once, and the running softmax of its readers is
         # gathered and scattered.
-        running = fold_block_readers(
-            sort_queries_by_block(queries_of_step(operands.listed, plan, at), plan), plan, read, empty
-        )
+        readers = sort_queries_by_block(queries_of_step(operands.listed, plan, at), plan)
+        running = fold_block_readers(readers, plan, read, empty)
         attends = running.row_sum > 0
         denominator = jnp.where(attends, running.row_sum, 1)
         lse = jnp.where(attends, jnp.log(denominator) + finite(running.row_max), -jnp.inf)
         output = (running.acc / denominator[..., None]).astype(record.query.dtype)
         offsets = (at.batch, at.head, at.query, 0)
-        return (
-            blocks.put(state[0], (*offsets, 0), output[None, None]),
-            blocks.put(state[1], offsets, lse[None, None]),
-        )
+        return blocks.put(state[0], (*offsets, 0), output[None, None]), blocks.put(state[1], offsets, lse[None, None])
 
     lead = (plan.batch, plan.heads, plan.tiles * plan.queries, plan.group)
     state = jnp.zeros((*lead, size), record.query.dtype), jnp.zeros(lead, dtype)

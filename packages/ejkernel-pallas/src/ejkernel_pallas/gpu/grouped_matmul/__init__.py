@@ -3,12 +3,17 @@
 The requirements of the kernels are data in this module, which imports nothing of Pallas.
 """
 
+import jax.numpy as jnp
+
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
+from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.kinds import average_rows_per_group, shared_tuning_key
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_pallas.gpu.grouped_matmul import config, spec
+from ejkernel_pallas.gpu.grouped_matmul import config
+from ejkernel_pallas.gpu.grouped_matmul.spec import FP8_CONTRACTED_PER_STEP, FP8_OPERAND_DTYPE
+from ejkernel_pallas.gpu.hopper.sizes import MAX_GATHERED_MATRIX_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.requirements import hopper_requires
 
 HANDLES = frozenset({"group_offset", "transpose_rhs"})
@@ -35,64 +40,130 @@ def _gated_priority(record: GatedGroupedMatmul, device: DeviceInfo, direction: D
     return 20 if average_rows_per_group(config.plain_product_record(record)) >= MIN_MEAN_ROWS_PER_GROUP else -1
 
 
+def refusal_reasons(record: GroupedMatmul) -> list[str]:
+    """Returns why the kernel for 16-bit operands refuses a record, beyond what `Requires` expresses."""
+    rows, contracted = record.lhs.shape
+    problems = []
+    if rows % 8 or rows < WGMMA_M:
+        problems.append(f"lhs has {rows} rows; the kernel wants a multiple of 8, and at least {WGMMA_M}")
+    for name, size in (("contracted axis of lhs", contracted), ("output axis of rhs", columns(record))):
+        if size % SWIZZLE_COLUMNS or not size:
+            problems.append(f"the {name} has {size} elements; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    if record.rhs.dtype != record.lhs.dtype:
+        problems.append(f"rhs has dtype {record.rhs.dtype} and lhs {record.lhs.dtype}; the kernel wants the same")
+    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
+        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
+    return problems
+
+
+def fp8_refusal_reasons(record: GroupedMatmul) -> list[str]:
+    """Returns why the kernel for 8-bit operands refuses a record, beyond what `Requires` expresses."""
+    rows, contracted = record.lhs.shape
+    problems = []
+    if str(record.rhs.dtype) != FP8_OPERAND_DTYPE:
+        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FP8_OPERAND_DTYPE}")
+    if record.lhs_scale is None or record.rhs_scale is None:
+        return [*problems, "lhs_scale or rhs_scale is None; the kernel wants both"]
+    if not record.transpose_rhs:
+        problems.append(
+            "transpose_rhs is False; the kernel wants True, as WGMMA reads 8 bits along the contracted axis"
+        )
+    if rows < WGMMA_M:
+        problems.append(f"lhs has {rows} rows; the kernel wants at least {WGMMA_M}")
+    if columns(record) % SWIZZLE_COLUMNS or not columns(record):
+        problems.append(f"rhs has {columns(record)} columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    for name, blocks in (("lhs_scale", record.lhs_scale.shape[1]), ("rhs_scale", record.rhs_scale.shape[1])):
+        if contracted % (blocks * FP8_CONTRACTED_PER_STEP) or not contracted:
+            problems.append(
+                f"{name} has a scale per {contracted // blocks} contracted elements; the kernel wants a multiple "
+                f"of {FP8_CONTRACTED_PER_STEP}"
+            )
+    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
+        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
+    return problems
+
+
+def gated_refusal_reasons(record: GatedGroupedMatmul) -> list[str]:
+    """Returns why the gated kernel refuses a record, beyond what `Requires` expresses."""
+    product, size = config.plain_product_record(record), record.lhs.size * record.lhs.dtype.itemsize
+    problems = refusal_reasons(product)
+    outputs = columns(product) // 2 if record.gated else columns(product)
+    if record.gated and outputs % SWIZZLE_COLUMNS:
+        problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
+    if record.indices is not None and size > MAX_GATHERED_MATRIX_BYTES:
+        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_GATHERED_MATRIX_BYTES}")
+    return problems
+
+
+def _plain_product() -> Implementation:
+    """Returns the implementation for 16-bit operands."""
+    return Implementation(
+        family="grouped_matmul",
+        name="mosaic_gpu",
+        platform="pallas",
+        forward="ejkernel_pallas.gpu.grouped_matmul.forward:forward",
+        backward="ejkernel_pallas.gpu.grouped_matmul.backward:backward",
+        gradients=frozenset({"lhs", "rhs"}),
+        requires=hopper_requires(
+            handles=HANDLES,
+            find_refusal_reasons=refusal_reasons,
+        ),
+        config=ConfigSpace.of(
+            config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=shared_tuning_key
+        ),
+        # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
+        priority=20,
+        cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
+    )
+
+
+def _fp8_product() -> Implementation:
+    """Returns the implementation for 8-bit operands with scales."""
+    return Implementation(
+        family="grouped_matmul",
+        name="mosaic_gpu_fp8",
+        platform="pallas",
+        forward="ejkernel_pallas.gpu.grouped_matmul.forward:forward_fp8",
+        backward=None,
+        requires=hopper_requires(
+            handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
+            find_refusal_reasons=fp8_refusal_reasons,
+            dtypes=(FP8_OPERAND_DTYPE,),
+        ),
+        config=ConfigSpace(
+            heuristic=config.fp8_heuristic,
+            candidates=config.fp8_candidates,
+            forward=config.HopperFp8,
+            public_fields=config.PUBLIC_FIELDS,
+            kind=shared_tuning_key,
+        ),
+        # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores accumulate, 1.5 times with scales
+        # per row and column, and 1.6 to 2.3 times with block scales.
+        priority=20,
+        cases="ejkernel_pallas.gpu.grouped_matmul.cases:fp8_cases",
+    )
+
+
+def _gated_product() -> Implementation:
+    """Returns the implementation for gated products of 16-bit operands."""
+    return Implementation(
+        family="gated_grouped_matmul",
+        name="mosaic_gpu",
+        platform="pallas",
+        forward="ejkernel_pallas.gpu.grouped_matmul.forward:gated_forward",
+        backward=None,
+        requires=hopper_requires(handles=GATED_HANDLES, find_refusal_reasons=gated_refusal_reasons),
+        config=ConfigSpace(
+            heuristic=config.gated_heuristic,
+            candidates=config.gated_candidates,
+            forward=config.HopperGated,
+            public_fields=config.PUBLIC_FIELDS,
+        ),
+        priority=_gated_priority,
+        cases="ejkernel_pallas.gpu.grouped_matmul.cases:gated_cases",
+    )
+
+
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementations for 16-bit operands, for 8-bit operands with scales, and for gated products."""
-    return (
-        Implementation(
-            family="grouped_matmul",
-            name="mosaic_gpu",
-            platform="pallas",
-            forward="ejkernel_pallas.gpu.grouped_matmul.forward:forward",
-            backward="ejkernel_pallas.gpu.grouped_matmul.backward:backward",
-            gradients=frozenset({"lhs", "rhs"}),
-            requires=hopper_requires(
-                handles=HANDLES,
-                find_refusal_reasons=spec.refusal_reasons,
-            ),
-            config=ConfigSpace.of(
-                config, forward=config.HopperGrouped, backward=config.HopperGroupedBackward, kind=shared_tuning_key
-            ),
-            # Above Triton's, whose kernels were slower in both passes of every shape of `grouped_matmul_gpu.py`.
-            priority=20,
-            cases="ejkernel_pallas.gpu.grouped_matmul.cases:cases",
-        ),
-        Implementation(
-            family="grouped_matmul",
-            name="mosaic_gpu_fp8",
-            platform="pallas",
-            forward="ejkernel_pallas.gpu.grouped_matmul.forward:forward_fp8",
-            backward=None,
-            requires=hopper_requires(
-                handles=HANDLES | {"lhs_scale", "rhs_scale", "precision"},
-                find_refusal_reasons=spec.fp8_refusal_reasons,
-                dtypes=(spec.FP8_OPERAND_DTYPE,),
-            ),
-            config=ConfigSpace(
-                heuristic=config.fp8_heuristic,
-                candidates=config.fp8_candidates,
-                forward=config.HopperFp8,
-                public_fields=config.PUBLIC_FIELDS,
-                kind=shared_tuning_key,
-            ),
-            # Above Triton's, on an H200: 1.0 to 1.1 times as fast where tensor cores accumulate, 1.5 times with scales
-            # per row and column, and 1.6 to 2.3 times with block scales.
-            priority=20,
-            cases="ejkernel_pallas.gpu.grouped_matmul.cases:fp8_cases",
-        ),
-        Implementation(
-            family="gated_grouped_matmul",
-            name="mosaic_gpu",
-            platform="pallas",
-            forward="ejkernel_pallas.gpu.grouped_matmul.forward:gated_forward",
-            backward=None,
-            requires=hopper_requires(handles=GATED_HANDLES, find_refusal_reasons=spec.gated_refusal_reasons),
-            config=ConfigSpace(
-                heuristic=config.gated_heuristic,
-                candidates=config.gated_candidates,
-                forward=config.HopperGated,
-                public_fields=config.PUBLIC_FIELDS,
-            ),
-            priority=_gated_priority,
-            cases="ejkernel_pallas.gpu.grouped_matmul.cases:gated_cases",
-        ),
-    )
+    return _plain_product(), _fp8_product(), _gated_product()

@@ -1,4 +1,4 @@
-"""The compile-time constants of the grouped-matmul kernels on Hopper, their shared memory, and their refusals."""
+"""The compile-time constants of the grouped-matmul kernels on Hopper, and their shared memory."""
 
 import dataclasses
 import enum
@@ -20,12 +20,7 @@ from ejkernel_pallas.gpu.grouped_matmul.config import (
     plain_product_record,
     sums_on_tensor_cores,
 )
-from ejkernel_pallas.gpu.hopper.sizes import (
-    MAX_GATHERED_MATRIX_BYTES,
-    SHARED_MEMORY_BYTES,
-    SWIZZLE_COLUMNS,
-    WGMMA_M,
-)
+from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 
 CONTRACTED_PER_STEP_16_BIT = 64
 """Contracted elements per step of 16 bits: a swizzled row of 128 bytes."""
@@ -292,22 +287,6 @@ def shared_memory_bytes(params: HopperGrouped) -> int:
     return params.stages * stage + CONSUMER_WARPGROUPS * params.output_buffers * WGMMA_M * SWIZZLED_ROW_BYTES
 
 
-def refusal_reasons(record: GroupedMatmul) -> list[str]:
-    """Returns the reasons to refuse a record that `Requires` cannot express."""
-    rows, contracted = record.lhs.shape
-    problems = []
-    if rows % 8 or rows < WGMMA_M:
-        problems.append(f"lhs has {rows} rows; the kernel wants a multiple of 8, and at least {WGMMA_M}")
-    for name, size in (("contracted axis of lhs", contracted), ("output axis of rhs", columns(record))):
-        if size % SWIZZLE_COLUMNS or not size:
-            problems.append(f"the {name} has {size} elements; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
-    if record.rhs.dtype != record.lhs.dtype:
-        problems.append(f"rhs has dtype {record.rhs.dtype} and lhs {record.lhs.dtype}; the kernel wants the same")
-    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
-    return problems
-
-
 def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
     """Returns the constants of the kernel.
 
@@ -374,33 +353,6 @@ def fp8_shared_memory_bytes(params: HopperFp8) -> int:
     )
 
 
-def fp8_refusal_reasons(record: GroupedMatmul) -> list[str]:
-    """Returns the reasons to refuse a record that `Requires` cannot express."""
-    rows, contracted = record.lhs.shape
-    problems = []
-    if str(record.rhs.dtype) != FP8_OPERAND_DTYPE:
-        problems.append(f"rhs has dtype {record.rhs.dtype}; the kernel wants {FP8_OPERAND_DTYPE}")
-    if record.lhs_scale is None or record.rhs_scale is None:
-        return [*problems, "lhs_scale or rhs_scale is None; the kernel wants both"]
-    if not record.transpose_rhs:
-        problems.append(
-            "transpose_rhs is False; the kernel wants True, as WGMMA reads 8 bits along the contracted axis"
-        )
-    if rows < WGMMA_M:
-        problems.append(f"lhs has {rows} rows; the kernel wants at least {WGMMA_M}")
-    if columns(record) % SWIZZLE_COLUMNS or not columns(record):
-        problems.append(f"rhs has {columns(record)} columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
-    for name, blocks in (("lhs_scale", record.lhs_scale.shape[1]), ("rhs_scale", record.rhs_scale.shape[1])):
-        if contracted % (blocks * FP8_CONTRACTED_PER_STEP) or not contracted:
-            problems.append(
-                f"{name} has a scale per {contracted // blocks} contracted elements; the kernel wants a multiple "
-                f"of {FP8_CONTRACTED_PER_STEP}"
-            )
-    if jnp.dtype(record.out_dtype).itemsize not in (2, 4):
-        problems.append(f"preferred_element_type is {record.out_dtype}; the kernel wants a dtype of 16 or 32 bits")
-    return problems
-
-
 def make_gated_spec(record: GatedGroupedMatmul, params: HopperGated) -> GroupedSpec:
     """Returns the constants of the kernel.
 
@@ -446,15 +398,3 @@ def _make_activation_constants(record: GatedGroupedMatmul, params: HopperGated) 
         gathers_rows=record.indices is not None,
         single_warpgroup=params.single_warpgroup,
     )
-
-
-def gated_refusal_reasons(record: GatedGroupedMatmul) -> list[str]:
-    """Returns the reasons to refuse a record that `Requires` cannot express."""
-    product, size = plain_product_record(record), record.lhs.size * record.lhs.dtype.itemsize
-    problems = refusal_reasons(product)
-    outputs = columns(product) // 2 if record.gated else columns(product)
-    if record.gated and outputs % SWIZZLE_COLUMNS:
-        problems.append(f"rhs gives {outputs} output columns; the kernel wants a multiple of {SWIZZLE_COLUMNS}")
-    if record.indices is not None and size > MAX_GATHERED_MATRIX_BYTES:
-        problems.append(f"lhs has {size} bytes; rows can be gathered from at most {MAX_GATHERED_MATRIX_BYTES}")
-    return problems

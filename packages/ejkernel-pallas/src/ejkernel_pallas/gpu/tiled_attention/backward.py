@@ -175,15 +175,8 @@ def _tile_schedule_maker(
         spec.left_window is None and not spec.has_pattern and lengths[:, :half].sum() > 1.5 * lengths[:, half:].sum()
     )
     folded = steps_decrease and heads_that_fit > 0.75
-    heads_needed = (
-        1
-        if spec.has_pattern
-        else math.ceil(
-            MIN_QUERY_BLOCKS_BETWEEN_STARTS
-            * tile_scheduler.num_multiprocessors()
-            / (mean_steps * tile.blocks_per_cluster)
-        )
-    )
+    blocks_of_steps = MIN_QUERY_BLOCKS_BETWEEN_STARTS * tile_scheduler.num_multiprocessors()
+    heads_needed = 1 if spec.has_pattern else math.ceil(blocks_of_steps / (mean_steps * tile.blocks_per_cluster))
     heads_in_l2 = round(heads_that_fit) if folded else max(int(heads_that_fit), heads_needed)
 
     def make_schedule(batch_size: int) -> tile_scheduler.TileSchedule:
@@ -247,19 +240,9 @@ def _run_kernel(
         dq_add_counts = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
         member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.has_wide_heads else 0
         buffers = _add_row_data_views(buffers) if "rows" in buffers else buffers
+        counter = tile_scheduler.make_tile_counter()
         backward_kernel(
-            Call(
-                spec,
-                tile,
-                plan,
-                loops_by_head,
-                operand_refs,
-                output_refs,
-                tile_scheduler.make_tile_counter(),
-                dq_add_counts,
-                buffers,
-                member,
-            )
+            Call(spec, tile, plan, loops_by_head, operand_refs, output_refs, counter, dq_add_counts, buffers, member)
         )
 
     shapes = {"k": spec.dtype, "v": spec.dtype, "q": jnp.float32}

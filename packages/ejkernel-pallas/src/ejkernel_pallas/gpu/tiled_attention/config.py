@@ -266,32 +266,19 @@ class BackwardTile:
 def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the backward kernel in bytes."""
     itemsize = jnp.dtype(spec.dtype).itemsize
-    accumulated_bytes = (
-        WGMMA_M
-        * (tile.key_tiles_per_block * (spec.head_dim + spec.value_dim) + tile.peer_key_parts * SWIZZLE_COLUMNS)
-        * itemsize
-    )
+    gradient_columns = tile.key_tiles_per_block * (spec.head_dim + spec.value_dim)
+    accumulated_bytes = WGMMA_M * (gradient_columns + tile.peer_key_parts * SWIZZLE_COLUMNS) * itemsize
     stages = tile.stages_by_operand
     streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.block_q * itemsize
-    ds, dq = (
-        2 * tile.block_kv * tile.block_q * itemsize,
-        BACKWARD_CONSUMER_WARPGROUPS * WGMMA_M * tile.dq_strip_columns * 4,
-    )
+    ds_bytes = 2 * tile.block_kv * tile.block_q * itemsize
+    dq_bytes = BACKWARD_CONSUMER_WARPGROUPS * WGMMA_M * tile.dq_strip_columns * 4
     row_arrays = [tile.query_stages * tile.block_q] * len(tile.row_array_names(spec, "q"))
-    packs_row_data = tile.has_wide_heads or tile.is_register_bound
-    row_array_words = (
-        [2 * tile.query_stages * tile.block_q, (tile.query_stages + 1) * tile.block_q]
-        if packs_row_data
-        else [1, *row_arrays]
-    )
+    row_array_words = [1, *row_arrays]
+    if tile.has_wide_heads or tile.is_register_bound:  # row data are packed
+        row_array_words = [2 * tile.query_stages * tile.block_q, (tile.query_stages + 1) * tile.block_q]
     row_array_words += [tile.block_kv] * len(tile.row_array_names(spec, "k"))
-    return (
-        accumulated_bytes
-        + streamed_bytes
-        + ds
-        + dq
-        + sum(cdiv(words * 4, SMEM_ALIGNMENT_BYTES) * SMEM_ALIGNMENT_BYTES for words in row_array_words)
-    )
+    row_bytes = sum(cdiv(words * 4, SMEM_ALIGNMENT_BYTES) * SMEM_ALIGNMENT_BYTES for words in row_array_words)
+    return accumulated_bytes + streamed_bytes + ds_bytes + dq_bytes + row_bytes
 
 
 VALUE_HEAD_DIMS = {64: (64,), 128: (128,), 192: (128,), 256: (256,)}
@@ -369,17 +356,12 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
         ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
     warpgroups, keys, stages = _checked_tile_sizes(params, "block_q", "block_kv", "stages")
-    fitting_tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
-    fitting_tiles = [
-        tile
-        for tile in fitting_tiles
-        if forward_smem_bytes(tile, spec) <= SHARED_MEMORY_BYTES - FORWARD_RESERVED_SMEM_BYTES
-    ]
-    if not fitting_tiles:
-        raise ValueError(
-            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
-        )
-    return fitting_tiles[0]
+    limit = SHARED_MEMORY_BYTES
+    tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
+    tile = next((x for x in tiles if forward_smem_bytes(x, spec) + FORWARD_RESERVED_SMEM_BYTES <= limit), None)
+    if tile is None:
+        raise ValueError(f"cfg: {given_values(params)} takes more than the {limit} bytes of shared memory")
+    return tile
 
 
 def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:

@@ -137,26 +137,18 @@ def run_kernel(
     query = plan.arrange_query_rows(record.query, spec, spec.key_width)
     key = plan.split_keys_into_parts(record.key, record, spec, spec.key_width)
     value = plan.split_keys_into_parts(record.value, record, spec, spec.value_width)
-    tiles = (
-        (spec.num_key_tiles, spec.num_query_tiles)
-        if accumulates_for_keys
-        else (spec.num_query_tiles, spec.num_key_tiles)
-    )
+    tiles = (spec.num_query_tiles, spec.num_key_tiles)
+    work_block = (None, None, None, 1, spec.words_per_work_list)
     return launch(
         KernelCall(
             name=f"ejkernel_selected_attention_{name}",
             kernel=functools.partial(kernel, spec=spec),
             refs=SelectedRefs,
-            grid=(*work.shape[:2], *tiles),
+            grid=(*work.shape[:2], *(tiles[::-1] if accumulates_for_keys else tiles)),
             parallel=3,
             tables={"last_key_tile": plan.last_key_tiles(work, spec)},
             inputs={
-                "work_list": Operand(
-                    work,
-                    (None, None, None, 1, spec.words_per_work_list),
-                    _query_index_map(accumulates_for_keys),
-                    memory_space=pltpu.SMEM,
-                ),
+                "work_list": Operand(work, work_block, _query_index_map(accumulates_for_keys), memory_space=pltpu.SMEM),
                 "query": query_tile_operand(spec, query, accumulates_for_keys),
                 "key": key_tile_operand(spec, key, accumulates_for_keys),
                 "value": key_tile_operand(spec, value, accumulates_for_keys),

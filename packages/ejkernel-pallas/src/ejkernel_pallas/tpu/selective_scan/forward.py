@@ -29,7 +29,7 @@ from ejkernel_pallas.tpu.selective_scan.plan import (
     make_plan,
     make_update_plan,
 )
-from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec, UpdateSpec
 
 Blocks = dict[str, Operand]
 
@@ -82,6 +82,7 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
     """Returns the output, and the slots with the final states of their sequences, updated in place."""
     spec, transposed_slots = plan.spec, jnp.swapaxes(slot_states, 1, 2)
     block, x = (None, spec.state_size, spec.channels_per_step), plan.align(record.x)
+    output_slots = jax.ShapeDtypeStruct(transposed_slots.shape, transposed_slots.dtype)
 
     def update_token_operand(x: Any) -> Operand:
         return Operand(x, (None, *x.shape[1:3], spec.channels_per_step), lambda tile, chunk, *_: (chunk, 0, 0, tile))
@@ -111,19 +112,22 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
             },
             outputs={
                 "output": update_token_operand(jax.ShapeDtypeStruct(x.shape, x.dtype)),
-                "final_state": Operand(
-                    jax.ShapeDtypeStruct(transposed_slots.shape, transposed_slots.dtype), block, slot_index
-                ),
+                "final_state": Operand(output_slots, block, slot_index),
             },
-            scratch={
-                "state": pltpu.VMEM((spec.state_size, spec.channels_per_step), jnp.float32),
-                "columns_in_all_lanes": pltpu.VMEM((2 * spec.tokens_per_octet, spec.state_size, LANES), jnp.float32),
-                "dt_rows": pltpu.VMEM((2 * spec.tokens_per_octet, strip_channels(spec)), jnp.float32),
-            },
+            scratch=_update_scratch(spec),
             aliases={"initial_state": "final_state"},
         )
     )
     return plan.unalign(results["output"]), jnp.swapaxes(results["final_state"], 1, 2)
+
+
+def _update_scratch(spec: UpdateSpec) -> dict[str, Any]:
+    """Returns the memory that the update keeps: the state, B and C in all lanes, and the tokens' dt."""
+    return {
+        "state": pltpu.VMEM((spec.state_size, spec.channels_per_step), jnp.float32),
+        "columns_in_all_lanes": pltpu.VMEM((2 * spec.tokens_per_octet, spec.state_size, LANES), jnp.float32),
+        "dt_rows": pltpu.VMEM((2 * spec.tokens_per_octet, strip_channels(spec)), jnp.float32),
+    }
 
 
 def shared_operands(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:

@@ -27,29 +27,20 @@ from ejkernel.modules.operations.cases.tables import Row, table
 from ejkernel.ops.model import Case
 
 PLAIN = PagedSizes()
-
-
 SMALL_DECODE_SIZES = PagedSizes(lens=(500, 400, 300, 200), h=8, g=2, d=64, v=64)
-
-
 SMALL_MIXED_SIZES = PagedSizes(lens=(256, 150, 50, 200), q_lens=(29, 1, 1, 1), h=8, g=2, d=64, v=64)
-
-
 SMALL_UNUSED_SEQUENCE_SIZES = PagedSizes(lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=8, g=2, d=128, v=128)
-
-
 LSE = {"return_lse": True}
-
-
 MIXED_BATCH_SIZES = PagedSizes(lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), rows=33)
-
-
+MODEL_MIXED_SIZES = PagedSizes(
+    lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
+)
+MODEL_UNUSED_SEQUENCE_SIZES = dataclasses.replace(
+    MODEL_MIXED_SIZES, lens=(*MODEL_MIXED_SIZES.lens, 1), q_lens=(1021, 1, 1, 1, 0)
+)
+PREFIX_SIZES = PagedSizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
 WIDE = PagedSizes(lens=(70, 5), h=8, g=1, d=60, v=60, s=8)
-
-
 _WINDOW_AND_SOFT_CAP: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
-
-
 _BAND_ARGUMENTS: dict[str, Any] = {"causal": False, "sliding_window": (9, 3)}
 
 
@@ -122,6 +113,20 @@ def _packed_trees(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
 
 _TREE_FIELDS = ("qq_bias", "shared_prefix", *_CHUNK_SIZE_FIELDS, "softmax_aux", "logits_soft_cap")
 _PACKED = ("qq_bias", "shared_prefix", "sliding_window")
+_SINKS_ROW: Row[PagedSizes] = (
+    "sinks, lse, bfloat16",
+    _half_precision(MIXED_BATCH_SIZES),
+    lambda k: _sinks_lse(k, MIXED_BATCH_SIZES),
+    ("softmax_aux",),
+    (),
+)
+_TREE_ROW: Row[PagedSizes] = (
+    "a tree per sequence, and everything",
+    PREFIX_SIZES,
+    lambda k: _tree_arguments(k, PREFIX_SIZES),
+    _TREE_FIELDS,
+    ("awkward",),
+)
 
 
 def _eight_bits(make: Callable[[jax.Array, PagedSizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -177,22 +182,12 @@ def page_cases(arguments: type) -> tuple[Case, ...]:
 def unified_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `unified_attention`."""
     long = PagedSizes(lens=(129, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
-    model = PagedSizes(
-        lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
-    )
     both = ("alibi_slopes", "qq_bias", "logits_soft_cap")
-    common = PagedSizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED_BATCH_SIZES, no_arguments, (), ()),
         ("multi-query, head size 60", long, no_arguments, (), ("awkward",)),
         ("window", MIXED_BATCH_SIZES, lambda k: {"sliding_window": 5}, ("sliding_window",), ()),
-        (
-            "not causal, window on both sides",
-            MIXED_BATCH_SIZES,
-            lambda k: {"causal": False, "sliding_window": (9, 3)},
-            ("causal",),
-            (),
-        ),
+        ("not causal, window on both sides", MIXED_BATCH_SIZES, lambda k: _BAND_ARGUMENTS, ("causal",), ()),
         (
             "biases and soft cap",
             MIXED_BATCH_SIZES,
@@ -200,36 +195,18 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
             both,
             (),
         ),
-        (
-            "qq_bias of -inf and soft cap, lse",
-            MIXED_BATCH_SIZES,
-            _masking_pairs,
-            ("qq_bias", "logits_soft_cap"),
-            ("awkward",),
-        ),
-        (
-            "sinks, lse, bfloat16",
-            _half_precision(MIXED_BATCH_SIZES),
-            lambda k: _sinks_lse(k, MIXED_BATCH_SIZES),
-            ("softmax_aux",),
-            (),
-        ),
+        ("qq_bias of -inf and soft cap, lse", MIXED_BATCH_SIZES, _masking_pairs, both[1:], ("awkward",)),
+        _SINKS_ROW,
         (
             "shared prefix, sinks",
-            common,
-            lambda k: _shared_prefix_and_sinks(k, common),
+            PREFIX_SIZES,
+            lambda k: _shared_prefix_and_sinks(k, PREFIX_SIZES),
             ("shared_prefix", "softmax_aux"),
             (),
         ),
-        (
-            "a tree per sequence, and everything",
-            common,
-            lambda k: _tree_arguments(k, common),
-            _TREE_FIELDS,
-            ("awkward",),
-        ),
-        ("packed trees, shared prefix, window", common, lambda k: _packed_trees(k, common), _PACKED, ()),
-        ("model", model, no_arguments, (), ("bench",)),
+        _TREE_ROW,
+        ("packed trees, shared prefix, window", PREFIX_SIZES, lambda k: _packed_trees(k, PREFIX_SIZES), _PACKED, ()),
+        ("model", MODEL_MIXED_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_MIXED_SIZES, no_arguments, (), ("bench_cpu",)),
     )
     return table(arguments, packed_inputs, rows)
@@ -238,9 +215,6 @@ def unified_cases(arguments: type) -> tuple[Case, ...]:
 def v2_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_page_attention_v2`."""
     long = PagedSizes(lens=(129, 40, 9), q_lens=(63, 40, 9), h=8, g=1, d=60, v=60)
-    model = PagedSizes(
-        lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
-    )
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED_BATCH_SIZES, no_arguments, ("num_seqs",), ()),
         ("multi-query, head size 60", long, no_arguments, (), ("awkward",)),
@@ -251,13 +225,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
             ("sliding_window", "logits_soft_cap"),
             (),
         ),
-        (
-            "sinks, lse, bfloat16",
-            _half_precision(MIXED_BATCH_SIZES),
-            lambda k: _sinks_lse(k, MIXED_BATCH_SIZES),
-            ("softmax_aux",),
-            (),
-        ),
+        _SINKS_ROW,
         (
             "chunks, alibi and scales, lse",
             MIXED_BATCH_SIZES,
@@ -266,7 +234,7 @@ def v2_cases(arguments: type) -> tuple[Case, ...]:
             (),
         ),
         ("rounded operands", MIXED_BATCH_SIZES, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
-        ("model", model, no_arguments, (), ("bench",)),
+        ("model", MODEL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
     return table(arguments, v2_inputs, rows)
@@ -276,9 +244,6 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `ragged_page_attention_v3`."""
     small = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=64, s=8)
     wide = dataclasses.replace(small, d=128)
-    model = PagedSizes(
-        lens=(4096, 2000, 1000, 3000, 1), q_lens=(1021, 1, 1, 1, 0), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
-    )
     scaled = {"q_scale": 0.5, "k_scale": 2.0, "v_scale": 3.0, "softmax_scale": None}
     plain = ("new_keys", "new_values", "num_seqs")
     rows: tuple[Row[PagedSizes], ...] = (
@@ -287,7 +252,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
         ("head size 64, sinks, lse", small, lambda k: _sinks_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         ("chunks, alibi and scales, lse", wide, lambda k: _chunk_size_with_scales(k, wide), _CHUNK_SIZE_FIELDS, ()),
-        ("model", model, no_arguments, (), ("bench",)),
+        ("model", MODEL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
     halved: tuple[Row[PagedSizes], ...] = (
@@ -310,11 +275,7 @@ def v3_cases(arguments: type) -> tuple[Case, ...]:
 def chunked_cases(arguments: type) -> tuple[Case, ...]:
     """Returns cases of `chunked_prefill_paged_decode`."""
     long = PagedSizes(lens=(70, 40), q_lens=(63, 40), h=8, g=1, d=60, v=48)
-    model = PagedSizes(
-        lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
-    )
     capped = {"logits_soft_cap": 1.5}
-    common = PagedSizes(lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), rows=30)
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", MIXED_BATCH_SIZES, no_arguments, ("new_keys", "new_values"), ()),
         ("multi-query, head size 60", long, no_arguments, (), ("awkward",)),
@@ -332,21 +293,9 @@ def chunked_cases(arguments: type) -> tuple[Case, ...]:
             ("alibi_slopes", "logits_soft_cap"),
             (),
         ),
-        (
-            "a tree per sequence, and everything",
-            common,
-            lambda k: _tree_arguments(k, common),
-            _TREE_FIELDS,
-            ("awkward",),
-        ),
-        (
-            "sinks, lse, bfloat16",
-            _half_precision(MIXED_BATCH_SIZES),
-            lambda k: _sinks_lse(k, MIXED_BATCH_SIZES),
-            ("softmax_aux",),
-            (),
-        ),
-        ("model", model, no_arguments, (), ("bench",)),
+        _TREE_ROW,
+        _SINKS_ROW,
+        ("model", MODEL_MIXED_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_MIXED_SIZES, no_arguments, (), ("bench_cpu",)),
     )
     return table(arguments, chunked_inputs, rows)
