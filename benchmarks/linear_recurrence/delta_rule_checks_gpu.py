@@ -31,7 +31,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.launch import collect_launches, interpreting
+from ejkernel_triton.launch import collect_launches, is_interpreting
 from ejkernel_triton.linear_recurrence import plan
 from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
 from ejkernel_triton.linear_recurrence.delta import backward as delta_backward
@@ -184,7 +184,7 @@ def differing(run: Callable[[], Any], runs: int) -> int:
 
 def wrong_code(run: Any) -> int:
     """Instructions of a jitted stage that `ahead.miscompiled_shifts` finds, compiled for the device in use."""
-    if interpreting() or current_device().vendor != "nvidia":
+    if is_interpreting() or current_device().vendor != "nvidia":
         return 0
     with collect_launches() as calls:
         jax.eval_shape(run.__wrapped__)  # what was jitted may be traced already, and collects nothing

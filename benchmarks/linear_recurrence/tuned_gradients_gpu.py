@@ -30,7 +30,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead
-from ejkernel_triton.launch import collect_launches, interpreting
+from ejkernel_triton.launch import collect_launches, is_interpreting
 
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
@@ -113,7 +113,7 @@ def errors(implementation: Any, config: Any, record: LinearRecurrence) -> dict[s
 
 def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[int, int]:
     """Bytes that a thread spills at most, and instructions that `ahead.miscompiled_shifts` finds, of all kernels."""
-    if interpreting() or current_device().vendor != "nvidia":
+    if is_interpreting() or current_device().vendor != "nvidia":
         return 0, 0
     names = [name for name in FIELDS if getattr(record, name) is not None]
     states = jax.ShapeDtypeStruct(record.initial_state.shape, jnp.float32)  # pyright: ignore[reportOptionalMemberAccess]

@@ -46,7 +46,7 @@ def run_last_program(call, values):
     for name, array in zip(names, arrays, strict=False):
         if name in values:
             array[...] = np.asarray(values[name](call, array.shape), array.dtype)
-    tensors = [interpreter._Tensor(x, str(x.dtype)) for x in arrays]
+    tensors = [interpreter._TensorShim(x, str(x.dtype)) for x in arrays]
     _compat.patch_interpreter()
     builder = _compat._interpreter_module().interpreter_builder
     place, options, dims = builder.set_grid_idx, builder.options, builder.set_grid_dim

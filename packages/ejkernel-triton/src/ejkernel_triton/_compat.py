@@ -49,7 +49,7 @@ def output_shape_keyword() -> str:
 
 
 def call_kernel(
-    kernel: Any, arrays: Sequence[Any], outputs: Sequence[Any], aliases: Mapping[int, int], **options: Any
+    kernel: Any, arrays: Sequence[Any], output_shapes: Sequence[Any], aliases: Mapping[int, int], **options: Any
 ) -> tuple[Any, ...]:
     """Calls `jax_triton.triton_call`, whose versions pass aliased outputs in different ways.
 
@@ -64,7 +64,7 @@ def call_kernel(
     Args:
         kernel: The `triton.jit` function; of its outputs, those that are aliased are declared first.
         arrays: Its inputs.
-        outputs: Shapes and dtypes.
+        output_shapes: Shapes and dtypes.
         aliases: Input index -> output index.
         options: Further arguments of `triton_call`.
 
@@ -75,7 +75,7 @@ def call_kernel(
         ValueError: All inputs are aliased, so there is no other array for their parameters.
     """
     if not aliases or output_shape_keyword() == "out_shape":
-        options[output_shape_keyword()] = list(outputs)
+        options[output_shape_keyword()] = list(output_shapes)
         return tuple(triton_call()(*arrays, kernel=kernel, input_output_aliases=dict(aliases), **options))
     unaliased_inputs = [x for n, x in enumerate(arrays) if n not in aliases]
     if not unaliased_inputs:
@@ -83,14 +83,14 @@ def call_kernel(
     inputs = [unaliased_inputs[0] if n in aliases else x for n, x in enumerate(arrays)]
     input_of_output = {output: source for source, output in sorted(aliases.items(), key=lambda pair: pair[1])}
     aliased_arguments = {kernel.arg_names[len(arrays) + n]: arrays[source] for n, source in input_of_output.items()}
-    output_order = [n for n in range(len(outputs)) if n not in input_of_output] + list(input_of_output)
+    output_order = [n for n in range(len(output_shapes)) if n not in input_of_output] + list(input_of_output)
     # Indices count the parameters that are arrays: the inputs, then the aliased outputs.
     parameter_aliases = {len(arrays) + n: output_order.index(output) for n, output in enumerate(input_of_output)}
-    options["out_type"] = [outputs[n] for n in output_order]
+    options["out_type"] = [output_shapes[n] for n in output_order]
     results = triton_call()(
         *inputs, **aliased_arguments, kernel=kernel, input_output_aliases=parameter_aliases, **options
     )
-    return tuple(results[output_order.index(n)] for n in range(len(outputs)))
+    return tuple(results[output_order.index(n)] for n in range(len(output_shapes)))
 
 
 @functools.cache
@@ -103,12 +103,12 @@ def fp_fusion_argument() -> dict[str, Any]:
     return {"backend_options": FP_FUSION_OPTIONS} if "backend_options" in parameters else FP_FUSION_OPTIONS
 
 
-def compile_shared_memory_bytes(backend: Any, source: Any, options: Any) -> int:
+def compile_shared_memory_bytes(backend: Any, ast_source: Any, options: Any) -> int:
     """Compiles a source until Triton has laid out shared memory.
 
     Args:
         backend: From `triton.compiler.make_backend`.
-        source: An `ASTSource`.
+        ast_source: An `ASTSource`.
         options: The backend's parsed options.
 
     Returns:
@@ -118,9 +118,9 @@ def compile_shared_memory_bytes(backend: Any, source: Any, options: Any) -> int:
     context, stages, metadata = ir.context(), dict[str, Any](), dict(vars(options))
     ir.load_dialects(context)
     backend.load_dialects(context)
-    backend.add_stages(stages, options, source.language)
+    backend.add_stages(stages, options, ast_source.language)
     codegen_helpers = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(backend.target, options, *codegen_helpers, context)
+    module = ast_source.make_ir(backend.target, options, *codegen_helpers, context)
     for name, stage in stages.items():
         module = stage(module, metadata)
         if name == "llir":
@@ -158,27 +158,27 @@ def patch_interpreter() -> None:
     error here instead of returning wrong results.
     """
     interpreter = _interpreter_module()
-    _patched_modules.clear()
+    _names_of_patched_modules.clear()
 
     patch_tensor = interpreter._patch_lang_tensor
     if getattr(patch_tensor, "has_index", False):
         return
 
-    def patch_tensor_and_add_index(tensor: Any, patch_scope: Any) -> None:
+    def patch_tensor_with_index_method(tensor: Any, patch_scope: Any) -> None:
         patch_tensor(tensor, patch_scope)
         patch_scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_tensor_and_add_index.has_index = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = patch_tensor_and_add_index
+    patch_tensor_with_index_method.has_index = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patch_tensor_with_index_method
     interpreter.InterpretedFunction.__call__ = _call_interpreted_function
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
     builder = type(interpreter.interpreter_builder)
     builder.unary_op, builder.binary_op = _reject_bfloat16(builder.unary_op), _reject_bfloat16(builder.binary_op)
-    _share_types(interpreter)
-    _skip_conversions(type(interpreter.interpreter_semantic))
+    _cache_types_and_dtypes(interpreter)
+    _skip_identity_conversions(type(interpreter.interpreter_semantic))
 
 
-def _share_types(interpreter: Any) -> None:
+def _cache_types_and_dtypes(interpreter: Any) -> None:
     """Computes what a block type, its tensors and its NumPy dtype hold once per element type and shape."""
     language = interpreter.tl.core
     init_new_type, init_new_tensor = language.block_type.__init__, language.tensor.__init__
@@ -186,7 +186,7 @@ def _share_types(interpreter: Any) -> None:
     fields_of_types: dict[Any, dict[str, Any]] = {}
     numpy_dtypes: dict[str, Any] = {}
 
-    def init_type(block_type: Any, element_ty: Any, shape: Any) -> None:
+    def init_cached_block_type(block_type: Any, element_ty: Any, shape: Any) -> None:
         # Triton compares types by their names, too.
         key = (type(element_ty), element_ty.name, *shape)
         if fields := fields_of_types.get(key):
@@ -197,7 +197,7 @@ def _share_types(interpreter: Any) -> None:
             # The first tensor of the type adds its fields.
             fields_of_types[key] = {**vars(block_type), "_tensor_fields": {}}
 
-    def init_tensor(tensor: Any, handle: Any, tensor_type: Any) -> None:
+    def init_tensor_from_cache(tensor: Any, handle: Any, tensor_type: Any) -> None:
         fields = getattr(tensor_type, "_tensor_fields", None)
         if fields:
             vars(tensor).update(fields, handle=handle, type=tensor_type)
@@ -206,16 +206,16 @@ def _share_types(interpreter: Any) -> None:
         if fields is not None:
             fields.update({name: x for name, x in vars(tensor).items() if name not in ("handle", "type")})
 
-    def numpy_dtype(dtype: Any) -> Any:
+    def cached_numpy_dtype(dtype: Any) -> Any:
         if dtype.name not in numpy_dtypes:
             numpy_dtypes[dtype.name] = compute_numpy_dtype(dtype)
         return numpy_dtypes[dtype.name]
 
-    language.block_type.__init__, language.tensor.__init__ = init_type, init_tensor
-    interpreter._get_np_dtype = numpy_dtype
+    language.block_type.__init__, language.tensor.__init__ = init_cached_block_type, init_tensor_from_cache
+    interpreter._get_np_dtype = cached_numpy_dtype
 
 
-def _skip_conversions(semantic: Any) -> None:
+def _skip_identity_conversions(semantic: Any) -> None:
     """Returns the operands at once where a cast or a broadcast would find that it has nothing to do."""
     cast, broadcast = semantic.cast, semantic.broadcast_impl_value
 
@@ -247,15 +247,15 @@ def _reject_bfloat16(operation: Any) -> Any:
     return apply_unless_bfloat16
 
 
-_patched_modules: set[str] = set()
+_names_of_patched_modules: set[str] = set()
 
 
 def _call_interpreted_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls an interpreted function from another."""
     module = function.fn.__module__
-    if module not in _patched_modules:
+    if module not in _names_of_patched_modules:
         _interpreter_module()._patch_lang(function.fn)
-        _patched_modules.add(module)
+        _names_of_patched_modules.add(module)
     return function.rewrite()(*args, **kwargs)
 
 

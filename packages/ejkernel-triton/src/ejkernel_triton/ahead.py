@@ -68,7 +68,7 @@ def shared_memory(call: Launch, chip: str) -> int:
     with _compat.temporary_cache_folder():
         backend: Any = make_backend(target)
         return _compat.compile_shared_memory_bytes(
-            backend, _make_source(call, ASTSource), backend.parse_options(options)
+            backend, _make_ast_source(call, ASTSource), backend.parse_options(options)
         )
 
 
@@ -86,7 +86,7 @@ def compile_for_chip(call: Launch, chip: str) -> KernelResources:
 
     nvidia = gpu_named(chip).vendor == "nvidia"
     with _compat.temporary_cache_folder():
-        compiled: Any = compile(_make_source(call, ASTSource), _compile_target(chip), _compile_options(call))
+        compiled: Any = compile(_make_ast_source(call, ASTSource), _compile_target(chip), _compile_options(call))
     registers, spilled = (
         _register_usage(compiled.asm["cubin"]) if nvidia else _amd_register_usage(compiled.asm["amdgcn"])
     )
@@ -143,7 +143,7 @@ def _compile_options(call: Launch) -> dict[str, Any]:
     return {"num_warps": call.num_warps, "num_stages": call.num_stages, **_compat.FP_FUSION_OPTIONS}
 
 
-def _make_source(call: Launch, make_source: Any) -> Any:
+def _make_ast_source(call: Launch, ast_source_type: Any) -> Any:
     """Returns the source as jax-triton passes it: arrays are aligned to 16 bytes, and the constants are bound."""
     parameter_names = call.kernel.arg_names
     arrays = (*call.inputs, *call.outputs)
@@ -151,7 +151,7 @@ def _make_source(call: Launch, make_source: Any) -> Any:
     signature |= dict.fromkeys(call.constants, "constexpr")
     # JAX's buffers are aligned: with this the compiler emits loads of 128 bits and asynchronous copies.
     alignment_attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(arrays))}
-    return make_source(call.kernel, signature, dict(call.constants), alignment_attributes)
+    return ast_source_type(call.kernel, signature, dict(call.constants), alignment_attributes)
 
 
 def _register_usage(binary: bytes) -> tuple[int, int]:
@@ -168,11 +168,11 @@ def machine_code(binary: bytes) -> str:
     return _run_tool("nvdisasm", "-c", binary)
 
 
-def _run_tool(name: str, option: str, binary: bytes) -> str:
+def _run_tool(tool_name: str, option: str, binary: bytes) -> str:
     """Runs a binary tool from Triton's package and returns its output."""
     import triton
 
-    tool_path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    tool_path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool_name
     with tempfile.TemporaryDirectory() as folder:
         cubin_file = Path(folder, "kernel.cubin")
         cubin_file.write_bytes(binary)

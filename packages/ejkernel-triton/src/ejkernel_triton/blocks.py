@@ -1,8 +1,8 @@
 """Device helpers for the kernels of all families: loads and stores of tiles, products, program ids, powers of two, and
 the sequences and states of decode steps.
 
-`spec` is the constants of a kernel, a frozen dataclass of which these helpers read `PRECISION` and `WIDEN` (see `dot`),
-and `COLUMNS_PER_SLICE` (see `dot_transposed`).
+`spec` is the constants of a kernel, a frozen dataclass of which these helpers read `PRECISION` and `WIDEN_TO_FLOAT32`
+(see `dot`), and `COLUMNS_PER_SLICE` (see `dot_transposed`).
 
 A `RowTile` is an operand of `dot_transposed`, a tuple (tile, base, start, valid, STRIDE): the rows from `start` on of
 the array at `base`, whose rows are STRIDE apart. It has both the loaded tile and the address to load it from piece by
@@ -106,7 +106,7 @@ def bounds_mask(index, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def dot(a, b, spec: tl.constexpr):
     """Returns a b, in float32 at the spec's precision."""
-    if spec.WIDEN:  # Triton's interpreter multiplies the bits of bfloat16 as integers
+    if spec.WIDEN_TO_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=spec.PRECISION)
     else:
         return tl.dot(a, b, input_precision=spec.PRECISION)
@@ -117,7 +117,7 @@ def add_dot(acc, a, b, spec: tl.constexpr):
     """Returns acc + a b in float32. The matrix unit adds to the accumulator in place, which saves a second set of
     registers.
     """
-    if spec.WIDEN:
+    if spec.WIDEN_TO_FLOAT32:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=spec.PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=spec.PRECISION)

@@ -1,6 +1,6 @@
 """Runs kernels in Triton's interpreter on NumPy arrays.
 
-The interpreter expects PyTorch tensors, of which it uses the few methods that `_Tensor` has.
+The interpreter expects PyTorch tensors, of which it uses the few methods that `_TensorShim` has.
 """
 
 import threading
@@ -13,10 +13,10 @@ import numpy as np
 from ejkernel_triton import _compat
 
 # The interpreter has global state, and JAX may run callbacks of several devices at the same time.
-_lock = threading.Lock()
+_interpreter_lock = threading.Lock()
 
 
-class _Tensor:
+class _TensorShim:
     """A NumPy array with the methods of a PyTorch tensor, and of its storage, that the interpreter calls."""
 
     def __init__(self, array: np.ndarray, dtype: str) -> None:
@@ -26,19 +26,19 @@ class _Tensor:
     def data_ptr(self) -> int:
         return self.array.ctypes.data
 
-    def untyped_storage(self) -> "_Tensor":
+    def untyped_storage(self) -> "_TensorShim":
         return self
 
-    def cpu(self) -> "_Tensor":
+    def cpu(self) -> "_TensorShim":
         return self
 
-    def new_empty(self, size: int, device: str) -> "_Tensor":
-        return _Tensor(self.array, self.dtype)
+    def new_empty(self, size: int, device: str) -> "_TensorShim":
+        return _TensorShim(self.array, self.dtype)
 
-    def set_(self, storage: "_Tensor", *layout: Any) -> None:
+    def set_(self, storage: "_TensorShim", *layout: Any) -> None:
         self.array = storage.array
 
-    def copy_(self, other: "_Tensor") -> None:
+    def copy_(self, other: "_TensorShim") -> None:
         """Does nothing, since `cpu` made no copy."""
 
     def storage_offset(self) -> int:
@@ -54,7 +54,7 @@ class _Tensor:
 def run(
     kernel: Any,
     inputs: Sequence[Any],
-    outputs: Sequence[Any],
+    output_shapes: Sequence[Any],
     grid: int,
     constants: Mapping[str, Any],
     aliases: Mapping[int, int],
@@ -64,7 +64,7 @@ def run(
     Args:
         kernel: A kernel that `triton.jit` made with TRITON_INTERPRET=1.
         inputs: Arrays.
-        outputs: Shapes and dtypes; they start as NaN, or as the smallest integer, except for aliases.
+        output_shapes: Shapes and dtypes; they start as NaN, or as the smallest integer, except for aliases.
         grid: Programs.
         constants: The `tl.constexpr` arguments.
         aliases: Input index -> index of the output that starts as that input.
@@ -75,13 +75,13 @@ def run(
     # Kernels compute addresses from shapes alone, so arrays must be contiguous.
     input_arrays = [np.ascontiguousarray(np.asarray(x)) for x in inputs]
     # Elements that a kernel does not write are NaN, or the smallest integer, so that reading them shows in the result.
-    output_arrays = [np.full(x.shape, _poison_value(x.dtype), x.dtype) for x in outputs]
+    output_arrays = [np.full(x.shape, _poison_value(x.dtype), x.dtype) for x in output_shapes]
     for source, target in aliases.items():
         output_arrays[target][...] = input_arrays[source]
-    tensors = [_Tensor(x, str(x.dtype)) for x in (*input_arrays, *output_arrays)]
+    tensors = [_TensorShim(x, str(x.dtype)) for x in (*input_arrays, *output_arrays)]
     _compat.patch_interpreter()
     # Masked lanes are computed too, so overflow and NaN in them are no errors.
-    with _lock, np.errstate(all="ignore"):
+    with _interpreter_lock, np.errstate(all="ignore"):
         kernel[(grid,)](*tensors, **constants)
     return tuple(output_arrays)
 

@@ -70,7 +70,7 @@ def collect_launches() -> Generator[list[Launch]]:
         _collected_launches.reset(token)
 
 
-def interpreting() -> bool:
+def is_interpreting() -> bool:
     """Returns whether this process interprets Triton kernels, which depends on the environment when Triton is
     imported.
     """
@@ -131,7 +131,9 @@ def launch(
     if (launches := _collected_launches.get()) is not None:
         launches.append(call)
         return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
-    run = custom_batching.custom_vmap(_interpreter_call(call) if _compat.is_interpreted(kernel) else _device_call(call))
+    run = custom_batching.custom_vmap(
+        _make_interpreter_call(call) if _compat.is_interpreted(kernel) else _make_device_call(call)
+    )
     options = {"batch": batch, "num_warps": num_warps, "num_stages": num_stages, "constants": constants}
     run.def_vmap(_vmap_rule(call, inputs, outputs, options))
     return core_compat.as_varying(run(*core_compat.as_varying(arrays, arrays)), arrays)
@@ -190,11 +192,11 @@ def _shape_and_dtype(x: Any) -> Shape:
     return Shape(x.shape, x.dtype)
 
 
-def _fold_into_batch(x: jax.Array, size: int, mapped: bool) -> jax.Array:
+def _fold_into_batch(x: jax.Array, size: int, is_vmapped: bool) -> jax.Array:
     """Returns an array for a batch that is `size` times as large: mapped, or shared without a copy if it has one
     row.
     """
-    if not mapped:
+    if not is_vmapped:
         if x.shape[0] == 1:
             return x
         x = jnp.broadcast_to(x, (size, *x.shape))
@@ -212,11 +214,11 @@ def _rows_per_entry(kernel: Any, batch: int, arrays: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def _rows_per_entry_type(names: tuple[str, ...]) -> type:
-    return dataclasses.make_dataclass("Per", [(name, int) for name in names], frozen=True)
+def _rows_per_entry_type(array_names: tuple[str, ...]) -> type:
+    return dataclasses.make_dataclass("Per", [(name, int) for name in array_names], frozen=True)
 
 
-def _device_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
+def _make_device_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     capability = current_device().compute_capability
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -239,7 +241,7 @@ def _device_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     return functools.partial(call_unfused, run) if call.aliases else run
 
 
-def _interpreter_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
+def _make_interpreter_call(call: Launch) -> Callable[..., tuple[jax.Array, ...]]:
     from ejkernel_triton import interpreter
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -6,7 +6,7 @@ from typing import Any
 from ejkernel.ops import ConfigSpace, Implementation, Requires
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 DEVICE_TOOLCHAIN = ("triton", "jax_triton>=0.3.1,<0.5", "jax>=0.10,<0.13")
 """The toolchain on devices. jax-triton uses JAX's internals, so versions of both that are not tested are refused."""
@@ -27,7 +27,7 @@ def triton_requires(
         extra_reasons: Yields reasons that the other requirements cannot express.
         head_dims: Head dimensions that the kernels support; None for families without.
     """
-    uses_interpreter = interpreting()
+    uses_interpreter = is_interpreting()
     return Requires(
         devices=frozenset({"nvidia", "amd"}) | ({"cpu"} if uses_interpreter else frozenset()),
         modules=("triton",) if uses_interpreter else DEVICE_TOOLCHAIN,

@@ -8,7 +8,7 @@ from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ConvolutionBackward:
     num_stages: int
 
 
-MIN_PROGRAMS_PER_SM = 7
+MIN_PROGRAMS_PER_SM_TO_ADD_BLOCKS = 7
 """Programs per multiprocessor, of eight that fit, from which on the backward pass is faster with more blocks per
 program.
 """
@@ -67,20 +67,20 @@ def heuristic(
     block_c = max(16, min(max_channels, channels_per_thread * warp_size * warps))
     tokens = record.x.shape[1]
     if direction == "backward":
-        block_t, blocks_per_program = _clamp_tokens(tokens, 4), 2 if interpreting() else 128
+        block_t, blocks_per_program = _clamp_block_tokens(tokens, 4), 2 if is_interpreting() else 128
         programs = record.x.shape[0] * cdiv(record.x.shape[2], block_c)
         # More blocks per program read fewer halos and have fewer partial sums, if enough programs remain.
         while (
             blocks_per_program > 4
             and programs * cdiv(tokens, block_t * blocks_per_program)
-            < MIN_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+            < MIN_PROGRAMS_PER_SM_TO_ADD_BLOCKS * gpu_of(device).multiprocessors
         ):
             blocks_per_program //= 2
         return ConvolutionBackward(
             block_t=block_t, block_c=block_c, blocks_per_program=blocks_per_program, num_warps=warps, num_stages=4
         )
     return ConvolutionForward(
-        block_t=8 if interpreting() else _clamp_tokens(tokens, 16), block_c=block_c, num_warps=warps
+        block_t=8 if is_interpreting() else _clamp_block_tokens(tokens, 16), block_c=block_c, num_warps=warps
     )
 
 
@@ -105,6 +105,6 @@ def candidates(
     return tuple(dict.fromkeys((default, *configs)))
 
 
-def _clamp_tokens(tokens: int, max_tokens: int) -> int:
+def _clamp_block_tokens(tokens: int, max_tokens: int) -> int:
     """Returns the tokens of a block: at most the number of tokens."""
     return min(max_tokens, 1 << (tokens - 1).bit_length())

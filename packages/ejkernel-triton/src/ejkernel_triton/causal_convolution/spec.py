@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def make_spec(
     possible.
     """
     _, tokens, channels = record.x.shape
-    fast = current_device().vendor == "nvidia" and not interpreting()
+    fast = current_device().vendor == "nvidia" and not is_interpreting()
     return ConvolutionSpec(
         T=tokens,
         C=channels,

@@ -5,8 +5,8 @@ import dataclasses
 from ejkernel.families.expert_routing import ExpertRouting
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 LOGITS_PER_THREAD = 32
 """Logits per thread: with 64 the kernel spills on an H200."""
@@ -37,11 +37,11 @@ PUBLIC_FIELDS = {"block_t": "block_t", "num_warps": "num_warps"}
 
 def heuristic(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> RoutingTiles:
     """Returns the default tiles for a record on a device: as many tokens as registers can hold logits of."""
-    if interpreting():
+    if is_interpreting():
         return RoutingTiles(block_t=16, num_warps=1)
     warps, warp_size = 4, 64 if device.vendor == "amd" else 32
-    block_t = warps * warp_size * LOGITS_PER_THREAD // padded(record.logits.shape[1])
-    return RoutingTiles(block_t=max(1, min(64, block_t, padded(record.logits.shape[0]))), num_warps=warps)
+    block_t = warps * warp_size * LOGITS_PER_THREAD // pad_to_power_of_two(record.logits.shape[1])
+    return RoutingTiles(block_t=max(1, min(64, block_t, pad_to_power_of_two(record.logits.shape[0]))), num_warps=warps)
 
 
 def candidates(record: ExpertRouting, device: DeviceInfo, direction: Direction) -> tuple[RoutingTiles, ...]:

@@ -6,7 +6,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.expert_routing import ExpertRouting
 from ejkernel_triton.expert_routing.config import RoutingTiles
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 COUNTS_PER_STEP = 4096
@@ -50,10 +50,10 @@ def make_spec(record: ExpertRouting, config: RoutingTiles) -> RoutingSpec:
         T=tokens,
         E=experts,
         K=top_k,
-        PADDED_E=padded(experts),
-        PADDED_K=padded(top_k),
+        PADDED_E=pad_to_power_of_two(experts),
+        PADDED_K=pad_to_power_of_two(top_k),
         BLOCK_T=config.block_t,
         NUM_BLOCKS=blocks,
-        BLOCK_E=min(BLOCK_E, padded(experts)),
-        BLOCKS_PER_STEP=min(padded(blocks), COUNTS_PER_STEP // BLOCK_E),
+        BLOCK_E=min(BLOCK_E, pad_to_power_of_two(experts)),
+        BLOCKS_PER_STEP=min(pad_to_power_of_two(blocks), COUNTS_PER_STEP // BLOCK_E),
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.gated_grouped_matmul import config
-from ejkernel_triton.grouped_matmul import matrix_size_reasons
+from ejkernel_triton.grouped_matmul import matrix_size_refusal_reasons
 from ejkernel_triton.grouped_matmul.config import GroupedBackward
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
@@ -18,7 +18,7 @@ HANDLED_FIELDS = (
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Returns the reasons to refuse a record that `Requires` cannot express."""
-    return matrix_size_reasons(record.rhs)
+    return matrix_size_refusal_reasons(record.rhs)
 
 
 def implementations() -> tuple[Implementation, ...]:

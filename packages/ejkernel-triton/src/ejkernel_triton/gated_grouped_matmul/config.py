@@ -11,7 +11,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.grouped_matmul import config as grouped_config
 from ejkernel_triton.grouped_matmul.config import GroupedForward, TileChoice
-from ejkernel_triton.launch import Shape, interpreting
+from ejkernel_triton.launch import Shape, is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ GROUP_M = 4
 """Tile rows per swizzle group (Triton's GROUP_M); on an H200 8 and 16 are 1 % and 2 % slower."""
 LARGE_TILES = (TileChoice(128, 128, 64, 8, 3), TileChoice(128, 128, 64, 8, 4), TileChoice(128, 64, 64, 4, 3))
 """Tiles for groups of many rows, on Hopper and Blackwell; the best first."""
-LARGE_TILES_OF_OTHER_CHIPS = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
+LARGE_TILES_WITHOUT_HOPPER_MMA = (TileChoice(128, 64, 32, 8, 4), TileChoice(64, 64, 32, 4, 4))
 """The same for other chips, whose tensor cores read operands from registers."""
 SMALL_TILES = {
     64: (TileChoice(64, 64, 64, 4, 4), TileChoice(64, 128, 64, 8, 3)),
@@ -66,7 +66,7 @@ def candidates(
     if direction == "backward":
         product = product_record(record, gathered_rows_shape(record), product_sum_dtype(record.lhs.dtype))
         return grouped_config.candidates(product, device, direction)
-    if interpreting():
+    if is_interpreting():
         return (_tile_config(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
     chip, rows_per_group = (
         gpu_of(device),
@@ -78,7 +78,7 @@ def candidates(
     elif tile_rows < 128:
         tiles = SMALL_TILES[tile_rows]
     else:
-        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else LARGE_TILES_OF_OTHER_CHIPS
+        tiles = LARGE_TILES if chip.architecture in ("hopper", "blackwell") else LARGE_TILES_WITHOUT_HOPPER_MMA
     return tuple(dict.fromkeys(_tile_config(_reduce_stages(tile, record, chip), chip) for tile in tiles))
 
 
@@ -108,7 +108,7 @@ def _tile_config(tile: TileChoice, chip: Gpu) -> GatedTiles:
         block_m=tile.m,
         block_n=tile.n,
         block_k=tile.k,
-        num_programs=3 if interpreting() else programs_per_sm * chip.multiprocessors,
+        num_programs=3 if is_interpreting() else programs_per_sm * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

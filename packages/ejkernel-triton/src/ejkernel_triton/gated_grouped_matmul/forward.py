@@ -23,9 +23,9 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     """
     from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
 
-    product_call = product_record(record, gathered_rows_shape(record), record.lhs.dtype)
-    spec = _make_spec(record, product_call, config)
-    tiles = find_row_tiles(product_call, config.block_m)
+    grouped_matmul_record = product_record(record, gathered_rows_shape(record), record.lhs.dtype)
+    spec = _make_spec(record, grouped_matmul_record, config)
+    tiles = find_row_tiles(grouped_matmul_record, config.block_m)
     (output,) = launch(
         gated_grouped_gemm_kernel,
         (
@@ -45,9 +45,9 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     return output[0], ()
 
 
-def _make_spec(record: GatedGroupedMatmul, product_call: GroupedMatmul, config: GatedTiles) -> GatedSpec:
-    """Returns the constants of the kernel for a record, whose product is `product_call`."""
-    (rows, contracted), matrix_columns = product_call.lhs.shape, columns(product_call)
+def _make_spec(record: GatedGroupedMatmul, grouped_matmul_record: GroupedMatmul, config: GatedTiles) -> GatedSpec:
+    """Returns the constants of the kernel for a record, whose product is `grouped_matmul_record`."""
+    (rows, contracted), matrix_columns = grouped_matmul_record.lhs.shape, columns(grouped_matmul_record)
     matrices = record.rhs.shape[0]
     return GatedSpec(
         NUM_TOKENS=record.lhs.shape[0],
@@ -69,6 +69,6 @@ def _make_spec(record: GatedGroupedMatmul, product_call: GroupedMatmul, config: 
         TILE_LIST_LENGTH=max_num_row_tiles(rows, matrices, config.block_m),
         NUM_PROGRAMS=config.num_programs,
         GROUP_M=GROUP_M,
-        PRECISION=choose_dot_precision(product_call),
-        WIDEN=converts_to_float32(record.lhs.dtype),
+        PRECISION=choose_dot_precision(grouped_matmul_record),
+        WIDEN_TO_FLOAT32=converts_to_float32(record.lhs.dtype),
     )

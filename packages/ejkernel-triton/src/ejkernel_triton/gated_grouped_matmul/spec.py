@@ -28,7 +28,7 @@ class GatedSpec:
         NUM_PROGRAMS: Programs that share the tiles.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     NUM_TOKENS: int
@@ -51,4 +51,4 @@ class GatedSpec:
     NUM_PROGRAMS: int
     GROUP_M: int
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool

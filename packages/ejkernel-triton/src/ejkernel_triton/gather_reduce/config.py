@@ -5,10 +5,10 @@ import dataclasses
 from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_power_of_two
 
-LOADS_IN_FLIGHT = 4
+LOADS_IN_FLIGHT_PER_THREAD = 4
 """Loads in flight per thread, of 16 bytes each; the fastest of 1 to 8 on an H200."""
 
 
@@ -43,13 +43,19 @@ def heuristic(record: GatherReduce, device: DeviceInfo, direction: Direction) ->
     """Returns the default tiles for a record on a device: a thread has 16 bytes of each row that it loads."""
     num_sums, num_terms = record.indices.shape if direction == "forward" else record.inverse.shape
     warp_size, elements_per_load = 64 if device.vendor == "amd" else 32, 16 // record.rows.dtype.itemsize
-    channels = padded(record.rows.shape[1])
+    channels = pad_to_power_of_two(record.rows.shape[1])
     scatter = direction == "forward" and is_row_copy(record)
-    if interpreting():
-        return GatherTiles(block_t=min(8, padded(num_sums)), block_d=min(64, channels), num_warps=1, scatter=scatter)
+    if is_interpreting():
+        return GatherTiles(
+            block_t=min(8, pad_to_power_of_two(num_sums)), block_d=min(64, channels), num_warps=1, scatter=scatter
+        )
     num_warps = max(1, min(4, channels // (warp_size * elements_per_load)))
     # Every row is read once: 0.090 ms instead of 0.118 (docs/lab/grouped_matmul_gpu.md).
-    block_t = 1 if scatter else min(padded(num_sums), max(1, LOADS_IN_FLIGHT // padded(num_terms)))
+    block_t = (
+        1
+        if scatter
+        else min(pad_to_power_of_two(num_sums), max(1, LOADS_IN_FLIGHT_PER_THREAD // pad_to_power_of_two(num_terms)))
+    )
     return GatherTiles(
         block_t=block_t,
         block_d=max(16, min(channels, num_warps * warp_size * elements_per_load)),
@@ -75,4 +81,4 @@ def candidates(record: GatherReduce, device: DeviceInfo, direction: Direction) -
         dataclasses.replace(gather_config, block_d=2 * default.block_d, num_warps=n) for n in (default.num_warps, 8)
     ]
     configs += [dataclasses.replace(gather_config, block_t=max(1, default.block_t // 2), block_d=2 * default.block_d)]
-    return tuple(dict.fromkeys((default, *configs[: 2 if interpreting() else None])))
+    return tuple(dict.fromkeys((default, *configs[: 2 if is_interpreting() else None])))

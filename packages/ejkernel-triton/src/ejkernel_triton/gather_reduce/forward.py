@@ -22,7 +22,7 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
         ValueError: The configuration has `scatter`, but tokens are not copies of rows.
     """
     if config.scatter:
-        return _scatter_copies(record, config), ()
+        return _scatter_row_copies(record, config), ()
     from ejkernel_triton.gather_reduce.kernels.gather_sum import gather_sum_kernel
 
     tokens, count = record.indices.shape
@@ -40,7 +40,7 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
     return output[0], ()
 
 
-def _scatter_copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
+def _scatter_row_copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
     """Returns the output of a record whose tokens are copies of rows."""
     from ejkernel_triton.gather_reduce.kernels.scatter_copies import scatter_copies_kernel
 

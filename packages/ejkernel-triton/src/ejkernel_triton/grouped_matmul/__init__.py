@@ -26,7 +26,7 @@ MAX_MATRIX_ELEMENTS = 2**31 - 1
 """The largest number of elements of a matrix: offsets in it have 32 bits."""
 
 
-def matrix_size_reasons(rhs: jax.Array) -> Iterable[str]:
+def matrix_size_refusal_reasons(rhs: jax.Array) -> Iterable[str]:
     """Yields the reason to refuse matrices [E, K, N] that are too large for the kernels' offsets."""
     rows, columns = rhs.shape[1:3]
     if rows * columns > MAX_MATRIX_ELEMENTS:
@@ -44,7 +44,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", existing)):
         if dtype is not None and str(dtype) not in DTYPES:
             yield f"{name}: got {dtype}, the kernel writes {', '.join(DTYPES)}"
-    yield from matrix_size_reasons(record.rhs)
+    yield from matrix_size_refusal_reasons(record.rhs)
 
 
 def implementations() -> tuple[Implementation, ...]:

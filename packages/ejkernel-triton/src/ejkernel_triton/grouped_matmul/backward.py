@@ -43,7 +43,7 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
     if "existing_out" in requested:
         gradients["existing_out"] = cotangent.astype(record.existing_out.dtype)
     if "rhs_bias" in requested:
-        bias_gradients = _bias_gradients(record, _bias_cotangent(record, cotangent))
+        bias_gradients = _bias_gradients(record, _cast_cotangent_for_bias(record, cotangent))
         gradients["rhs_bias"] = bias_gradients.astype(record.rhs_bias.dtype)
     if "lhs" in requested:
         scale_dtypes = () if record.rhs_scale is None else (jnp.float32,)
@@ -69,16 +69,16 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
 
 
 def _matrix_gradients(
-    record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, requested: frozenset[str]
+    record: GroupedMatmul, cotangent: jax.Array, config: GroupedBackward, requested_fields: frozenset[str]
 ) -> dict[str, jax.Array]:
     """Returns gradients of the matrices and of their scales."""
     if record.rhs_scale is None:
         return {"rhs": _lhs_cotangent_products(record, cotangent, config, record.rhs.dtype)}
     sums, gradients = _lhs_cotangent_products(record, cotangent, config, jnp.float32), {}
-    if "rhs" in requested:
+    if "rhs" in requested_fields:
         element_scales = spread(record, record.rhs_scale.astype(jnp.float32))
         gradients["rhs"] = (sums * element_scales).astype(record.rhs.dtype)
-    if "rhs_scale" in requested:
+    if "rhs_scale" in requested_fields:
         scale_gradient_terms = sums * record.rhs.astype(jnp.float32)
         scale_gradient_terms = (
             jnp.swapaxes(scale_gradient_terms, 1, 2) if record.transpose_rhs else scale_gradient_terms
@@ -115,7 +115,7 @@ def _lhs_cotangent_products(
     return sums[0]
 
 
-def _bias_cotangent(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
+def _cast_cotangent_for_bias(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
     """Returns the cotangent in the dtype in which it is summed for the biases: that of the products' operand, unless
     the biases hold numbers that it does not.
 
@@ -150,7 +150,7 @@ def _group_row_bounds(record: GroupedMatmul) -> jax.Array:
 
 
 def _make_spec(
-    record: GroupedMatmul, operands: tuple[jax.Array, jax.Array], blocks: tuple[int, int, int]
+    record: GroupedMatmul, operands: tuple[jax.Array, jax.Array], block_sizes: tuple[int, int, int]
 ) -> GroupedRhsGradientSpec:
     """Returns the constants of a kernel that sums over rows of a pair of operands."""
     left_operand, right_operand = operands
@@ -158,11 +158,11 @@ def _make_spec(
         ROWS=left_operand.shape[0],
         OUTPUT_ROWS=left_operand.shape[1],
         OUTPUT_COLUMNS=right_operand.shape[1],
-        BLOCK_P=blocks[0],
-        BLOCK_Q=blocks[1],
-        BLOCK_K=blocks[2],
+        BLOCK_P=block_sizes[0],
+        BLOCK_Q=block_sizes[1],
+        BLOCK_K=block_sizes[2],
         NUM_MATRICES=record.rhs.shape[0],
         GROUP_M=GROUP_M,
         PRECISION=choose_dot_precision(record),
-        WIDEN=converts_to_float32(left_operand.dtype),
+        WIDEN_TO_FLOAT32=converts_to_float32(left_operand.dtype),
     )

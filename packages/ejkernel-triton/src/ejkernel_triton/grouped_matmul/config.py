@@ -15,9 +15,9 @@ from ejkernel_triton.grouped_matmul.spec import (
     choose_operand_dtype,
     dequantize_lhs,
     longest_float8_step,
-    scale_blocks_along_contraction,
+    num_scales_along_contraction,
 )
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,13 +151,13 @@ def candidates(record: GroupedMatmul, device: DeviceInfo, direction: Direction) 
     chip = gpu_of(device)
     step = longest_float8_step(record) if direction == "forward" else 0
     tiles = _float8_tiles(record, step, chip) if step else _gemm_tiles(dequantize_lhs(record), chip, direction)
-    if interpreting():
+    if is_interpreting():
         tiles = (TileChoice(32, 32, 32, 4, 1),)
     forward_configs = [_forward_config(tile, chip) for tile in tiles]
     if direction == "forward":
         return tuple(forward_configs)
     matrix_tiles = (
-        (TileChoice(64, 32, 32, 4, 1),) if interpreting() else _rhs_gradient_tiles(dequantize_lhs(record), chip)
+        (TileChoice(64, 32, 32, 4, 1),) if is_interpreting() else _rhs_gradient_tiles(dequantize_lhs(record), chip)
     )
     pairs = [(forward_configs[0], tile) for tile in matrix_tiles] + [
         (forward, matrix_tiles[0]) for forward in forward_configs[1:]
@@ -194,18 +194,20 @@ def _gemm_tiles(record: GroupedMatmul, chip: Gpu, direction: Direction) -> tuple
     return tuple(tile for tile in fitting_tiles if tile.stages > 2) or fitting_tiles
 
 
-def _float8_tiles(record: GroupedMatmul, step: int, chip: Gpu) -> tuple[TileChoice, ...]:
+def _float8_tiles(record: GroupedMatmul, step_elements: int, chip: Gpu) -> tuple[TileChoice, ...]:
     """Returns tiles of the forward kernel where tensor cores multiply 8-bit operands."""
     tile_rows = _rows_per_tile(record)
     if tile_rows < 128:
         tiles = tuple(tile._replace(k=128) for tile in SMALL_TILES[tile_rows])
     else:
         tiles = LOW_PRECISION_FLOAT8_TILES if record.precision == lax.Precision.DEFAULT else FLOAT8_TILES
-        if max(scale_blocks_along_contraction(record)) > 1:
+        if max(num_scales_along_contraction(record)) > 1:
             tiles = FLOAT8_TILES if chip.architecture == "hopper" else BLOCK_SCALE_TILES
     output_itemsize = jnp.dtype(record.out_dtype).itemsize
     return tuple(
-        dict.fromkeys(_reduce_stages(tile._replace(k=min(tile.k, step)), chip, 1, output_itemsize) for tile in tiles)
+        dict.fromkeys(
+            _reduce_stages(tile._replace(k=min(tile.k, step_elements)), chip, 1, output_itemsize) for tile in tiles
+        )
     )
 
 
@@ -278,7 +280,7 @@ def _forward_config(tile: TileChoice, chip: Gpu) -> GroupedForward:
         block_k=tile.k,
         flatten=tile.flatten,
         # The interpreter runs programs one after the other; a few suffice to test that they share the tiles.
-        num_programs=3 if interpreting() else programs_per_sm * chip.multiprocessors,
+        num_programs=3 if is_interpreting() else programs_per_sm * chip.multiprocessors,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -18,7 +18,7 @@ from ejkernel_triton.grouped_matmul.spec import (
     converts_to_float32,
     dequantize_lhs,
     longest_float8_step,
-    scale_blocks_along_contraction,
+    num_scales_along_contraction,
 )
 from ejkernel_triton.launch import Shape, launch
 
@@ -48,7 +48,7 @@ def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, t
 
 def _multiply_float8(record: GroupedMatmul, config: GroupedForward) -> jax.Array:
     """Returns the output of 8-bit rows and matrices, multiplied by tensor cores without conversion."""
-    step, (lhs_blocks, rhs_blocks) = longest_float8_step(record), scale_blocks_along_contraction(record)
+    step, (lhs_blocks, rhs_blocks) = longest_float8_step(record), num_scales_along_contraction(record)
     if step % config.block_k:
         raise ValueError(f"cfg: got block_k={config.block_k}, wants a divisor of {step}, which share a scale")
     spec = dataclasses.replace(
@@ -112,7 +112,7 @@ def _make_spec(record: GroupedMatmul, config: GroupedForward, operand: Any) -> G
         HAS_EXISTING_OUT=record.existing_out is not None,
         OPERAND_DTYPE=jnp.dtype(operand).name,
         PRECISION=choose_dot_precision(record),
-        WIDEN=converts_to_float32(operand),
+        WIDEN_TO_FLOAT32=converts_to_float32(operand),
         MAX_IMPRECISE_ACC=None,
     )
 

@@ -12,7 +12,7 @@ from ejkernel.families.grouped_matmul import GroupedMatmul, rows
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class GroupedGemmSpec:
         HAS_EXISTING_OUT: Whether there is an `existing_out`.
         OPERAND_DTYPE: Dtype of the product's operands.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
         MAX_IMPRECISE_ACC: Contracted elements whose 8-bit products Hopper's matrix unit may sum by itself, with about
             14 bits, before they are added in float32; None for all.
     """
@@ -72,7 +72,7 @@ class GroupedGemmSpec:
     HAS_EXISTING_OUT: bool
     OPERAND_DTYPE: str
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
     MAX_IMPRECISE_ACC: int | None
 
 
@@ -90,7 +90,7 @@ class GroupedRhsGradientSpec:
         NUM_MATRICES: E.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first, as in `GroupedGemmSpec`.
+        WIDEN_TO_FLOAT32: Whether operands are converted to float32 first, as in `GroupedGemmSpec`.
     """
 
     ROWS: int
@@ -102,7 +102,7 @@ class GroupedRhsGradientSpec:
     NUM_MATRICES: int
     GROUP_M: int
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 FLOAT8_OPERAND_DTYPE = "float8_e4m3fn"
@@ -113,7 +113,7 @@ MIN_FLOAT8_STEP_ELEMENTS = 32
 """Contracted elements of one 8-bit MMA, and so of the shortest step."""
 
 
-def scale_blocks_along_contraction(record: GroupedMatmul) -> tuple[int, int]:
+def num_scales_along_contraction(record: GroupedMatmul) -> tuple[int, int]:
     """Returns how many scales rows and matrices have along the contracted axis; 1 without scales."""
     left, right = (1 if x is None else x.shape[1] for x in (record.lhs_scale, record.rhs_scale))
     return left, right
@@ -126,11 +126,11 @@ def longest_float8_step(record: GroupedMatmul) -> int:
     if record.lhs_scale is None or record.rhs_scale is None:
         return 0
     chip = gpu_of(current_device())
-    has_float8_dot = interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
+    has_float8_dot = is_interpreting() or (chip.vendor == "nvidia" and chip.capability >= 89)
     if not has_float8_dot or not str(record.lhs.dtype) == str(record.rhs.dtype) == FLOAT8_OPERAND_DTYPE:
         return 0
     contracted = record.lhs.shape[1]
-    scale_block_lengths = [contracted // blocks for blocks in scale_blocks_along_contraction(record) if blocks > 1]
+    scale_block_lengths = [contracted // blocks for blocks in num_scales_along_contraction(record) if blocks > 1]
     common_length = math.gcd(*scale_block_lengths) if scale_block_lengths else MAX_FLOAT8_STEP_ELEMENTS
     step = min(common_length & -common_length, MAX_FLOAT8_STEP_ELEMENTS)
     return step if step >= MIN_FLOAT8_STEP_ELEMENTS else 0
@@ -172,7 +172,7 @@ def choose_dot_precision(record: GroupedMatmul) -> str:
 
 def converts_to_float32(dtype: Any) -> bool:
     """Returns whether operands of a dtype are converted to float32 first."""
-    return interpreting() and jnp.dtype(dtype) != jnp.float32
+    return is_interpreting() and jnp.dtype(dtype) != jnp.float32
 
 
 def add_batch_axis(x: jax.Array | None) -> jax.Array | None:

@@ -19,7 +19,7 @@ from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 MAX_SEQUENCES_PER_PROGRAM = 1023
@@ -112,7 +112,7 @@ def _chunk_tables_in_one_launch(
     """Computes the tables of `ChunkTables` in one launch."""
     from ejkernel_triton.linear_recurrence.kernels.chunk_tables import chunk_tables_kernel
 
-    padded_sequences = padded(num_sequences + 1, MIN_TILE)
+    padded_sequences = pad_to_power_of_two(num_sequences + 1, MIN_TILE)
     entries_per_program = max(MIN_TILE, 4096 // padded_sequences)
     shapes = (num_sequences + 2, num_sequences + 1, spec.NUM_CHUNKS, spec.NUM_CHUNKS, num_sequences)
     return launch(
@@ -245,7 +245,7 @@ def make_gate_cumsum(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables
     if spec.HAS_CONSTANT_GATES:
         return decay[:, 0, :, 0]
     rows, columns = decay.shape[0], spec.H * spec.GATE_CHANNELS
-    block = min(GATES_PER_PROGRAM, padded(columns, MIN_TILE))
+    block = min(GATES_PER_PROGRAM, pad_to_power_of_two(columns, MIN_TILE))
     (gate_cumsum,) = launch(
         chunk_local_cumsum_kernel,
         (decay, *chunk_tables.chunk_kernel_inputs),

@@ -9,7 +9,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 
 SUB_CHUNK_SIZE = 4
@@ -51,7 +51,7 @@ class RecurrenceSpec:
         LOG2_SUB_CHUNK: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK_SIZE.
         ALL_CHUNKS_FULL: Whether every chunk is full.
         PRECISION: How Triton multiplies float32 tiles: "ieee", "tf32" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -78,7 +78,7 @@ class RecurrenceSpec:
     LOG2_SUB_CHUNK: int
     ALL_CHUNKS_FULL: bool
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> RecurrenceSpec:
@@ -126,7 +126,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         LOG2_SUB_CHUNK=0 if is_float16 else SUB_CHUNK_SIZE.bit_length() - 1,
         ALL_CHUNKS_FULL=record.cu_seqlens is None and tokens % chunk == 0,
         PRECISION=_precision(record),
-        WIDEN=interpreting(),
+        WIDEN_TO_FLOAT32=is_interpreting(),
     )
 
 

@@ -17,9 +17,9 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 
@@ -190,7 +190,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     )
     configs: list[tuple[int, PagedForward]] = []
     for block_kv, warps, stages, programs_per_sm in options:
-        num_programs = 3 if interpreting() else max(1, programs_per_sm * chip.multiprocessors // head_tiles)
+        num_programs = 3 if is_interpreting() else max(1, programs_per_sm * chip.multiprocessors // head_tiles)
         tile = _make_config(record, device, block_kv, warps, stages)
         configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, tile_within_page=True)))
     fitting = [
@@ -232,15 +232,15 @@ def _max_score_rows(record: PagedAttention, device: DeviceInfo) -> int:
 def _query_rows_per_tile(record: PagedAttention, device: DeviceInfo) -> int:
     """Returns query rows per tile: a power of two for which the rows of all heads fit a tile of scores."""
     max_rows = max(1, _max_score_rows(record, device) // query_heads_per_tile(record, gpu_of(device)))
-    return min(padded(_average_query_rows(record)), 1 << (max_rows.bit_length() - 1))
+    return min(pad_to_power_of_two(_average_query_rows(record)), 1 << (max_rows.bit_length() - 1))
 
 
 def _make_config(record: PagedAttention, device: DeviceInfo, block_kv: int, warps: int, stages: int) -> PagedForward:
     # The interpreter runs programs one after the other; a few suffice to test splits and merges.
-    num_programs = 3 if interpreting() else RESIDENT_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
+    num_programs = 3 if is_interpreting() else RESIDENT_PROGRAMS_PER_SM * gpu_of(device).multiprocessors
     return PagedForward(
         block_q=_query_rows_per_tile(record, device),
-        block_kv=min(block_kv, 16) if interpreting() else block_kv,
+        block_kv=min(block_kv, 16) if is_interpreting() else block_kv,
         num_programs=num_programs,
         num_warps=warps,
         num_stages=stages,
@@ -275,14 +275,16 @@ def _max_heads_per_tile(record: PagedAttention, chip: Gpu) -> int:
         max_heads = MAX_FLOAT32_LATENT_HEADS_PER_TILE if is_float32 else MAX_LATENT_HEADS_PER_TILE
     else:
         max_heads = (
-            min(MAX_HEADS_PER_TILE, max(16, MAX_FLOAT32_QUERY_ELEMENTS // padded(record.query.shape[-1])))
+            min(MAX_HEADS_PER_TILE, max(16, MAX_FLOAT32_QUERY_ELEMENTS // pad_to_power_of_two(record.query.shape[-1])))
             if is_float32
             else MAX_HEADS_PER_TILE
         )
     if chip.vendor == "amd":
         return max_heads
     # The accumulator passes through shared memory in float32, for a power of two of heads.
-    heads_in_shared_memory = (chip.shared_memory - KIBI) // (4 * padded(paged_cache.value_head_dim(record)))
+    heads_in_shared_memory = (chip.shared_memory - KIBI) // (
+        4 * pad_to_power_of_two(paged_cache.value_head_dim(record))
+    )
     return min(max_heads, 1 << (heads_in_shared_memory.bit_length() - 1))
 
 
@@ -308,7 +310,7 @@ def fit_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
     fits.
     """
     while not fits_shared_memory(record, config, chip):
-        rows = padded(config.block_q * query_heads_per_tile(record, chip), MIN_TILE)
+        rows = pad_to_power_of_two(config.block_q * query_heads_per_tile(record, chip), MIN_TILE)
         if config.num_stages > 2:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         elif config.block_q > 1 and rows > 2 * MIN_TILE:
@@ -325,23 +327,26 @@ def fit_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
 
 
 def _tile_shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
-    head_dim, padded_value_dim = record.query.shape[-1], padded(paged_cache.value_head_dim(record), MIN_TILE)
+    head_dim, padded_value_dim = (
+        record.query.shape[-1],
+        pad_to_power_of_two(paged_cache.value_head_dim(record), MIN_TILE),
+    )
     latent_dim = 0 if record.latent is None else record.latent[0]
     padded_head_dim = (
-        padded(latent_dim, MIN_TILE) + padded(head_dim - latent_dim, MIN_TILE)
+        pad_to_power_of_two(latent_dim, MIN_TILE) + pad_to_power_of_two(head_dim - latent_dim, MIN_TILE)
         if latent_dim
-        else padded(head_dim, MIN_TILE)
+        else pad_to_power_of_two(head_dim, MIN_TILE)
     )
     query_itemsize, cache_itemsize = record.query.dtype.itemsize, record.key_pages.dtype.itemsize
     operand_itemsize = query_itemsize if cache_itemsize == 1 else max(query_itemsize, cache_itemsize)
     compute_itemsize = 0 if record.compute_dtype is None else jnp.dtype(record.compute_dtype).itemsize
     return TileShape(
-        score_rows=padded(config.block_q * query_heads_per_tile(record, chip), MIN_TILE),
+        score_rows=pad_to_power_of_two(config.block_q * query_heads_per_tile(record, chip), MIN_TILE),
         block_kv=config.block_kv,
         padded_head_dim=padded_head_dim,
         # A latent vector is both key and value.
         padded_read_dim=padded_head_dim if latent_dim else padded_head_dim + padded_value_dim,
-        padded_value_dim=padded(latent_dim, MIN_TILE) if latent_dim else padded_value_dim,
+        padded_value_dim=pad_to_power_of_two(latent_dim, MIN_TILE) if latent_dim else padded_value_dim,
         cache_itemsize=cache_itemsize,
         operand_itemsize=max(operand_itemsize, compute_itemsize),
         converts_operands=cache_itemsize < operand_itemsize or compute_itemsize > 0,

@@ -19,10 +19,10 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.families.paged_attention.work import KeyTileShares, WorkList, deal_key_tiles, make_work_list
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.launch import Shape, is_interpreting, launch
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, heuristic
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.sizes import pad_to_dot_size
 
 FIELDS_PER_ENTRY = 9
 """Fields of an entry of the work list; `tile` names them."""
@@ -65,7 +65,7 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
         "PADDED_NUM_ENTRIES": spec.NUM_ENTRIES,
         "PADDED_NUM_PROGRAMS": spec.NUM_PROGRAMS,
     }
-    constants = {name: padded_for_dot(size) for name, size in padded_sizes.items()}
+    constants = {name: pad_to_dot_size(size) for name, size in padded_sizes.items()}
     work_list, program_shares = launch(
         work_list_kernel,
         int_arrays,
@@ -182,7 +182,7 @@ def should_copy_prefix(record: PagedAttention) -> bool:
     if record.key_pages.dtype.itemsize > 1 or record.query.dtype.itemsize != 2:
         return False
     rows_per_kv_head = record.query.shape[0] * (record.query.shape[1] // paged_cache.kv_heads(record))
-    has_many_tiles = interpreting() or rows_per_kv_head >= MIN_TILES_TO_COPY_PREFIX * PREFILL_SCORE_ROWS
+    has_many_tiles = is_interpreting() or rows_per_kv_head >= MIN_TILES_TO_COPY_PREFIX * PREFILL_SCORE_ROWS
     # A copy has room for as many tokens as a table, so long tables in a small cache would cost too much memory.
     return has_many_tiles and tables.shape[1] * MIN_CACHE_PAGES_PER_TABLE_ENTRY <= paged_cache.page_count(record)
 

@@ -12,14 +12,14 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.paged_attention.config import (
     PREFILL_SCORE_ROWS,
     PagedForward,
     partial_tile_stages,
     query_heads_per_tile,
 )
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.sizes import pad_to_dot_size
 
 Strides = tuple[int, int, int]
 
@@ -83,7 +83,7 @@ class PagedSpec:
         QK_DTYPE: Dtype of the product of queries and keys.
         PV_DTYPE: Dtype of the product of weights and values.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     NUM_QUERY_ROWS: int
@@ -140,7 +140,7 @@ class PagedSpec:
     QK_DTYPE: str
     PV_DTYPE: str
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ def make_spec(
     kv_heads, page_size = paged_cache.kv_heads(record), paged_cache.page_size(record)
     heads_per_tile = query_heads_per_tile(record, gpu_of(current_device()))
     tile_is_within_page = config.tile_within_page and page_size % config.block_kv == 0
-    min_unmasked_rows = 16 if interpreting() else PREFILL_SCORE_ROWS
+    min_unmasked_rows = 16 if is_interpreting() else PREFILL_SCORE_ROWS
     return PagedSpec(
         NUM_QUERY_ROWS=rows,
         H=heads,
@@ -215,7 +215,7 @@ def make_spec(
         G=heads_per_tile,
         D=head_dim,
         BLOCK_Q=config.block_q,
-        M=padded_for_dot(config.block_q * heads_per_tile),
+        M=pad_to_dot_size(config.block_q * heads_per_tile),
         BLOCK_KV=config.block_kv,
         TILE_IS_WITHIN_PAGE=record.block_tables is None or tile_is_within_page,
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
@@ -225,7 +225,7 @@ def make_spec(
         PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
         LOAD_ROW_POSITIONS=loads_row_positions,
         VALUE_SCALE=record.value_scale,
-        WIDEN=interpreting(),
+        WIDEN_TO_FLOAT32=is_interpreting(),
         **_sequence_constants(record),
         **_column_constants(record, rotary),
         **_cache_constants(record, rotary),
@@ -261,7 +261,7 @@ def make_write_spec(
         KV_COMPONENTS=len(components),
         D=width,
         CACHE_ROW_WIDTH=row_width,
-        PADDED_ROW_WIDTH=padded_for_dot(row_width),
+        PADDED_ROW_WIDTH=pad_to_dot_size(row_width),
         FIRST_PART_WIDTH=first_part_width,
         SECOND_PART_START=second_part_start,
         NUM_PAGES=paged_cache.page_count(record),
@@ -289,11 +289,11 @@ def _column_constants(record: PagedAttention, rotary: RotaryColumns | None) -> d
     rotary_value_dim = head_dim - latent_dim if rotary is not None and rotary.values else 0
     return {
         "DV": value_dim + rotary_value_dim,
-        "BD": padded_for_dot(latent_dim or head_dim),
-        "BV": padded_for_dot(value_dim),
+        "BD": pad_to_dot_size(latent_dim or head_dim),
+        "BV": pad_to_dot_size(value_dim),
         "LATENT_DIM": latent_dim,
         "ROTARY_DIM": head_dim - latent_dim if latent_dim else 0,
-        "BLOCK_ROTARY": padded_for_dot(head_dim - latent_dim) if latent_dim else 16,
+        "BLOCK_ROTARY": pad_to_dot_size(head_dim - latent_dim) if latent_dim else 16,
         "ROTARY_IS_VALUE": rotary_value_dim > 0,
     }
 
@@ -323,7 +323,7 @@ def _score_constants(record: PagedAttention) -> dict[str, Any]:
     return {
         "SCORE_SCALE": record.softmax_scale * (LOG2E if only_scaled_scores else 1.0),
         "SOFT_CAP": record.logits_soft_cap,
-        "USES_FAST_TANH": is_nvidia and record.query.dtype != jnp.float32 and not interpreting(),
+        "USES_FAST_TANH": is_nvidia and record.query.dtype != jnp.float32 and not is_interpreting(),
         "WINDOW_LEFT": left,
         "WINDOW_RIGHT": right,
         "CHUNK_SIZE": record.chunk_size,

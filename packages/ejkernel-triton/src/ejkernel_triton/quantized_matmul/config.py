@@ -8,7 +8,7 @@ from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def _num_splits(
     programs_per_sm: int,
 ) -> int:
     """Returns the splits of the contracted axis that fill the device, with at least four tiles each."""
-    if interpreting():
+    if is_interpreting():
         return 2
     block_m, block_r, block_w = blocks
     rows, words = record.packed.shape

@@ -5,7 +5,7 @@ import dataclasses
 from ejkernel.families.quantized_matmul import QuantizedMatmul
 from ejkernel.ops.device import current_device
 from ejkernel.planning.quantized_formats import WORD_BITS
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
 
 
@@ -32,7 +32,7 @@ class QuantizedSpec:
         NUM_SPLITS: Split-K: programs that the contracted axis is split over.
         OPERAND_DTYPE: Dtype of the product's operands.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     M: int
@@ -53,7 +53,7 @@ class QuantizedSpec:
     NUM_SPLITS: int
     OPERAND_DTYPE: str
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
@@ -78,5 +78,5 @@ def make_spec(record: QuantizedMatmul, config: QuantizedTiles) -> QuantizedSpec:
         NUM_SPLITS=config.splits,
         OPERAND_DTYPE=record.x.dtype.name,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
-        WIDEN=interpreting(),
+        WIDEN_TO_FLOAT32=is_interpreting(),
     )

@@ -8,9 +8,9 @@ from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 RESIDENT_PROGRAMS_PER_SM = {True: 12, False: 21}
@@ -40,7 +40,7 @@ class PoolingForward:
     prefetch: bool
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        _check_powers_of_two(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class PoolingBackward:
     num_warps: int
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        _check_powers_of_two(self)
 
 
 PUBLIC_FIELDS = {"block_size": "block_t", "block_dim": "block_c", "num_warps": "num_warps"}
@@ -71,16 +71,16 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     """Returns the default tiles for a record on a device: a warp loads 16 bytes per thread of one token's channels."""
     rows, tokens, heads, head_dim = record.values.shape
     channels, warp_size = heads * head_dim, 64 if device.vendor == "amd" else 32
-    block_c = max(16, min(padded(channels), warp_size * 16 // record.values.dtype.itemsize))
+    block_c = max(16, min(pad_to_power_of_two(channels), warp_size * 16 // record.values.dtype.itemsize))
     if direction == "backward":
-        block_t = 4 if interpreting() else min(16, padded(tokens))
+        block_t = 4 if is_interpreting() else min(16, pad_to_power_of_two(tokens))
         return PoolingBackward(block_t=block_t, block_c=block_c, tiles_per_program=4, num_warps=4)
     # Short pools are loops of few steps, with nothing to prefetch.
     has_long_pools = _average_pool_length(record) >= 64
-    block_t = 8 if interpreting() else min(8, padded(tokens))
+    block_t = 8 if is_interpreting() else min(8, pad_to_power_of_two(tokens))
     tokens_per_block = (
         32
-        if interpreting()
+        if is_interpreting()
         else _tokens_per_block(rows * cdiv(channels, block_c), tokens, device, RESIDENT_PROGRAMS_PER_SM[has_long_pools])
     )
     # Blocks are whole chunks, if chunks have equal lengths: then no pool crosses blocks.
@@ -93,19 +93,19 @@ def heuristic(record: SegmentPooling, device: DeviceInfo, direction: Direction) 
     )
 
 
-def _tokens_per_block(programs: int, tokens: int, device: DeviceInfo, programs_per_sm: int) -> int:
+def _tokens_per_block(programs_per_block: int, tokens: int, device: DeviceInfo, programs_per_sm: int) -> int:
     """Returns the tokens per block that fill one wave of programs, or several equal ones.
 
     Args:
-        programs: Number of programs per block of tokens, over all rows.
+        programs_per_block: Number of programs per block of tokens, over all rows.
         tokens: Tokens per row.
         device: The device, whose multiprocessors they fill.
         programs_per_sm: Resident programs per multiprocessor.
     """
     programs_per_sm *= gpu_of(device).multiprocessors
     # All programs of a wave wait for their pools first, and for their last tokens: fewer waves wait less often.
-    waves = max(1, cdiv(tokens * programs, MAX_TOKENS_PER_BLOCK * programs_per_sm))
-    blocks = max(1, waves * programs_per_sm // programs)
+    waves = max(1, cdiv(tokens * programs_per_block, MAX_TOKENS_PER_BLOCK * programs_per_sm))
+    blocks = max(1, waves * programs_per_sm // programs_per_block)
     return max(32, 8 * cdiv(tokens, 8 * blocks))
 
 
@@ -114,7 +114,7 @@ def candidates(
 ) -> tuple[PoolingForward | PoolingBackward, ...]:
     """Returns tiles worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
-    if interpreting():
+    if is_interpreting():
         other = dataclasses.replace(default, block_t=4)
         return (default, dataclasses.replace(other, prefetch=True) if isinstance(other, PoolingForward) else other)
     configs: list[Any] = [dataclasses.replace(default, num_warps=n) for n in (1, 2, 4, 8)]
@@ -140,7 +140,7 @@ def candidates(
     return tuple(dict.fromkeys((default, *configs)))
 
 
-def _check_sizes(config: Any) -> None:
+def _check_powers_of_two(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name != "prefetch" and (value < 1 or (field.name.startswith("block_") and value & (value - 1))):

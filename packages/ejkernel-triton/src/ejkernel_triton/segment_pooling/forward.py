@@ -28,7 +28,7 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
         record.lengths,
         ranges_with_batch_axis(record),
     )
-    output, block_sums = launch(
+    output, head_and_tail_sums = launch(
         pool_fwd_kernel,
         (values, lengths, ranges),
         (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.NUM_BLOCKS, 2, spec.C), jnp.float32)),
@@ -42,7 +42,7 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     if spec.HAS_RANGES or spec.TOKENS_PER_BLOCK % spec.CHUNK_SIZE:
         (output,) = launch(
             split_combine_kernel,
-            (block_sums, lengths, ranges, output),
+            (head_and_tail_sums, lengths, ranges, output),
             # Aliases the first kernel's output, whose pools that cross no block are final.
             (3,),
             batch=rows,

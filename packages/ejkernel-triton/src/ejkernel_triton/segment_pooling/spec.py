@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.segment_pooling.config import PoolingBackward, PoolingForward
 
 SUMS_PER_LOAD = 8
@@ -24,7 +24,7 @@ class PoolingSpec:
         HAS_RANGES: Whether pools are ranges of an array.
         HAS_LENGTHS: Whether rows have lengths of their own.
         FIRST_SEARCH_STEP: The largest power of two up to M, the first step of a search.
-        BINARY_SEARCH_STEPS: Steps of a search.
+        NUM_BINARY_SEARCH_STEPS: Steps of a search.
     """
 
     T: int
@@ -34,7 +34,7 @@ class PoolingSpec:
     HAS_RANGES: bool
     HAS_LENGTHS: bool
     FIRST_SEARCH_STEP: int
-    BINARY_SEARCH_STEPS: int
+    NUM_BINARY_SEARCH_STEPS: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ForwardSpec(PoolingSpec):
         COMBINE_BLOCK_C: Channels per program of the second kernel; large, since most programs have nothing to do.
         NUM_COMBINE_CHANNEL_TILES: Its programs that share the channels.
         POOLS_PER_SEARCH_STEP: Pools that a step of the search for a block's pools compares.
-        BLOCK_SEARCH_STEPS: Steps of that search.
+        NUM_BLOCK_SEARCH_STEPS: Steps of that search.
         PREFETCHES_TILES: Whether the next tile is loaded while the current one is added.
     """
 
@@ -64,7 +64,7 @@ class ForwardSpec(PoolingSpec):
     COMBINE_BLOCK_C: int
     NUM_COMBINE_CHANNEL_TILES: int
     POOLS_PER_SEARCH_STEP: int
-    BLOCK_SEARCH_STEPS: int
+    NUM_BLOCK_SEARCH_STEPS: int
     PREFETCHES_TILES: bool
 
 
@@ -99,7 +99,7 @@ def _shared_constants(record: SegmentPooling) -> dict[str, Any]:
         "HAS_RANGES": record.ranges is not None,
         "HAS_LENGTHS": record.lengths is not None,
         "FIRST_SEARCH_STEP": 1 << (search_steps - 1),
-        "BINARY_SEARCH_STEPS": search_steps,
+        "NUM_BINARY_SEARCH_STEPS": search_steps,
     }
 
 
@@ -108,9 +108,9 @@ def make_forward_spec(record: SegmentPooling, config: PoolingForward) -> Forward
     shared_constants = _shared_constants(record)
     channels = shared_constants["C"]
     pools_per_search_step = (
-        4 if interpreting() else 128
+        4 if is_interpreting() else 128
     )  # interpreted tests have few pools, and should take several steps
-    combine_block_c = min(1 << (channels - 1).bit_length(), 64 if interpreting() else 512)
+    combine_block_c = min(1 << (channels - 1).bit_length(), 64 if is_interpreting() else 512)
     return ForwardSpec(
         **shared_constants,
         TOKENS_PER_BLOCK=config.tokens_per_block,
@@ -122,7 +122,7 @@ def make_forward_spec(record: SegmentPooling, config: PoolingForward) -> Forward
         COMBINE_BLOCK_C=combine_block_c,
         NUM_COMBINE_CHANNEL_TILES=cdiv(channels, combine_block_c),
         POOLS_PER_SEARCH_STEP=pools_per_search_step,
-        BLOCK_SEARCH_STEPS=next(n for n in range(1, 33) if pools_per_search_step**n >= shared_constants["M"]),
+        NUM_BLOCK_SEARCH_STEPS=next(n for n in range(1, 33) if pools_per_search_step**n >= shared_constants["M"]),
         PREFETCHES_TILES=config.prefetch,
     )
 

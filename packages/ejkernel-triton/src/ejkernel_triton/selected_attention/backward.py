@@ -26,7 +26,7 @@ from ejkernel_triton.selected_attention.config import SelectedBackward, group_si
 from ejkernel_triton.selected_attention.forward import kernel_inputs
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL, QueryLists, block_ends, invert_block_lists
 from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.sizes import pad_to_dot_size
 
 Gradients = dict[str, jax.Array]
 RowInputs = tuple[jax.Array, jax.Array, jax.Array]
@@ -108,7 +108,7 @@ def _key_gradients(
             "spec": spec,
             "BLOCK_KV": config.key_block_kv,
             "BLOCK_Q": config.block_q,
-            "ROWS": padded_for_dot(config.block_q * group_size(record)),
+            "ROWS": pad_to_dot_size(config.block_q * group_size(record)),
             "NUM_SPLITS": list_splits,
             "NUM_SUM_SLOTS": query_lists.num_sum_slots,
         },

@@ -11,8 +11,8 @@ from ejkernel.families.selected_attention import SelectedAttention, slots
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded, padded_for_dot
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
 
 MIN_LIST_LENGTH = 512
 """The smallest number of queries of a block's list that one program loops over before the list is split.
@@ -86,7 +86,7 @@ def tuned_table_key(record: SelectedAttention) -> str | None:
     if batch * tokens * heads < 2**18:
         return None
     bits = 8 * record.query.dtype.itemsize
-    sizes = f"{padded_for_dot(head_dim)}x{padded_for_dot(record.value.shape[3])}"
+    sizes = f"{pad_to_dot_size(head_dim)}x{pad_to_dot_size(record.value.shape[3])}"
     padded_group_size = 1 << (group_size(record) - 1).bit_length()
     length = "short" if tokens <= 4096 else "medium" if tokens <= 16384 else "long"
     segments = " segments" if record.q_segment_ids is not None else ""
@@ -126,14 +126,14 @@ def shared_memory_refusal(record: SelectedAttention, device: DeviceInfo) -> str:
 
 def _forward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
     block_kv, warps = _query_tile(record, "forward")
-    if interpreting():
+    if is_interpreting():
         return [SelectedForward(block_kv=block_kv, num_warps=4, num_stages=2)]
     tiles = ((block_kv, warps, 2), *QUERY_TILES)
     return [SelectedForward(block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles if k <= block_kv]
 
 
 def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
-    length = max(MIN_LIST_LENGTH, padded_for_dot(record.query.shape[1] * slots(record) // 256))
+    length = max(MIN_LIST_LENGTH, pad_to_dot_size(record.query.shape[1] * slots(record) // 256))
     block_kv, warps = _query_tile(record, "backward")
     key_block_kv, query_rows, key_warps = _key_tile(record, device)
     default = SelectedBackward(
@@ -142,11 +142,11 @@ def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[Sel
         num_stages=2,
         key_block_kv=key_block_kv,
         block_q=max(1, query_rows // group_size(record)),
-        list_length=8 if interpreting() else length,
+        list_length=8 if is_interpreting() else length,
         key_warps=key_warps,
         key_stages=2,
     )
-    if interpreting():
+    if is_interpreting():
         return [default]
     query_kernel_configs = [
         dataclasses.replace(default, block_kv=key_kernel_configs, num_warps=warps, num_stages=stages)
@@ -163,12 +163,12 @@ def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[Sel
 
 def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
     """Returns keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
-    if interpreting():
-        return min(padded_for_dot(record.block_size), 16), 4
+    if is_interpreting():
+        return min(pad_to_dot_size(record.block_size), 16), 4
     # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages, where
     # four warps take 1.95. The kernel of dq spills with one warp (docs/lab/native_sparse_attention_gpu.md).
     row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
-    keys = min(padded_for_dot(record.block_size), 64 if not is_float32 or row <= 256 else 32 if row <= 512 else 16)
+    keys = min(pad_to_dot_size(record.block_size), 64 if not is_float32 or row <= 256 else 32 if row <= 512 else 16)
     if is_float32 or row > 256 or group_size(record) > 16:
         return keys, 4
     return keys, 1 if direction == "forward" else 2
@@ -176,8 +176,8 @@ def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, i
 
 def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
     """Returns keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that fit registers."""
-    if interpreting():
-        return min(padded_for_dot(record.block_size), 16), 16, 4
+    if is_interpreting():
+        return min(pad_to_dot_size(record.block_size), 16), 16, 4
     row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
     architecture = gpu_of(device).architecture
     if is_float32:
@@ -189,12 +189,12 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
         keys, query_rows, warps = 32, 32, 4
     else:
         keys, query_rows, warps = 64 if record.query.shape[3] + record.value.shape[3] <= 320 else 32, 32, 8
-    return min(keys, padded_for_dot(record.block_size)), query_rows, warps
+    return min(keys, pad_to_dot_size(record.block_size)), query_rows, warps
 
 
 def _row_bytes(record: SelectedAttention) -> int:
     """Returns the padded bytes of the longest row."""
-    return padded_for_dot(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
+    return pad_to_dot_size(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
 def fit_shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
@@ -228,11 +228,11 @@ def shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> int:
 
 
 def _padded_group_rows(record: SelectedAttention) -> int:
-    return padded(record.query.shape[2] // record.key.shape[2], MIN_TILE)
+    return pad_to_power_of_two(record.query.shape[2] // record.key.shape[2], MIN_TILE)
 
 
 def _padded_head_dims(record: SelectedAttention) -> tuple[int, int]:
-    return padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
+    return pad_to_power_of_two(record.query.shape[3], MIN_TILE), pad_to_power_of_two(record.value.shape[3], MIN_TILE)
 
 
 def _shared_memory_stages(chip: Gpu, query_rows: int, warps: int, stages: int) -> int:
@@ -276,7 +276,7 @@ def _query_program_bytes(record: SelectedAttention, config: Any, chip: Gpu, back
 def _key_program_bytes(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of a program of one tile of keys: those, their values, and tiles of queries and cotangents."""
     (keys, values), head_dim = _padded_head_dims(record), record.query.dtype.itemsize
-    query_rows = padded(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
+    query_rows = pad_to_power_of_two(config.block_q * (record.query.shape[2] // record.key.shape[2]), MIN_TILE)
     num_shared_stages = _shared_memory_stages(chip, config.key_block_kv, config.key_warps, config.key_stages)
     copied_bytes = max(num_shared_stages, 1) * query_rows * (keys + values) * head_dim
     if chip.vendor == "amd":

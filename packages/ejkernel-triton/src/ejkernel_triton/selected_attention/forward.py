@@ -12,11 +12,11 @@ from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.block_selection import current_blocks
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.launch import Shape, is_interpreting, launch
 from ejkernel_triton.selected_attention.config import SelectedForward, group_size
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL
 from ejkernel_triton.selected_attention.spec import make_spec
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.sizes import pad_to_dot_size
 
 SCORE_TILE = (64, 64)
 """Rows of a tile of scores (queries times heads of the group), and its blocks."""
@@ -90,11 +90,11 @@ def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -
     spec = make_spec(record)
     batch = record.query.shape[0]
     heads = 1 << (group_size(record) - 1).bit_length()
-    rows, block_tile = FLOAT32_SCORE_TILE if record.query.dtype.itemsize > 2 or interpreting() else SCORE_TILE
+    rows, block_tile = FLOAT32_SCORE_TILE if record.query.dtype.itemsize > 2 or is_interpreting() else SCORE_TILE
     queries = max(1, rows // heads)
     num_work_items = cdiv(spec.T, queries) * spec.HK
-    programs = 3 if interpreting() else max(1, min(num_work_items, _resident_programs() // batch))
-    padded_num_blocks = max(block_tile, padded_for_dot(spec.M))
+    programs = 3 if is_interpreting() else max(1, min(num_work_items, _resident_programs() // batch))
+    padded_num_blocks = max(block_tile, pad_to_dot_size(spec.M))
     lse_log2 = compressed_branch.lse.swapaxes(1, 2) * LOG2E
     indices, _ = launch(
         block_topk_kernel,

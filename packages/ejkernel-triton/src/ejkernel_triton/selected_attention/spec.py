@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
-    padded_for_dot,
+    pad_to_dot_size,
 )
 
 
@@ -38,7 +38,7 @@ class SelectedSpec:
         SCORE_SCALE: Factor on the scores.
         LOG2_SCORE_FACTOR: SCORE_SCALE times log2(e), since the kernels exponentiate with exp2.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -61,7 +61,7 @@ class SelectedSpec:
     SCORE_SCALE: float
     LOG2_SCORE_FACTOR: float
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 def make_spec(record: SelectedAttention) -> SelectedSpec:
@@ -74,11 +74,11 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         H=h,
         HK=hk,
         G=h // hk,
-        BG=padded_for_dot(h // hk),
+        BG=pad_to_dot_size(h // hk),
         D=d,
         DV=dv,
-        BD=padded_for_dot(d),
-        BV=padded_for_dot(dv),
+        BD=pad_to_dot_size(d),
+        BV=pad_to_dot_size(dv),
         NUM_LISTED_BLOCKS=count,
         BS=1 << (count - 1).bit_length(),
         M=blocks(record),
@@ -89,5 +89,5 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         SCORE_SCALE=record.softmax_scale,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
-        WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
+        WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
     )

@@ -8,7 +8,7 @@ from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,24 +67,24 @@ def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -
     if direction == "backward":
         # A thread has 255 registers, for five tiles of states in addition to those of a block.
         # Measured on an H200 with N 16 (docs/lab/selective_scan_gpu.md): blocks of 4 tokens 4.24 ms, of 2 tokens 5.66.
-        block_t = 1 if state_dim > 16 else 2 if interpreting() or gpu_of(device).architecture == "ampere" else 4
+        block_t = 1 if state_dim > 16 else 2 if is_interpreting() or gpu_of(device).architecture == "ampere" else 4
         return ScanBackward(
             block_e=block_e,
             block_t=block_t,
             splits=splits,
-            prefetch=interpreting(),
+            prefetch=is_interpreting(),
             prefetch_states=False,
             prefetch_recomputed_b=False,
         )
     # One warp and blocks of 16 tokens 2.85 ms, two warps 2.96, four 3.10; two segments 4.1 where one fills the chip.
-    block_t, prefetch_tokens = 4 if interpreting() or state_dim > 16 else 16, 0
+    block_t, prefetch_tokens = 4 if is_interpreting() or state_dim > 16 else 16, 0
     # Measured on an H200 with N 16: 1.11 ms with columns prefetched by 3 tokens, instead of 3.11 ms without prefetch,
     # where every load waits. Wider columns leave too few registers for the prefetch.
     if gpu_of(device).architecture == "hopper" and state_dim <= 16 and record.write.dtype.itemsize == 2:
         # Masked loads of a last, partial block take registers as well: longer blocks with masks would spill. Each
         # packed sequence has such a block.
         has_masked_loads = record.cu_seqlens is not None or record.x.shape[1] % 8 > 0
-        block_t, prefetch_tokens = 4 if interpreting() or has_masked_loads else 8, 3
+        block_t, prefetch_tokens = 4 if is_interpreting() or has_masked_loads else 8, 3
     return ScanForward(
         block_e=block_e, block_t=block_t, splits=splits, num_warps=1, bc_prefetch_distance=prefetch_tokens
     )
@@ -139,7 +139,7 @@ def _num_segments(record: SelectiveScan, device: DeviceInfo, block_e: int) -> in
         return 1  # packed sequences are scanned in parallel anyway
     warps = max(1, rows * cdiv(channels, block_e))
     chunks = cdiv(tokens, INTERVAL)
-    if interpreting():
+    if is_interpreting():
         return min(2, chunks)
     min_warps = MIN_BUSY_WARPS_PER_SM * gpu_of(device).multiprocessors
     return max(1, min(cdiv(min_warps, warps) if warps < min_warps else 1, chunks // 4))

@@ -15,7 +15,7 @@ from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.sizes import pad_to_dot_size
 from ejkernel_triton.tiled_attention.spec import longest_padded_row, shared_memory_pair_bytes, shared_memory_row_bytes
 
 PassName = Literal["forward", "keys", "queries"]
@@ -397,4 +397,4 @@ def query_gradient_warps(stationary: int, streamed: int) -> int:
 
 def _clamp_block_size(block: int, length: int) -> int:
     """Returns a block size no longer than a length needs; matrix products need powers of two from 16 on."""
-    return min(block, padded_for_dot(length))
+    return min(block, pad_to_dot_size(length))

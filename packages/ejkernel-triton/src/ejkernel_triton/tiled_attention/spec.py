@@ -10,8 +10,8 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.tiled_attention import TiledAttention, band
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded_for_dot
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_dot_size
 
 LOWEST_LOG2_SCORE = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
@@ -57,7 +57,7 @@ class TiledSpec:
         HAS_SINKS: Whether there are sinks.
         COLUMNS_PER_SLICE: Columns per product, for rows too long for registers; None for all.
         PRECISION: How Triton multiplies float32 tiles.
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -91,7 +91,7 @@ class TiledSpec:
     HAS_SINKS: bool
     COLUMNS_PER_SLICE: int | None
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 class SharedMemoryCopies(NamedTuple):
@@ -142,8 +142,8 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         G=h // hk,
         D=d,
         DV=dv,
-        BD=padded_for_dot(d),
-        BV=padded_for_dot(dv),
+        BD=pad_to_dot_size(d),
+        BV=pad_to_dot_size(dv),
         SCALE=record.softmax_scale,
         ONLY_SCALED_SCORES=is_scaled_product,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
@@ -157,7 +157,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         MASK_STRIDES=_broadcast_strides(record.mask),
         PATTERN_TILE_SHAPE=None if record.pattern is None else (block_q, block_kv),
         SOFT_CAP=record.logits_soft_cap,
-        FAST_TANH=vendor == "nvidia" and is_half_precision and not interpreting(),
+        FAST_TANH=vendor == "nvidia" and is_half_precision and not is_interpreting(),
         ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
         HAS_DROPOUT=record.dropout_prob > 0.0,
         DROPOUT_THRESHOLD=dropout.dropout_threshold(record.dropout_prob),
@@ -166,7 +166,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         HAS_SINKS=record.softmax_aux is not None,
         COLUMNS_PER_SLICE=64 if slice_rows else None,
         PRECISION=_precision(record, vendor),
-        WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
+        WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
     )
 
 
@@ -178,7 +178,7 @@ def _is_scaled_product(record: TiledAttention) -> bool:
 
 def longest_padded_row(record: TiledAttention) -> int:
     """Returns the padded elements of the longest row, of queries or of values."""
-    return max(padded_for_dot(record.query.shape[3]), padded_for_dot(record.value.shape[3]))
+    return max(pad_to_dot_size(record.query.shape[3]), pad_to_dot_size(record.value.shape[3]))
 
 
 def splits_key_value_gradients(record: TiledAttention) -> bool:

@@ -5,12 +5,12 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
-    load_masked_x,
     load_rows,
     load_sequence_start,
     load_weights,
     load_x_values,
     locate_program,
+    mask_tap,
     row_load_offsets,
     sigmoid,
     to_float32,
@@ -33,7 +33,7 @@ def recompute_preactivation_gradients(
         if spec.APPLY_SILU:
             p = bias_values
             for k in tl.static_range(W):
-                p += weights[k] * load_masked_x(x_values[i + W - 1 - k], token + i, start, k, spec)
+                p += weights[k] * mask_tap(x_values[i + W - 1 - k], token + i, start, k, spec)
             s = sigmoid(p, spec)
             # The derivative of p sigmoid(p).
             d *= s * (1.0 + p * (1.0 - s))
@@ -125,7 +125,7 @@ def causal_conv_bwd_kernel(
         for i in tl.static_range(BLOCK_T):
             dbias += new_preactivation_gradients[i]
         preactivation_gradients = append_rows(preactivation_gradients, new_preactivation_gradients, BLOCK_T, spec)
-        store_gradients(
+        store_x_gradients(
             dx,
             dinitial_tokens,
             weights,
@@ -151,7 +151,7 @@ def causal_conv_bwd_kernel(
         W - 1,
         spec,
     )
-    store_gradients(
+    store_x_gradients(
         dx,
         dinitial_tokens,
         weights,
@@ -175,7 +175,7 @@ def causal_conv_bwd_kernel(
 
 
 @triton.jit
-def store_gradients(
+def store_x_gradients(
     dx,
     dinitial_tokens,
     weights,
@@ -196,8 +196,8 @@ def store_gradients(
     for i in tl.static_range(NUM_ROWS):
         d = weights[0] * preactivation_gradients[i]
         for k in tl.static_range(1, W):
-            # `load_masked_x` is 0 where the later token's sequence starts between the two tokens.
-            d += weights[k] * load_masked_x(
+            # `mask_tap` is 0 where the later token's sequence starts between the two tokens.
+            d += weights[k] * mask_tap(
                 preactivation_gradients[i + k],
                 token + i + k,
                 load_sequence_start(sequence_starts, token + i + k, spec),
@@ -249,7 +249,7 @@ def add_weight_gradients(
     for k in tl.static_range(W):
         d = weight_gradients[k]
         for i in tl.static_range(BLOCK_T):
-            d += preactivation_gradients[i] * load_masked_x(
+            d += preactivation_gradients[i] * mask_tap(
                 x_values[i + W - 1 - k], token + i, load_sequence_start(sequence_starts, token + i, spec), k, spec
             )
         new_dweights += (d,)

@@ -26,11 +26,11 @@ import triton.language as tl
 
 from ejkernel_triton.causal_convolution.kernels.tile import (
     load_bias,
-    load_masked_x,
     load_sequence_start,
     load_weights,
     load_x_values,
     locate_program,
+    mask_tap,
     row_load_offsets,
     sigmoid,
 )
@@ -63,7 +63,7 @@ def causal_conv_fwd_kernel(
         start = load_sequence_start(sequence_starts, token + i, spec)
         p = bias_values
         for k in tl.static_range(W):
-            p += weights[k] * load_masked_x(x_values[i + W - 1 - k], token + i, start, k, spec)
+            p += weights[k] * mask_tap(x_values[i + W - 1 - k], token + i, start, k, spec)
         if spec.APPLY_SILU:
             p = p * sigmoid(p, spec)
         # Padding tokens have start T and an output of 0.

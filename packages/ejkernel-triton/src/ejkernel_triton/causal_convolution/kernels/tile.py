@@ -110,7 +110,7 @@ def load_sequence_start(sequence_starts, token, spec: tl.constexpr):
 
 
 @triton.jit
-def load_masked_x(row, token, start, k, spec: tl.constexpr):
+def mask_tap(row, token, start, k, spec: tl.constexpr):
     """Returns a tap of a token, the row k tokens before it; 0 if that belongs to another sequence."""
     if spec.IS_PACKED:
         return tl.where(token - k >= start, row, 0.0)

@@ -13,10 +13,10 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index, tanh
 from ejkernel_triton.grouped_matmul.kernels.tile import (
-    END_FIELD,
+    END_ROW_FIELD,
     FIELDS_PER_ENTRY,
-    MATRIX_FIELD,
-    ROW_FIELD,
+    FIRST_ROW_FIELD,
+    MATRIX_INDEX_FIELD,
     tile_indices_and_mask,
 )
 
@@ -160,15 +160,15 @@ def gated_grouped_gemm_kernel(tokens, rhs, bias, row_tokens, tile_list, output, 
     for tile in tl.range(program, (num_entries - num_assigned) * columns, spec.NUM_PROGRAMS):
         entry = tile // columns
         entry_address = tile_list + (entry + tl.where(entry < num_leading, 0, num_assigned)) * FIELDS_PER_ENTRY
-        row, end = tl.load(entry_address + ROW_FIELD), tl.load(entry_address + END_FIELD)
+        row, end = tl.load(entry_address + FIRST_ROW_FIELD), tl.load(entry_address + END_ROW_FIELD)
         store_output_tile(zeros, output, row, end, (tile % columns) * BLOCK_N, spec)
     for tile in tl.range(program, num_assigned * columns, spec.NUM_PROGRAMS):
         entry, column = swizzled_tile_index(tile, num_assigned, columns, spec.GROUP_M)
         entry_address = tile_list + (num_leading + entry) * FIELDS_PER_ENTRY
         matrix_index, row, end = (
-            tl.load(entry_address + MATRIX_FIELD),
-            tl.load(entry_address + ROW_FIELD),
-            tl.load(entry_address + END_FIELD),
+            tl.load(entry_address + MATRIX_INDEX_FIELD),
+            tl.load(entry_address + FIRST_ROW_FIELD),
+            tl.load(entry_address + END_ROW_FIELD),
         )
         column *= spec.BLOCK_N
         compute_and_store_tile(tokens, rhs, bias, row_tokens, output, matrix_index, row, end, column, spec)

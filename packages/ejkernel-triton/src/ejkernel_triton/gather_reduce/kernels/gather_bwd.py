@@ -12,7 +12,7 @@ def add_nth_cotangent(
     acc,
     n,
     row_ids,
-    forward_rows,
+    input_rows,
     cotangent,
     inverse_indices,
     weights,
@@ -21,14 +21,14 @@ def add_nth_cotangent(
     spec: tl.constexpr,
 ):
     """Adds the cotangent of each row's n-th token to the rows' gradients, and stores the channels' share of the
-    gradient of that pair's weight: its product with `forward_rows`, the rows themselves.
+    gradient of that pair's weight: its product with `input_rows`, the rows themselves.
     """
     pair = tl.load(inverse_indices + row_ids * spec.M + n, mask=row_ids < spec.R, other=-1)
     valid = (pair >= 0) & (pair < spec.T * spec.K)
     row_values = load_rows_by_index(cotangent, pair // spec.K, valid, channels, spec)
     if spec.COMPUTE_WEIGHT_GRADIENT:
         # Each pair belongs to one row, so no two programs of a tile store to the same address.
-        tl.store(weight_gradient_terms + pair, tl.sum(forward_rows * row_values, axis=1), mask=valid)
+        tl.store(weight_gradient_terms + pair, tl.sum(input_rows * row_values, axis=1), mask=valid)
     if spec.HAS_WEIGHTS:
         row_values *= tl.load(weights + pair, mask=valid, other=0.0).to(tl.float32)[:, None]
     return acc + row_values
@@ -57,10 +57,10 @@ def gather_bwd_kernel(
     if spec.HAS_WEIGHTS:
         weights = batch_row_address(weights, row, per.WEIGHTS, spec.T * spec.K)
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    forward_rows = acc
+    input_rows = acc
     if spec.COMPUTE_WEIGHT_GRADIENT:
         rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
-        forward_rows = load_rows_by_index(rows, row_ids, row_ids < spec.R, channels, spec)
+        input_rows = load_rows_by_index(rows, row_ids, row_ids < spec.R, channels, spec)
         weight_gradient_terms += (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * spec.K)
     if spec.UNROLL_TERMS:
         for n in tl.static_range(M):
@@ -68,7 +68,7 @@ def gather_bwd_kernel(
                 acc,
                 n,
                 row_ids,
-                forward_rows,
+                input_rows,
                 cotangent,
                 inverse_indices,
                 weights,
@@ -82,7 +82,7 @@ def gather_bwd_kernel(
                 acc,
                 n,
                 row_ids,
-                forward_rows,
+                input_rows,
                 cotangent,
                 inverse_indices,
                 weights,

@@ -23,10 +23,10 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, swizzled_tile_index
 from ejkernel_triton.grouped_matmul.kernels.tile import (
-    END_FIELD,
+    END_ROW_FIELD,
     FIELDS_PER_ENTRY,
-    MATRIX_FIELD,
-    ROW_FIELD,
+    FIRST_ROW_FIELD,
+    MATRIX_INDEX_FIELD,
     tile_indices_and_mask,
     to_operand_dtype,
 )
@@ -49,7 +49,7 @@ def dequantize_tile(tile, rhs_scale, matrix_index, c, n, spec: tl.constexpr):
 @triton.jit
 def add_float8_product(acc, lhs_tile, rhs_tile, lhs_scale, rhs_scale, step, spec: tl.constexpr):
     """Adds a product of 8-bit operands to acc; a step has one scale per row, and one per column."""
-    if spec.WIDEN:
+    if spec.WIDEN_TO_FLOAT32:
         lhs_tile, rhs_tile = lhs_tile.to(tl.float32), rhs_tile.to(tl.float32)
     if spec.LHS_SCALE_MODE == "steps" or spec.RHS_SCALE_MODE == "steps":
         # The scales of a step multiply only its own product, so it needs a separate accumulator. The matrix unit waits
@@ -175,7 +175,7 @@ def fill_unassigned_rows(
         entry_address = (
             tile_list + (entry + tl.where(entry < num_leading_entries, 0, num_assigned_entries)) * FIELDS_PER_ENTRY
         )
-        row, end = tl.load(entry_address + ROW_FIELD), tl.load(entry_address + END_FIELD)
+        row, end = tl.load(entry_address + FIRST_ROW_FIELD), tl.load(entry_address + END_ROW_FIELD)
         add_existing_and_store(zeros, existing_out, output, row, end, (tile % columns) * spec.BLOCK_N, spec)
 
 
@@ -220,9 +220,9 @@ def grouped_gemm_kernel(
         entry, column = swizzled_tile_index(tile, num_assigned_entries, columns, spec.GROUP_M)
         entry_address = tile_list + (num_leading_entries + entry) * FIELDS_PER_ENTRY
         matrix_index, row, end = (
-            tl.load(entry_address + MATRIX_FIELD),
-            tl.load(entry_address + ROW_FIELD),
-            tl.load(entry_address + END_FIELD),
+            tl.load(entry_address + MATRIX_INDEX_FIELD),
+            tl.load(entry_address + FIRST_ROW_FIELD),
+            tl.load(entry_address + END_ROW_FIELD),
         )
         column *= spec.BLOCK_N
         acc = multiply_tile(lhs, rhs, lhs_scale, rhs_scale, matrix_index, row, column, spec)

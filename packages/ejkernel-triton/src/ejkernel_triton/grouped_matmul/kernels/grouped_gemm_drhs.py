@@ -22,7 +22,7 @@ def load_group_bounds(group_row_bounds, matrix_index):
 
 
 @triton.jit
-def grouped_gemm_drhs_kernel(left, right, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
+def grouped_gemm_drhs_kernel(left_rows, right_rows, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
     """Computes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
     BLOCK_P: tl.constexpr = spec.BLOCK_P
     BLOCK_Q: tl.constexpr = spec.BLOCK_Q
@@ -36,8 +36,8 @@ def grouped_gemm_drhs_kernel(left, right, group_row_bounds, output, spec: tl.con
     tile_p, tile_q = swizzled_tile_index(
         program % (num_row_tiles * num_column_tiles), num_row_tiles, num_column_tiles, spec.GROUP_M
     )
-    left = batch_row_address(left, batch, per.LEFT, spec.ROWS * spec.OUTPUT_ROWS)
-    right = batch_row_address(right, batch, per.RIGHT, spec.ROWS * spec.OUTPUT_COLUMNS)
+    left_rows = batch_row_address(left_rows, batch, per.LEFT_ROWS, spec.ROWS * spec.OUTPUT_ROWS)
+    right_rows = batch_row_address(right_rows, batch, per.RIGHT_ROWS, spec.ROWS * spec.OUTPUT_COLUMNS)
     group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
     output += tl.cast(matrix_index, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
@@ -46,18 +46,18 @@ def grouped_gemm_drhs_kernel(left, right, group_row_bounds, output, spec: tl.con
     q, q_mask = tile_indices_and_mask(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # The address of the group's first row has 64 bits, offsets within a step 32.
-    left += tl.cast(first, tl.int64) * spec.OUTPUT_ROWS + (k[:, None] * spec.OUTPUT_ROWS + p[None, :])
-    right += tl.cast(first, tl.int64) * spec.OUTPUT_COLUMNS + (k[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
+    left_rows += tl.cast(first, tl.int64) * spec.OUTPUT_ROWS + (k[:, None] * spec.OUTPUT_ROWS + p[None, :])
+    right_rows += tl.cast(first, tl.int64) * spec.OUTPUT_COLUMNS + (k[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
     acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
     for start in tl.range(first, end, spec.BLOCK_K):
         # Both operands are masked past the group's last row: a 0 in only one would be multiplied by NaN of another
         # group.
         group_mask = (k < end - start)[:, None]
-        left_tile = tl.load(left, mask=group_mask & p_mask[None, :], other=0.0)
-        right_tile = tl.load(right, mask=group_mask & q_mask[None, :], other=0.0)
+        left_tile = tl.load(left_rows, mask=group_mask & p_mask[None, :], other=0.0)
+        right_tile = tl.load(right_rows, mask=group_mask & q_mask[None, :], other=0.0)
         # P is contiguous in memory. The product reads 16-bit operands transposed from shared memory, without a copy.
         acc = add_dot(acc, tl.trans(left_tile), right_tile, spec)
-        left += spec.BLOCK_K * spec.OUTPUT_ROWS
-        right += spec.BLOCK_K * spec.OUTPUT_COLUMNS
+        left_rows += spec.BLOCK_K * spec.OUTPUT_ROWS
+        right_rows += spec.BLOCK_K * spec.OUTPUT_COLUMNS
     at = output + (p[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
     tl.store(at, acc.to(output.dtype.element_ty), mask=p_mask[:, None] & q_mask[None, :])

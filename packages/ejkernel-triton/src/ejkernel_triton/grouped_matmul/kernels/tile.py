@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 # Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
-MATRIX_FIELD = tl.constexpr(0)
-ROW_FIELD = tl.constexpr(1)
-END_FIELD = tl.constexpr(2)
+MATRIX_INDEX_FIELD = tl.constexpr(0)
+FIRST_ROW_FIELD = tl.constexpr(1)
+END_ROW_FIELD = tl.constexpr(2)
 FIELDS_PER_ENTRY = tl.constexpr(4)
 
 

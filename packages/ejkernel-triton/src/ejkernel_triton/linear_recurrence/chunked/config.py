@@ -10,9 +10,9 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_ga
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns the default chunks and tiles for a record on a device, not measured."""
     default = RecurrenceConfig(**config_as_dict(make_chunked_config(record, device, 64)))
     # The chunks of a scan are sequential: with few scans, processing the chunks in parallel is faster.
-    if not interpreting() and 4 * _num_scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
+    if not is_interpreting() and 4 * _num_scan_programs(record, default) < 3 * gpu_of(device).multiprocessors:
         return default
     return _fused_scan_config(record, device, default)
 
@@ -58,7 +58,7 @@ def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: Re
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
     if has_channel_gates(record):
         return default
-    if interpreting():
+    if is_interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
     if not fits_fused_scan(record, device):
         return default
@@ -83,13 +83,17 @@ def fits_fused_scan(record: LinearRecurrence, device: DeviceInfo) -> bool:
     """
     chip = gpu_of(device)  # only Hopper was measured
     is_not_bfloat16 = record.query.dtype.name != "bfloat16" or record.precision == lax.Precision.HIGHEST
-    return chip.architecture == "hopper" and not is_not_bfloat16 and padded(record.query.shape[3], MIN_TILE) <= 128
+    return (
+        chip.architecture == "hopper"
+        and not is_not_bfloat16
+        and pad_to_power_of_two(record.query.shape[3], MIN_TILE) <= 128
+    )
 
 
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[RecurrenceConfig, ...]:
     """Returns configurations worth measuring for a record on a device."""
     default = heuristic(record, device, direction)
-    if interpreting():
+    if is_interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
         fuse_scan = record.cu_seqlens is None and not has_channel_gates(record)
         return (
@@ -133,7 +137,7 @@ def tuned_table_key(record: LinearRecurrence) -> str | None:
     bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 have the same costs
     key_words = [
         f"{bits} bits",
-        f"{padded(key_dim, MIN_TILE)}x{padded(record.value.shape[3], MIN_TILE)}",
+        f"{pad_to_power_of_two(key_dim, MIN_TILE)}x{pad_to_power_of_two(record.value.shape[3], MIN_TILE)}",
         f"{gate_kind} gates",
     ]
     key_words += ["shared keys"] if _heads_share_keys(record) else []
@@ -155,8 +159,8 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     chip = gpu_of(device)
     is_float32 = record.query.dtype.itemsize > 2 or record.precision == lax.Precision.HIGHEST
     has_small_shared_memory = is_float32 or chip.shared_memory < 128 * 1024
-    key_dim, value_dim = (padded(x.shape[3], MIN_TILE) for x in (record.query, record.value))
-    max_block = 16 if interpreting() else 64
+    key_dim, value_dim = (pad_to_power_of_two(x.shape[3], MIN_TILE) for x in (record.query, record.value))
+    max_block = 16 if is_interpreting() else 64
     half_block = 32 if has_small_shared_memory else max_block
     output_block_k = min(key_dim, half_block, max_block)
     state_block_k, state_block_v = min(key_dim, max_block), min(value_dim, max_block)
@@ -176,7 +180,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
         state_block_v=state_block_v,
         state_stages=2 if has_small_shared_memory else 3,
         score_block_k=min(output_block_k, 64 if chip.architecture in ("hopper", "blackwell") else 32),
-        output_block_t=MIN_TILE if interpreting() else 64,
+        output_block_t=MIN_TILE if is_interpreting() else 64,
         output_block_k=output_block_k,
         output_block_v=min(value_dim, output_block_v),
         output_warps=num_warps,
@@ -193,9 +197,9 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
 
 def _chunk_lengths(record: LinearRecurrence, chunk: int) -> tuple[int, int]:
     """Returns the tokens per chunk of the forward and of the backward pass, no more than a row needs."""
-    if interpreting():
+    if is_interpreting():
         return (MIN_TILE if has_channel_gates(record) else 2 * MIN_TILE), MIN_TILE
-    chunk = max(MIN_TILE, min(chunk, padded(record.query.shape[1], MIN_TILE)))
+    chunk = max(MIN_TILE, min(chunk, pad_to_power_of_two(record.query.shape[1], MIN_TILE)))
     return chunk, chunk
 
 
@@ -226,7 +230,7 @@ def _segments_per_row(record: LinearRecurrence, multiprocessors: int, chunk: int
     """Returns the segments per row: one if rows, heads and tiles of states give every multiprocessor a scan already."""
     if record.cu_seqlens is not None:
         return 1
-    if interpreting():
+    if is_interpreting():
         return 2
     rows, tokens, _, key_dim = record.query.shape
     num_tiles = cdiv(key_dim, block_k) * cdiv(record.value.shape[3], block_v)

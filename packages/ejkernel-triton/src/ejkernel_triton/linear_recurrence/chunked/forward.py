@@ -18,7 +18,7 @@ from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, 
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import cast_to_compute_dtype, state_dtype
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 PADDING_TOKENS_PER_PROGRAM = 64
@@ -130,7 +130,7 @@ def zero_padding(array: jax.Array, chunk_tables: ChunkTables) -> jax.Array:
             "WIDTH": math.prod(rest),
             "SEQUENCES": chunk_tables.padded_cu_seqlens.shape[1] - 2,
             "BLOCK_T": PADDING_TOKENS_PER_PROGRAM,
-            "BLOCK_ELEMENTS": min(PADDING_ELEMENTS_PER_STEP, padded(math.prod(rest), MIN_TILE)),
+            "BLOCK_ELEMENTS": min(PADDING_ELEMENTS_PER_STEP, pad_to_power_of_two(math.prod(rest), MIN_TILE)),
         },
     )
     return zeroed
@@ -172,7 +172,7 @@ def fused_chunk_scan(
         constants={
             "spec": spec,
             "VALUE_HEADS": call.value.shape[2],
-            "BLOCK_K": padded(spec.K, MIN_TILE),
+            "BLOCK_K": pad_to_power_of_two(spec.K, MIN_TILE),
             "BLOCK_V": config.fused_block_v,
             "HAS_INITIAL_STATES": initial_states_of_scans is not None,
             "HAS_W": w is not None,

@@ -7,9 +7,9 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 MAX_BLOCK_V = 64
@@ -59,8 +59,8 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         and tokens >= MIN_TOKENS_FOR_DOUBLE_ELEMENTS * sequences
     ):
         max_block_v, elements_per_thread = MAX_BLOCK_V // 2, 2 * STATE_ELEMENTS_PER_THREAD
-    block, multiprocessors = min(max_block_v, padded(columns)), gpu_of(device).multiprocessors
-    if interpreting():
+    block, multiprocessors = min(max_block_v, pad_to_power_of_two(columns)), gpu_of(device).multiprocessors
+    if is_interpreting():
         return _make_tile(record, device, min(block, 8), elements_per_thread)
     # Half a cache line is still whole sectors, so few states are split more finely to reach every multiprocessor.
     while block > 16 and num_states(record) * cdiv(columns, block) < multiprocessors:
@@ -71,9 +71,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DecodeTile, ...]:
     """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
-    if interpreting():
+    if is_interpreting():
         return (first, dataclasses.replace(first, block_v=4))
-    sizes = sorted({min(n, padded(record.value.shape[3])) for n in (16, 32, 64, 128)})
+    sizes = sorted({min(n, pad_to_power_of_two(record.value.shape[3])) for n in (16, 32, 64, 128)})
     tiles = [_make_tile(record, device, n) for n in ((8, *sizes) if record.transposed_states else sizes)]
     tiles += [dataclasses.replace(x, num_warps=2 * x.num_warps) for x in tiles if x.num_warps < 8]
     tiles += [dataclasses.replace(x, streams_state=True) for x in tiles if x.block_v >= MAX_BLOCK_V]
@@ -93,5 +93,5 @@ def _make_tile(
     memory.
     """
     warp_size = 64 if device.vendor == "amd" else 32
-    warps = padded(record.query.shape[3]) * block_v // (elements_per_thread * warp_size)
+    warps = pad_to_power_of_two(record.query.shape[3]) * block_v // (elements_per_thread * warp_size)
     return DecodeTile(block_v=block_v, num_warps=max(1, min(warps, 8)), streams_state=False)

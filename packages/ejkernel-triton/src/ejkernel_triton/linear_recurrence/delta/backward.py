@@ -38,7 +38,7 @@ from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call, ma
 from ejkernel_triton.linear_recurrence.segments.forward import delta_initial_states, find_chunks_until_decayed
 from ejkernel_triton.linear_recurrence.segments.plan import plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import state_dtype
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 
 class StateGradients(NamedTuple):
@@ -273,7 +273,7 @@ def _launch_chunk_bwd_dhu(
         num_stages=state_gradient_stages(call),
         constants={
             "spec": spec,
-            "BLOCK_K": padded(spec.K, MIN_TILE),
+            "BLOCK_K": pad_to_power_of_two(spec.K, MIN_TILE),
             "BLOCK_V": config.dh_block_v,
             "HAS_FINAL_GRADIENTS": final_gradients is not None,
             "STORE_CHUNK_STATES": final_gradients is not None,

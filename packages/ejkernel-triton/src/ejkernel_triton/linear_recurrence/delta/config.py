@@ -8,7 +8,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_ga
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.linear_recurrence.chunked.config import (
     config_as_dict,
     fits_fused_scan,
@@ -17,7 +17,7 @@ from ejkernel_triton.linear_recurrence.chunked.config import (
 )
 from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, ChunkedConfig
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 
@@ -48,7 +48,7 @@ def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkedConf
     config, multiprocessors = make_chunked_config(record, device, 64), gpu_of(device).multiprocessors
     value_dim, block_v = record.value.shape[3], config.state_block_v
     num_scans, segments = record.query.shape[0] * num_sequences(record) * head_count(record), config.segments
-    if not interpreting():
+    if not is_interpreting():
         # With segments, tokens are scanned two more times, so one scan per multiprocessor suffices: 65536 tokens of 16
         # heads take 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
         segments = multiprocessors // (num_scans * cdiv(value_dim, block_v)) if fits_fused_scan(record, device) else 1
@@ -57,7 +57,9 @@ def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkedConf
         )
     # A scan has all key channels of a state, so there are few scans: tiles are made narrower to fill the chip.
     min_programs = 3 * multiprocessors // 4
-    while not interpreting() and block_v > MIN_TILE and num_scans * segments * cdiv(value_dim, block_v) < min_programs:
+    while (
+        not is_interpreting() and block_v > MIN_TILE and num_scans * segments * cdiv(value_dim, block_v) < min_programs
+    ):
         block_v //= 2
     return dataclasses.replace(
         config,
@@ -72,7 +74,10 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns the default chunks and tiles of both passes for a record with beta on a device, not measured."""
     config, chip = _forward_config(record, device), gpu_of(device)
     has_small_shared_memory, is_hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
-    padded_key_dim, padded_value_dim = padded(record.query.shape[3], MIN_TILE), padded(record.value.shape[3], MIN_TILE)
+    padded_key_dim, padded_value_dim = (
+        pad_to_power_of_two(record.query.shape[3], MIN_TILE),
+        pad_to_power_of_two(record.value.shape[3], MIN_TILE),
+    )
     # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
     # columns.
     block_v = min(config.state_block_v, 64 if is_hopper else 32)
@@ -89,13 +94,13 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
             config.gradient_block_k, 64 if is_hopper else MIN_TILE if has_small_shared_memory else 32
         ),
         "gradient_block_v": min(config.gradient_block_v, MIN_TILE if has_small_shared_memory else 64),
-        "fused": record.cu_seqlens is not None if interpreting() else _uses_fused_scan(record, device, block_v),
+        "fused": record.cu_seqlens is not None if is_interpreting() else _uses_fused_scan(record, device, block_v),
         "fused_block_v": block_v,
         "wy_block_k": min(config.score_block_k, max_wy_block_k) if has_channel_gates(record) else config.score_block_k,
         "wy_block_v": config.output_block_v,
         "wy_warps": DEFAULT_WARPS,
     }
-    if is_hopper and record.query.dtype.itemsize == 2 and not interpreting():
+    if is_hopper and record.query.dtype.itemsize == 2 and not is_interpreting():
         # With a gate per head, the WY form of all channels at once takes 0.237 ms instead of 0.269 with 64.
         # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
         # ms instead of 0.753.
@@ -120,7 +125,7 @@ def _uses_fused_scan(record: LinearRecurrence, device: DeviceInfo, block_v: int)
 def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Direction) -> tuple[DeltaRuleConfig, ...]:
     """Returns configurations of both passes worth measuring for a record with beta on a device."""
     default = heuristic(record, device, direction)
-    if interpreting():
+    if is_interpreting():
         return (default, dataclasses.replace(default, keep_states=False, fused=not default.fused, segments=1))
     configs = [dataclasses.replace(default, fused=False, keep_states=keep_states) for keep_states in (True, False)]
     configs += [
@@ -141,4 +146,4 @@ def _state_fits_shared_memory(record: LinearRecurrence, device: DeviceInfo, num_
     chip, itemsize = gpu_of(device), record.query.dtype.itemsize
     operand_splits = 2 if itemsize > 2 and chip.vendor == "nvidia" else 1  # float32 operands are split in two
     rows = operand_splits * num_columns + (32 if itemsize > 2 else 64)
-    return padded(record.query.shape[3], MIN_TILE) * rows * itemsize <= chip.shared_memory
+    return pad_to_power_of_two(record.query.shape[3], MIN_TILE) * rows * itemsize <= chip.shared_memory

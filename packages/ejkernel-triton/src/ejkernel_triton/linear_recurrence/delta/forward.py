@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_triton.launch import Shape, interpreting, launch
+from ejkernel_triton.launch import Shape, is_interpreting, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import (
     chunk_outputs,
     fused_chunk_scan,
@@ -157,7 +157,7 @@ def tokens_per_chunk(record: LinearRecurrence, chunk: int) -> int:
     With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiled the WY form's columns on NVIDIA's
     chips (see `ahead.miscompiled_shifts`). With 32 tokens the code has no such instruction.
     """
-    return max(2 * MIN_TILE, chunk) if has_channel_gates(record) and not interpreting() else chunk
+    return max(2 * MIN_TILE, chunk) if has_channel_gates(record) and not is_interpreting() else chunk
 
 
 def segment_states(

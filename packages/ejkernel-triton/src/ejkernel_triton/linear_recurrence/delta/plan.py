@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, interpreting
+from ejkernel_triton.launch import Shape, is_interpreting
 from ejkernel_triton.linear_recurrence.chunked.backward import MAX_HEADS_SUMMED_PER_PROGRAM
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 from ejkernel_triton.linear_recurrence.delta.forward import delta_config
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 
 def state_gradient_stages(call: RecurrenceCall) -> int:
@@ -21,7 +21,7 @@ def state_gradient_stages(call: RecurrenceCall) -> int:
     configuration's.
     """
     spec, config = call.spec, delta_config(call)
-    key_channels = padded(spec.K, MIN_TILE)
+    key_channels = pad_to_power_of_two(spec.K, MIN_TILE)
     # Shared memory holds the products' operands: q, k and W of all key channels, do and A^T do of the tile.
     bytes_per_chunk = spec.CHUNK_SIZE * (3 * key_channels + 2 * config.dh_block_v) * call.query.dtype.itemsize
     shared_memory_budget = gpu_of(current_device()).shared_memory * 4 // 5
@@ -39,7 +39,7 @@ def key_heads_summed_per_program(spec: RecurrenceSpec, programs_per_head: int) -
     if not heads_per_field_head:
         return 1
     most, shared = MAX_HEADS_SUMMED_PER_PROGRAM, math.gcd(*heads_per_field_head)
-    if not interpreting():
+    if not is_interpreting():
         # Fewer heads where the chip would have less than two programs per multiprocessor.
         programs = programs_per_head * spec.H
         most = min(most, max(1, programs // (2 * gpu_of(current_device()).multiprocessors)))

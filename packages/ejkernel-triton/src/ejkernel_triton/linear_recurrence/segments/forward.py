@@ -14,7 +14,7 @@ from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, Ch
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan_sub_segments
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 WHOLE_ROW_CONSTANTS: dict[str, Any] = {
     "COMPUTE_TRANSITIONS": False,
@@ -101,7 +101,7 @@ def launch_chunk_fwd_h(
     block_k, block_v, num_stages = config.state_block_k, config.state_block_v, config.state_stages
     if w is not None:
         # The product with `w` sums over all key channels, and programs share no sums.
-        block_k = padded(spec.K, MIN_TILE)
+        block_k = pad_to_power_of_two(spec.K, MIN_TILE)
         num_stages = state_stages(call, num_stages, block_k=block_k, block_v=block_v, reads_v_new=True)
     arrays = (left, right, call.gates, call.dt, initial_states, w)
     results = launch(
@@ -149,7 +149,7 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     block_v = min(MAX_UNTIL_DECAYED_BLOCK_V, config.state_block_v)
     num_tiles, block_k, max_stages = (
         cdiv(spec.K, block_v),
-        padded(spec.K, MIN_TILE),
+        pad_to_power_of_two(spec.K, MIN_TILE),
         min(config.state_stages, MAX_UNTIL_DECAYED_STAGES),
     )
     (outputs,) = launch(
@@ -266,7 +266,7 @@ def decayed_initial_states(
     sub_segment_plan = plan_sub_segments(spec, reverse=reverse, row_starts_from_zeros=initial_states is None)
     # Float32 ends: rounding errors would reach every later segment.
     sub_segment_end_states, _ = end_states(call, keys_or_queries, values_or_cotangent, sub_segment_plan)
-    block_k, block_v = (min(32, padded(n, MIN_TILE)) for n in (spec.K, spec.V))
+    block_k, block_v = (min(32, pad_to_power_of_two(n, MIN_TILE)) for n in (spec.K, spec.V))
     row_initial_state = None if initial_states is None else initial_states[:, 0]
     (outputs,) = launch(
         decayed_initial_states_kernel,
@@ -282,7 +282,7 @@ def decayed_initial_states(
             "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
-            "PADDED_CHUNKS": padded(sub_segment_plan.chunks_per_sub_segment),
+            "PADDED_CHUNKS": pad_to_power_of_two(sub_segment_plan.chunks_per_sub_segment),
             "HAS_INITIAL_STATE": row_initial_state is not None,
             "REVERSE": reverse,
         },
@@ -328,8 +328,8 @@ def delta_initial_states(
             "NUM_TRANSITIONS": transitions.shape[1],
             "END_STATE_COLUMNS": end_states.shape[4],
             "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
-            "BLOCK_K": padded(spec.K, MIN_TILE),
-            "BLOCK_J": min(padded(spec.K, MIN_TILE), 32),
+            "BLOCK_K": pad_to_power_of_two(spec.K, MIN_TILE),
+            "BLOCK_J": min(pad_to_power_of_two(spec.K, MIN_TILE), 32),
             "BLOCK_V": block_v,
             "HAS_INITIAL_STATE": row_initial_state is not None,
             "REVERSE": sub_segment_plan.reverse,

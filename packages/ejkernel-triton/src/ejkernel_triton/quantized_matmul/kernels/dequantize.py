@@ -106,7 +106,7 @@ def dequantize_code(packed, scale, offset, nf4_table, CODE_INDEX: tl.constexpr, 
     if spec.OPERAND_DTYPE == "float32":
         return value
     elif spec.OPERAND_DTYPE == "bfloat16":
-        if spec.WIDEN:  # the interpreter's cast truncates
+        if spec.WIDEN_TO_FLOAT32:  # the interpreter's cast truncates
             value = round_bfloat16(value)
         return value.to(tl.bfloat16)
     else:

@@ -48,7 +48,7 @@ def sum_tokens(values, first_token, end, channels, spec: tl.constexpr):
 
 
 @triton.jit
-def pool_fwd_kernel(values, lengths, ranges, output, block_sums, spec: tl.constexpr, per: tl.constexpr):
+def pool_fwd_kernel(values, lengths, ranges, output, head_and_tail_sums, spec: tl.constexpr, per: tl.constexpr):
     """Computes the pools of one block of tokens: means of those within it, sums [NUM_BLOCKS, 2, C] of those that cross
     it.
     """
@@ -59,7 +59,7 @@ def pool_fwd_kernel(values, lengths, ranges, output, block_sums, spec: tl.conste
     channels = tile * spec.BLOCK_C + tl.arange(0, spec.BLOCK_C)
     values = batch_row_address(values, row, per.VALUES, spec.T * spec.C)
     output += row * (spec.M * spec.C)
-    block_sums += (row * spec.NUM_BLOCKS + block) * (2 * spec.C)
+    head_and_tail_sums += (row * spec.NUM_BLOCKS + block) * (2 * spec.C)
     start, block_end = block * spec.TOKENS_PER_BLOCK, (block + 1) * spec.TOKENS_PER_BLOCK
     tokens = load_num_tokens(lengths, row, spec, per)
     if spec.HAS_RANGES:
@@ -86,4 +86,4 @@ def pool_fwd_kernel(values, lengths, ranges, output, block_sums, spec: tl.conste
             )
         else:
             # A block has at most one pool that continues from the previous block, and one that continues into the next.
-            tl.store(block_sums + tl.where(first_token >= start, spec.C, 0) + channels, acc, mask=channel_mask)
+            tl.store(head_and_tail_sums + tl.where(first_token >= start, spec.C, 0) + channels, acc, mask=channel_mask)

@@ -8,7 +8,9 @@ from ejkernel_triton.segment_pooling.kernels.tile import load_num_tokens, load_p
 
 
 @triton.jit
-def split_combine_kernel(block_sums, lengths, ranges, first_pass_output, output, spec: tl.constexpr, per: tl.constexpr):
+def split_combine_kernel(
+    head_and_tail_sums, lengths, ranges, first_pass_output, output, spec: tl.constexpr, per: tl.constexpr
+):
     """Computes the means of pools that cross blocks, from their sums in block order; 0 for pools without tokens.
 
     `output` aliases `first_pass_output`, whose other pools are final.
@@ -24,7 +26,9 @@ def split_combine_kernel(block_sums, lengths, ranges, first_pass_output, output,
     # Most programs have a pool that crosses no block, and write nothing.
     first_block, last_block = first_token // spec.TOKENS_PER_BLOCK, (end - 1) // spec.TOKENS_PER_BLOCK
     crosses_blocks = (end > first_token) & (last_block > first_block)
-    block_sums = batch_row_address(block_sums, row, per.BLOCK_SUMS, spec.NUM_BLOCKS * 2 * spec.C)
+    head_and_tail_sums = batch_row_address(
+        head_and_tail_sums, row, per.HEAD_AND_TAIL_SUMS, spec.NUM_BLOCKS * 2 * spec.C
+    )
     SUMS_PER_LOAD: tl.constexpr = spec.SUMS_PER_LOAD
     COMBINE_BLOCK_C: tl.constexpr = spec.COMBINE_BLOCK_C
     blocks = tl.arange(0, SUMS_PER_LOAD)
@@ -35,7 +39,9 @@ def split_combine_kernel(block_sums, lengths, ranges, first_pass_output, output,
         sum_index = 2 * (block + blocks) + tl.where(block + blocks == first_block, 1, 0)
         mask = (block + blocks <= last_block)[:, None] & (channels < spec.C)[None, :]
         acc += tl.load(
-            block_sums + (tl.cast(sum_index, tl.int64)[:, None] * spec.C + channels[None, :]), mask=mask, other=0.0
+            head_and_tail_sums + (tl.cast(sum_index, tl.int64)[:, None] * spec.C + channels[None, :]),
+            mask=mask,
+            other=0.0,
         )
     # Empty pools are also stored here: the first kernel misses an empty pool at a block's first token.
     if crosses_blocks | (end <= first_token):

@@ -9,11 +9,11 @@ def count_entries_up_to(range_column, bound, spec: tl.constexpr):
     """Returns the number of pools whose entry in a column of `ranges` is at most `bound`; elementwise for a vector
     of bounds.
     """
-    BINARY_SEARCH_STEPS: tl.constexpr = spec.BINARY_SEARCH_STEPS
+    NUM_BINARY_SEARCH_STEPS: tl.constexpr = spec.NUM_BINARY_SEARCH_STEPS
     num_found = bound * 0
     # A binary search without branches, so that a vector of bounds can take every step together. Each step depends on
     # the load of the last one, and there are log2(M) steps.
-    for level in tl.static_range(BINARY_SEARCH_STEPS):
+    for level in tl.static_range(NUM_BINARY_SEARCH_STEPS):
         step = spec.FIRST_SEARCH_STEP >> level
         in_range = num_found + step <= spec.M
         # Ranges are pairs, so entries of a column are 2 apart. Nothing is loaded past the last pool.
@@ -28,14 +28,14 @@ def count_ended_and_started_pools(ranges, start, last_token, spec: tl.constexpr)
     `last_token`.
     """
     POOLS_PER_SEARCH_STEP: tl.constexpr = spec.POOLS_PER_SEARCH_STEP
-    BLOCK_SEARCH_STEPS: tl.constexpr = spec.BLOCK_SEARCH_STEPS
+    NUM_BLOCK_SEARCH_STEPS: tl.constexpr = spec.NUM_BLOCK_SEARCH_STEPS
     indices_in_step = tl.arange(0, POOLS_PER_SEARCH_STEP) + 1
     num_ended, num_started = tl.cast(start * 0, tl.int32), tl.cast(start * 0, tl.int32)
     # Each step compares POOLS_PER_SEARCH_STEP pools at once, for both columns: a program waits for memory once for up
     # to POOLS_PER_SEARCH_STEP pools, twice for POOLS_PER_SEARCH_STEP * POOLS_PER_SEARCH_STEP, where a binary search
     # would wait log2(M) times.
-    for level in tl.static_range(BLOCK_SEARCH_STEPS):
-        stride = POOLS_PER_SEARCH_STEP ** (BLOCK_SEARCH_STEPS - 1 - level)
+    for level in tl.static_range(NUM_BLOCK_SEARCH_STEPS):
+        stride = POOLS_PER_SEARCH_STEP ** (NUM_BLOCK_SEARCH_STEPS - 1 - level)
         end_indices, start_indices = (
             num_ended + indices_in_step * stride - 1,
             num_started + indices_in_step * stride - 1,
@@ -57,11 +57,11 @@ def load_num_tokens(lengths, row, spec: tl.constexpr, per: tl.constexpr):
 
 
 @triton.jit
-def load_pool_range(ranges, pool, tokens, in_range, spec: tl.constexpr):
+def load_pool_range(ranges, pool, tokens, pool_mask, spec: tl.constexpr):
     """Returns the first token of a pool, or of each of a vector of pools, and the token after its last."""
     if spec.HAS_RANGES:
-        first_token = tl.load(ranges + 2 * pool, mask=in_range, other=0)
-        return first_token, tl.load(ranges + 2 * pool + 1, mask=in_range, other=0)
+        first_token = tl.load(ranges + 2 * pool, mask=pool_mask, other=0)
+        return first_token, tl.load(ranges + 2 * pool + 1, mask=pool_mask, other=0)
     else:
         return tl.minimum(pool * spec.CHUNK_SIZE, tokens), tl.minimum((pool + 1) * spec.CHUNK_SIZE, tokens)
 

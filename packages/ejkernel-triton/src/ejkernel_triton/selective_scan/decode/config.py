@@ -7,9 +7,9 @@ from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
+from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 STATE_ELEMENTS_PER_THREAD = 16
@@ -44,11 +44,11 @@ def num_sequences(record: SelectiveScan) -> int:
 
 def heuristic(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> ScanDecodeTile:
     """Returns the default tile for a record on a device, not measured."""
-    if interpreting():
+    if is_interpreting():
         return ScanDecodeTile(block_e=16, num_warps=1)
-    warp_size, state_elements = 64 if device.vendor == "amd" else 32, padded(record.decay.shape[1])
+    warp_size, state_elements = 64 if device.vendor == "amd" else 32, pad_to_power_of_two(record.decay.shape[1])
     block, programs = max(1, 4 * STATE_ELEMENTS_PER_THREAD * warp_size // state_elements), num_sequences(record)
-    block = min(block, padded(record.x.shape[2]))
+    block = min(block, pad_to_power_of_two(record.x.shape[2]))
     # Few states are split more finely, to reach every multiprocessor.
     while (
         block * state_elements > 16 * warp_size
@@ -67,7 +67,7 @@ def _make_tile(block: int, state_elements: int, warp_size: int) -> ScanDecodeTil
 def candidates(record: SelectiveScan, device: DeviceInfo, direction: Direction) -> tuple[ScanDecodeTile, ...]:
     """Returns tiles worth measuring for a record on a device."""
     first = heuristic(record, device, direction)
-    if interpreting():
+    if is_interpreting():
         return (first, ScanDecodeTile(block_e=4, num_warps=1))
     sizes = [max(1, first.block_e * n // 4) for n in (1, 2, 4, 8)]
     configs = [ScanDecodeTile(block_e=n, num_warps=max(1, first.num_warps * n // first.block_e)) for n in sizes]

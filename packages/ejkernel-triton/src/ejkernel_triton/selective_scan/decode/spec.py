@@ -8,7 +8,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel_triton.selective_scan.decode.config import ScanDecodeTile, num_sequences
 from ejkernel_triton.sizes import (
-    padded,
+    pad_to_power_of_two,
 )
 
 
@@ -54,7 +54,7 @@ def make_spec(record: SelectiveScan, config: ScanDecodeTile) -> ScanDecodeSpec:
         E=channels,
         N=size,
         BLOCK_E=config.block_e,
-        BLOCK_N=padded(size),
+        BLOCK_N=pad_to_power_of_two(size),
         NUM_CHANNEL_TILES=cdiv(channels, config.block_e),
         IS_PACKED=packed,
         HAS_INITIAL_STATE=states is not None,

@@ -146,7 +146,7 @@ def chunk_bwd_dhu_kernel(
         # Added by the products' accumulators: `acc += dot(...)` makes Triton 3.6 spill 192 bytes on sm_90
         # (docs/lab/linear_recurrence_gpu.md).
         acc = add_dot(acc, tl.trans(q), (do.to(tl.float32) * decay_since).to(do.dtype), spec)
-        if spec.WIDEN:  # Triton's interpreter would negate the bits of bfloat16
+        if spec.WIDEN_TO_FLOAT32:  # Triton's interpreter would negate the bits of bfloat16
             acc = add_dot(acc, tl.trans(w_tile), -dx_rounded.to(tl.float32), spec)
         else:
             acc = add_dot(acc, tl.trans(w_tile), -dx_rounded, spec)
