@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, reference
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, reference
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
@@ -41,7 +41,7 @@ def called(function, arrays, sizes, *more):
 
 def run(host, record):
     """Output and final states of a record."""
-    packed, heads = record.cu_seqlens is not None, head_count(record)
+    packed, heads = record.cu_seqlens is not None, num_state_heads(record)
     (rows, tokens, query_heads, keys), columns = record.query.shape, record.value.shape[3]
     initial = record.sequence_state if packed else record.initial_state
     sequences = record.cu_seqlens.shape[0] - 1 if packed else 1

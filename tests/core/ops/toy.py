@@ -95,7 +95,7 @@ FAMILY = Family(
     axes={"x": "t d", "bias": "t d", "output": "t d"},
     shardable="t",
     aligned=(),
-    localise=lambda record, offsets: record,
+    apply_shard_offsets=lambda record, offsets: record,
     reference=lambda record: (value(record), ()),
 )
 

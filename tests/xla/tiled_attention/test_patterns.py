@@ -112,7 +112,7 @@ def test_shards_look_up_their_own_part(name, letters):
             local = {n: getattr(record, n)[:, :, heads] for n in ("key", "value")}
             cut = dataclasses.replace(record, query=record.query[:, rows, heads], **local)
             offsets = {"t": jnp.int32(32 * t), "h": jnp.int32(2 * h)}
-            shard = FAMILY.localise(cut, {letter: offsets[letter] for letter in letters})
+            shard = FAMILY.apply_shard_offsets(cut, {letter: offsets[letter] for letter in letters})
             got, _, _ = tiled(shard, cotangent_of(shard), blocks=(BLOCK, BLOCK), grad_fields=frozenset())
             np.testing.assert_allclose(got, whole[:, rows, heads], rtol=2e-5, atol=2e-6)
             parts += counts(find_key_tiles(shard, make_plan(shard, BLOCK, BLOCK)))[0]
@@ -123,7 +123,7 @@ def test_shards_look_up_their_own_part(name, letters):
 
 def test_parts_that_no_even_split_makes_are_right_without_skipping():
     record = make((LENGTH, LENGTH, 8, 8), (2, 2), batch=1, extra={"pattern": PATTERNS["local"]})
-    cut = FAMILY.localise(dataclasses.replace(record, query=record.query[:, 23:]), {"t": jnp.int32(23)})
+    cut = FAMILY.apply_shard_offsets(dataclasses.replace(record, query=record.query[:, 23:]), {"t": jnp.int32(23)})
     got, _, _ = tiled(cut, cotangent_of(cut), blocks=(BLOCK, BLOCK), grad_fields=frozenset())
     np.testing.assert_allclose(got, FAMILY.reference(record)[0][:, 23:], rtol=2e-5, atol=2e-6)
 

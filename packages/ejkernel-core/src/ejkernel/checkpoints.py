@@ -19,8 +19,8 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.planning.quantized_formats import WORD_BITS, pack, unpack
 from ejkernel.promotion import with_standard_promotion
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Column n of the eight columns of a word is in nibble `AWQ_ORDER[n]` of the word."""
+AWQ_NIBBLE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Column n of the eight columns of a word is in nibble `AWQ_NIBBLE_ORDER[n]` of the word."""
 
 MatmulArguments = dict[str, Any]
 
@@ -52,10 +52,10 @@ def from_gptq(
         raise ValueError(f"bits: got {bits!r}, wants 2, 3, 4 or 8")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format: got {checkpoint_format!r}, wants 'gptq' or 'gptq_v2'")
-    words = jnp.swapaxes(_words_from_int32("qweight", qweight), -1, -2)
+    words = jnp.swapaxes(_uint32_words_from_int32("qweight", qweight), -1, -2)
     columns, group = _columns_and_group_size("scales", scales.shape[-2], words.shape[-1] * WORD_BITS // bits)
     _check_groups_in_order(g_idx, columns, group)
-    zeros = unpack(_words_from_int32("qzeros", qzeros), bits, scales.shape[-1])
+    zeros = unpack(_uint32_words_from_int32("qzeros", qzeros), bits, scales.shape[-1])
     if checkpoint_format == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": jnp.swapaxes(zeros, -1, -2).astype(scales.dtype)}
@@ -75,8 +75,8 @@ def from_awq(qweight: jax.Array, qzeros: jax.Array, scales: jax.Array) -> Matmul
         ValueError: Shapes do not fit together.
     """
     _, group = _columns_and_group_size("scales", scales.shape[-2], qweight.shape[-2])
-    codes = jnp.swapaxes(_awq_codes("qweight", qweight), -1, -2)
-    zeros = jnp.swapaxes(_awq_codes("qzeros", qzeros), -1, -2).astype(scales.dtype)
+    codes = jnp.swapaxes(_unpack_awq_codes("qweight", qweight), -1, -2)
+    zeros = jnp.swapaxes(_unpack_awq_codes("qzeros", qzeros), -1, -2).astype(scales.dtype)
     stored = {"scales": jnp.swapaxes(scales, -1, -2), "zeros": zeros}
     return _matmul_arguments(pack(codes, 4), stored, mode="affine", bits=4, group_size=group)
 
@@ -111,7 +111,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
         codes = lax.bitcast_convert_type(weight, jnp.uint8) ^ 128
         words, bits = pack(codes, 8), 8
     elif bits in (2, 4, 8):
-        words = _words_from_int32("weight_packed", weight)
+        words = _uint32_words_from_int32("weight_packed", weight)
     else:
         raise ValueError(f"bits: got {bits!r}, wants 2, 4 or 8, of which a word holds a whole number")
     rows, columns = words.shape[-2], words.shape[-1] * WORD_BITS // bits
@@ -120,7 +120,7 @@ def from_compressed_tensors(tensors: Mapping[str, jax.Array], *, bits: int = 4) 
     zero = tensors.get("weight_zero_point")
     if zero is None:
         return _matmul_arguments(words, {"scales": scale}, mode="symmetric", bits=bits, group_size=group)
-    zeros = _unsigned_zeros(zero, bits, rows)
+    zeros = _unsigned_zero_points(zero, bits, rows)
     stored = {"scales": scale, "zeros": jnp.broadcast_to(zeros, scale.shape).astype(scale.dtype)}
     return _matmul_arguments(words, stored, mode="affine", bits=bits, group_size=group)
 
@@ -138,7 +138,7 @@ def from_mxfp4(blocks: jax.Array, scales: jax.Array) -> MatmulArguments:
     """
     if blocks.ndim == scales.ndim + 1:
         blocks = blocks.reshape(*scales.shape[:-1], -1)
-    words = _words_from_bytes("blocks", blocks)
+    words = _uint32_words_from_bytes("blocks", blocks)
     _, group = _columns_and_group_size("scales", scales.shape[-1], words.shape[-1] * 8)
     return _matmul_arguments(words, {"scales": scales}, mode="mxfp4", bits=4, group_size=group)
 
@@ -155,7 +155,7 @@ def from_nvfp4(weight: jax.Array, weight_scale: jax.Array, weight_scale_2: jax.A
     Raises:
         ValueError: Shapes do not fit together.
     """
-    words = _words_from_bytes("weight", weight)
+    words = _uint32_words_from_bytes("weight", weight)
     _, group = _columns_and_group_size("weight_scale", weight_scale.shape[-1], words.shape[-1] * 8)
     stored = {"scales": weight_scale}
     if weight_scale_2 is not None:
@@ -203,7 +203,7 @@ def _from_fp8(weight: jax.Array, scale: jax.Array) -> MatmulArguments:
     if weight.ndim == 3:
         return {"rhs": weight, "rhs_scale": jnp.swapaxes(scale, 1, 2)[:, :, None], "transpose_rhs": True}
     _, group = _columns_and_group_size("weight_scale", scale.shape[-1], weight.shape[-1])
-    words = _words_from_bytes("weight", lax.bitcast_convert_type(weight, jnp.uint8))
+    words = _uint32_words_from_bytes("weight", lax.bitcast_convert_type(weight, jnp.uint8))
     return _matmul_arguments(words, {"scales": scale}, mode="fp8", bits=8, group_size=group)
 
 
@@ -228,25 +228,25 @@ def _matmul_arguments(
     }
 
 
-def _words_from_int32(name: str, packed: jax.Array) -> jax.Array:
+def _uint32_words_from_int32(name: str, packed: jax.Array) -> jax.Array:
     """Returns words as uint32."""
     if packed.dtype not in (jnp.int32, jnp.uint32):
         raise ValueError(f"{name}: got dtype {packed.dtype}, wants int32")
     return lax.bitcast_convert_type(packed, jnp.uint32)
 
 
-def _words_from_bytes(name: str, packed: jax.Array) -> jax.Array:
+def _uint32_words_from_bytes(name: str, packed: jax.Array) -> jax.Array:
     """Returns words uint32 of bytes, the first byte lowest."""
     if packed.dtype != jnp.uint8 or packed.shape[-1] % 4:
         raise ValueError(f"{name}: got {packed.dtype}{list(packed.shape)}, wants uint8 rows in multiples of 4 bytes")
     return lax.bitcast_convert_type(packed.reshape(*packed.shape[:-1], -1, 4), jnp.uint32)
 
 
-def _awq_codes(name: str, packed: jax.Array) -> jax.Array:
+def _unpack_awq_codes(name: str, packed: jax.Array) -> jax.Array:
     """Returns codes of 4 bits, in the order of columns."""
-    words = _words_from_int32(name, packed)
+    words = _uint32_words_from_int32(name, packed)
     nibbles = unpack(words, 4, words.shape[-1] * 8).reshape(*words.shape, 8)
-    return nibbles[..., jnp.array(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
+    return nibbles[..., jnp.array(AWQ_NIBBLE_ORDER)].reshape(*words.shape[:-1], -1)
 
 
 def _columns_and_group_size(name: str, groups: int, columns: int) -> tuple[int, int]:
@@ -256,24 +256,26 @@ def _columns_and_group_size(name: str, groups: int, columns: int) -> tuple[int, 
     return columns, -1 if groups == 1 else columns // groups
 
 
-def _check_groups_in_order(g_idx: Any, columns: int | None, group: int | None) -> None:
+def _check_groups_in_order(g_idx: Any, columns: int | None, group_size: int | None) -> None:
     """Refuses groups that are not in order, where the indices can be read."""
     if g_idx is None or _compat.is_tracer(g_idx):
         return
-    group = columns if group == -1 else group
-    if columns is None or group is None or not bool((g_idx == jnp.arange(columns) // group).all()):
+    group_size = columns if group_size == -1 else group_size
+    if columns is None or group_size is None or not bool((g_idx == jnp.arange(columns) // group_size).all()):
         raise ValueError(
             "g_idx: got groups out of order, wants a layer quantised without desc_act, or with its rows sorted "
             "and the columns of x in the same order"
         )
 
 
-def _unsigned_zeros(zero: jax.Array, bits: int, rows: int) -> jax.Array:
+def _unsigned_zero_points(zero_point: jax.Array, bits: int, rows: int) -> jax.Array:
     """Returns zeros [..., N, groups] of unsigned codes: packed along N in int32, or signed integers."""
-    if zero.dtype == jnp.int32 and zero.shape[-2] != rows:
-        columns_first = unpack(jnp.swapaxes(_words_from_int32("weight_zero_point", zero), -1, -2), bits, rows)
+    if zero_point.dtype == jnp.int32 and zero_point.shape[-2] != rows:
+        columns_first = unpack(
+            jnp.swapaxes(_uint32_words_from_int32("weight_zero_point", zero_point), -1, -2), bits, rows
+        )
         return jnp.swapaxes(columns_first, -1, -2)
-    return zero.astype(jnp.int32) + 2 ** (bits - 1)
+    return zero_point.astype(jnp.int32) + 2 ** (bits - 1)
 
 
 def _required_tensor(tensors: Mapping[str, jax.Array], name: str) -> jax.Array:

@@ -42,7 +42,7 @@ def last_shard(family: Family, record: Any) -> Any:
     starts, letters = cuts(family, record), family.axes_of(record)
     parts = {name: _tail(x, letters[name], starts) for name, x in array_fields(record).items()}
     offsets = {letter: jnp.int32(start) for letter, start in starts.items()}
-    return family.localise(dataclasses.replace(record, **parts), offsets)
+    return family.apply_shard_offsets(dataclasses.replace(record, **parts), offsets)
 
 
 def abstract_last_shard(family: Family, record: Any) -> Any:
@@ -52,14 +52,14 @@ def abstract_last_shard(family: Family, record: Any) -> Any:
 
 def cuts(family: Family, record: Any) -> dict[str, int]:
     """Returns where the last shard begins, for every axis letter that is cut."""
-    axes, shardable = family.axes_of(record), family.shardable_of(record)
+    axes, shardable = family.axes_of(record), family.shardable_axes_of(record)
     sizes = {
         letter: size
         for name, x in array_fields(record).items()
         for letter, size in zip(axes[name].split(), x.shape, strict=True)
         if size > 1 and letter in shardable
     }
-    for pair in family.aligned_of(record):
+    for pair in family.aligned_axes_of(record):
         aligned = [letter for letter in pair if letter in sizes]
         if any(sizes[letter] % 2 for letter in aligned):
             sizes = {letter: size for letter, size in sizes.items() if letter not in pair}

@@ -6,7 +6,7 @@ import numpy as np
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.record import (
-    real_and_first_tokens,
+    real_and_segment_start_tokens,
     to_recorded_state_layout,
     with_plain_states,
 )
@@ -23,7 +23,7 @@ def test_a_token_starts_a_segment_if_the_previous_unpadded_token_has_another_id(
             if segment >= 0:
                 starts[row, i] = latest is not None and segment != latest
                 latest = segment
-    real, found = jax.jit(real_and_first_tokens)(ids)
+    real, found = jax.jit(real_and_segment_start_tokens)(ids)
     np.testing.assert_array_equal(real, ids >= 0)
     np.testing.assert_array_equal(found, starts)
 

@@ -84,7 +84,7 @@ def test_query_tiles_have_every_row_once_and_in_order(size):
     rows = [
         (n, skipped + i, position + i)
         for n, skipped, count, position in zip(
-            *(x.tolist() for x in (tiles.sequence, tiles.skipped, tiles.rows, tiles.position)), strict=True
+            *(x.tolist() for x in (tiles.sequence, tiles.row_offset, tiles.rows, tiles.position)), strict=True
         )
         for i in range(count)
     ]

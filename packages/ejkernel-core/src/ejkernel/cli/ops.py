@@ -170,7 +170,7 @@ def _implementation_notes(registered: Registry, name: str, serving: Iterable[Imp
 def splittable_axes(op: Op) -> list[str]:
     """Returns the axis letters of an operation's arguments that may be split over devices, in order."""
     letters = dict.fromkeys(letter for axes in op.axes.values() for letter in axes.split())
-    shardable = op.family.splittable_of(_case_record(op, op.cases[0]))
+    shardable = op.family.splittable_axes_of(_case_record(op, op.cases[0]))
     return [letter for letter in letters if letter in shardable]
 
 

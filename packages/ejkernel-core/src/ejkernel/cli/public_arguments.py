@@ -41,7 +41,7 @@ PUBLIC_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "state_slots": ("state_indices",),
     "step": ("dt",),
     "student": ("student_logits",),
-    "summed": ("reduction",),
+    "sum_over_tokens": ("reduction",),
     "transposed_states": ("initial_state",),
     "value": ("key_value", "w_vc", "latent_cache", "v", "x"),
     "value_decay": ("gv",),

@@ -13,7 +13,7 @@ def _no_head_dims(record: Any) -> tuple[int, ...]:
     return ()
 
 
-def _unchanged_record(record: Any, offsets: Mapping[str, Any]) -> Any:
+def _unchanged_record(record: Any, shard_offsets: Mapping[str, Any]) -> Any:
     return record
 
 
@@ -24,12 +24,12 @@ class RequestIsolation:
     Attributes:
         record: Converts a record to the record that forward functions get.
         pullback: Converts a pullback to the pullback that backward functions get.
-        concerns: Returns for a record whether requests may share a tile.
+        may_share_tiles: Returns for a record whether requests may share a tile.
     """
 
     record: Callable[[Any], Any]
     pullback: Callable[[Any], Any]
-    concerns: Callable[[Any], bool]
+    may_share_tiles: Callable[[Any], bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,13 @@ class TokenShardFunctions:
         run: `(run, record, shards) -> output` computes the output of one device, where `run(record)` computes a record
             of one device and `shards`, an `ejkernel.planning.token_shards.TokenShards`, says how tokens are split. Each
             device calls it in `shard_map`, with its tokens.
-        on_device: Record of a device's tokens -> the record that its kernel gets, for `explain`.
-        letter: The axis letter of tokens.
+        kernel_record_for_explain: Record of a device's tokens -> the record that its kernel gets, for `explain`.
+        token_axis_letter: The axis letter of tokens.
     """
 
     run: Callable[[Callable[[Any], Any], Any, Any], Any]
-    on_device: Callable[[Any], Any]
-    letter: str = "t"
+    kernel_record_for_explain: Callable[[Any], Any]
+    token_axis_letter: str = "t"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -68,20 +68,21 @@ class Family:
             entry for each shard.
         shardable: Letters that may be split over mesh axes, for which each shard is a call of its own; as above.
         aligned: Pairs of letters that must be split alike (query heads with KV heads), where both may be split.
-        localise: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
+        apply_shard_offsets: `(record, offsets) -> record` makes one shard's record mean its part of the global call;
             `offsets` maps each letter to the global index of the shard's first element. By default a shard is a call of
             its own.
         reference: record -> (output, residuals), their meaning in plain jnp at float32 (float64 when x64 is on).
         lse: Axis letters of the residuals' lse, which operations with `return_lse` return with the output; None
             where the residuals have none, or the output has it already.
-        over_tokens: How tokens are split, for which devices exchange states; None where they cannot be split, or are
+        token_sharding: How tokens are split, for which devices exchange states; None where they cannot be split, or are
             among `shardable`.
-        unsplit: What to do instead, for letters that cannot be split; the message of a call that splits them ends so.
+        unsplittable_axis_hints: What to do instead, for letters that cannot be split; the message of a call that splits
+            them ends so.
         requests: Record -> how its arrays belong to the requests that the call serves, in one or several ways, each as
             `ejkernel.planning.requests` describes it; None where the requests are the rows of axis `b` and their
             segments. What one request holds never reaches another: the conformance suite poisons it.
-        isolate: What the passes of every implementation are given in an `isolate_sequences` block, so that requests
-            that share a tile cannot reach each other; None where kernels keep them apart by themselves.
+        request_isolation: What the passes of every implementation are given in an `isolate_sequences` block, so that
+            requests that share a tile cannot reach each other; None where kernels keep them apart by themselves.
     """
 
     name: str
@@ -93,12 +94,12 @@ class Family:
     dtype: Callable[[Any], Any] = _dtype_of_first_field
     head_dims: Callable[[Any], tuple[int, ...]] = _no_head_dims
     aligned: tuple[tuple[str, str], ...] = ()
-    localise: Callable[[Any, Mapping[str, Any]], Any] = _unchanged_record
+    apply_shard_offsets: Callable[[Any, Mapping[str, Any]], Any] = _unchanged_record
     lse: str | None = None
-    over_tokens: TokenShardFunctions | None = None
-    unsplit: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    token_sharding: TokenShardFunctions | None = None
+    unsplittable_axis_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requests: Callable[[Any], Iterable[Mapping[str, Any]]] | None = None
-    isolate: RequestIsolation | None = None
+    request_isolation: RequestIsolation | None = None
 
     def __post_init__(self) -> None:
         declared = {f.name: f.metadata for f in dataclasses.fields(self.record) if "axes" in f.metadata}
@@ -113,15 +114,17 @@ class Family:
         """Returns the axis letters of a record's fields and of `"output"`."""
         return self.axes(record) if callable(self.axes) else self.axes
 
-    def shardable_of(self, record: Any) -> str:
+    def shardable_axes_of(self, record: Any) -> str:
         """Returns the letters of a record that may be split."""
         return self.shardable(record) if callable(self.shardable) else self.shardable
 
-    def splittable_of(self, record: Any) -> str:
+    def splittable_axes_of(self, record: Any) -> str:
         """Returns the letters of a record that may be split, that of tokens among them."""
-        return self.shardable_of(record) + ("" if self.over_tokens is None else self.over_tokens.letter)
+        return self.shardable_axes_of(record) + (
+            "" if self.token_sharding is None else self.token_sharding.token_axis_letter
+        )
 
-    def aligned_of(self, record: Any) -> tuple[tuple[str, str], ...]:
+    def aligned_axes_of(self, record: Any) -> tuple[tuple[str, str], ...]:
         """Returns the pairs of letters of a record that must be split alike."""
-        letters = self.shardable_of(record)
+        letters = self.shardable_axes_of(record)
         return tuple(pair for pair in self.aligned if pair[0] in letters and pair[1] in letters)

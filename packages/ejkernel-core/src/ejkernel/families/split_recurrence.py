@@ -209,14 +209,16 @@ def _final_states_of_call(shards: TokenShards, exchanged: _ForwardExchange, fina
 def _backward(rule: SplitRecurrence, shards: TokenShards, saved: Any, cotangent: Any) -> tuple[Any]:
     """Returns the gradients of a device's record, from those of its outputs and of the final states of the call."""
     record, exchanged, pull = saved
-    d_read, d_final = cotangent
-    if isinstance(d_read, SymbolicZero):
-        read: Any = d_read.aval
-        d_read = jnp.zeros(read.shape, read.dtype)
+    output_cotangent, final_states_cotangent = cotangent
+    if isinstance(output_cotangent, SymbolicZero):
+        read: Any = output_cotangent.aval
+        output_cotangent = jnp.zeros(read.shape, read.dtype)
     # Every device returned the same final states; `shard_map` divides their cotangent among the devices.
-    d_final = None if isinstance(d_final, SymbolicZero) else shards.sum(d_final)
-    leaving, first = _exchange_gradients(rule, shards, exchanged, d_read, d_final)
-    (gradients,) = pull((d_read, leaving))
+    final_states_cotangent = (
+        None if isinstance(final_states_cotangent, SymbolicZero) else shards.sum(final_states_cotangent)
+    )
+    leaving, first = _exchange_gradients(rule, shards, exchanged, output_cotangent, final_states_cotangent)
+    (gradients,) = pull((output_cotangent, leaving))
     name, packed = rule.name(record), exchanged.borders.packed
     if getattr(record, name) is not None and packed is None:
         gradients[name] = jnp.where(shards.index() == 0, first, 0).astype(getattr(record, name).dtype)
@@ -232,8 +234,8 @@ def _exchange_gradients(
     rule: SplitRecurrence,
     shards: TokenShards,
     exchanged: _ForwardExchange,
-    d_read: jax.Array,
-    d_final: jax.Array | None,
+    output_cotangent: jax.Array,
+    final_states_cotangent: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of the final states of this device's kernel, and of the state that enters the first shard.
 
@@ -241,17 +243,17 @@ def _exchange_gradients(
         rule: The family's functions.
         shards: How tokens are split.
         exchanged: What the forward pass left.
-        d_read: Cotangent of this device's outputs.
-        d_final: Cotangent of the final states of the call; None for zeros.
+        output_cotangent: Cotangent of this device's outputs.
+        final_states_cotangent: Cotangent of the final states of the call; None for zeros.
     """
     record, packed, summary = exchanged.record, exchanged.borders.packed, exchanged.summary
     matrices = rule.matrices(record)
-    added = rule.gradient(record, exchanged.borders, summary.saved, d_read)
+    added = rule.gradient(record, exchanged.borders, summary.saved, output_cotangent)
     last, local = jnp.zeros_like(added), None
     if packed is None:
-        last = last if d_final is None else d_final
-    elif d_final is not None:
-        local = jnp.where(token_shards.broadcast_flags(packed.ends, d_final), d_final, 0)
+        last = last if final_states_cotangent is None else final_states_cotangent
+    elif final_states_cotangent is not None:
+        local = jnp.where(token_shards.broadcast_flags(packed.ends, final_states_cotangent), final_states_cotangent, 0)
         # Where the sequence that enters also ends here, its final state depends on the state that enters.
         added = added + token_shards.applied_transposed(summary.factor, local[packed.entering_sequence][None], matrices)
     leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)

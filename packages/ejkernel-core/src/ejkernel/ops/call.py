@@ -118,8 +118,8 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
 
 def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
     """Returns what `explain` says where sequences of a call may reach each other."""
-    isolate = plan.op.family.isolate
-    if isolate is None or plan.isolates or plan.op.padding_only or not isolate.concerns(record):
+    isolate = plan.op.family.request_isolation
+    if isolate is None or plan.isolates or plan.op.padding_only or not isolate.may_share_tiles(record):
         return ()
     return (NOT_ISOLATED_NOTE,)
 

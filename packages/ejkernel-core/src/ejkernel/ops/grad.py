@@ -101,7 +101,7 @@ class CallPlan:
             NoImplementationError: All implementations are refused; the message is the table of reasons.
         """
         choice = self.choose(record, "forward") if choice is None else choice
-        isolate = None if self.op.padding_only or not self.isolates else self.op.family.isolate
+        isolate = None if self.op.padding_only or not self.isolates else self.op.family.request_isolation
         results = Results(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
         return _checked(choice, results)
 
@@ -129,7 +129,7 @@ class CallPlan:
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice, and returns gradients by field name."""
-        isolate = self.op.family.isolate if self.isolates else None
+        isolate = self.op.family.request_isolation if self.isolates else None
         return self._apply_lowered(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 

@@ -35,4 +35,4 @@ def lowered_record(op: Op, args: Any, mesh: Any = None, in_specs: Any = None) ->
         return x[tuple(slice(size // part) for size, part in zip(x.shape, parts, strict=True))]
 
     local = jax.tree.map(first_shard, record, record_specs(letters, record, split, mesh))
-    return op.family.localise(local, {letter: jnp.int32(0) for letter in split})
+    return op.family.apply_shard_offsets(local, {letter: jnp.int32(0) for letter in split})

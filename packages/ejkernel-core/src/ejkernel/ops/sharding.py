@@ -64,8 +64,8 @@ def axis_letters_of(op: Op, args: Any) -> AxisLetters:
         record=axes,
         outputs=(first, *lse, *others),
         results=results,
-        shardable=op.family.splittable_of(record),
-        aligned=op.family.aligned_of(record),
+        shardable=op.family.splittable_axes_of(record),
+        aligned=op.family.aligned_axes_of(record),
         sizes=_letter_sizes(arguments, args),
     )
 
@@ -191,12 +191,14 @@ def run_sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_spe
     parts = jax.tree.map(lambda axis_letters: _partition_spec(axis_letters, split), letters.results)
 
     def run_on_mesh(mesh: Any, args: Any) -> Any:
-        over_tokens = _token_shard_functions(letters, split, mesh)
+        token_sharding = _token_shard_functions(letters, split, mesh)
 
         def on_shard(local: Any) -> Any:
-            if over_tokens is None:
+            if token_sharding is None:
                 return run(local)
-            return over_tokens.run(run, local, _token_shards_of_call(letters, over_tokens.letter, local, split, mesh))
+            return token_sharding.run(
+                run, local, _token_shards_of_call(letters, token_sharding.token_axis_letter, local, split, mesh)
+            )
 
         return op.finish(args, _shard_mapped(letters, op.lower(args), mesh, split, parts, on_shard))
 
@@ -216,10 +218,10 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
     letters = axis_letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
 
-    over_tokens = _token_shard_functions(letters, split, mesh)
+    token_sharding = _token_shard_functions(letters, split, mesh)
 
     def run(local: Any) -> Any:
-        note(local if over_tokens is None else over_tokens.on_device(local))
+        note(local if token_sharding is None else token_sharding.kernel_record_for_explain(local))
         return jnp.zeros(())
 
     def run_on_mesh(mesh: Any, args: Any) -> Any:
@@ -249,7 +251,7 @@ def _shard_mapped(
     specs = record_specs(letters, record, split, mesh)
 
     def body(local: Any) -> Any:
-        return run(letters.op.family.localise(local, _shard_offsets(letters, local, split, mesh)))
+        return run(letters.op.family.apply_shard_offsets(local, _shard_offsets(letters, local, split, mesh)))
 
     # JAX cannot infer over which mesh axes the results of a kernel vary, so it does not check them (`check_vma`). The
     # specs are derived from the letters and need no check.
@@ -260,8 +262,12 @@ def _token_shard_functions(
     letters: AxisLetters, split: Mapping[str, MeshAxes], mesh: Any
 ) -> TokenShardFunctions | None:
     """Returns how the family of a call computes tokens that are split; None where they are not, or need no exchange."""
-    over_tokens = letters.op.family.over_tokens
-    return over_tokens if over_tokens and _axes_with_devices(split.get(over_tokens.letter, ()), mesh) else None
+    token_sharding = letters.op.family.token_sharding
+    return (
+        token_sharding
+        if token_sharding and _axes_with_devices(split.get(token_sharding.token_axis_letter, ()), mesh)
+        else None
+    )
 
 
 def _token_shards_of_call(
@@ -339,7 +345,7 @@ def _axes_with_devices(axes: MeshAxes, mesh: Any) -> MeshAxes:
 
 def _check_shardable(letters: AxisLetters, argument: str, letter: str, axes: MeshAxes) -> None:
     if axes and letter not in letters.shardable:
-        instead = letters.op.family.unsplit.get(letter)
+        instead = letters.op.family.unsplittable_axis_hints.get(letter)
         raise ValueError(
             f"in_specs: axis {letter!r} of {argument} cannot be split over devices in {letters.op.name}"
             f"{f'; {instead}' if instead else ''}"

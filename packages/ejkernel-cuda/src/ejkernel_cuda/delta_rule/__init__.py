@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
@@ -36,7 +36,7 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.beta is None:
         yield "beta: got None; the implementation 'triton' serves recurrences without the delta rule"
-    if has_channel_gates(record):
+    if has_decay_per_channel(record):
         yield "decay: got gates per key channel, the kernel reads gates per head"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}
     if len(dtypes) > 1:
@@ -55,7 +55,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns a priority between Triton's chunked kernels, 10, and decode steps, 20; below Triton's if too few blocks
     are busy with rows that are long: a block scans its row alone.
     """
-    blocks = record.query.shape[0] * head_count(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
+    blocks = record.query.shape[0] * num_state_heads(record) * (record.value.shape[3] // VALUE_CHANNELS_PER_BLOCK)
     has_short_rows = record.query.shape[1] <= MAX_SHORT_ROW_TOKENS and blocks >= MIN_BLOCKS_FOR_SHORT_ROWS
     return 15 if has_short_rows or blocks >= MIN_BUSY_BLOCKS_PER_WAVE * cdiv(blocks, HOPPER_MULTIPROCESSORS) else 5
 

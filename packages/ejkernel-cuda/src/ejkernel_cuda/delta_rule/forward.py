@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel_cuda.library import register_handler
 
 
@@ -21,7 +21,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
         Output [B, T, H, V] in the query's dtype and final states [B, H, K, V] in float32; no residuals.
     """
     assert record.beta is not None  # `Requires` ensures it
-    (rows, tokens, _, keys), heads, float32 = record.query.shape, head_count(record), jnp.float32
+    (rows, tokens, _, keys), heads, float32 = record.query.shape, num_state_heads(record), jnp.float32
     columns = record.value.shape[3]
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_delta_rule"),

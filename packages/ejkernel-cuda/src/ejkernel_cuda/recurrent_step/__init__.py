@@ -4,7 +4,7 @@ in place.
 
 from collections.abc import Iterable
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -40,7 +40,7 @@ def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
 def _state_refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons why the kernel cannot serve the record's states and gates."""
     keys, columns = record.query.shape[3], record.value.shape[3]
-    gates_channels = has_channel_gates(record)
+    gates_channels = has_decay_per_channel(record)
     if keys not in KEY_DIMS:
         yield f"query: got head dimension {keys}, the kernel wants one of {', '.join(map(str, KEY_DIMS))}"
     required_multiple = VALUE_CHANNELS_PER_BLOCK if gates_channels else VALUE_CHANNELS_PER_WARP
@@ -59,7 +59,7 @@ def _priority(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     measured.
     """
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    min_tokens = MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY if has_channel_gates(record) else MIN_TOKENS_FOR_PRIORITY
+    min_tokens = MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY if has_decay_per_channel(record) else MIN_TOKENS_FOR_PRIORITY
     return 25 if record.query.shape[1] >= min_tokens * sequences else -1
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import custom_batching
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.planning.in_place import call_unfused
 from ejkernel_cuda.library import register_handler
 
@@ -26,7 +26,7 @@ def forward(record: LinearRecurrence, config: Any) -> tuple[tuple[jax.Array, jax
     Returns:
         Output [B, T, H, V] in the query's dtype, and the final states in float32 or the array of slots; no residuals.
     """
-    (rows, tokens, _, keys), heads, float32 = record.query.shape, head_count(record), jnp.float32
+    (rows, tokens, _, keys), heads, float32 = record.query.shape, num_state_heads(record), jnp.float32
     packed, columns = record.cu_seqlens is not None, record.value.shape[3]
     initial = record.sequence_state if packed else record.initial_state
     sequences = rows if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
@@ -65,5 +65,5 @@ def _cast_gates_or_make_empty(x: jax.Array | None, record: LinearRecurrence) -> 
     """Returns gates or factors in the query's dtype or in float32; an absent array becomes an empty one."""
     if x is None:
         return jnp.zeros(0, jnp.float32)
-    has_channel_gates = x.ndim == 4 and x.shape[3] > 1  # always read as float32
-    return x if x.dtype == record.query.dtype and not has_channel_gates else x.astype(jnp.float32)
+    has_decay_per_channel = x.ndim == 4 and x.shape[3] > 1  # always read as float32
+    return x if x.dtype == record.query.dtype and not has_decay_per_channel else x.astype(jnp.float32)

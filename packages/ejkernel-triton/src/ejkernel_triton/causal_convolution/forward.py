@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.causal_convolution import CausalConvolution, places, states
+from ejkernel.families.causal_convolution import CausalConvolution, states, token_sequences_and_positions
 from ejkernel.families.causal_convolution.final_states import final_states
 from ejkernel_triton.causal_convolution.config import ConvolutionForward
 from ejkernel_triton.causal_convolution.spec import make_spec
@@ -42,7 +42,7 @@ def kernel_inputs(record: CausalConvolution) -> tuple[jax.Array | None, ...]:
     bias = None if record.bias is None else record.bias.astype(jnp.float32)[None]
     sequence_starts = None
     if record.cu_seqlens is not None:
-        sequence, position = places(record)
+        sequence, position = token_sequences_and_positions(record)
         tokens = record.x.shape[1]
         sequence_starts = jnp.where(sequence >= 0, jnp.arange(tokens, dtype=jnp.int32) - position, tokens)
     return record.x, record.weight.T.astype(jnp.float32)[None], bias, initial_tokens, sequence_starts

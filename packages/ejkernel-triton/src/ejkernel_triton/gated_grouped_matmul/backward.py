@@ -22,8 +22,8 @@ def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array
         Each requested gradient, in its field's shape and dtype.
     """
 
-    def multiply_rows(product_record: GroupedMatmul) -> jax.Array:
-        return grouped(product_record, heuristic(product_record, current_device(), "forward"))[0]
+    def multiply_rows(as_grouped_matmul: GroupedMatmul) -> jax.Array:
+        return grouped(as_grouped_matmul, heuristic(as_grouped_matmul, current_device(), "forward"))[0]
 
     return recompute_products_and_gradients(
         pullback, multiply_rows, lambda product_pullback: grouped_backward(product_pullback, config)

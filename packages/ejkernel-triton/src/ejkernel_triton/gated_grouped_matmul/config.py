@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import product_sum_dtype
 from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
@@ -64,13 +64,13 @@ def candidates(
 ) -> tuple[GatedTiles | GroupedForward, ...]:
     """Returns tiles worth measuring for a record on a device, the best first; backward, those of the product."""
     if direction == "backward":
-        product = product_record(record, gathered_rows_shape(record), product_sum_dtype(record.lhs.dtype))
+        product = as_grouped_matmul(record, gathered_rows_shape(record), product_sum_dtype(record.lhs.dtype))
         return grouped_config.candidates(product, device, direction)
     if is_interpreting():
         return (_tile_config(TileChoice(32, 32, 32, 4, 1), gpu_of(device)),)
     chip, rows_per_group = (
         gpu_of(device),
-        average_rows_per_group(product_record(record, gathered_rows_shape(record), record.lhs.dtype)),
+        average_rows_per_group(as_grouped_matmul(record, gathered_rows_shape(record), record.lhs.dtype)),
     )
     tile_rows = next((rows for rows in (16, 32, 64) if rows_per_group <= rows + rows // 2), 128)
     if record.lhs.dtype.itemsize > 2:

@@ -2,7 +2,7 @@
 
 import jax
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, max_num_row_tiles
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
@@ -23,7 +23,7 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
     """
     from ejkernel_triton.gated_grouped_matmul.kernels.gated_grouped_gemm import gated_grouped_gemm_kernel
 
-    grouped_matmul_record = product_record(record, gathered_rows_shape(record), record.lhs.dtype)
+    grouped_matmul_record = as_grouped_matmul(record, gathered_rows_shape(record), record.lhs.dtype)
     spec = _make_spec(record, grouped_matmul_record, config)
     tiles = find_row_tiles(grouped_matmul_record, config.block_m)
     (output,) = launch(

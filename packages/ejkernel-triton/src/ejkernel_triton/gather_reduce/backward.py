@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.gather_reduce import GatherReduce, named
+from ejkernel.families.gather_reduce import GatherReduce, is_valid_index
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.gather_reduce.config import GatherTiles
 from ejkernel_triton.gather_reduce.forward import with_batch_axis
@@ -52,7 +52,7 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
     if compute_weight_gradient:
         assert record.weights is not None  # its gradient is requested
         # No row lists a pair whose index is out of range, so the kernel stored nothing for it.
-        valid = named(record.indices, spec.R)
+        valid = is_valid_index(record.indices, spec.R)
         weight_gradient_sum = jnp.where(
             valid, jnp.sum(weight_gradient_terms[0].reshape(spec.NUM_CHANNEL_TILES, spec.T, spec.K), axis=0), 0
         )

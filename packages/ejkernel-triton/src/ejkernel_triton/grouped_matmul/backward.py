@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.grouped_matmul import GroupedMatmul, gradients_of_rows, group_row_bounds, spread
+from ejkernel.families.grouped_matmul import GroupedMatmul, group_row_bounds, lhs_and_scale_gradients, spread
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.grouped_matmul.config import GROUP_M, GroupedBackward
 from ejkernel_triton.grouped_matmul.forward import compute_lhs_gradient
@@ -64,7 +64,7 @@ def _scaled_row_gradients(pullback: Pullback, config: GroupedBackward) -> dict[s
         dataclasses.replace(pullback, record=dequantize_lhs(record), grad_fields=frozenset(inner_fields)), config
     )
     if "lhs" in inner_fields:
-        gradients |= gradients_of_rows(record, gradients["lhs"], record.lhs, record.lhs_scale)
+        gradients |= lhs_and_scale_gradients(record, gradients["lhs"], record.lhs, record.lhs_scale)
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in requested}
 
 

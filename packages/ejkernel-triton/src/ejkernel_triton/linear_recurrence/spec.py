@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
@@ -105,7 +105,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         NUM_CHUNKS=chunks,
         NUM_SEQUENCES=sequences,
         CHUNKS_PER_SEGMENT=per_sequence,
-        H=head_count(record),
+        H=num_state_heads(record),
         HQ=record.query.shape[2],
         HK=record.key.shape[2],
         HV=record.value.shape[2],

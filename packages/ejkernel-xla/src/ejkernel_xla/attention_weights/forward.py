@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.attention_weights import Output
+from ejkernel.families.attention_weights import OutputAndWeights
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_xla.attention_weights.config import WeightRows, plan_rows
 from ejkernel_xla.tiled_attention.forward import finite
@@ -45,7 +45,7 @@ class State(NamedTuple):
     lse: jax.Array
 
 
-def forward(record: TiledAttention, config: WeightRows) -> tuple[Output, SoftmaxResiduals]:
+def forward(record: TiledAttention, config: WeightRows) -> tuple[OutputAndWeights, SoftmaxResiduals]:
     """Returns output, weights and residuals of a record.
 
     Args:

@@ -9,10 +9,10 @@ from ejkernel.families.causal_convolution import (
     CausalConvolution,
     accumulator,
     activate,
-    places,
     states,
+    token_sequences_and_positions,
 )
-from ejkernel.families.causal_convolution.final_states import final_states, output_sums_from_states
+from ejkernel.families.causal_convolution.final_states import final_states, output_contributions_of_states
 
 
 def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -32,7 +32,7 @@ def output_of(record: CausalConvolution) -> jax.Array:
     """Returns the activated sums, [B, T, C]."""
     dtype, width = accumulator(record), record.weight.shape[1]
     weight, tokens = record.weight.astype(dtype), record.x.shape[1]
-    sequence, position = places(record)
+    sequence, position = token_sequences_and_positions(record)
     if record.cu_seqlens is None:
         longer = jnp.concatenate([jnp.swapaxes(states(record), 1, 2), record.x], axis=1)
     else:
@@ -48,7 +48,7 @@ def output_of(record: CausalConvolution) -> jax.Array:
         sums = sums + weight[:, width - 1 - k] * back
     # States reach the first W - 1 tokens of each sequence: a few rows, added where they belong.
     if record.sequence_state is not None and width > 1:
-        token, rows = output_sums_from_states(record)
+        token, rows = output_contributions_of_states(record)
         sums = sums.at[0, token].add(rows, mode="drop")
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)

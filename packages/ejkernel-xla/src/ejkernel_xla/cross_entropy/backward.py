@@ -28,7 +28,7 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
     if all(gradient is not None for gradient in saved.values()):
         return {name: (gradient * loss_cotangent).astype(gradient.dtype) for name, gradient in saved.items()}
     factors = gradients.logit_gradient_factors(
-        record, pullback.output[1], loss_cotangent, jnp.zeros(()) if record.summed else lse_cotangent
+        record, pullback.output[1], loss_cotangent, jnp.zeros(()) if record.sum_over_tokens else lse_cotangent
     )
     scale = jnp.max(factors.scale, initial=jnp.finfo(factors.scale.dtype).tiny)
 

@@ -24,7 +24,10 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
     """
     tokens, dtype = record.weights.shape[0], accumulator(record)
     saves_gradients = (
-        record.summed and record.lm_head is not None and config.block_v >= vocabulary(record) and is_differentiated()
+        record.sum_over_tokens
+        and record.lm_head is not None
+        and config.block_v >= vocabulary(record)
+        and is_differentiated()
     )
     grad_fields = frozenset(FAMILY.differentiable) if saves_gradients else frozenset[str]()
     scale = gradients.power_of_two(jnp.max(jnp.abs(record.weights.astype(dtype)), initial=0))
@@ -40,5 +43,5 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
 
     start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, grad_fields))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
-    output = (jnp.sum(loss, keepdims=True) if record.summed else loss, *rest)
+    output = (jnp.sum(loss, keepdims=True) if record.sum_over_tokens else loss, *rest)
     return output, CrossEntropyResiduals(**gradients.finished(sums, record, scale) if saves_gradients else {})

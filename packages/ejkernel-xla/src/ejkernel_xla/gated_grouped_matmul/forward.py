@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, apply_gate, gathered_tokens, product_record
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, apply_gate, as_grouped_matmul, gathered_tokens
 from ejkernel.families.grouped_matmul import product_sum_dtype
 from ejkernel_xla.grouped_matmul.config import heuristic
 from ejkernel_xla.grouped_matmul.forward import forward as grouped
@@ -20,6 +20,6 @@ def forward(record: GatedGroupedMatmul, config: Any) -> tuple[jax.Array, tuple[(
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
     """
-    product = product_record(record, gathered_tokens(record), product_sum_dtype(record.lhs.dtype))
+    product = as_grouped_matmul(record, gathered_tokens(record), product_sum_dtype(record.lhs.dtype))
     products, _ = grouped(product, heuristic(product, None, "forward"))
     return apply_gate(record, products), ()

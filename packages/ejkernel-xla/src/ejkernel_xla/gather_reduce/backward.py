@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gather_reduce import GatherReduce, accumulator, named, take_rows
+from ejkernel.families.gather_reduce import GatherReduce, accumulator, is_valid_index, take_rows
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.gather_reduce.kernels.row_sums import column, rows_times_weights, sum_of_terms
 
@@ -43,7 +43,7 @@ def _rows_gradient(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> ja
 
     def term(n: Any) -> jax.Array:
         pair = column(record.inverse, n)
-        valid = named(pair, tokens * count)
+        valid = is_valid_index(pair, tokens * count)
         token = jnp.where(valid, pair // count, -1)
         return rows_times_weights(cotangent, token, None if flat is None else take_rows(flat, pair), dtype)
 

@@ -17,8 +17,8 @@ from ejkernel.families.grouped_matmul import (
     GroupedMatmul,
     accumulator,
     columns,
-    gradients_of_rows,
     group_row_bounds,
+    lhs_and_scale_gradients,
     spread,
 )
 from ejkernel.types.pullback import Pullback
@@ -96,7 +96,7 @@ def _row_gradients(record: GroupedMatmul, product: jax.Array, at: RowTile) -> Gr
     scale = at.scales(record)
     if scale is None:
         return {"lhs": product}
-    return gradients_of_rows(record, product, at.take(record.lhs), scale, at.start)
+    return lhs_and_scale_gradients(record, product, at.take(record.lhs), scale, at.start)
 
 
 def _store_group_gradients(record: GroupedMatmul, g: jax.Array, sums: Gradients, grads: Gradients) -> Gradients:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.families.indexer_loss import divergence
+from ejkernel.families.indexer_loss import indexer_loss_per_query
 from ejkernel.types.pullback import Pullback
 
 
@@ -20,5 +20,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         `{"scores": [B, T, K]}` in the field's dtype.
     """
     record, target = pullback.record, pullback.residuals.target
-    _, pull = jax.vjp(lambda scores: divergence(dataclasses.replace(record, scores=scores), target), record.scores)
+    _, pull = jax.vjp(
+        lambda scores: indexer_loss_per_query(dataclasses.replace(record, scores=scores), target), record.scores
+    )
     return {"scores": pull(pullback.cotangent)[0]}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.indexer_loss import IndexerLoss, IndexerLossResiduals, accumulator, divergence
+from ejkernel.families.indexer_loss import IndexerLoss, IndexerLossResiduals, accumulator, indexer_loss_per_query
 from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
@@ -27,7 +27,7 @@ def forward(record: IndexerLoss, config: QueryTile) -> tuple[jax.Array, IndexerL
     else:
         arrays = (record.query, record.key.swapaxes(1, 2), record.indices)
         target = lax.map(lambda row: _row(row, record, config), arrays)
-    return divergence(record, target), IndexerLossResiduals(target=target)
+    return indexer_loss_per_query(record, target), IndexerLossResiduals(target=target)
 
 
 def _row(row: tuple[jax.Array, ...], record: IndexerLoss, config: QueryTile) -> jax.Array:

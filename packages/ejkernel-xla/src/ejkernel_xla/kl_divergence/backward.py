@@ -31,7 +31,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     else:
         gradient = (1 - record.beta) * _log_p_gradient(record, log_p, log_mixture(record, log_p, log_q))
     gradient = record.temperature * gradient * cotangent[:, None]
-    return {"student": jnp.where(record.active[:, None], gradient, 0).astype(record.student.dtype)}
+    return {"student": jnp.where(record.token_mask[:, None], gradient, 0).astype(record.student.dtype)}
 
 
 def _log_p_gradient(record: KLDivergence, log_p: jax.Array, log_other: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.lightning_indexer import LightningIndexer, TopKeys, accumulator
+from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesAndScores, accumulator
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.kernels import running_top_k
@@ -17,7 +17,7 @@ Row = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 """Queries, keys, weights, first keys and key ends of one batch row."""
 
 
-def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeys, tuple[()]]:
+def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeyIndicesAndScores, tuple[()]]:
     """Returns the selected keys of a record.
 
     Args:
@@ -35,7 +35,7 @@ def forward(record: LightningIndexer, config: IndexerTiles) -> tuple[TopKeys, tu
     return lax.map(lambda row: _row(row, record, config), (record.query, record.key, record.weights, *bounds)), ()
 
 
-def _row(row: Row, record: LightningIndexer, config: IndexerTiles) -> TopKeys:
+def _row(row: Row, record: LightningIndexer, config: IndexerTiles) -> TopKeyIndicesAndScores:
     """Returns the selected keys of one batch row."""
     query, key, weights, starts, ends = row
     block_q, block_k = sizes(record, config)
@@ -46,7 +46,7 @@ def _row(row: Row, record: LightningIndexer, config: IndexerTiles) -> TopKeys:
     return from_tiles(indices, query.shape[0]), from_tiles(scores, query.shape[0])
 
 
-def _tile(tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int) -> TopKeys:
+def _tile(tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int) -> TopKeyIndicesAndScores:
     """Returns the selected keys of a tile of queries; tiles of keys that no query may select are skipped."""
     query, weights, starts, ends = tile
     dtype, has_keys = accumulator(record), starts < ends

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, states
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, states
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel_xla.linear_recurrence.config import RecurrenceChunk
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, precision
@@ -70,7 +70,7 @@ def _initial_outputs_and_states(record: LinearRecurrence) -> tuple[jax.Array, ja
 
 def _zero_outputs(record: LinearRecurrence) -> jax.Array:
     rows, tokens = record.query.shape[:2]
-    return jnp.zeros((rows, tokens, head_count(record), record.value.shape[3]), record.query.dtype)
+    return jnp.zeros((rows, tokens, num_state_heads(record), record.value.shape[3]), record.query.dtype)
 
 
 def state_table(record: LinearRecurrence) -> jax.Array:
@@ -80,7 +80,7 @@ def state_table(record: LinearRecurrence) -> jax.Array:
 
 def split_state_heads(record: LinearRecurrence, table: jax.Array) -> jax.Array:
     """Returns [n, K, V] as the record's [rows or sequences, H, K, V]."""
-    return table.reshape(-1, head_count(record), *table.shape[1:])
+    return table.reshape(-1, num_state_heads(record), *table.shape[1:])
 
 
 def chunk_step(
@@ -93,7 +93,7 @@ def chunk_step(
         return segment_step(record, chunking, at, state, parts)
     chunk = chunk_from_slices(record, chunking, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))
-    output, valid = split_heads(output, head_count(record)), valid_tokens(chunking, at)
+    output, valid = split_heads(output, num_state_heads(record)), valid_tokens(chunking, at)
     return state, output if valid is None else jnp.where(valid[:, :, None, None], output, 0)
 
 
@@ -101,11 +101,11 @@ def load(record: LinearRecurrence, table: jax.Array, at: ChunkSlice) -> jax.Arra
     """Returns the states of a chunk's rows, [n, K, V]."""
     if record.cu_seqlens is None:
         return table
-    return lax.dynamic_slice_in_dim(table, at.sequence * head_count(record), head_count(record))
+    return lax.dynamic_slice_in_dim(table, at.sequence * num_state_heads(record), num_state_heads(record))
 
 
 def store(record: LinearRecurrence, table: jax.Array, at: ChunkSlice, state: jax.Array) -> jax.Array:
     """Returns the table with the states of a chunk's rows replaced."""
     if record.cu_seqlens is None:
         return state
-    return lax.dynamic_update_slice_in_dim(table, state, at.sequence * head_count(record), 0)
+    return lax.dynamic_update_slice_in_dim(table, state, at.sequence * num_state_heads(record), 0)

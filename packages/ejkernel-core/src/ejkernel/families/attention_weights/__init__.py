@@ -3,9 +3,9 @@
 import dataclasses
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.attention_weights.reference import Output, reference
+from ejkernel.families.attention_weights.reference import OutputAndWeights, reference
 
-__all__ = ["FAMILY", "Output", "reference"]
+__all__ = ["FAMILY", "OutputAndWeights", "reference"]
 
 
 FAMILY = dataclasses.replace(

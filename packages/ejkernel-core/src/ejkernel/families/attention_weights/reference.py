@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 
-Output = tuple[jax.Array, jax.Array]
+OutputAndWeights = tuple[jax.Array, jax.Array]
 
 
-def reference(record: TiledAttention) -> tuple[Output, SoftmaxResiduals]:
+def reference(record: TiledAttention) -> tuple[OutputAndWeights, SoftmaxResiduals]:
     """Computes the result of the family in plain jnp. The weight of a key is the output for values that are 1 at that
     key and 0 elsewhere.
     """

@@ -8,8 +8,8 @@ from ejkernel.families.causal_convolution.record import (
     CausalConvolution,
     accumulator,
     activate,
-    places,
     states,
+    token_sequences_and_positions,
 )
 from ejkernel.families.causal_convolution.reference import reference
 from ejkernel.families.causal_convolution.token_shards import record_for_explain, run_on_token_shard
@@ -21,10 +21,10 @@ __all__ = [
     "CausalConvolution",
     "accumulator",
     "activate",
-    "places",
     "reference",
     "requests",
     "states",
+    "token_sequences_and_positions",
 ]
 
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     },
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_for_explain),
+    token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
     reference=reference,
     requests=requests,
 )

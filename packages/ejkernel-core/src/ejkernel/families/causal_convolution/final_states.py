@@ -22,14 +22,14 @@ def final_states(record: CausalConvolution) -> States:
 
 
 def add_state_gradients(
-    record: CausalConvolution, dx: jax.Array, dstates_before: States, cotangent: States
+    record: CausalConvolution, dx: jax.Array, dinitial_states: States, cotangent: States
 ) -> tuple[jax.Array, States]:
     """Adds the final states' cotangents to the gradients of what they hold.
 
     Args:
         record: The canonical arguments.
         dx: [B, T, C], gradient of x by way of the output.
-        dstates_before: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, as above.
+        dinitial_states: [B, C, W - 1] or [N, C, W - 1], gradient of the states before, as above.
         cotangent: Cotangent of the final states, same shape.
 
     Returns:
@@ -37,22 +37,22 @@ def add_state_gradients(
     """
     num_state_tokens, tokens = record.weight.shape[1] - 1, record.x.shape[1]
     if num_state_tokens == 0:
-        return dx, dstates_before
+        return dx, dinitial_states
     if record.cu_seqlens is None:
         num_last = min(num_state_tokens, tokens)
         last = jnp.swapaxes(cotangent[:, :, num_state_tokens - num_last :], 1, 2).astype(dx.dtype)
-        carried = cotangent[:, :, : num_state_tokens - num_last].astype(dstates_before.dtype)
-        return dx.at[:, tokens - num_last :].add(last), dstates_before.at[:, :, num_last:].add(carried)
+        carried = cotangent[:, :, : num_state_tokens - num_last].astype(dinitial_states.dtype)
+        return dx.at[:, tokens - num_last :].add(last), dinitial_states.at[:, :, num_last:].add(carried)
     token, slot, inside = _packed_final_state_sources(record)
     rows = jnp.swapaxes(cotangent, 1, 2).astype(dx.dtype)
     dx = dx.at[0, jnp.where(inside, token, tokens)].add(rows, mode="drop")
-    carried = jnp.where(inside[:, None], 0, cotangent).astype(dstates_before.dtype)
+    carried = jnp.where(inside[:, None], 0, cotangent).astype(dinitial_states.dtype)
     sequence = jnp.arange(slot.shape[0])[:, None]
     columns = jnp.where(inside, num_state_tokens, slot)
-    return dx, dstates_before.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
+    return dx, dinitial_states.at[sequence, :, columns].add(jnp.swapaxes(carried, 1, 2), mode="drop")
 
 
-def output_sums_from_states(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
+def output_contributions_of_states(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
     """Returns what the states before packed sequences add to the sums of their first W - 1 tokens.
 
     Returns:

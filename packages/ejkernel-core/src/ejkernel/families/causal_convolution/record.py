@@ -47,7 +47,7 @@ def states(record: CausalConvolution) -> jax.Array:
     return jnp.zeros((rows, record.x.shape[2], record.weight.shape[1] - 1), record.x.dtype)
 
 
-def places(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
+def token_sequences_and_positions(record: CausalConvolution) -> tuple[jax.Array, jax.Array]:
     """Returns the sequence (a row is one; -1 for none) of every token and its position in it, int32 [B, T]."""
     rows, tokens, _ = record.x.shape
     if record.cu_seqlens is not None:

@@ -18,8 +18,8 @@ from ejkernel.families.causal_convolution.record import (
     CausalConvolution,
     accumulator,
     activate,
-    places,
     states,
+    token_sequences_and_positions,
 )
 
 
@@ -31,24 +31,24 @@ def reference(record: CausalConvolution) -> tuple[tuple[jax.Array, jax.Array], t
         Output [B, T, C] and final states [B, C, W - 1], or [N, C, W - 1], both in x's dtype. There are no residuals.
     """
     dtype, width = accumulator(record), record.weight.shape[1]
-    sequence, before = places(record)[0], states(record)
+    sequence, before = token_sequences_and_positions(record)[0], states(record)
     sums = jnp.zeros(record.x.shape, dtype)
     for k in range(width):
-        sums = sums + record.weight[:, width - 1 - k].astype(dtype) * _tokens_before(record, before, k).astype(dtype)
+        sums = sums + record.weight[:, width - 1 - k].astype(dtype) * _delayed_tokens(record, before, k).astype(dtype)
     if record.bias is not None:
         sums = sums + record.bias.astype(dtype)
     output = jnp.where((sequence >= 0)[..., None], activate(record, sums), 0)
     return (output.astype(record.x.dtype), _final_state(record, before)), ()
 
 
-def _tokens_before(record: CausalConvolution, before: jax.Array, k: int) -> jax.Array:
+def _delayed_tokens(record: CausalConvolution, initial_states: jax.Array, k: int) -> jax.Array:
     """Returns, for every token, the token k positions before it, [B, T, C]."""
-    (sequence, position), width = places(record), record.weight.shape[1]
+    (sequence, position), width = token_sequences_and_positions(record), record.weight.shape[1]
     shifted = jnp.pad(record.x, ((0, 0), (k, 0), (0, 0)))[:, : record.x.shape[1]]
     if width == 1 or k == 0:
         return shifted
     slot = jnp.clip(width - 1 + position - k, 0, width - 2)
-    return jnp.where((position >= k)[..., None], shifted, before[jnp.maximum(sequence, 0), :, slot])
+    return jnp.where((position >= k)[..., None], shifted, initial_states[jnp.maximum(sequence, 0), :, slot])
 
 
 def _final_state(record: CausalConvolution, before: jax.Array) -> jax.Array:

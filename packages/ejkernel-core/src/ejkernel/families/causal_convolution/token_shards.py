@@ -35,7 +35,7 @@ def run_on_token_shard(run: Run, record: CausalConvolution, shards: TokenShards)
         read, _ = run(dataclasses.replace(record, initial_state=before))
         return read, final
     packed = packed_borders(record.cu_seqlens, shards)
-    entering = _sequence_states(record, before, packed, record.cu_seqlens, shards)
+    entering = _states_entering_sequences(record, before, packed, record.cu_seqlens, shards)
     read, final = run(dataclasses.replace(record, cu_seqlens=packed.cu_seqlens, sequence_state=entering))
     return read, shards.sum(jnp.where(packed.ends[:, None, None], final, 0))
 
@@ -59,7 +59,7 @@ def _states_at_shard_borders(record: CausalConvolution, shards: TokenShards) -> 
     return before, tokens_in_order[:, :, shards.count * sent :]
 
 
-def _sequence_states(
+def _states_entering_sequences(
     record: CausalConvolution, before: jax.Array, packed: PackedBorders, cu_seqlens: jax.Array, shards: TokenShards
 ) -> jax.Array:
     """Returns the tokens before the first ones that each packed sequence has in this shard, [N, C, W - 1]."""

@@ -10,7 +10,7 @@ from ejkernel.families.cross_entropy.record import (
     CrossEntropyResiduals,
     accumulator,
     smoothed_targets,
-    target_mass,
+    target_probability_sums,
     vocabulary,
 )
 from ejkernel.families.cross_entropy.reference import reference
@@ -25,7 +25,7 @@ __all__ = [
     "reference",
     "requests",
     "smoothed_targets",
-    "target_mass",
+    "target_probability_sums",
     "vocabulary",
 ]
 
@@ -40,7 +40,7 @@ def axes(record: CrossEntropy) -> dict[str, Any]:
 def requests(record: CrossEntropy) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: its tokens, or one for all where their losses are summed."""
     active = np.asarray(record.weights) != 0
-    owners = np.zeros(active.shape, np.int64) if record.summed else np.arange(active.size)
+    owners = np.zeros(active.shape, np.int64) if record.sum_over_tokens else np.arange(active.size)
     return ({"t": np.where(active, owners, PADDING), "weights": np.full(active.shape, SHARED)},)
 
 
@@ -53,7 +53,7 @@ FAMILY = Family(
     # Each shard is a separate call. A summed loss has size 1 per shard, so the loss has one entry for each shard of
     # tokens.
     shardable="t",
-    unsplit={"v": "call within jax.shard_map, with vocab_parallel_axis"},
+    unsplittable_axis_hints={"v": "call within jax.shard_map, with vocab_parallel_axis"},
     reference=reference,
     requests=requests,
 )

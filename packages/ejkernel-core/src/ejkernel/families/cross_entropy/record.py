@@ -23,7 +23,8 @@ class CrossEntropy:
         logits_soft_cap: The logits x become `cap * tanh(x / cap)`.
         label_smoothing: The part of a target that is spread evenly over the vocabulary.
         z_loss: Factor of the squared log-sum-exp in every token's loss.
-        summed: Whether the loss is one number, the sum over tokens (over a device's tokens, where they are split).
+        sum_over_tokens: Whether the loss is one number, the sum over tokens (over a device's tokens, where they are
+            split).
     """
 
     inputs: jax.Array
@@ -35,7 +36,7 @@ class CrossEntropy:
     logits_soft_cap: float | None = static(None)
     label_smoothing: float = static(0.0)
     z_loss: float = static(0.0)
-    summed: bool = static(False)
+    sum_over_tokens: bool = static(False)
 
 
 @arguments
@@ -66,7 +67,7 @@ def vocabulary(record: CrossEntropy) -> int:
     return record.inputs.shape[1] if record.lm_head is None else record.lm_head.shape[1]
 
 
-def target_mass(record: CrossEntropy) -> jax.Array:
+def target_probability_sums(record: CrossEntropy) -> jax.Array:
     """Returns the sum of each token's distribution to predict, [T]."""
     part = record.label_smoothing
     if record.soft_targets is not None:

@@ -52,7 +52,7 @@ def reference(record: CrossEntropy) -> tuple[tuple[jax.Array, jax.Array, jax.Arr
     lse = jnp.where(active, jax.nn.logsumexp(logits, axis=1), 0)
     expected = jnp.sum(jnp.where(q != 0, q * logits, 0), axis=1)
     loss = weights * (lse * jnp.sum(q, axis=1) - expected + record.z_loss * lse**2)
-    if record.summed:
+    if record.sum_over_tokens:
         loss, lse = jnp.sum(loss, keepdims=True), lax.stop_gradient(lse)
     largest, entry = (jnp.where(active, f(logits, axis=1), 0).astype(dtype) for f in (jnp.max, jnp.argmax))
     return (loss, lse, lax.stop_gradient(largest), lax.stop_gradient(entry)), CrossEntropyResiduals()

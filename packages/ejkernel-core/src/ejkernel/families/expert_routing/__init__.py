@@ -33,7 +33,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.logits.shape[-1],),
     axes={"logits": "t e", "output": ("t k", "t k", "r", "e")},
     shardable="",
-    unsplit={"e": EXPERT_PARALLELISM_HINT},
+    unsplittable_axis_hints={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

@@ -13,11 +13,11 @@ from ejkernel.families.gated_grouped_matmul.record import (
     UNGATED_ACTIVATIONS,
     GatedGroupedMatmul,
     GateParameters,
+    activate_products,
     activated_gate_times_factor,
-    activated_products,
     apply_gate,
+    as_grouped_matmul,
     gathered_tokens,
-    product_record,
     rows_with_a_token,
 )
 from ejkernel.families.gated_grouped_matmul.reference import reference
@@ -30,12 +30,12 @@ __all__ = [
     "UNGATED_ACTIVATIONS",
     "GateParameters",
     "GatedGroupedMatmul",
+    "activate_products",
     "activated_gate_times_factor",
-    "activated_products",
     "apply_gate",
+    "as_grouped_matmul",
     "axes",
     "gathered_tokens",
-    "product_record",
     "reference",
     "requests",
     "rows_with_a_token",
@@ -61,7 +61,7 @@ def requests(record: GatedGroupedMatmul) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the groups, with their matrices, and the tokens, which share those."""
     rows = record.lhs if record.indices is None else jnp.zeros((record.indices.shape[0], 1), record.lhs.dtype)
     (first, end), row = (
-        (np.asarray(x) for x in grouped_matmul.group_row_bounds(product_record(record, rows, rows.dtype))),
+        (np.asarray(x) for x in grouped_matmul.group_row_bounds(as_grouped_matmul(record, rows, rows.dtype))),
         np.arange(rows.shape[0]),
     )
     is_group_row = (row >= first[:, None]) & (row < end[:, None])
@@ -90,7 +90,7 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], record.rhs.shape[-1]),
     axes=axes,
     shardable="",
-    unsplit={"e": EXPERT_PARALLELISM_HINT},
+    unsplittable_axis_hints={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

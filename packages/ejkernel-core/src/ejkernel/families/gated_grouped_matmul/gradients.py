@@ -9,8 +9,8 @@ from jax import lax
 from ejkernel.families.gated_grouped_matmul.record import (
     GatedGroupedMatmul,
     apply_gate,
+    as_grouped_matmul,
     gathered_tokens,
-    product_record,
     rows_with_a_token,
 )
 from ejkernel.families.grouped_matmul import GroupedMatmul, product_sum_dtype
@@ -33,7 +33,7 @@ def recompute_products_and_gradients(
         Each requested gradient, in its field's shape and dtype.
     """
     record: GatedGroupedMatmul = pullback.record
-    product = product_record(record, gathered_tokens(record), product_sum_dtype(record.lhs.dtype))
+    product = as_grouped_matmul(record, gathered_tokens(record), product_sum_dtype(record.lhs.dtype))
     products = multiply(product)
     _, gate_pullback = jax.vjp(lambda products: apply_gate(record, products), products)
     (cotangent,) = gate_pullback(pullback.cotangent)
@@ -60,12 +60,12 @@ def _sum_rows_by_token(record: GatedGroupedMatmul, indices: jax.Array, rows: jax
     bounds = jnp.searchsorted(token[order], jnp.arange(tokens + 1)).astype(jnp.int32)
     first, end = bounds[:-1], bounds[1:]
 
-    def add_row_of_token(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add_next_row_of_each_token(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, sums = carry
         at = first + index
         row = rows[order[jnp.minimum(at, count - 1)]]
         return index + 1, sums + jnp.where((at < end)[:, None], row, 0).astype(sums.dtype)
 
     start = jnp.int32(0), jnp.zeros(record.lhs.shape, product_sum_dtype(record.lhs.dtype))
-    _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add_row_of_token, start)
+    _, sums = lax.while_loop(lambda carry: carry[0] < jnp.max(end - first), add_next_row_of_each_token, start)
     return sums.astype(record.lhs.dtype)

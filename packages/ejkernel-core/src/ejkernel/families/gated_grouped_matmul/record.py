@@ -56,7 +56,7 @@ class GatedGroupedMatmul:
     rhs_scale: jax.Array | None = None
 
 
-def product_record(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:
+def as_grouped_matmul(record: GatedGroupedMatmul, rows: Any, dtype: Any) -> GroupedMatmul:
     """Returns the record of the product.
 
     Args:
@@ -97,7 +97,7 @@ def gathered_tokens(record: GatedGroupedMatmul) -> jax.Array:
 def apply_gate(record: GatedGroupedMatmul, products: jax.Array) -> jax.Array:
     """Returns the output of products [M, 2 F], or [M, F] without a gate."""
     if not record.gated:
-        output = activated_products(record, products)
+        output = activate_products(record, products)
     elif record.interleaved:
         output = activated_gate_times_factor(record, products[:, ::2], products[:, 1::2])
     else:
@@ -124,10 +124,10 @@ def activated_gate_times_factor(function: GateParameters, gate: jax.Array, facto
     """Returns the activation of the gate times the factor, of products of the same shape."""
     if function.limit is not None:
         gate, factor = jnp.minimum(gate, function.limit), jnp.clip(factor, -function.limit, function.limit)
-    return activated_products(function, gate) * (factor + function.beta if function.beta else factor)
+    return activate_products(function, gate) * (factor + function.beta if function.beta else factor)
 
 
-def activated_products(function: GateParameters, x: jax.Array) -> jax.Array:
+def activate_products(function: GateParameters, x: jax.Array) -> jax.Array:
     """Returns the activation of products."""
     if function.activation == "relu2":
         return jnp.square(jax.nn.relu(x))

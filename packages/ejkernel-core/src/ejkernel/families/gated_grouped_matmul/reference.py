@@ -22,8 +22,8 @@ from ejkernel.families import grouped_matmul
 from ejkernel.families.gated_grouped_matmul.record import (
     GatedGroupedMatmul,
     apply_gate,
+    as_grouped_matmul,
     gathered_tokens,
-    product_record,
 )
 
 
@@ -34,5 +34,5 @@ def reference(record: GatedGroupedMatmul) -> tuple[jax.Array, tuple[()]]:
         [M, F] in lhs's dtype. There are no residuals.
     """
     wide = grouped_matmul.product_sum_dtype(record.lhs.dtype)
-    products, _ = grouped_matmul.reference(product_record(record, gathered_tokens(record), wide))
+    products, _ = grouped_matmul.reference(as_grouped_matmul(record, gathered_tokens(record), wide))
     return apply_gate(record, products), ()

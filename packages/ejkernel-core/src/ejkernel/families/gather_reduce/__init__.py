@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, named, take_rows
+from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, is_valid_index, take_rows
 from ejkernel.families.gather_reduce.reference import reference
 from ejkernel.planning.requests import PADDING, UNUSED, claim_entries
 
-__all__ = ["FAMILY", "GatherReduce", "accumulator", "named", "reference", "requests", "take_rows"]
+__all__ = ["FAMILY", "GatherReduce", "accumulator", "is_valid_index", "reference", "requests", "take_rows"]
 
 
 def requests(record: GatherReduce) -> tuple[dict[str, Any], ...]:

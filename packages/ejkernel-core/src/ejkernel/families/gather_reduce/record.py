@@ -30,14 +30,14 @@ def accumulator(record: GatherReduce) -> Any:
     return jnp.promote_types(record.rows.dtype, jnp.float32)
 
 
-def named(index: jax.Array, count: int) -> jax.Array:
+def is_valid_index(index: jax.Array, count: int) -> jax.Array:
     """Returns a mask of the indices that name one of `count` rows or pairs."""
     return (index >= 0) & (index < count)
 
 
 def take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     """Returns rows by their index, 0 for an index that names none; there may be none at all."""
-    valid = named(index, rows.shape[0])
+    valid = is_valid_index(index, rows.shape[0])
     if not rows.shape[0]:
         return jnp.zeros((*index.shape, *rows.shape[1:]), rows.dtype)
     gathered = rows[jnp.where(valid, index, 0)]

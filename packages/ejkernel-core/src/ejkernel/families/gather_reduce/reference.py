@@ -18,7 +18,7 @@ Source: dispatch and combine of the dropless mixture of experts of Gale et al. 2
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, named, take_rows
+from ejkernel.families.gather_reduce.record import GatherReduce, accumulator, is_valid_index, take_rows
 
 
 def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
@@ -28,7 +28,7 @@ def reference(record: GatherReduce) -> tuple[jax.Array, tuple[()]]:
     Returns:
         [T, D] in the rows' dtype. There are no residuals.
     """
-    valid = named(record.indices, record.rows.shape[0])
+    valid = is_valid_index(record.indices, record.rows.shape[0])
     rows = take_rows(record.rows.astype(accumulator(record)), record.indices)
     weights = jnp.ones(valid.shape, rows.dtype) if record.weights is None else record.weights.astype(rows.dtype)
     # Rows and weights are both masked, because a row or a weight that no index names may hold NaN.

@@ -14,8 +14,8 @@ from ejkernel.families.grouped_matmul.record import (
     GroupedMatmul,
     accumulator,
     columns,
-    gradients_of_rows,
     group_row_bounds,
+    lhs_and_scale_gradients,
     product_sum_dtype,
     rows,
     running_sum,
@@ -31,11 +31,11 @@ __all__ = [
     "UNASSIGNED_ROW_CHOICES",
     "GroupedMatmul",
     "accumulator",
+    "apply_shard_offsets",
     "axes",
     "columns",
-    "gradients_of_rows",
     "group_row_bounds",
-    "localise",
+    "lhs_and_scale_gradients",
     "product_sum_dtype",
     "reference",
     "requests",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-def localise(record: GroupedMatmul, offsets: Mapping[str, jax.Array]) -> GroupedMatmul:
+def apply_shard_offsets(record: GroupedMatmul, offsets: Mapping[str, jax.Array]) -> GroupedMatmul:
     """Makes one shard's record mean its part of the global call: the groups have the rows that the shard has."""
     if "m" not in offsets:
         return record
@@ -78,7 +78,7 @@ EXPERT_PARALLELISM_HINT = (
 
 def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: the groups, with their matrices, and the rows, which share those."""
-    owner, matrices = _group_by_row(record), np.arange(record.rhs.shape[0])
+    owner, matrices = _matrix_of_each_row(record), np.arange(record.rhs.shape[0])
     rows = np.where(owner >= 0, np.arange(owner.size), PADDING)
     if record.existing_out is None and record.left_over == "zero":
         return {"m": owner, "e": matrices}, {"m": rows}
@@ -89,7 +89,7 @@ def requests(record: GroupedMatmul) -> tuple[dict[str, Any], ...]:
     return {"m": owner, "e": matrices, **unassigned[0]}, {"m": rows, **unassigned[1]}
 
 
-def _group_by_row(record: GroupedMatmul) -> np.ndarray:
+def _matrix_of_each_row(record: GroupedMatmul) -> np.ndarray:
     """Returns the matrix of every row, [M]; `PADDING` for rows without one."""
     (first, end), row = (np.asarray(x) for x in group_row_bounds(record)), np.arange(record.lhs.shape[0])
     owns = (row >= first[:, None]) & (row < end[:, None])
@@ -104,8 +104,8 @@ FAMILY = Family(
     head_dims=lambda record: (record.lhs.shape[-1], columns(record)),
     axes=axes,
     shardable="mn",
-    localise=localise,
-    unsplit={"e": EXPERT_PARALLELISM_HINT},
+    apply_shard_offsets=apply_shard_offsets,
+    unsplittable_axis_hints={"e": EXPERT_PARALLELISM_HINT},
     reference=reference,
     requests=requests,
 )

@@ -114,7 +114,7 @@ def rows(record: GroupedMatmul, lhs: jax.Array, scale: jax.Array | None) -> jax.
     return lhs.astype(accumulator(record)) * factors
 
 
-def gradients_of_rows(
+def lhs_and_scale_gradients(
     record: GroupedMatmul, product: jax.Array, lhs: jax.Array, scale: jax.Array, first_row: jax.Array | int = 0
 ) -> dict[str, jax.Array]:
     """Returns gradients of rows and of their scales, in the dtype of that of their product.

@@ -22,7 +22,7 @@ from ejkernel.families.grouped_matmul.record import GroupedMatmul, group_row_bou
 
 NO_GROUP = -1
 """The matrix index of tiles whose rows belong to no group with a matrix."""
-FIELDS = 4
+VALUES_PER_TILE = 4
 """Fields of an entry: number of the matrix, or `NO_GROUP`; the tile's first row; the row after the last of its group;
 and the first row of its group.
 
@@ -38,43 +38,52 @@ class RowSegments(NamedTuple):
         first: First row.
         end: The row after the last.
         num_tiles: Number of tiles of the rows.
-        stop: Number of tiles of these rows and all earlier rows.
+        cumulative_tiles: Number of tiles of these rows and all earlier rows.
     """
 
     first: jax.Array
     end: jax.Array
     num_tiles: jax.Array
-    stop: jax.Array
+    cumulative_tiles: jax.Array
 
 
-def find_row_tiles(record: GroupedMatmul, block: int) -> jax.Array:
+def find_row_tiles(record: GroupedMatmul, block_rows: int) -> jax.Array:
     """Returns the tiles of a record in the order of rows, every row that is written in one of them: int32 [W + 1,
-    `FIELDS`].
+    `VALUES_PER_TILE`].
 
     Args:
         record: The record.
-        block: Rows of a tile.
+        block_rows: Rows of a tile.
     """
     matrices = record.rhs.shape[0]
-    segments, length = _row_segments(record, block), max_num_row_tiles(record.lhs.shape[0], matrices, block)
+    segments, length = _row_segments(record, block_rows), max_num_row_tiles(record.lhs.shape[0], matrices, block_rows)
     matrix = jnp.arange(-1, matrices + 1, dtype=jnp.int32)
     matrix = jnp.where(matrix < matrices, matrix, NO_GROUP)
-    fields = (matrix, segments.first - (segments.stop - segments.num_tiles) * block, segments.end, segments.first)
+    fields = (
+        matrix,
+        segments.first - (segments.cumulative_tiles - segments.num_tiles) * block_rows,
+        segments.end,
+        segments.first,
+    )
     # A single masked sum gives the fields of the segment of every entry, and in the last line the numbers of tiles.
     entry = jnp.arange(length + 1, dtype=jnp.int32)[:, None]
-    in_segment = (entry < segments.stop) & (entry >= segments.stop - segments.num_tiles) & (entry < length)
+    in_segment = (
+        (entry < segments.cumulative_tiles)
+        & (entry >= segments.cumulative_tiles - segments.num_tiles)
+        & (entry < length)
+    )
     counted = jnp.arange(matrices + 2)
     kinds = (counted == 0, (counted > 0) & (counted <= matrices), counted >= 0, counted < 0)
     values = jnp.where(in_segment[..., None], jnp.stack(fields, axis=-1), 0)
     values += jnp.where(entry[..., None] == length, segments.num_tiles[:, None] * jnp.stack(kinds, axis=-1), 0)
-    steps = jnp.where(jnp.arange(FIELDS) == 1, block, 0)
+    steps = jnp.where(jnp.arange(VALUES_PER_TILE) == 1, block_rows, 0)
     real = jnp.any(in_segment, axis=1, keepdims=True)
     return jnp.sum(values, axis=1, dtype=jnp.int32) + jnp.where(real, entry * steps, 0)
 
 
-def max_num_row_tiles(rows: int, matrices: int, block: int) -> int:
+def max_num_row_tiles(rows: int, matrices: int, block_rows: int) -> int:
     """Returns W, the largest number of tiles: the whole ones, one per group, and one for the unassigned rows."""
-    return rows // block + matrices + 2
+    return rows // block_rows + matrices + 2
 
 
 def _row_segments(record: GroupedMatmul, block: int) -> RowSegments:

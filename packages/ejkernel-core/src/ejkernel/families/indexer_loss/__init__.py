@@ -1,10 +1,10 @@
 """The indexer loss family: how far an indexer's distribution over the listed keys is from attention's."""
 
 from ejkernel.families.contract import Family
-from ejkernel.families.indexer_loss.record import IndexerLoss, IndexerLossResiduals, accumulator, divergence
+from ejkernel.families.indexer_loss.record import IndexerLoss, IndexerLossResiduals, accumulator, indexer_loss_per_query
 from ejkernel.families.indexer_loss.reference import reference
 
-__all__ = ["FAMILY", "IndexerLoss", "IndexerLossResiduals", "accumulator", "divergence", "reference"]
+__all__ = ["FAMILY", "IndexerLoss", "IndexerLossResiduals", "accumulator", "indexer_loss_per_query", "reference"]
 
 FAMILY = Family(
     name="indexer_loss",

@@ -43,7 +43,7 @@ def accumulator(record: IndexerLoss) -> Any:
     return jnp.promote_types(jnp.promote_types(record.query.dtype, record.scores.dtype), jnp.float32)
 
 
-def divergence(record: IndexerLoss, target: jax.Array) -> jax.Array:
+def indexer_loss_per_query(record: IndexerLoss, target: jax.Array) -> jax.Array:
     """Returns the loss of each query, [B, T]: the divergence of the indexer's softmax from a target [B, T, K]."""
     is_listed = record.indices >= 0
     scores = jnp.where(is_listed, record.scores.astype(target.dtype), -jnp.inf)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.indexer_loss.record import IndexerLoss, IndexerLossResiduals, accumulator, divergence
+from ejkernel.families.indexer_loss.record import IndexerLoss, IndexerLossResiduals, accumulator, indexer_loss_per_query
 
 
 def reference(record: IndexerLoss) -> tuple[jax.Array, IndexerLossResiduals]:
@@ -30,7 +30,7 @@ def reference(record: IndexerLoss) -> tuple[jax.Array, IndexerLossResiduals]:
     is_listed = record.indices >= 0
     if not record.key.shape[1]:
         target = jnp.zeros(record.indices.shape, dtype)
-        return divergence(record, target), IndexerLossResiduals(target=target)
+        return indexer_loss_per_query(record, target), IndexerLossResiduals(target=target)
     batch = jnp.arange(rows)[:, None, None]
     key = record.key.astype(dtype)[batch, jnp.maximum(record.indices, 0)]
     key = jnp.where(is_listed[..., None, None], key, 0)
@@ -39,4 +39,4 @@ def reference(record: IndexerLoss) -> tuple[jax.Array, IndexerLossResiduals]:
     is_listed = is_listed[:, :, None, None]
     weights = jax.nn.softmax(jnp.where(is_listed, scores, -jnp.inf), axis=-1)
     target = jnp.sum(jnp.where(is_listed, weights, 0), axis=(2, 3)) / heads
-    return divergence(record, target), IndexerLossResiduals(target=target)
+    return indexer_loss_per_query(record, target), IndexerLossResiduals(target=target)

@@ -24,7 +24,7 @@ __all__ = [
 
 def requests(record: KLDivergence) -> tuple[dict[str, Any], ...]:
     """Returns the owners of a record's entries: its tokens."""
-    active = np.asarray(record.active)
+    active = np.asarray(record.token_mask)
     return ({"t": np.where(active, np.arange(active.size), PADDING)},)
 
 
@@ -33,10 +33,10 @@ FAMILY = Family(
     record=KLDivergence,
     differentiable=("student",),
     dtype=lambda record: record.student.dtype,
-    axes={"student": "t v", "teacher": "t v", "active": "t", "output": ("t", "t")},
+    axes={"student": "t v", "teacher": "t v", "token_mask": "t", "output": ("t", "t")},
     # Each shard is a separate call, since tokens are independent.
     shardable="t",
-    unsplit={"v": "call within jax.shard_map, with vocab_parallel_axis"},
+    unsplittable_axis_hints={"v": "call within jax.shard_map, with vocab_parallel_axis"},
     reference=reference,
     requests=requests,
 )

@@ -17,7 +17,7 @@ class KLDivergence:
     Attributes:
         student: [T, V] floating logits.
         teacher: [T, V] floating logits.
-        active: [T] bool, whether a token counts. Others may hold anything.
+        token_mask: [T] bool, whether a token counts. Others may hold anything.
         direction: `"forward"`, `"reverse"` or `"jsd"`.
         temperature: Both logits are divided by it.
         beta: The teacher's part of the mixture in `"jsd"`, above 0 and below 1.
@@ -26,7 +26,7 @@ class KLDivergence:
 
     student: jax.Array
     teacher: jax.Array
-    active: jax.Array
+    token_mask: jax.Array
     direction: str = static()
     temperature: float = static()
     beta: float = static()

@@ -26,7 +26,7 @@ from ejkernel.families.kl_divergence.record import KLDivergence, accumulator
 
 def log_softmax(record: KLDivergence, logits: jax.Array) -> jax.Array:
     """Returns log-probabilities of tempered logits over the whole vocabulary; of tokens that do not count, of zeros."""
-    scaled = jnp.where(record.active[:, None], logits, 0).astype(accumulator(record)) / record.temperature
+    scaled = jnp.where(record.token_mask[:, None], logits, 0).astype(accumulator(record)) / record.temperature
     largest = lax.stop_gradient(jnp.max(scaled, axis=1, keepdims=True))
     if record.vocab_axis is not None:
         largest = lax.pmax(largest, record.vocab_axis)
@@ -62,6 +62,6 @@ def reference(record: KLDivergence) -> tuple[tuple[jax.Array, jax.Array], tuple[
     else:
         log_m = log_mixture(record, log_p, log_q)
         terms = record.beta * divergence_terms(log_q, log_m) + (1 - record.beta) * divergence_terms(log_p, log_m)
-    temperature_squared, active = record.temperature**2, record.active
+    temperature_squared, active = record.temperature**2, record.token_mask
     entropy = -temperature_squared * jnp.sum(divergence_terms(log_q, jnp.zeros_like(log_q)), axis=1)
     return (jnp.where(active, temperature_squared * jnp.sum(terms, axis=1), 0), jnp.where(active, entropy, 0)), ()

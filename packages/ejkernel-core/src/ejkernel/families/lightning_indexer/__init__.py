@@ -3,14 +3,22 @@
 from ejkernel.families.contract import Family
 from ejkernel.families.lightning_indexer.record import (
     LightningIndexer,
-    TopKeys,
+    TopKeyIndicesAndScores,
     accumulator,
-    floats_in_order,
+    floats_from_ordered_integers,
     take_keys,
 )
 from ejkernel.families.lightning_indexer.reference import reference
 
-__all__ = ["FAMILY", "LightningIndexer", "TopKeys", "accumulator", "floats_in_order", "reference", "take_keys"]
+__all__ = [
+    "FAMILY",
+    "LightningIndexer",
+    "TopKeyIndicesAndScores",
+    "accumulator",
+    "floats_from_ordered_integers",
+    "reference",
+    "take_keys",
+]
 
 FAMILY = Family(
     name="lightning_indexer",

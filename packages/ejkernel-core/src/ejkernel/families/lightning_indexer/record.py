@@ -8,7 +8,7 @@ from jax import lax
 
 from ejkernel.types.arguments import arguments, array, static
 
-TopKeys = tuple[jax.Array, jax.Array]
+TopKeyIndicesAndScores = tuple[jax.Array, jax.Array]
 """Indices [B, T, K] int32 of the keys with the largest scores, and these scores."""
 
 
@@ -41,7 +41,7 @@ def accumulator(record: LightningIndexer) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def floats_in_order(integers: jax.Array, dtype: Any) -> jax.Array:
+def floats_from_ordered_integers(integers: jax.Array, dtype: Any) -> jax.Array:
     """Returns the floats of integers from `ejkernel.families.expert_routing.order_preserving_integers`.
 
     -0 comes back as 0.

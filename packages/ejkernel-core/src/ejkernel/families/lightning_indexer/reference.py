@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer.record import LightningIndexer, TopKeys, accumulator
+from ejkernel.families.lightning_indexer.record import LightningIndexer, TopKeyIndicesAndScores, accumulator
 
 
-def reference(record: LightningIndexer) -> tuple[TopKeys, tuple[()]]:
+def reference(record: LightningIndexer) -> tuple[TopKeyIndicesAndScores, tuple[()]]:
     """Computes the result of the family in plain jnp, all scores at once; in float64 if `query` is float64, else in
     float32.
 

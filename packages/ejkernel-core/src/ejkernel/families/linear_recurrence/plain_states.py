@@ -49,11 +49,11 @@ def backward_with_plain_states(backward: BackwardFunction) -> BackwardFunction:
             return backward(pullback, config)
         name = "initial_state" if record.cu_seqlens is None else "sequence_state"
 
-        def record_with_plain_states(held: jax.Array | None) -> LinearRecurrence:
-            return family.with_plain_states(dataclasses.replace(record, **{name: held}))
+        def record_with_plain_states(stored_states: jax.Array | None) -> LinearRecurrence:
+            return family.with_plain_states(dataclasses.replace(record, **{name: stored_states}))
 
-        def final_states_as_recorded(held: jax.Array | None, final: jax.Array) -> jax.Array:
-            return family.to_recorded_state_layout(dataclasses.replace(record, **{name: held}), final)
+        def final_states_as_recorded(stored_states: jax.Array | None, final_states: jax.Array) -> jax.Array:
+            return family.to_recorded_state_layout(dataclasses.replace(record, **{name: stored_states}), final_states)
 
         held, (read, final) = getattr(record, name), pullback.cotangent
         # Both functions are linear: their derivatives do not depend on the values, so XLA drops the values.

@@ -102,17 +102,17 @@ def accumulator(record: LinearRecurrence) -> Any:
     return jnp.promote_types(record.query.dtype, jnp.float32)
 
 
-def has_channel_gates(record: LinearRecurrence) -> bool:
+def has_decay_per_channel(record: LinearRecurrence) -> bool:
     """Returns whether each key channel has a gate of its own."""
     return record.decay is not None and record.decay.shape[3] > 1
 
 
-def mixes_channels(record: LinearRecurrence) -> bool:
+def has_matrix_transition(record: LinearRecurrence) -> bool:
     """Returns whether a token's factor on the state is a matrix, which mixes its key channels: that of gates is not."""
     return record.beta is not None or record.low_rank_read is not None
 
 
-def head_count(record: LinearRecurrence) -> int:
+def num_state_heads(record: LinearRecurrence) -> int:
     """Returns H: the heads that have a state of their own."""
     return max(record.query.shape[2], record.value.shape[2])
 
@@ -147,7 +147,7 @@ def states(record: LinearRecurrence) -> jax.Array:
     if state is not None:
         return state.astype(accumulator(record))
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    return jnp.zeros((rows, head_count(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
+    return jnp.zeros((rows, num_state_heads(record), record.query.shape[3], record.value.shape[3]), accumulator(record))
 
 
 def final_states_shape(record: LinearRecurrence) -> tuple[int, ...]:
@@ -155,10 +155,10 @@ def final_states_shape(record: LinearRecurrence) -> tuple[int, ...]:
     rows = record.query.shape[: 1 if record.parents is None else 2]
     if record.cu_seqlens is not None and record.parents is None:
         rows = (record.cu_seqlens.shape[0] - 1,)
-    return (*rows, head_count(record), record.query.shape[3], record.value.shape[3])
+    return (*rows, num_state_heads(record), record.query.shape[3], record.value.shape[3])
 
 
-def real_and_first_tokens(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def real_and_segment_start_tokens(segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns which tokens are real and which start from a zero state, both bool [B, T].
 
     Args:

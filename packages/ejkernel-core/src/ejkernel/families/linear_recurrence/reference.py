@@ -30,8 +30,8 @@ from ejkernel.families.linear_recurrence.record import (
     TOKEN_FIELDS,
     LinearRecurrence,
     accumulator,
-    head_count,
-    real_and_first_tokens,
+    num_state_heads,
+    real_and_segment_start_tokens,
     states,
     to_recorded_state_layout,
     with_plain_states,
@@ -63,27 +63,30 @@ def reference(record: LinearRecurrence) -> tuple[tuple[jax.Array, jax.Array], tu
 
 
 def _reference_of_trees(
-    original: LinearRecurrence, record: LinearRecurrence, parents: jax.Array
+    caller_record: LinearRecurrence, record: LinearRecurrence, parents: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns outputs and the states after all tokens of a record with trees; a step has one token of every row."""
     (rows, length), first = record.query.shape[:2], states(record)
     all_trees = trees.token_trees(parents, record.cu_seqlens)
     parent_tokens, owners = (x.reshape(rows, length) for x in (all_trees.parents, all_trees.requests))
-    every = jnp.zeros((rows * length, *first.shape[1:]), first.dtype)
+    all_states = jnp.zeros((rows * length, *first.shape[1:]), first.dtype)
 
-    def step(every: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(all_states: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         root = (token["parent"] < 0)[:, None, None, None]
-        old = jnp.where(root, first[jnp.maximum(token["owner"], 0)], every[jnp.maximum(token["parent"], 0)])
+        old = jnp.where(root, first[jnp.maximum(token["owner"], 0)], all_states[jnp.maximum(token["parent"], 0)])
         new, output = _token_step(old, token, record.softmax_scale)
         new = jnp.where(token["real"][:, None, None, None], new, 0)
-        return every.at[token["index"]].set(new), output
+        return all_states.at[token["index"]].set(new), output
 
     index = jnp.arange(rows * length).reshape(rows, length)
     tokens = {name: x for name, x in _token_inputs(record).items() if name != "row"}
     tokens |= {"parent": parent_tokens.T, "owner": owners.T, "index": index.T}
-    every, outputs = lax.scan(step, every, tokens)
-    every = every.reshape(rows, length, *every.shape[1:])
-    return (jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype), to_recorded_state_layout(original, every)), ()
+    all_states, outputs = lax.scan(step, all_states, tokens)
+    all_states = all_states.reshape(rows, length, *all_states.shape[1:])
+    return (
+        jnp.moveaxis(outputs, 0, 1).astype(record.query.dtype),
+        to_recorded_state_layout(caller_record, all_states),
+    ), ()
 
 
 def _token_step(state: jax.Array, token: dict[str, jax.Array], scale: float) -> tuple[jax.Array, jax.Array]:
@@ -111,14 +114,14 @@ def _token_step(state: jax.Array, token: dict[str, jax.Array], scale: float) -> 
 
 def _token_inputs(record: LinearRecurrence) -> dict[str, jax.Array]:
     """Returns what each token brings, each [T, B, ...] with all heads."""
-    (rows, length), heads, dtype = record.query.shape[:2], head_count(record), accumulator(record)
+    (rows, length), heads, dtype = record.query.shape[:2], num_state_heads(record), accumulator(record)
     fields = {name: getattr(record, name) for name in TOKEN_FIELDS}
     tokens = {name: x.astype(dtype) for name, x in fields.items() if x is not None}
     tokens = {name: jnp.repeat(x, heads // x.shape[2], axis=2) for name, x in tokens.items()}
     tokens = {name: jnp.broadcast_to(x, (rows, length, *x.shape[2:])) for name, x in tokens.items()}
     real, starts_from_zero = jnp.ones((rows, length), bool), jnp.zeros((rows, length), bool)
     if record.segment_ids is not None:
-        real, starts_from_zero = real_and_first_tokens(record.segment_ids)
+        real, starts_from_zero = real_and_segment_start_tokens(record.segment_ids)
     tokens = {**tokens, "real": real, "starts_from_zero": starts_from_zero}
     if record.cu_seqlens is not None:
         ids, _ = packing.packed_ids(record.cu_seqlens, length)

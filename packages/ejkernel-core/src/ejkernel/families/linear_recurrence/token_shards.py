@@ -17,9 +17,9 @@ from ejkernel.families import split_recurrence
 from ejkernel.families.linear_recurrence.record import (
     LinearRecurrence,
     accumulator,
-    head_count,
-    mixes_channels,
-    real_and_first_tokens,
+    has_matrix_transition,
+    num_state_heads,
+    real_and_segment_start_tokens,
     states,
     to_recorded_state_layout,
     with_plain_states,
@@ -72,7 +72,7 @@ def border_tokens(record: LinearRecurrence, shards: TokenShards) -> BorderTokens
     if record.segment_ids is None:
         every = jnp.ones((rows, tokens), bool)
         return BorderTokens(every, every, jnp.ones(rows, bool))
-    real, restart = real_and_first_tokens(record.segment_ids)
+    real, restart = real_and_segment_start_tokens(record.segment_ids)
     restarts = jnp.cumsum(restart, axis=1, dtype=jnp.int32)
     index = jnp.arange(tokens, dtype=jnp.int32)
     first, last = jnp.min(jnp.where(real, index, tokens), axis=1), jnp.max(jnp.where(real, index, -1), axis=1)
@@ -84,17 +84,17 @@ def border_tokens(record: LinearRecurrence, shards: TokenShards) -> BorderTokens
 def segment_crosses_border(ends: jax.Array) -> jax.Array:
     """Returns whether a segment crosses the border before each shard, bool [P, B], from the shards' ends [P, B, 2]."""
     count, rows, _ = ends.shape
-    _, restart = real_and_first_tokens(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
+    _, restart = real_and_segment_start_tokens(jnp.moveaxis(ends, 0, 1).reshape(rows, 2 * count))
     return ~restart[:, ::2].T
 
 
 def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard."""
-    if mixes_channels(record):
-        return _delta_summary(run, record, border_tokens)
+    if has_matrix_transition(record):
+        return _summary_with_matrix_factor(run, record, border_tokens)
     key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.running)
-    keys = _tokens_times_weights(record.key, _gate_sums_after_token(key_gates), border_tokens.running, record)
-    values = _tokens_times_weights(
+    keys = _tokens_weighted_by_exp(record.key, _gate_sums_after_token(key_gates), border_tokens.running, record)
+    values = _tokens_weighted_by_exp(
         _written_values(record), _gate_sums_after_token(value_gates), border_tokens.running, record
     )
     added = _sum_of_outer_products(keys, values, record)
@@ -106,9 +106,9 @@ def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> 
     return ShardSummary(_total_decay_factor(*_log_gates_of_tokens(record, border_tokens.leading), record), added)
 
 
-def _delta_summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
+def _summary_with_matrix_factor(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard with a delta rule, in two calls of the kernel."""
-    packed, heads, channels = border_tokens.packed, head_count(record), record.query.shape[3]
+    packed, heads, channels = border_tokens.packed, num_state_heads(record), record.query.shape[3]
     zeros, name = (
         jnp.zeros((*record.value.shape[:3], channels), record.value.dtype),
         SPLIT_RECURRENCE_FUNCTIONS.name(record),
@@ -128,8 +128,8 @@ def _delta_summary(run: Run, record: LinearRecurrence, border_tokens: BorderToke
     return ShardSummary(factor, added, effect, (read, final))
 
 
-def results_with_entering_state(
-    record: LinearRecurrence, border_tokens: BorderTokens, summary: ShardSummary, entering: jax.Array
+def add_entering_state_to_results(
+    record: LinearRecurrence, border_tokens: BorderTokens, summary: ShardSummary, entering_state: jax.Array
 ) -> Results:
     """Returns the results of a shard from those without the state that enters, [B, H, K, V]."""
     assert summary.unread is not None  # the caller looked
@@ -137,53 +137,57 @@ def results_with_entering_state(
     dtype, precision = accumulator(record), product_precision(record.query.dtype, record.precision)
     # The state has the digits of the effect: a product of 16-bit and float32 arrays would be a slow one of float32.
     # A state may exceed float16.
-    state = entering.astype(jnp.float32 if summary.saved.dtype == jnp.float16 else summary.saved.dtype)
+    state = entering_state.astype(jnp.float32 if summary.saved.dtype == jnp.float16 else summary.saved.dtype)
     more = jnp.einsum("bthk,bhkv->bthv", summary.saved, state, precision=precision, preferred_element_type=dtype)
     # Selected after the product: the state of the sequence that enters may be NaN, which reaches no other sequence.
     more = jnp.where(border_tokens.leading[..., None, None], more, 0)
     packed = border_tokens.packed
     if packed is not None:
         sequence = jnp.arange(final.shape[0])[:, None, None, None]
-        ended = final + jnp.matmul(summary.factor, entering, precision=lax.Precision.HIGHEST)
+        ended = final + jnp.matmul(summary.factor, entering_state, precision=lax.Precision.HIGHEST)
         # Where no state enters, a factor that has overflowed would make NaN of the zeros.
         final = jnp.where((sequence == packed.entering_sequence) & jnp.any(border_tokens.leading), ended, final)
     return (read.astype(dtype) + more).astype(read.dtype), final
 
 
 def entering_state_gradient(
-    record: LinearRecurrence, border_tokens: BorderTokens, saved: jax.Array | None, d_read: jax.Array
+    record: LinearRecurrence, border_tokens: BorderTokens, saved: jax.Array | None, output_cotangent: jax.Array
 ) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
     if saved is not None:
         effect = jnp.where(border_tokens.leading[..., None, None], saved, 0)
-        return _sum_of_outer_products(effect, jnp.where(border_tokens.leading[..., None, None], d_read, 0), record)
+        return _sum_of_outer_products(
+            effect, jnp.where(border_tokens.leading[..., None, None], output_cotangent, 0), record
+        )
     key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.leading)
-    queries = _tokens_times_weights(
+    queries = _tokens_weighted_by_exp(
         record.query, _gate_sums_up_to_token(key_gates), border_tokens.leading, record, record.softmax_scale
     )
     return _sum_of_outer_products(
         queries,
-        _tokens_times_weights(d_read, _gate_sums_up_to_token(value_gates), border_tokens.leading, record),
+        _tokens_weighted_by_exp(output_cotangent, _gate_sums_up_to_token(value_gates), border_tokens.leading, record),
         record,
     )
 
 
-Gates = jax.Array | None
+OptionalLogGates = jax.Array | None
 
 
-def _log_gates_of_tokens(record: LinearRecurrence, chosen: jax.Array) -> tuple[Gates, Gates]:
+def _log_gates_of_tokens(record: LinearRecurrence, chosen: jax.Array) -> tuple[OptionalLogGates, OptionalLogGates]:
     """Returns the logs of the gates of chosen tokens [B, T, H, ...], 0 for others, in the accumulator's dtype."""
 
-    def log_gate_of_chosen_tokens(gate: jax.Array | None) -> Gates:
+    def log_gate_of_chosen_tokens(gate: jax.Array | None) -> OptionalLogGates:
         return None if gate is None else jnp.where(chosen[..., None, None], gate.astype(accumulator(record)), 0)
 
     return log_gate_of_chosen_tokens(record.decay), log_gate_of_chosen_tokens(record.value_decay)
 
 
-def _total_decay_factor(key_gates: Gates, value_gates: Gates, record: LinearRecurrence) -> jax.Array:
+def _total_decay_factor(
+    key_gates: OptionalLogGates, value_gates: OptionalLogGates, record: LinearRecurrence
+) -> jax.Array:
     """Returns the factor of all gates on a state, [B, H, K|1, V|1]; ones without gates."""
     if key_gates is None and value_gates is None:
-        return jnp.ones((record.query.shape[0], head_count(record), 1, 1), accumulator(record))
+        return jnp.ones((record.query.shape[0], num_state_heads(record), 1, 1), accumulator(record))
     keys = 0.0 if key_gates is None else jnp.sum(key_gates, axis=1)[..., None]
     values = 0.0 if value_gates is None else jnp.sum(value_gates, axis=1)[..., None, :]
     return jnp.exp(keys + values)
@@ -193,15 +197,15 @@ def _written_values(record: LinearRecurrence) -> jax.Array:
     """Returns the values that are written: times their steps, [B, T, H, V], where the record has some."""
     if record.dt is None:
         return record.value
-    return jnp.repeat(record.value, head_count(record) // record.value.shape[2], axis=2) * record.dt[..., None]
+    return jnp.repeat(record.value, num_state_heads(record) // record.value.shape[2], axis=2) * record.dt[..., None]
 
 
-def _gate_sums_up_to_token(gates: Gates) -> Gates:
+def _gate_sums_up_to_token(gates: OptionalLogGates) -> OptionalLogGates:
     """Returns the sum of the gates of all tokens up to each, its own included."""
     return None if gates is None else cumulative_sums(gates)
 
 
-def _gate_sums_after_token(gates: Gates) -> Gates:
+def _gate_sums_after_token(gates: OptionalLogGates) -> OptionalLogGates:
     """Returns the sum of the gates of all tokens after each. Differences of sums would be NaN after a gate of -inf."""
     if gates is None:
         return None
@@ -209,12 +213,12 @@ def _gate_sums_after_token(gates: Gates) -> Gates:
     return cumulative_sums(later, reverse=True)
 
 
-def _tokens_times_weights(
-    x: jax.Array, logs: Gates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0
+def _tokens_weighted_by_exp(
+    x: jax.Array, log_weights: OptionalLogGates, chosen: jax.Array, record: LinearRecurrence, scale: float = 1.0
 ) -> jax.Array:
     """Returns [B, T, H, ...]: an array of all heads, weighted by the exponentials of logs; 0 for tokens not chosen."""
-    x = jnp.repeat(x, head_count(record) // x.shape[2], axis=2).astype(accumulator(record)) * scale
-    x = x if logs is None else x * jnp.exp(logs)
+    x = jnp.repeat(x, num_state_heads(record) // x.shape[2], axis=2).astype(accumulator(record)) * scale
+    x = x if log_weights is None else x * jnp.exp(log_weights)
     return jnp.where(chosen[..., None, None], x, 0).astype(record.query.dtype)
 
 
@@ -229,8 +233,8 @@ SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
     enters=segment_crosses_border,
     summary=summary,
     gradient=entering_state_gradient,
-    corrected=results_with_entering_state,
-    matrices=mixes_channels,
+    corrected=add_entering_state_to_results,
+    matrices=has_matrix_transition,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",
 )

@@ -25,10 +25,10 @@ __all__ = [
     "FAMILY",
     "PagedAttention",
     "Window",
+    "apply_shard_offsets",
     "axes",
     "band",
     "in_same_chunk",
-    "localise",
     "pair_bias",
     "qq_bias_starts",
     "reference",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def localise(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
+def apply_shard_offsets(record: PagedAttention, offsets: Mapping[str, jax.Array]) -> PagedAttention:
     """Returns one shard's record: heads are independent, and so are sequences; nothing in it is global.
 
     Raises:
@@ -115,7 +115,7 @@ FAMILY = Family(
     # A shard without the first sequence lacks the page table row of a prefix that all share.
     shardable=lambda record: "rhg" if record.query_start is None and record.shared_prefix is None else "hg",
     aligned=(("h", "g"),),
-    localise=localise,
+    apply_shard_offsets=apply_shard_offsets,
     reference=reference,
     requests=requests,
 )

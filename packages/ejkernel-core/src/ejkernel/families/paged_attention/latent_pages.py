@@ -24,12 +24,12 @@ class RotaryColumns:
     Attributes:
         rows: [P, S, L], the latent cache itself or another.
         start: The first rotary column in a row.
-        values: Whether the rotary columns are also values.
+        are_values: Whether the rotary columns are also values.
     """
 
     rows: jax.Array
     start: int
-    values: bool = False
+    are_values: bool = False
 
 
 def rotary_columns_of(record: PagedAttention) -> RotaryColumns | None:
@@ -49,7 +49,7 @@ def as_paged_record(record: TiledAttention) -> tuple[PagedAttention, RotaryColum
         rows, rotary = values, RotaryColumns(keys[..., size:], 0)
     else:
         size = min(keys.shape[-1], MAX_KEY_BLOCK_WIDTH)
-        rows, rotary = keys, RotaryColumns(keys, size % keys.shape[-1], values=size < keys.shape[-1])
+        rows, rotary = keys, RotaryColumns(keys, size % keys.shape[-1], are_values=size < keys.shape[-1])
     starts, lengths = _key_ranges(record)
     pages = PagedAttention(
         query=record.query[:, 0],

@@ -85,8 +85,8 @@ def query_ranges(record: PagedAttention) -> tuple[jax.Array, jax.Array]:
 class QueryRowLimits(NamedTuple):
     """Sequences with so many query rows, from the least to the most."""
 
-    least: int
-    most: int
+    min_rows: int
+    max_rows: int
 
 
 class QueryTiles(NamedTuple):
@@ -96,7 +96,7 @@ class QueryTiles(NamedTuple):
         first: [N], number of a sequence's first tile.
         total: [], tiles that have rows; those from there on have none.
         sequence: [W].
-        skipped: [W], rows of the sequence before the tile.
+        row_offset: [W], rows of the sequence before the tile.
         rows: [W], rows of the tile.
         position: [W], of its first row.
     """
@@ -104,33 +104,35 @@ class QueryTiles(NamedTuple):
     first: jax.Array
     total: jax.Array
     sequence: jax.Array
-    skipped: jax.Array
+    row_offset: jax.Array
     rows: jax.Array
     position: jax.Array
 
 
 def query_tiles(
-    record: PagedAttention, size: int, multiple: int = 1, lengths: QueryRowLimits | None = None
+    record: PagedAttention, size: int, count_multiple: int = 1, lengths: QueryRowLimits | None = None
 ) -> QueryTiles:
     """Returns the query rows of sequences in tiles of at most `size`, as many as there can be.
 
     Args:
         record: The record.
         size: Rows of a tile.
-        multiple: The number of tiles is one of it.
+        count_multiple: The number of tiles is one of it.
         lengths: The sequences that have tiles, by their rows; None for all.
     """
     starts, rows_of = query_ranges(record)
     sequences = starts.shape[0]
     bound = sequences if record.query_start is None else record.query.shape[0] // size + sequences
     if lengths is not None:
-        rows_of = jnp.where((rows_of >= lengths.least) & (rows_of <= lengths.most), rows_of, 0)
+        rows_of = jnp.where((rows_of >= lengths.min_rows) & (rows_of <= lengths.max_rows), rows_of, 0)
         # At most `among` sequences have `lengths.least` rows, and none has more tiles than `lengths.most` rows need.
-        among = min(sequences, record.query.shape[0] // max(1, lengths.least))
-        bound = min(record.query.shape[0] // size + among, among * cdiv(min(lengths.most, record.query.shape[0]), size))
+        among = min(sequences, record.query.shape[0] // max(1, lengths.min_rows))
+        bound = min(
+            record.query.shape[0] // size + among, among * cdiv(min(lengths.max_rows, record.query.shape[0]), size)
+        )
     count = cdiv(rows_of, size)
     ends = jnp.cumsum(count, dtype=jnp.int32)
-    tile = jnp.arange(cdiv(bound, multiple) * multiple, dtype=jnp.int32)
+    tile = jnp.arange(cdiv(bound, count_multiple) * count_multiple, dtype=jnp.int32)
     # Unrolled: as a loop, the search is a chain of small launches in front of a kernel of a tenth of a millisecond.
     tile_sequence = jnp.searchsorted(ends, tile, side="right", method="scan_unrolled").astype(jnp.int32)
     sequence = jnp.minimum(tile_sequence, starts.shape[0] - 1)
@@ -229,14 +231,16 @@ def write_new_tokens(record: PagedAttention) -> tuple[PagedAttention, tuple[jax.
         return record, ()
     at = find_pages_and_slots(record, *token_sequences_and_positions(record))
     if record.latent is not None:
-        pages = (_write_latent(record, *at),)
+        pages = (_write_latent_tokens(record, *at),)
         return _without_new_tokens(record, key_pages=pages[0]), pages
     if record.new_values is None:
         return record, ()
     if record.kv_layout == COMBINED_LAYOUT:
         shape = record.key_pages.shape
-        stored = record.key_pages.reshape(_stored_shape(record.key_pages))
-        tokens = _combined_rows(record.new_keys, record.new_values, record.key_pages).reshape(-1, *stored.shape[2:])
+        stored = record.key_pages.reshape(_combined_cache_shape(record.key_pages))
+        tokens = _combined_cache_rows(record.new_keys, record.new_values, record.key_pages).reshape(
+            -1, *stored.shape[2:]
+        )
         pages = (stored.at[at].set(tokens, mode="drop").reshape(shape),)
         return _without_new_tokens(record, key_pages=pages[0]), pages
     pairs = ((record.key_pages, record.new_keys), (record.value_pages, record.new_values))
@@ -248,7 +252,7 @@ def _without_new_tokens(record: PagedAttention, **pages: Any) -> PagedAttention:
     return dataclasses.replace(record, new_keys=None, new_values=None, **pages)
 
 
-def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
+def _combined_cache_shape(pages: jax.Array) -> tuple[int, ...]:
     """Returns how callers keep a combined cache [P, S, G, 2, L]: [P, S, rows, pack, lanes].
 
     Written in another shape, with an axis of size 1 in one of them, it would be copied by XLA's CPU backend, which
@@ -260,29 +264,29 @@ def _stored_shape(pages: jax.Array) -> tuple[int, ...]:
     return pages.shape if rest else (count, slots, rows, pack, lanes)
 
 
-def _write_latent(record: PagedAttention, page: jax.Array, slot: jax.Array) -> jax.Array:
+def _write_latent_tokens(record: PagedAttention, page: jax.Array, slot: jax.Array) -> jax.Array:
     """Returns the pages of a latent cache with the new tokens in them, written in the shape in which callers keep it.
 
-    As with `_stored_shape`, an axis of size 1 must not come or go.
+    As with `_combined_cache_shape`, an axis of size 1 must not come or go.
     """
     assert record.latent is not None
     assert record.new_keys is not None
     (count, slots, lanes), pack = record.key_pages.shape, values_per_32_bits(record.key_pages.dtype)
     pack = pack if slots % pack == 0 else 1
-    tokens = _latent_rows(record.new_keys[:, 0], record.latent, record.key_pages)
+    tokens = _latent_cache_rows(record.new_keys[:, 0], record.latent, record.key_pages)
     stored = record.key_pages.reshape(count, slots // pack, pack, lanes)
     return stored.at[page, slot // pack, slot % pack].set(tokens, mode="drop").reshape(count, slots, lanes)
 
 
-def _latent_rows(tokens: jax.Array, latent: tuple[int, int], pages: jax.Array) -> jax.Array:
+def _latent_cache_rows(tokens: jax.Array, size_and_rotary_start: tuple[int, int], pages: jax.Array) -> jax.Array:
     """Returns tokens [T, D] as rows [T, L] of a latent cache, 0 in the lanes that only pad it."""
-    (size, start), tokens = latent, tokens.astype(pages.dtype)
+    (size, start), tokens = size_and_rotary_start, tokens.astype(pages.dtype)
     rest = pages.shape[-1] - start - (tokens.shape[-1] - size)
     first = jnp.pad(tokens[:, :size], ((0, 0), (0, start - size)))
     return jnp.concatenate((first, jnp.pad(tokens[:, size:], ((0, 0), (0, rest)))), axis=-1)
 
 
-def _combined_rows(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
+def _combined_cache_rows(keys: jax.Array, values: jax.Array, pages: jax.Array) -> jax.Array:
     """Returns tokens [T, Hk, D] as rows [T, G, 2, L] of a combined cache, 0 in the heads and lanes that only pad it."""
     rows = jnp.stack((keys, values), axis=2).astype(pages.dtype)
     padding = [(0, 0), *((0, wants - has) for has, wants in zip(rows.shape[1:], pages.shape[2:], strict=True))]

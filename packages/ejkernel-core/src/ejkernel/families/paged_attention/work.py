@@ -39,16 +39,16 @@ class WorkList(NamedTuple):
     high: jax.Array
 
 
-def make_work_list(record: PagedAttention, queries: int, multiple: int = 1) -> WorkList:
+def make_work_list(record: PagedAttention, rows_per_tile: int, count_multiple: int = 1) -> WorkList:
     """Returns the tiles of a record, in the order of sequences.
 
     Args:
         record: The record.
-        queries: Most query rows of a tile.
-        multiple: W is a multiple of it.
+        rows_per_tile: Most query rows of a tile.
+        count_multiple: W is a multiple of it.
     """
     starts, _ = paged_cache.query_ranges(record)
-    _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, queries, multiple)
+    _, _, sequence, skipped, rows, position = paged_cache.query_tiles(record, rows_per_tile, count_multiple)
     low, high = _key_ranges_of_tiles(record, sequence, position, rows)
     live = jnp.sum(rows > 0, dtype=jnp.int32)
     return WorkList(live, sequence, starts[sequence] + skipped, rows, position, position - skipped, low, high)

@@ -19,22 +19,22 @@ from ejkernel.families.ring_attention.reference import reference
 __all__ = [
     "FAMILY",
     "RingAttention",
+    "apply_shard_offsets",
     "as_tiled_attention",
     "axis_size",
     "gathered",
     "is_axis_bound",
-    "localise",
     "reference",
 ]
 
 
-def localise(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
+def apply_shard_offsets(record: RingAttention, offsets: Mapping[str, jax.Array]) -> RingAttention:
     """Converts the positions of a part of the queries to positions in the whole sequence, for calls on one device. A
     ring computes its positions itself.
     """
     if record.axis_name is not None:
         return record
-    moved = tiled_attention.localise(as_tiled_attention(record), offsets)
+    moved = tiled_attention.apply_shard_offsets(as_tiled_attention(record), offsets)
     return dataclasses.replace(record, q_positions=moved.q_positions)
 
 
@@ -60,9 +60,9 @@ FAMILY = Family(
     # Along a ring's axis, queries and keys are split alike; on one device the keys are all there.
     shardable=lambda record: "bthg" if record.axis_name is None else "bthgs",
     aligned=(("h", "g"), ("t", "s")),
-    localise=localise,
+    apply_shard_offsets=apply_shard_offsets,
     reference=reference,
     requests=tiled_attention.requests,
-    isolate=tiled_attention.FAMILY.isolate,
+    request_isolation=tiled_attention.FAMILY.request_isolation,
     lse="b h t",
 )

@@ -34,9 +34,9 @@ __all__ = [
     "Branch",
     "SelectedAttention",
     "SelectedResiduals",
+    "apply_shard_offsets",
     "blocks",
     "compressed",
-    "localise",
     "places",
     "query_positions",
     "reference",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-def localise(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> SelectedAttention:
+def apply_shard_offsets(record: SelectedAttention, offsets: Mapping[str, jax.Array]) -> SelectedAttention:
     """Makes one shard's record mean its part of the global call: the keys are all there, the queries are some."""
     queries = offsets.get("t")
     if queries is None or record.q_positions is not None:
@@ -96,8 +96,10 @@ FAMILY = Family(
     },
     shardable="bthg",
     aligned=(("h", "g"),),
-    localise=localise,
+    apply_shard_offsets=apply_shard_offsets,
     reference=reference,
     requests=requests,
-    isolate=RequestIsolation(record=isolate_selected, pullback=isolate_selected_pullback, concerns=has_segments),
+    request_isolation=RequestIsolation(
+        record=isolate_selected, pullback=isolate_selected_pullback, may_share_tiles=has_segments
+    ),
 )

@@ -57,7 +57,7 @@ FAMILY = Family(
     axes=axes,
     # Each shard is a separate call, since rows and channels are independent.
     shardable="bi",
-    over_tokens=TokenShardFunctions(run=run_on_token_shard, on_device=record_for_explain),
+    token_sharding=TokenShardFunctions(run=run_on_token_shard, kernel_record_for_explain=record_for_explain),
     reference=reference,
     requests=requests,
 )

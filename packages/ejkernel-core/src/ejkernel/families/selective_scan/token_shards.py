@@ -59,10 +59,10 @@ def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSumm
     return ShardSummary(_state_decay_factor(record, _chosen_steps(record, borders.leading)), added)
 
 
-def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, d_read: jax.Array) -> jax.Array:
+def gradient(record: SelectiveScan, borders: BorderTokens, saved: None, output_cotangent: jax.Array) -> jax.Array:
     """Returns the gradient of the state that enters a shard, where that of the state that leaves is zeros."""
     so_far = cumulative_sums(_chosen_steps(record, borders.leading))
-    values, write_or_read = (_zero_unless_chosen(x, borders.leading, record) for x in (d_read, record.read))
+    values, write_or_read = (_zero_unless_chosen(x, borders.leading, record) for x in (output_cotangent, record.read))
     return _sum_weighted_by_write_or_read(record, so_far, values, write_or_read)
 
 

@@ -39,9 +39,9 @@ __all__ = [
     "SoftmaxResiduals",
     "TiledAttention",
     "Window",
+    "apply_shard_offsets",
     "apply_soft_cap",
     "band",
-    "localise",
     "make_dropout_keys",
     "positions",
     "reference",
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-def localise(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledAttention:
+def apply_shard_offsets(record: TiledAttention, offsets: Mapping[str, jax.Array]) -> TiledAttention:
     """Makes one shard's record mean its part of the global call: positions and the counters of dropout are global."""
     queries = offsets.get("t")
     moved: dict[str, jax.Array] = {}
@@ -85,10 +85,12 @@ FAMILY = Family(
     axes={"output": "b t h v"},
     shardable="bthg",
     aligned=(("h", "g"),),
-    localise=localise,
+    apply_shard_offsets=apply_shard_offsets,
     reference=reference,
     requests=requests,
-    isolate=RequestIsolation(record=move_nonfinite_values_to_keys, pullback=isolate_pullback, concerns=has_segments),
+    request_isolation=RequestIsolation(
+        record=move_nonfinite_values_to_keys, pullback=isolate_pullback, may_share_tiles=has_segments
+    ),
     lse="b h t",
 )
 

@@ -283,7 +283,7 @@ def lower(args: FusedCrossEntropyArguments) -> family.CrossEntropy:
         logits_soft_cap=args.logit_softcap,
         label_smoothing=_local_smoothing(args),
         z_loss=0.0 if split else args.z_loss,
-        summed=args.reduction != "none" and not split,
+        sum_over_tokens=args.reduction != "none" and not split,
     )
 
 
@@ -323,7 +323,7 @@ def _over_devices(
     """Returns losses, log-sum-exps and best entries of tokens from those of each device's part of the vocabulary."""
     axis, part, shards = args.vocab_parallel_axis, args.label_smoothing, _shards(args)
     record = lower(args)
-    mass = family.target_mass(record)
+    mass = family.target_probability_sums(record)
     local = record.label_smoothing
     whole = lax.psum((mass - local) / (1 - local), axis) * (1 - part) + part if local < 1 else jnp.ones((), loss.dtype)
     # Each device computes the loss with its local softmax. Subtracting the local log-sum-exp leaves the expected logit.

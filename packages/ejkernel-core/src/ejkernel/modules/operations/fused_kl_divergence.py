@@ -136,7 +136,7 @@ def lower(args: FusedKLDivergenceArguments) -> family.KLDivergence:
     return family.KLDivergence(
         student=args.student_logits.reshape(-1, entries),
         teacher=lax.stop_gradient(args.teacher_logits.reshape(-1, entries)),
-        active=(_weight_per_token(args) != 0).reshape(-1),
+        token_mask=(_weight_per_token(args) != 0).reshape(-1),
         direction=args.direction,
         temperature=args.temperature,
         beta=args.beta,

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, accumulator, head_count, states, with_plain_states
+from ejkernel.families.linear_recurrence import (
+    LinearRecurrence,
+    accumulator,
+    num_state_heads,
+    states,
+    with_plain_states,
+)
 from ejkernel.modules.operations.cases import rwkv as rwkv_cases
 from ejkernel.modules.operations.configs import RWKV6Config
 from ejkernel.modules.operations.shared import plain_recurrence, rwkv
@@ -155,7 +161,7 @@ def _with_bonus(record: LinearRecurrence, u: jax.Array, read: jax.Array) -> jax.
     if record.cu_seqlens is not None:
         real = packing.packed_ids(record.cu_seqlens, query.shape[1])[0][:, :, None, None] >= 0
         query, key, value, read = (jnp.where(real, x, 0) for x in (query, key, value, read))
-    shared = head_count(record) // key.shape[2]
+    shared = num_state_heads(record) // key.shape[2]
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
     highest = jax.lax.Precision.HIGHEST
     weight = record.softmax_scale * jnp.einsum("bthk,bthk->bth", query * u.astype(read.dtype), key, precision=highest)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.kinds import average_rows_per_group
 from ejkernel.ops.device import DeviceInfo
@@ -303,4 +303,6 @@ def gated_candidates(record: GatedGroupedMatmul, device: DeviceInfo, direction: 
 def plain_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     """Returns the product's record, with the shape of the gathered rows, which are never stored."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
-    return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)
+    return as_grouped_matmul(
+        record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype
+    )

@@ -86,7 +86,7 @@ def _attend_short_sequences(
     )
     (count,), tokens = tiles.sequence.shape, spec.tokens_per_tile
     number = jnp.arange(tokens, dtype=jnp.int32)
-    row = (paged_cache.query_ranges(record)[0][tiles.sequence] + tiles.skipped)[:, None] + number
+    row = (paged_cache.query_ranges(record)[0][tiles.sequence] + tiles.row_offset)[:, None] + number
     row = jnp.where(number < tiles.rows[:, None], row, record.query.shape[0]).reshape(-1)
     queries = record.query.at[row].get(mode="fill", fill_value=0)
     gathered = dataclasses.replace(record, query=queries)

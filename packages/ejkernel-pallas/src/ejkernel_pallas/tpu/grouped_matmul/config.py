@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, product_record
+from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul, as_grouped_matmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.ops.chips import MEBI, Tpu, tpu_of
 from ejkernel.ops.params import Direction
@@ -95,7 +95,9 @@ def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Directi
 def ungated_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     """Returns the record of the products, with shapes only."""
     rows = record.lhs.shape[0] if record.indices is None else record.indices.shape[0]
-    return product_record(record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype)
+    return as_grouped_matmul(
+        record, jax.ShapeDtypeStruct((rows, record.lhs.shape[1]), record.lhs.dtype), record.lhs.dtype
+    )
 
 
 def work_list_bytes(record: GroupedMatmul) -> int:

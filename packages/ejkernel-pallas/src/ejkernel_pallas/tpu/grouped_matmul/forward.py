@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.gated_grouped_matmul import (
     GatedGroupedMatmul,
+    as_grouped_matmul,
     gathered_tokens,
-    product_record,
     rows_with_a_token,
 )
 from ejkernel.families.grouped_matmul import GroupedMatmul
@@ -48,7 +48,7 @@ def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Ar
     Returns:
         [M, F] in lhs's dtype. There are no residuals.
     """
-    product = product_record(record, gathered_tokens(record), record.lhs.dtype)
+    product = as_grouped_matmul(record, gathered_tokens(record), record.lhs.dtype)
     spec, extra = gated_spec(record, product, tile_sizes_of(config)), dict[str, jax.Array]()
     if record.rhs_bias is not None:
         extra["bias"] = record.rhs_bias.astype(jnp.float32)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, slotted_states
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, slotted_states
 from ejkernel.ops.params import Direction
 
 MIN_CHUNK = 8
@@ -46,7 +46,7 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     With gates per key channel there is a product for every level of a chunk, so their chunks are shorter. More heads
     fill the matrix unit better, and need more VMEM for what does not fit registers.
     """
-    wide = has_channel_gates(record) or record.value_decay is not None
+    wide = has_decay_per_channel(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)
     if slotted_states(record) is not None:  # a step's overhead is a large share of copying the states of few heads
         heads = HEADS_PER_STEP[-1]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_first_tokens, slotted_states
+from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens, slotted_states
 from ejkernel_pallas.tpu.linear_recurrence.spec import SCALAR_FIELDS, RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Operand
@@ -98,7 +98,7 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> Plan:
     plan = Plan(spec, rows, tokens, chunks, None, jnp.ones(rows * chunks, jnp.int32), None)
     if record.segment_ids is None:
         return plan
-    real, starts = real_and_first_tokens(jnp.asarray(record.segment_ids))
+    real, starts = real_and_segment_start_tokens(jnp.asarray(record.segment_ids))
     real, starts = plan.align(real), plan.align(starts)
     run = jnp.cumsum((starts & real).reshape(rows, chunks, spec.chunk_tokens), axis=2, dtype=jnp.int32)
     count = jnp.where(real.reshape(run.shape), run, 0).max(axis=2) + 1

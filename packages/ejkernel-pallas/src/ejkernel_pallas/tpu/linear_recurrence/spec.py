@@ -4,7 +4,7 @@ import dataclasses
 
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.linear_recurrence.config import STATES_VMEM_BYTES, TpuRecurrence, state_vmem_bytes
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import ChunkArithmetic
@@ -70,10 +70,10 @@ class RecurrenceSpec:
 
 def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
     """Returns the constants of a record's kernels."""
-    total_heads, heads_in_vmem = head_count(record), max(1, STATES_VMEM_BYTES // max(1, state_vmem_bytes(record)))
-    shared = record.decay is not None and not has_channel_gates(record)
+    total_heads, heads_in_vmem = num_state_heads(record), max(1, STATES_VMEM_BYTES // max(1, state_vmem_bytes(record)))
+    shared = record.decay is not None and not has_decay_per_channel(record)
     channel_fields = {"query": record.query, "key": record.key, "value": record.value}
-    channel_fields |= {"decay": record.decay} if has_channel_gates(record) else {}
+    channel_fields |= {"decay": record.decay} if has_decay_per_channel(record) else {}
     channel_fields |= {"value_decay": record.value_decay} if record.value_decay is not None else {}
     head_counts = {name: x.shape[2] for name, x in channel_fields.items() if x is not None}
     exact = product_precision(record.query.dtype, record.precision) in (lax.Precision.HIGH, lax.Precision.HIGHEST)

@@ -6,7 +6,7 @@ from typing import Any
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -47,7 +47,7 @@ def config_as_dict(config: ChunkedConfig) -> dict[str, Any]:
 def _num_scan_programs(record: LinearRecurrence, config: ChunkedConfig) -> int:
     """Returns the number of programs that compute states and outputs in one scan, for the default value tiles."""
     tiles = cdiv(record.value.shape[3], config.state_block_v)
-    return record.query.shape[0] * num_sequences(record) * head_count(record) * tiles * config.segments
+    return record.query.shape[0] * num_sequences(record) * num_state_heads(record) * tiles * config.segments
 
 
 def num_sequences(record: LinearRecurrence) -> int:
@@ -56,7 +56,7 @@ def num_sequences(record: LinearRecurrence) -> int:
 
 def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrenceConfig) -> RecurrenceConfig:
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
-    if has_channel_gates(record):
+    if has_decay_per_channel(record):
         return default
     if is_interpreting():
         return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
@@ -95,7 +95,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
     default = heuristic(record, device, direction)
     if is_interpreting():
         other = dataclasses.replace(default, chunk=MIN_TILE, keep_states=False)
-        fuse_scan = record.cu_seqlens is None and not has_channel_gates(record)
+        fuse_scan = record.cu_seqlens is None and not has_decay_per_channel(record)
         return (
             default,
             dataclasses.replace(other, fused=fuse_scan),
@@ -106,7 +106,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
         dataclasses.replace(default, fused=False),
         dataclasses.replace(default, fused=False, keep_states=False),
     ]
-    if not has_channel_gates(record):
+    if not has_decay_per_channel(record):
         configs += [dataclasses.replace(configs[0], chunk=2 * default.chunk, output_block_v=2 * default.output_block_v)]
     if fused_config.fused:
         configs += [dataclasses.replace(fused_config, fused_stages=n) for n in (2, 3)]
@@ -131,9 +131,9 @@ def tuned_table_key(record: LinearRecurrence) -> str | None:
     None.
     """
     rows, tokens, _, key_dim = record.query.shape
-    if record.cu_seqlens is not None or tokens < 1024 or rows * head_count(record) < 64:
+    if record.cu_seqlens is not None or tokens < 1024 or rows * num_state_heads(record) < 64:
         return None
-    gate_kind = "no" if record.decay is None else "channel" if has_channel_gates(record) else "head"
+    gate_kind = "no" if record.decay is None else "channel" if has_decay_per_channel(record) else "head"
     bits = 8 * record.query.dtype.itemsize  # bfloat16 and float16 have the same costs
     key_words = [
         f"{bits} bits",
@@ -164,9 +164,9 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     half_block = 32 if has_small_shared_memory else max_block
     output_block_k = min(key_dim, half_block, max_block)
     state_block_k, state_block_v = min(key_dim, max_block), min(value_dim, max_block)
-    output_block_v = 2 * max_block if has_channel_gates(record) and not has_small_shared_memory else max_block
+    output_block_v = 2 * max_block if has_decay_per_channel(record) and not has_small_shared_memory else max_block
     # register pressure of the pairs is too high for longer chunks
-    needs_short_chunks = is_float32 or (chip.architecture == "ada" and has_channel_gates(record))
+    needs_short_chunks = is_float32 or (chip.architecture == "ada" and has_decay_per_channel(record))
     chunk, backward_chunk = _chunk_lengths(record, min(chunk, 32) if needs_short_chunks else chunk)
     num_warps = 8 if backward_chunk > 64 else 4
     is_hopper = chip.architecture == "hopper" and not is_float32
@@ -198,7 +198,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
 def _chunk_lengths(record: LinearRecurrence, chunk: int) -> tuple[int, int]:
     """Returns the tokens per chunk of the forward and of the backward pass, no more than a row needs."""
     if is_interpreting():
-        return (MIN_TILE if has_channel_gates(record) else 2 * MIN_TILE), MIN_TILE
+        return (MIN_TILE if has_decay_per_channel(record) else 2 * MIN_TILE), MIN_TILE
     chunk = max(MIN_TILE, min(chunk, pad_to_power_of_two(record.query.shape[1], MIN_TILE)))
     return chunk, chunk
 
@@ -207,23 +207,23 @@ def _needs_one_gradient_stage(record: LinearRecurrence, is_hopper: bool) -> bool
     """Returns whether one stage is faster: with gates per key channel and 32 key channels 2.61 ms; but in the delta
     rule 3.890 instead of 3.811 with 2 stages.
     """
-    return is_hopper and has_channel_gates(record) and record.beta is None
+    return is_hopper and has_decay_per_channel(record) and record.beta is None
 
 
 def _gradient_tile_and_warps(record: LinearRecurrence, num_warps: int, is_hopper: bool) -> tuple[int, int]:
     """Returns the key channels and warps of a program for gradients of queries and keys, as registers allow."""
-    if has_channel_gates(record):
+    if has_decay_per_channel(record):
         # Each level of `midpoint_decay` adds to both gradients, which are float32 in registers. On Hopper 32 channels
         # take 2.61 ms instead of 3.30, and with the delta rule, where they spill 112 bytes per thread, 3.811 instead of
         # 4.716 (docs/lab/linear_recurrence_gpu.md). Sums over heads that share a query or key were not measured.
-        num_heads = head_count(record) if record.beta is None else 0
+        num_heads = num_state_heads(record) if record.beta is None else 0
         return (16 if not is_hopper or num_heads > min(record.query.shape[2], record.key.shape[2]) else 32), 4
     # Without the delta rule, registers hold the sums over the heads that share a key.
     return (32, 4) if record.beta is None and _heads_share_keys(record) else (64, num_warps)
 
 
 def _heads_share_keys(record: LinearRecurrence) -> bool:
-    return head_count(record) > record.key.shape[2]
+    return num_state_heads(record) > record.key.shape[2]
 
 
 def _segments_per_row(record: LinearRecurrence, multiprocessors: int, chunk: int, block_k: int, block_v: int) -> int:
@@ -235,7 +235,7 @@ def _segments_per_row(record: LinearRecurrence, multiprocessors: int, chunk: int
     rows, tokens, _, key_dim = record.query.shape
     num_tiles = cdiv(key_dim, block_k) * cdiv(record.value.shape[3], block_v)
     # A scan is sequential over its chunks, so fewer scans than multiprocessors leave some idle.
-    num_scans = rows * head_count(record) * num_tiles
+    num_scans = rows * num_state_heads(record) * num_tiles
     if num_scans >= multiprocessors:
         return 1
     # Segments cost a second scan over keys and values; none gets shorter than 16 chunks.

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -52,7 +52,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns the default tile for a record on a device, not measured."""
     columns, elements_per_thread = record.value.shape[3], STATE_ELEMENTS_PER_THREAD
     max_block_v = TRANSPOSED_BLOCK_V if record.transposed_states else MAX_BLOCK_V
-    tokens, sequences = record.query.shape[0] * record.query.shape[1], num_states(record) // head_count(record)
+    tokens, sequences = record.query.shape[0] * record.query.shape[1], num_states(record) // num_state_heads(record)
     if (
         device.vendor == "nvidia"
         and not record.transposed_states
@@ -83,7 +83,7 @@ def candidates(record: LinearRecurrence, device: DeviceInfo, direction: Directio
 def num_states(record: LinearRecurrence) -> int:
     """Returns the number of heads' states of the record."""
     rows = record.query.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
-    return rows * head_count(record)
+    return rows * num_state_heads(record)
 
 
 def _make_tile(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_first_tokens
+from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens
 from ejkernel.planning.trees import token_trees
 from ejkernel_triton.launch import Shape, launch
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
@@ -53,7 +53,7 @@ def _kernel_inputs(record: LinearRecurrence) -> tuple[jax.Array | None, ...]:
     """
     roles, parents, cu_seqlens, slots, initial_states = None, None, None, None, record.initial_state
     if record.segment_ids is not None:
-        is_token, starts_from_zero = real_and_first_tokens(record.segment_ids)
+        is_token, starts_from_zero = real_and_segment_start_tokens(record.segment_ids)
         roles = jnp.where(is_token, 1 + starts_from_zero.astype(jnp.int32), 0)
     if record.parents is not None:
         rows, length = record.parents.shape

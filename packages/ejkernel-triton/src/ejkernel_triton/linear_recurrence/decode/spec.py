@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count, slotted_states
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads, slotted_states
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile, num_states
 
 
@@ -76,7 +76,7 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
     """Returns the constants of a record's kernel."""
     packed, (_, tokens, query_heads, keys) = record.cu_seqlens is not None, record.query.shape
     value_heads, columns = record.value.shape[2:]
-    heads, gates, gate_tokens = head_count(record), 0, 1
+    heads, gates, gate_tokens = num_state_heads(record), 0, 1
     if record.decay is not None:
         gates, gate_tokens = record.decay.shape[3], record.decay.shape[1]
     return DecodeSpec(

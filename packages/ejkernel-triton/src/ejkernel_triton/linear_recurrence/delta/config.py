@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -47,7 +47,7 @@ def _forward_config(record: LinearRecurrence, device: DeviceInfo) -> ChunkedConf
     """Returns chunks and tiles of the forward pass for a record with beta on a device."""
     config, multiprocessors = make_chunked_config(record, device, 64), gpu_of(device).multiprocessors
     value_dim, block_v = record.value.shape[3], config.state_block_v
-    num_scans, segments = record.query.shape[0] * num_sequences(record) * head_count(record), config.segments
+    num_scans, segments = record.query.shape[0] * num_sequences(record) * num_state_heads(record), config.segments
     if not is_interpreting():
         # With segments, tokens are scanned two more times, so one scan per multiprocessor suffices: 65536 tokens of 16
         # heads take 2.43 ms with 4 segments, 2.55 with 8, and 2.66 with none and narrow tiles.
@@ -87,7 +87,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "backward_chunk": config.chunk,
         "state_block_v": block_v,
         "state_stages": 1
-        if has_small_shared_memory and (has_channel_gates(record) or record.decay is None)
+        if has_small_shared_memory and (has_decay_per_channel(record) or record.decay is None)
         else config.state_stages,
         # A program has three products in flight.
         "gradient_block_k": min(
@@ -96,7 +96,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "gradient_block_v": min(config.gradient_block_v, MIN_TILE if has_small_shared_memory else 64),
         "fused": record.cu_seqlens is not None if is_interpreting() else _uses_fused_scan(record, device, block_v),
         "fused_block_v": block_v,
-        "wy_block_k": min(config.score_block_k, max_wy_block_k) if has_channel_gates(record) else config.score_block_k,
+        "wy_block_k": min(config.score_block_k, max_wy_block_k)
+        if has_decay_per_channel(record)
+        else config.score_block_k,
         "wy_block_v": config.output_block_v,
         "wy_warps": DEFAULT_WARPS,
     }
@@ -105,12 +107,12 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
         # ms instead of 0.753.
         # With gates per key channel, 64 channels take 1.13 ms though they spill 136 bytes, 32 channels 1.65.
-        max_wy_block = 64 if record.cu_seqlens is not None and not has_channel_gates(record) else 128
+        max_wy_block = 64 if record.cu_seqlens is not None and not has_decay_per_channel(record) else 128
         fields |= {
-            "wy_block_k": min(padded_key_dim, max_wy_block_k if has_channel_gates(record) else max_wy_block),
+            "wy_block_k": min(padded_key_dim, max_wy_block_k if has_decay_per_channel(record) else max_wy_block),
             "wy_block_v": min(padded_value_dim, max_wy_block),
         }
-        fields["output_block_v"] = min(padded_value_dim, 128 if has_channel_gates(record) else 64)
+        fields["output_block_v"] = min(padded_value_dim, 128 if has_decay_per_channel(record) else 64)
     return DeltaRuleConfig(**fields, dh_block_v=block_v, dh_warps=4, dh_stages=1 if has_small_shared_memory else 2)
 
 
@@ -118,7 +120,7 @@ def _uses_fused_scan(record: LinearRecurrence, device: DeviceInfo, block_v: int)
     """Returns whether one kernel computes states and outputs of a delta rule."""
     # With a gate per head it takes 0.713 ms instead of 0.712 with two kernels, and with gradients 2.375 instead of
     # 2.180; with packed sequences 0.763 instead of 1.045 (docs/lab/linear_recurrence_gpu.md).
-    is_faster = record.decay is not None and (has_channel_gates(record) or record.cu_seqlens is not None)
+    is_faster = record.decay is not None and (has_decay_per_channel(record) or record.cu_seqlens is not None)
     return is_faster and block_v == 64 and fits_fused_scan(record, device)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, has_channel_gates
+from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
 from ejkernel_triton.launch import Shape, is_interpreting, launch
@@ -144,7 +144,7 @@ def wy_form(
         store_inverse: Whether the inverse is stored for the backward pass.
     """
     assert record.beta is not None  # `Requires` ensures it
-    if record.decay is not None and has_channel_gates(record):
+    if record.decay is not None and has_decay_per_channel(record):
         call = make_call(record, config, tokens_per_chunk(record, chunk), compute_gate_cumsum=False)
         return wy_channel_gates(call, record.decay, record.beta, store_inverse=store_inverse)
     call = make_call(record, config, chunk)
@@ -157,7 +157,7 @@ def tokens_per_chunk(record: LinearRecurrence, chunk: int) -> int:
     With gates per key channel and chunks of 16 tokens Triton 3.6 miscompiled the WY form's columns on NVIDIA's
     chips (see `ahead.miscompiled_shifts`). With 32 tokens the code has no such instruction.
     """
-    return max(2 * MIN_TILE, chunk) if has_channel_gates(record) and not is_interpreting() else chunk
+    return max(2 * MIN_TILE, chunk) if has_decay_per_channel(record) and not is_interpreting() else chunk
 
 
 def segment_states(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.cross_entropy import CrossEntropy, accumulator, target_mass, vocabulary
+from ejkernel.families.cross_entropy import CrossEntropy, accumulator, target_probability_sums, vocabulary
 from ejkernel_xla.cross_entropy.kernels.blocks import (
     AxisSpan,
     VocabularyBlock,
@@ -48,7 +48,7 @@ def logit_gradient_factors(
     """
     dtype = accumulator(record)
     weights = record.weights.astype(dtype) * loss
-    mass = target_mass(record)
+    mass = target_probability_sums(record)
     active = record.weights != 0
     softmax_factor = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + lse_cotangent, 0)
     target_factor = jnp.where(active, weights, 0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.gather_reduce import named, take_rows
+from ejkernel.families.gather_reduce import is_valid_index, take_rows
 
 MAX_UNROLLED_TERMS = 16
 """Terms up to which a sum is one expression, which XLA fuses with its gathers; more are a loop."""
@@ -20,7 +20,7 @@ def column(array: jax.Array, n: Any) -> jax.Array:
 
 def rows_times_weights(rows: jax.Array, index: jax.Array, weights: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns the named rows times their weights; 0 for an index that names none, whatever its weight is."""
-    valid = named(index, rows.shape[0])
+    valid = is_valid_index(index, rows.shape[0])
     gathered = take_rows(rows, index).astype(dtype)
     return gathered if weights is None else gathered * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 

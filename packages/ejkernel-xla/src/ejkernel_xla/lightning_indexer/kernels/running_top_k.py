@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.expert_routing import order_preserving_integers
-from ejkernel.families.lightning_indexer import TopKeys, floats_in_order
+from ejkernel.families.lightning_indexer import TopKeyIndicesAndScores, floats_from_ordered_integers
 
 
 class RunningTopK(NamedTuple):
@@ -53,8 +53,8 @@ def merge(state: RunningTopK, scores: jax.Array, selectable: jax.Array, start: j
     return RunningTopK(largest, indices)
 
 
-def selection(state: RunningTopK, dtype: Any) -> TopKeys:
+def selection(state: RunningTopK, dtype: Any) -> TopKeyIndicesAndScores:
     """Returns indices, -1 where there is no key, and scores, -inf there."""
     selected = state.in_order > jnp.iinfo(state.in_order.dtype).min
-    scores = jnp.where(selected, floats_in_order(state.in_order, dtype), -jnp.inf)
+    scores = jnp.where(selected, floats_from_ordered_integers(state.in_order, dtype), -jnp.inf)
     return jnp.where(selected, state.indices, -1), scores

@@ -17,8 +17,8 @@ from ejkernel.families.linear_recurrence import (
     TOKEN_FIELDS,
     LinearRecurrence,
     accumulator,
-    head_count,
-    real_and_first_tokens,
+    num_state_heads,
+    real_and_segment_start_tokens,
 )
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens
 from ejkernel_xla.tiled_attention.plan import add, put, take
@@ -83,7 +83,7 @@ def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
     """Cuts a record with at least one token into chunks of at most `length` tokens."""
     tokens = record.query.shape[1]
     length = 2 ** (min(length, tokens).bit_length() - 1)
-    roles = None if record.segment_ids is None else real_and_first_tokens(record.segment_ids)
+    roles = None if record.segment_ids is None else real_and_segment_start_tokens(record.segment_ids)
     if record.cu_seqlens is None:
         count = cdiv(tokens, length)
         return Chunking(length, tokens, count, count, None, None, roles)
@@ -146,7 +146,7 @@ def chunk_from_slices(
         if valid is not None:
             # Selected, not multiplied: padding may hold NaN. A gate of 0 decays nothing, and a key of 0 writes nothing.
             x = jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
-        heads = head_count(record) if name == "decay" else x.shape[2]
+        heads = num_state_heads(record) if name == "decay" else x.shape[2]
         return merge_heads(jnp.broadcast_to(x, (rows, chunking.length, heads, *x.shape[3:])))
 
     fields: dict[str, Any] = {

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import LinearRecurrence, head_count
+from ejkernel.families.linear_recurrence import LinearRecurrence, num_state_heads
 from ejkernel_xla.linear_recurrence.kernels.chunk import advance, next_state, precision
 from ejkernel_xla.linear_recurrence.kernels.chunking import (
     Chunking,
@@ -62,7 +62,7 @@ def segment_step(
         chunk = chunk_from_slices(record, chunking, at, parts, runs == n)
         before = _state_before_run(record, state, jnp.broadcast_to(n == 0, runs.shape[:1]))
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
-        output = split_heads(output, head_count(record))
+        output = split_heads(output, num_state_heads(record))
         return (
             jnp.where(_by_state(record, _last_run(runs) == n), after, 0),
             jnp.where((runs == n)[:, :, None, None], output, 0),
@@ -78,7 +78,7 @@ def _last_run(runs: jax.Array) -> jax.Array:
 
 def _by_state(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
     """Returns an array of rows [B] repeated for every head, so that it broadcasts to states [B * H, K, V]."""
-    return jnp.repeat(rows, head_count(record))[:, None, None]
+    return jnp.repeat(rows, num_state_heads(record))[:, None, None]
 
 
 def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, head_count
+from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, num_state_heads
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens, advance, precision
 
 
@@ -34,7 +34,7 @@ def read_single_tokens(record: LinearRecurrence, table: jax.Array) -> tuple[jax.
     picked_fields: dict[str, Any] = {name: pick(getattr(record, name)) for name in TOKEN_FIELDS}
     chunk = ChunkTokens(**picked_fields)
     read, after = advance(table, chunk, record.softmax_scale, precision(record))
-    read = read.reshape(-1, head_count(record), read.shape[2])
+    read = read.reshape(-1, num_state_heads(record), read.shape[2])
     output = jnp.zeros((tokens, *read.shape[1:]), record.query.dtype)
     # Tokens that are not alone are written after the end, which drops them.
     output = output.at[jnp.where(alone, index, tokens)].set(read.astype(output.dtype), mode="drop")

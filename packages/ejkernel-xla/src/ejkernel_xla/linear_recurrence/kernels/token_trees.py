@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, head_count, states
+from ejkernel.families.linear_recurrence import TOKEN_FIELDS, LinearRecurrence, accumulator, num_state_heads, states
 from ejkernel.planning.trees import TokenTrees, token_trees
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.linear_recurrence.kernels.chunk import ChunkTokens, advance, precision
@@ -130,7 +130,7 @@ def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: TokenFields
     tokens |= {name: x.reshape(-1, 1, *x.shape[2:]) for name, x in fields.items()}
     table = before.reshape(-1, *before.shape[2:])
     read, after = advance(table, ChunkTokens(**tokens), record.softmax_scale, precision(record))
-    return after.reshape(before.shape), read.reshape(-1, head_count(record), read.shape[2])
+    return after.reshape(before.shape), read.reshape(-1, num_state_heads(record), read.shape[2])
 
 
 def _load_tokens(record: LinearRecurrence, at: TreeStep, tokens: int) -> TokenFields:

@@ -49,10 +49,10 @@ def _weight_arguments(key: jax.Array) -> dict[str, Any]:
 
 
 _ROWS: tuple[Row[Sizes], ...] = (
-    ("logits, mean", Sizes((3, 12), 50), lambda key: {}, ("summed",), ()),
+    ("logits, mean", Sizes((3, 12), 50), lambda key: {}, ("sum_over_tokens",), ()),
     ("logits, each", Sizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
     ("logits, soft", Sizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
-    ("head", Sizes((3, 12), 67, 16), _weight_arguments, ("lm_head", "lm_head_bias", "summed"), ()),
+    ("head", Sizes((3, 12), 67, 16), _weight_arguments, ("lm_head", "lm_head_bias", "sum_over_tokens"), ()),
     (
         "head, padding",
         Sizes((3, 12), 67, 24),
@@ -81,9 +81,9 @@ _ROWS: tuple[Row[Sizes], ...] = (
     ),
     ("head, bfloat16", Sizes((2, 64), 256, 64, jnp.bfloat16), lambda key: {}, ("lm_head",), ()),
     ("head, float16, each", Sizes((64,), 130, 64, jnp.float16), lambda key: {"reduction": "none"}, ("lm_head",), ()),
-    ("logits, bfloat16", Sizes((2, 32), 200, None, jnp.bfloat16), lambda key: {}, ("summed",), ()),
+    ("logits, bfloat16", Sizes((2, 32), 200, None, jnp.bfloat16), lambda key: {}, ("sum_over_tokens",), ()),
     ("Llama 3", Sizes((4, 8192), 128256, 4096, jnp.bfloat16), lambda key: {}, ("lm_head",), ("bench",)),
-    ("logits of Llama 3", Sizes((8192,), 128256, None, jnp.bfloat16), lambda key: {}, ("summed",), ("bench",)),
+    ("logits of Llama 3", Sizes((8192,), 128256, None, jnp.bfloat16), lambda key: {}, ("sum_over_tokens",), ("bench",)),
     ("small model", Sizes((2, 1024), 16000, 512), lambda key: {}, ("lm_head",), ("bench_cpu",)),
 )
 

@@ -24,7 +24,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul.row_tiles import FIELDS
+from ejkernel.families.grouped_matmul.row_tiles import VALUES_PER_TILE
 from ejkernel_pallas.gpu.grouped_matmul.kernels import producer, work_queue
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call, SubTile
 from ejkernel_pallas.gpu.grouped_matmul.kernels.epilogue import write_rows
@@ -210,7 +210,7 @@ def _zero_unassigned_rows(
     entry = jnp.minimum(tile_row, num_tile_rows - num_group_tile_rows - 1)
     # The entries of groups are between those of unassigned rows.
     entry = jnp.where(entry < first_group_tile_row, entry, entry + num_group_tile_rows)
-    _, row, end, begin = (table[entry, n] for n in range(FIELDS))
+    _, row, end, begin = (table[entry, n] for n in range(VALUES_PER_TILE))
     column = (
         lax.rem(number, I32(spec.num_column_tiles)) * spec.tile.cluster_n + call.cluster_column
     ) * spec.tile.block_n

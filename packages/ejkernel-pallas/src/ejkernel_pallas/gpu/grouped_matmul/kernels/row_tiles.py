@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.grouped_matmul.row_tiles import FIELDS
+from ejkernel.families.grouped_matmul.row_tiles import VALUES_PER_TILE
 from ejkernel_pallas.gpu.grouped_matmul.kernels.call import Call
 from ejkernel_pallas.gpu.grouped_matmul.spec import GroupedSpec
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
@@ -117,6 +117,6 @@ def load_output_tile(call: Call, first_group_tile_row: Any, num_tile_rows: Any, 
         first_group_tile_row + jnp.minimum(position.tile_row * members + n, num_tile_rows - 1)
         for n in (call.cluster_row, members - 1 - call.cluster_row)
     )
-    matrix, row, end, begin = (table[entry, n] for n in range(FIELDS))
+    matrix, row, end, begin = (table[entry, n] for n in range(VALUES_PER_TILE))
     shared = table[other, 0] == matrix if members > 1 else jnp.bool_(False)
     return OutputTile(matrix, shared, row, begin, end, position.first_column, position.column_half)

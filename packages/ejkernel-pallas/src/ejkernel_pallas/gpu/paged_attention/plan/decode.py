@@ -51,7 +51,7 @@ def make_schedule(
     begin = jnp.minimum(jnp.arange(num_programs + 1, dtype=I32) * steps_per_program, total)
     item = jnp.sum(ends <= begin[:, None], axis=1, dtype=I32)
     # Tokens of the batch before this tile's first.
-    row = paged_cache.query_ranges(record)[0][sequence_of_row] + tiles.skipped
+    row = paged_cache.query_ranges(record)[0][sequence_of_row] + tiles.row_offset
     if gathered_tokens_per_tile:
         row = jnp.arange(sequence_of_row.shape[0], dtype=I32) * gathered_tokens_per_tile
     items = jnp.stack((sequence_of_row, keys, ends - steps, steps, low, tiles.position, row), axis=1)

@@ -68,7 +68,7 @@ def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.
     runs = _make_row_runs(record, sequence_row_limits)
     count, sequences = record.query.shape[0], record.kv_lens.shape[0]
     # An upper bound on such sequences; a run that starts at any row has up to seven rows of another one.
-    max_runs = min(sequences, count // max(1, sequence_row_limits.least)) + 2
+    max_runs = min(sequences, count // max(1, sequence_row_limits.min_rows)) + 2
     tiles = _make_row_tiles(runs, (count + (SWIZZLE_ATOM_ROWS - 1) * max_runs) // QUERY_ROWS_PER_TILE + max_runs)
     position = (runs.num_keys - runs.num_rows - runs.first_rows)[tiles.run_index] + tiles.first_row
     low, keys, blocks = _key_bounds_and_block_ranges(record, runs, tiles, position)
@@ -90,7 +90,7 @@ def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.Quer
     count, empty_run = record.query.shape[0], jnp.zeros(2, I32)
     begin = jnp.min(jnp.where(rows > 0, starts, count))
     end = jnp.maximum(jnp.max(jnp.where(rows > 0, starts + rows, 0)), begin)
-    rows = jnp.where((rows >= sequence_row_limits.least) & (rows <= sequence_row_limits.most), rows, 0)
+    rows = jnp.where((rows >= sequence_row_limits.min_rows) & (rows <= sequence_row_limits.max_rows), rows, 0)
     low = jnp.zeros_like(rows) if record.kv_starts is None else record.kv_starts.astype(I32)
     return RowRuns(
         first_rows=jnp.concatenate((starts, jnp.stack((jnp.zeros_like(end), end)))),

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.gated_grouped_matmul import activated_gate_times_factor, activated_products
+from ejkernel.families.gated_grouped_matmul import activate_products, activated_gate_times_factor
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel_pallas.tpu.grouped_matmul.kernels.refs import RowsRefs
 from ejkernel_pallas.tpu.grouped_matmul.plan import (
@@ -408,7 +408,7 @@ def _gated_subtile_output(
 ) -> jax.Array:
     """Returns a subtile of the output: the activation of sums, times their factors where there is a gate."""
     if gate.layout is GateLayout.NONE:
-        output = activated_products(gate, _subtile_sum(refs, tile_position, subtile, spec))
+        output = activate_products(gate, _subtile_sum(refs, tile_position, subtile, spec))
     elif gate.layout is GateLayout.HALVES:
         output = activated_gate_times_factor(
             gate, *(_subtile_sum(product_refs, tile_position, subtile, spec) for product_refs in refs.products)
