@@ -8,21 +8,11 @@ from ejkernel_triton.gather_reduce.kernels.tile import load_rows_by_index, locat
 
 
 @triton.jit
-def add_nth_cotangent(
-    acc,
-    n,
-    row_ids,
-    input_rows,
-    cotangent,
-    inverse_indices,
-    weights,
-    weight_gradient_terms,
-    channels,
-    spec: tl.constexpr,
-):
+def add_nth_cotangent(acc, n, row_ids, input_rows, arrays, channels, spec: tl.constexpr):
     """Adds the cotangent of each row's n-th token to the rows' gradients, and stores the channels' share of the
     gradient of that pair's weight: its product with `input_rows`, the rows themselves.
     """
+    cotangent, inverse_indices, weights, weight_gradient_terms = arrays
     pair = tl.load(inverse_indices + row_ids * spec.M + n, mask=row_ids < spec.R, other=-1)
     valid = (pair >= 0) & (pair < spec.T * spec.K)
     row_values = load_rows_by_index(cotangent, pair // spec.K, valid, channels, spec)
@@ -62,34 +52,13 @@ def gather_bwd_kernel(
         rows = batch_row_address(rows, row, per.ROWS, spec.R * spec.D)
         input_rows = load_rows_by_index(rows, row_ids, row_ids < spec.R, channels, spec)
         weight_gradient_terms += (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * spec.K)
+    arrays = (cotangent, inverse_indices, weights, weight_gradient_terms)
     if spec.UNROLL_TERMS:
         for n in tl.static_range(M):
-            acc = add_nth_cotangent(
-                acc,
-                n,
-                row_ids,
-                input_rows,
-                cotangent,
-                inverse_indices,
-                weights,
-                weight_gradient_terms,
-                channels,
-                spec,
-            )
+            acc = add_nth_cotangent(acc, n, row_ids, input_rows, arrays, channels, spec)
     else:
         for n in tl.range(M):
-            acc = add_nth_cotangent(
-                acc,
-                n,
-                row_ids,
-                input_rows,
-                cotangent,
-                inverse_indices,
-                weights,
-                weight_gradient_terms,
-                channels,
-                spec,
-            )
+            acc = add_nth_cotangent(acc, n, row_ids, input_rows, arrays, channels, spec)
     output_pointers = row_gradient + (row * spec.R + row_ids)[:, None] * spec.D + channels[None, :]
     mask = (row_ids < spec.R)[:, None] & (channels < spec.D)[None, :]
     tl.store(output_pointers, acc.to(row_gradient.dtype.element_ty), mask=mask)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ejkernel_triton.blocks import convert_to
+
 # Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
 MATRIX_INDEX_FIELD = tl.constexpr(0)
 FIRST_ROW_FIELD = tl.constexpr(1)
@@ -16,12 +18,7 @@ def to_operand_dtype(x, spec: tl.constexpr):
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
-    if spec.OPERAND_DTYPE == "float32":
-        return x.to(tl.float32)
-    elif spec.OPERAND_DTYPE == "bfloat16":
-        return x.to(tl.bfloat16)
-    else:
-        return x.to(tl.float16)
+    return convert_to(x, spec.OPERAND_DTYPE)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, batch_row_address, minus_inf_to_zero, round_bfloat16, tanh
+from ejkernel_triton.blocks import LN2, LOG2E, batch_row_address, convert_to, minus_inf_to_zero, round_bfloat16, tanh
 
 # Fields of a work entry.
 ENTRY_SEQUENCE = tl.constexpr(0)
@@ -35,25 +35,13 @@ def round_to_compute_dtype(x, spec: tl.constexpr):
 @triton.jit
 def to_qk_dtype(x, spec: tl.constexpr):
     """Returns a tile of queries or keys, converted to the dtype in which queries and keys are multiplied."""
-    x = round_to_compute_dtype(x, spec)
-    if spec.QK_DTYPE == "float32":
-        return x.to(tl.float32)
-    elif spec.QK_DTYPE == "bfloat16":
-        return x.to(tl.bfloat16)
-    else:
-        return x.to(tl.float16)
+    return convert_to(round_to_compute_dtype(x, spec), spec.QK_DTYPE)
 
 
 @triton.jit
 def to_pv_dtype(x, spec: tl.constexpr):
     """Returns a tile of values, converted to the dtype in which weights and values are multiplied."""
-    x = round_to_compute_dtype(x, spec)
-    if spec.PV_DTYPE == "float32":
-        return x.to(tl.float32)
-    elif spec.PV_DTYPE == "bfloat16":
-        return x.to(tl.bfloat16)
-    else:
-        return x.to(tl.float16)
+    return convert_to(round_to_compute_dtype(x, spec), spec.PV_DTYPE)
 
 
 @triton.jit
