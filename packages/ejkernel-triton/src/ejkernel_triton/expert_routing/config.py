@@ -6,7 +6,7 @@ from ejkernel.families.expert_routing import ExpertRouting
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_power_of_two
+from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
 LOGITS_PER_THREAD = 32
 """Logits per thread: with 64 the kernel spills on an H200."""
@@ -25,10 +25,7 @@ class RoutingTiles:
     num_warps: int
 
     def __post_init__(self) -> None:
-        for name in ("block_t", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name}: got {value}, wants a power of two")
+        require_powers_of_two(self, "block_t", "num_warps")
 
 
 PUBLIC_FIELDS = {"block_t": "block_t", "num_warps": "num_warps"}

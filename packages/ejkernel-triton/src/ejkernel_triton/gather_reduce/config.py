@@ -6,7 +6,7 @@ from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_power_of_two
+from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
 LOADS_IN_FLIGHT_PER_THREAD = 4
 """Loads in flight per thread, of 16 bytes each; the fastest of 1 to 8 on an H200."""
@@ -29,10 +29,7 @@ class GatherTiles:
     scatter: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("block_t", "block_d", "num_warps"):
-            value = getattr(self, name)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{name}: got {value}, wants a power of two")
+        require_powers_of_two(self, "block_t", "block_d", "num_warps")
 
 
 PUBLIC_FIELDS = {"block_t": "block_t", "block_d": "block_d", "num_warps": "num_warps"}

@@ -8,9 +8,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
 MAX_BLOCK_V = 64
 """Default value channels per program: their row of a float32 state is two cache lines."""
@@ -40,8 +38,7 @@ class DecodeTile:
     streams_state: bool
 
     def __post_init__(self) -> None:
-        if self.block_v < 1 or self.block_v & (self.block_v - 1):
-            raise ValueError(f"block_v: got {self.block_v}, wants a power of two")
+        require_powers_of_two(self, "block_v")
 
 
 PUBLIC_FIELDS = {"block_d": "block_v", "num_warps": "num_warps"}

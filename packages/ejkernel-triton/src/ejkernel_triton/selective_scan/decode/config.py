@@ -8,9 +8,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two, require_powers_of_two
 
 STATE_ELEMENTS_PER_THREAD = 16
 """State elements per thread, and as many of A."""
@@ -29,8 +27,7 @@ class ScanDecodeTile:
     num_warps: int
 
     def __post_init__(self) -> None:
-        if self.block_e < 1 or self.block_e & (self.block_e - 1):
-            raise ValueError(f"block_e: got {self.block_e}, wants a power of two")
+        require_powers_of_two(self, "block_e")
 
 
 PUBLIC_FIELDS = {"block_d": "block_e", "num_warps": "num_warps"}
