@@ -61,3 +61,16 @@ def test_change_fragments_are_one_line_and_imperative():
         assert re.fullmatch(r"[A-Z].*\n", text), f"{fragment.name}: wants one line"
         assert len(text.split()) <= LONGEST_CHANGE, f"{fragment.name}: wants at most {LONGEST_CHANGE} words"
         assert not re.match(r"(?!Speed|Embed|Feed)\w+ed ", text), f"{fragment.name}: wants an imperative"
+
+
+def test_the_readme_maps_every_room():
+    """Each folder of the repository, of the packages and of core is named in the map, in one line of a table."""
+    section = (ROOT / "README.md").read_text().split("\n## Map of the sources\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([\w./-]+)/`", section))
+    core = ROOT / "packages/ejkernel-core/src/ejkernel"
+    rooms = {path.name for path in core.iterdir() if (path / "__init__.py").is_file()}
+    rooms |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("packages/*/src/ejkernel*") if path.is_dir()}
+    rooms -= {"packages/ejkernel-cuda/src/ejkernel_cuda"}  # named below its distribution, next to `csrc/`
+    tracked = subprocess.run(["git", "ls-tree", "--name-only", "-d", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    rooms |= {name for name in tracked.stdout.split() if not name.startswith(".")} - {"packages"}
+    assert rooms - named == set()
