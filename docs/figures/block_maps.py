@@ -38,7 +38,7 @@ def draw(folder: Path) -> None:
     figure, panels = plt.subplots(1, 4, figsize=(12, 3.4))
     for axes, (name, record) in zip(panels, records().items(), strict=True):
         blocks = block_map(record, BLOCK, BLOCK)
-        some, every = np.asarray(blocks.some)[0, 0], np.asarray(blocks.every)[0, 0]
+        some, every = np.asarray(blocks.any_allowed)[0, 0], np.asarray(blocks.all_allowed)[0, 0]
         axes.imshow(some.astype(int) + (some & every), cmap=ListedColormap([CARD, LIGHT_BLUE, BLUE]), vmin=0, vmax=2)
         axes.set(title=name, xlabel="key tiles", ylabel="query tiles", xticks=[], yticks=[])
         axes.set_xticks(np.arange(-0.5, LENGTH // BLOCK), minor=True)

@@ -69,7 +69,7 @@ def forward(host, record, lanes):
     made = [nothing(*record.x.shape), nothing(rows, intervals, SIZE, CHANNELS), nothing(sizes[0], CHANNELS, SIZE)]
     called(host.selective_scan, [*operands, initial, *packing, *made], [*sizes, lanes, *packed])
     if record.cu_seqlens is not None:
-        made[1] = np.array(packed_scan.stored_states(record.cu_seqlens, made[1]))
+        made[1] = np.array(packed_scan.zero_unused_states(record.cu_seqlens, made[1]))
     return made
 
 

@@ -119,8 +119,8 @@ def test_masks_of_heads_combine_head_by_head():
     assert (heads | heads).heads == 3
     some, every = heads.tiles(spans(13, 4), spans(17, 4))
     parts = [mask.tiles(spans(13, 4), spans(17, 4)) for mask in (causal, local)]
-    np.testing.assert_array_equal(some, parts[0].some | parts[1].some)
-    np.testing.assert_array_equal(every, parts[0].every & parts[1].every)
+    np.testing.assert_array_equal(some, parts[0].any_allowed | parts[1].any_allowed)
+    np.testing.assert_array_equal(every, parts[0].all_allowed & parts[1].all_allowed)
 
 
 def test_sorting_the_tiles_of_a_million_tokens_holds_no_matrix_of_pairs():

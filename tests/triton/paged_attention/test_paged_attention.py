@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triton_chips import CHIPS, H200, assert_conforms, assert_fits, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.work import WorkList, deal_key_tiles
+from ejkernel.families.paged_attention.work import WorkList, distribute_key_tiles
 from ejkernel.ops.device import target_device
 from ejkernel_triton import launch, paged_attention
 from ejkernel_triton.paged_attention import config as paged_config
@@ -108,20 +108,20 @@ def test_every_key_tile_is_assigned_to_exactly_one_program(highs, block, heads, 
     rows = jnp.asarray([1] * (len(highs) - 1) + [0], jnp.int32)  # the last entry is not real
     zero = jnp.zeros_like(high)
     work = WorkList(jnp.sum(rows), zero, zero, rows, zero, zero, low=high // 3, high=high)
-    dealt = jax.tree.map(np.asarray, deal_key_tiles(work, block, heads, programs))
+    dealt = jax.tree.map(np.asarray, distribute_key_tiles(work, block, heads, programs))
     ends = np.append(dealt.begin[1:], dealt.total)
-    assert np.all(ends - dealt.begin <= dealt.share)
+    assert np.all(ends - dealt.begin <= dealt.tiles_per_program)
     assert dealt.begin[0] == 0
     assert np.all(ends >= dealt.begin)
     assert ends[-1] == dealt.total
     for begin, end, entry in zip(dealt.begin, ends, dealt.entry, strict=True):
         if begin < end:  # a program begins inside of the entry that it is given
-            assert dealt.start[entry] <= begin < dealt.start[entry] + dealt.tiles[entry] * heads
-    assert np.all(dealt.tiles[:-1] >= 1)
-    assert dealt.tiles[-1] == 0
+            assert dealt.start[entry] <= begin < dealt.start[entry] + dealt.tiles_per_head[entry] * heads
+    assert np.all(dealt.tiles_per_head[:-1] >= 1)
+    assert dealt.tiles_per_head[-1] == 0
     needed = [-(-h // block) - (h // 3) // block if h > h // 3 else 0 for h in highs[:-1]]
-    assert list(dealt.tiles[:-1]) == [max(n, 1) for n in needed]
-    assert dealt.total == dealt.tiles.sum() * heads
+    assert list(dealt.tiles_per_head[:-1]) == [max(n, 1) for n in needed]
+    assert dealt.total == dealt.tiles_per_head.sum() * heads
 
 
 def latent_launches(device, heads):

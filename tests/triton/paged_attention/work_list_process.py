@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.work import deal_key_tiles, make_work_list
+from ejkernel.families.paged_attention.work import distribute_key_tiles, make_work_list
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import _stack_entries, _stack_shares, plan_work
 from ejkernel_triton.paged_attention.spec import make_spec
@@ -57,10 +57,10 @@ def decoding(record):
 def check(record):
     config = CONFIG if record.query_start is not None else dataclasses.replace(CONFIG, block_q=1)
     work = make_work_list(record, config.block_q)
-    dealt = deal_key_tiles(work, config.block_kv, 2, config.num_programs)
+    dealt = distribute_key_tiles(work, config.block_kv, 2, config.num_programs)
     spec = make_spec(record, config, work.sequence.shape[0])
     entries, shares = plan_work(record, spec, config)
-    live, begins = int(work.live), int(np.sum(np.asarray(dealt.begin) < dealt.total))
+    live, begins = int(work.num_live), int(np.sum(np.asarray(dealt.begin) < dealt.total))
     want_entries, want_shares = _stack_entries(work, dealt), _stack_shares(dealt)
     np.testing.assert_array_equal(entries[:live], want_entries[:live])
     assert not np.asarray(entries)[live:, 2].any()

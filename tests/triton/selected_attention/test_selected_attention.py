@@ -9,7 +9,7 @@ import pytest
 from triton_chips import CHIPS, assert_conforms, assert_fits_and_spills_nothing, run_interpreted
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import target_device
 from ejkernel.ops.nested import dispatched_backward
@@ -130,7 +130,7 @@ def launches(chip, size, value_size, dtype):
         compressed_key=shape((1, tokens // 64, 2, size), dtype),
         compressed_value=shape((1, tokens // 64, 2, value_size), dtype),
     )
-    branch = Branch(output=shape((*rows, value_size), dtype), lse=shape((1, 32, tokens), jnp.float32))
+    branch = BranchResiduals(output=shape((*rows, value_size), dtype), lse=shape((1, 32, tokens), jnp.float32))
 
     def run(given, branch):
         listed = dataclasses.replace(given, block_indices=select_blocks(given, branch))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.families.paged_attention.record import band
-from ejkernel.families.paged_attention.work import WorkList, deal_key_tiles, make_work_list
+from ejkernel.families.paged_attention.record import causal_window_bounds
+from ejkernel.families.paged_attention.work import WorkList, distribute_key_tiles, make_work_list
 
 SIZE, TOKENS = 4, 12
 LENGTHS = np.asarray([7, 16, 9], np.int32)
@@ -55,12 +55,14 @@ def test_programs_have_every_key_tile_once(programs):
     nothing = np.zeros_like(low)
     work = WorkList(np.int32(4), nothing, nothing, rows, nothing, nothing, low, high)
     block, heads = 4, 2
-    dealt = jax.tree.map(np.asarray, jax.jit(deal_key_tiles, static_argnums=(1, 2, 3))(work, block, heads, programs))
+    dealt = jax.tree.map(
+        np.asarray, jax.jit(distribute_key_tiles, static_argnums=(1, 2, 3))(work, block, heads, programs)
+    )
     count = [len({k // block for k in range(low[i], high[i])}) or 1 for i in range(4)]
-    assert dealt.tiles.tolist() == [*count, 0]
+    assert dealt.tiles_per_head.tolist() == [*count, 0]
     line = [entry for entry in range(4) for _ in range(count[entry] * heads)]
     assert dealt.total == len(line)
-    assert dealt.share == max(1, -(-len(line) // programs))
+    assert dealt.tiles_per_program == max(1, -(-len(line) // programs))
     for begin, entry in zip(dealt.begin, dealt.entry, strict=True):
         if begin < len(line):
             assert entry == line[begin]
@@ -70,4 +72,7 @@ def test_programs_have_every_key_tile_once(programs):
     ("window", "expected"), [(None, (None, 0)), ((3, 2), (3, 0)), ((2, None), (2, 0)), ((None, -1), (None, -1))]
 )
 def test_causal_calls_have_no_key_after_a_query(window, expected):
-    assert band(dataclasses.replace(record(None, None, starts=False), causal=True, sliding_window=window)) == expected
+    assert (
+        causal_window_bounds(dataclasses.replace(record(None, None, starts=False), causal=True, sliding_window=window))
+        == expected
+    )

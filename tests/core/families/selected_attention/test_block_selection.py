@@ -24,7 +24,11 @@ def test_blocks_are_selected_by_weight_and_weightless_ones_last(count):
     query, keys = jnp.ones((1, TOKENS, 1, 1)), jnp.asarray(SCORES).reshape(1, BLOCKS, 1, 1)
     positions = jnp.arange(TOKENS, dtype=jnp.int32)[None]
     places = BlockPositions(
-        query_positions=positions, starts=jnp.arange(BLOCKS) * SIZE, size=SIZE, q_ids=None, block_ids=None
+        query_positions=positions,
+        starts=jnp.arange(BLOCKS) * SIZE,
+        size=SIZE,
+        query_segment_ids=None,
+        block_segment_ids=None,
     )
     found = jax.jit(lambda query, keys: select_blocks(query, keys, 1.0, count, places))(query, keys)
     assert found[0, :, 0].tolist() == [selected(position, count) for position in range(TOKENS)]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.block_maps import block_lists, block_map, pattern_reasons
+from ejkernel.families.tiled_attention.block_maps import block_lists, block_map, pattern_refusals
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, MultiHeadMask, NumpyMask
 
 HEADS = 2
@@ -72,7 +72,7 @@ def test_block_maps_list_every_pair_once_by_queries_and_by_keys(queries, keys, k
     found, (pairs, near) = block_map(call, *BLOCK), attended(call)
     assert (visited(block_lists(found), found.tile_masks, near, BLOCK) == pairs).all()
     flipped = None if found.tile_masks is None else found.tile_masks.swapaxes(1, 2)
-    by_keys = visited(block_lists(found.by_keys()), flipped, near.swapaxes(1, 2), BLOCK[::-1])
+    by_keys = visited(block_lists(found.transposed_by_keys()), flipped, near.swapaxes(1, 2), BLOCK[::-1])
     assert (by_keys == pairs.swapaxes(1, 2)).all()
 
 
@@ -102,7 +102,7 @@ def test_traced_segments_keep_the_lists_as_short_as_the_pattern_makes_them():
 
 def test_patterns_refuse_uneven_shards_of_queries_or_keys():
     pattern = LocalMask((24, 20), (1, 1))
-    assert pattern_reasons(record(8, 20, pattern)) == ()
-    assert "24 queries has no even parts of 9" in pattern_reasons(record(9, 20, pattern))[0]
-    assert "20 keys has no part of 10" in pattern_reasons(record(24, 10, pattern))[0]
-    assert pattern_reasons(dataclasses.replace(record(9, 20), causal=True)) == ()
+    assert pattern_refusals(record(8, 20, pattern)) == ()
+    assert "24 queries has no even parts of 9" in pattern_refusals(record(9, 20, pattern))[0]
+    assert "20 keys has no part of 10" in pattern_refusals(record(24, 10, pattern))[0]
+    assert pattern_refusals(dataclasses.replace(record(9, 20), causal=True)) == ()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.gradients import sinks_gradient, sum_of_both_gradients
+from ejkernel.families.tiled_attention.gradients import sinks_gradient, unnormalised_gradients
 from ejkernel.types.pullback import Pullback
 
 SCORES, VALUES, SINKS, WEIGHTS = (
@@ -56,5 +56,5 @@ def test_order_of_gradients_does_not_depend_on_set_order():
     record = TiledAttention(query=x, key=x, value=x, softmax_scale=1.0, normalize_output=False)
     names = Unordered({"query", "key", "value"})
     pullback = Pullback(record=record, residuals=None, output=x, cotangent=x, grad_fields=names)
-    gradients = sum_of_both_gradients(lambda part, config: {name: x for name in names}, pullback, None)
+    gradients = unnormalised_gradients(lambda part, config: {name: x for name in names}, pullback, None)
     assert list(gradients) == ["key", "query", "value"]

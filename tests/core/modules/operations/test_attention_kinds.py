@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.kinds import kind, tuning_key_of_large
+from ejkernel.families.tiled_attention.kinds import call_kind, tuning_key_of_large_calls
 from ejkernel.types.sparse_masks import LocalMask
 
 
@@ -14,8 +14,8 @@ def call(length=8192, **features):
 
 
 def test_calls_of_a_kind_share_a_measured_configuration():
-    assert kind(call(causal=True)) == "16 bits 128x128 mediumxmedium causal"
-    assert kind(call(causal=True)) == kind(call(12000, causal=True, softmax_aux=jnp.ones(16)))
+    assert call_kind(call(causal=True)) == "16 bits 128x128 mediumxmedium causal"
+    assert call_kind(call(causal=True)) == call_kind(call(12000, causal=True, softmax_aux=jnp.ones(16)))
     ids = jnp.zeros((4, 8192), jnp.int32)
     others = [
         call(),
@@ -28,10 +28,10 @@ def test_calls_of_a_kind_share_a_measured_configuration():
         call(causal=True, q_segment_ids=ids, kv_segment_ids=ids),
         call(pattern=LocalMask((8192, 8192), (100, 0))),
     ]
-    assert len({kind(x) for x in others}) == len(others)
+    assert len({call_kind(x) for x in others}) == len(others)
 
 
 def test_a_call_that_does_not_fill_a_gpu_is_of_no_kind_there():
-    assert tuning_key_of_large(call(causal=True)) == kind(call(causal=True))
-    assert tuning_key_of_large(call(512)) is None
-    assert tuning_key_of_large(call(2048)) is None
+    assert tuning_key_of_large_calls(call(causal=True)) == call_kind(call(causal=True))
+    assert tuning_key_of_large_calls(call(512)) is None
+    assert tuning_key_of_large_calls(call(2048)) is None

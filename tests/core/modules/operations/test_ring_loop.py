@@ -212,7 +212,7 @@ def steps(size, length, **options):
     def inside(query):
         record = RingAttention(query=query, key=query, value=query, softmax_scale=1.0, axis_name="sp", **options)
         calls = abstract_steps(record)
-        found.extend((x.query.shape[:2], x.key.shape[:2], tiled_attention.band(x)) for x in calls)
+        found.extend((x.query.shape[:2], x.key.shape[:2], tiled_attention.causal_window_bounds(x)) for x in calls)
         return query
 
     mapped = jax.shard_map(inside, mesh=ring(size), in_specs=P(None, "sp"), out_specs=P(None, "sp"))

@@ -34,8 +34,8 @@ def test_lists_have_full_blocks_first_and_at_least_one_block_per_tile(pattern, f
     forward = {name: np.asarray(x) for name, x in key_block_lists(record, BLOCK, BLOCK).items()}
     backward = {name: np.asarray(x) for name, x in query_block_lists(record, BLOCK, BLOCK)[0].items()}
     for lists, some, every in (
-        (forward, found.some, found.every),
-        (backward, found.some.swapaxes(2, 3), found.every.swapaxes(2, 3)),
+        (forward, found.any_allowed, found.all_allowed),
+        (backward, found.any_allowed.swapaxes(2, 3), found.all_allowed.swapaxes(2, 3)),
     ):
         for place in np.ndindex(lists["blocks"].shape[:3]):
             start, full_start, full_end, stop = lists["table"][place]

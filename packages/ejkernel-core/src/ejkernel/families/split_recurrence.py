@@ -39,14 +39,14 @@ class BorderTokens(NamedTuple):
 
     Attributes:
         leading: bool [B, T], the tokens that continue the state which enters the shard, if one does.
-        running: bool [B, T], the tokens of the sequence or segment that goes on after the shard.
+        trailing: bool [B, T], the tokens of the sequence or segment that goes on after the shard.
         spans_shard: bool [B], whether these are the same sequence or segment, which then spans the shard.
         ends: [B, 2] int32, the ids of the first and the last real token; -1 without one. None without segment ids.
         packed: The packed sequences at the borders; None of rows.
     """
 
     leading: jax.Array
-    running: jax.Array
+    trailing: jax.Array
     spans_shard: jax.Array
     ends: jax.Array | None = None
     packed: PackedBorders | None = None
@@ -87,7 +87,7 @@ class SplitRecurrence:
         summary: (`run`, record, borders) -> `ShardSummary`.
         gradient: (Record, borders, `ShardSummary.saved`, cotangent of the outputs) -> the gradient of the state that
             enters, for which that of the state that leaves is zeros.
-        corrected: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
+        correct_results: (Record, borders, summary, state that enters) -> the kernel's results with that state, from
             `ShardSummary.unread`; None if summaries never have it.
         matrices: Record -> whether the factors of summaries are matrices.
         states: Record -> the initial states, in the accumulator's dtype: [B, ...], or [N, ...] of packed sequences.
@@ -101,7 +101,7 @@ class SplitRecurrence:
     states: Callable[[Any], jax.Array]
     name: Callable[[Any], str]
     enters: Callable[[jax.Array], jax.Array] | None = None
-    corrected: Callable[[Any, BorderTokens, ShardSummary, jax.Array], Results] | None = None
+    correct_results: Callable[[Any, BorderTokens, ShardSummary, jax.Array], Results] | None = None
 
 
 class _ForwardExchange(NamedTuple):
@@ -157,7 +157,7 @@ def run_on_token_shard(
     return call(record)
 
 
-def with_states(rule: SplitRecurrence, record: Any, states: jax.Array | None = None) -> Any:
+def with_initial_states(rule: SplitRecurrence, record: Any, states: jax.Array | None = None) -> Any:
     """Returns a device's record as its kernel gets it: with initial states, zeros where none are given."""
     states = rule.states(record) if states is None else states
     return dataclasses.replace(record, **{rule.name(record): states})
@@ -174,7 +174,7 @@ def _exchange_states(rule: SplitRecurrence, run: Run, record: Any, shards: Token
         states = jnp.where(
             _is_entering_sequence(packed, shards, states), 0, states
         )  # it was the state before an earlier shard
-        record = with_states(rule, record, states)
+        record = with_initial_states(rule, record, states)
     summary = rule.summary(run, record, borders)
     factors, spans_shard, added, ends = shards.gather(
         (summary.factor, borders.spans_shard, summary.added, borders.ends)
@@ -187,15 +187,15 @@ def _exchange_states(rule: SplitRecurrence, run: Run, record: Any, shards: Token
     entering, final = token_shards.carried_states(transitions, added, first, matrices)
     entering = entering[shards.index()]
     begin = entering if packed is None else jnp.where(_is_entering_sequence(packed, shards, states), entering, states)
-    return _ForwardExchange(with_states(rule, record, begin), borders, summary, transitions, entering, final)
+    return _ForwardExchange(with_initial_states(rule, record, begin), borders, summary, transitions, entering, final)
 
 
 def _results_of_shard(rule: SplitRecurrence, run: Run, exchanged: _ForwardExchange) -> Results:
     """Returns the results of a shard without gradients, for which a kernel that has run once is not run again."""
     summary = exchanged.summary
-    if rule.corrected is None or summary.unread is None:
+    if rule.correct_results is None or summary.unread is None:
         return run(exchanged.record)
-    return rule.corrected(exchanged.record, exchanged.borders, summary, exchanged.entering)
+    return rule.correct_results(exchanged.record, exchanged.borders, summary, exchanged.entering)
 
 
 def _final_states_of_call(shards: TokenShards, exchanged: _ForwardExchange, final: jax.Array) -> jax.Array:

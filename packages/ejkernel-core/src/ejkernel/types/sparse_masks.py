@@ -38,8 +38,8 @@ class Tiles(NamedTuple):
     pair.
     """
 
-    some: np.ndarray
-    every: np.ndarray
+    any_allowed: np.ndarray
+    all_allowed: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +318,9 @@ class MultiHeadMask(Mask):
     def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         """Returns the tiles in which a pair of some head attends, and those in which all pairs of all heads do."""
         parts = [mask.tiles(queries, keys) for mask in self.distinct_masks]
-        return Tiles(np.any([part.some for part in parts], axis=0), np.all([part.every for part in parts], axis=0))
+        return Tiles(
+            np.any([part.any_allowed for part in parts], axis=0), np.all([part.all_allowed for part in parts], axis=0)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,7 +344,7 @@ class _IntersectionMask(_CombinedMask):
 
     def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
-        return Tiles(one.some & other.some, one.every & other.every)
+        return Tiles(one.any_allowed & other.any_allowed, one.all_allowed & other.all_allowed)
 
 
 @final
@@ -353,7 +355,7 @@ class _UnionMask(_CombinedMask):
 
     def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
-        return Tiles(one.some | other.some, one.every | other.every)
+        return Tiles(one.any_allowed | other.any_allowed, one.all_allowed | other.all_allowed)
 
 
 def band_of(mask: Mask) -> tuple[int | None, int | None] | None:

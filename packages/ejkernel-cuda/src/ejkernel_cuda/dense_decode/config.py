@@ -3,7 +3,7 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
@@ -81,7 +81,7 @@ def max_splits(record: PagedAttention) -> int:
 
 def _max_keys_per_row(record: PagedAttention) -> int:
     """Returns an upper bound on the keys that a row attends to, from shapes and window."""
-    left, _ = band(record)
+    left, _ = causal_window_bounds(record)
     keys = record.key_pages.shape[1]
     return keys if left is None else min(keys, left + 1)
 

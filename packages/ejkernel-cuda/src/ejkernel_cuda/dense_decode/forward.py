@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel_cuda.dense_decode.config import MAX_SPLITS, DecodeSplits
 from ejkernel_cuda.library import register_handler
 
@@ -23,7 +23,7 @@ def forward(record: PagedAttention, config: DecodeSplits) -> tuple[tuple[jax.Arr
     splits = min(config.num_splits, MAX_SPLITS)
     # With one split the first kernel writes the output, and no combine kernel runs.
     num_partial_results = splits if splits > 1 else 0
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_split_decode"),
         (

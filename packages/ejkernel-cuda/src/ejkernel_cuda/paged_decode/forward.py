@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.planning.in_place import call_unfused
 from ejkernel_cuda.dense_decode.config import HEADS_PER_BLOCK
@@ -64,7 +64,7 @@ def forward(record: PagedAttention, config: PagedDecodeGrid) -> tuple[tuple[jax.
 
 def _scalar_attributes(record: PagedAttention, num_queues: int) -> dict[str, Any]:
     """Returns the scalar attributes of the call."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     return {
         "strides": np.array(cache_strides(record), np.int64),
         "kv_heads": np.int32(paged_cache.kv_heads(record)),

@@ -56,7 +56,7 @@ def _make_requires(min_compute_capability: float, extra_reasons: Callable[[Any],
     return cuda_requires(
         min_compute_capability,
         DTYPES,
-        handles=scan_sequences.HANDLES | {"initial_state"},
+        handles=scan_sequences.PACKED_STATE_FIELDS | {"initial_state"},
         extra_reasons=extra_reasons,
         head_dims=range(1, config.MAX_STATE_DIM + 1),
     )

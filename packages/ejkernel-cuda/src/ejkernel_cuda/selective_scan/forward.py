@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import INTERVAL, ScanResiduals, SelectiveScan, packed_scan
+from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states, sequences
 from ejkernel_cuda.library import register_handler
 from ejkernel_cuda.selective_scan.config import CHANNEL_ALIGNMENT, ScanTile, padded_state_dim
@@ -26,7 +26,9 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
         raise ValueError(f"{config}: got {channels} channels, wants a multiple of {CHANNEL_ALIGNMENT}")
     float32, cu_seqlens = jnp.float32, record.cu_seqlens
     packed = cu_seqlens is not None
-    intervals = packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    intervals = (
+        packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, TOKENS_PER_STORED_STATE)
+    )
     call = jax.ffi.ffi_call(
         register_handler("ejkernel_selective_scan"),
         (
@@ -44,7 +46,7 @@ def forward(record: SelectiveScan, config: ScanTile) -> tuple[tuple[jax.Array, j
         channels=np.int32(config.channels),
         lanes=np.int32(config.lanes),
     )
-    states = states if cu_seqlens is None else packed_scan.stored_states(cu_seqlens, states)
+    states = states if cu_seqlens is None else packed_scan.zero_unused_states(cu_seqlens, states)
     return (output, final), ScanResiduals(states=states)
 
 

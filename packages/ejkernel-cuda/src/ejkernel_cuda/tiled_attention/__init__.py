@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import band
+from ejkernel.families.tiled_attention import causal_window_bounds
 from ejkernel.ops import Implementation, Requires
 from ejkernel.ops.device import current_device
 
@@ -24,7 +24,7 @@ def requests_deterministic_ops() -> bool:
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     (_, t, _, d), s = record.query.shape, record.key.shape[1]
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     if record.value.shape[-1] != d:
         yield f"value: got head size {record.value.shape[-1]}, wants that of query and key, {d}"
     if d > 128 and (current_device().compute_capability or 9.0) < 9.0:

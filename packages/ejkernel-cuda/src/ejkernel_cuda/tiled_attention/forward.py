@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, band
+from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention, causal_window_bounds
 from ejkernel.planning.batch_rows import run_with_batch_rows
 from ejkernel_cuda.tiled_attention.kernels.cudnn import (
     drop_none,
@@ -33,7 +33,7 @@ def forward(record: TiledAttention, config: Any) -> tuple[jax.Array, SoftmaxResi
 def _query_attends(record: TiledAttention) -> jax.Array:
     """Returns whether each query attends to any key, as bool [B|1, H|1, T]; the record has a bias, where -inf masks."""
     assert record.bias is not None  # checked by the caller
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     steps = jnp.arange(record.key.shape[1]) - jnp.arange(record.query.shape[1])[:, None]
     attended = record.bias > -jnp.inf
     attended = attended if left is None else attended & (steps >= -left)

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
-from ejkernel.families.paged_attention.work import KeyTileShares, WorkList, deal_key_tiles, make_work_list
+from ejkernel.families.paged_attention.work import KeyTileRanges, WorkList, distribute_key_tiles, make_work_list
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import Shape, is_interpreting, launch
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, heuristic
@@ -50,7 +50,7 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
         if spec.LOAD_ROW_POSITIONS:
             record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)
         work = make_work_list(record, config.block_q)
-        schedule = deal_key_tiles(work, config.block_kv, spec.HK, config.num_programs)
+        schedule = distribute_key_tiles(work, config.block_kv, spec.HK, config.num_programs)
         return _stack_entries(work, schedule), _stack_shares(schedule)
     from ejkernel_triton.paged_attention.kernels.work_list import work_list_kernel
 
@@ -79,16 +79,16 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     return work_list[0], program_shares[0]
 
 
-def _stack_entries(work: WorkList, schedule: KeyTileShares) -> jax.Array:
+def _stack_entries(work: WorkList, schedule: KeyTileRanges) -> jax.Array:
     """Returns the work list, computed by XLA."""
-    fields = (work.sequence, work.row, work.rows, work.position, work.context, work.low, work.high)
-    return jnp.stack((*fields, schedule.start, schedule.tiles), axis=1)
+    fields = (work.sequence, work.row, work.rows, work.position, work.context_length, work.low, work.high)
+    return jnp.stack((*fields, schedule.start, schedule.tiles_per_head), axis=1)
 
 
-def _stack_shares(schedule: KeyTileShares) -> jax.Array:
+def _stack_shares(schedule: KeyTileRanges) -> jax.Array:
     """Returns the programs' starts and, last, the tiles per share and in total."""
     rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
-    return jnp.concatenate((rows, jnp.stack((schedule.share, schedule.total))[None]))
+    return jnp.concatenate((rows, jnp.stack((schedule.tiles_per_program, schedule.total))[None]))
 
 
 MIN_TILES_TO_COPY_PREFIX = 4
@@ -164,7 +164,7 @@ def _row_positions_and_contexts(record: PagedAttention) -> jax.Array:
 
 def _first_visible_key(record: PagedAttention, positions: jax.Array) -> jax.Array | None:
     """Returns the first key of the prefix that window and chunks leave to any query row, [1]; None for 0."""
-    (left, _), size = band(record), record.chunk_size
+    (left, _), size = causal_window_bounds(record), record.chunk_size
     if left is None and size is None:
         return None
     position = positions[:, 0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.ops.chips import gpu_of
@@ -286,7 +286,7 @@ def _column_constants(record: PagedAttention, rotary: RotaryColumns | None) -> d
     """Returns the constants of the columns of keys, values and the rotary part."""
     head_dim, value_dim = record.query.shape[-1], paged_cache.value_head_dim(record)
     latent_dim = 0 if record.latent is None else record.latent[0]
-    rotary_value_dim = head_dim - latent_dim if rotary is not None and rotary.values else 0
+    rotary_value_dim = head_dim - latent_dim if rotary is not None and rotary.are_values else 0
     return {
         "DV": value_dim + rotary_value_dim,
         "BD": pad_to_dot_size(latent_dim or head_dim),
@@ -319,7 +319,7 @@ def _score_constants(record: PagedAttention) -> dict[str, Any]:
     """Returns the constants of what is applied to scores: scale, soft cap, masks, biases and sinks."""
     only_scaled_scores = record.alibi_slopes is None and record.qq_bias is None and record.logits_soft_cap is None
     is_nvidia = current_device().vendor == "nvidia"
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     return {
         "SCORE_SCALE": record.softmax_scale * (LOG2E if only_scaled_scores else 1.0),
         "SOFT_CAP": record.logits_soft_cap,

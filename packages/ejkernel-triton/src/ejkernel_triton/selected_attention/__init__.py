@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.selected_attention import FAMILY, slots
+from ejkernel.families.selected_attention import FAMILY, blocks_per_query
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.ops.device import current_device
 from ejkernel_triton.requirements import triton_implementation, triton_requires
@@ -33,7 +33,7 @@ MAX_GROUP_SIZE = 64
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if not slots(record):
+    if not blocks_per_query(record):
         yield "no block is selected"
     elif config.group_size(record) > MAX_GROUP_SIZE:
         yield f"{config.group_size(record)} query heads a KV head are more than {MAX_GROUP_SIZE}"

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
@@ -47,7 +47,11 @@ def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
 
 
 def selected_gradients(
-    record: SelectedAttention, branch: Branch, cotangent: jax.Array, requested: frozenset[str], config: SelectedBackward
+    record: SelectedAttention,
+    branch: BranchResiduals,
+    cotangent: jax.Array,
+    requested: frozenset[str],
+    config: SelectedBackward,
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)

@@ -7,7 +7,7 @@ many query heads per KV head.
 import dataclasses
 from typing import Any
 
-from ejkernel.families.selected_attention import SelectedAttention, slots
+from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -133,7 +133,7 @@ def _forward_configs(record: SelectedAttention, device: DeviceInfo) -> list[Sele
 
 
 def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
-    length = max(MIN_LIST_LENGTH, pad_to_dot_size(record.query.shape[1] * slots(record) // 256))
+    length = max(MIN_LIST_LENGTH, pad_to_dot_size(record.query.shape[1] * blocks_per_query(record) // 256))
     block_kv, warps = _query_tile(record, "backward")
     key_block_kv, query_rows, key_warps = _key_tile(record, device)
     default = SelectedBackward(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families import selected_attention
-from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention, SelectedResiduals
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.block_selection import current_blocks
 from ejkernel.ops.chips import gpu_of
@@ -54,7 +54,7 @@ def kernel_inputs(record: SelectedAttention) -> tuple[jax.Array | None, ...]:
     return (record.query, record.key, record.value, record.block_indices, starts, record.q_positions, *ids)
 
 
-def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward) -> Branch:
+def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward) -> BranchResiduals:
     """Returns the selected branch of a record; its padding is zeros."""
     from ejkernel_triton.selected_attention.kernels.selected_fwd import selected_fwd_kernel
 
@@ -69,7 +69,7 @@ def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward
         num_stages=config.num_stages,
         constants={"spec": make_spec(record), "BLOCK_KV": config.block_kv},
     )
-    return Branch(output=output, lse=lse)
+    return BranchResiduals(output=output, lse=lse)
 
 
 def _resident_programs() -> int:
@@ -77,13 +77,13 @@ def _resident_programs() -> int:
     return RESIDENT_PROGRAMS_PER_SM * gpu_of(current_device()).multiprocessors
 
 
-def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -> jax.Array:
+def select_blocks(record: SelectedAttention, compressed_branch: BranchResiduals | None) -> jax.Array:
     """Returns the blocks that each query of a record attends to, [B, T, Hk, N] int32.
 
     Scratch memory: each of the `RESIDENT_PROGRAMS_PER_SM` programs per multiprocessor has a float32 for each query of
     a tile and each block.
     """
-    if compressed_branch is None or selected_attention.blocks(record) > MAX_BLOCKS:
+    if compressed_branch is None or selected_attention.num_listable_blocks(record) > MAX_BLOCKS:
         return selected_attention.select(record)
     from ejkernel_triton.selected_attention.kernels.block_topk import block_topk_kernel
 
@@ -100,7 +100,7 @@ def select_blocks(record: SelectedAttention, compressed_branch: Branch | None) -
         block_topk_kernel,
         (
             *(record.query, record.compressed_key, jnp.where(lse_log2 == -jnp.inf, 0, lse_log2)),
-            current_blocks(selected_attention.places(record)),
+            current_blocks(selected_attention.block_positions(record)),
             *(record.q_segment_ids, record.compressed_segment_ids),
         ),
         [

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selected_attention import SelectedAttention, blocks, starts
+from ejkernel.families.selected_attention import SelectedAttention, num_listable_blocks, starts
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.ops.chips import gpu_of
@@ -62,7 +62,7 @@ DENSE_OPERATION = "flash_attention"
 
 def invert_block_lists(record: SelectedAttention, max_split_queries: int) -> QueryLists:
     """Returns the lists of a record, in splits of at most `max_split_queries` queries."""
-    block_indices, num_blocks = record.block_indices, blocks(record)
+    block_indices, num_blocks = record.block_indices, num_listable_blocks(record)
     assert block_indices is not None  # selected before
     if record.q_segment_ids is not None:
         block_indices = jnp.where((record.q_segment_ids >= 0)[..., None, None], block_indices, -1)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
+from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
 from ejkernel_triton.sizes import (
@@ -67,7 +67,7 @@ class SelectedSpec:
 def make_spec(record: SelectedAttention) -> SelectedSpec:
     """Returns the constants of a record's kernels on the device in use."""
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
-    count = slots(record)
+    count = blocks_per_query(record)
     return SelectedSpec(
         T=t,
         S=s,
@@ -81,7 +81,7 @@ def make_spec(record: SelectedAttention) -> SelectedSpec:
         BV=pad_to_dot_size(dv),
         NUM_LISTED_BLOCKS=count,
         BS=1 << (count - 1).bit_length(),
-        M=blocks(record),
+        M=num_listable_blocks(record),
         BLOCK_SIZE=record.block_size,
         HAS_BLOCK_STARTS=record.block_starts is not None,
         HAS_POSITIONS=record.q_positions is not None,

@@ -20,7 +20,7 @@ def implementations() -> tuple[Implementation, ...]:
             gradients=DIFFERENTIABLE_FIELDS,
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
-                handles=scan_sequences.HANDLES | {"initial_state"},
+                handles=scan_sequences.PACKED_STATE_FIELDS | {"initial_state"},
                 extra_reasons=decode.scan_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.ScanForward, backward=config.ScanBackward),

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -138,7 +138,7 @@ def _num_segments(record: SelectiveScan, device: DeviceInfo, block_e: int) -> in
     if record.cu_seqlens is not None:
         return 1  # packed sequences are scanned in parallel anyway
     warps = max(1, rows * cdiv(channels, block_e))
-    chunks = cdiv(tokens, INTERVAL)
+    chunks = cdiv(tokens, TOKENS_PER_STORED_STATE)
     if is_interpreting():
         return min(2, chunks)
     min_warps = MIN_BUSY_WARPS_PER_SM * gpu_of(device).multiprocessors

@@ -60,7 +60,7 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
         constants={"HAS_INITIAL_STATES": initial_states is not None, "spec": spec},
     )
     if record.cu_seqlens is not None:
-        final_states, states = final_states[0], packed_scan.stored_states(record.cu_seqlens, states)
+        final_states, states = final_states[0], packed_scan.zero_unused_states(record.cu_seqlens, states)
     return (output, jnp.swapaxes(final_states, 1, 2)), ScanResiduals(states=states)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, packed_scan
+from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import sequences
 
 
@@ -73,7 +73,9 @@ def make_spec(
     """
     (_, tokens, channels), state_dim = record.x.shape, record.decay.shape[1]
     packed = record.cu_seqlens is not None
-    num_intervals = packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, INTERVAL)
+    num_intervals = (
+        packed_scan.max_num_intervals(tokens, sequences(record)) if packed else cdiv(tokens, TOKENS_PER_STORED_STATE)
+    )
     intervals_per_segment = cdiv(num_intervals, max(1, splits))
     return ScanSpec(
         T=tokens,
@@ -82,7 +84,7 @@ def make_spec(
         BN=1 << (state_dim - 1).bit_length(),
         BLOCK_E=block_e,
         NUM_CHANNEL_TILES=cdiv(channels, block_e),
-        INTERVAL=INTERVAL,
+        INTERVAL=TOKENS_PER_STORED_STATE,
         NUM_INTERVALS=num_intervals,
         IS_PACKED=packed,
         # Packed sequences are scanned in parallel without a split.

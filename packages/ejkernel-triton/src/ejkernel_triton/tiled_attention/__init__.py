@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.tiled_attention import DROPOUT_FIELDS, MASK_FIELDS, ROUNDING_FIELDS, SOFTMAX_FIELDS
-from ejkernel.families.tiled_attention.block_maps import pattern_reasons
-from ejkernel.families.tiled_attention.kinds import tuning_key_of_large
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, MASK_FIELDS, NUMERICS_FIELDS, SOFTMAX_FIELDS
+from ejkernel.families.tiled_attention.block_maps import pattern_refusals
+from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config
 
-HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | ROUNDING_FIELDS | {"bias", "pattern", "lse_cotangent"}
+HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
@@ -18,7 +18,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if str(record.logits_dtype) not in ("float32", "bfloat16", "float16"):
         yield f"logits_dtype {record.logits_dtype} is not among bfloat16, float16, float32"
-    yield from pattern_reasons(record)
+    yield from pattern_refusals(record)
 
 
 def implementations() -> tuple[Implementation, ...]:
@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,
-            kind=tuning_key_of_large,
+            kind=tuning_key_of_large_calls,
             forward=config.TritonForward,
             backward=config.TritonBackward,
             public_fields=config.PUBLIC_FIELDS,

@@ -25,7 +25,7 @@ from ejkernel.families.tiled_attention import (
     TiledAttention,
     sinks_gradient,
     subtract_lse_cotangent,
-    sum_of_both_gradients,
+    unnormalised_gradients,
 )
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
@@ -57,7 +57,7 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         The gradient of each requested field, in its shape and dtype.
     """
     if pullback.lse_cotangent is not None and not pullback.record.normalize_output:
-        return sum_of_both_gradients(backward, pullback, params)
+        return unnormalised_gradients(backward, pullback, params)
     (key_tile, query_tile), record, requested = (
         backward_tiles(params),
         padding_as_segments(pullback.record),

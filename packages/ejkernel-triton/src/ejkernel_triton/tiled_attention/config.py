@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
@@ -358,7 +358,7 @@ def _has_segments_or_positions(record: TiledAttention) -> bool:
 
 def _attends_to_everything(record: TiledAttention) -> bool:
     """Returns whether every query attends to every key."""
-    return band(record) == (None, None) and record.pattern is None
+    return causal_window_bounds(record) == (None, None) and record.pattern is None
 
 
 def _forward_config(record: TiledAttention, tile: Tile) -> TritonForward:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention, block_maps, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import BlockMap, block_map
-from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, tile_cuts, tile_runs
+from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, nonempty_and_full_tile_runs, tile_cuts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def plan_query_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Bl
     if record.pattern is None:
         nonempty, full_pairs, xp = classify_tile_pairs(record, *tile_cuts(record, block_q, block_kv))
         return _consecutive_blocks(nonempty.swapaxes(1, 2), full_pairs.swapaxes(1, 2), xp)
-    return _listed_blocks(block_map(record, block_q, block_kv).by_keys())
+    return _listed_blocks(block_map(record, block_q, block_kv).transposed_by_keys())
 
 
 def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
@@ -62,12 +62,12 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
     if record.pattern is None:
         return plan_key_blocks(record, block_q, block_kv)
     pattern_blocks = block_map(record, block_q, block_kv)
-    ids = jnp.where(jnp.asarray(pattern_blocks.some), pattern_blocks.mask_ids, -1)
+    ids = jnp.where(jnp.asarray(pattern_blocks.any_allowed), pattern_blocks.mask_ids, -1)
     return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), lists=(ids.shape[1], ids.shape[3]))
 
 
 def _consecutive_blocks(nonempty: Any, full_pairs: Any, xp: Any) -> BlockTables:
-    table = xp.stack(tile_runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
+    table = xp.stack(nonempty_and_full_tile_runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
     return BlockTables(table=jnp.asarray(table), tile_masks=None, lists=None)
 
 

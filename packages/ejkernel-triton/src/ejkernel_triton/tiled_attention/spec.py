@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel_triton.launch import is_interpreting
@@ -130,7 +130,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         slice_rows: The result of `slices_rows` for the tiles.
     """
     (_, t, h, d), (_, s, hk, dv) = record.query.shape, record.value.shape
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     rounding_dtype = record.logits_dtype if record.logits_dtype != jnp.float32 else None
     is_scaled_product = _is_scaled_product(record)
     vendor, is_half_precision = current_device().vendor, record.query.dtype != jnp.float32

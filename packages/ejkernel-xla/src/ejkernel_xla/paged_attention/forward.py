@@ -21,7 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.paged_attention import PagedAttention, band, in_same_chunk, pair_bias, round_to_compute_dtype
+from ejkernel.families.paged_attention import (
+    PagedAttention,
+    causal_window_bounds,
+    in_same_chunk,
+    qq_bias_of_pairs,
+    round_to_compute_dtype,
+)
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.work import WorkList, longest_first, make_work_list, take_batch
 from ejkernel.families.tiled_attention import apply_soft_cap
@@ -81,7 +87,7 @@ def _attend_all_key_tiles(
         tile = _normalise_and_lse(record, running)
         return tuple(_store_tile(x, rows, part, cut) for x, part in zip(state, tile, strict=True))
 
-    return lax.fori_loop(jnp.int32(0), (work.live + cut.stack - 1) // cut.stack, batch, state)
+    return lax.fori_loop(jnp.int32(0), (work.num_live + cut.stack - 1) // cut.stack, batch, state)
 
 
 def accumulator(record: PagedAttention) -> Any:
@@ -146,13 +152,13 @@ def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: j
     scores = scores * record.softmax_scale
     heads, group = keys.shape[1], record.query.shape[1] // keys.shape[1]
     scores = scores.reshape(*scores.shape[:3], -1, group)
-    column = positions - at.context[:, None]
+    column = positions - at.context_length[:, None]
     if record.alibi_slopes is not None:
         slopes = record.alibi_slopes.astype(scores.dtype).reshape(heads, 1, 1, group)
         scores = scores + slopes * column[:, None, :, None, None].astype(scores.dtype)
-    row = (at.position - at.context)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
+    row = (at.position - at.context_length)[:, None, None] + jnp.arange(scores.shape[3], dtype=jnp.int32)
     rows_of = paged_cache.query_ranges(record)[1]
-    terms = pair_bias(record, rows_of, at.sequence[:, None, None], row, column[:, :, None])
+    terms = qq_bias_of_pairs(record, rows_of, at.sequence[:, None, None], row, column[:, :, None])
     if terms is not None:
         scores = scores + terms.astype(scores.dtype)[:, None, :, :, None]
     if record.logits_soft_cap is not None:
@@ -167,7 +173,7 @@ def _allowed_pairs(
     allowed = present[:, None, :, None, None]
     if cut.queries == 1:  # the keys from `low` to `high` are then exactly the row's
         return allowed
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     row = (at.position[:, None] + jnp.arange(cut.queries, dtype=jnp.int32))[:, None, None, :, None]
     key = positions[:, None, :, None, None]
     chunk = in_same_chunk(record, row, key)

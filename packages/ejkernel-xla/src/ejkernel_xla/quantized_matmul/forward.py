@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, apply_tensor_scale, matrix
+from ejkernel.families.quantized_matmul import QuantizedMatmul, accumulator, apply_tensor_scale, dequantized_matrix
 from ejkernel.planning.precision import product_precision
 
 
@@ -26,7 +26,7 @@ def product(record: QuantizedMatmul, rows: jax.Array, axis: int) -> jax.Array:
     """Returns rows times the matrix, over one axis of the matrix in its layout."""
     product = lax.dot_general(
         rows.astype(record.x.dtype),
-        matrix(record),
+        dequantized_matrix(record),
         (((1,), (axis,)), ((), ())),
         precision=product_precision(record.x.dtype, record.precision),
         preferred_element_type=accumulator(record),

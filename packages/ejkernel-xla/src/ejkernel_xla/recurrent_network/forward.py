@@ -8,8 +8,8 @@ from ejkernel.families.recurrent_network import (
     NetworkResiduals,
     RecurrentNetwork,
     State,
-    combined,
-    shape,
+    combine_gate_inputs,
+    layers_directions_and_hidden_size,
     stack_states,
     state_after_token,
 )
@@ -35,7 +35,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the gates of every token and the states after it.
     """
-    layers, directions, _ = shape(record)
+    layers, directions, _ = layers_directions_and_hidden_size(record)
     inputs, tokens = time_major(record.x), valid_tokens(record)
     layer_states: list[State] = []  # gates and states
     finals: list[State] = []
@@ -59,7 +59,7 @@ def _run(at: Direction, inputs: jax.Array, config: TokenBlocks) -> tuple[State, 
         carry: tuple[State, jax.Array], parts: tuple[jax.Array, jax.Array | None]
     ) -> tuple[tuple[State, jax.Array], State]:
         (state, projected), (following, is_real) = carry, parts
-        gates = combined(at.record.cell, projected, at.state_projection(state[0]))
+        gates = combine_gate_inputs(at.record.cell, projected, at.state_projection(state[0]))
         # 0 in padding: the backward pass reads them, and must find no NaN.
         gates = gates if is_real is None else tuple(jnp.where(is_real, x, 0) for x in gates)
         after = keep_state_in_padding(is_real, state_after_token(at.record.cell, gates, state), state)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.selected_attention.config import SelectedTiles
@@ -57,7 +57,7 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
     """
 
     def selected(
-        record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str]
+        record: SelectedAttention, branch: BranchResiduals, cotangent: jax.Array, grad_fields: frozenset[str]
     ) -> Gradients:
         return _selected_branch_gradients(record, branch, cotangent, config)
 
@@ -65,7 +65,7 @@ def backward(pullback: Pullback, config: SelectedTiles) -> Gradients:
 
 
 def _selected_branch_gradients(
-    record: SelectedAttention, branch: Branch, cotangent: jax.Array, config: SelectedTiles
+    record: SelectedAttention, branch: BranchResiduals, cotangent: jax.Array, config: SelectedTiles
 ) -> Gradients:
     """Returns gradients of query, key and value in the selected branch."""
     if not record.query.size:

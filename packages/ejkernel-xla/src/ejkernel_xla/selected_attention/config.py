@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
+from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 
@@ -58,5 +58,5 @@ def _with_default_sizes(record: SelectedAttention, rows: int) -> SelectedTiles:
 
 def _max_sorted_queries(record: SelectedAttention) -> int:
     """Returns the most queries whose pairs of block and slot can be numbered in 32 bits, for the sort."""
-    pairs = (blocks(record) + 1) * max(1, slots(record))
+    pairs = (num_listable_blocks(record) + 1) * max(1, blocks_per_query(record))
     return max(1, min(record.query.shape[1], 2**31 // pairs))

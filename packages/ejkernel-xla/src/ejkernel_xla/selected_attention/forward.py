@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals, select
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention, SelectedResiduals, select
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.families.tiled_attention import TiledAttention
@@ -51,7 +51,7 @@ def forward(record: SelectedAttention, config: SelectedTiles) -> tuple[jax.Array
     )
 
 
-def _select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def _select_blocks(record: SelectedAttention, compressed: BranchResiduals | None) -> jax.Array:
     return select(record)
 
 
@@ -83,12 +83,12 @@ class OnlineSoftmax(NamedTuple):
     acc: jax.Array
 
 
-def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> Branch:
+def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> BranchResiduals:
     """Returns the selected branch."""
     (rows, tokens, heads, _), values = record.query.shape, record.value.shape[3]
     if not record.query.size:  # loops over tiles would read one
         lse = jnp.zeros((rows, heads, tokens), accumulator(record))
-        return Branch(output=jnp.zeros((rows, tokens, heads, values), record.query.dtype), lse=lse)
+        return BranchResiduals(output=jnp.zeros((rows, tokens, heads, values), record.query.dtype), lse=lse)
     plan = make_plan(record, config)
     operands, dtype = arrange_operands(record, plan), accumulator(record)
     shape, size = (plan.queries, plan.group), record.value.shape[3]
@@ -118,7 +118,7 @@ def _selected_branch(record: SelectedAttention, config: SelectedTiles) -> Branch
     state = jnp.zeros((*lead, size), record.query.dtype), jnp.zeros(lead, dtype)
     output, lse = lax.fori_loop(jnp.int32(0), jnp.int32(plan.steps), step, state)
     length = record.query.shape[1]
-    return Branch(
+    return BranchResiduals(
         output=ungroup_query_heads(output, length),
         lse=ungroup_query_heads(lse[..., None], length)[..., 0].swapaxes(1, 2),
     )

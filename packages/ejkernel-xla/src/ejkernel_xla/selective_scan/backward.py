@@ -55,7 +55,7 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
         grads, sums, dstate, first = carry
         n = chunks(record) - 1 - n
         at = chunk_at(record, packed, n)
-        dstate = state_before_chunk(at._replace(opens=at.closes), dstate, after)
+        dstate = state_before_chunk(at._replace(starts_sequence=at.ends_sequence), dstate, after)
         # Tokens of other chunks are 0 here, and the state passes them unchanged; their own chunks compute their
         # gradients.
         x, cotangent = cut(record.x, at).astype(dtype), cut(outputs, at).astype(dtype)

@@ -1,4 +1,4 @@
-"""The chunks of a record: `INTERVAL` tokens each, from one stored state to the next."""
+"""The chunks of a record: `TOKENS_PER_STORED_STATE` tokens each, from one stored state to the next."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan, accumulator, packed_scan
+from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan, accumulator, packed_scan
 from ejkernel.families.selective_scan.packed_scan import IntervalTable
 from ejkernel_xla.selective_scan.kernels.chunk import Tokens
 
@@ -20,22 +20,22 @@ class ChunkSlice(NamedTuple):
         fresh: Which tokens of the slice are the chunk's, bool [1, L, 1]: the others are the chunk's before, or another
             sequence's.
         sequence: Whose it is, where sequences are packed; N for none.
-        opens: Whether the sequence begins with it.
-        closes: Whether the sequence ends with it.
+        starts_sequence: Whether the sequence begins with it.
+        ends_sequence: Whether the sequence ends with it.
     """
 
     start: jax.Array
     fresh: jax.Array
     sequence: jax.Array | None = None
-    opens: jax.Array | None = None
-    closes: jax.Array | None = None
+    starts_sequence: jax.Array | None = None
+    ends_sequence: jax.Array | None = None
 
 
 def chunks(record: SelectiveScan) -> int:
     """Returns number of chunks; of packed sequences the most that there can be."""
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
-        return cdiv(tokens, INTERVAL)
+        return cdiv(tokens, TOKENS_PER_STORED_STATE)
     return packed_scan.max_num_intervals(tokens, record.cu_seqlens.shape[0] - 1)
 
 
@@ -47,16 +47,16 @@ def intervals(record: SelectiveScan) -> IntervalTable | None:
 def chunk_at(record: SelectiveScan, packed: IntervalTable | None, n: jax.Array) -> ChunkSlice:
     """Returns the nth chunk."""
     tokens = record.x.shape[1]
-    length = min(INTERVAL, tokens)
+    length = min(TOKENS_PER_STORED_STATE, tokens)
     at = None if packed is None else IntervalTable(*(lax.dynamic_index_in_dim(x, n, keepdims=False) for x in packed))
-    first = n * INTERVAL if at is None else at.begin
+    first = n * TOKENS_PER_STORED_STATE if at is None else at.begin
     start = jnp.minimum(first, tokens - length)
     token = start + jnp.arange(length, dtype=jnp.int32)
     if at is None or record.cu_seqlens is None:
         return ChunkSlice(start, (token >= first)[None, :, None])
     used = at.sequence < record.cu_seqlens.shape[0] - 1
     fresh = used & (token >= first) & (token < at.end)
-    return ChunkSlice(start, fresh[None, :, None], at.sequence, at.opens & used, at.closes & used)
+    return ChunkSlice(start, fresh[None, :, None], at.sequence, at.starts_sequence & used, at.ends_sequence & used)
 
 
 def cut(x: jax.Array, at: ChunkSlice) -> jax.Array:
@@ -85,11 +85,11 @@ def state_before_chunk(at: ChunkSlice, state: jax.Array, states: jax.Array) -> j
 
     In reverse, `states` are the cotangents of the final states, and a sequence is entered with its last chunk.
     """
-    if at.sequence is None or at.opens is None:
+    if at.sequence is None or at.starts_sequence is None:
         return state
     initial = lax.dynamic_index_in_dim(states, jnp.minimum(at.sequence, states.shape[0] - 1), keepdims=True)
     # A choice and no product with 0: nothing of another sequence's state is left, NaN and infinities among it.
-    return jnp.where(at.opens, initial, state)
+    return jnp.where(at.starts_sequence, initial, state)
 
 
 def store_final_states(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:

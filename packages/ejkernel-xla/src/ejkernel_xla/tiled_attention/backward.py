@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.families.tiled_attention import TiledAttention, sum_of_both_gradients
+from ejkernel.families.tiled_attention import TiledAttention, unnormalised_gradients
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.tiled_attention.config import ChunkedSoftmax
 from ejkernel_xla.tiled_attention.forward import finite
@@ -79,7 +79,7 @@ def backward(pullback: Pullback, params: ChunkedSoftmax) -> Gradients:
     """
     record = pullback.record
     if pullback.lse_cotangent is not None and not record.normalize_output:
-        return sum_of_both_gradients(backward, pullback, params)
+        return unnormalised_gradients(backward, pullback, params)
     fields = {name: getattr(record, name) for name in sorted(pullback.grad_fields)}
     # The gradient of a query is complete after its tile; the other gradients are sums over query tiles.
     grads = {

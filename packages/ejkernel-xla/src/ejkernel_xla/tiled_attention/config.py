@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.params import Direction
 from ejkernel_xla.sizes import check_positive
 from ejkernel_xla.tiled_attention.plan import SCORES_PER_STEP
@@ -43,7 +43,9 @@ def heuristic(record: TiledAttention, device: Any, direction: Direction) -> Chun
     """
     if record.pattern is not None:
         return _clamped_blocks(record, DEFAULT_PATTERN_BLOCK, DEFAULT_PATTERN_BLOCK)
-    return _clamped_blocks(record, DEFAULT_BLOCK, DEFAULT_BLOCK if None in band(record) else DEFAULT_BLOCK // 2)
+    return _clamped_blocks(
+        record, DEFAULT_BLOCK, DEFAULT_BLOCK if None in causal_window_bounds(record) else DEFAULT_BLOCK // 2
+    )
 
 
 def candidates(record: TiledAttention, device: Any, direction: Direction) -> tuple[ChunkedSoftmax, ...]:

@@ -59,7 +59,7 @@ class TiledAxis:
     @property
     def cut(self) -> TileCut:
         """Returns the axis as `tile_pairs` takes it, for a length that is known."""
-        return TileCut(self.length, self.block, moved_back=True)
+        return TileCut(self.length, self.block, last_tile_moved_back=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ def run_on_token_shard(run: Run, record: LinearRecurrence, shards: TokenShards) 
 def record_for_explain(record: LinearRecurrence) -> LinearRecurrence:
     """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
     _check_no_trees(record)
-    return split_recurrence.with_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
+    return split_recurrence.with_initial_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
 
 
 def _check_no_trees(record: LinearRecurrence) -> None:
@@ -92,10 +92,10 @@ def summary(run: Run, record: LinearRecurrence, border_tokens: BorderTokens) -> 
     """Returns the summary of a shard."""
     if has_matrix_transition(record):
         return _summary_with_matrix_factor(run, record, border_tokens)
-    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.running)
-    keys = _tokens_weighted_by_exp(record.key, _gate_sums_after_token(key_gates), border_tokens.running, record)
+    key_gates, value_gates = _log_gates_of_tokens(record, border_tokens.trailing)
+    keys = _tokens_weighted_by_exp(record.key, _gate_sums_after_token(key_gates), border_tokens.trailing, record)
     values = _tokens_weighted_by_exp(
-        _written_values(record), _gate_sums_after_token(value_gates), border_tokens.running, record
+        _written_values(record), _gate_sums_after_token(value_gates), border_tokens.trailing, record
     )
     added = _sum_of_outer_products(keys, values, record)
     packed = border_tokens.packed
@@ -233,7 +233,7 @@ SPLIT_RECURRENCE_FUNCTIONS = SplitRecurrence(
     enters=segment_crosses_border,
     summary=summary,
     gradient=entering_state_gradient,
-    corrected=add_entering_state_to_results,
+    correct_results=add_entering_state_to_results,
     matrices=has_matrix_transition,
     states=states,
     name=lambda record: "initial_state" if record.cu_seqlens is None else "sequence_state",

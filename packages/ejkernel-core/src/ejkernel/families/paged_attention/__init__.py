@@ -12,9 +12,9 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import (
     PagedAttention,
     Window,
-    band,
+    causal_window_bounds,
     in_same_chunk,
-    pair_bias,
+    qq_bias_of_pairs,
     qq_bias_starts,
     round_to_compute_dtype,
 )
@@ -27,9 +27,9 @@ __all__ = [
     "Window",
     "apply_shard_offsets",
     "axes",
-    "band",
+    "causal_window_bounds",
     "in_same_chunk",
-    "pair_bias",
+    "qq_bias_of_pairs",
     "qq_bias_starts",
     "reference",
     "requests",

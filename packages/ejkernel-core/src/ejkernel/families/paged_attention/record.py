@@ -74,7 +74,7 @@ class PagedAttention:
     chunk_size: int | None = static(default=None)
 
     def __post_init__(self) -> None:
-        _without_empty_tables(self)
+        _pad_empty_tables(self)
         for name in ("block_tables", "kv_lens", "query_start", "kv_starts", "num_seqs", "shared_prefix"):
             values = getattr(self, name)
             if hasattr(values, "dtype") and not fits_int32(
@@ -83,7 +83,7 @@ class PagedAttention:
                 object.__setattr__(self, name, clamp_to_int32(values))
 
 
-def _without_empty_tables(record: PagedAttention) -> None:
+def _pad_empty_tables(record: PagedAttention) -> None:
     """Gives tables without entries one that is no page, and a call without sequences one that has no tokens."""
     tables, lengths, starts = record.block_tables, record.kv_lens, record.query_start
     shape = getattr(tables, "shape", ())
@@ -101,7 +101,7 @@ def _without_empty_tables(record: PagedAttention) -> None:
         object.__setattr__(record, name, value)
 
 
-def band(record: PagedAttention) -> Window:
+def causal_window_bounds(record: PagedAttention) -> Window:
     """Returns (left, right) such that causal and window together allow `-left <= k - p <= right`; None is unbounded."""
     left, right = record.sliding_window or (None, None)
     if record.causal:
@@ -109,43 +109,51 @@ def band(record: PagedAttention) -> Window:
     return left, right
 
 
-def pair_bias(
-    record: PagedAttention, rows_of: jax.Array, sequence: jax.Array, row: jax.Array, column: jax.Array
+def qq_bias_of_pairs(
+    record: PagedAttention,
+    rows_per_sequence: jax.Array,
+    sequence: jax.Array,
+    query_index: jax.Array,
+    key_index: jax.Array,
 ) -> jax.Array | None:
     """Returns what a record adds for pairs of new tokens; None for nothing. The indices broadcast against each other.
 
     Args:
         record: The record.
-        rows_of: [N] int, query rows of each sequence.
+        rows_per_sequence: [N] int, query rows of each sequence.
         sequence: The sequence of each pair, >= 0.
-        row: The query's index among its sequence's queries.
-        column: The key's index among them; a negative one is of a token before them.
+        query_index: The query's index among its sequence's queries.
+        key_index: The key's index among them; a negative one is of a token before them.
     """
     bias = record.qq_bias
     if bias is None:
         return None
-    size = rows_of[sequence] if bias.ndim == 1 else jnp.int32(bias.shape[-1])
-    outside = (row < 0) | (row >= size) | (column < 0) | (column >= size)
-    start = qq_bias_starts(record, rows_of)
+    size = rows_per_sequence[sequence] if bias.ndim == 1 else jnp.int32(bias.shape[-1])
+    outside = (query_index < 0) | (query_index >= size) | (key_index < 0) | (key_index >= size)
+    start = qq_bias_starts(record, rows_per_sequence)
     if bias.ndim == 1:
-        index = (jnp.int32(0) if start is None else start[sequence]) + row * size + column
+        index = (jnp.int32(0) if start is None else start[sequence]) + query_index * size + key_index
         return bias.at[jnp.where(outside, bias.size, index)].get(mode="fill", fill_value=0)
-    row = jnp.where(outside, size, row)  # an index for each axis: a flat one would overflow int32
-    at = (row, column) if bias.ndim == 2 else (sequence, row, column)
+    query_index = jnp.where(outside, size, query_index)  # an index for each axis: a flat one would overflow int32
+    at = (query_index, key_index) if bias.ndim == 2 else (sequence, query_index, key_index)
     return bias.at[at].get(mode="fill", fill_value=0)
 
 
-def qq_bias_starts(record: PagedAttention, rows_of: jax.Array) -> jax.Array | None:
+def qq_bias_starts(record: PagedAttention, rows_per_sequence: jax.Array) -> jax.Array | None:
     """Returns where each sequence's table of `qq_bias` starts, [N] int32; None if all share one.
 
     Args:
         record: The record.
-        rows_of: [N] int, query rows of each sequence.
+        rows_per_sequence: [N] int, query rows of each sequence.
     """
     bias = record.qq_bias
     if bias is None or bias.ndim == 2:
         return None
-    sizes = rows_of * rows_of if bias.ndim == 1 else jnp.full_like(rows_of, bias.shape[-1] ** 2)
+    sizes = (
+        rows_per_sequence * rows_per_sequence
+        if bias.ndim == 1
+        else jnp.full_like(rows_per_sequence, bias.shape[-1] ** 2)
+    )
     return jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
 

@@ -34,9 +34,9 @@ from jax import lax
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.record import (
     PagedAttention,
-    band,
+    causal_window_bounds,
     in_same_chunk,
-    pair_bias,
+    qq_bias_of_pairs,
     round_to_compute_dtype,
 )
 from ejkernel.families.tiled_attention import apply_soft_cap
@@ -53,7 +53,7 @@ def reference(record: PagedAttention) -> tuple[tuple[jax.Array, ...], None]:
     sequence, position = paged_cache.token_sequences_and_positions(record)
     keys, values, present = _gather_pages(record, sequence, accumulate)
     scores = _scores(record, keys, sequence, position, accumulate)
-    allowed = (present & _in_band(record, position))[:, None]
+    allowed = (present & _allowed_by_causal_window(record, position))[:, None]
     sink = jnp.full(record.query.shape[1], -jnp.inf) if record.softmax_aux is None else record.softmax_aux
     sink = jnp.where((sequence >= 0)[:, None], sink.astype(accumulate), -jnp.inf)[..., None]
     row_max = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, where=allowed, initial=-jnp.inf), sink)
@@ -96,7 +96,7 @@ def _scores(record: PagedAttention, keys: jax.Array, sequence: jax.Array, positi
     if record.alibi_slopes is not None:
         scores = scores + record.alibi_slopes.astype(dtype)[:, None] * column[:, None].astype(dtype)
     rows_of = paged_cache.query_ranges(record)[1]
-    terms = pair_bias(record, rows_of, jnp.maximum(sequence, 0)[:, None], (position - context)[:, None], column)
+    terms = qq_bias_of_pairs(record, rows_of, jnp.maximum(sequence, 0)[:, None], (position - context)[:, None], column)
     if terms is not None:
         scores = scores + terms[:, None].astype(dtype)
     if record.logits_soft_cap is not None:
@@ -109,9 +109,9 @@ def _lengths_before_queries(record: PagedAttention) -> jax.Array:
     return record.kv_lens.astype(jnp.int32) - paged_cache.query_ranges(record)[1]
 
 
-def _in_band(record: PagedAttention, position: jax.Array) -> jax.Array:
+def _allowed_by_causal_window(record: PagedAttention, position: jax.Array) -> jax.Array:
     """Returns bool [T, K]."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     key, position = jnp.arange(paged_cache.max_sequence_len(record), dtype=jnp.int32), position[:, None]
     allowed = in_same_chunk(record, position, key)
     allowed = jnp.ones((position.shape[0], key.shape[0]), bool) if allowed is None else allowed

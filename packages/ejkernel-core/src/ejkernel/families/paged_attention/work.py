@@ -1,7 +1,7 @@
 """The work list of paged attention: one entry for every tile of query rows of one sequence.
 
 It is made on the device from lengths that may be traced, and has a fixed size: q rows of n sequences have at most
-`q // block + n` tiles of `block` rows that are not empty. `deal_key_tiles` gives the key tiles of all entries to
+`q // block + n` tiles of `block` rows that are not empty. `distribute_key_tiles` gives the key tiles of all entries to
 programs in equal shares, so that one long sequence among short ones does not set the time.
 """
 
@@ -12,29 +12,29 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.record import PagedAttention, band
+from ejkernel.families.paged_attention.record import PagedAttention, causal_window_bounds
 
 
 class WorkList(NamedTuple):
     """Tiles of query rows, the real ones first. All int32.
 
     Attributes:
-        live: [], how many entries are real.
+        num_live: [], how many entries are real.
         sequence: [W].
         row: [W], the tile's first row of the record's queries.
         rows: [W], how many rows it has; 0 for entries that are not real.
         position: [W], of its first row.
-        context: [W], tokens of the sequence before its queries.
+        context_length: [W], tokens of the sequence before its queries.
         low: [W], the first key any of its rows attends.
         high: [W], one more than the last.
     """
 
-    live: jax.Array
+    num_live: jax.Array
     sequence: jax.Array
     row: jax.Array
     rows: jax.Array
     position: jax.Array
-    context: jax.Array
+    context_length: jax.Array
     low: jax.Array
     high: jax.Array
 
@@ -58,10 +58,10 @@ def longest_first(work: WorkList) -> WorkList:
     """Returns the entries with most keys first, so that entries worked on together end together."""
     # Entries that are not real come last, after tiles without keys, whose rows still have an output.
     order = jnp.argsort(jnp.where(work.rows > 0, work.low - work.high, 1), stable=True)
-    return WorkList(work.live, *(x[order] for x in work[1:]))
+    return WorkList(work.num_live, *(x[order] for x in work[1:]))
 
 
-class KeyTileShares(NamedTuple):
+class KeyTileRanges(NamedTuple):
     """The key tiles that each program processes. All arrays are int32.
 
     The key tiles of all entries and KV heads form one line: entry by entry, in an entry head by head. Program p
@@ -69,22 +69,22 @@ class KeyTileShares(NamedTuple):
 
     Attributes:
         start: [W], where an entry's tiles begin in the line.
-        tiles: [W], key tiles of one head of an entry; at least 1 where the entry is real, 0 elsewhere.
+        tiles_per_head: [W], key tiles of one head of an entry; at least 1 where the entry is real, 0 elsewhere.
         entry: [P], the entry in which a program begins.
         begin: [P].
-        share: [], tiles per program.
+        tiles_per_program: [], tiles per program.
         total: [].
     """
 
     start: jax.Array
-    tiles: jax.Array
+    tiles_per_head: jax.Array
     entry: jax.Array
     begin: jax.Array
-    share: jax.Array
+    tiles_per_program: jax.Array
     total: jax.Array
 
 
-def deal_key_tiles(work: WorkList, block_kv: int, kv_heads: int, programs: int) -> KeyTileShares:
+def distribute_key_tiles(work: WorkList, block_kv: int, kv_heads: int, programs: int) -> KeyTileRanges:
     """Deals the key tiles of a work list to programs, in shares that differ by none but the last.
 
     Args:
@@ -101,20 +101,20 @@ def deal_key_tiles(work: WorkList, block_kv: int, kv_heads: int, programs: int) 
     share = jnp.maximum(cdiv(total, programs), 1)
     begin = jnp.minimum(jnp.arange(programs, dtype=jnp.int32) * share, total)
     entry = jnp.sum(ends <= begin[:, None], axis=1, dtype=jnp.int32)
-    return KeyTileShares(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
+    return KeyTileRanges(ends - tiles * kv_heads, tiles, jnp.minimum(entry, ends.shape[0] - 1), begin, share, total)
 
 
-def take_batch(work: WorkList, batch: jax.Array, stack: int) -> WorkList:
-    """Returns the entries of one batch, `stack` of them."""
-    parts = (jax.lax.dynamic_slice(x, (batch * stack,), (stack,)) for x in work[1:])
-    return WorkList(work.live, *parts)
+def take_batch(work: WorkList, batch: jax.Array, entries_per_batch: int) -> WorkList:
+    """Returns the entries of one batch, `entries_per_batch` of them."""
+    parts = (jax.lax.dynamic_slice(x, (batch * entries_per_batch,), (entries_per_batch,)) for x in work[1:])
+    return WorkList(work.num_live, *parts)
 
 
 def _key_ranges_of_tiles(
     record: PagedAttention, sequence: jax.Array, position: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns first key and one more than the last key of tiles of `rows` rows from `position` on."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.max_sequence_len(record))
     if left is not None:

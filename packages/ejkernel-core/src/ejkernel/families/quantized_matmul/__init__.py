@@ -5,7 +5,13 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family
-from ejkernel.families.quantized_matmul.record import QuantizedMatmul, accumulator, apply_tensor_scale, columns, matrix
+from ejkernel.families.quantized_matmul.record import (
+    QuantizedMatmul,
+    accumulator,
+    apply_tensor_scale,
+    columns,
+    dequantized_matrix,
+)
 from ejkernel.families.quantized_matmul.reference import reference
 
 __all__ = [
@@ -15,7 +21,7 @@ __all__ = [
     "apply_tensor_scale",
     "axes",
     "columns",
-    "matrix",
+    "dequantized_matrix",
     "reference",
     "requests",
 ]

@@ -53,7 +53,7 @@ def columns(record: QuantizedMatmul) -> int:
     return record.scales.shape[0] if record.transpose else record.scales.shape[1] * record.format.group_size
 
 
-def matrix(record: QuantizedMatmul) -> jax.Array:
+def dequantized_matrix(record: QuantizedMatmul) -> jax.Array:
     """Returns the dequantised w without its tensor scale, rounded to x's dtype: [K, N], or [N, K] if `transpose`."""
     return rounded(decode(record.packed, record.scales, record.zeros, record.format), record.x.dtype).astype(
         record.x.dtype

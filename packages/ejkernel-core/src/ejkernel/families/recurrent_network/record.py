@@ -44,7 +44,7 @@ class NetworkResiduals:
     """The residuals of a forward pass, for every layer and direction, in the accumulator's dtype.
 
     Attributes:
-        gates: [L * R, B, T, ...], `combined` inputs and states of every token; 0 in padding.
+        gates: [L * R, B, T, ...], `combine_gate_inputs` inputs and states of every token; 0 in padding.
         hidden: [L * R, B, T, H], the states after every token.
         cell: [L * R, B, T, H], the cells after every token, only for lstm.
     """
@@ -68,7 +68,7 @@ def accumulator(record: RecurrentNetwork) -> Any:
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
-def shape(record: RecurrentNetwork) -> tuple[int, int, int]:
+def layers_directions_and_hidden_size(record: RecurrentNetwork) -> tuple[int, int, int]:
     """Returns L, R and H: layers, directions and hidden size."""
     layers, directions, _, hidden = record.weight_hh.shape
     return layers, directions, hidden
@@ -98,31 +98,31 @@ def real_tokens(record: RecurrentNetwork) -> jax.Array | None:
     return jnp.arange(record.x.shape[1], dtype=jnp.int32) < record.seq_lengths[:, None]
 
 
-def combined(cell: str, inputs: jax.Array, recurrent: jax.Array) -> State:
+def combine_gate_inputs(cell: str, inputs: jax.Array, recurrent_projection: jax.Array) -> State:
     """Returns the gates of a token before their nonlinearities; with the previous state they determine the next
     state.
 
     Args:
         cell: A key of `GATES_PER_CELL`.
         inputs: W_ih x + b_ih, [..., G * H].
-        recurrent: W_hh h + b_hh, [..., G * H].
+        recurrent_projection: W_hh h + b_hh, [..., G * H].
 
     Returns:
         Their sum gate by gate, but both parts of gru's third; each [..., H]. Residuals have them in one array.
     """
     count = GATES_PER_CELL[cell]
-    pairs = list(zip(split_gates(inputs, count), split_gates(recurrent, count), strict=True))
+    pairs = list(zip(split_gates(inputs, count), split_gates(recurrent_projection, count), strict=True))
     sums = tuple(x + y for x, y in (pairs[:2] if cell == "gru" else pairs))
     return (*sums, *pairs[2]) if cell == "gru" else sums
 
 
-def split_gates(side_by_side: jax.Array, count: int) -> State:
+def split_gates(concatenated_gates: jax.Array, count: int) -> State:
     """Returns the gates [..., H] that stand side by side in an array."""
-    return tuple(jnp.split(side_by_side, count, axis=-1))
+    return tuple(jnp.split(concatenated_gates, count, axis=-1))
 
 
 def input_and_recurrent_cotangents(cell: str, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the cotangents of inputs and recurrent parts, from that of what they were `combined` to."""
+    """Returns the cotangents of inputs and recurrent parts, from that of what they were `combine_gate_inputs` to."""
     if cell != "gru":
         return cotangent, cotangent
     two = cotangent.shape[-1] // 2
@@ -135,7 +135,7 @@ def state_after_token(cell: str, gates: State, state: State) -> State:
 
     Args:
         cell: A key of `GATES_PER_CELL`.
-        gates: What `combined` gives.
+        gates: What `combine_gate_inputs` gives.
         state: The state before it.
     """
     if cell == "gru":

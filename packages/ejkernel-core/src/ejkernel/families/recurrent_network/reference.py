@@ -27,11 +27,11 @@ from ejkernel.families.recurrent_network.record import (
     RecurrentNetwork,
     State,
     accumulator,
-    combined,
+    combine_gate_inputs,
     first_state,
     input_weights,
+    layers_directions_and_hidden_size,
     real_tokens,
-    shape,
     stack_states,
     state_after_token,
 )
@@ -45,7 +45,7 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the residuals.
     """
-    layers, directions, _ = shape(record)
+    layers, directions, _ = layers_directions_and_hidden_size(record)
     inputs, real = record.x.astype(accumulator(record)), real_tokens(record)
     tokens: list[State] = []  # gates and states of every layer and direction, [B, T, ...] each
     finals: list[State] = []
@@ -74,12 +74,12 @@ def _reference_direction(
         x, is_real = parts
         projected = jnp.matmul(x, weight_ih.T, precision=highest) + biases[0]
         recurrent = jnp.matmul(state[0], weight_hh.T, precision=highest) + biases[1]
-        gates = tuple(jnp.where(is_real[:, None], x, 0) for x in combined(record.cell, projected, recurrent))
+        gates = tuple(jnp.where(is_real[:, None], x, 0) for x in combine_gate_inputs(record.cell, projected, recurrent))
         after = state_after_token(record.cell, gates, state)
         after = tuple(jnp.where(is_real[:, None], new, old) for new, old in zip(after, state, strict=True))
         return after, (jnp.concatenate(gates, axis=-1), *after)
 
-    start = first_state(record, layer * shape(record)[1] + direction)
+    start = first_state(record, layer * layers_directions_and_hidden_size(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))
     last, stacked = lax.scan(run_token, start, tokens, reverse=direction == 1)
     return tuple(jnp.moveaxis(x, 0, 1) for x in stacked), last

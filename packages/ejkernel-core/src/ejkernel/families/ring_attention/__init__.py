@@ -11,8 +11,8 @@ from ejkernel.families.ring_attention.record import (
     RingAttention,
     as_tiled_attention,
     axis_size,
-    gathered,
     is_axis_bound,
+    with_gathered_keys,
 )
 from ejkernel.families.ring_attention.reference import reference
 
@@ -22,9 +22,9 @@ __all__ = [
     "apply_shard_offsets",
     "as_tiled_attention",
     "axis_size",
-    "gathered",
     "is_axis_bound",
     "reference",
+    "with_gathered_keys",
 ]
 
 

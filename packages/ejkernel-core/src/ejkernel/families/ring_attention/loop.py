@@ -39,7 +39,7 @@ from ejkernel.families.ring_attention.steps import (
     local_step,
     ring_kind,
     ring_of_steps,
-    step_at,
+    step_at_distance,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, sinks_gradient
 from ejkernel.planning.softmax_merge import PartialAttention, merge
@@ -86,8 +86,8 @@ def forward(record: RingAttention, config: Any, kernel: StepKernel) -> tuple[jax
     def remote_step(
         distance: Distance, travelling_keys: TravellingKeys, so_far: PartialAttention
     ) -> tuple[Gradients, PartialAttention]:
-        step = step_at(local, ring, distance, travelling_keys)
-        return {}, merge(so_far, *step.partials(attend(step)))
+        step = step_at_distance(local, ring, distance, travelling_keys)
+        return {}, merge(so_far, *step.partial_results(attend(step)))
 
     def run_local_step(travelling_keys: TravellingKeys) -> tuple[Gradients, PartialAttention]:
         # Only this step adds the sinks to its denominator, so they are counted once.
@@ -161,10 +161,10 @@ def _run_ring(
         The gradients of this device's keys, back home, and the state.
     """
     after_first_hop = {
-        hop: ring.shift(travelling_keys, hop) for hop in (1, -1) if (ring.before if hop == 1 else ring.after)
+        hop: ring.shift(travelling_keys, hop) for hop in (1, -1) if (ring.num_before if hop == 1 else ring.num_after)
     }
     home, state = run_local_step(travelling_keys)
-    directions = [(1, ring.before), (-1, ring.after)]
+    directions = [(1, ring.num_before), (-1, ring.num_after)]
     totals: list[Gradients] = []
     travelling_gradients = home
     for hop, last in directions:
@@ -227,10 +227,10 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
         of_lse = pullback.lse_cotangent
         part = Pullback(
             record=step.record,
-            residuals=SoftmaxResiduals(lse=step.take(lse, 2)),
-            output=step.take(output, 1),
-            cotangent=step.take(cotangent, 1),
-            lse_cotangent=None if of_lse is None else step.take(of_lse, 2),
+            residuals=SoftmaxResiduals(lse=step.take_query_rows(lse, 2)),
+            output=step.take_query_rows(output, 1),
+            cotangent=step.take_query_rows(cotangent, 1),
+            lse_cotangent=None if of_lse is None else step.take_query_rows(of_lse, 2),
             grad_fields=pullback.grad_fields,
         )
         gradients = {name: x.astype(dtype) for name, x in kernel.backward(part, config).items()}
@@ -241,7 +241,7 @@ def _step_gradients(pullback: Pullback, config: Any, kernel: StepKernel, ring: R
     def remote_step(
         distance: Distance, travelling_keys: TravellingKeys, stationary_gradients: Gradients
     ) -> tuple[Gradients, Gradients]:
-        grads = gradients_of_step(step_at(record, ring, distance, travelling_keys), travelling_keys)
+        grads = gradients_of_step(step_at_distance(record, ring, distance, travelling_keys), travelling_keys)
         source = (lax.axis_index(ring.axis_name) - distance) % ring.size
         return _travelling_gradients(grads), _add_stationary_gradients(
             grads, stationary_gradients, ring, source, travelling_keys
@@ -264,14 +264,21 @@ def _travelling_gradients(grads: Gradients) -> Gradients:
 
 
 def _add_stationary_gradients(
-    grads: Gradients, so_far: Gradients, ring: Ring, source: jax.Array, travelling_keys: TravellingKeys
+    grads: Gradients,
+    accumulated_gradients: Gradients,
+    ring: Ring,
+    source_device: jax.Array,
+    travelling_keys: TravellingKeys,
 ) -> Gradients:
     """Returns gradients of the query and of the bias with those of one step, whose bias has the columns of its keys."""
-    kept = {name: grads[name] + so_far[name] if name in so_far else grads[name] for name in {"query"} & set(grads)}
+    kept = {
+        name: grads[name] + accumulated_gradients[name] if name in accumulated_gradients else grads[name]
+        for name in {"query"} & set(grads)
+    }
     if "bias" in grads:
-        keys, total = travelling_keys["key"].shape[1], so_far["bias"]
-        part = grads["bias"] + columns(total, ring, source, keys)
-        kept["bias"] = put_key_columns(total, part, ring, source, keys)
+        keys, total = travelling_keys["key"].shape[1], accumulated_gradients["bias"]
+        part = grads["bias"] + columns(total, ring, source_device, keys)
+        kept["bias"] = put_key_columns(total, part, ring, source_device, keys)
     return kept
 
 

@@ -70,7 +70,7 @@ def as_tiled_attention(record: RingAttention) -> TiledAttention:
     return TiledAttention(**{name: getattr(record, name) for name in names})
 
 
-def gathered(record: RingAttention) -> RingAttention:
+def with_gathered_keys(record: RingAttention) -> RingAttention:
     """Returns the record with the keys of all devices, and with its queries' positions in the whole."""
     names = ("key", "value", "kv_segment_ids", "kv_positions")
     whole = {

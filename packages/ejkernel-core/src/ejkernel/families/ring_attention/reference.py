@@ -10,12 +10,12 @@ Source: Liu, Zaharia & Abbeel 2023 (arXiv:2310.01889).
 import jax
 
 from ejkernel.families import tiled_attention
-from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention, axis_size, gathered
+from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention, axis_size, with_gathered_keys
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 
 
 def reference(record: RingAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     """Computes the result of the family in plain jnp: every device gathers all keys."""
     return tiled_attention.reference(
-        as_tiled_attention(record if axis_size(record.axis_name) == 1 else gathered(record))
+        as_tiled_attention(record if axis_size(record.axis_name) == 1 else with_gathered_keys(record))
     )

@@ -17,7 +17,7 @@ from jax import lax
 
 from ejkernel.families.ring_attention import stripes
 from ejkernel.families.ring_attention.record import RingAttention, as_tiled_attention, axis_size
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 
 Tree = TypeVar("Tree")
 TravellingKeys = dict[str, jax.Array]
@@ -34,21 +34,21 @@ class Ring:
     Attributes:
         axis_name: The mesh axis.
         size: Devices along it.
-        before: Number of previous devices from which a device receives keys.
-        after: Number of later devices from which a device receives keys.
+        num_before: Number of previous devices from which a device receives keys.
+        num_after: Number of later devices from which a device receives keys.
         striped: Whether parts are stripes (see `stripes.py`).
     """
 
     axis_name: str
     size: int
-    before: int
-    after: int
+    num_before: int
+    num_after: int
     striped: bool
 
     @property
     def distances(self) -> tuple[int, ...]:
         """Returns how many places before a device each sender is, in the order of ring steps; negative after it."""
-        return (*range(1, self.before + 1), *range(-1, -self.after - 1, -1))
+        return (*range(1, self.num_before + 1), *range(-1, -self.num_after - 1, -1))
 
     def shift(self, tree: Tree, hops: int) -> Tree:
         """Returns what the device `hops` places before this one has."""
@@ -75,25 +75,27 @@ class Ring:
         return jnp.concatenate(pieces)[None]
 
     def run_ring(
-        self, travelling_keys: TravellingKeys, travelling_gradients: TravellingKeys, step_of: StepFunction, state: Any
+        self, travelling_keys: TravellingKeys, travelling_gradients: TravellingKeys, run_step: StepFunction, state: Any
     ) -> tuple[TravellingKeys, Any]:
         """Sends the keys of all devices around the ring, and runs one step for each device's keys that arrive here.
 
         Args:
             travelling_keys: This device's keys and what belongs to them.
             travelling_gradients: Zeros for what is collected for each device's keys on their way.
-            step_of: (device that the keys are from, keys, state) -> (what it adds to their gradients, state).
+            run_step: (device that the keys are from, keys, state) -> (what it adds to their gradients, state).
             state: What stays here.
 
         Returns:
             What was collected for this device's keys, back home, and the state.
         """
-        after = self.shift(travelling_keys, -1) if self.after else travelling_keys
+        after = self.shift(travelling_keys, -1) if self.num_after else travelling_keys
         total, state = self._run_ring_direction(
-            1, self.before, travelling_keys, travelling_gradients, step_of, state, first=0
+            1, self.num_before, travelling_keys, travelling_gradients, run_step, state, first=0
         )
-        if self.after:
-            more, state = self._run_ring_direction(-1, self.after, after, travelling_gradients, step_of, state, first=1)
+        if self.num_after:
+            more, state = self._run_ring_direction(
+                -1, self.num_after, after, travelling_gradients, run_step, state, first=1
+            )
             total = jax.tree.map(jnp.add, total, more)
         return total, state
 
@@ -103,7 +105,7 @@ class Ring:
         last: int,
         travelling_keys: TravellingKeys,
         travelling_gradients: TravellingKeys,
-        step_of: StepFunction,
+        run_step: StepFunction,
         state: Any,
         *,
         first: int,
@@ -116,7 +118,7 @@ class Ring:
         ) -> tuple[TravellingKeys, Any]:
             # Neither transfer depends on the kernel of this step, so both run while it computes.
             arriving = self.shift(travelling_gradients, direction)
-            added, state = step_of((me - direction * jnp.int32(hop)) % self.size, travelling_keys, state)
+            added, state = run_step((me - direction * jnp.int32(hop)) % self.size, travelling_keys, state)
             return jax.tree.map(jnp.add, arriving, added), state
 
         def step(
@@ -154,7 +156,7 @@ def _is_striped(record: RingAttention) -> bool:
     """Returns a mask that is causal, and nothing more, over queries and keys that are cut alike."""
     length = record.query.shape[1]
     whole = length == record.key.shape[1] and length % 2 == 0 and length > 0
-    return _masks_compare_indices(record) and band(as_tiled_attention(record)) == (None, 0) and whole
+    return _masks_compare_indices(record) and causal_window_bounds(as_tiled_attention(record)) == (None, 0) and whole
 
 
 def num_neighbours_with_keys(record: RingAttention, size: int) -> tuple[int, int]:
@@ -162,7 +164,7 @@ def num_neighbours_with_keys(record: RingAttention, size: int) -> tuple[int, int
     end.
     """
     everyone = size - 1, 0
-    left, right = band(as_tiled_attention(record))
+    left, right = causal_window_bounds(as_tiled_attention(record))
     if not _masks_compare_indices(record) or (left is None and right is None):
         return everyone
     device, (queries, keys) = np.arange(size), (record.query.shape[1], record.key.shape[1])
@@ -175,13 +177,13 @@ def num_neighbours_with_keys(record: RingAttention, size: int) -> tuple[int, int
 
 def local_record(record: RingAttention, ring: Ring) -> RingAttention:
     """Returns the record of what this device works on."""
-    rows = {name: axis for name, axis in QUERY_AXIS_BY_FIELD.items() if _has_rows(getattr(record, name), axis)}
+    rows = {name: axis for name, axis in QUERY_AXIS_BY_FIELD.items() if _varies_by_query(getattr(record, name), axis)}
     moved = {name: ring.stripe(getattr(record, name), axis) for name, axis in rows.items()}
     loads = {name: ring.stripe(x, 1) for name, x in travelling_keys_of(record).items()}
     return dataclasses.replace(record, **moved, **loads)
 
 
-def _has_rows(x: Any, axis: int) -> bool:
+def _varies_by_query(x: Any, axis: int) -> bool:
     return x is not None and x.shape[axis] > 1
 
 
@@ -201,7 +203,7 @@ def step_record(
         name: columns(x, ring, source, keys) for name in ("bias", "mask") if (x := getattr(record, name)) is not None
     }
     position_fields: dict[str, jax.Array] = {}
-    if band(as_tiled_attention(record)) != (None, None):
+    if causal_window_bounds(as_tiled_attention(record)) != (None, None):
         me, queries = lax.axis_index(record.axis_name), record.query.shape[1]
         position_fields["q_positions"] = ring.indices(me, queries) if record.q_positions is None else record.q_positions
         position_fields["kv_positions"] = travelling_keys.get("kv_positions", ring.indices(source, keys))

@@ -36,7 +36,7 @@ from ejkernel.families.ring_attention.schedule import (
     step_record,
     travelling_keys_of,
 )
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.planning.softmax_merge import PartialAttention
 
 RingKind = Literal["full", "zig-zag", "banded", "positioned"]
@@ -49,7 +49,7 @@ is traced.
 
 def ring_kind(record: RingAttention, ring: Ring) -> RingKind:
     """Returns which of the four kinds the steps of a record are."""
-    if band(as_tiled_attention(record)) == (None, None):
+    if causal_window_bounds(as_tiled_attention(record)) == (None, None):
         return "full"
     by_index = record.q_positions is None and record.kv_positions is None
     plain = by_index and record.bias is None and record.mask is None
@@ -67,34 +67,34 @@ class RingStep:
         rows: (first, last) of the device's queries that the step computes.
         columns: (first, last) of the present keys that the step reads.
         length: The device's queries.
-        present: Whether these keys exist at all, or came around the end of the sequence; a traced bool, or True.
+        keys_present: Whether these keys exist at all, or came around the end of the sequence; a traced bool, or True.
     """
 
     record: TiledAttention
     rows: tuple[int, int]
     columns: tuple[int, int]
     length: int
-    present: Any = True
+    keys_present: Any = True
 
-    def take(self, x: jax.Array, axis: int) -> jax.Array:
+    def take_query_rows(self, x: jax.Array, axis: int) -> jax.Array:
         """Returns the rows of the step's queries."""
         return lax.slice_in_dim(x, *self.rows, axis=axis)
 
-    def partials(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
+    def partial_results(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
         output = _pad_axis(part.output, self.rows, self.length, 1)
         lse = _pad_axis(part.lse, self.rows, self.length, 2, -jnp.inf)
-        return (PartialAttention(self._or_neutral(output, 0), self._or_neutral(lse, -jnp.inf)),)
+        return (PartialAttention(self._value_if_keys_present(output, 0), self._value_if_keys_present(lse, -jnp.inf)),)
 
     def spread(self, gradients: Gradients, keys: int) -> Gradients:
         """Returns gradients as those of all of the device's queries and of all keys that are here."""
         rows = {"query": (self.rows, self.length), "key": (self.columns, keys), "value": (self.columns, keys)}
         padded_gradients = {name: _pad_axis(x, *rows[name], 1) if name in rows else x for name, x in gradients.items()}
-        return {name: self._or_neutral(x, 0) for name, x in padded_gradients.items()}
+        return {name: self._value_if_keys_present(x, 0) for name, x in padded_gradients.items()}
 
-    def _or_neutral(self, x: jax.Array, otherwise: float) -> jax.Array:
-        """Returns x, or `otherwise` where the keys of the step are not present."""
-        return x if self.present is True else jnp.where(self.present, x, jnp.asarray(otherwise, x.dtype))
+    def _value_if_keys_present(self, x: jax.Array, absent_value: float) -> jax.Array:
+        """Returns x, or `absent_value` where the keys of the step are not present."""
+        return x if self.keys_present is True else jnp.where(self.keys_present, x, jnp.asarray(absent_value, x.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +109,12 @@ class ZigzagStep:
     record: TiledAttention
     before: jax.Array
 
-    def take(self, x: jax.Array, axis: int) -> jax.Array:
+    def take_query_rows(self, x: jax.Array, axis: int) -> jax.Array:
         """Returns the rows of the step's queries."""
         first_half, second_half = jnp.split(x, 2, axis)
         return jnp.concatenate([jnp.where(self.before, first_half, second_half), second_half])
 
-    def partials(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
+    def partial_results(self, part: PartialAttention) -> tuple[PartialAttention, ...]:
         """Returns results as attention of all of the device's queries, to merge."""
         (by_device, shared), (lse_by_device, shared_lse) = jnp.split(part.output, 2), jnp.split(part.lse, 2)
         zero, none = jnp.zeros_like(by_device), jnp.full_like(lse_by_device, -jnp.inf)
@@ -162,7 +162,7 @@ def local_step(record: RingAttention, ring: Ring, travelling_keys: TravellingKey
     return RingStep(met, (0, queries), (0, keys), queries)
 
 
-def step_at(
+def step_at_distance(
     record: RingAttention, ring: Ring, distance: Distance, travelling_keys: TravellingKeys
 ) -> RingStep | ZigzagStep:
     """Returns the step with the keys of the device `distance` places before; of a banded ring, an int."""
@@ -191,15 +191,15 @@ def abstract_steps(record: RingAttention) -> tuple[TiledAttention, ...]:
             local_step(record, ring, travelling_keys).record, softmax_aux=record.softmax_aux
         )
         distances = ring.distances if ring_kind(record, ring) == "banded" else ring.distances[:1]
-        return by_device, *(step_at(record, ring, distance, travelling_keys).record for distance in distances)
+        return by_device, *(step_at_distance(record, ring, distance, travelling_keys).record for distance in distances)
 
     return jax.eval_shape(lambda record: _compat.call_without_varying_axes(make, record), record)
 
 
 def _zigzag_step(record: RingAttention, before: jax.Array, travelling_keys: TravellingKeys) -> ZigzagStep:
-    def pick_halves(x: jax.Array, shared: int) -> jax.Array:
+    def pick_halves(x: jax.Array, shared_half_index: int) -> jax.Array:
         halves = jnp.split(x, 2, 1)
-        return jnp.concatenate([jnp.where(before, *halves), halves[shared]])
+        return jnp.concatenate([jnp.where(before, *halves), halves[shared_half_index]])
 
     loads = {name: pick_halves(x, 0) for name, x in travelling_keys.items()}
     moved = {"query": pick_halves(record.query, 1)}
@@ -218,16 +218,16 @@ def _banded_step(record: RingAttention, distance: int, travelling_keys: Travelli
     `shift = distance * length`. Where that leaves out a whole diagonal, a square at the corner has the pairs that are
     left.
     """
-    length, (left, right) = record.query.shape[1], band(as_tiled_attention(record))
+    length, (left, right) = record.query.shape[1], causal_window_bounds(as_tiled_attention(record))
     shift = distance * length
     left, right = None if left is None else left - shift, None if right is None else right + shift
     rows = columns = (0, length)
     if left is not None and left < 0:
         size = length + left
-        rows, columns, left, right = (0, size), (length - size, length), 0, _band_side_in_corner(right, left)
+        rows, columns, left, right = (0, size), (length - size, length), 0, _window_side_in_corner(right, left)
     elif right is not None and right < 0:
         size = length + right
-        rows, columns, left, right = (length - size, length), (0, size), _band_side_in_corner(left, right), 0
+        rows, columns, left, right = (length - size, length), (0, size), _window_side_in_corner(left, right), 0
     size = rows[1] - rows[0]
     window = tuple(None if side is None or side >= size - 1 else side for side in (left, right))
     cut = {name: lax.slice_in_dim(x, *columns, axis=1) for name, x in travelling_keys.items()}
@@ -241,15 +241,15 @@ def _banded_step(record: RingAttention, distance: int, travelling_keys: Travelli
     return RingStep(met, rows, columns, length, present)
 
 
-def _band_side_in_corner(side: int | None, cut: int) -> int | None:
+def _window_side_in_corner(window_side: int | None, cut: int) -> int | None:
     """Returns a side of the band within a corner, whose diagonal is `-cut` places further."""
-    return None if side is None else side + cut
+    return None if window_side is None else window_side + cut
 
 
-def _pad_axis(x: jax.Array, span: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
+def _pad_axis(x: jax.Array, index_range: tuple[int, int], length: int, axis: int, fill: float = 0) -> jax.Array:
     """Returns an axis of `length` with x at an index, and `fill` around it."""
-    if span == (0, length):
+    if index_range == (0, length):
         return x
     padding = [(0, 0)] * x.ndim
-    padding[axis] = (span[0], length - span[1])
+    padding[axis] = (index_range[0], length - index_range[1])
     return jnp.pad(x, padding, constant_values=fill)

@@ -40,9 +40,9 @@ def unstripe(x: jax.Array, axis: int, axis_name: str) -> jax.Array:
     )
 
 
-def half_starts(source: Any, half: int, size: int) -> tuple[Any, Any]:
+def half_starts(source: Any, half_length: int, size: int) -> tuple[Any, Any]:
     """Returns where the two halves of a device begin in the whole sequence."""
-    return source * half, (2 * size - 1 - source) * half
+    return source * half_length, (2 * size - 1 - source) * half_length
 
 
 def _half_transfers(size: int) -> tuple[DevicePairs, DevicePairs]:

@@ -20,26 +20,34 @@ class BlockPositions(NamedTuple):
         starts: [M] int32, the first key of every block.
         size: Keys per block.
         query_positions: [B|1, T] int32, index of the key at each query's position.
-        q_ids: [B, T] int32, < 0 for padding; with block_ids: a query reads blocks of its own id.
-        block_ids: [B, M] int32.
+        query_segment_ids: [B, T] int32, < 0 for padding; with block_ids: a query reads blocks of its own id.
+        block_segment_ids: [B, M] int32.
     """
 
     starts: jax.Array
     size: int
     query_positions: jax.Array
-    q_ids: jax.Array | None
-    block_ids: jax.Array | None
+    query_segment_ids: jax.Array | None
+    block_segment_ids: jax.Array | None
 
 
-def current_blocks(places: BlockPositions) -> jax.Array:
+def current_blocks(block_positions: BlockPositions) -> jax.Array:
     """Returns the block that holds each query's position, [B|1, T] int32; -1 for padding."""
-    shape = places.query_positions.shape
-    after = jnp.searchsorted(places.starts, places.query_positions.reshape(-1), side="right", method="scan_unrolled")
+    shape = block_positions.query_positions.shape
+    after = jnp.searchsorted(
+        block_positions.starts, block_positions.query_positions.reshape(-1), side="right", method="scan_unrolled"
+    )
     current = after.astype(jnp.int32).reshape(shape) - 1
-    return current if places.q_ids is None else jnp.where(places.q_ids >= 0, current, -1)
+    return (
+        current
+        if block_positions.query_segment_ids is None
+        else jnp.where(block_positions.query_segment_ids >= 0, current, -1)
+    )
 
 
-def select_blocks(query: jax.Array, keys: jax.Array, scale: float, count: int, places: BlockPositions) -> jax.Array:
+def select_blocks(
+    query: jax.Array, keys: jax.Array, scale: float, count: int, block_positions: BlockPositions
+) -> jax.Array:
     """Returns the blocks with the largest softmax weight, summed over the query heads of a KV head, [B, T, Hk, N]
     int32.
 
@@ -52,14 +60,14 @@ def select_blocks(query: jax.Array, keys: jax.Array, scale: float, count: int, p
         keys: [B, M, Hk, D], what stands for the keys of a block.
         scale: Factor on the scores.
         count: Blocks per query, at least its own.
-        places: Where the blocks lie.
+        block_positions: Where the blocks lie.
     """
     query, keys = lax.stop_gradient((query, keys))
     rows, tokens, heads, _ = query.shape
     tile = max(1, min(tokens, MAX_SCORES_AT_ONCE // max(1, rows * heads * keys.shape[1])))
     tiles = cdiv(tokens, tile)
     others = max(0, min(count, keys.shape[1]) - 1)
-    current = current_blocks(places)
+    current = current_blocks(block_positions)
     if not others:
         shape = (rows, tokens, keys.shape[2], count)
         return jnp.where(jnp.arange(count) > 0, -1, jnp.broadcast_to(current[:, :, None, None], shape))
@@ -72,12 +80,18 @@ def select_blocks(query: jax.Array, keys: jax.Array, scale: float, count: int, p
         part, query_positions, current_block, q_ids = inputs
         return _indices_of_largest(
             _block_weights(
-                part, keys, scale, places._replace(query_positions=query_positions, q_ids=q_ids), current_block
+                part,
+                keys,
+                scale,
+                block_positions._replace(query_positions=query_positions, query_segment_ids=q_ids),
+                current_block,
             ),
             others,
         )
 
-    parts = jax.tree.map(split_into_tiles, (query, places.query_positions, current, places.q_ids))
+    parts = jax.tree.map(
+        split_into_tiles, (query, block_positions.query_positions, current, block_positions.query_segment_ids)
+    )
     picked_blocks = lax.map(select_blocks_of_tile, parts)
     picked_blocks = picked_blocks.swapaxes(0, 1).reshape(rows, tiles * tile, *picked_blocks.shape[3:])[:, :tokens]
     current = jnp.broadcast_to(current[:, :, None, None], (rows, tokens, keys.shape[2], 1))
@@ -86,7 +100,7 @@ def select_blocks(query: jax.Array, keys: jax.Array, scale: float, count: int, p
 
 
 def _block_weights(
-    query: jax.Array, keys: jax.Array, scale: float, places: BlockPositions, current_block: jax.Array
+    query: jax.Array, keys: jax.Array, scale: float, block_positions: BlockPositions, current_block: jax.Array
 ) -> jax.Array:
     """Returns softmax weights of the complete blocks, summed over query heads, [B, t, Hk, M]; -1 where nothing is to
     take.
@@ -97,9 +111,11 @@ def _block_weights(
     grouped = query.reshape(rows, tile, kv_heads, heads // kv_heads, channels)
     exact: Any = {"precision": product_precision(query.dtype), "preferred_element_type": wide}
     scores = jnp.einsum("btghd,bmgd->btghm", grouped, keys, **exact) * scale
-    complete = places.starts + (places.size - 1) <= places.query_positions[:, :, None]
-    if places.q_ids is not None and places.block_ids is not None:
-        complete &= (places.q_ids[:, :, None] == places.block_ids[:, None]) & (places.q_ids >= 0)[:, :, None]
+    complete = block_positions.starts + (block_positions.size - 1) <= block_positions.query_positions[:, :, None]
+    if block_positions.query_segment_ids is not None and block_positions.block_segment_ids is not None:
+        complete &= (block_positions.query_segment_ids[:, :, None] == block_positions.block_segment_ids[:, None]) & (
+            block_positions.query_segment_ids >= 0
+        )[:, :, None]
     before = (complete & (jnp.arange(keys.shape[1]) < current_block[:, :, None]))[:, :, None]
     complete = complete[:, :, None, None]
     row_max = jnp.max(scores, axis=-1, keepdims=True, where=complete, initial=-jnp.inf)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.selected_attention.record import (
-    GATES,
-    Branch,
+    GATE_FIELD_BY_BRANCH,
+    BranchResiduals,
     SelectedAttention,
     SelectedResiduals,
     compressed,
@@ -23,14 +23,14 @@ from ejkernel.families.selected_attention.record import (
     window,
 )
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
-from ejkernel.families.tiled_attention.isolation import isolate_rows
+from ejkernel.families.tiled_attention.isolation import mark_nonfinite_rows_in_lse
 from ejkernel.types.pullback import Pullback
 
 Gradients = dict[str, jax.Array]
 SHARED_FIELDS = frozenset({"query", "key", "value"})
-SelectedBranchFunction = Callable[[SelectedAttention], Branch]
-SelectBlocksFunction = Callable[[SelectedAttention, Branch | None], jax.Array]
-SelectedGradientsFunction = Callable[[SelectedAttention, Branch, jax.Array, frozenset[str]], Gradients]
+SelectedBranchFunction = Callable[[SelectedAttention], BranchResiduals]
+SelectBlocksFunction = Callable[[SelectedAttention, BranchResiduals | None], jax.Array]
+SelectedGradientsFunction = Callable[[SelectedAttention, BranchResiduals, jax.Array, frozenset[str]], Gradients]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,41 +47,47 @@ class DenseKernel:
 
 
 def forward(
-    record: SelectedAttention, selected: SelectedBranchFunction, select: SelectBlocksFunction, dense: DenseKernel
+    record: SelectedAttention,
+    run_selected_branch: SelectedBranchFunction,
+    select_blocks: SelectBlocksFunction,
+    dense_kernel: DenseKernel,
 ) -> tuple[jax.Array, SelectedResiduals]:
     """Returns output and residuals of a record.
 
     Args:
         record: The canonical arguments.
-        selected: Computes the selected branch of a record with block indices, and with zeros in the padding.
-        select: (record, its compressed branch, if there is one) -> the blocks that are selected, [B, T, Hk, N] int32.
-        dense: What attends in the other branches.
+        run_selected_branch: Computes the selected branch of a record with block indices, and with zeros in the padding.
+        select_blocks: (record, its compressed branch, if there is one) -> the blocks that are selected, [B, T, Hk, N]
+            int32.
+        dense_kernel: What attends in the other branches.
 
     Returns:
         [B, T, H, Dv] in the query's dtype, and the residuals for the backward pass.
     """
     record, chosen = with_zeroed_padding(record), None
-    branches: dict[str, Branch] = {}
+    branches: dict[str, BranchResiduals] = {}
     for name, branch in (("compressed", compressed(record)), ("window", window(record))):
         if branch is not None:
-            output, residuals, *_ = dense.forward(branch)
-            branches[name] = Branch(output=output, lse=residuals.lse)
+            output, residuals, *_ = dense_kernel.forward(branch)
+            branches[name] = BranchResiduals(output=output, lse=residuals.lse)
     listed = record
     if record.block_indices is None:
-        chosen = select(record, branches.get("compressed"))
+        chosen = select_blocks(record, branches.get("compressed"))
         listed = dataclasses.replace(record, block_indices=chosen)
-    branches["selected"] = selected(listed)
+    branches["selected"] = run_selected_branch(listed)
     return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=chosen)
 
 
-def backward(pullback: Pullback, selected: SelectedGradientsFunction, dense: DenseKernel) -> Gradients:
+def backward(
+    pullback: Pullback, differentiate_selected_branch: SelectedGradientsFunction, dense_kernel: DenseKernel
+) -> Gradients:
     """Returns gradients of the requested fields of a record.
 
     Args:
         pullback: Record, residuals, output and its cotangent, and the requested names.
-        selected: (record as in the forward pass, branch, its cotangent, wanted of query, key and value) -> gradients
-            of the selected branch.
-        dense: What differentiates the others.
+        differentiate_selected_branch: (record as in the forward pass, branch, its cotangent, wanted of query, key and
+            value) -> gradients of the selected branch.
+        dense_kernel: What differentiates the others.
 
     Returns:
         Each requested gradient, in its field's shape and dtype.
@@ -98,8 +104,8 @@ def backward(pullback: Pullback, selected: SelectedGradientsFunction, dense: Den
             gradient = branch_grads[name].astype(wide)
             grads[name] = grads[name] + gradient if name in grads else gradient
 
-    for name, gate in GATES.items():
-        branch: Branch | None = getattr(pullback.residuals, name)
+    for name, gate in GATE_FIELD_BY_BRANCH.items():
+        branch: BranchResiduals | None = getattr(pullback.residuals, name)
         if branch is None:
             continue
         factor, gated_cotangent = getattr(record, gate), cotangent
@@ -108,22 +114,26 @@ def backward(pullback: Pullback, selected: SelectedGradientsFunction, dense: Den
             gated_cotangent = cotangent * factor[..., None].astype(wide)
         gated_cotangent = gated_cotangent.astype(record.query.dtype)
         if record.q_segment_ids is not None:  # the product may overflow its dtype
-            gated_cotangent, lse = isolate_rows(gated_cotangent, branch.lse)
+            gated_cotangent, lse = mark_nonfinite_rows_in_lse(gated_cotangent, branch.lse)
             branch = dataclasses.replace(branch, lse=lse)
         if name != "selected":
-            add_branch_gradients(_dense_branch_gradients(record, name, branch, gated_cotangent, grad_fields, dense))
+            add_branch_gradients(
+                _dense_branch_gradients(record, name, branch, gated_cotangent, grad_fields, dense_kernel)
+            )
         elif grad_fields & SHARED_FIELDS:
-            add_branch_gradients(selected(record, branch, gated_cotangent, grad_fields & SHARED_FIELDS))
+            add_branch_gradients(
+                differentiate_selected_branch(record, branch, gated_cotangent, grad_fields & SHARED_FIELDS)
+            )
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(grad_fields)}
 
 
 def _dense_branch_gradients(
     record: SelectedAttention,
     name: str,
-    branch: Branch,
+    branch: BranchResiduals,
     cotangent: jax.Array,
     grad_fields: frozenset[str],
-    dense: DenseKernel,
+    dense_kernel: DenseKernel,
 ) -> Gradients:
     """Returns gradients of a branch that is tiled attention, by their names in the record of all branches."""
     inner_record = compressed(record) if name == "compressed" else window(record)
@@ -139,7 +149,7 @@ def _dense_branch_gradients(
         cotangent=cotangent,
         grad_fields=inner,
     )
-    return {outer[x]: gradient for x, gradient in dense.backward(pullback).items()}
+    return {outer[x]: gradient for x, gradient in dense_kernel.backward(pullback).items()}
 
 
 def with_zeroed_padding(record: SelectedAttention) -> SelectedAttention:
@@ -147,7 +157,7 @@ def with_zeroed_padding(record: SelectedAttention) -> SelectedAttention:
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return record
     rows = {"query": record.q_segment_ids, "key": record.kv_segment_ids, "value": record.kv_segment_ids}
-    rows |= {gate: record.q_segment_ids for gate in GATES.values() if getattr(record, gate) is not None}
+    rows |= {gate: record.q_segment_ids for gate in GATE_FIELD_BY_BRANCH.values() if getattr(record, gate) is not None}
     return dataclasses.replace(record, **{name: zero_padding(getattr(record, name), ids) for name, ids in rows.items()})
 
 

@@ -62,7 +62,7 @@ class SelectedAttention:
 
 
 @arguments
-class Branch:
+class BranchResiduals:
     """The residuals of a branch.
 
     Attributes:
@@ -85,17 +85,17 @@ class SelectedResiduals:
         block_indices: [B, T, Hk, N] int32, the selected blocks; None if the caller passed `block_indices`.
     """
 
-    selected: Branch
-    compressed: Branch | None = None
-    window: Branch | None = None
+    selected: BranchResiduals
+    compressed: BranchResiduals | None = None
+    window: BranchResiduals | None = None
     block_indices: jax.Array | None = None
 
 
-GATES = {"selected": "g_slc", "compressed": "g_cmp", "window": "g_swa"}
+GATE_FIELD_BY_BRANCH = {"selected": "g_slc", "compressed": "g_cmp", "window": "g_swa"}
 """The field that gates each branch."""
 
 
-def blocks(record: SelectedAttention) -> int:
+def num_listable_blocks(record: SelectedAttention) -> int:
     """Returns how many blocks there are to list."""
     if record.block_starts is not None:
         return record.block_starts.shape[0]
@@ -104,7 +104,7 @@ def blocks(record: SelectedAttention) -> int:
     return cdiv(record.key.shape[1], record.block_size)
 
 
-def slots(record: SelectedAttention) -> int:
+def blocks_per_query(record: SelectedAttention) -> int:
     """Returns how many blocks a query has room for."""
     return max(1, record.selected_blocks) if record.block_indices is None else record.block_indices.shape[3]
 
@@ -112,7 +112,11 @@ def slots(record: SelectedAttention) -> int:
 def starts(record: SelectedAttention) -> jax.Array:
     """Returns the first key of every block, int32 [M]."""
     block_starts = record.block_starts
-    return jnp.arange(blocks(record), dtype=jnp.int32) * record.block_size if block_starts is None else block_starts
+    return (
+        jnp.arange(num_listable_blocks(record), dtype=jnp.int32) * record.block_size
+        if block_starts is None
+        else block_starts
+    )
 
 
 def query_positions(record: SelectedAttention) -> jax.Array:
@@ -121,14 +125,14 @@ def query_positions(record: SelectedAttention) -> jax.Array:
     return jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q_positions is None else q_positions
 
 
-def places(record: SelectedAttention) -> BlockPositions:
+def block_positions(record: SelectedAttention) -> BlockPositions:
     """Returns the positions of the blocks, to select among them."""
     return BlockPositions(
         starts=starts(record),
         size=record.block_size,
         query_positions=query_positions(record),
-        q_ids=record.q_segment_ids,
-        block_ids=record.compressed_segment_ids,
+        query_segment_ids=record.q_segment_ids,
+        block_segment_ids=record.compressed_segment_ids,
     )
 
 
@@ -141,7 +145,7 @@ def select(record: SelectedAttention) -> jax.Array:
     keys, scale = record.compressed_key, record.softmax_scale
     if keys is None:  # without keys all weights are 0
         keys = record.key[:, :0]
-    return block_selection.select_blocks(record.query, keys, scale, slots(record), places(record))
+    return block_selection.select_blocks(record.query, keys, scale, blocks_per_query(record), block_positions(record))
 
 
 def compressed(record: SelectedAttention) -> TiledAttention | None:
@@ -180,11 +184,11 @@ def as_tiled_attention(record: SelectedAttention, **fields: Any) -> TiledAttenti
     return TiledAttention(**{**shared, **fields})
 
 
-def sum_of_gated_branches(record: SelectedAttention, branches: Mapping[str, Branch]) -> jax.Array:
+def sum_of_gated_branches(record: SelectedAttention, branches: Mapping[str, BranchResiduals]) -> jax.Array:
     """Returns the sum of the branches, each times its gate, [B, T, H, Dv] in the query's dtype."""
     dtype = jnp.promote_types(record.query.dtype, jnp.float32)
     total: Any = 0
     for name, branch in branches.items():
-        gate, output = getattr(record, GATES[name]), branch.output.astype(dtype)
+        gate, output = getattr(record, GATE_FIELD_BY_BRANCH[name]), branch.output.astype(dtype)
         total = total + (output if gate is None else gate[..., None].astype(dtype) * output)
     return total.astype(record.query.dtype)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ejkernel.families import tiled_attention
 from ejkernel.families.selected_attention.record import (
-    Branch,
+    BranchResiduals,
     SelectedAttention,
     SelectedResiduals,
     as_tiled_attention,
@@ -46,11 +46,11 @@ def reference(record: SelectedAttention) -> tuple[jax.Array, SelectedResiduals]:
         "compressed": compressed(record),
         "window": window(record),
     }
-    branches: dict[str, Branch] = {}
+    branches: dict[str, BranchResiduals] = {}
     for name, one in records.items():
         if one is not None:
             output, residuals = tiled_attention.reference(one)
-            branches[name] = Branch(output=output, lse=residuals.lse)
+            branches[name] = BranchResiduals(output=output, lse=residuals.lse)
     selected = indices if record.block_indices is None else None
     return sum_of_gated_branches(record, branches), SelectedResiduals(**branches, block_indices=selected)
 

@@ -5,14 +5,20 @@ from typing import Any
 import numpy as np
 
 from ejkernel.families.contract import Family, TokenShardFunctions
-from ejkernel.families.selective_scan.record import INTERVAL, ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel.families.selective_scan.record import (
+    TOKENS_PER_STORED_STATE,
+    ScanResiduals,
+    SelectiveScan,
+    accumulator,
+    first_state,
+)
 from ejkernel.families.selective_scan.reference import reference
 from ejkernel.families.selective_scan.token_shards import record_for_explain, run_on_token_shard
 from ejkernel.planning.requests import packed_requests
 
 __all__ = [
     "FAMILY",
-    "INTERVAL",
+    "TOKENS_PER_STORED_STATE",
     "ScanResiduals",
     "SelectiveScan",
     "accumulator",

@@ -30,20 +30,20 @@ class IntervalTable(NamedTuple):
         sequence: [J], the sequence of each interval; N for an unused entry.
         begin: [J], the first token of each interval.
         end: [J], the token after the sequence's last.
-        opens: bool [J], whether the interval is the first of its sequence.
-        closes: bool [J], whether the interval is the last of its sequence.
+        starts_sequence: bool [J], whether the interval is the first of its sequence.
+        ends_sequence: bool [J], whether the interval is the last of its sequence.
     """
 
     sequence: jax.Array
     begin: jax.Array
     end: jax.Array
-    opens: jax.Array
-    closes: jax.Array
+    starts_sequence: jax.Array
+    ends_sequence: jax.Array
 
 
-def max_num_intervals(tokens: int, sequences: int) -> int:
+def max_num_intervals(tokens: int, num_sequences: int) -> int:
     """Returns the most intervals that so many packed sequences of together so many tokens have."""
-    return tokens // TOKENS_PER_INTERVAL + sequences
+    return tokens // TOKENS_PER_INTERVAL + num_sequences
 
 
 def first_interval_of_sequences(cu_seqlens: jax.Array) -> jax.Array:
@@ -70,7 +70,7 @@ def make_interval_table(cu_seqlens: jax.Array, tokens: int) -> IntervalTable:
     return IntervalTable(sequence, begin, bounds[at + 1], opens, closes)
 
 
-def stored_states(cu_seqlens: jax.Array, states: jax.Array) -> jax.Array:
+def zero_unused_states(cu_seqlens: jax.Array, states: jax.Array) -> jax.Array:
     """Returns states before intervals [1, J, ...] as a kernel stored them: 0 for intervals that no sequence has."""
     used = jnp.arange(states.shape[1], dtype=jnp.int32) < first_interval_of_sequences(cu_seqlens)[-1]
     return jnp.where(used.reshape(1, -1, *(1,) * (states.ndim - 2)), states, 0)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.families.selective_scan import packed_scan
 from ejkernel.types.arguments import arguments
 
-INTERVAL = packed_scan.TOKENS_PER_INTERVAL
+TOKENS_PER_STORED_STATE = packed_scan.TOKENS_PER_INTERVAL
 """Tokens between the states that a forward pass leaves for the backward pass."""
 
 

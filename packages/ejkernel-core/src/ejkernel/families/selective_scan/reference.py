@@ -18,7 +18,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.families.selective_scan import packed_scan
-from ejkernel.families.selective_scan.record import INTERVAL, ScanResiduals, SelectiveScan, accumulator, first_state
+from ejkernel.families.selective_scan.record import (
+    TOKENS_PER_STORED_STATE,
+    ScanResiduals,
+    SelectiveScan,
+    accumulator,
+    first_state,
+)
 from ejkernel.planning import packing, slots
 
 
@@ -32,7 +38,7 @@ def reference(record: SelectiveScan) -> tuple[tuple[jax.Array, jax.Array], ScanR
     if record.cu_seqlens is not None:
         return _packed_reference(record, record.cu_seqlens)
     _, outputs, before, final = _scan_tokens(record, first_state(record), None)
-    residuals = ScanResiduals(states=jnp.moveaxis(before[::INTERVAL], 0, 1))
+    residuals = ScanResiduals(states=jnp.moveaxis(before[::TOKENS_PER_STORED_STATE], 0, 1))
     return (jnp.moveaxis(outputs, 0, 1).astype(record.x.dtype), jnp.swapaxes(final, 1, 2)), residuals
 
 
@@ -56,7 +62,7 @@ def _packed_reference(
     if original.initial_state is not None and original.state_slots is not None:
         final = slots.write_slots(original.initial_state, original.state_slots, cu_seqlens, final)
     at = packed_scan.make_interval_table(cu_seqlens, tokens)
-    states = packed_scan.stored_states(cu_seqlens, before[jnp.clip(at.begin, 0, tokens - 1), 0][None])
+    states = packed_scan.zero_unused_states(cu_seqlens, before[jnp.clip(at.begin, 0, tokens - 1), 0][None])
     output = jnp.where(real, jnp.moveaxis(outputs, 0, 1), 0).astype(record.x.dtype)
     return (output, final), ScanResiduals(states=states)
 

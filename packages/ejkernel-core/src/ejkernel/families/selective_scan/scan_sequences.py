@@ -18,11 +18,11 @@ from ejkernel.families.selective_scan.record import SelectiveScan
 from ejkernel.planning import slots
 from ejkernel.types.pullback import Pullback
 
-HANDLES = frozenset({"cu_seqlens", "state_slots"})
+PACKED_STATE_FIELDS = frozenset({"cu_seqlens", "state_slots"})
 """Optional fields that a kernel of packed sequences honours with the decorators."""
 
-Forward = Callable[[SelectiveScan, Any], Any]
-Backward = Callable[[Pullback, Any], dict[str, jax.Array]]
+ForwardFunction = Callable[[SelectiveScan, Any], Any]
+BackwardFunction = Callable[[Pullback, Any], dict[str, jax.Array]]
 
 
 def sequences(record: SelectiveScan) -> int:
@@ -30,7 +30,7 @@ def sequences(record: SelectiveScan) -> int:
     return record.x.shape[0] if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def forward_with_slot_states(forward: Forward) -> Forward:
+def forward_with_slot_states(forward: ForwardFunction) -> ForwardFunction:
     """Returns the forward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(forward)
@@ -44,7 +44,7 @@ def forward_with_slot_states(forward: Forward) -> Forward:
     return run
 
 
-def backward_with_slot_states(backward: Backward) -> Backward:
+def backward_with_slot_states(backward: BackwardFunction) -> BackwardFunction:
     """Returns the backward function for states in slots, of one whose packed sequences have a state each."""
 
     @functools.wraps(backward)

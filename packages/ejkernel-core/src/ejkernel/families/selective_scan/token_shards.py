@@ -34,7 +34,7 @@ def run_on_token_shard(run: Run, record: SelectiveScan, shards: TokenShards) -> 
 
 def record_for_explain(record: SelectiveScan) -> SelectiveScan:
     """Returns a device's record with the shapes that its kernel gets, for `explain`; its states have other values."""
-    return split_recurrence.with_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
+    return split_recurrence.with_initial_states(SPLIT_RECURRENCE_FUNCTIONS, with_plain_states(record))
 
 
 def borders(record: SelectiveScan, shards: TokenShards) -> BorderTokens:
@@ -47,9 +47,9 @@ def borders(record: SelectiveScan, shards: TokenShards) -> BorderTokens:
 
 def summary(run: Run, record: SelectiveScan, borders: BorderTokens) -> ShardSummary:
     """Returns the summary of a shard."""
-    steps = _chosen_steps(record, borders.running)
+    steps = _chosen_steps(record, borders.trailing)
     later = cumulative_sums(jnp.pad(steps[:, 1:], ((0, 0), (0, 1), (0, 0))), reverse=True)
-    values, write_or_read = (_zero_unless_chosen(x, borders.running, record) for x in (record.x, record.write))
+    values, write_or_read = (_zero_unless_chosen(x, borders.trailing, record) for x in (record.x, record.write))
     added = _sum_weighted_by_write_or_read(record, later, steps * values, write_or_read)
     packed = borders.packed
     if packed is not None and record.initial_state is not None:

@@ -13,7 +13,7 @@ from ejkernel.families.tiled_attention.gradients import (
     sinks_gradient,
     split_unnormalised_backward,
     subtract_lse_cotangent,
-    sum_of_both_gradients,
+    unnormalised_gradients,
 )
 from ejkernel.families.tiled_attention.isolation import has_segments, isolate_pullback, move_nonfinite_values_to_keys
 from ejkernel.families.tiled_attention.record import (
@@ -21,9 +21,9 @@ from ejkernel.families.tiled_attention.record import (
     SoftmaxResiduals,
     TiledAttention,
     Window,
-    band,
+    causal_window_bounds,
     make_dropout_keys,
-    positions,
+    query_and_key_positions,
 )
 from ejkernel.families.tiled_attention.reference import reference, reference_scores
 from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
@@ -34,16 +34,16 @@ __all__ = [
     "FAMILY",
     "FAR",
     "MASK_FIELDS",
-    "ROUNDING_FIELDS",
+    "NUMERICS_FIELDS",
     "SOFTMAX_FIELDS",
     "SoftmaxResiduals",
     "TiledAttention",
     "Window",
     "apply_shard_offsets",
     "apply_soft_cap",
-    "band",
+    "causal_window_bounds",
     "make_dropout_keys",
-    "positions",
+    "query_and_key_positions",
     "reference",
     "reference_scores",
     "requests",
@@ -51,7 +51,7 @@ __all__ = [
     "sinks_gradient",
     "split_unnormalised_backward",
     "subtract_lse_cotangent",
-    "sum_of_both_gradients",
+    "unnormalised_gradients",
 ]
 
 
@@ -59,9 +59,9 @@ def apply_shard_offsets(record: TiledAttention, offsets: Mapping[str, jax.Array]
     """Makes one shard's record mean its part of the global call: positions and the counters of dropout are global."""
     queries = offsets.get("t")
     moved: dict[str, jax.Array] = {}
-    compared = band(record) != (None, None) or record.alibi_slopes is not None
+    compared = causal_window_bounds(record) != (None, None) or record.alibi_slopes is not None
     if queries is not None and record.q_positions is None and compared:
-        moved["q_positions"] = positions(record)[0] + queries
+        moved["q_positions"] = query_and_key_positions(record)[0] + queries
     if record.dropout_prob > 0.0 or record.pattern is not None or record.relative_bias is not None:
         moved["dropout_origin"] = jnp.stack([jnp.int32(offsets.get(letter, 0)) for letter in "bhts"])
     return dataclasses.replace(record, **moved)
@@ -99,5 +99,5 @@ MASK_FIELDS = frozenset(
 )
 SOFTMAX_FIELDS = frozenset({"softmax_aux", "logits_soft_cap"})
 DROPOUT_FIELDS = frozenset({"dropout_seed", "dropout_origin", "dropout_prob"})
-ROUNDING_FIELDS = frozenset({"normalize_output", "precision", "logits_dtype"})
+NUMERICS_FIELDS = frozenset({"normalize_output", "precision", "logits_dtype"})
 """Groups of optional fields, for backends to say which they handle."""

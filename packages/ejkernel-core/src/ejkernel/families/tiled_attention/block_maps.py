@@ -5,7 +5,7 @@ here, on the host and once for every pattern and tile size:
 
     pattern  -->  some, every   bool [heads, parts, query tiles, key tiles]
                   mask_ids      which tile mask a partial tile has
-                  tile_masks    int8 [different tile masks, q_block, kv_block]
+                  tile_masks    int8 [different tile masks, q_block_size, kv_block_size]
 
 Equal tile masks are kept once, so a pattern that repeats itself, such as a band, has few of them. A record that is one
 shard of a call looks up its own heads and its own part of the queries, by `dropout_origin`.
@@ -24,7 +24,7 @@ from ejkernel.families.tiled_attention.record import TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import TileCut, classify_tile_pairs, tile_cuts
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, TileSpans
 
-FULL, EMPTY = 0, 1
+FULL_MASK_ID, EMPTY_MASK_ID = 0, 1
 """Ids of the tile masks in which every pair, and no pair, attends."""
 MAX_MASK_PAIRS_AT_ONCE = 2**26
 """Pairs of tiles whose masks are computed in one call: 64 MiB of them."""
@@ -35,16 +35,16 @@ class PatternTiles:
     """A record's part of its pattern, cut into tiles; traced where the record is one shard of a call.
 
     Attributes:
-        some: Whether a pair attends, bool [H|1, query tiles, key tiles].
-        every: Whether all pairs attend, in the same layout.
+        any_allowed: Whether a pair attends, bool [H|1, query tiles, key tiles].
+        all_allowed: Whether all pairs attend, in the same layout.
         mask_ids: The index of each tile's mask, int32, in the same layout.
-        tile_masks: int8 [n, q_block, kv_block], 0 beyond the call's last query and key.
+        tile_masks: int8 [n, q_block_size, kv_block_size], 0 beyond the call's last query and key.
         reachable: Whether a pair may attend in any part and head that the record may have at run time; NumPy, [n, query
             tiles, key tiles].
     """
 
-    some: Any
-    every: Any
+    any_allowed: Any
+    all_allowed: Any
     mask_ids: Any
     tile_masks: np.ndarray
     reachable: np.ndarray
@@ -55,16 +55,16 @@ class BlockMap:
     """The tile pairs of a record: which are full, partial or empty under all masks of the record.
 
     Attributes:
-        some: Whether a pair may attend, bool [B|1, H|1, query tiles, key tiles].
-        every: Whether all pairs may attend, in the same layout; False for a tile that ends past its array.
+        any_allowed: Whether a pair may attend, bool [B|1, H|1, query tiles, key tiles].
+        all_allowed: Whether all pairs may attend, in the same layout; False for a tile that ends past its array.
         mask_ids: Which tile mask a tile has, int32 [1, H|1, query tiles, key tiles]; None without a pattern.
-        tile_masks: int8 [n, q_block, kv_block]; None without a pattern.
-        reachable: Whether a pair may attend for any value of `some`, which may be traced; NumPy, [n, query tiles, key
-            tiles].
+        tile_masks: int8 [n, q_block_size, kv_block_size]; None without a pattern.
+        reachable: Whether a pair may attend for any value of `any_allowed`, which may be traced; NumPy, [n, query
+            tiles, key tiles].
     """
 
-    some: Any
-    every: Any
+    any_allowed: Any
+    all_allowed: Any
     mask_ids: Any
     tile_masks: np.ndarray | None
     reachable: np.ndarray
@@ -72,16 +72,17 @@ class BlockMap:
     @property
     def xp(self) -> Any:
         """Returns the module of the tables' arrays: `numpy`, or `jax.numpy` if they are traced."""
-        return np if isinstance(self.some, np.ndarray) and isinstance(self.every, np.ndarray) else jnp
+        return np if isinstance(self.any_allowed, np.ndarray) and isinstance(self.all_allowed, np.ndarray) else jnp
 
-    def by_keys(self) -> "BlockMap":
+    def transposed_by_keys(self) -> "BlockMap":
         """Returns the map with keys before queries, from which `block_lists` makes the query tiles of every
         key tile.
         """
         some, every, ids, reachable = (
-            None if x is None else x.swapaxes(-1, -2) for x in (self.some, self.every, self.mask_ids, self.reachable)
+            None if x is None else x.swapaxes(-1, -2)
+            for x in (self.any_allowed, self.all_allowed, self.mask_ids, self.reachable)
         )
-        return dataclasses.replace(self, some=some, every=every, mask_ids=ids, reachable=reachable)
+        return dataclasses.replace(self, any_allowed=some, all_allowed=every, mask_ids=ids, reachable=reachable)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,19 +103,19 @@ class BlockLists:
     mask_ids: Any
 
 
-def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
-    """Returns the block map of a record, as `padding_as_segments` gives it and for which `pattern_reasons` has none.
+def block_map(record: TiledAttention, q_block_size: int, kv_block_size: int) -> BlockMap:
+    """Returns the block map of a record, as `padding_as_segments` gives it and for which `pattern_refusals` has none.
 
     Its arrays are NumPy's unless positions, segment ids or a shard's origin are traced.
     """
-    some, every, _ = classify_tile_pairs(record, *tile_cuts(record, q_block, kv_block))
+    some, every, _ = classify_tile_pairs(record, *tile_cuts(record, q_block_size, kv_block_size))
     some, every = some[:, None], every[:, None]
     reachable = some[:, 0] if isinstance(some, np.ndarray) else np.ones((1, *some.shape[2:]), bool)
-    if (tiles_of_pattern := pattern_tiles(record, q_block, kv_block)) is None:
-        return BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable)
+    if (tiles_of_pattern := pattern_tiles(record, q_block_size, kv_block_size)) is None:
+        return BlockMap(any_allowed=some, all_allowed=every, mask_ids=None, tile_masks=None, reachable=reachable)
     return BlockMap(
-        some=some & tiles_of_pattern.some,
-        every=every & tiles_of_pattern.every,
+        any_allowed=some & tiles_of_pattern.any_allowed,
+        all_allowed=every & tiles_of_pattern.all_allowed,
         mask_ids=tiles_of_pattern.mask_ids[None],
         tile_masks=tiles_of_pattern.tile_masks,
         reachable=reachable & tiles_of_pattern.reachable,
@@ -124,7 +125,7 @@ def block_map(record: TiledAttention, q_block: int, kv_block: int) -> BlockMap:
 def block_lists(blocks: BlockMap) -> BlockLists:
     """Lists the tiles along the last axis of a block map."""
     xp = blocks.xp
-    rank = xp.where(blocks.some & blocks.every, 0, xp.where(blocks.some, 1, 2))
+    rank = xp.where(blocks.any_allowed & blocks.all_allowed, 0, xp.where(blocks.any_allowed, 1, 2))
     longest = max(1, int(blocks.reachable.sum(axis=-1).max()))
     listed = xp.argsort(rank, axis=-1, stable=True)[..., :longest].astype(np.int32)
     full, count = ((rank < limit).sum(axis=-1).astype(np.int32) for limit in (1, 2))
@@ -134,7 +135,7 @@ def block_lists(blocks: BlockMap) -> BlockLists:
     return BlockLists(full=full, count=count, blocks=listed, mask_ids=ids)
 
 
-def pattern_reasons(record: TiledAttention) -> tuple[str, ...]:
+def pattern_refusals(record: TiledAttention) -> tuple[str, ...]:
     """Returns why the pattern of a record cannot be cut into tiles."""
     pattern, (_, queries, heads, _), keys = record.pattern, record.query.shape, record.key.shape[1]
     if pattern is None:
@@ -144,26 +145,26 @@ def pattern_reasons(record: TiledAttention) -> tuple[str, ...]:
     return () if pattern.shape[1] == keys else (f"pattern of {pattern.shape[1]} keys has no part of {keys} keys",)
 
 
-def pattern_tiles(record: TiledAttention, q_block: int, kv_block: int) -> PatternTiles | None:
+def pattern_tiles(record: TiledAttention, q_block_size: int, kv_block_size: int) -> PatternTiles | None:
     """Returns the record's part of its pattern; None without a pattern."""
     pattern, origin, (_, queries, heads, _) = record.pattern, record.dropout_origin, record.query.shape
     if pattern is None:
         return None
-    some, every, ids, tile_masks = _cut(pattern, queries, q_block, kv_block)
+    some, every, ids, tile_masks = _cut(pattern, queries, q_block_size, kv_block_size)
     head_patterns = np.array(pattern.mask_index_by_head if isinstance(pattern, MultiHeadMask) else (0,))
     if origin is None:
         tile_offsets: Any = (head_patterns[:heads], 0)
         some, every, ids = some[tile_offsets], every[tile_offsets], ids[tile_offsets]
-        return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=some)
+        return PatternTiles(any_allowed=some, all_allowed=every, mask_ids=ids, tile_masks=tile_masks, reachable=some)
     reachable = some.reshape(-1, *some.shape[2:])
     if head_patterns.size > 1:
         head_patterns = jnp.asarray(head_patterns)[origin[1] + jnp.arange(heads, dtype=jnp.int32)]
     tile_offsets = (head_patterns, origin[2] // queries)
     some, every, ids = (jnp.asarray(x)[tile_offsets] for x in (some, every, ids))
-    return PatternTiles(some=some, every=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
+    return PatternTiles(any_allowed=some, all_allowed=every, mask_ids=ids, tile_masks=tile_masks, reachable=reachable)
 
 
-def cut_pattern(pattern: Mask, q_cut: TileCut, kv_cut: TileCut) -> tuple[np.ndarray, np.ndarray]:
+def classify_pattern_tiles(pattern: Mask, q_cut: TileCut, kv_cut: TileCut) -> tuple[np.ndarray, np.ndarray]:
     """Returns what a whole pattern makes of its tiles: which it reaches, and which it fills.
 
     Returns:
@@ -172,7 +173,9 @@ def cut_pattern(pattern: Mask, q_cut: TileCut, kv_cut: TileCut) -> tuple[np.ndar
     heads, rows, columns = _distinct_masks_and_tile_spans(pattern, q_cut, kv_cut)
     head_tiles = [mask.tiles(rows, columns) for mask in heads]
     shape = (len(heads), -1, q_cut.tiles, kv_cut.tiles)
-    return np.stack([x.some for x in head_tiles]).reshape(shape), np.stack([x.every for x in head_tiles]).reshape(shape)
+    return np.stack([x.any_allowed for x in head_tiles]).reshape(shape), np.stack(
+        [x.all_allowed for x in head_tiles]
+    ).reshape(shape)
 
 
 def _distinct_masks_and_tile_spans(
@@ -189,22 +192,22 @@ def _distinct_masks_and_tile_spans(
 
 @functools.lru_cache(maxsize=16)
 def _cut(
-    pattern: Mask, queries: int, q_block: int, kv_block: int
+    pattern: Mask, queries: int, q_block_size: int, kv_block_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Tables [different heads, parts of so many queries, query tiles, key tiles] of a whole pattern, and tile masks."""
-    q_cut, kv_cut = TileCut(queries, q_block), TileCut(pattern.shape[1], kv_block)
+    q_cut, kv_cut = TileCut(queries, q_block_size), TileCut(pattern.shape[1], kv_block_size)
     heads, rows, columns = _distinct_masks_and_tile_spans(pattern, q_cut, kv_cut)
-    some, every = cut_pattern(pattern, q_cut, kv_cut)
-    ids = np.where(every, FULL, EMPTY).astype(np.int32)
+    some, every = classify_pattern_tiles(pattern, q_cut, kv_cut)
+    ids = np.where(every, FULL_MASK_ID, EMPTY_MASK_ID).astype(np.int32)
     flat_ids, partial = (x.reshape(len(heads), rows.low.size, columns.low.size) for x in (ids, some & ~every))
-    whole = np.ones((q_block, kv_block), bool)
-    known = {np.packbits(whole).tobytes(): FULL, np.packbits(~whole).tobytes(): EMPTY}
+    whole = np.ones((q_block_size, kv_block_size), bool)
+    known = {np.packbits(whole).tobytes(): FULL_MASK_ID, np.packbits(~whole).tobytes(): EMPTY_MASK_ID}
     for head, mask in enumerate(heads):
-        for places, masks in _partial_tile_masks(mask, rows, columns, partial[head], (q_block, kv_block)):
+        for places, masks in _partial_tile_masks(mask, rows, columns, partial[head], (q_block_size, kv_block_size)):
             packed = np.packbits(masks.reshape(len(masks), -1), axis=1)
             flat_ids[head][places] = [known.setdefault(bits.tobytes(), len(known)) for bits in packed]
     bits = np.stack([np.frombuffer(x, np.uint8) for x in known])
-    tile_masks = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block, kv_block).astype(np.int8)
+    tile_masks = np.unpackbits(bits, axis=1, count=whole.size).reshape(-1, q_block_size, kv_block_size).astype(np.int8)
     return some, every, ids, tile_masks
 
 

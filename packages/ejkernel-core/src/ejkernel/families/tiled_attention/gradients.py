@@ -33,7 +33,7 @@ def split_unnormalised_backward(pullback: Pullback) -> tuple[Pullback, Pullback]
     )
 
 
-def sum_of_both_gradients(
+def unnormalised_gradients(
     backward: Callable[[Pullback, Any], dict[str, jax.Array]], pullback: Pullback, config: Any
 ) -> dict[str, jax.Array]:
     """Returns the gradients of a pullback whose output is not normalised and whose lse has a cotangent."""

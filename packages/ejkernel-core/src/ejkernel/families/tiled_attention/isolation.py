@@ -75,7 +75,7 @@ def isolate_pullback(pullback: Any) -> Any:
     )
 
 
-def isolate_rows(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def mark_nonfinite_rows_in_lse(cotangent: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns finite cotangents [B, T, H, Dv], and lse [B, H, T] that is NaN where they were not."""
     return finite_or_zero(cotangent), jnp.where(finite_rows(cotangent), lse, jnp.nan)
 

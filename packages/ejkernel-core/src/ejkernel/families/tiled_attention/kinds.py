@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention.record import TiledAttention, band
+from ejkernel.families.tiled_attention.record import TiledAttention, causal_window_bounds
 
 KIBI = 1024
 
@@ -14,12 +14,12 @@ def padded_head_dim(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def kind(record: TiledAttention, padded: Callable[[int], int] = padded_head_dim) -> str:
+def call_kind(record: TiledAttention, pad_head_dim: Callable[[int], int] = padded_head_dim) -> str:
     """Returns sizes in coarse steps, the kind of mask, and what else there is to compute of a score.
 
     Args:
         record: The arguments of a call.
-        padded: What a backend's kernels make of a head size: calls that they see alike share an entry.
+        pad_head_dim: What a backend's kernels make of a head size: calls that they see alike share an entry.
     """
     (_, t, _, d), s, dv = record.query.shape, record.key.shape[1], record.value.shape[3]
     extras = {
@@ -35,16 +35,21 @@ def kind(record: TiledAttention, padded: Callable[[int], int] = padded_head_dim)
         str(record.precision): record.precision is not None,
     }
     bits = 8 * jnp.dtype(record.query.dtype).itemsize  # bfloat16 and float16 move and multiply alike
-    words = (f"{bits} bits", f"{padded(d)}x{padded(dv)}", f"{_length_class(t)}x{_length_class(s)}", _mask_class(record))
+    words = (
+        f"{bits} bits",
+        f"{pad_head_dim(d)}x{pad_head_dim(dv)}",
+        f"{_length_class(t)}x{_length_class(s)}",
+        _mask_class(record),
+    )
     return " ".join((*words, *(name for name, present in extras.items() if present)))
 
 
-def tuning_key_of_large(record: TiledAttention) -> str | None:
+def tuning_key_of_large_calls(record: TiledAttention) -> str | None:
     """Returns the kind of a call with enough work to fill a large GPU; None for smaller calls, whose best tiles depend
     on their shapes.
     """
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
-    return None if b * h * t < 2**18 or min(t, s) < KIBI else kind(record)
+    return None if b * h * t < 2**18 or min(t, s) < KIBI else call_kind(record)
 
 
 def _length_class(length: int) -> str:
@@ -52,7 +57,7 @@ def _length_class(length: int) -> str:
 
 
 def _mask_class(record: TiledAttention) -> str:
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     if left is None and right is None:
         return "full"
     if left is None or right is None:

@@ -88,7 +88,7 @@ class SoftmaxResiduals:
     row_argmax: jax.Array | None = None
 
 
-def band(record: TiledAttention) -> Window:
+def causal_window_bounds(record: TiledAttention) -> Window:
     """Returns (left, right) such that causal and window together allow `-left <= k - q <= right`; None is unbounded.
 
     A side of `FAR` or more is unbounded too: int32 positions plus such a side would wrap around.
@@ -99,7 +99,7 @@ def band(record: TiledAttention) -> Window:
     return left, right
 
 
-def positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
+def query_and_key_positions(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
     """Returns query and key positions, [B|1, T] and [B|1, S] int32."""
     q, k = record.q_positions, record.kv_positions
     q = jnp.arange(record.query.shape[1], dtype=jnp.int32)[None] if q is None else q

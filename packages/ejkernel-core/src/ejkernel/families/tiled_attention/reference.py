@@ -25,7 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention.record import SoftmaxResiduals, TiledAttention, band, positions
+from ejkernel.families.tiled_attention.record import (
+    SoftmaxResiduals,
+    TiledAttention,
+    causal_window_bounds,
+    query_and_key_positions,
+)
 from ejkernel.families.tiled_attention.scores import apply_soft_cap, round_to_logits_dtype
 from ejkernel.planning import dropout
 from ejkernel.types.sparse_masks import Mask
@@ -59,19 +64,19 @@ def reference(record: TiledAttention) -> tuple[jax.Array, SoftmaxResiduals]:
     return output.astype(record.query.dtype), SoftmaxResiduals(lse=lse[..., 0], **extra)
 
 
-def reference_scores(record: TiledAttention, accumulate: Any) -> tuple[jax.Array, jax.Array]:
+def reference_scores(record: TiledAttention, accumulator_dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Returns scores before masking [B, H, T, S] and which of them are allowed, bool [B|1, H|1, T, S]."""
-    query = record.query.astype(accumulate)
-    key = _repeat_heads(record.key, record.query.shape[2]).astype(accumulate)
+    query = record.query.astype(accumulator_dtype)
+    key = _repeat_heads(record.key, record.query.shape[2]).astype(accumulator_dtype)
     scores = jnp.einsum("bthd,bshd->bhts", query, key, precision=lax.Precision.HIGHEST) * record.softmax_scale
     if record.bias is not None:
-        scores = scores + record.bias.astype(accumulate)
+        scores = scores + record.bias.astype(accumulator_dtype)
     if record.relative_bias is not None:
-        scores = scores + _bias_from_distance_table(record, record.relative_bias.astype(accumulate))
+        scores = scores + _bias_from_distance_table(record, record.relative_bias.astype(accumulator_dtype))
     if record.alibi_slopes is not None:
-        q, k = positions(record)
-        distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulate)
-        scores = scores - record.alibi_slopes.astype(accumulate)[:, :, None, None] * distance
+        q, k = query_and_key_positions(record)
+        distance = jnp.abs(k[:, None, None, :] - q[:, None, :, None]).astype(accumulator_dtype)
+        scores = scores - record.alibi_slopes.astype(accumulator_dtype)[:, :, None, None] * distance
     if record.logits_soft_cap is not None:
         scores = apply_soft_cap(scores, record.logits_soft_cap)
     if record.logits_dtype != jnp.float32:
@@ -89,9 +94,9 @@ def _bias_from_distance_table(record: TiledAttention, table: jax.Array) -> jax.A
 
 
 def _allowed_pairs(record: TiledAttention) -> jax.Array:
-    q, k = positions(record)
+    q, k = query_and_key_positions(record)
     q, k = q[:, None, :, None], k[:, None, None, :]
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     allowed = jnp.ones((1, 1, record.query.shape[1], record.key.shape[1]), bool)
     if left is not None:
         allowed &= k >= q - left
@@ -114,7 +119,7 @@ def _pattern_allows(record: TiledAttention, pattern: Mask) -> jax.Array:
     return lax.dynamic_slice_in_dim(heads, origin[1], h)
 
 
-def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | float:
+def _dropout_factor(record: TiledAttention, accumulator_dtype: Any) -> jax.Array | float:
     if record.dropout_prob == 0.0 or record.dropout_seed is None:
         return 1.0
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
@@ -122,7 +127,7 @@ def _dropout_factor(record: TiledAttention, accumulate: Any) -> jax.Array | floa
     batch, head, query, key = (jnp.arange(n, dtype=jnp.int32) + origin[i] for i, n in enumerate((b, h, t, s)))
     rows = dropout.row_keys(record.dropout_seed, batch[:, None, None], head[:, None], query)
     kept = dropout.is_kept(rows[..., None], key, record.dropout_prob)
-    return kept.astype(accumulate) / (1.0 - record.dropout_prob)
+    return kept.astype(accumulator_dtype) / (1.0 - record.dropout_prob)
 
 
 def _repeat_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention.record import TiledAttention, band
+from ejkernel.families.tiled_attention.record import TiledAttention, causal_window_bounds
 
 
 def tiles(length: int, block: int) -> int:
@@ -34,12 +34,12 @@ class TileCut:
     Attributes:
         length: Indices of the axis.
         block: Indices of a tile.
-        moved_back: Whether a last tile that would end past the axis is moved back to end with it.
+        last_tile_moved_back: Whether a last tile that would end past the axis is moved back to end with it.
     """
 
     length: int
     block: int
-    moved_back: bool = False
+    last_tile_moved_back: bool = False
 
     @property
     def tiles(self) -> int:
@@ -50,7 +50,7 @@ class TileCut:
     def low(self) -> np.ndarray:
         """Returns first index of every tile, int32 [tiles]."""
         starts = np.arange(self.tiles, dtype=np.int32) * self.block
-        return np.minimum(starts, self.length - self.block) if self.moved_back else starts
+        return np.minimum(starts, self.length - self.block) if self.last_tile_moved_back else starts
 
     @property
     def high(self) -> np.ndarray:
@@ -60,7 +60,7 @@ class TileCut:
     def rows(self, values: jax.Array) -> jax.Array:
         """Returns [B, length] by tiles: [B, tiles, block]. What is after the axis repeats its last value."""
         missing = self.tiles * self.block - self.length
-        if self.moved_back and missing:
+        if self.last_tile_moved_back and missing:
             return values[:, self.low[:, None] + np.arange(self.block, dtype=np.int32)]
         return jnp.pad(values, ((0, 0), (0, missing)), mode="edge").reshape(-1, self.tiles, self.block)
 
@@ -115,7 +115,7 @@ def classify_tile_pairs(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut)
     return some, every if whole.all() else every & whole, xp
 
 
-def tile_runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
+def nonempty_and_full_tile_runs(any_allowed: Any, all_allowed: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the span of tiles along the last axis that have work, `[first, last)`, and the first run of full ones in
     it.
 
@@ -125,19 +125,19 @@ def tile_runs(some: Any, every: Any, xp: Any) -> tuple[Any, Any, Any, Any]:
     Returns:
         first, full_start, full_end and last. Where nothing is full, both ends of the run are `last`.
     """
-    count = some.shape[-1]
+    count = any_allowed.shape[-1]
     index = np.arange(count, dtype=np.int32)
-    last = xp.where(some, index + 1, 0).max(axis=-1)
-    first = xp.minimum(xp.where(some, index, count).min(axis=-1), last)  # without work: an empty span
-    full_start = xp.where(every, index, count).min(axis=-1)
-    full_end = xp.where(~every & (index > full_start[..., None]), index, count).min(axis=-1)
+    last = xp.where(any_allowed, index + 1, 0).max(axis=-1)
+    first = xp.minimum(xp.where(any_allowed, index, count).min(axis=-1), last)  # without work: an empty span
+    full_start = xp.where(all_allowed, index, count).min(axis=-1)
+    full_end = xp.where(~all_allowed & (index > full_start[..., None]), index, count).min(axis=-1)
     none = full_start == count
     return first, xp.where(none, last, full_start), xp.where(none, last, full_end), last
 
 
 def _tiles_within_band(record: TiledAttention, q_cut: TileCut, kv_cut: TileCut, xp: Any) -> tuple[Any, Any]:
     """Returns whether some and every pair of a tile is in the band, both [B|1, query tiles, key tiles]."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     q_low, q_high = _tile_min_and_max(record.q_positions, q_cut)
     k_low, k_high = _tile_min_and_max(record.kv_positions, kv_cut)
     q_low, q_high, k_low, k_high = q_low[:, :, None], q_high[:, :, None], k_low[:, None], k_high[:, None]

@@ -39,7 +39,7 @@ def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals
     value = record.key[..., : record.value_size] if record.value is None else record.value
     indices = jnp.broadcast_to(record.indices, (rows, tokens, kv_heads, record.indices.shape[3]))
     is_listed = (indices >= 0)[:, :, :, None]
-    key, value = (_listed(x.astype(dtype), indices) for x in (record.key, value))
+    key, value = (_gather_listed(x.astype(dtype), indices) for x in (record.key, value))
     query = record.query.astype(dtype).reshape(rows, tokens, kv_heads, heads // kv_heads, channels)
     highest = lax.Precision.HIGHEST
     scores = jnp.einsum("btghd,btgkd->btghk", query, key, precision=highest) * record.softmax_scale
@@ -60,7 +60,7 @@ def reference(record: TokenSparseAttention) -> tuple[jax.Array, SoftmaxResiduals
     return output, SoftmaxResiduals(lse=lse.reshape(rows, tokens, heads).swapaxes(1, 2))
 
 
-def _listed(x: jax.Array, indices: jax.Array) -> jax.Array:
+def _gather_listed(x: jax.Array, indices: jax.Array) -> jax.Array:
     """Returns rows of x [B, S, Hk, n] at indices [B, T, Hk, K], 0 for an index below 0: [B, T, Hk, K, n]."""
     if not x.shape[1]:
         return jnp.zeros((*indices.shape, x.shape[3]), x.dtype)

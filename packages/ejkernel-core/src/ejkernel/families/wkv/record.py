@@ -51,16 +51,16 @@ def first_state(record: WKV) -> State:
 
 
 def state_after_token(
-    parameters: tuple[jax.Array, jax.Array], state: State, token: tuple[jax.Array, jax.Array]
+    decay_and_bonus: tuple[jax.Array, jax.Array], state: State, token: tuple[jax.Array, jax.Array]
 ) -> tuple[State, jax.Array]:
     """Returns the state after a token and the token's output, entry by entry.
 
     Args:
-        parameters: Decay and bonus.
+        decay_and_bonus: Decay and bonus.
         state: The state before the token.
         token: Its key and value.
     """
-    (decay, bonus), (numerator, denominator, row_max), (key, value) = parameters, state, token
+    (decay, bonus), (numerator, denominator, row_max), (key, value) = decay_and_bonus, state, token
     output = _weighted_average(numerator, denominator, row_max, bonus + key, value)
     new_max = jnp.maximum(decay + row_max, key)
     alpha, weight = jnp.exp(decay + row_max - new_max), jnp.exp(key - new_max)

@@ -276,7 +276,8 @@ def _segment_ids_of_chunks(
     mask, batch = args.mask_info or MaskInfo(), args.query.shape[0]
     placed = dataclasses.replace(record, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
     q, k = (
-        jnp.broadcast_to(clamp_positions(x) // size, (batch, x.shape[1])) for x in tiled_attention.positions(placed)
+        jnp.broadcast_to(clamp_positions(x) // size, (batch, x.shape[1]))
+        for x in tiled_attention.query_and_key_positions(placed)
     )
     if record.q_segment_ids is None or record.kv_segment_ids is None:
         return q, k

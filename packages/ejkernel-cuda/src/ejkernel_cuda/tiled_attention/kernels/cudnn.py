@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 
 HEADS_FIRST_PERMUTATION = (0, 2, 1, 3)
 """The permutation between [B, T, H, D], the arrays' layout, and [B, H, T, D], the declared shape of the calls'
@@ -87,7 +87,7 @@ def emit_custom_call(
 def _backend_config(record: TiledAttention, product_dimensions: dict[str, Any]) -> dict[str, Any]:
     """Returns the call's description, with the fields of the protocol buffer that XLA's compiler reads."""
     (b, t, h, _), s = record.query.shape, record.key.shape[1]
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     scores = {
         "element_type": {"bfloat16": "BF16", "float16": "F16"}[record.query.dtype.name],
         "dimensions": [str(n) for n in (b, h, t, s)],

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, LatentSpec
 
@@ -75,7 +75,7 @@ def key_limits(record: PagedAttention, kv_lens: Any, position: Any, kv_starts: A
     constants.
     """
     keys = jnp.minimum(kv_lens, paged_cache.max_sequence_len(record))
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     if right is not None:
         keys = jnp.minimum(keys, position + 1 + right)
     # A window that extends before key 0 has a negative start.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.gpu.hopper.sizes import WGMMA_M
@@ -179,7 +179,7 @@ def make_spec(record: PagedAttention, params: HopperLatent, rotary_start: int) -
         pages_per_table_row=0 if record.block_tables is None else record.block_tables.shape[1],
         rotary_start=rotary_start,
         slots_per_copy=BLOCK_KV if record.block_tables is None else min(BLOCK_KV, page_size),
-        has_key_starts=record.kv_starts is not None or band(record)[0] is not None,
+        has_key_starts=record.kv_starts is not None or causal_window_bounds(record)[0] is not None,
         softmax_scale_log2=record.softmax_scale * LOG2E,
         rescales_lazily=params.lazy_rescaling,
         dtype=jnp.dtype(record.query.dtype),

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
@@ -111,7 +111,7 @@ def make_spec(record: PagedAttention, params: HopperPaged) -> PagedSpec:
         )
     tokens, _, key_dim = record.query.shape
     kv_heads, slots, value_dim = paged_cache.kv_heads(record), paged_cache.page_size(record), value_head_dim(record)
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     group = rows_per_token(record)
     # The number of stages that fit after the queries, with 2 bytes per element: three for keys and values of 128.
     max_stages = (SHARED_MEMORY_BYTES - RESERVED_SMEM_BYTES - 2 * WGMMA_M * key_dim) // (

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, SOFTMAX_FIELDS
-from ejkernel.families.tiled_attention.block_maps import pattern_reasons
-from ejkernel.families.tiled_attention.kinds import tuning_key_of_large
+from ejkernel.families.tiled_attention.block_maps import pattern_refusals
+from ejkernel.families.tiled_attention.kinds import tuning_key_of_large_calls
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.gpu.requirements import hopper_requires
 from ejkernel_pallas.gpu.tiled_attention import config
@@ -30,7 +30,7 @@ def _refusal_reasons(record: Any) -> Iterable[str]:
             f"{config.VALUE_HEAD_DIMS[size][0]}"
         )
     if record.pattern is not None:
-        yield from pattern_reasons(record)
+        yield from pattern_refusals(record)
     if not record.softmax_scale > 0:
         yield f"softmax_scale is {record.softmax_scale}; the kernel wants a positive number"
 
@@ -50,7 +50,7 @@ def implementations() -> tuple[Implementation, ...]:
             ),
             cases="ejkernel_pallas.gpu.tiled_attention.cases:cases",
             config=ConfigSpace.of(
-                config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large
+                config, forward=config.HopperForward, backward=config.HopperBackward, kind=tuning_key_of_large_calls
             ),
             priority=20,
         ),

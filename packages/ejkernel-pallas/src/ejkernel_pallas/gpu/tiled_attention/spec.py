@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.planning import dropout
 
 FIXED_MAX_EXPONENT_LIMIT = 80.0
@@ -149,7 +149,7 @@ class HopperSpec:
 def make_spec(record: TiledAttention) -> HopperSpec:
     """Returns the constants of a record's kernels."""
     (b, t, h, d), (_, s, hk, _) = record.query.shape, record.key.shape
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     return HopperSpec(
         batch_size=b,
         q_len=t,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.ops.device import current_device
 from ejkernel.planning.precision import product_precision
@@ -169,7 +169,7 @@ def shares_products(record: PagedAttention) -> bool:
 def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
     """Returns the constants of a record's kernel with given tiles."""
     cache = make_cache_layout(record)
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     operand = _operand_dtype(record)
     heads = cdiv(paged_cache.kv_heads(record), cache.heads_per_unit) * cache.heads_per_unit
     heads_per_product = (

@@ -20,7 +20,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.ring_attention import RingAttention, as_tiled_attention, axis_size
 from ejkernel.families.ring_attention.schedule import Ring, TravellingKeys, local_record, step_record
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel_pallas.tpu.interpret import is_interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention.config import fit_blocks_to_shard
@@ -69,7 +69,7 @@ class RingPlan:
         """Returns the plan for a record, rearranged into the ring's layout."""
         local = local_record(record, ring)
         indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
-        if band(as_tiled_attention(record)) == (None, None):
+        if causal_window_bounds(as_tiled_attention(record)) == (None, None):
             return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
         return cls(local if indexed else _with_positions(local, ring), ring, indexed)
 

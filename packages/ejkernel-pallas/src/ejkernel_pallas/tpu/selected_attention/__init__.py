@@ -6,7 +6,7 @@ The requirements of the kernels are data in this module, which imports nothing o
 from collections.abc import Iterable
 from typing import Any
 
-from ejkernel.families.selected_attention import FAMILY, slots
+from ejkernel.families.selected_attention import FAMILY, blocks_per_query
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
@@ -19,7 +19,7 @@ MAX_GROUP_SIZE = 64
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     group = record.query.shape[2] // record.key.shape[2]
-    if not slots(record):
+    if not blocks_per_query(record):
         yield "block_indices: got no slots for blocks, the kernels take at least one"
         return
     if group > MAX_GROUP_SIZE:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E
-from ejkernel.families.selected_attention import Branch, SelectedAttention
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -53,7 +53,11 @@ def backward(pullback: Pullback, config: TpuSelected) -> Gradients:
 
 
 def _selected_branch_gradients(
-    record: SelectedAttention, branch: Branch, cotangent: jax.Array, grad_fields: frozenset[str], config: TpuSelected
+    record: SelectedAttention,
+    branch: BranchResiduals,
+    cotangent: jax.Array,
+    grad_fields: frozenset[str],
+    config: TpuSelected,
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
     spec = make_spec(record, config)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selected_attention import SelectedAttention, blocks, slots
+from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.params import Direction
 
 LANES = 128
@@ -110,7 +110,7 @@ def padded_lanes(size: int) -> int:
 def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int, int, int]:
     """Returns the keys of a padded part of a block, the parts of a tile, and the number of tiles."""
     splits, size = parts_per_block_and_keys_per_part(record)
-    keys, parts = cdiv(size, 16) * 16, splits * blocks(record)
+    keys, parts = cdiv(size, 16) * 16, splits * num_listable_blocks(record)
     per_tile = max(1, min(parts, config.block_kv // keys))
     return keys, per_tile, cdiv(parts, per_tile)
 
@@ -118,12 +118,12 @@ def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int,
 def max_items(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the largest number of products of a tile of queries."""
     splits, _ = parts_per_block_and_keys_per_part(record)
-    entries = config.block_q * slots(record) * splits
+    entries = config.block_q * blocks_per_query(record) * splits
     # A block's last product may have fewer readers. Before and after the products of each tile of keys, the pipeline
     # runs stages of empty ones.
     _, _, tiles = key_tile_sizes(record, config)
     empty = (NUM_PIPELINE_STAGES - 1) * (tiles + 1)
-    return min(entries, blocks(record) * splits + entries // config.readers) + empty
+    return min(entries, num_listable_blocks(record) * splits + entries // config.readers) + empty
 
 
 def header_words(tiles: int) -> int:

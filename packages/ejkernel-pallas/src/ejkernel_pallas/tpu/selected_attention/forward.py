@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.families import selected_attention
-from ejkernel.families.selected_attention import Branch, SelectedAttention, SelectedResiduals
+from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention, SelectedResiduals
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.branches import DenseKernel
 from ejkernel.ops.nested import dispatched_backward, dispatched_forward
@@ -43,11 +43,11 @@ def forward(record: SelectedAttention, config: TpuSelected) -> tuple[jax.Array, 
     )
 
 
-def _select_blocks(record: SelectedAttention, compressed: Branch | None) -> jax.Array:
+def _select_blocks(record: SelectedAttention, compressed: BranchResiduals | None) -> jax.Array:
     return selected_attention.select(record)
 
 
-def _selected_branch(record: SelectedAttention, config: TpuSelected) -> Branch:
+def _selected_branch(record: SelectedAttention, config: TpuSelected) -> BranchResiduals:
     """Returns the selected branch of a record."""
     spec = make_spec(record, config)
     batch, kv_heads = record.query.shape[0], record.key.shape[2]
@@ -71,7 +71,7 @@ def _selected_branch(record: SelectedAttention, config: TpuSelected) -> Branch:
         },
     )
     output = plan.restore_query_rows(results["output"], spec, record.value.shape[3]).astype(record.query.dtype)
-    return Branch(output=output, lse=plan.restore_row_statistics(results["lse"], spec))
+    return BranchResiduals(output=output, lse=plan.restore_row_statistics(results["lse"], spec))
 
 
 def item_scratch(spec: SelectedSpec, dtype: Any) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.selected_attention import SelectedAttention, blocks
+from ejkernel.families.selected_attention import SelectedAttention, num_listable_blocks
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.selected_attention import config as tiles
 from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
@@ -90,7 +90,7 @@ def make_spec(record: SelectedAttention, config: TpuSelected) -> SelectedSpec:
         parts_per_block=splits,
         keys_per_part=size,
         padded_keys_per_part=keys,
-        num_parts=splits * blocks(record),
+        num_parts=splits * num_listable_blocks(record),
         parts_per_tile=per_tile,
         num_key_tiles=key_tiles,
         readers_per_product=config.readers,

@@ -74,7 +74,7 @@ def _scan(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.
     )
     final, states = keep_states_of_empty_sequences(record, results["final_state"], first), results["chunk_states"]
     if record.cu_seqlens is not None:
-        states = packed_scan.stored_states(record.cu_seqlens, states)
+        states = packed_scan.zero_unused_states(record.cu_seqlens, states)
     return (plan.unalign(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
 
 

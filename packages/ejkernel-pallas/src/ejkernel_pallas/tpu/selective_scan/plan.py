@@ -122,7 +122,9 @@ def _packed_plan(record: SelectiveScan, cu_seqlens: jax.Array, spec: ScanSpec) -
     has_tokens = intervals.sequence <= last_sequence
     # Unused chunks are assigned to the last sequence with tokens; kernels leave its states unchanged there.
     sequence = jnp.where(has_tokens, intervals.sequence, jnp.max(jnp.where(has_tokens, intervals.sequence, 0)))
-    flags = jnp.where(has_tokens, HAS_TOKENS + IS_FIRST * intervals.opens + IS_LAST * intervals.closes, 0)
+    flags = jnp.where(
+        has_tokens, HAS_TOKENS + IS_FIRST * intervals.starts_sequence + IS_LAST * intervals.ends_sequence, 0
+    )
     token = intervals.begin[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
     is_token = has_tokens[:, None] & (token < intervals.end[:, None])
     token_at_position = jnp.where(is_token, token, tokens).reshape(-1)

@@ -3,11 +3,11 @@
 import dataclasses
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selective_scan import INTERVAL, SelectiveScan
+from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.selective_scan.config import CHANNELS_PER_GROUP, TpuScan
 
-CHUNK = INTERVAL
+CHUNK = TOKENS_PER_STORED_STATE
 """The number of tokens of a chunk: the state before each chunk is a residual."""
 
 

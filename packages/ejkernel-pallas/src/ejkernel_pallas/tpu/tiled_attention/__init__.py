@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, band
-from ejkernel.families.tiled_attention.block_maps import pattern_reasons
+from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, causal_window_bounds
+from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
@@ -24,14 +24,17 @@ MAX_TILES = 2**14
 
 def _reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    yield from (f"pattern: {reason}" for reason in pattern_reasons(record))
+    yield from (f"pattern: {reason}" for reason in pattern_refusals(record))
     yield from _pair_list_reasons(record)
 
 
 def _pair_list_reasons(record: Any) -> tuple[str, ...]:
     """Returns why the list of a record's tile pairs does not fit scalar memory with the default tile sizes."""
     block = 512 if config.is_narrow(record) else 1024
-    (left, right), arrays = band(record), (record.q_segment_ids, record.q_positions, record.kv_positions)
+    (left, right), arrays = (
+        causal_window_bounds(record),
+        (record.q_segment_ids, record.q_positions, record.kv_positions),
+    )
     queries, keys = (cdiv(x.shape[1], block) for x in (record.query, record.key))
     if any(x is not None for x in arrays):
         pairs = queries * keys * max(x.shape[0] for x in arrays if x is not None)

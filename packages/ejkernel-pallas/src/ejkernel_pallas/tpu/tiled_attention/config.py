@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
@@ -145,13 +145,17 @@ def tuned_table_kind(record: TiledAttention) -> str | None:
     A head of 64 is padded to 128 by the kernels.
     """
     long = min(record.query.shape[1], record.key.shape[1]) >= LARGE_TILE_MIN_LENGTH
-    return attention_kinds.kind(record, pad_head_dim) if long else None
+    return attention_kinds.call_kind(record, pad_head_dim) if long else None
 
 
 def is_narrow(record: TiledAttention) -> bool:
     """Returns whether small tiles are faster."""
     arrays = (record.bias, record.mask, record.pattern)
-    return None not in band(record) or not all(x is None for x in arrays) or record.query.dtype.itemsize > 2
+    return (
+        None not in causal_window_bounds(record)
+        or not all(x is None for x in arrays)
+        or record.query.dtype.itemsize > 2
+    )
 
 
 def _is_long(record: TiledAttention, max_head_dim: int) -> bool:

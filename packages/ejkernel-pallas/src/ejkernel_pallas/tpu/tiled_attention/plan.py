@@ -33,13 +33,13 @@ HAS_WORK_FLAG, MASKED_FLAG, FIRST_PAIR_FLAG, LAST_PAIR_FLAG = 1, 2, 4, 8
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns the tile pairs, ordered by query tile: int32 [B|1, H|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    return _make_pair_table(blocks.some, blocks.every, blocks.xp, by_query=True)
+    return _make_pair_table(blocks.any_allowed, blocks.all_allowed, blocks.xp, by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns the tile pairs that some head of a group has, ordered by key tile: int32 [B|1, Hk|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    some, every = blocks.some, blocks.every
+    some, every = blocks.any_allowed, blocks.all_allowed
     if some.shape[1] > 1:
         groups = (some.shape[0], -1, spec.group_size, *some.shape[2:])
         some, every = some.reshape(groups).any(axis=2), every.reshape(groups).all(axis=2)
@@ -49,7 +49,9 @@ def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
 def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns flags of every tile pair, int32 [B|1, H|1, query tiles, key tiles]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    return (blocks.some * HAS_WORK_FLAG + (blocks.some & ~blocks.every) * MASKED_FLAG).astype(np.int32)
+    return (blocks.any_allowed * HAS_WORK_FLAG + (blocks.any_allowed & ~blocks.all_allowed) * MASKED_FLAG).astype(
+        np.int32
+    )
 
 
 def has_distinct_rows_and_heads(table: Any) -> tuple[bool, bool]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jax import lax
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.tiled_attention import TiledAttention, band
+from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
@@ -128,7 +128,7 @@ def make_spec(record: TiledAttention, blocks: Blocks, accumulates_for_keys: bool
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
     block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     scale_only = record.bias is None and record.logits_soft_cap is None
     indexed = record.q_positions is None and record.kv_positions is None and record.q_segment_ids is None
     restrictions = (record.q_segment_ids, record.mask, record.pattern)

@@ -36,7 +36,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="selective_scan.decode.forward:forward",
             requires=triton_requires(
                 head_dims=range(1, MAX_STATE_DIM + 1),
-                handles=scan_sequences.HANDLES | {"initial_state"},
+                handles=scan_sequences.PACKED_STATE_FIELDS | {"initial_state"},
                 extra_reasons=_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.ScanDecodeTile),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.selected_attention import SelectedAttention, blocks, query_positions, starts
+from ejkernel.families.selected_attention import SelectedAttention, num_listable_blocks, query_positions, starts
 from ejkernel_xla.selected_attention.config import SelectedTiles, sizes
 
 Carry = TypeVar("Carry")
@@ -35,7 +35,7 @@ class SelectedPlan:
     queries: int
     tiles: int
     rows: int
-    blocks: int
+    num_blocks: int
 
     @property
     def steps(self) -> int:
@@ -52,7 +52,9 @@ def make_plan(record: SelectedAttention, config: SelectedTiles) -> SelectedPlan:
     """Cuts a record."""
     (batch, length, heads, _), kv_heads = record.query.shape, record.key.shape[2]
     queries, rows = sizes(record, config)
-    return SelectedPlan(batch, kv_heads, heads // kv_heads, queries, cdiv(length, queries), rows, blocks(record))
+    return SelectedPlan(
+        batch, kv_heads, heads // kv_heads, queries, cdiv(length, queries), rows, num_listable_blocks(record)
+    )
 
 
 class Operands(NamedTuple):
@@ -80,10 +82,10 @@ class Operands(NamedTuple):
 def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
     """Returns the operands of a record whose padding is clean, and whose blocks are listed."""
     assert record.block_indices is not None  # selected by now
-    listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.blocks)
+    listed = jnp.where(record.block_indices >= 0, record.block_indices, plan.num_blocks)
     ids = None
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
-        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, plan.blocks)
+        listed = jnp.where((record.q_segment_ids >= 0)[..., None, None], listed, plan.num_blocks)
         ids = (
             fill(record.q_segment_ids, 1, plan.tiles * plan.queries, -1),
             fill(record.kv_segment_ids, 1, record.key.shape[1] + record.block_size, -2),
@@ -92,7 +94,7 @@ def arrange_operands(record: SelectedAttention, plan: SelectedPlan) -> Operands:
         query=group_query_heads(record.query, plan),
         key=_heads_first_padded(record.key, record.block_size),
         value=_heads_first_padded(record.value, record.block_size),
-        listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.blocks),
+        listed=fill(listed.transpose(0, 2, 1, 3), 2, plan.tiles * plan.queries, plan.num_blocks),
         q_positions=fill(query_positions(record), 1, plan.tiles * plan.queries, 0),
         starts=starts(record),
         ids=ids,
@@ -135,12 +137,12 @@ class BlockReaders(NamedTuple):
 
 
 def sort_queries_by_block(listed: jax.Array, plan: SelectedPlan) -> BlockReaders:
-    """Sorts the lists [T, N] of a tile of queries by block; `plan.blocks` stands for none."""
+    """Sorts the lists [T, N] of a tile of queries by block; `plan.num_blocks` stands for none."""
     count, slots = listed.size, listed.shape[1]
     pair = jnp.arange(count, dtype=jnp.uint32)
     # One number per pair: sorting numbers is several times faster than sorting indices by them.
     ordered = jnp.sort(listed.reshape(-1).astype(jnp.uint32) * jnp.uint32(count) + pair)
-    first_pairs = jnp.arange(plan.blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
+    first_pairs = jnp.arange(plan.num_blocks + 1, dtype=jnp.uint32) * jnp.uint32(count)
     bounds = jnp.searchsorted(ordered, first_pairs).astype(jnp.int32)
     rows = (ordered % jnp.uint32(count)).astype(jnp.int32) // slots
     # The list has room for one more product, so that the slice of a block's last tile stays inside and is not moved
@@ -168,7 +170,7 @@ def fold_block_readers(
 
         return lax.fori_loop(jnp.int32(0), cdiv(end - first, plan.rows), tile, carry)
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(plan.blocks), block, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(plan.num_blocks), block, carry)
 
 
 def take(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, tile_runs
+from ejkernel.families.tiled_attention.tile_pairs import classify_tile_pairs, nonempty_and_full_tile_runs
 from ejkernel_xla.tiled_attention.kernels.patterns import KeyTileLists, list_key_tiles
 from ejkernel_xla.tiled_attention.kernels.scores import segment_ids
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan
@@ -74,7 +74,7 @@ def find_key_tiles(record: TiledAttention, plan: TilePlan) -> KeyTileRuns | KeyT
     some, every, traced = _classify_tiles(record, plan)
     if record.pattern is not None:
         return list_key_tiles(record, record.pattern, plan, some, every)
-    first, full_start, full_end, last = tile_runs(some, every, jnp if traced else np)
+    first, full_start, full_end, last = nonempty_and_full_tile_runs(some, every, jnp if traced else np)
     any_full = record.mask is None and (traced or bool((full_end > full_start).any()))
     any_partial = traced or bool((last - first > full_end - full_start).any())
     return KeyTileRuns(first, full_start, full_end, last, any_full, any_partial)

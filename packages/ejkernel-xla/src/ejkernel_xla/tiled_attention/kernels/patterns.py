@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists, cut_pattern
+from ejkernel.families.tiled_attention.block_maps import BlockMap, block_lists, classify_pattern_tiles
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
 from ejkernel_xla.tiled_attention.plan import OuterStep, TiledAxis, TilePlan
 
@@ -62,20 +62,28 @@ def _may_have_any(table: Any) -> bool:
     return not isinstance(table, np.ndarray) or bool(table.any())
 
 
-def list_key_tiles(record: TiledAttention, pattern: Mask, plan: TilePlan, some: Any, every: Any) -> KeyTileLists:
+def list_key_tiles(
+    record: TiledAttention, pattern: Mask, plan: TilePlan, any_allowed: Any, all_allowed: Any
+) -> KeyTileLists:
     """Lists the tiles that a pattern leaves of those that everything else leaves.
 
     Args:
         record: The canonical arguments.
         pattern: Its pattern.
         plan: How it is cut.
-        some: Tile pairs that may have work without the pattern, bool [chunks | 1, query tiles, key tiles].
-        every: Those of them that are full.
+        any_allowed: Tile pairs that may have work without the pattern, bool [chunks | 1, query tiles, key tiles].
+        all_allowed: Those of them that are full.
     """
     reached, filled = _pattern_tiles(record, pattern, plan)
-    some, every = some[:, None] & reached, every[:, None] & filled
-    reachable = some.reshape(-1, *some.shape[2:]) if isinstance(some, np.ndarray) else _reachable(pattern, plan)
-    lists = block_lists(BlockMap(some=some, every=every, mask_ids=None, tile_masks=None, reachable=reachable))
+    any_allowed, all_allowed = any_allowed[:, None] & reached, all_allowed[:, None] & filled
+    reachable = (
+        any_allowed.reshape(-1, *any_allowed.shape[2:])
+        if isinstance(any_allowed, np.ndarray)
+        else _reachable(pattern, plan)
+    )
+    lists = block_lists(
+        BlockMap(any_allowed=any_allowed, all_allowed=all_allowed, mask_ids=None, tile_masks=None, reachable=reachable)
+    )
     return KeyTileLists(lists.blocks, lists.full, lists.count, plan.heads)
 
 
@@ -106,7 +114,7 @@ def tile_tables(pattern: Mask, queries: TiledAxis, keys: TiledAxis, group: int) 
     Returns:
         Two bool [groups, parts, query tiles, key tiles].
     """
-    some, every = cut_pattern(pattern, queries.cut, keys.cut)
+    some, every = classify_pattern_tiles(pattern, queries.cut, keys.cut)
     if not isinstance(pattern, MultiHeadMask):
         return some, every
     heads = np.array(pattern.mask_index_by_head).reshape(-1, group)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention import FAR, TiledAttention, band, round_to_logits_dtype
+from ejkernel.families.tiled_attention import FAR, TiledAttention, causal_window_bounds, round_to_logits_dtype
 from ejkernel.planning import dropout
 from ejkernel.planning.precision import product_precision
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask
@@ -179,7 +179,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
 def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array | None:
     """Returns what the masks allow in a tile, bool broadcastable to [b, h, g, t, s]; None when nothing restricts it."""
     terms = []
-    if band(record) != (None, None):
+    if causal_window_bounds(record) != (None, None):
         terms.append(_in_band(record, plan, at, tile))
     if (ids := segment_ids(record)) is not None:
         q = take(ids[0], (at.batch, at.query), (plan.batch, plan.queries.block))
@@ -198,7 +198,7 @@ def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: j
 
 def _in_band(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array:
     """Returns whether positions are within the band, bool [b|1, 1, 1, t, s]."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     q = _positions(record.q_positions, plan.queries, at, plan.batch, at.tile)[:, None, None, :, None]
     k = _positions(record.kv_positions, plan.keys, at, plan.batch, tile)[:, None, None, None, :]
     if record.q_positions is None and record.kv_positions is None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
 
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper import tile_scheduler
 from ejkernel_pallas.gpu.hopper.launch import pad_rows
@@ -143,7 +143,7 @@ def prefill(
 
 
 def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     return HopperSpec(
         batch_size=1,
         q_len=0,

@@ -8,7 +8,7 @@ equal shares of them; lengths are read on the device.
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import QueryTiles
 from ejkernel_pallas.gpu.hopper.sizes import I32
@@ -30,7 +30,7 @@ def make_schedule(
     """
     sequence_of_row, kv_lens = tiles.sequence, record.kv_lens.astype(I32)
     keys = jnp.minimum(kv_lens[sequence_of_row], paged_cache.max_sequence_len(record))
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     if right is not None:
         # The band of a tile: from the first key of its first token to the last key of its last. The kernel masks keys
         # that single tokens do not attend to.

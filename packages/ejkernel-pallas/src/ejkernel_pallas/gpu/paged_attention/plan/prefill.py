@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.gpu.hopper.sizes import I32
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
@@ -131,7 +131,7 @@ def _key_bounds_and_block_ranges(
     record: PagedAttention, runs: RowRuns, tiles: RowTiles, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Returns the first key of each tile, the end of its keys, and the four limits of its ranges of blocks."""
-    left, right = band(record)
+    left, right = causal_window_bounds(record)
     # Positions of the first row of the run, and after the last one.
     first_position, last_position = position + tiles.run_start, position + tiles.run_end
     keys, start = (

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.families.tiled_attention import TiledAttention
-from ejkernel.families.tiled_attention.block_maps import EMPTY, BlockLists, BlockMap, block_lists, block_map
+from ejkernel.families.tiled_attention.block_maps import EMPTY_MASK_ID, BlockLists, BlockMap, block_lists, block_map
 from ejkernel_pallas.gpu.tiled_attention.spec import COLUMNS_PER_MASK_WORD_SPAN
 
 THREADS_PER_SCORE_ROW = 4
@@ -65,9 +65,9 @@ def query_block_lists(record: TiledAttention, block_q: int, block_kv: int) -> tu
     Blocks take the last key tile first, and loop over earlier queries first. Patterns often have keys at the start that
     all queries attend to: if they were the first to add, all others would wait for the longest list.
     """
-    tile_map = _add_empty_blocks(block_map(record, block_q, block_kv).by_keys())
+    tile_map = _add_empty_blocks(block_map(record, block_q, block_kv).transposed_by_keys())
     lists = block_lists(_reverse_blocks(tile_map))
-    some, blocks = tile_map.some, tile_map.some.shape[-1] - 1 - lists.blocks
+    some, blocks = tile_map.any_allowed, tile_map.any_allowed.shape[-1] - 1 - lists.blocks
     xp = _array_module(some)
     later_key_tiles = xp.cumsum(some[:, :, ::-1], axis=2)[:, :, ::-1] - some
     later_key_tiles = xp.broadcast_to(later_key_tiles, (*blocks.shape[:-1], some.shape[-1]))
@@ -98,8 +98,8 @@ def _reverse_blocks(tile_map: BlockMap) -> BlockMap:
     """Reverses the map's last axis: loops traverse the lists from their end, so the first block comes first."""
     return dataclasses.replace(
         tile_map,
-        some=tile_map.some[..., ::-1],
-        every=tile_map.every[..., ::-1],
+        any_allowed=tile_map.any_allowed[..., ::-1],
+        all_allowed=tile_map.all_allowed[..., ::-1],
         mask_ids=tile_map.mask_ids[..., ::-1],
         reachable=tile_map.reachable[..., ::-1],
     )
@@ -111,14 +111,14 @@ def _as_int32(**arrays: Any) -> dict[str, jax.Array]:
 
 def _add_empty_blocks(tile_map: BlockMap) -> BlockMap:
     """Returns the map with a block for every tile: the first one, fully masked, if there is no other."""
-    is_first_block = np.arange(tile_map.some.shape[-1]) == 0
-    is_added = ~tile_map.some.any(axis=-1, keepdims=True) & is_first_block
+    is_first_block = np.arange(tile_map.any_allowed.shape[-1]) == 0
+    is_added = ~tile_map.any_allowed.any(axis=-1, keepdims=True) & is_first_block
     xp = _array_module(is_added)
     return dataclasses.replace(
         tile_map,
-        some=tile_map.some | is_added,
-        every=tile_map.every & ~is_added,
-        mask_ids=xp.where(is_added, EMPTY, tile_map.mask_ids),
+        any_allowed=tile_map.any_allowed | is_added,
+        all_allowed=tile_map.all_allowed & ~is_added,
+        mask_ids=xp.where(is_added, EMPTY_MASK_ID, tile_map.mask_ids),
         reachable=tile_map.reachable | is_first_block,
     )
 

@@ -62,11 +62,11 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     shard = plan.shard(lax.axis_index(ring.axis_name), local_load)
     # Loads come from one direction and then from the other. Gradients of queries stay on the device; the second
     # direction adds to them.
-    query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.before + 1), None)
-    if ring.after:
+    query, *kv_gradients = _one_direction(plan, shard, shard_rows, config, range(0, ring.num_before + 1), None)
+    if ring.num_after:
         shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local_load}, -1))
         query, *other_gradients = _one_direction(
-            plan, shifted, shard_rows, config, range(-1, -ring.after - 1, -1), query
+            plan, shifted, shard_rows, config, range(-1, -ring.num_after - 1, -1), query
         )
         kv_gradients = [one + other for one, other in zip(kv_gradients, other_gradients, strict=True)]
     grads = {"query": query, "key": kv_gradients[0], "value": kv_gradients[1]}

@@ -43,10 +43,10 @@ def forward(record: RingAttention, config: TpuForward) -> tuple[jax.Array, Softm
     me, local_load = lax.axis_index(ring.axis_name), travelling_keys_of(plan.record)
     shard = plan.shard(me, local_load)
     spec, state = plan.spec(shard, forward_blocks(config)), _compat.as_varying(empty_state(record), record)
-    state = _one_direction(plan, spec, shard, state, range(0, ring.before + 1))
-    if ring.after:
+    state = _one_direction(plan, spec, shard, state, range(0, ring.num_before + 1))
+    if ring.num_after:
         shifted = dataclasses.replace(shard, **ring.shift({name: getattr(shard, name) for name in local_load}, -1))
-        state = _one_direction(plan, spec, shifted, state, range(-1, -ring.after - 1, -1))
+        state = _one_direction(plan, spec, shifted, state, range(-1, -ring.num_after - 1, -1))
     output = ring.unstripe(state[0].astype(record.query.dtype), 1)
     return output, SoftmaxResiduals(lse=ring.unstripe(state[1], 2))
 
