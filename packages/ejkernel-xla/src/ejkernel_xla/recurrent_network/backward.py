@@ -19,7 +19,7 @@ from ejkernel.families.recurrent_network import (
     State,
     accumulator,
     input_and_recurrent_cotangents,
-    layers_directions_and_hidden_size,
+    layers_directions_and_state_size,
     split_gates,
     state_after_token,
 )
@@ -50,7 +50,7 @@ def backward(pullback: Pullback, config: TokenBlocks) -> Gradients:
         Each requested gradient, in its field's shape and dtype.
     """
     record = pullback.record
-    layers, directions, _ = layers_directions_and_hidden_size(record)
+    layers, directions, _ = layers_directions_and_state_size(record)
     layer_grads: list[list[Gradients]] = []
     outputs = time_major(pullback.cotangent[0]).astype(accumulator(record))
     for layer in reversed(range(layers)):
@@ -75,7 +75,7 @@ def _layer_inputs(pullback: Pullback, layer: int) -> jax.Array:
         return concatenate_directions(
             [time_major(record.x)], valid_tokens(record)
         )  # 0 in padding, even if padding holds NaN
-    directions = layers_directions_and_hidden_size(record)[1]
+    directions = layers_directions_and_state_size(record)[1]
     below = pullback.residuals.hidden[(layer - 1) * directions : layer * directions]
     return concatenate_directions([time_major(hidden) for hidden in below], valid_tokens(record))
 

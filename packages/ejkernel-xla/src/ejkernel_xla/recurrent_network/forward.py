@@ -9,7 +9,7 @@ from ejkernel.families.recurrent_network import (
     RecurrentNetwork,
     State,
     combine_gate_inputs,
-    layers_directions_and_hidden_size,
+    layers_directions_and_state_size,
     stack_states,
     state_after_token,
 )
@@ -35,7 +35,7 @@ def forward(record: RecurrentNetwork, config: TokenBlocks) -> tuple[tuple[jax.Ar
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the gates of every token and the states after it.
     """
-    layers, directions, _ = layers_directions_and_hidden_size(record)
+    layers, directions, _ = layers_directions_and_state_size(record)
     inputs, tokens = time_major(record.x), valid_tokens(record)
     layer_states: list[State] = []  # gates and states
     finals: list[State] = []

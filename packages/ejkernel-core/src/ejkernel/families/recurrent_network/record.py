@@ -68,7 +68,7 @@ def accumulator(record: RecurrentNetwork) -> Any:
     return jnp.promote_types(record.x.dtype, jnp.float32)
 
 
-def layers_directions_and_hidden_size(record: RecurrentNetwork) -> tuple[int, int, int]:
+def layers_directions_and_state_size(record: RecurrentNetwork) -> tuple[int, int, int]:
     """Returns L, R and H: layers, directions and hidden size."""
     layers, directions, _, hidden = record.weight_hh.shape
     return layers, directions, hidden

@@ -30,7 +30,7 @@ from ejkernel.families.recurrent_network.record import (
     combine_gate_inputs,
     first_state,
     input_weights,
-    layers_directions_and_hidden_size,
+    layers_directions_and_state_size,
     real_tokens,
     stack_states,
     state_after_token,
@@ -45,7 +45,7 @@ def reference(record: RecurrentNetwork) -> tuple[tuple[jax.Array, ...], NetworkR
         Output [B, T, R * H] in x's dtype; final states [L * R, B, H], and for lstm final cells, in the accumulator's;
         and the residuals.
     """
-    layers, directions, _ = layers_directions_and_hidden_size(record)
+    layers, directions, _ = layers_directions_and_state_size(record)
     inputs, real = record.x.astype(accumulator(record)), real_tokens(record)
     tokens: list[State] = []  # gates and states of every layer and direction, [B, T, ...] each
     finals: list[State] = []
@@ -79,7 +79,7 @@ def _reference_direction(
         after = tuple(jnp.where(is_real[:, None], new, old) for new, old in zip(after, state, strict=True))
         return after, (jnp.concatenate(gates, axis=-1), *after)
 
-    start = first_state(record, layer * layers_directions_and_hidden_size(record)[1] + direction)
+    start = first_state(record, layer * layers_directions_and_state_size(record)[1] + direction)
     tokens = (jnp.moveaxis(inputs, 1, 0), jnp.moveaxis(real, 1, 0))
     last, stacked = lax.scan(run_token, start, tokens, reverse=direction == 1)
     return tuple(jnp.moveaxis(x, 0, 1) for x in stacked), last

@@ -12,7 +12,7 @@ from ejkernel.families.recurrent_network import (
     accumulator,
     first_state,
     input_weights,
-    layers_directions_and_hidden_size,
+    layers_directions_and_state_size,
     real_tokens,
 )
 from ejkernel.planning.precision import product_precision
@@ -47,7 +47,7 @@ class Direction:
         bias_ih, bias_hh = (None if x is None else x[layer, direction].astype(accumulator(record)) for x in biases)
         return cls(
             record=record,
-            index=layer * layers_directions_and_hidden_size(record)[1] + direction,
+            index=layer * layers_directions_and_state_size(record)[1] + direction,
             backwards=direction == 1,
             weight_ih=input_weights(record, layer)[direction],
             weight_hh=record.weight_hh[layer, direction],
