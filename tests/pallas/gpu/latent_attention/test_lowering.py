@@ -143,7 +143,7 @@ def test_the_planning_kernel_equals_the_plan_of_xla(fields, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "length", "cut"), [(128, 4096, False), (128, 100, False), (100, 4096, True), (1, 384, True)]
 )
-def test_shares_grow_within_the_limit_if_no_item_is_split_then(rows, length, cut):
+def test_program_shares_grow_within_the_limit_to_avoid_split_items(rows, length, cut):
     record = make(rows=rows, lens=[length] * rows, heads=128, page=512)
     shares = {}
     for max_growth_percent in (0, 6):

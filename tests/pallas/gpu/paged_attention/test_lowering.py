@@ -141,7 +141,7 @@ def _simulated(constants, operands):
         for component, name in enumerate(("keys", "values")):
             rows_of = []
             for page in operands["tables"][sequence, : columns[-1] + 1]:
-                index, first = producer.cache_index(constants, int(page), head, component)
+                index, first = producer.cache_index_and_column(constants, int(page), head, component)
                 rows_of.append(cache[name][int(index), :, int(first) : int(first) + constants.key_dim])
             found.append(np.stack(rows_of)[columns, slots])
         apart = places - position - np.arange(64)[:, None] // constants.rows_per_token
@@ -204,7 +204,7 @@ def _copied(layout, operands, what, place, head):
     for number, page in enumerate(pages):
         slot = block * 128 + number * layout.slots_per_copy
         slot = slot % layout.page_size if layout.pages_per_table_row else slot
-        index, column = paged_prefill.cache_index(layout, page, head, ("k", "v").index(what))
+        index, column = paged_prefill.cache_index_and_column(layout, page, head, ("k", "v").index(what))
         there = int(index) < source.shape[0]
         rows = source[int(index) if there else 0, int(slot) :, int(column) : int(column) + size][
             : layout.slots_per_copy
@@ -216,8 +216,8 @@ def _copied(layout, operands, what, place, head):
 def test_tiles_are_ordered_by_sequence_with_the_longest_first():
     record = make(lens=(300, 0, 364, 1, 700), q_lens=(140, 0, 300, 1, 170), first=5, page=64)
     table = np.asarray(prefill.make_prefill_tiles(record, paged_cache.QueryRowLimits(32, 999)))[0]
-    live = table[0, prefill.NUM_LIVE_TILES_FIELD] // 8
-    tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.PAGED_TILE_FIELDS]]
+    live = table[0, prefill.NUM_LIVE_TILES_COLUMN] // 8
+    tiles = [paged_prefill.PagedTile(*row) for row in table[:live, prefill.PAGED_TILE_COLUMNS]]
     # The last two are of rows that belong to no sequence, and have no keys.
     assert [tile.sequence for tile in tiles[:-2]] == [4, 4, 2, 2, 2, 0, 0]
     assert [tile.key_end for tile in tiles] == [700, 652, 364, 319, 191, 300, 283, 0, 0]

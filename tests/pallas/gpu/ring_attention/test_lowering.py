@@ -47,7 +47,7 @@ def verdict(*arrays, **options):
     ],
     ids=["full", "causal", "packed, capped, sinks", "window"],
 )
-def test_calls_that_its_step_kernel_supports_are_served(options):
+def test_ring_calls_that_the_step_kernel_supports_are_served(options):
     for one in verdict(QUERY, KEY, KEY, **options):
         assert one.status == "chosen", one.reasons
 

@@ -98,7 +98,7 @@ def test_blocks_that_wait_in_order_of_dq_never_deadlock(name, room, folded):
 
 
 @pytest.mark.parametrize(("heads", "tiles", "bundle"), [(4, 6, 2), (4, 7, 2), (6, 1, 2), (3, 5, 3), (4, 2, 1)])
-def test_a_folded_list_alternates_later_tiles_with_the_next_bundles_earlier_ones(heads, tiles, bundle):
+def test_interleaved_bundles_alternate_later_tiles_with_the_next_bundles_earlier_ones(heads, tiles, bundle):
     plan = tile_scheduler.TileSchedule(
         heads,
         tiles,

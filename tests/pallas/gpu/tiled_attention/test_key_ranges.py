@@ -88,11 +88,11 @@ def test_padding_between_keys_of_a_segment_makes_ids_be_compared():
 @pytest.mark.parametrize("right", [None, 0, 1, 30, 64])
 @pytest.mark.parametrize("queries", [64, 128, 192])
 @pytest.mark.parametrize("keys", [64, 128, 192])
-def test_has_uneven_ends_says_whether_warpgroups_end_at_different_key_blocks(queries, keys, right):
+def test_first_warpgroup_may_end_early_if_its_keys_end_in_an_earlier_block(queries, keys, right):
     q = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.bfloat16)
     window = None if right is None else (None, right)
     spec = make_spec(TiledAttention(query=q, key=q, value=q, softmax_scale=1.0, sliding_window=window))
     rows = np.arange(64 * 192).reshape(-1, queries // WGMMA_M, WGMMA_M).max(axis=-1)  # the last of every warpgroup
     ends = (rows + (right or 0)) // keys
     uneven = right is not None and bool((ends[:, :1] != ends).any())
-    assert ForwardTile(queries // WGMMA_M, keys, 2, 2).has_uneven_ends(spec) == uneven
+    assert ForwardTile(queries // WGMMA_M, keys, 2, 2).first_warpgroup_may_end_early(spec) == uneven

@@ -53,46 +53,46 @@ SELECT_LOW_HALVES, SELECT_HIGH_HALVES = 0x5410, 0x7632
 """Selectors of `prmt` that put two words' lower or upper halves into one word."""
 
 
-def apply_activation(tile: jax.Array, activation: GateParameters, valid_rows: jax.Array | None = None) -> jax.Array:
+def apply_activation(tile: jax.Array, activation: GateParameters, row_validity: jax.Array | None = None) -> jax.Array:
     """Returns `act(tile)` of a float32 tile in an accumulator's layout, for products without a gate.
 
     Args:
         tile: [64, N].
         activation: The activation.
-        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        row_validity: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    return _map_elements((tile,), valid_rows, lambda x: _activate(x, activation))
+    return _map_elements((tile,), row_validity, lambda x: _activate(x, activation))
 
 
 def apply_gate(
-    gate: jax.Array, factor: jax.Array, activation: GateParameters, valid_rows: jax.Array | None = None
+    gate: jax.Array, factor: jax.Array, activation: GateParameters, row_validity: jax.Array | None = None
 ) -> jax.Array:
-    """Returns `act(gate) * (other + beta)` of two float32 tiles in an accumulator's layout, both limited.
+    """Returns `act(gate) * (factor + beta)` of two float32 tiles in an accumulator's layout, both limited.
 
     Args:
         gate: [64, N].
         factor: [64, N].
         activation: The activation, alpha, beta and limit.
-        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        row_validity: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    return _map_elements((gate, factor), valid_rows, lambda x, y: _activate_and_multiply(x, y, activation))
+    return _map_elements((gate, factor), row_validity, lambda x, y: _activate_and_multiply(x, y, activation))
 
 
-def _map_elements(tiles: tuple[jax.Array, ...], valid_rows: jax.Array | None, combine: Any) -> jax.Array:
+def _map_elements(tiles: tuple[jax.Array, ...], row_validity: jax.Array | None, combine: Any) -> jax.Array:
     """Returns a tile of the combined elements of tiles in an accumulator's layout."""
-    masks = () if valid_rows is None else (valid_rows,)
+    masks = () if row_validity is None else (row_validity,)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA,) * len(tiles) + (ROW_LAYOUT,) * len(masks),
         return_type=plgpu.ShapeDtypeStruct(tiles[0].shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, *operands: Any) -> Any:
-        sums, row_masks = operands[: len(tiles)], _load_row_masks(operands[len(tiles) :])
+        sums, row_masks = operands[: len(tiles)], _unpack_row_validity(operands[len(tiles) :])
         new_registers: list[Any] = []
         # Registers alternate between a thread's two rows.
         for index, registers in enumerate(zip(*(tile.registers.flat for tile in sums), strict=True)):
             scalars = zip(*(unpack_pair(register) for register in registers), strict=True)
-            values = [_zero_if_masked(combine(*elements), row_masks[index % 2]) for elements in scalars]
+            values = [_zero_unless_valid(combine(*elements), row_masks[index % 2]) for elements in scalars]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return replace_registers(sums[0], new_registers)
 
@@ -100,18 +100,21 @@ def _map_elements(tiles: tuple[jax.Array, ...], valid_rows: jax.Array | None, co
 
 
 def apply_gate_to_interleaved_columns(
-    interleaved: jax.Array, activation: GateParameters, dtype: Any, valid_rows: jax.Array | None = None
+    interleaved_sums: jax.Array, activation: GateParameters, dtype: Any, row_validity: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the outputs of interleaved columns, in an accumulator's layout: of `pairs[:, ::2]` and `pairs[:, 1::2]`
-    what `gated` returns, in 16 bits.
+    """Returns what `apply_gate` does for gate `interleaved_sums[:, ::2]` and factor `interleaved_sums[:, 1::2]`, in 16
+    bits and in an accumulator's layout.
 
     Args:
-        interleaved: Float32 [64, 2 N], N a multiple of 8.
+        interleaved_sums: Float32 [64, 2 N], N a multiple of 8.
         activation: The activation, alpha, beta and limit.
         dtype: bfloat16 or float16.
-        valid_rows: Float32 [64], 0 for rows whose output is 0; None if there are none.
+        row_validity: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    shape, masks = (interleaved.shape[0], interleaved.shape[1] // 2), () if valid_rows is None else (valid_rows,)
+    shape, masks = (
+        (interleaved_sums.shape[0], interleaved_sums.shape[1] // 2),
+        () if row_validity is None else (row_validity,),
+    )
     kind = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(
@@ -119,7 +122,7 @@ def apply_gate_to_interleaved_columns(
         return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=plgpu.Layout.WGMMA),
     )
     def run(_: Any, sums: Any, *operands: Any) -> Any:
-        registers, row_masks = list(sums.registers.flat), _load_row_masks(operands)
+        registers, row_masks = list(sums.registers.flat), _unpack_row_validity(operands)
         element = ir.BF16Type.get() if kind == "bf16x2" else ir.F16Type.get()
         zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
         like = mgpu.FragmentedArray.splat(zero, shape, layout=mgpu.WGMMA_LAYOUT, is_signed=None)
@@ -129,7 +132,7 @@ def apply_gate_to_interleaved_columns(
         for index, like_register in enumerate(like.registers.flat):
             block, row = divmod(index, 2)
             low, high = (
-                _zero_if_masked(
+                _zero_unless_valid(
                     _activate_and_multiply(*unpack_pair(registers[2 * (2 * block + half) + row]), activation),
                     row_masks[row],
                 )
@@ -146,7 +149,7 @@ def apply_gate_to_interleaved_columns(
             new_registers.append(vector.bitcast(like_register.type, word))
         return replace_registers(like, new_registers)
 
-    return run(interleaved, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return run(interleaved_sums, *masks)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def quad_source_lanes(lane: int) -> tuple[tuple[int, int], int]:
@@ -174,16 +177,16 @@ def _quad_source_lanes_of_thread() -> tuple[list[Any], Any]:
     return chosen[:2], chosen[2]
 
 
-def _load_row_masks(masks: Any) -> list[Any]:
+def _unpack_row_validity(row_validity: Any) -> list[Any]:
     """Returns for each of a thread's two rows whether its output is not 0; None for yes."""
-    if not masks:
+    if not row_validity:
         return [None, None]
-    is_valid = [unpack_row_value(x) for x in masks[0].registers.flat]
+    is_valid = [unpack_row_value(x) for x in row_validity[0].registers.flat]
     return [arith.cmpf(arith.CmpFPredicate.ONE, x, float32_constant(0.0)) for x in is_valid]
 
 
-def _zero_if_masked(x: Any, mask: Any) -> Any:
-    return x if mask is None else arith.select(mask, x, float32_constant(0.0))
+def _zero_unless_valid(x: Any, is_valid: Any) -> Any:
+    return x if is_valid is None else arith.select(is_valid, x, float32_constant(0.0))
 
 
 def _activate_and_multiply(gate: Any, factor: Any, activation: GateParameters) -> Any:

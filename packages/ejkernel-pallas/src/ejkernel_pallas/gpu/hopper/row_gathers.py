@@ -21,7 +21,7 @@ from ejkernel_pallas.gpu.hopper.launch import wgmma_transforms
 from ejkernel_pallas.gpu.hopper.layouts import ROW_LAYOUT
 from ejkernel_pallas.gpu.hopper.registers import float32_constant, int32_constant, int32_type, unpack_row_value
 from ejkernel_pallas.gpu.hopper.row_ranges import LINE_BYTES, ROWS_PER_PASS, THREADS_PER_LINE
-from ejkernel_pallas.gpu.hopper.scaled_sums import first_thread_row, row_vector_from_thread_values
+from ejkernel_pallas.gpu.hopper.scaled_sums import first_row_of_thread, row_vector_from_thread_values
 from ejkernel_pallas.gpu.hopper.sizes import ROWS_PER_WARP, STORE_BYTES_PER_THREAD, THREADS_PER_WARPGROUP, WGMMA_M
 
 NOT_COPIED_OFFSET = -1
@@ -104,7 +104,7 @@ def load_row_validity(row_indices: Any, first_row: Any, num_rows: int) -> jax.Ar
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, row_indices: Any, first_row: Any) -> Any:
-        thread_row, flags = arith.addi(first_row.registers.item(), first_thread_row()), list[Any]()
+        thread_row, flags = arith.addi(first_row.registers.item(), first_row_of_thread()), list[Any]()
         for half in (0, ROWS_PER_WARP // 2):
             tile_row = arith.minsi(arith.addi(thread_row, int32_constant(half)), int32_constant(last))
             source_row: Any = memref.load(row_indices, [arith.index_cast(ir.IndexType.get(), tile_row)])

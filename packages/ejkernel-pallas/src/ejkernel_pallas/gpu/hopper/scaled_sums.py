@@ -51,7 +51,7 @@ def load_row_scales_from_hbm(scales: Any, row: Any, block_index: Any) -> jax.Arr
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, row: Any, block_index: Any) -> Any:
-        first = arith.addi(row.registers.item(), first_thread_row())
+        first = arith.addi(row.registers.item(), first_row_of_thread())
         values: list[Any] = []
         for half in (0, ROWS_PER_WARP // 2):
             scale_row = arith.minsi(arith.addi(first, int32_constant(half)), int32_constant(rows - 1))
@@ -79,7 +79,7 @@ def load_row_scales_from_smem(scales: Any, block_index: Any) -> jax.Array:
     def load(_: Any, scales: Any, block_index: Any) -> Any:
         base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales))
         base = arith.addi(base, arith.muli(block_index.registers.item(), int32_constant(4)))
-        base = arith.addi(base, arith.muli(first_thread_row(), int32_constant(line)))
+        base = arith.addi(base, arith.muli(first_row_of_thread(), int32_constant(line)))
         return row_vector_from_thread_values([_load_float(base, half * line) for half in (0, ROWS_PER_WARP // 2)])
 
     return load(scales, block_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
@@ -128,7 +128,7 @@ def add_scaled_product(
             if "rows" in refs_by_name
             else [None] * ROWS_PER_THREAD
         )
-        column_address = _thread_column_address(refs_by_name["columns"]) if "columns" in refs_by_name else None
+        column_address = _first_column_address_of_thread(refs_by_name["columns"]) if "columns" in refs_by_name else None
         new_registers: list[Any] = []
         # Order of a thread's registers: a pair of columns of its first row, of its second row, then the next pair of
         # columns.
@@ -158,7 +158,7 @@ def _scale_and_add(x: Any, factors: tuple[Any, ...], addend: Any) -> Any:
     return arith.addf(x, addend) if last is None else math.fma(x, last, addend)
 
 
-def first_thread_row() -> Any:
+def first_row_of_thread() -> Any:
     """Returns the first of the thread's rows among the 64."""
     thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
     warp, lane = (
@@ -182,7 +182,7 @@ def _load_float(base: Any, offset: int) -> Any:
     return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
 
 
-def _thread_column_address(columns: Any) -> Any:
+def _first_column_address_of_thread(columns: Any) -> Any:
     """Returns the address of the thread's first pair of columns."""
     lane = arith.remui(mgpu.utils.thread_idx(), int32_constant(LANES_PER_ROW))
     address = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(columns))

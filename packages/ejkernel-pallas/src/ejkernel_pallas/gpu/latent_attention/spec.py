@@ -216,9 +216,9 @@ def refusal_reasons(record: PagedAttention) -> Iterable[str]:
     yield from _head_refusal_reasons(record.query.shape[1])
 
 
-def _head_refusal_reasons(heads: int) -> Iterable[str]:
-    if heads % SWIZZLE_ATOM_ROWS:
-        yield f"the queries have {heads} heads; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
+def _head_refusal_reasons(num_heads: int) -> Iterable[str]:
+    if num_heads % SWIZZLE_ATOM_ROWS:
+        yield f"the queries have {num_heads} heads; the kernel wants a multiple of {SWIZZLE_ATOM_ROWS}"
 
 
 def decode_refusal_reasons(record: TiledAttention) -> Iterable[str]:

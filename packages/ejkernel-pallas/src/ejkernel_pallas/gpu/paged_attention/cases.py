@@ -15,16 +15,20 @@ from ejkernel.modules.operations.unified_attention import UnifiedAttentionArgume
 from ejkernel.ops.model import Case
 
 # Small, since the reference gathers a row's keys for every head.
-DECODE_SIZES = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-MIXED_SIZES = PagedSizes(lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16)
-PREFILL_SIZES = PagedSizes(
+DECODE_PROBLEM = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+MIXED_BATCH_PROBLEM = PagedSizes(
+    lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16
+)
+PREFILL_PROBLEM = PagedSizes(
     lens=(150, 1, 140, 300), q_lens=(40, 1, 130, 32), rows=210, h=4, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
 )
 """Has sequences with enough tokens for flash attention's kernel, one of two tiles, and one that decodes."""
-CACHE_WRITE_SIZES = PagedSizes(lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16)
-PREFILL_HEAD_64_SIZES = dataclasses.replace(PREFILL_SIZES, d=64, v=64, s=8, dtype=jnp.float16)
+CACHE_WRITE_PROBLEM = PagedSizes(
+    lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16
+)
+PREFILL_HEAD_DIM_64_PROBLEM = dataclasses.replace(PREFILL_PROBLEM, d=64, v=64, s=8, dtype=jnp.float16)
 WINDOW_OPTIONS = {"sliding_window": 30}
-BAND_OPTIONS: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
+NON_CAUSAL_WINDOW_OPTIONS: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
 SCALE_OPTIONS: dict[str, Any] = {"v_scale": 3.0, "softmax_scale": 0.1}
 
 
@@ -35,25 +39,33 @@ def _no_options(key: jax.Array) -> dict[str, Any]:
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     page: tuple[Row[PagedSizes], ...] = (
-        ("head size 128, bfloat16", DECODE_SIZES, _no_options, (), ()),
-        ("head size 128, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+        ("head size 128, bfloat16", DECODE_PROBLEM, _no_options, (), ()),
+        ("head size 128, window", DECODE_PROBLEM, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
     )
     unified_cases: tuple[Row[PagedSizes], ...] = (
-        ("head size 64, mixed", MIXED_SIZES, lambda key: {"return_lse": True}, (), ()),
-        ("head size 64, window", MIXED_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
-        ("head size 64, not causal", MIXED_SIZES, lambda key: BAND_OPTIONS, ("causal",), ()),
-        ("prefill", PREFILL_SIZES, lambda key: {"return_lse": True}, (), ()),
-        ("prefill, window", PREFILL_SIZES, lambda key: {"sliding_window": 100}, ("sliding_window",), ()),
-        ("prefill, head size 64, not causal", PREFILL_HEAD_64_SIZES, lambda key: BAND_OPTIONS, ("causal",), ()),
+        ("head size 64, mixed", MIXED_BATCH_PROBLEM, lambda key: {"return_lse": True}, (), ()),
+        ("head size 64, window", MIXED_BATCH_PROBLEM, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
+        ("head size 64, not causal", MIXED_BATCH_PROBLEM, lambda key: NON_CAUSAL_WINDOW_OPTIONS, ("causal",), ()),
+        ("prefill", PREFILL_PROBLEM, lambda key: {"return_lse": True}, (), ()),
+        ("prefill, window", PREFILL_PROBLEM, lambda key: {"sliding_window": 100}, ("sliding_window",), ()),
+        (
+            "prefill, head size 64, not causal",
+            PREFILL_HEAD_DIM_64_PROBLEM,
+            lambda key: NON_CAUSAL_WINDOW_OPTIONS,
+            ("causal",),
+            (),
+        ),
     )
-    v2: tuple[Row[PagedSizes], ...] = (("head size 64, sequences", MIXED_SIZES, _no_options, ("num_seqs",), ()),)
+    v2: tuple[Row[PagedSizes], ...] = (
+        ("head size 64, sequences", MIXED_BATCH_PROBLEM, _no_options, ("num_seqs",), ()),
+    )
     new = ("new_keys", "new_values", "num_seqs", "value_scale")
     v3: tuple[Row[PagedSizes], ...] = (
-        ("head size 128, written", CACHE_WRITE_SIZES, lambda key: SCALE_OPTIONS, new, ()),
-        ("prefill, written", PREFILL_SIZES, lambda key: SCALE_OPTIONS, new, ()),
+        ("head size 128, written", CACHE_WRITE_PROBLEM, lambda key: SCALE_OPTIONS, new, ()),
+        ("prefill, written", PREFILL_PROBLEM, lambda key: SCALE_OPTIONS, new, ()),
         (
             "head size 64, written",
-            dataclasses.replace(CACHE_WRITE_SIZES, d=64),
+            dataclasses.replace(CACHE_WRITE_PROBLEM, d=64),
             lambda key: {"softmax_scale": 0.1},
             (),
             (),

@@ -174,8 +174,8 @@ def _outputs_by_query_row(
 def _launch(spec: PagedSpec, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Returns the outputs of whole items and the partial results of split items."""
 
-    def body(operand_refs: dict[str, Any], results: Any, buffers: dict[str, Any]) -> None:
-        paged_kernel(Call(spec, operand_refs, results, SharedMemory(**buffers)))
+    def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
+        paged_kernel(Call(spec, operand_refs, output_refs, SharedMemory(**buffers)))
 
     parts, tiles = 2 * spec.num_thread_blocks, spec.num_items * spec.tiles_per_item
     outputs = [

@@ -239,7 +239,7 @@ def _run_kernel(
         # Semaphores are zero when a kernel starts.
         dq_add_counts = pl.get_global(plgpu.SemaphoreType.REGULAR((num_semaphores,)))
         member = lax.axis_index(clusters.CLUSTER_AXIS) if tile.has_wide_heads else 0
-        buffers = _add_row_data_views(buffers) if "rows" in buffers else buffers
+        buffers = _add_query_vector_views(buffers) if "rows" in buffers else buffers
         counter = tile_scheduler.make_tile_counter()
         backward_kernel(
             Call(spec, tile, plan, loops_by_head, operand_refs, output_refs, counter, dq_add_counts, buffers, member)
@@ -263,7 +263,7 @@ def _sum_split_tiles(
     """Returns gradients, with those of the split tiles summed from their parts."""
     place = tile_scheduler.output_indices_of_split_tiles(schedule, split_gradients[0].shape[1])
 
-    def store_sums(gradient: jax.Array, sums: jax.Array) -> jax.Array:
+    def store_summed_split_gradients(gradient: jax.Array, sums: jax.Array) -> jax.Array:
         # A fixed order, unlike atomics: results are reproducible bit for bit.
         sums = sums.reshape(
             schedule.tail_split.num_split_tiles, schedule.tail_split.splits_per_tile, *sums.shape[1:]
@@ -271,14 +271,22 @@ def _sum_split_tiles(
         # Rows of a partial tile that are past the end are dropped.
         return gradient.at[place].set(sums.astype(gradient.dtype), mode="drop", unique_indices=True)
 
-    return store_sums(dk, split_gradients[0]), store_sums(dv, split_gradients[1]), dq
+    return (
+        store_summed_split_gradients(dk, split_gradients[0]),
+        store_summed_split_gradients(dv, split_gradients[1]),
+        dq,
+    )
 
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: OperandsByName) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the kernel's names."""
     buffers: dict[str, Any] = {
         "k": wgmma_operand_smem(
-            (tile.key_parts_per_row * tile.key_tiles_per_block + tile.peer_key_parts, WGMMA_M, tile.key_part_columns),
+            (
+                tile.key_chunks_per_row * tile.key_tiles_per_block + tile.num_peer_key_chunks,
+                WGMMA_M,
+                tile.key_chunk_columns,
+            ),
             spec.dtype,
             tile.array_swizzle_bytes("k"),
         ),
@@ -304,13 +312,13 @@ def _scratch(spec: HopperSpec, tile: BackwardTile, operands: OperandsByName) -> 
         )
         buffers[f"{name}_free"] = _free_barriers(tile, stages)
     copies = (
-        tile.key_tiles_per_block * (tile.key_parts_per_row + 1 + len(tile.row_array_names(spec, "k")))
-        + tile.peer_key_parts
+        tile.key_tiles_per_block * (tile.key_chunks_per_row + 1 + len(tile.row_array_names(spec, "k")))
+        + tile.num_peer_key_chunks
     )
     buffers["kv_full"] = plgpu.Barrier(num_arrivals=copies)
-    buffers["dq_done"] = plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)
+    buffers["dq_done"] = plgpu.Barrier(num_arrivals=tile.warpgroups_per_dq_piece)
     buffers["dq_full"] = plgpu.Barrier(
-        num_arrivals=tile.warpgroups_per_piece, num_barriers=tile.num_dq_pieces * tile.num_adder_warps
+        num_arrivals=tile.warpgroups_per_dq_piece, num_barriers=tile.num_dq_pieces * tile.num_dq_adder_warps
     )
     buffers["dq_free"] = plgpu.Barrier(num_arrivals=1, num_barriers=tile.num_dq_pieces)
     return buffers | (_cluster_scratch(tile) if tile.has_wide_heads else _scratch_without_cluster(spec, tile, operands))
@@ -321,27 +329,27 @@ def _scratch_without_cluster(spec: HopperSpec, tile: BackwardTile, operands: Ope
     number_full = {"number_full": plgpu.Barrier(num_arrivals=1)}
     if tile.is_register_bound:
         return (
-            _packed_row_data_scratch(tile)
+            _packed_query_vectors_scratch(tile)
             | number_full
-            | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
+            | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_dq_piece)}
         )
     buffers: dict[str, Any] = {"number": plgpu.SMEM((1,), jnp.int32)} | number_full
     for name in tile.row_array_names(spec, "q"):
         buffers[name] = plgpu.SMEM((tile.query_stages, tile.block_q), operands[name].dtype)
     for name in tile.row_array_names(spec, "k"):
         buffers[name] = plgpu.SMEM((tile.key_tiles_per_block, WGMMA_M), operands[name].dtype)
-    return buffers | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_piece)}
+    return buffers | {"ds_full": plgpu.Barrier(num_arrivals=tile.warpgroups_per_dq_piece)}
 
 
 def _cluster_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns scratch memory of the blocks of a cluster."""
-    return _packed_row_data_scratch(tile) | {
+    return _packed_query_vectors_scratch(tile) | {
         "weights_full": plgpu.Barrier(num_arrivals=1),
         "ds_free": _free_barriers(tile, 2),
     }
 
 
-def _packed_row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
+def _packed_query_vectors_scratch(tile: BackwardTile) -> dict[str, Any]:
     """Returns the elements per row packed into one array, for lack of memory: every array is aligned to 1024 bytes."""
     return {
         "rows": plgpu.SMEM((2, tile.query_stages, tile.block_q), jnp.float32),
@@ -349,7 +357,7 @@ def _packed_row_data_scratch(tile: BackwardTile) -> dict[str, Any]:
     }
 
 
-def _add_row_data_views(buffers: dict[str, Any]) -> dict[str, Any]:
+def _add_query_vector_views(buffers: dict[str, Any]) -> dict[str, Any]:
     """Returns named views of packed arrays. After the ids of queries is a row for `pairs`, or the tile's index."""
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]

@@ -16,7 +16,7 @@ from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
-DEFAULT_SIZES = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
+DEFAULT_PROBLEM = AttentionSizes(b=2, t=320, s=320, h=4, g=2, d=64, v=64, dtype=jnp.bfloat16)
 
 
 def _random_blocks_mask(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
@@ -70,9 +70,9 @@ def cases() -> dict[str, tuple[Case, ...]]:
 
 
 def _case(name: str, sizes: dict[str, int], extra_arguments: Callable[[jax.Array], dict[str, Any]]) -> Case:
-    def make(key: jax.Array) -> Any:
+    def make_arguments(key: jax.Array) -> Any:
         inputs, options = jax.random.split(key)
-        arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_SIZES, **sizes)).items()}
+        arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_PROBLEM, **sizes)).items()}
         return BlockSparseAttentionArguments(**arrays, **extra_arguments(options))
 
-    return tagged(name, make, ("pattern",), ())
+    return tagged(name, make_arguments, ("pattern",), ())

@@ -53,7 +53,7 @@ class ForwardTile:
         """Returns whether some tile of scores needs masking."""
         return spec.may_mask_pairs or spec.kv_len % self.block_kv != 0
 
-    def has_uneven_ends(self, spec: HopperSpec) -> bool:
+    def first_warpgroup_may_end_early(self, spec: HopperSpec) -> bool:
         """Returns whether, in some block, the first warpgroup's keys end at least a tile before the last keys of the
         block.
         """
@@ -65,7 +65,7 @@ class ForwardTile:
         )
         return any(first // self.block_kv != last // self.block_kv for first, last in ends)
 
-    def has_idle_warpgroups(self, spec: HopperSpec) -> bool:
+    def idle_warpgroups_skip_keys(self, spec: HopperSpec) -> bool:
         """Returns whether warpgroups without queries, in a head's last block, skip its keys.
 
         On an H200 it makes 2048 tokens with head dimension 64 up to 2% faster with a mask; without, it costs 1%.
@@ -129,14 +129,14 @@ class BackwardTile:
         return not self.has_wide_heads and self.head_dim + self.value_dim > 4 * SWIZZLE_COLUMNS
 
     @property
-    def key_part_columns(self) -> int:
+    def key_chunk_columns(self) -> int:
         """Returns the contiguous columns of keys in shared memory: those of a warpgroup's part of dq."""
         return self.head_dim // 2 if self.is_register_bound else SWIZZLE_COLUMNS
 
     @property
     def swizzle_bytes(self) -> int:
-        """Returns the swizzle in bytes of queries, keys and gradients of scores; a part is a multiple of it."""
-        return 128 if self.key_part_columns % SWIZZLE_COLUMNS == 0 else 64
+        """Returns the swizzle in bytes of queries, keys and gradients of scores; a chunk is a multiple of it."""
+        return 128 if self.key_chunk_columns % SWIZZLE_COLUMNS == 0 else 64
 
     def array_swizzle_bytes(self, name: str) -> int:
         """Returns the swizzle in bytes of an array."""
@@ -153,14 +153,14 @@ class BackwardTile:
         return self.block_kv // (WGMMA_M * self.blocks_per_cluster)
 
     @property
-    def key_parts_per_row(self) -> int:
-        """Returns parts per row of keys."""
-        return self.head_dim // self.key_part_columns
+    def key_chunks_per_row(self) -> int:
+        """Returns the chunks of columns per row of keys."""
+        return self.head_dim // self.key_chunk_columns
 
     @property
-    def peer_key_parts(self) -> int:
-        """Returns parts per row of the other member's keys that a block needs for its share of dq."""
-        return self.key_parts_per_row // 2 if self.has_wide_heads else 0
+    def num_peer_key_chunks(self) -> int:
+        """Returns the chunks per row of the other member's keys that a block needs for its share of dq."""
+        return self.key_chunks_per_row // 2 if self.has_wide_heads else 0
 
     @property
     def stages_by_operand(self) -> dict[str, int]:
@@ -173,14 +173,14 @@ class BackwardTile:
         return BACKWARD_CONSUMER_WARPGROUPS if self.has_wide_heads else 1
 
     @property
-    def num_adder_warps(self) -> int:
+    def num_dq_adder_warps(self) -> int:
         """Returns the warps that add to device memory, for alternate pieces: an addition may take longer than a
         step.
         """
         return 3 if self.has_wide_heads else 2
 
     @property
-    def warpgroups_per_piece(self) -> int:
+    def warpgroups_per_dq_piece(self) -> int:
         """Returns the warpgroups that compute a piece, 64 rows each."""
         return BACKWARD_CONSUMER_WARPGROUPS // self.num_dq_pieces
 
@@ -202,17 +202,17 @@ class BackwardTile:
             // (WGMMA_M * BACKWARD_CONSUMER_WARPGROUPS * self.strips_per_dq_piece * self.blocks_per_cluster)
         )
 
-    def dq_strip_start(self, member: Any, piece_warpgroup: int, strip: int) -> tuple[int, Any]:
+    def dq_strip_start(self, cluster_member: Any, warpgroup: int, strip_index: int) -> tuple[int, Any]:
         """Returns the first row and column of a strip."""
         if self.has_wide_heads:
             return 0, (
-                (member * BACKWARD_CONSUMER_WARPGROUPS + piece_warpgroup) * self.strips_per_dq_piece + strip
+                (cluster_member * BACKWARD_CONSUMER_WARPGROUPS + warpgroup) * self.strips_per_dq_piece + strip_index
             ) * self.dq_strip_columns
-        row, part = self.dq_share_index(piece_warpgroup)
+        row, part = self.dq_row_and_column_half(warpgroup)
         return row * WGMMA_M, part * self.dq_strip_columns
 
-    def dq_share_index(self, warpgroup: Any) -> tuple[Any, Any]:
-        """Returns which 64 queries, and which part of a row of keys, a warpgroup's share has, if two share them."""
+    def dq_row_and_column_half(self, warpgroup: Any) -> tuple[Any, Any]:
+        """Returns which 64 queries, and which chunk of a row of keys, a warpgroup's share has, if two share them."""
         return (warpgroup, 0) if self.block_q == BACKWARD_CONSUMER_WARPGROUPS * WGMMA_M else (0, warpgroup)
 
     @property
@@ -267,7 +267,7 @@ def backward_smem_bytes(tile: BackwardTile, spec: HopperSpec) -> int:
     """Returns the shared memory of the backward kernel in bytes."""
     itemsize = jnp.dtype(spec.dtype).itemsize
     gradient_columns = tile.key_tiles_per_block * (spec.head_dim + spec.value_dim)
-    accumulated_bytes = WGMMA_M * (gradient_columns + tile.peer_key_parts * SWIZZLE_COLUMNS) * itemsize
+    accumulated_bytes = WGMMA_M * (gradient_columns + tile.num_peer_key_chunks * SWIZZLE_COLUMNS) * itemsize
     stages = tile.stages_by_operand
     streamed_bytes = (stages["q"] * spec.head_dim + stages["do"] * spec.value_dim) * tile.block_q * itemsize
     ds_bytes = 2 * tile.block_kv * tile.block_q * itemsize
@@ -355,7 +355,7 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     Raises:
         ValueError: A field is not valid for a kernel, or the tile does not fit shared memory.
     """
-    warpgroups, keys, stages = _checked_tile_sizes(params, "block_q", "block_kv", "stages")
+    warpgroups, keys, stages = _check_tile_sizes(params, "block_q", "block_kv", "stages")
     limit = SHARED_MEMORY_BYTES
     tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
     tile = next((x for x in tiles if forward_smem_bytes(x, spec) + FORWARD_RESERVED_SMEM_BYTES <= limit), None)
@@ -370,7 +370,7 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     Raises:
         ValueError: In the same cases as in `forward_tile`.
     """
-    warpgroups, queries, stages = _checked_tile_sizes(params, "block_kv", "block_q", "stages")
+    warpgroups, queries, stages = _check_tile_sizes(params, "block_kv", "block_q", "stages")
     tile = BackwardTile(spec.head_dim, spec.value_dim, warpgroups * WGMMA_M, queries, stages)
     expected_block_sizes = BACKWARD_TILES[spec.head_dim][0][:2]
     if (tile.block_kv, tile.block_q) != expected_block_sizes:
@@ -385,14 +385,18 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     return tile
 
 
-def _checked_tile_sizes(
-    params: HopperForward | HopperBackward, accumulated_field: str, streamed_field: str, stages_field: str
+def _check_tile_sizes(
+    params: HopperForward | HopperBackward, accumulated_block_field: str, streamed_block_field: str, stages_field: str
 ) -> tuple[int, int, int]:
     """Returns warpgroups, rows of a streamed block, and stages."""
-    values = {name: getattr(params, name) for name in (accumulated_field, streamed_field, stages_field)}
-    allowed_values = {accumulated_field: "64, 128 or 192", streamed_field: "64, 128 or 192", stages_field: "2 or more"}
+    values = {name: getattr(params, name) for name in (accumulated_block_field, streamed_block_field, stages_field)}
+    allowed_values = {
+        accumulated_block_field: "64, 128 or 192",
+        streamed_block_field: "64, 128 or 192",
+        stages_field: "2 or more",
+    }
     for name, value in values.items():
         is_allowed_value = value is not None and (value >= 2 if name == stages_field else value in (64, 128, 192))
         if not is_allowed_value:
             raise ValueError(f"cfg: got {name}={value}, the Mosaic GPU kernels want {allowed_values[name]}")
-    return values[accumulated_field] // WGMMA_M, values[streamed_field], values[stages_field]
+    return values[accumulated_block_field] // WGMMA_M, values[streamed_block_field], values[stages_field]

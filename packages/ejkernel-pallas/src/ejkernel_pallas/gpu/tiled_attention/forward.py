@@ -73,17 +73,17 @@ def _run_kernel(
         else split_tail_wave(batch_size * spec.num_heads * count, blocks, num_tiles(spec.kv_len, tile.block_kv)),
     )
 
-    results = run_schedule(spec, tile, plan, operands, batch_size)
+    results = launch_forward_kernel(spec, tile, plan, operands, batch_size)
     return _merge_split_tiles(plan, *results) if plan.tail_split.num_split_tiles else results
 
 
-def run_schedule(
+def launch_forward_kernel(
     spec: HopperSpec,
     tile: ForwardTile,
     schedule: tile_scheduler.TileSchedule,
     operands: dict[str, jax.Array],
     batch_size: int,
-    key_pages: PagedKeyAccess | None = None,
+    paged_key_access: PagedKeyAccess | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the kernel's outputs [batch, T, H, Dv], lse [batch, H, whole tiles], and those of parts of split
     tiles.
@@ -92,7 +92,16 @@ def run_schedule(
     def body(operand_refs: dict[str, Any], output_refs: Any, buffers: dict[str, Any]) -> None:
         shared = SharedMemory(**_add_output_view(spec, buffers))
         forward_kernel(
-            Call(spec, tile, schedule, operand_refs, output_refs, shared, tile_scheduler.make_tile_counter(), key_pages)
+            Call(
+                spec,
+                tile,
+                schedule,
+                operand_refs,
+                output_refs,
+                shared,
+                tile_scheduler.make_tile_counter(),
+                paged_key_access,
+            )
         )
 
     # Tiles of paged queries start where sequences do; all others are whole, one after the other.
@@ -106,7 +115,7 @@ def run_schedule(
         sizes = (parts, tile.block_q, spec.value_dim), (parts, tile.block_q)
         outputs += [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     return launch(
-        body, operands, outputs, _scratch(spec, tile, key_pages), schedule.num_blocks, tile.consumer_warpgroups
+        body, operands, outputs, _scratch(spec, tile, paged_key_access), schedule.num_blocks, tile.consumer_warpgroups
     )
 
 
@@ -160,9 +169,12 @@ def _make_operands(record: TiledAttention, spec: HopperSpec, tile: ForwardTile) 
     return {"q": pad_rows(record.query, WGMMA_M)} | keys | operands
 
 
-def _scratch(spec: HopperSpec, tile: ForwardTile, pages: PagedKeyAccess | None) -> dict[str, Any]:
+def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAccess | None) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the names of `SharedMemory`."""
-    queries, copies = tile.query_buffers * tile.consumer_warpgroups, 1 if pages is None else pages.copies_per_block
+    queries, copies = (
+        tile.query_buffers * tile.consumer_warpgroups,
+        1 if paged_key_access is None else paged_key_access.copies_per_block,
+    )
     named_buffers: dict[str, Any] = {
         **_query_scratch(spec, queries),
         "k": wgmma_operand_smem((tile.kv_stages, tile.block_kv, spec.head_dim), spec.dtype),

@@ -43,7 +43,7 @@ class HopperSpec:
             dropout.
         dropout_scale: Factor on the weights that dropout keeps.
         keys_in_pages: Whether keys are in pages: then every tile of queries belongs to one sequence, whose keys and
-            positions `Call.key_pages` has.
+            positions `Call.paged_key_access` has.
         has_key_starts: Whether such sequences may have a first key other than 0.
     """
 

@@ -19,7 +19,7 @@ def write_rows(call: Call, column_tiles: list[Any], first_row: Any, first_column
     pl.when(whole)(lambda: copy_pieces_out(call, split_into_pieces(call, column_tiles, first_row, first_column)))
 
     @pl.when(~whole)
-    def _store_partial_tile() -> None:
+    def _store_rows_of_small_group() -> None:
         # In a group of fewer than 64 rows a copy would overwrite rows of the next group.
         for number, tile in enumerate(column_tiles):
             store_rows(call.output, tile, first_row, first_column + number * tile.shape[1], end_row - first_row)

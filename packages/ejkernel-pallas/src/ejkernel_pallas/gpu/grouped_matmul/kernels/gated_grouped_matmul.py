@@ -130,20 +130,20 @@ def _accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.
 
 
 def _apply_activation_and_gate(
-    call: Call, activation_constants: ActivationConstants, acc: jax.Array, valid_rows: jax.Array | None
+    call: Call, activation_constants: ActivationConstants, acc: jax.Array, row_validity: jax.Array | None
 ) -> list[jax.Array]:
     """Returns the output of a warpgroup's sums: [64, 64] for every 64 columns."""
     if activation_constants.gate_column_order is GateColumnOrder.INTERLEAVED:
         width = 2 * SWIZZLE_COLUMNS
         pairs = [acc[:, n : n + width] for n in range(0, acc.shape[1], width)]
         return [
-            gating.apply_gate_to_interleaved_columns(both, activation_constants, call.spec.out_dtype, valid_rows)
+            gating.apply_gate_to_interleaved_columns(both, activation_constants, call.spec.out_dtype, row_validity)
             for both in pairs
         ]
     blocks = [acc[:, n : n + SWIZZLE_COLUMNS] for n in range(0, acc.shape[1], SWIZZLE_COLUMNS)]
     if activation_constants.gate_column_order is GateColumnOrder.NO_GATE:
-        return [gating.apply_activation(block, activation_constants, valid_rows) for block in blocks]
+        return [gating.apply_activation(block, activation_constants, row_validity) for block in blocks]
     return [
-        gating.apply_gate(block, factor, activation_constants, valid_rows)
+        gating.apply_gate(block, factor, activation_constants, row_validity)
         for block, factor in zip(blocks[::2], blocks[1::2], strict=True)
     ]

@@ -98,7 +98,7 @@ class WorkItem(NamedTuple):
         key_end: The key after its last.
         first_step: The program's first step, counted from key 0.
         num_steps: The program's number of steps.
-        is_whole: Whether the program has all steps of the item.
+        has_all_steps: Whether the program has all steps of the item.
         partial_result_slot: The slot of the partial result otherwise.
     """
 
@@ -108,7 +108,7 @@ class WorkItem(NamedTuple):
     key_end: Any
     first_step: Any
     num_steps: Any
-    is_whole: Any
+    has_all_steps: Any
     partial_result_slot: Any
 
 

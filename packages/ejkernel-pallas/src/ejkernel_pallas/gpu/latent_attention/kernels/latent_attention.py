@@ -384,8 +384,8 @@ def _write_half_of_output(call: Call, warpgroup: int, item: WorkItem, output: An
         pl.ds(warpgroup * HALF_COLUMNS, HALF_COLUMNS),
     )
 
-    @pl.when(item.is_whole)
-    def _write_whole() -> None:
+    @pl.when(item.has_all_steps)
+    def _write_whole_item() -> None:
         # Directly from registers: shared memory has no room for an output, which is written once per item.
         target = output_ref.at[pl.ds(output_tile * WGMMA_M, WGMMA_M), columns]
         rounded = output.astype(call.spec.dtype)
@@ -397,8 +397,8 @@ def _write_half_of_output(call: Call, warpgroup: int, item: WorkItem, output: An
         if warpgroup == 0:
             lse_ref[output_tile] = lse
 
-    @pl.when(~item.is_whole)
-    def _write_partial() -> None:
+    @pl.when(~item.has_all_steps)
+    def _write_partial_result() -> None:
         # Divided by its own denominator: exp(lse) is its weight when partial results are merged.
         arrays.store_first_rows(
             partial_ref.at[item.partial_result_slot, :, columns], output, call.spec.stored_rows_per_tile

@@ -69,7 +69,7 @@ def _consume_item(call: Call, item: WorkItem, blocks_done: Any) -> Any:
     )
     position = call.operands["items"][item.query_row, 5]
     state = lax.fori_loop(
-        0, item.num_steps, lambda n, state: _attend_block(call, item, position, (n, blocks_done + n), state), begin
+        0, item.num_steps, lambda n, state: _attend_block(call, item, position, n, blocks_done + n, state), begin
     )
     # The last scores have been awaited.
     plgpu.barrier_arrive(shared.q_free)
@@ -83,12 +83,12 @@ def _consume_item(call: Call, item: WorkItem, blocks_done: Any) -> Any:
 
 
 def _attend_block(
-    call: Call, item: WorkItem, first_position: Any, step_and_blocks_done: tuple[Any, Any], state: ConsumerState
+    call: Call, item: WorkItem, first_token_position: Any, step: Any, blocks_done: Any, state: ConsumerState
 ) -> ConsumerState:
-    """Adds a block of keys; `step_and_blocks_done` are the step of the item and the program's earlier blocks."""
+    """Adds a block of keys; `step` is the step of the item, `blocks_done` counts the program's earlier blocks."""
     shared, spec = call.shared, call.spec
-    slot = lax.rem(step_and_blocks_done[1], I32(spec.stages))
-    key = (item.first_step + step_and_blocks_done[0]) * KEYS_PER_STEP
+    slot = lax.rem(blocks_done, I32(spec.stages))
+    key = (item.first_step + step) * KEYS_PER_STEP
     plgpu.barrier_wait(shared.k_full.at[slot])
     # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
@@ -97,7 +97,7 @@ def _attend_block(
     present = shared.valid_key_bits[slot]
     # The stage's keys are freed while its values are still needed: they have separate mbarriers.
     plgpu.barrier_arrive(shared.k_free.at[slot])
-    scores = _mask_scores(call, item, scores, (key, first_position, present))
+    scores = _mask_scores(call, item, scores, key, first_token_position, present)
     row_max = jnp.maximum(state.row_max, scores.max(axis=1))
     weights = jnp.exp2(scores - broadcast_to_columns(row_max, scores.shape))
     # A row without any key so far has weights of 1: its first key makes alpha exp2(MASKED_SCORE - m) = 0.
@@ -115,28 +115,31 @@ def _attend_block(
     return ConsumerState(output, row_max, row_sum)
 
 
-def _mask_scores(call: Call, item: WorkItem, scores: Any, key_position_and_bits: tuple[Any, Any, Any]) -> Any:
+def _mask_scores(
+    call: Call, item: WorkItem, scores: Any, first_key: Any, first_token_position: Any, valid_key_bits: Any
+) -> Any:
     """Returns scores in base 2, `MASKED_SCORE` where a row does not attend.
 
     Args:
         call: The launch.
         item: The item whose keys these are.
         scores: [64, 128].
-        key_position_and_bits: The block's first key, the position of the tile's first token, and the bits of pages that
-            exist.
+        first_key: The block's first key.
+        first_token_position: Position of the tile's first token.
+        valid_key_bits: One bit per eight keys, set if their page exists.
     """
-    spec, (key, position, present) = call.spec, key_position_and_bits
+    spec = call.spec
     column = plgpu.broadcasted_iota(I32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     # Limits of the whole tile: the first key of its first token, and the last key of its last. Limits of single tokens
     # follow below.
-    is_attended = (column < item.key_end - key) & (column >= item.first_key - key)
+    is_attended = (column < item.key_end - first_key) & (column >= item.first_key - first_key)
     if spec.pages_per_table_row:
-        group_bits = jnp.right_shift(present, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
+        group_bits = jnp.right_shift(valid_key_bits, lax.div(column, I32(SWIZZLE_ATOM_ROWS)))
         is_attended = is_attended & (jnp.bitwise_and(group_bits, 1) > 0)
     if spec.tokens_per_tile > 1 and (spec.left_window is not None or spec.right_window is not None):
         row = plgpu.broadcasted_iota(I32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         # The distance of a key from its row's token.
-        distance = column - lax.div(row, I32(spec.rows_per_token)) + (key - position)
+        distance = column - lax.div(row, I32(spec.rows_per_token)) + (first_key - first_token_position)
         if spec.right_window is not None:
             is_attended = is_attended & (distance <= spec.right_window)
         if spec.left_window is not None:
@@ -145,9 +148,9 @@ def _mask_scores(call: Call, item: WorkItem, scores: Any, key_position_and_bits:
     return jnp.where(is_attended, scores * spec.softmax_scale_log2, MASKED_SCORE)
 
 
-def _zero_rows_outside(tile: Any, first: Any, end: Any) -> None:
-    """Writes zeros to the rows of a tile before `first` and from `end` on."""
-    zero_rows_outside(tile, first, end)
+def _zero_rows_outside(tile: Any, first_row: Any, end_row: Any) -> None:
+    """Writes zeros to the rows of a tile before `first_row` and from `end_row` on."""
+    zero_rows_outside(tile, first_row, end_row)
     plgpu.commit_smem()
 
 
@@ -171,13 +174,13 @@ def _write_output(call: Call, item: WorkItem, output: Any, lse: Any) -> None:
     _, head = program_and_head_tile(call)
     number = item.query_row * call.spec.tiles_per_item + head
 
-    @pl.when(item.is_whole)
-    def _write_whole() -> None:
+    @pl.when(item.has_all_steps)
+    def _write_whole_item() -> None:
         store_tile(output_ref.at[pl.ds(number * WGMMA_M, WGMMA_M), :], output.astype(call.spec.dtype))
         sums[number] = lse
 
-    @pl.when(~item.is_whole)
-    def _write_partial() -> None:
+    @pl.when(~item.has_all_steps)
+    def _write_partial_result() -> None:
         # Divided by its own denominator, which its lse includes: the weight when partial results are merged.
         parts[item.partial_result_slot] = output
         partial_lse[item.partial_result_slot] = lse

@@ -27,16 +27,16 @@ from ejkernel_pallas.gpu.hopper.launch import pad_rows
 from ejkernel_pallas.gpu.hopper.registers import as_int32
 from ejkernel_pallas.gpu.hopper.sizes import I32, WGMMA_M
 from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATOM_ROWS
-from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index
+from ejkernel_pallas.gpu.paged_attention.kernels.producer import cache_index_and_column
 from ejkernel_pallas.gpu.paged_attention.plan.prefill import (
-    NUM_LIVE_TILES_FIELD,
-    PAGED_TILE_FIELDS,
+    NUM_LIVE_TILES_COLUMN,
+    PAGED_TILE_COLUMNS,
     QUERY_ROWS_PER_TILE,
     make_prefill_tiles,
 )
 from ejkernel_pallas.gpu.paged_attention.spec import PagedSpec
 from ejkernel_pallas.gpu.tiled_attention.config import HopperForward, forward_tile
-from ejkernel_pallas.gpu.tiled_attention.forward import run_schedule
+from ejkernel_pallas.gpu.tiled_attention.forward import launch_forward_kernel
 from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import PagedTile
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -63,14 +63,17 @@ class PagedKeys:
         """Returns the number of copies of a block: one per page, or per part of one."""
         return KEYS_PER_STEP // self.spec.slots_per_copy
 
-    def count_live_tiles(self, operands: dict[str, Any]) -> Any:
+    def load_num_live_tiles(self, operands: dict[str, Any]) -> Any:
         """Returns the number of tiles with query tokens, over all heads."""
-        return operands["table"][0, 0, NUM_LIVE_TILES_FIELD]
+        return operands["table"][0, 0, NUM_LIVE_TILES_COLUMN]
 
     def load_tile(self, operands: dict[str, Any], number: Any) -> PagedTile:
         """Returns a tile of queries."""
         return PagedTile(
-            *(operands["table"][0, number, column] for column in range(PAGED_TILE_FIELDS.start, PAGED_TILE_FIELDS.stop))
+            *(
+                operands["table"][0, number, column]
+                for column in range(PAGED_TILE_COLUMNS.start, PAGED_TILE_COLUMNS.stop)
+            )
         )
 
     def find_pages(self, operands: dict[str, Any], tile: PagedTile, block: Any) -> tuple[Any, ...]:
@@ -109,21 +112,24 @@ class PagedKeys:
         block: Any,
         head: Any,
         target: Any,
-        full: Any,
+        full_barrier: Any,
     ) -> None:
         """Copies a block page by page."""
-        rows, key_or_value = self.spec.slots_per_copy, ("k", "v").index(operand_name)
+        rows, key_or_value_index = self.spec.slots_per_copy, ("k", "v").index(operand_name)
         for number, page in enumerate(pages):
             slot = block * KEYS_PER_STEP + number * rows
             if self.spec.pages_per_table_row:
                 slot = lax.rem(slot, I32(self.spec.page_size))
-            index, column = cache_index(self.spec, page, head, key_or_value)
+            index, column = cache_index_and_column(self.spec, page, head, key_or_value_index)
             source = operands[operand_name].at[index, pl.ds(slot, rows), pl.ds(column, target.shape[1])]
-            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full)
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(number * rows, rows)], full_barrier)
 
 
 def prefill(
-    record: PagedAttention, spec: PagedSpec, lengths: paged_cache.QueryRowLimits, cache: tuple[jax.Array, jax.Array]
+    record: PagedAttention,
+    spec: PagedSpec,
+    sequence_row_limits: paged_cache.QueryRowLimits,
+    cache: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, H, Dv] and lse [T, H] of the sequences with many query rows.
 
@@ -132,10 +138,10 @@ def prefill(
     Args:
         record: The canonical arguments, without new tokens.
         spec: Describes the cache's layout.
-        lengths: Query rows of the sequences.
+        sequence_row_limits: Fewest and most query rows of the sequences.
         cache: Keys and values as three axes, as `PagedKeys` reads them.
     """
-    plan, count = make_prefill_tiles(record, lengths), record.query.shape[0]
+    plan, count = make_prefill_tiles(record, sequence_row_limits), record.query.shape[0]
     tables = jnp.zeros((1, 1), I32) if record.block_tables is None else record.block_tables.astype(I32)
     run = sequential_vmap(functools.partial(_launch, _make_flash_spec(record, spec), spec))
     output, lse = run(pad_rows(record.query[None], WGMMA_M), *cache, tables, plan)
@@ -167,7 +173,7 @@ def _make_flash_spec(record: PagedAttention, spec: PagedSpec) -> HopperSpec:
     )
 
 
-def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _launch(spec: HopperSpec, paged_spec: PagedSpec, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns outputs [1, T, H, Dv] and lse [1, H, T], padded to groups of eight rows."""
     operands: dict[str, jax.Array] = dict(zip(OPERAND_NAMES, arrays, strict=True))
     tile = forward_tile(
@@ -183,4 +189,4 @@ def _launch(spec: HopperSpec, layout: PagedSpec, *arrays: jax.Array) -> tuple[ja
         heads_per_group=spec.group_size,
         is_persistent=True,
     )
-    return run_schedule(spec, tile, plan, operands, 1, PagedKeys(layout))
+    return launch_forward_kernel(spec, tile, plan, operands, 1, PagedKeys(paged_spec))

@@ -61,30 +61,30 @@ def _copy_block(call: Call, item: WorkItem, first_key: Any, blocks_done: Any) ->
 
 
 def _copy_keys_or_values(
-    call: Call, page_slots: PageAndSlotPerCopy, key_or_value: int, target: Any, full_barrier: Any
+    call: Call, page_slots: PageAndSlotPerCopy, key_or_value_index: int, target: Any, full_barrier: Any
 ) -> None:
     """Copies keys (0) or values (1) of a block, one copy per page or part of one; past an array's end copies write
     zeros.
     """
-    rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[key_or_value]]
+    rows, source = call.spec.slots_per_copy, call.operands[("keys", "values")[key_or_value_index]]
     _, head = program_and_head_tile(call)
     for number, (page, slot) in enumerate(page_slots):
-        index, column = cache_index(call.spec, page, head, key_or_value)
+        index, column = cache_index_and_column(call.spec, page, head, key_or_value_index)
         columns = pl.ds(column, target.shape[1])
         plgpu.copy_gmem_to_smem(
             source.at[index, pl.ds(slot, rows), columns], target.at[pl.ds(number * rows, rows)], full_barrier
         )
 
 
-def cache_index(spec: PagedSpec, page: Any, head: Any, key_or_value: int) -> tuple[Any, Any]:
+def cache_index_and_column(spec: PagedSpec, page: Any, head: Any, key_or_value_index: int) -> tuple[Any, Any]:
     """Returns the indices of a head's keys (0) or values (1) of a page in the cache of three axes: first index, first
     column.
 
     The second axis is the page's slots.
     """
-    size = (spec.key_dim, spec.value_dim)[key_or_value]
+    size = (spec.key_dim, spec.value_dim)[key_or_value_index]
     if spec.cache_layout == COMBINED_LAYOUT:
-        return page, (head * 2 + key_or_value) * spec.keys_to_values_stride
+        return page, (head * 2 + key_or_value_index) * spec.keys_to_values_stride
     if spec.cache_layout == "pshd":
         return page, head * size
     if spec.cache_layout == "phsd":

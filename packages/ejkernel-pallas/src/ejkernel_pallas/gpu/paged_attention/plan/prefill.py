@@ -13,13 +13,13 @@ from ejkernel_pallas.gpu.latent_attention.spec import KEYS_PER_STEP, SWIZZLE_ATO
 
 QUERY_ROWS_PER_TILE = 128
 """Query rows per work tile."""
-PAGED_TILE_FIELDS = slice(4, 11)
+PAGED_TILE_COLUMNS = slice(4, 11)
 """Columns of the table of tiles with the fields of `PagedTile`."""
-NUM_LIVE_TILES_FIELD = 11
+NUM_LIVE_TILES_COLUMN = 11
 """The column with the number of tiles that have rows."""
 
 
-class RowRuns(NamedTuple):
+class QueryRowRuns(NamedTuple):
     """Contiguous query rows: those of each sequence, those before the first and those after the last one.
 
     Padding rows have no keys, so that the kernel writes zeros there.
@@ -39,7 +39,7 @@ class RowRuns(NamedTuple):
     has_missing_pages: jax.Array
 
 
-class RowTiles(NamedTuple):
+class QueryRowTiles(NamedTuple):
     """Tiles of query rows, each of one run. All int32.
 
     Attributes:
@@ -85,14 +85,14 @@ def make_prefill_tiles(record: PagedAttention, sequence_row_limits: paged_cache.
     return jnp.stack((*blocks, *items, tiles.num_live_tiles * record.query.shape[1]), axis=1)[None]
 
 
-def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.QueryRowLimits) -> RowRuns:
+def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.QueryRowLimits) -> QueryRowRuns:
     starts, rows = paged_cache.query_ranges(record)
     count, empty_run = record.query.shape[0], jnp.zeros(2, I32)
     begin = jnp.min(jnp.where(rows > 0, starts, count))
     end = jnp.maximum(jnp.max(jnp.where(rows > 0, starts + rows, 0)), begin)
     rows = jnp.where((rows >= sequence_row_limits.min_rows) & (rows <= sequence_row_limits.max_rows), rows, 0)
     low = jnp.zeros_like(rows) if record.kv_starts is None else record.kv_starts.astype(I32)
-    return RowRuns(
+    return QueryRowRuns(
         first_rows=jnp.concatenate((starts, jnp.stack((jnp.zeros_like(end), end)))),
         num_rows=jnp.concatenate((rows, jnp.stack((begin, count - end)))),
         num_keys=jnp.concatenate((jnp.where(rows > 0, record.kv_lens.astype(I32), 0), empty_run)),
@@ -101,7 +101,7 @@ def _make_row_runs(record: PagedAttention, sequence_row_limits: paged_cache.Quer
     )
 
 
-def _make_row_tiles(runs: RowRuns, max_tiles: int) -> RowTiles:
+def _make_row_tiles(runs: QueryRowRuns, max_tiles: int) -> QueryRowTiles:
     """Returns the tiles of runs, ordered by the run's keys, the most first, and in a run the last tile first.
 
     Blocks that run together then read keys of the same sequence at about the same time, from L2; and no block is left
@@ -118,17 +118,17 @@ def _make_row_tiles(runs: RowRuns, max_tiles: int) -> RowTiles:
     total = jnp.sum(jnp.broadcast_to(count[None], is_ordered_before.shape), axis=1)
     tile = jnp.arange(max_tiles, dtype=I32)
     contains_tile = (begin[None] <= tile[:, None]) & (tile[:, None] < (begin + count)[None])
-    run, count_live_tiles = jnp.sum(jnp.where(contains_tile, number[None], 0), axis=1), tile < total[0]
+    run, is_live_tile = jnp.sum(jnp.where(contains_tile, number[None], 0), axis=1), tile < total[0]
     row = (runs.first_rows - before)[run] + jnp.where(
-        count_live_tiles, (begin + count)[run] - 1 - tile, 0
+        is_live_tile, (begin + count)[run] - 1 - tile, 0
     ) * QUERY_ROWS_PER_TILE
     first = jnp.maximum(runs.first_rows[run] - row, 0)
-    end = jnp.where(count_live_tiles, jnp.minimum((runs.first_rows + runs.num_rows)[run] - row, QUERY_ROWS_PER_TILE), 0)
-    return RowTiles(jnp.broadcast_to(total[0], tile.shape), run, row, first, end)
+    end = jnp.where(is_live_tile, jnp.minimum((runs.first_rows + runs.num_rows)[run] - row, QUERY_ROWS_PER_TILE), 0)
+    return QueryRowTiles(jnp.broadcast_to(total[0], tile.shape), run, row, first, end)
 
 
 def _key_bounds_and_block_ranges(
-    record: PagedAttention, runs: RowRuns, tiles: RowTiles, position: jax.Array
+    record: PagedAttention, runs: QueryRowRuns, tiles: QueryRowTiles, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Returns the first key of each tile, the end of its keys, and the four limits of its ranges of blocks."""
     left, right = causal_window_bounds(record)

@@ -85,9 +85,9 @@ def for_each_query_block(
     """
     item, heads = query_runs.item, 1 if call.loops_by_head else call.spec.group_size
 
-    def loop_over_run(head: Any, low: Any, high: Any, masked: bool, state: Any) -> Any:
+    def loop_over_run(head: Any, low: Any, high: Any, has_masked_pairs: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return body(masked, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return body(has_masked_pairs, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
 
         # From the last block to the first, in all thread blocks: one that starts a step after its predecessor never
         # waits to add to dq.
@@ -111,7 +111,7 @@ def for_each_query_block(
     )
 
 
-def wait_for_tiles(call: Call, steps_done: Any, masked: bool) -> None:
+def wait_for_tiles_and_zero_padding(call: Call, steps_done: Any, may_have_padding: bool) -> None:
     """With segments, waits for a step's tiles, and zeroes rows that may be padding.
 
     Without segments, products wait for them.
@@ -123,7 +123,7 @@ def wait_for_tiles(call: Call, steps_done: Any, masked: bool) -> None:
     slots = {name: lax.rem(steps_done, I32(stages)) for name, stages in call.tile.stages_by_operand.items()}
     for name, slot in slots.items():
         plgpu.barrier_wait(buffers[f"{name}_full"].at[slot])
-    if masked:
+    if may_have_padding:
         ids = buffers["q_ids"].at[slots["q"]]
         zero_padding(
             ids, *((buffers[name].at[slot], call.tile.array_swizzle_bytes(name)) for name, slot in slots.items())
@@ -133,7 +133,7 @@ def wait_for_tiles(call: Call, steps_done: Any, masked: bool) -> None:
 def adder_warp_of_piece(call: Call, steps_done: Any, piece: int) -> Any:
     """Returns which warp adds a piece of a step's part of dq."""
     # Round-robin: a warp that waits for earlier key tiles does not delay the other pieces.
-    return lax.rem(steps_done * call.tile.num_dq_pieces + piece, I32(call.tile.num_adder_warps))
+    return lax.rem(steps_done * call.tile.num_dq_pieces + piece, I32(call.tile.num_dq_adder_warps))
 
 
 def dq_full_barrier(call: Call, steps_done: Any, piece: int) -> Any:
@@ -141,7 +141,9 @@ def dq_full_barrier(call: Call, steps_done: Any, piece: int) -> Any:
 
     Each warp has one per piece, since the warpgroups finish in any order.
     """
-    return call.buffers["dq_full"].at[piece * call.tile.num_adder_warps + adder_warp_of_piece(call, steps_done, piece)]
+    return call.buffers["dq_full"].at[
+        piece * call.tile.num_dq_adder_warps + adder_warp_of_piece(call, steps_done, piece)
+    ]
 
 
 def store_split_gradient(
@@ -170,12 +172,12 @@ def query_dropout_keys(call: Call, item: tile_scheduler.WorkTile, head: Any, que
     )
 
 
-def zero_padding(ids: Any, *tiles_and_line_bytes: tuple[Any, int]) -> None:
+def zero_padding(ids: Any, *tiles_and_swizzle_bytes: tuple[Any, int]) -> None:
     """Zeroes padding rows, which may hold anything: a weight of zero times NaN is NaN.
 
     A warpgroup zeroes all that its products read; the other one may write the same zeros.
     """
-    for part, line in tiles_and_line_bytes:
+    for part, line in tiles_and_swizzle_bytes:
         zero_padding_rows(part, ids, line)
     plgpu.commit_smem()
 

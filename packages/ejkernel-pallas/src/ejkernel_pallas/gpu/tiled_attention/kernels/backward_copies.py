@@ -29,9 +29,9 @@ def copy_operands_to_shared(call: Call, item: tile_scheduler.WorkTile, for_each_
         rows = pl.ds(
             item.tile_in_head * tile.block_kv + (call.cluster_member * tile.key_tiles_per_block + w) * WGMMA_M, WGMMA_M
         )
-        for part in range(tile.key_parts_per_row):
+        for part in range(tile.key_chunks_per_row):
             source = keys.at[
-                item.batch_row_of(keys), rows, item.head, pl.ds(part * tile.key_part_columns, tile.key_part_columns)
+                item.batch_row_of(keys), rows, item.head, pl.ds(part * tile.key_chunk_columns, tile.key_chunk_columns)
             ]
             plgpu.copy_gmem_to_smem(source, buffers["k"].at[part * tile.key_tiles_per_block + w], buffers["kv_full"])
         source = values.at[item.batch_row_of(values), rows, item.head]
@@ -43,11 +43,11 @@ def copy_operands_to_shared(call: Call, item: tile_scheduler.WorkTile, for_each_
             )
     # A member of a cluster computes one half of dq's columns, for the keys of both: it needs those columns of the other
     # member's keys.
-    for part in range(tile.peer_key_parts):
+    for part in range(tile.num_peer_key_chunks):
         rows = pl.ds(item.tile_in_head * tile.block_kv + (1 - call.cluster_member) * WGMMA_M, WGMMA_M)
-        columns = pl.ds((call.cluster_member * tile.peer_key_parts + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
+        columns = pl.ds((call.cluster_member * tile.num_peer_key_chunks + part) * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         source = keys.at[item.batch_row_of(keys), rows, item.head, columns]
-        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.key_parts_per_row + part], buffers["kv_full"])
+        plgpu.copy_gmem_to_smem(source, buffers["k"].at[tile.key_chunks_per_row + part], buffers["kv_full"])
     for_each_block(functools.partial(_copy_query_block, call, item), I32(0), False)
 
 
@@ -80,26 +80,26 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
     buffers, tile, first = call.buffers, call.tile, call.operands["first"]
     tiles = first.shape[-1]
 
-    def add_step(_: bool, head: Any, block_position: Any, count: Any) -> Any:
+    def add_step_pieces(_: bool, head: Any, list_index: Any, steps_done: Any) -> Any:
         for piece in range(tile.num_dq_pieces):
-            is_for_this_warp = adder_warp_of_piece(call, count, piece) == adder_warp_index
+            is_for_this_warp = adder_warp_of_piece(call, steps_done, piece) == adder_warp_index
             pl.when(is_for_this_warp)(
-                functools.partial(add_piece, piece, head, block_position, dq_full_barrier(call, count, piece))
+                functools.partial(add_piece, piece, head, list_index, dq_full_barrier(call, steps_done, piece))
             )
-        return count + 1
+        return steps_done + 1
 
     def copy_strip(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
-        for piece_warpgroup in range(piece * tile.warpgroups_per_piece, (piece + 1) * tile.warpgroups_per_piece):
+        for piece_warpgroup in range(piece * tile.warpgroups_per_dq_piece, (piece + 1) * tile.warpgroups_per_dq_piece):
             row, column = tile.dq_strip_start(call.cluster_member, piece_warpgroup, strip)
             rows, columns = pl.ds(index * tile.block_q + row, WGMMA_M), pl.ds(column, tile.dq_strip_columns)
             target = call.outputs[2].at[item.batch_row, rows, head, columns]
             plgpu.copy_smem_to_gmem(buffers["dq"].at[piece_warpgroup], target, reduction_op=reduction)
 
-    def add_piece(piece: int, head: Any, block_position: Any, full: Any) -> None:
-        index = call.query_block_index(item, head, block_position)
+    def add_piece(piece: int, head: Any, list_index: Any, full_barrier: Any) -> None:
+        index = call.query_block_index(item, head, list_index)
         # The number of blocks that add to these queries before this one.
         if call.spec.has_pattern:
-            before = call.list_entry("ranks", item, head, block_position)
+            before = call.list_entry("ranks", item, head, list_index)
         else:
             before = item.tile_in_head - first[item.batch_row_of(first), index]
         place = (item.batch_row * call.spec.num_heads + head) * tiles + index
@@ -110,7 +110,7 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
         # it.
         plgpu.semaphore_wait(add_count, before, decrement=False, memory_scope="gpu")
         for strip in range(tile.strips_per_dq_piece):
-            plgpu.barrier_wait(full)
+            plgpu.barrier_wait(full_barrier)
             # The first one stores, so that dq need not be zeroed.
             pl.when(before == 0)(functools.partial(copy_strip, None, piece, strip, head, index))
             pl.when(before > 0)(functools.partial(copy_strip, "add", piece, strip, head, index))
@@ -121,4 +121,4 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
         # The additions have reached device memory before the next key tile is signalled.
         plgpu.semaphore_signal(add_count, 1, memory_scope="gpu")
 
-    for_each_block(add_step, I32(0), False)
+    for_each_block(add_step_pieces, I32(0), False)

@@ -52,7 +52,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     mask_score_tile,
     query_dropout_keys,
     store_split_gradient,
-    wait_for_tiles,
+    wait_for_tiles_and_zero_padding,
     zero_padding,
 )
 from ejkernel_pallas.gpu.tiled_attention.kernels.backward_copies import add_dq_pieces, copy_operands_to_shared
@@ -82,7 +82,7 @@ def backward_kernel(call: Call) -> None:
         @plgpu.warp_map
         def _(warp: Any) -> None:
             pl.when(warp == 0)(functools.partial(copy_operands_to_shared, call, item, for_each_block))
-            pl.when((warp > 0) & (warp <= tile.num_adder_warps))(
+            pl.when((warp > 0) & (warp <= tile.num_dq_adder_warps))(
                 functools.partial(add_dq_pieces, call, item, for_each_block, warp - 1)
             )
 
@@ -100,7 +100,7 @@ def _wait_for_tile_index(call: Call, warpgroup: Any) -> Any:
     number, full = call.buffers["number"], call.buffers["number_full"]
 
     @pl.when(warpgroup == BACKWARD_CONSUMER_WARPGROUPS)
-    def _request_next_tile() -> None:
+    def _fetch_tile_index() -> None:
         tile_scheduler.fetch_and_store_tile_index(call.schedule, call.tile_counter, number.at[0])
         plgpu.barrier_arrive(full)
 
@@ -122,7 +122,7 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
     if spec.has_segments:
         key_rows = [
             (buffers["k"].at[part * BACKWARD_CONSUMER_WARPGROUPS + warpgroup], tile.array_swizzle_bytes("k"))
-            for part in range(tile.key_parts_per_row)
+            for part in range(tile.key_chunks_per_row)
         ]
         zero_padding(
             _key_segment_ids(call, item, warpgroup),
@@ -136,7 +136,7 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
         # Addresses in shared memory are recomputed in every step: hoisted out of the loop, they would take registers.
         warpgroup_index = lax.optimization_barrier(warpgroup)
         slot, last = (lax.rem(n, I32(tile.stages_by_operand["q"])) for n in (count, jnp.maximum(count - 1, 0)))
-        wait_for_tiles(call, count, mask)
+        wait_for_tiles_and_zero_padding(call, count, mask)
         key = item.tile_in_head * tile.block_kv + warpgroup_index * WGMMA_M
         row_ids = (
             arrays.load_row_vector(_key_segment_ids(call, item, warpgroup_index))
@@ -159,7 +159,7 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
         # dv's product, the last one to read this step's do, ended with `_compute_ds`.
         plgpu.barrier_arrive(buffers["do_free"].at[lax.rem(count, I32(tile.stages_by_operand["do"]))])
         if tile.is_register_bound:
-            dq, ds = _compute_dq_late(call, warpgroup_index, count, ds), None
+            dq, ds = _compute_previous_dq(call, warpgroup_index, count, ds), None
         else:
             _store_ds(call, warpgroup_index, count, ds)
         # Its commit covers ds as well: one fence for both.
@@ -225,15 +225,15 @@ def _write_gradients(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, 
 def _write_whole_tile(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, dk: Any) -> None:
     """Writes both gradients; dk goes through the memory of the keys."""
     tile, buffers = call.tile, call.buffers
-    for part in range(tile.key_parts_per_row):
-        columns = dk[:, part * tile.key_part_columns : (part + 1) * tile.key_part_columns]
+    for part in range(tile.key_chunks_per_row):
+        columns = dk[:, part * tile.key_chunk_columns : (part + 1) * tile.key_chunk_columns]
         buffers["k"].at[part * BACKWARD_CONSUMER_WARPGROUPS + warpgroup][...] = columns.astype(call.spec.dtype)
     plgpu.commit_smem()
     # Bulk copies skip rows past the end, so a partial tile needs no mask.
     rows = pl.ds(item.tile_in_head * tile.block_kv + warpgroup * WGMMA_M, WGMMA_M)
-    for part in range(tile.key_parts_per_row):
+    for part in range(tile.key_chunks_per_row):
         target = call.outputs[0].at[
-            item.batch_row, rows, item.head, pl.ds(part * tile.key_part_columns, tile.key_part_columns)
+            item.batch_row, rows, item.head, pl.ds(part * tile.key_chunk_columns, tile.key_chunk_columns)
         ]
         plgpu.copy_smem_to_gmem(buffers["k"].at[part * BACKWARD_CONSUMER_WARPGROUPS + warpgroup], target)
     plgpu.copy_smem_to_gmem(buffers["v"].at[warpgroup], call.outputs[1].at[item.batch_row, rows, item.head])
@@ -265,8 +265,8 @@ def _compute_weights(
             plgpu.barrier_wait(buffers["q_full"].at[slot])
         if tile.uses_ping_pong_for_scores:
             ping_pong_wait(BACKWARD_CONSUMER_WARPGROUPS)
-        for part in range(tile.key_parts_per_row):
-            queries = buffers["q"].at[slot, :, pl.ds(part * tile.key_part_columns, tile.key_part_columns)]
+        for part in range(tile.key_chunks_per_row):
+            queries = buffers["q"].at[slot, :, pl.ds(part * tile.key_chunk_columns, tile.key_chunk_columns)]
             plgpu.wgmma(
                 scores_ref, buffers["k"].at[part * BACKWARD_CONSUMER_WARPGROUPS + warpgroup], queries.transpose((1, 0))
             )
@@ -348,7 +348,7 @@ def _compute_ds(
 ) -> tuple[Any, Any, Any]:
     """Returns dv with this step's term, the previous step's part of dq, and the gradients of this step's scores.
 
-    Gradients of weights start from `ds`, which is -delta. For a register-bound tile dq is None: `_compute_dq_late`
+    Gradients of weights start from `ds`, which is -delta. For a register-bound tile dq is None: `_compute_previous_dq`
     computes it in the registers of the gradients of weights.
     """
     spec, tile, buffers = call.spec, call.tile, call.buffers
@@ -402,7 +402,7 @@ def _previous_ds(call: Call, warpgroup: Any, steps_done: Any) -> Any:
     return call.buffers["ds"].at[_ds_buffer_index(call.tile, steps_done + 1, warpgroup, 0)]
 
 
-def _compute_dq_late(call: Call, warpgroup: Any, steps_done: Any, ds: Any) -> Any:
+def _compute_previous_dq(call: Call, warpgroup: Any, steps_done: Any, ds: Any) -> Any:
     """Returns the previous step's part of dq, computed separately while the other warpgroup's products run.
 
     First the step's gradients of scores are stored. They overwrite those of the step before the previous one, which the
@@ -449,7 +449,7 @@ def _issue_dq_products(call: Call, warpgroup: Any, steps_done: Any, dq_accumulat
     tile, buffers = call.tile, call.buffers
     if not tile.is_register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
-    half, part = tile.dq_share_index(warpgroup)
+    half, part = tile.dq_row_and_column_half(warpgroup)
     for other in range(BACKWARD_CONSUMER_WARPGROUPS):
         # ds is stored keys by queries, and dq = ds K needs queries by keys: the descriptor transposes, without moving
         # data.

@@ -33,11 +33,11 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.backward_call import (
     mask_score_tile,
     query_dropout_keys,
     store_split_gradient,
-    wait_for_tiles,
+    wait_for_tiles_and_zero_padding,
     zero_padding,
 )
 
-INIT_ACCUMULATOR = plgpu.WGMMAAccumulatorRef.init
+MAKE_ACCUMULATOR_REF = plgpu.WGMMAAccumulatorRef.init
 
 
 def run_wide_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_each_block: Any) -> None:
@@ -61,21 +61,22 @@ def _accumulate_dv(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
         )
         row_ids = arrays.load_row_vector(ids)
         line = tile.array_swizzle_bytes("k")
-        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.key_parts_per_row)))
+        zero_padding(ids, *((buffers["k"].at[part], line) for part in range(tile.key_chunks_per_row)))
         zero_padding(
-            peer_ids, *((buffers["k"].at[tile.key_parts_per_row + part], line) for part in range(tile.peer_key_parts))
+            peer_ids,
+            *((buffers["k"].at[tile.key_chunks_per_row + part], line) for part in range(tile.num_peer_key_chunks)),
         )
 
     def step(has_masked_pairs: bool, head: Any, list_index: Any, state: Any) -> Any:
-        (count, dv, last_strip), index = state, call.query_block_index(item, head, list_index)
+        (count, dv, pending_dq_strip), index = state, call.query_block_index(item, head, list_index)
         slot, half = lax.rem(count, I32(tile.query_stages)), lax.rem(count, I32(2))
-        wait_for_tiles(call, count, has_masked_pairs)
+        wait_for_tiles_and_zero_padding(call, count, has_masked_pairs)
         words = load_pattern_words(call, item, head, list_index, call.cluster_member) if has_masked_pairs else ()
         mask_scores = (
             functools.partial(mask_score_tile, call, first, row_ids, slot, index, words) if has_masked_pairs else None
         )
-        row_data = (row_dropout_keys, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
-        weights, factors = _compute_weights(call, count, slot, last_strip, mask_scores, row_data)
+        dropout_keys = (row_dropout_keys, query_dropout_keys(call, item, head, index)) if spec.has_dropout else None
+        weights, factors = _compute_weights(call, count, slot, pending_dq_strip, mask_scores, dropout_keys)
         # Both members have computed their parts of dq from the previous contents.
         pl.when(count > 1)(lambda: plgpu.barrier_wait(buffers["ds_free"].at[half]))
         buffers["ds"].at[half][...] = factors.astype(spec.dtype)
@@ -88,27 +89,27 @@ def _accumulate_dv(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
         # flight.
         weights = lax.optimization_barrier(weights.astype(spec.dtype))
 
-        def products(refs: Any) -> None:
-            dv_ref, dq_accumulator_ref, last_strip_ref = refs
+        def issue_products(refs: Any) -> None:
+            dv_ref, dq_accumulator_ref, pending_dq_strip_ref = refs
             # dq first, so that waiting for all but one product gives dq while dv's product runs.
             _issue_dq_products(call, count - 1, 0, dq_accumulator_ref)
             if not spec.has_segments:
                 plgpu.barrier_wait(buffers["do_full"].at[0])
             plgpu.wgmma(dv_ref, weights, buffers["do"].at[_opaque_zero()])
-            last_strip_ref[...] = _pass_first_dq_strip(
+            pending_dq_strip_ref[...] = _pass_first_dq_strip(
                 call, count - 1, 0, plgpu.wgmma_accumulator_load(dq_accumulator_ref, wait_n=1)
             )
 
-        dv, _, last_strip = pl.run_state(products)(
-            (INIT_ACCUMULATOR(dv), INIT_ACCUMULATOR(_zero_dq_tile()), last_strip)
+        dv, _, pending_dq_strip = pl.run_state(issue_products)(
+            (MAKE_ACCUMULATOR_REF(dv), MAKE_ACCUMULATOR_REF(_zero_dq_tile()), pending_dq_strip)
         )
         plgpu.barrier_arrive(buffers["do_free"].at[0])
-        return count + 1, dv, last_strip
+        return count + 1, dv, pending_dq_strip
 
-    start = I32(0), arrays.zero_tile((WGMMA_M, spec.value_dim)), _zero_dq_strip_ref(call)
-    count, dv, last_strip = for_each_block(step, start, tile.needs_masks(spec))
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.value_dim)), _zero_dq_strip(call)
+    count, dv, pending_dq_strip = for_each_block(step, start, tile.needs_masks(spec))
     # The pipeline drains: the last strip of the step before the last, then all of the last step.
-    _pass_dq_to_adders(call, count - 2, 0, 1, last_strip)
+    _pass_dq_to_adders(call, count - 2, 0, 1, pending_dq_strip)
     _compute_and_pass_dq(call, count - 1, 0)
     # This warpgroup does not read the keys any more; the other waits for that before it overwrites them with dk.
     plgpu.barrier_arrive(buffers["dq_done"])
@@ -132,7 +133,7 @@ def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
 
 
 def _compute_weights(
-    call: Call, steps_done: Any, slot: Any, last_strip: Any, mask_scores: Any, row_data: Any
+    call: Call, steps_done: Any, slot: Any, pending_dq_strip: Any, mask_scores: Any, dropout_keys: Any
 ) -> tuple[Any, Any]:
     """Returns a step's weights, and the factors of the gradients of weights: negative where dropout drops a weight."""
     spec, buffers, shape = call.spec, call.buffers, (WGMMA_M, call.tile.block_q)
@@ -140,13 +141,13 @@ def _compute_weights(
     def issue_product(scores_ref: Any) -> None:
         if not spec.has_segments:
             plgpu.barrier_wait(buffers["q_full"].at[slot])
-        for part in range(call.tile.key_parts_per_row):
+        for part in range(call.tile.key_chunks_per_row):
             queries = buffers["q"].at[slot, :, pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)]
             plgpu.wgmma(scores_ref, buffers["k"].at[_opaque_zero() + part], queries.transpose((1, 0)))
         # During the scores' product: by now the adder has taken the first strip.
-        _pass_dq_to_adders(call, steps_done - 2, 0, 1, last_strip)
+        _pass_dq_to_adders(call, steps_done - 2, 0, 1, pending_dq_strip)
 
-    scores: Any = pl.run_state(issue_product)(INIT_ACCUMULATOR(arrays.zero_tile(shape)))
+    scores: Any = pl.run_state(issue_product)(MAKE_ACCUMULATOR_REF(arrays.zero_tile(shape)))
     cap_slope = None
     if spec.soft_cap is not None:
         scores = jnp.tanh(scores * spec.product_scale)
@@ -158,8 +159,8 @@ def _compute_weights(
         - broadcast_to_rows(arrays.load_column_vector(buffers["shift"].at[slot]), shape)
     )
     factors = weights if cap_slope is None else weights * cap_slope
-    if row_data is not None:
-        weights, factors = dropout.select_by_dropout(spec, *row_data, (weights, 0.0), (factors, -factors))
+    if dropout_keys is not None:
+        weights, factors = dropout.select_by_dropout(spec, *dropout_keys, (weights, 0.0), (factors, -factors))
     return weights, factors
 
 
@@ -169,10 +170,10 @@ def _issue_dq_products(call: Call, steps_done: Any, warpgroup: int, dq_accumulat
     # Before the first step the product reads uninitialised memory, and is not handed over: this saves a branch around
     # the step.
     pl.when(steps_done >= 0)(functools.partial(clusters.wait_for_score_gradients, buffers["pair"], steps_done))
-    place, part = lax.rem(steps_done + 2, I32(2)), call.cluster_member * tile.peer_key_parts + warpgroup
+    place, part = lax.rem(steps_done + 2, I32(2)), call.cluster_member * tile.num_peer_key_chunks + warpgroup
     # dq contracts over the keys of both members: over this one's gradients of scores, and over those that the other one
     # sent.
-    for source, keys in ((place, part), (place + 2, I32(tile.key_parts_per_row + warpgroup))):
+    for source, keys in ((place, part), (place + 2, I32(tile.key_chunks_per_row + warpgroup))):
         keys = buffers["k"].at[_opaque_zero() + keys]
         plgpu.wgmma(dq_accumulator, buffers["ds"].at[source].transpose((1, 0)), keys)
 
@@ -186,15 +187,15 @@ def _zero_dq_tile() -> Any:
     return arrays.zero_tile((WGMMA_M, SWIZZLE_COLUMNS))
 
 
-def _zero_dq_strip_ref(call: Call) -> Any:
+def _zero_dq_strip(call: Call) -> Any:
     return arrays.zero_tile((WGMMA_M, call.tile.dq_strip_columns))
 
 
-def _pass_dq_to_adders(call: Call, steps_done: Any, warpgroup: int, strip: int, dq: Any) -> None:
+def _pass_dq_to_adders(call: Call, steps_done: Any, warpgroup: int, strip_index: int, dq: Any) -> None:
     """Passes a strip of a step's part of dq to an adder warp; before the first step nothing is added."""
     buffers = call.buffers
     # The first strip of step 0 finds the buffer free.
-    pl.when(steps_done > -strip)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[warpgroup]))
+    pl.when(steps_done > -strip_index)(lambda: plgpu.barrier_wait(buffers["dq_free"].at[warpgroup]))
     buffers["dq"].at[warpgroup][...] = dq
     plgpu.commit_smem()
     pl.when(steps_done >= 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, steps_done, warpgroup)))
@@ -213,7 +214,7 @@ def _pass_first_dq_strip(call: Call, steps_done: Any, warpgroup: int, dq: Any) -
 def _compute_and_pass_dq(call: Call, steps_done: Any, warpgroup: int) -> None:
     """Computes the previous step's part of dq, and hands it over."""
     dq: Any = pl.run_state(functools.partial(_issue_dq_products, call, steps_done, warpgroup))(
-        INIT_ACCUMULATOR(_zero_dq_tile())
+        MAKE_ACCUMULATOR_REF(_zero_dq_tile())
     )
     _pass_dq_to_adders(call, steps_done, warpgroup, 1, _pass_first_dq_strip(call, steps_done, warpgroup, dq))
 
@@ -225,19 +226,19 @@ def _accumulate_dk(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
             key_slice(call, "k_ids", item, call.cluster_member), (buffers["v"].at[0], tile.array_swizzle_bytes("v"))
         )
 
-    def step(masking: bool, _head: Any, _index: Any, state: Any) -> Any:
-        count, dk, ds, last_strip = state
-        wait_for_tiles(call, count, masking)
-        dk, ds, last_strip = _compute_ds(call, count, dk, ds, last_strip)
-        return count + 1, dk, ds, last_strip
+    def step(has_masked_pairs: bool, _head: Any, _list_index: Any, state: Any) -> Any:
+        count, dk, ds, pending_dq_strip = state
+        wait_for_tiles_and_zero_padding(call, count, has_masked_pairs)
+        dk, ds, pending_dq_strip = _compute_ds(call, count, dk, ds, pending_dq_strip)
+        return count + 1, dk, ds, pending_dq_strip
 
     zeros = arrays.zero_tile((WGMMA_M, tile.block_q)).astype(spec.dtype)
-    start = I32(0), arrays.zero_tile((WGMMA_M, spec.head_dim)), zeros, _zero_dq_strip_ref(call)
-    count, dk, ds, last_strip = for_each_block(step, start, spec.has_segments)
-    _pass_dq_to_adders(call, count - 2, 1, 1, last_strip)
+    start = I32(0), arrays.zero_tile((WGMMA_M, spec.head_dim)), zeros, _zero_dq_strip(call)
+    count, dk, ds, pending_dq_strip = for_each_block(step, start, spec.has_segments)
+    _pass_dq_to_adders(call, count - 2, 1, 1, pending_dq_strip)
     _compute_and_pass_dq(call, count - 1, 1)
     last = buffers["q"].at[lax.rem(count - 1, I32(tile.query_stages))]
-    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(INIT_ACCUMULATOR(dk))
+    dk: Any = pl.run_state(lambda dk_ref: plgpu.wgmma(dk_ref, ds, last))(MAKE_ACCUMULATOR_REF(dk))
     plgpu.barrier_wait(buffers["dq_done"])
     dk = dk * (spec.scale * spec.dropout_scale)
     part = functools.partial(store_split_gradient, call, item, "k", call.cluster_member * WGMMA_M, dk)
@@ -247,16 +248,16 @@ def _accumulate_dk(call: Call, item: tile_scheduler.WorkTile, for_each_block: An
 def _write_dk(call: Call, item: tile_scheduler.WorkTile, dk: Any) -> None:
     """Writes dk through the memory of the keys."""
     places, rows = call.buffers["k"], pl.ds(_first_key(call, item, call.cluster_member), WGMMA_M)
-    for part in range(call.tile.key_parts_per_row):
+    for part in range(call.tile.key_chunks_per_row):
         places.at[part][...] = dk[:, part * SWIZZLE_COLUMNS : (part + 1) * SWIZZLE_COLUMNS].astype(call.spec.dtype)
     plgpu.commit_smem()
-    for part in range(call.tile.key_parts_per_row):
+    for part in range(call.tile.key_chunks_per_row):
         columns = pl.ds(part * SWIZZLE_COLUMNS, SWIZZLE_COLUMNS)
         plgpu.copy_smem_to_gmem(places.at[part], call.outputs[0].at[item.batch_row, rows, item.head, columns])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) -> tuple[Any, Any, Any]:
+def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, pending_dq_strip: Any) -> tuple[Any, Any, Any]:
     """Returns dk with the previous step's term, the gradients of this step's scores, and the rest of the previous
     step's dq.
     """
@@ -267,11 +268,11 @@ def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) 
         plgpu.barrier_wait(buffers["q_full"].at[slot])
     delta = broadcast_to_rows(arrays.load_column_vector(buffers["delta"].at[slot]), shape)
 
-    def products(refs: Any) -> None:
-        dk_ref, dweights_ref, dq_accumulator_ref, ds_ref, last_strip_ref = refs
+    def issue_products(refs: Any) -> None:
+        dk_ref, dweights_ref, dq_accumulator_ref, ds_ref, pending_dq_strip_ref = refs
         # dk of the previous step: its operand ds is in registers, and the product runs while strips are handed over.
         plgpu.wgmma(dk_ref, ds, buffers["q"].at[last])
-        _pass_dq_to_adders(call, steps_done - 2, 1, 1, last_strip)
+        _pass_dq_to_adders(call, steps_done - 2, 1, 1, pending_dq_strip)
         if not spec.has_segments:
             plgpu.barrier_wait(buffers["do_full"].at[0])
         plgpu.wgmma(dweights_ref, buffers["v"].at[_opaque_zero()], buffers["do"].at[_opaque_zero()].transpose((1, 0)))
@@ -293,16 +294,16 @@ def _compute_ds(call: Call, steps_done: Any, dk: Any, ds: Any, last_strip: Any) 
         plgpu.commit_smem()
         # Committed, since a bulk copy reads shared memory through the async proxy.
         clusters.send_score_gradients(buffers["ds"].at[place], buffers["ds"].at[place + 2], buffers["pair"], steps_done)
-        last_strip_ref[...] = _pass_first_dq_strip(
+        pending_dq_strip_ref[...] = _pass_first_dq_strip(
             call, steps_done - 1, 1, plgpu.wgmma_accumulator_load(dq_accumulator_ref)
         )
 
     initial_refs = (
-        INIT_ACCUMULATOR(dk),
-        INIT_ACCUMULATOR(delta),
-        INIT_ACCUMULATOR(_zero_dq_tile()),
+        MAKE_ACCUMULATOR_REF(dk),
+        MAKE_ACCUMULATOR_REF(delta),
+        MAKE_ACCUMULATOR_REF(_zero_dq_tile()),
         arrays.zero_tile(shape).astype(spec.dtype),
-        last_strip,
+        pending_dq_strip,
     )
-    dk, _, _, new, last_strip = pl.run_state(products)(initial_refs)
-    return dk, new, last_strip
+    dk, _, _, new, pending_dq_strip = pl.run_state(issue_products)(initial_refs)
+    return dk, new, pending_dq_strip

@@ -41,7 +41,7 @@ from ejkernel_pallas.gpu.tiled_attention.spec import (
     INITIAL_ROW_MAX,
 )
 
-MaskedSides = Literal["lower", "both"] | None
+MaskedBounds = Literal["lower", "both"] | None
 """The masks that a partial block needs: `"both"` bounds of the key range, or, before the full blocks, the `"lower"`
 bound only; None for a full block.
 """
@@ -74,7 +74,11 @@ def forward_kernel(call: Call) -> None:
     start = I32(0), I32(0), first, tile_scheduler.block_bounds(call.schedule, call.operands["table"], first)
 
     # Read once: the number of sequences, and so of tiles, is known only on the device.
-    items = call.schedule.num_items if call.key_pages is None else call.key_pages.count_live_tiles(call.operands)
+    items = (
+        call.schedule.num_items
+        if call.paged_key_access is None
+        else call.paged_key_access.load_num_live_tiles(call.operands)
+    )
 
     def for_each_tile(body: Any) -> None:
         lax.while_loop(lambda carry: carry[2] < items, functools.partial(body, call), start)
@@ -96,7 +100,7 @@ def forward_kernel(call: Call) -> None:
     @pl.when(warpgroup == tile.consumer_warpgroups)
     def _produce() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
-        for_each_tile(forward_producer.produce if call.key_pages is None else paged_producer.produce)
+        for_each_tile(forward_producer.produce if call.paged_key_access is None else paged_producer.produce)
 
 
 def _process_query_tile(call: Call, carry: Any) -> Any:
@@ -119,7 +123,7 @@ def _process_query_tile(call: Call, carry: Any) -> Any:
     if call.tile.needs_masks(spec):
         # The prologue has processed the first key block, with all masks.
         full_start, full_end = jnp.maximum(full_start, start + 1), jnp.maximum(full_end, start + 1)
-        if call.tile.has_idle_warpgroups(spec):
+        if call.tile.idle_warpgroups_skip_keys(spec):
             full_start, full_end = jnp.minimum(full_start, end), jnp.minimum(full_end, end)
         if spec.masks_before_full_tiles:
             state = lax.fori_loop(start + 1, full_start, functools.partial(process_block, "lower"), state)
@@ -138,14 +142,16 @@ def _process_query_tile(call: Call, carry: Any) -> Any:
     return nth_tile + 1, step, *next_item
 
 
-def _key_block_end(call: Call, query_tile: QueryTile, start: Any, stop: Any) -> Any:
+def _key_block_end(call: Call, query_tile: QueryTile, first_block: Any, end_block: Any) -> Any:
     """Returns the end of the key blocks that a warpgroup's rows need; every warpgroup processes the first one."""
-    spec, end = call.spec, stop
-    if spec.right_window is not None and call.tile.has_uneven_ends(spec):
+    spec, end = call.spec, end_block
+    if spec.right_window is not None and call.tile.first_warpgroup_may_end_early(spec):
         last = query_tile.first_query + (WGMMA_M - 1 + spec.right_window)
-        end = jnp.clip(lax.div(last, I32(call.tile.block_kv)) + 1, start + 1, stop)
+        end = jnp.clip(lax.div(last, I32(call.tile.block_kv)) + 1, first_block + 1, end_block)
     return (
-        jnp.where(query_tile.first_query < spec.q_len, end, start + 1) if call.tile.has_idle_warpgroups(spec) else end
+        jnp.where(query_tile.first_query < spec.q_len, end, first_block + 1)
+        if call.tile.idle_warpgroups_skip_keys(spec)
+        else end
     )
 
 
@@ -156,10 +162,10 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> Consu
     scores = wgmma.wait_for_products(
         wgmma.issue_scores(call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]), in_flight=0
     )
-    masking: MaskedSides = "both" if call.tile.needs_masks(call.spec) else None
+    masking: MaskedBounds = "both" if call.tile.needs_masks(call.spec) else None
     valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    mask = _load_tile_mask(call, query_tile, start, masking).add_words(valid_key_words)
+    mask = _load_key_block_mask(call, query_tile, start, masking).add_mask_words(valid_key_words)
     scores = _cap_and_mask_scores(call, query_tile, mask, masking, scores)
     # INITIAL_ROW_MAX is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = (
@@ -174,14 +180,14 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> Consu
 
 
 def _process_key_block(
-    call: Call, query_tile: QueryTile, masked_sides: MaskedSides, index: Any, state: ConsumerState
+    call: Call, query_tile: QueryTile, masked_bounds: MaskedBounds, index: Any, state: ConsumerState
 ) -> ConsumerState:
     """Processes one key block: its scores S(j), and the last block's P(j-1) V(j-1) while they are exponentiated."""
     shared, warpgroups = call.shared, call.tile.consumer_warpgroups
     slot, last = call.stage_of_key_block(state.key_blocks_done), call.stage_of_key_block(state.key_blocks_done - 1)
 
     # A pattern's mask words come from HBM: their loads are in flight while the keys are awaited.
-    mask = _load_tile_mask(call, query_tile, index, masked_sides)
+    mask = _load_key_block_mask(call, query_tile, index, masked_bounds)
 
     def multiply(refs: Any) -> None:
         acc_ref, *softmax_refs = refs
@@ -196,11 +202,11 @@ def _process_key_block(
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
         scores = wgmma.wait_for_products(scores, in_flight=1)
-        valid_key_words = _valid_key_bits(call, masked_sides, slot)
+        valid_key_words = _valid_key_bits(call, masked_bounds, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
-        scores = _cap_and_mask_scores(call, query_tile, mask.add_words(valid_key_words), masked_sides, scores)
+        scores = _cap_and_mask_scores(call, query_tile, mask.add_mask_words(valid_key_words), masked_bounds, scores)
         row_max, row_sum, weights, alpha = online_softmax.exponentiate(
-            call.spec, scores, state.row_max, state.row_sum, masked_sides is None
+            call.spec, scores, state.row_max, state.row_sum, masked_bounds is None
         )
         new = row_max, row_sum, _apply_dropout(call, query_tile, state.key_blocks_done, weights), alpha
         for ref, value in zip(softmax_refs, new, strict=True):
@@ -239,14 +245,16 @@ class KeyBlockMaskWords(NamedTuple):
     key_block: Any
     mask_words: tuple[Any, ...] = ()
 
-    def add_words(self, words: tuple[Any, ...]) -> "KeyBlockMaskWords":
+    def add_mask_words(self, words: tuple[Any, ...]) -> "KeyBlockMaskWords":
         """Returns the mask with further words."""
         return self._replace(mask_words=(*self.mask_words, *words))
 
 
-def _load_tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masked_sides: MaskedSides) -> KeyBlockMaskWords:
+def _load_key_block_mask(
+    call: Call, query_tile: QueryTile, list_index: Any, masked_bounds: MaskedBounds
+) -> KeyBlockMaskWords:
     """Returns the key block at an index of the item's list, and the words of its pattern if it needs them."""
-    if masked_sides is None or not call.spec.has_pattern:
+    if masked_bounds is None or not call.spec.has_pattern:
         return KeyBlockMaskWords(list_index)
     words = call.operands["mask_words"].at[I32(0), call.list_entry("mask_ids", query_tile.item, list_index)]
     row = query_tile.first_query - query_tile.item.tile_in_head * call.tile.block_q
@@ -255,24 +263,24 @@ def _load_tile_mask(call: Call, query_tile: QueryTile, list_index: Any, masked_s
     )
 
 
-def _valid_key_bits(call: Call, masked_sides: MaskedSides, slot: Any) -> tuple[Any, ...]:
+def _valid_key_bits(call: Call, masked_bounds: MaskedBounds, slot: Any) -> tuple[Any, ...]:
     """Returns the word with the existing keys of a block, if the block needs masks and keys are in pages.
 
     Read before the stage is freed: the producer then writes the word of a later block.
     """
-    if masked_sides is None or call.key_pages is None:
+    if masked_bounds is None or call.paged_key_access is None:
         return ()
     return (plgpu.layout_cast(jnp.full((WGMMA_M,), call.shared.valid_key_words[slot], I32), ROW_LAYOUT),)
 
 
 def _cap_and_mask_scores(
-    call: Call, query_tile: QueryTile, mask: KeyBlockMaskWords, masked_sides: MaskedSides, scores: Any
+    call: Call, query_tile: QueryTile, mask: KeyBlockMaskWords, masked_bounds: MaskedBounds, scores: Any
 ) -> Any:
     """Returns scores with soft cap and masks; raw products where `online_softmax.exponentiate` applies the soft cap."""
     spec, key = call.spec, mask.key_block * call.tile.block_kv
-    if spec.soft_cap is not None and not (masked_sides is None and spec.fuses_soft_cap):
+    if spec.soft_cap is not None and not (masked_bounds is None and spec.fuses_soft_cap):
         scores = jnp.tanh(scores * spec.product_scale)
-    if masked_sides is None:
+    if masked_bounds is None:
         return scores
     if query_tile.paged_tile is None:
         first, last, unsorted = *tile_masks.key_column_range(spec, WGMMA_M, query_tile.first_query, key), None
@@ -280,7 +288,7 @@ def _cap_and_mask_scores(
         first, last, unsorted = *tile_masks.paged_key_column_range(spec, WGMMA_M, query_tile.paged_tile, key), None
     if spec.has_segments:
         first, last, unsorted = _segment_column_range(call, query_tile, key)
-    last = None if masked_sides == "lower" else last
+    last = None if masked_bounds == "lower" else last
     return tile_masks.mask_outside_key_range(scores, first, last, unsorted, mask.mask_words)
 
 

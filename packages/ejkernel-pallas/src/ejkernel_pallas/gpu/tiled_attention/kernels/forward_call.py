@@ -82,13 +82,13 @@ class PagedTile(NamedTuple):
     sequence_row_start: Any
     sequence_row_end: Any
 
-    def rows_from(self, first: Any) -> "PagedTile":
-        """Returns the rows from `first` on."""
+    def tile_from_row(self, first_row: Any) -> "PagedTile":
+        """Returns the tile without its rows before `first_row`."""
         return self._replace(
-            first_position=self.first_position + first,
-            first_row=self.first_row + first,
-            sequence_row_start=self.sequence_row_start - first,
-            sequence_row_end=self.sequence_row_end - first,
+            first_position=self.first_position + first_row,
+            first_row=self.first_row + first_row,
+            sequence_row_start=self.sequence_row_start - first_row,
+            sequence_row_end=self.sequence_row_end - first_row,
         )
 
 
@@ -100,7 +100,7 @@ class PagedKeyAccess(Protocol):
         """Copies per block of keys or of values: arrivals at their mbarrier."""
         ...
 
-    def count_live_tiles(self, operands: dict[str, Any]) -> Any:
+    def load_num_live_tiles(self, operands: dict[str, Any]) -> Any:
         """Returns the number of work tiles with queries, the first ones of the list."""
         ...
 
@@ -127,7 +127,7 @@ class PagedKeyAccess(Protocol):
         block: Any,
         head: Any,
         target: Any,
-        full: Any,
+        full_barrier: Any,
     ) -> None:
         """Copies a block's keys ("k") or values ("v") of a KV head from its pages; zeros for missing ones."""
         ...
@@ -145,7 +145,7 @@ class Call:
         outputs: Results in HBM: outputs and lse, and those of parts of tiles if some are split.
         shared: Shared memory and barriers.
         tile_counter: Counter of the tiles that blocks took.
-        key_pages: Access to the keys' pages, if they are in pages.
+        paged_key_access: Access to the keys' pages, if they are in pages.
     """
 
     spec: HopperSpec
@@ -155,7 +155,7 @@ class Call:
     outputs: Any
     shared: SharedMemory
     tile_counter: Any
-    key_pages: PagedKeyAccess | None = None
+    paged_key_access: PagedKeyAccess | None = None
 
     def stage_of_key_block(self, key_blocks_done: Any) -> Any:
         """Returns the pipeline stage of a key block."""
@@ -196,12 +196,14 @@ class QueryTile:
     paged_tile: PagedTile | None = None
 
 
-def query_tile_of_warpgroup(call: Call, item: tile_scheduler.WorkTile, buffer: Any, warpgroup: Any) -> QueryTile:
+def query_tile_of_warpgroup(
+    call: Call, item: tile_scheduler.WorkTile, query_buffer_index: Any, warpgroup: Any
+) -> QueryTile:
     """Returns the warpgroup's queries of a work tile."""
-    if call.key_pages is None:
-        return QueryTile(item, item.tile_in_head * call.tile.block_q + warpgroup * WGMMA_M, buffer)
-    paged = call.key_pages.load_tile(call.operands, item.tile_in_head).rows_from(warpgroup * WGMMA_M)
-    return QueryTile(item, paged.first_row, buffer, paged)
+    if call.paged_key_access is None:
+        return QueryTile(item, item.tile_in_head * call.tile.block_q + warpgroup * WGMMA_M, query_buffer_index)
+    paged = call.paged_key_access.load_tile(call.operands, item.tile_in_head).tile_from_row(warpgroup * WGMMA_M)
+    return QueryTile(item, paged.first_row, query_buffer_index, paged)
 
 
 def wait_for_next_tile(call: Call, nth_tile: Any) -> tuple[Any, Any]:

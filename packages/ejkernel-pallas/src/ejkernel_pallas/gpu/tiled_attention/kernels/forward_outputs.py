@@ -16,7 +16,7 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Query
 
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes the rows of a whole tile, of a split of a tile, or of the part of a tile that belongs to its sequence."""
-    if call.key_pages is not None:
+    if call.paged_key_access is not None:
         _write_paged(call, query_tile, output, lse)
         return
     results = call, query_tile, output, lse

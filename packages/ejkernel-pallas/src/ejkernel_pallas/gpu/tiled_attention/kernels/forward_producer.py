@@ -24,21 +24,21 @@ def produce(call: Call, carry: Any) -> Any:
     item = tile_scheduler.locate_work_tile(call.schedule, number)
     # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next_tile_index(call, nth_tile)
-    fetch, key_block = (
+    copy_block, key_block = (
         functools.partial(_copy_key_or_value_block, call, item),
         functools.partial(call.key_block_index, item),
     )
-    fetch("k", key_block(start), step)
+    copy_block("k", key_block(start), step)
     for warpgroup in range(call.tile.consumer_warpgroups):
         _copy_queries(call, item, nth_tile, warpgroup)
     next_item = wait_for_next_tile(call, nth_tile)
 
-    def pair(index: Any, count: Any) -> Any:
-        fetch("k", key_block(index + 1), count + 1)
+    def copy_key_and_value_blocks(index: Any, count: Any) -> Any:
+        copy_block("k", key_block(index + 1), count + 1)
         _copy_values(call, item, key_block(index), count)
         return count + 1
 
-    count = lax.fori_loop(start, stop - 1, pair, step)
+    count = lax.fori_loop(start, stop - 1, copy_key_and_value_blocks, step)
     _copy_values(call, item, key_block(stop - 1), count)
     return nth_tile + 1, count + 1, *next_item
 
@@ -49,40 +49,40 @@ def _copy_key_or_value_block(
     operand_name: str,
     list_index: Any,
     key_blocks_done: Any,
-    should_copy: Any = None,
+    full_barrier: Any = None,
 ) -> None:
     """Copies a block of keys or of values once its stage is free; the first `stages` are free from the start."""
     shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     buffer, full, free = (getattr(shared, f"{operand_name}{part}") for part in ("", "_full", "_free"))
     pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-    should_copy = full.at[slot] if should_copy is None else should_copy
+    full_barrier = full.at[slot] if full_barrier is None else full_barrier
     rows, head = (
         pl.ds(list_index * call.tile.block_kv, call.tile.block_kv),
         lax.div(item.head, I32(call.spec.group_size)),
     )
     source = call.operands[operand_name]
-    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, head], buffer.at[slot], should_copy)
+    plgpu.copy_gmem_to_smem(source.at[item.batch_row_of(source), rows, head], buffer.at[slot], full_barrier)
     if operand_name == "k" and call.spec.has_dropout:
         numbers = call.operands["k_dropout_keys"]
         plgpu.copy_gmem_to_smem(
-            numbers.at[item.batch_row_of(numbers), rows], call.key_block_dropout_keys(key_blocks_done), should_copy
+            numbers.at[item.batch_row_of(numbers), rows], call.key_block_dropout_keys(key_blocks_done), full_barrier
         )
 
 
 def _copy_values(call: Call, item: tile_scheduler.WorkTile, list_index: Any, key_blocks_done: Any) -> None:
     """Copies a block of values, and zeroes those of padding: a weight of zero times NaN is NaN."""
-    fetch = functools.partial(_copy_key_or_value_block, call, item, "v", list_index, key_blocks_done)
+    copy_block = functools.partial(_copy_key_or_value_block, call, item, "v", list_index, key_blocks_done)
     if not call.spec.has_segments:
-        return fetch()
+        return copy_block()
     shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     padded, ids = call.operands["padded"], call.operands["k_ids"]
     padded = padded[item.batch_row_of(padded), list_index] > 0
-    pl.when(~padded)(fetch)
+    pl.when(~padded)(copy_block)
 
     @pl.when(padded)
     def _zero_padding_values() -> None:
         # Uses a separate mbarrier: consumers must not see the stage before its padding is overwritten.
-        fetch(shared.v_copied)
+        copy_block(shared.v_copied)
         plgpu.barrier_wait(shared.v_copied)
         rows = pl.ds(list_index * call.tile.block_kv, call.tile.block_kv)
         zero_padding_rows(shared.v.at[slot], ids.at[item.batch_row_of(ids), rows])

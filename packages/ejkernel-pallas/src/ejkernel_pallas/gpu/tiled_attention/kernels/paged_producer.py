@@ -29,12 +29,12 @@ block's.
 
 def produce(call: Call, carry: Any) -> Any:
     """Copies the operands of one work tile, keys one block ahead of values."""
-    assert call.key_pages is not None
+    assert call.paged_key_access is not None
     nth_tile, step, number, (start, _, _, stop) = carry
     item = tile_scheduler.locate_work_tile(call.schedule, number)
     # Read once per tile: in the loop, its copies would wait for another load.
-    tile = call.key_pages.load_tile(call.operands, item.tile_in_head)
-    find_pages = functools.partial(call.key_pages.find_pages, call.operands, tile)
+    tile = call.paged_key_access.load_tile(call.operands, item.tile_in_head)
+    find_pages = functools.partial(call.paged_key_access.find_pages, call.operands, tile)
     keys, values = (functools.partial(copy, call, item, tile) for copy in (_copy_keys, _copy_values))
     # A whole tile ahead, so that the latency of the atomic overlaps with the copies.
     fetch_next_tile_index(call, nth_tile)
@@ -44,7 +44,7 @@ def produce(call: Call, carry: Any) -> Any:
         _copy_queries(call, item, tile, nth_tile, warpgroup)
     next_item = wait_for_next_tile(call, nth_tile)
 
-    def pair(index: Any, carry: Any) -> Any:
+    def copy_key_and_value_blocks(index: Any, carry: Any) -> Any:
         count, *prefetched_addresses = carry
         next_addresses = [find_pages(jnp.minimum(index + 2, last))] if prefetched_addresses else []
         keys(prefetched_addresses[1] if prefetched_addresses else find_pages(index + 1), index + 1, count + 1)
@@ -53,10 +53,10 @@ def produce(call: Call, carry: Any) -> Any:
 
     prefetched_addresses = (
         [first, find_pages(jnp.minimum(start + 1, last))]
-        if call.key_pages.copies_per_block <= MAX_PREFETCHED_PAGES
+        if call.paged_key_access.copies_per_block <= MAX_PREFETCHED_PAGES
         else []
     )
-    count, *prefetched_addresses = lax.fori_loop(start, last, pair, (step, *prefetched_addresses))
+    count, *prefetched_addresses = lax.fori_loop(start, last, copy_key_and_value_blocks, (step, *prefetched_addresses))
     values(prefetched_addresses[0] if prefetched_addresses else find_pages(last), last, count)
     return nth_tile + 1, count + 1, *next_item
 
@@ -65,13 +65,13 @@ def _copy_keys(
     call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, key_blocks_done: Any
 ) -> None:
     """Copies a block of keys once its stage is free; the first `stages` are free from the start."""
-    assert call.key_pages is not None
+    assert call.paged_key_access is not None
     shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     full = shared.k_full.at[slot]
     pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(shared.k_free.at[slot]))
     # After the wait: until then the previous block is masked with its word.
-    shared.valid_key_words[slot] = call.key_pages.valid_key_word(pages)
-    call.key_pages.copy_block(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
+    shared.valid_key_words[slot] = call.paged_key_access.valid_key_word(pages)
+    call.paged_key_access.copy_block(call.operands, "k", pages, block, _kv_head(call, item), shared.k.at[slot], full)
     plgpu.barrier_arrive(full)  # after the word
 
 
@@ -79,21 +79,21 @@ def _copy_values(
     call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, key_blocks_done: Any
 ) -> None:
     """Copies a block of values, and zeroes slots that belong to no key of the tile and may hold NaN."""
-    assert call.key_pages is not None
-    key_pages, shared, slot = call.key_pages, call.shared, call.stage_of_key_block(key_blocks_done)
+    assert call.paged_key_access is not None
+    key_pages, shared, slot = call.paged_key_access, call.shared, call.stage_of_key_block(key_blocks_done)
     pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(shared.v_free.at[slot]))
 
-    def fetch(full: Any) -> None:
-        key_pages.copy_block(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full)
+    def copy_pages(full_barrier: Any) -> None:
+        key_pages.copy_block(call.operands, "v", pages, block, _kv_head(call, item), shared.v.at[slot], full_barrier)
 
     full, key = shared.v_full.at[slot], block * call.tile.block_kv
     first, end = tile.first_key - key, tile.key_end - key
     inside = (first <= 0) & (end >= call.tile.block_kv)
-    pl.when(inside)(lambda: fetch(full))
+    pl.when(inside)(lambda: copy_pages(full))
 
     @pl.when(~inside)
     def _zero_padding_values() -> None:
-        fetch(shared.v_copied)
+        copy_pages(shared.v_copied)
         plgpu.barrier_wait(shared.v_copied)
         zero_rows_outside(shared.v.at[slot], first, end)
         plgpu.commit_smem()

@@ -79,13 +79,13 @@ def compute_capped_weights(spec: HopperSpec, raw_products: jax.Array) -> tuple[j
     return run(raw_products)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def _weights_with_row_sums(weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
+def _weights_with_row_sums(compute_weight: Callable[[int, Any], Any], products: list[Any]) -> list[Any]:
     """Returns weights of a thread's products, then the sums of its two rows; pairs of products alternate between the
     rows.
     """
     results, sums = [], [float32_constant(0.0)] * 2
     for n, product in enumerate(products):
-        results.append(weight(n, product))
+        results.append(compute_weight(n, product))
         sums[n // 2 % 2] = arith.addf(sums[n // 2 % 2], results[-1])
     return [*results, *sums]
 
@@ -100,12 +100,12 @@ def _any_far_from_zero(spec: HopperSpec, products: list[Any]) -> Any:
     return arith.cmpi(arith.CmpIPredicate.ne, any_at_least, int32_constant(0))
 
 
-def _max_or_nan(numbers: list[Any]) -> Any:
+def _max_or_nan(values: list[Any]) -> Any:
     """Returns the maximum, or NaN if there is one. It reduces in pairs, for short dependency chains."""
-    while len(numbers) > 1:
-        pairs = zip(numbers[::2], numbers[1::2], strict=False)
-        numbers = [arith.maximumf(*both) for both in pairs] + numbers[len(numbers) // 2 * 2 :]
-    return numbers[0]
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=False)
+        values = [arith.maximumf(*both) for both in pairs] + values[len(values) // 2 * 2 :]
+    return values[0]
 
 
 def _softmax_weight_by_polynomial(spec: HopperSpec, _: int, product: Any) -> Any:

@@ -101,24 +101,26 @@ def load_mask_words(mask_words_ref: Any, first_row: Any, num_columns: int) -> tu
     row_template = plgpu.layout_cast(jnp.full((WGMMA_M,), 0, jnp.int32), ROW_LAYOUT)
     first = lax.broadcast_in_dim(jnp.asarray(first_row, jnp.int32), (WGMMA_M,), ())
 
-    def load(span: int) -> jax.Array:
+    def load_span_words(span_index: int) -> jax.Array:
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), ROW_LAYOUT, ROW_LAYOUT),
             return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.int32, layout=ROW_LAYOUT),
         )
-        def load_word_registers(_: Any, source: Any, like: Any, start: Any) -> Any:
+        def load_word_registers(_: Any, source: Any, row_template: Any, start: Any) -> Any:
             # Each thread loads its own words: the four of a row have different columns.
-            words_row = arith.addi(unpack_row_value(start.registers.flat[0]), _first_thread_row())
+            words_row = arith.addi(unpack_row_value(start.registers.flat[0]), _first_row_of_thread())
             thread = arith.andi(mgpu.utils.thread_idx(), int32_constant(3))
             loaded_words: list[Any] = []
             for half in (0, 1):
                 place = arith.muli(arith.addi(words_row, int32_constant(8 * half)), int32_constant(4 * spans))
-                loaded_words.append(_load_id(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span)))))
-            return replace_row_values(like, loaded_words)
+                loaded_words.append(
+                    _load_id(source, arith.addi(place, arith.addi(thread, int32_constant(4 * span_index))))
+                )
+            return replace_row_values(row_template, loaded_words)
 
         return load_word_registers(mask_words_ref, row_template, plgpu.layout_cast(first, ROW_LAYOUT))  # pyright: ignore[reportCallIssue]
 
-    return tuple(load(span) for span in range(spans))
+    return tuple(load_span_words(span_index) for span_index in range(spans))
 
 
 def mask_outside_key_range(
@@ -151,7 +153,7 @@ def mask_outside_key_range(
         ),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, tile: Any, *inputs: Any) -> Any:
+    def mask_registers(_: Any, tile: Any, *inputs: Any) -> Any:
         ids, limit_vectors = inputs[: len(refs) + len(needs_compare)], iter(inputs[len(refs) + len(needs_compare) :])
         bounds = [
             [unpack_row_value(register) for register in next(limit_vectors).registers.flat]
@@ -172,7 +174,7 @@ def mask_outside_key_range(
         return _mask_by_words(tile, words)
 
     operands = *refs, *needs_compare, *limits, *pattern_words
-    return select(scores, *operands)
+    return mask_registers(scores, *operands)
 
 
 def mask_outside_query_range(
@@ -209,19 +211,19 @@ def mask_outside_query_range(
         arg_types=(plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in refs), *(ROW_LAYOUT for _ in (*limits, *row_ids))),
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def select(_: Any, tile: Any, *inputs: Any) -> Any:
+    def mask_registers(_: Any, tile: Any, *inputs: Any) -> Any:
         column_ids, rows = (
             inputs[: len(refs)],
             [[unpack_row_value(x) for x in row.registers.flat] for row in inputs[len(refs) :]],
         )
         return _mask_columns(tile, comparisons, rows, *column_ids)
 
-    return select(scores, *refs, *limits, *row_ids)
+    return mask_registers(scores, *refs, *limits, *row_ids)
 
 
 def _mask_columns(tile: Any, comparisons: list[str], row_values: list[list[Any]], column_ids: Any = None) -> Any:
     """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
-    place = _thread_column()
+    place = _first_column_of_thread()
     # Relative to the thread's first column, so that columns are constants of the instructions.
     limits = [[arith.subi(limit, place) for limit in both] for both in row_values[: len(comparisons)]]
     comparisons = [
@@ -268,7 +270,7 @@ def _column_range_word(span_index: int, low: Any, high: Any) -> Any:
 def _count_thread_columns_up_to(span_index: int, last_column: Any) -> Any:
     """Returns how many of a thread's columns in a word are at or before a column of the tile."""
     last_column = arith.subi(
-        last_column, arith.addi(_thread_column(), int32_constant(span_index * COLUMNS_PER_MASK_WORD_SPAN))
+        last_column, arith.addi(_first_column_of_thread(), int32_constant(span_index * COLUMNS_PER_MASK_WORD_SPAN))
     )
     last_column = arith.minsi(
         arith.maxsi(last_column, int32_constant(-1)), int32_constant(COLUMNS_PER_MASK_WORD_SPAN - 1)
@@ -278,12 +280,12 @@ def _count_thread_columns_up_to(span_index: int, last_column: Any) -> Any:
     return arith.addi(arith.addi(pairs, pairs), arith.minsi(arith.addi(rest, int32_constant(1)), int32_constant(2)))
 
 
-def _thread_column() -> Any:
+def _first_column_of_thread() -> Any:
     """Returns the first of a thread's columns; its index among four threads selects two of every eight columns."""
     return arith.muli(arith.andi(mgpu.utils.thread_idx(), int32_constant(3)), int32_constant(2))
 
 
-def _first_thread_row() -> Any:
+def _first_row_of_thread() -> Any:
     """Returns the first of a thread's two rows of 64; the other one is eight rows later."""
     thread = arith.remui(mgpu.utils.thread_idx(), int32_constant(THREADS_PER_WARPGROUP))
     return arith.addi(
@@ -292,14 +294,14 @@ def _first_thread_row() -> Any:
     )
 
 
-def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: int) -> list[list[Any]]:
+def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], num_columns: int) -> list[list[Any]]:
     """Clears the bits of columns whose ids differ from the row's, if a flag is set."""
     (rows, columns, needs_compare), all_registers, count = ids, [*words[0], *words[1]], len(words[0])
     is_set = arith.cmpi(arith.CmpIPredicate.ne, unpack_row_value(needs_compare.registers.flat[0]), int32_constant(0))
     # A uniform branch: ids are loaded only if segments are unsorted.
     branch: Any = scf.IfOp(is_set, [int32_type()] * len(all_registers), has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        same = _same_id_words(rows, columns, width)
+        same = _same_id_words(rows, columns, num_columns)
         scf.yield_([arith.andi(word, other) for word, other in zip(all_registers, same, strict=True)])
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(all_registers)
@@ -307,14 +309,14 @@ def _mask_other_segments(words: list[list[Any]], ids: tuple[Any, ...], width: in
     return [results[:count], results[count:]]
 
 
-def _same_id_words(row_ids: Any, column_ids: Any, width: int) -> list[Any]:
+def _same_id_words(row_ids: Any, column_ids: Any, num_columns: int) -> list[Any]:
     """Returns bits of the columns with the ids of a thread's rows: the words of the first row, then of the second."""
-    row = _first_thread_row()
+    row = _first_row_of_thread()
     ids = [_load_id(row_ids, arith.addi(row, int32_constant(8 * half))) for half in (0, 1)]
-    words = [[int32_constant(0)] * cdiv(width, COLUMNS_PER_MASK_WORD_SPAN) for _ in ids]
-    for place in range(width // 4):
+    words = [[int32_constant(0)] * cdiv(num_columns, COLUMNS_PER_MASK_WORD_SPAN) for _ in ids]
+    for place in range(num_columns // 4):
         column_group, n = divmod(place, 2)
-        column = _load_id(column_ids, arith.addi(_thread_column(), int32_constant(column_group * 8 + n)))
+        column = _load_id(column_ids, arith.addi(_first_column_of_thread(), int32_constant(column_group * 8 + n)))
         word, bit = divmod(place, WORD_BITS)
         for words_row, number in zip(words, ids, strict=True):
             same = arith.cmpi(arith.CmpIPredicate.eq, number, column)

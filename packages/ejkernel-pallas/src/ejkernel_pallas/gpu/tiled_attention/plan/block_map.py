@@ -22,10 +22,10 @@ from ejkernel_pallas.gpu.tiled_attention.plan.segment_extents import (
 )
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
-SegmentIds = tuple[jax.Array, jax.Array] | None
+QueryAndKeySegmentIds = tuple[jax.Array, jax.Array] | None
 
 
-def key_block_ranges(spec: HopperSpec, ids: SegmentIds, block_q: int, block_kv: int) -> Any:
+def key_block_ranges(spec: HopperSpec, ids: QueryAndKeySegmentIds, block_q: int, block_kv: int) -> Any:
     """Returns the range of key blocks of every query tile: int32 [B|1, query tiles, 4], as `_block_range_table`
     has them.
 
@@ -36,7 +36,7 @@ def key_block_ranges(spec: HopperSpec, ids: SegmentIds, block_q: int, block_kv: 
     return _block_range_table(_numpy_or_jax_where(last == 0, 0, first), _numpy_or_jax_where(last == 0, 1, last), full)
 
 
-def query_block_ranges(spec: HopperSpec, ids: SegmentIds, block_q: int, block_kv: int) -> Any:
+def query_block_ranges(spec: HopperSpec, ids: QueryAndKeySegmentIds, block_q: int, block_kv: int) -> Any:
     """Returns the range of query blocks of every key tile: int32 [B|1, key tiles, 4].
 
     A later key tile neither starts nor ends before an earlier one, so that the key tiles of a query block are
@@ -65,7 +65,7 @@ def zero_padded_tokens(x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0)[:, :, None, None], x, 0)
 
 
-def _classify_tile_pairs(spec: HopperSpec, ids: SegmentIds, block_q: int, block_kv: int) -> tuple[Any, Any]:
+def _classify_tile_pairs(spec: HopperSpec, ids: QueryAndKeySegmentIds, block_q: int, block_kv: int) -> tuple[Any, Any]:
     """Returns whether some and every pair of two tiles attend, both [B|1, query tiles, key tiles]."""
     (q_low, q_high), (k_low, k_high) = (
         _tile_extents_of_indices(spec.q_len, block_q),
