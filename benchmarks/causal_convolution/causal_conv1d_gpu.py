@@ -172,12 +172,14 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
-        {"--quick": "one shape, few rounds", **shared.report.CANDIDATES},
+        {"--quick": "one shape, few rounds", **shared.report.CANDIDATES_FLAG},
         {"--only": ("", "a platform; without it all")},
     )
-    shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
+    shared.report.print_rows_as_measured(
+        COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options))
+    )
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def measure(cell: bench.Cell, sides: dict[str, bench.Side]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
         {"--candidates": "every configuration in Mosaic GPU, too"},
         {"--cells": ("0,1,2", "numbers of shapes, with commas"), "--platforms": ("triton,pallas", "ours, with commas")},

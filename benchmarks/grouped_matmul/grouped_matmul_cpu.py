@@ -21,8 +21,8 @@ QUICK = ((512, 128, 128, 8), (32, 256, 256, 16))
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
-    shared.sides.header("ragged_dot")
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
+    shared.sides.print_table_header("ragged_dot")
     for m, k, n, groups in QUICK if options.quick else SIZES:
         rng = np.random.default_rng(0)
         ends = np.sort(rng.integers(0, m + 1, groups - 1))
@@ -30,7 +30,7 @@ def main() -> None:
         lhs = jax.random.normal(jax.random.key(0), (m, k))
         rhs = jax.random.normal(jax.random.key(1), (groups, k, n)) / k**0.5
         name = f"{m} rows, {k} x {n}, {groups} groups"
-        shared.sides.compare(
+        shared.sides.print_comparison(
             name, grouped_matmul, jax.lax.ragged_dot, (lhs, rhs, sizes), (0, 1), 3 if options.quick else 7
         )
 

@@ -270,7 +270,7 @@ def dense(cell: Cell) -> Side:
 def measured(sides: dict[str, Side], arrays: tuple[Any, ...], rounds: int) -> dict[str, float]:
     """Medians of interleaved samples, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in shared.report.turns(rounds):
+    for _ in shared.report.locked_rounds(rounds):
         for name, side in sides.items():
             start = time.perf_counter()
             _ready(side(*arrays))
@@ -353,9 +353,9 @@ def timed(cell: Cell, prepared: Prepared, options: argparse.Namespace) -> Iterat
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
-        {"--quick": "fewer sides and rounds", **shared.report.CANDIDATES, "--decoding": "few rows"},
+        {"--quick": "fewer sides and rounds", **shared.report.CANDIDATES_FLAG, "--decoding": "few rows"},
         {
             "--only": ("", "a platform; without it all"),
             "--cells": ("", "numbers of cells, with commas; without it all"),
@@ -365,7 +365,7 @@ def main() -> None:
     chosen = [cells[int(n)] for n in options.cells.split(",")] if options.cells else cells
     prepared = [prepare(cell, options) for cell in chosen]
     made = zip(chosen, prepared, strict=True)
-    shared.report.stream(COLUMNS, (row for cell, sides in made for row in timed(cell, sides, options)))
+    shared.report.print_rows_as_measured(COLUMNS, (row for cell, sides in made for row in timed(cell, sides, options)))
 
 
 if __name__ == "__main__":

@@ -111,12 +111,12 @@ def measure(tokens: int, experts: int, size: int, inner: int, top_k: int, *, who
             for some in (sides, graded_sides, parts)
         )
     for name, calls, factor in (("forward", forward, 1), ("with gradients", gradients, 3)):
-        times = shared.turns.timed_in_turns({side: call.result() for side, call in calls.items()}, ROUNDS)
+        times = shared.turns.time_in_turns({side: call.result() for side, call in calls.items()}, ROUNDS)
         for side, seconds in times.items():
             work = jax.device_count() if side == MORE else 1
             rate, share = work * factor * operations / seconds / 1e12, work * times["products"] / seconds
             print(f"| {label} | {name} | {side} | {seconds * 1e3:.3f} | {rate:.0f} TFLOP/s | {share:.2f} |", flush=True)
-    for name, seconds in shared.turns.timed_in_turns({n: call.result() for n, call in alone.items()}, ROUNDS).items():
+    for name, seconds in shared.turns.time_in_turns({n: call.result() for n, call in alone.items()}, ROUNDS).items():
         print(f"| {label} | forward | {name} | {seconds * 1e3:.3f} | | |", flush=True)
 
 
@@ -127,7 +127,7 @@ def compiled(call: Callable[..., Any], arrays: tuple[Any, ...], options: Any) ->
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__, {"--quick": "the first layer, without its parts", "--peer": "copy between devices without kernels"}
     )
     print(shared.report.heading())

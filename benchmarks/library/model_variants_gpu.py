@@ -137,12 +137,12 @@ def rows(quick: bool, checks_alone: bool) -> Iterator[list[str]]:
             if name == "loss":
                 other = plain
             sides = {"variant": compiled(variant, arrays), "plain": compiled(other, plain_arrays)}
-            times = shared.turns.timed_in_turns(sides, 3 if quick else 7)
+            times = shared.turns.time_in_turns(sides, 3 if quick else 7)
             ratio = times["variant"] / times["plain"]
             yield [name, sizes, which, *(f"{times[side] * 1e3:.3f}" for side in sides), f"{ratio:.3f}"]
 
 
-def compiled(call: Call, arrays: tuple[Any, ...]) -> shared.turns.Side:
+def compiled(call: Call, arrays: tuple[Any, ...]) -> shared.turns.TimedCall:
     """Returns a call without arguments."""
     program = jax.jit(call).lower(*arrays).compile()
     return lambda: program(*arrays)
@@ -150,10 +150,10 @@ def compiled(call: Call, arrays: tuple[Any, ...]) -> shared.turns.Side:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__, {"--quick": "few rounds", "--check": "small calls on any device, no times"}
     )
-    shared.report.stream(COLUMNS, rows(options.quick, options.check))
+    shared.report.print_rows_as_measured(COLUMNS, rows(options.quick, options.check))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.append(str(Path(__file__).parents[1]))
-from shared.upstream import COLUMNS, Problem, arguments, compared, serve
+from shared.upstream import TABLE_COLUMNS, Problem, comparison_rows, parse_arguments, serve
 
 
 def problems(tokens: int) -> dict[str, Problem]:
@@ -59,19 +59,19 @@ NAMES = ("gla_attention", "gated_delta_rule", "kernel_delta_attention", "state_s
 
 
 def main() -> None:
-    options = arguments("Recurrences and grouped matmul against another library")
+    options = parse_arguments("Recurrences and grouped matmul against another library")
     if options.serve:
-        return serve(problems(options.serve), calls=1)
+        return serve(problems(options.serve), calls_per_sample=1)
     if not options.peer:
         return print("no --peer: nothing to compare with")
     import shared.report  # reads the metadata of distributions that the peer's interpreter lacks
 
     tokens, repeats = (512, 3) if options.quick else (2048, 15)
-    rows = compared(options.peer, problems(tokens), tokens, repeats, JAX_PLATFORMS="cpu")
+    rows = comparison_rows(options.peer, problems(tokens), tokens, repeats, JAX_PLATFORMS="cpu")
     print(shared.report.heading())
     print(f"{tokens} tokens, 8 heads of 64 where no model is named, float32; grouped matmul by [8, 512, 512];")
     print(f"medians of {repeats} turns\n")
-    print(shared.report.markdown_table(COLUMNS, rows))
+    print(shared.report.markdown_table(TABLE_COLUMNS, rows))
     return None
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 sys.path.append(str(Path(__file__).parents[1]))
-from shared.upstream import COLUMNS, Problem, arguments, compared, serve
+from shared.upstream import TABLE_COLUMNS, Problem, comparison_rows, parse_arguments, serve
 
 PLATFORMS = {"Triton against Triton": "triton", "what each chooses": "auto"}
 
@@ -32,9 +32,9 @@ def problems(length: int) -> dict[str, Problem]:
 
 
 def main() -> None:
-    options = arguments("Flash attention on a GPU against another library")
+    options = parse_arguments("Flash attention on a GPU against another library")
     if options.serve:
-        return serve(problems(options.serve), calls=5)
+        return serve(problems(options.serve), calls_per_sample=5)
     if not options.peer:
         return print("no --peer: nothing to compare with")
     import shared.report  # reads the metadata of distributions that the peer's interpreter lacks
@@ -43,10 +43,10 @@ def main() -> None:
         return None
     length, repeats = (1024, 3) if options.quick else (8192, 7)
     separate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # two processes have arrays on the GPU
-    rows = compared(options.peer, problems(length), length, repeats, **separate)
+    rows = comparison_rows(options.peer, problems(length), length, repeats, **separate)
     print(shared.report.heading())
     print(f"B4 S{length} H16/16 D128, bfloat16; medians of {repeats} turns of 5 calls\n")
-    print(shared.report.markdown_table(COLUMNS, rows))
+    print(shared.report.markdown_table(TABLE_COLUMNS, rows))
     return None
 
 

@@ -57,25 +57,31 @@ def model(tokens):
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
     tokens, repeats = (512, 3) if options.quick else (4096, 7)
-    shared.sides.header("lax.scan")
+    shared.sides.print_table_header("lax.scan")
     query, key, value, noise = jax.random.normal(jax.random.key(0), (4, 1, tokens, 8, 64))
     gate = jax.nn.log_sigmoid(noise) / 16
     beta, decay = jax.nn.sigmoid(noise[..., 0]), gate[..., 1]
     qkv = query, key / 8, value
     ours = lambda *x: lightning_attention(*x, layer_idx=1, num_layers=12)  # noqa: E731
-    shared.sides.compare(f"lightning, {tokens}", ours, scanned_lightning, qkv, (0, 1, 2), repeats)
+    shared.sides.print_comparison(f"lightning, {tokens}", ours, scanned_lightning, qkv, (0, 1, 2), repeats)
     by_head = lambda q, k, v, g: scan(q, k, v, g[..., None])  # noqa: E731
-    shared.sides.compare(f"GLA, heads, {tokens}", gated_linear_attention, by_head, (*qkv, decay), range(4), repeats)
-    shared.sides.compare(f"GLA, channels, {tokens}", gated_linear_attention, scan, (*qkv, gate), range(4), repeats)
-    shared.sides.compare(f"GLA 340M, {tokens}", gated_linear_attention, scan, model(tokens), range(4), repeats)
+    shared.sides.print_comparison(
+        f"GLA, heads, {tokens}", gated_linear_attention, by_head, (*qkv, decay), range(4), repeats
+    )
+    shared.sides.print_comparison(
+        f"GLA, channels, {tokens}", gated_linear_attention, scan, (*qkv, gate), range(4), repeats
+    )
+    shared.sides.print_comparison(f"GLA 340M, {tokens}", gated_linear_attention, scan, model(tokens), range(4), repeats)
     arrays = (*qkv, beta, decay)
-    shared.sides.compare(f"gated delta rule, {tokens}", gated_delta_rule, scanned_delta, arrays, range(5), repeats)
+    shared.sides.print_comparison(
+        f"gated delta rule, {tokens}", gated_delta_rule, scanned_delta, arrays, range(5), repeats
+    )
     b, c = key[:, :, :1] / 8, query[:, :, :1]
     space = value, -jnp.arange(1.0, 9.0), b, c, jnp.ones(8), jax.nn.softplus(noise[..., 0])
     mamba = lambda *x: state_space_v2(*x)[0]  # noqa: E731
-    shared.sides.compare(f"state space v2, {tokens}", mamba, scanned_space, space, range(6), repeats)
+    shared.sides.print_comparison(f"state space v2, {tokens}", mamba, scanned_space, space, range(6), repeats)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def _medians(sides: dict[str, tuple[Side, Side]], rounds: int) -> dict[str, list
     times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in sides}
     for pair in sides.values():
         sample(pair[0], 0.3)  # a GPU that was idle has yet to raise its clocks
-    for _ in shared.report.turns(rounds):
+    for _ in shared.report.locked_rounds(rounds):
         for name, pair in sides.items():
             for side, record in zip(pair, times[name], strict=True):
                 record.append(sample(side))
@@ -347,11 +347,11 @@ def _wait(made: Any) -> None:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
         {
             "--quick": "the short sequences, few rounds",
-            **shared.report.CANDIDATES,
+            **shared.report.CANDIDATES_FLAG,
             "--stages": "the kernels one by one, with many tiles",
         },
         {

@@ -274,7 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.check and not shared.report.has_gpu():
         return
-    shared.report.stream(COLUMNS, rows(options))
+    shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
 
 if __name__ == "__main__":

@@ -85,25 +85,25 @@ def rows(options: Namespace) -> Iterator[list[str]]:
     if options.check:
         return
     large = inputs(4, 8192, 16)
-    sides: dict[str, shared.turns.Side] = {}
+    sides: dict[str, shared.turns.TimedCall] = {}
     for operation, fields in FIELDS.items():
         arrays = [large[name] for name in fields]
         sides[f"{operation.__name__} forward"] = functools.partial(jax.jit(operation), *arrays)
         sides[f"{operation.__name__} both"] = functools.partial(jax.jit(functools.partial(graded, operation)), *arrays)
-    took = shared.turns.timed_in_turns(sides, 5)
+    took = shared.turns.time_in_turns(sides, 5)
     for operation in FIELDS:
         name = operation.__name__
         yield [name, *(f"{took[f'{name} {which}'] * 1e3:.2f}" for which in ("forward", "both"))]
     key, value = jax.random.normal(jax.random.key(1), (2, 4, 2048, 1024))
     zeros = jnp.zeros(1024)
     scan = {"rwkv4": functools.partial(jax.jit(rwkv4), zeros, zeros, key, value)}
-    yield ["rwkv4, B4 S2048 C1024", f"{shared.turns.timed_in_turns(scan, 5)['rwkv4'] * 1e3:.2f}", ""]
+    yield ["rwkv4, B4 S2048 C1024", f"{shared.turns.time_in_turns(scan, 5)['rwkv4'] * 1e3:.2f}", ""]
 
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(__doc__, {"--check": "a short row on any device, no times"})
-    shared.report.stream(COLUMNS, rows(options))
+    options = shared.report.parse_options(__doc__, {"--check": "a short row on any device, no times"})
+    shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
 
 if __name__ == "__main__":

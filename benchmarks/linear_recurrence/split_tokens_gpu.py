@@ -164,7 +164,7 @@ def rows(options: Namespace) -> Iterator[list[str]]:
             if options.check:
                 yield [kind, which, "right", f"{off:.1e}", ""]
             else:
-                found = shared.turns.timed_in_turns(runs, 3 if options.quick else 7)
+                found = shared.turns.time_in_turns(runs, 3 if options.quick else 7)
                 one, split = found["one"], found["split"]
                 yield [kind, which, f"{one * 1e3:.2f}", f"{split * 1e3:.2f}", f"{one / split:.2f}"]
 
@@ -172,12 +172,12 @@ def rows(options: Namespace) -> Iterator[list[str]]:
 def main() -> None:
     """Prints the table."""
     flags = {"--quick": "fewer tokens and rounds", "--check": "a short row on any devices, no times"}
-    options = shared.report.options(__doc__, flags)
+    options = shared.report.parse_options(__doc__, flags)
     if jax.device_count() < 2:
         print("split_tokens_gpu.py needs two devices: nothing was measured")
         return
     print(f"<!-- {jax.device_count()} devices -->")
-    shared.report.stream(COLUMNS, rows(options))
+    shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1", help="n/m: every m-th line from the nth on")
     options = parser.parse_args()
     if shared.report.has_gpu():
-        shared.report.stream(COLUMNS, lines(options))
+        shared.report.print_rows_as_measured(COLUMNS, lines(options))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from shared.turns import Side
+from shared.turns import TimedCall
 
 WORKSPACE = 128 << 20
 
 
-def peers(cell: Any, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
+def peers(cell: Any, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, TimedCall]]:
     """Sides by name that decode a cell's batch, with PyTorch's tensors of the same memory."""
     plain = cell.rows == 1 and cell.layers == 1 and not (cell.decoding or cell.prefix or cell.tree)
     if not plain or cell.cache != "bfloat16" or importlib.util.find_spec("flashinfer") is None:
@@ -24,7 +24,7 @@ def peers(cell: Any, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]
             print(f"<!-- {name} leaves out {cell}: {(str(error).splitlines() or [''])[0][:150]} -->", flush=True)
 
 
-def _flashinfer(cell: Any, arrays: tuple[jax.Array, ...], tensor_cores: bool) -> Side:
+def _flashinfer(cell: Any, arrays: tuple[jax.Array, ...], tensor_cores: bool) -> TimedCall:
     """Its wrapper, planned once for the lengths, as a server does for all layers of a step."""
     import flashinfer
     import torch

@@ -228,7 +228,7 @@ def timed(cell: Cell, options: argparse.Namespace) -> list[list[str]]:
             del contenders[name]
     contenders["copy"] = copy(cell)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in shared.report.turns(3 if options.quick else 7):
+    for _ in shared.report.locked_rounds(3 if options.quick else 7):
         for name, side in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(side())
@@ -245,16 +245,18 @@ def timed(cell: Cell, options: argparse.Namespace) -> list[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
         {
             "--quick": "two shapes, few rounds",
-            **shared.report.CANDIDATES,
+            **shared.report.CANDIDATES_FLAG,
             "--xla": "XLA, too, where it takes seconds at most",
         },
         {"--only": ("", "implementations with this in their name, without writes")},
     )
-    shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
+    shared.report.print_rows_as_measured(
+        COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options))
+    )
 
 
 if __name__ == "__main__":

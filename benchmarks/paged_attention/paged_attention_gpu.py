@@ -33,7 +33,7 @@ from ejkernel.ops.plugins import registry
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
 from paged_attention import _paged_peers
-from shared.turns import Side, timed_in_turns
+from shared.turns import TimedCall, time_in_turns
 
 COLUMNS = ("shape", "side", "ms", "rate")
 
@@ -177,7 +177,7 @@ def chained(step: Callable[..., jax.Array], query: jax.Array, layers: list[Any])
     return made[1] if len(layers) == 1 else (made[1], made[-1])
 
 
-def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any], layers: int = 1) -> Side:
+def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any], layers: int = 1) -> TimedCall:
     """The operation, as users call it."""
     query, keys, values, lengths, tables, starts = arrays
     every = [tables + n * (keys.shape[0] // layers) for n in range(layers)]
@@ -195,7 +195,7 @@ def ours(arrays: tuple[jax.Array, ...], platform: str, options: dict[str, Any], 
     return lambda: compiled(*given, **options)
 
 
-def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
+def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, TimedCall]]:
     """Operations on the keys and values of all sequences as arrays without pages, which are made beforehand."""
     query, keys, values, lengths, tables, _ = arrays
     count, same = len(cell.lengths), len(set(cell.lengths)) == 1
@@ -220,7 +220,7 @@ def dense(cell: Cell, arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side
     yield "flash_attention, dense", lambda: flash(rows, keys, values).reshape(query.shape)
 
 
-def apart(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Side:
+def apart(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> TimedCall:
     """The sequences of a mixed batch that decode, and the others, in a call each."""
     query, keys, values, lengths, tables, starts = arrays
     rows, count = cell.batch * cell.rows, cell.batch
@@ -230,7 +230,7 @@ def apart(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Side:
     return lambda: jnp.concatenate([call() for call in calls])
 
 
-def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
+def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, TimedCall]]:
     """The Triton kernel with every configuration worth measuring."""
     op = registry().ops["unified_attention"]
     (implementation,) = (i for i in registry().implementations[op.name] if i.name == "triton")
@@ -241,16 +241,16 @@ def configured(arrays: tuple[jax.Array, ...]) -> Iterator[tuple[str, Side]]:
         yield str(config), functools.partial(run, record)
 
 
-def copy(cell: Cell) -> Side:
+def copy(cell: Cell) -> TimedCall:
     """A copy that moves as many bytes."""
     source = jax.random.normal(jax.random.key(1), (cell.layers * int(cell.bytes) // 8,), jnp.float32)
     compiled = jax.jit(lambda x: -x).lower(source).compile()
     return lambda: compiled(source)
 
 
-def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str) -> dict[str, Side]:
+def sides(cell: Cell, arrays: tuple[jax.Array, ...], candidates: bool, only: str) -> dict[str, TimedCall]:
     """Everything that can compute a cell here, on the platforms named in `only`."""
-    found: dict[str, Side] = {}
+    found: dict[str, TimedCall] = {}
     slow = cell.operations > 1e12  # XLA would take minutes
     for platform in ("cuda", "pallas", "triton", "xla"):
         if (only and platform not in only.split(",")) or (platform == "xla" and slow):
@@ -309,7 +309,7 @@ def timed(cell: Cell, rounds: int, candidates: bool, only: str) -> list[list[str
             del contenders[name]
     if cell.rows == 1:
         contenders["copy"] = copy(cell)
-    medians = {name: x / cell.layers for name, x in timed_in_turns(contenders, rounds).items()}
+    medians = {name: x / cell.layers for name, x in time_in_turns(contenders, rounds).items()}
     return [[str(cell), name, f"{s * 1e3:.3f}", cell.rate(s)] for name, s in medians.items()]
 
 
@@ -335,7 +335,7 @@ def main() -> None:
     every = list(cells(options.quick))
     chosen = [cell for part in options.cells.split(",") for cell in every[slice(*ends(part))]]
     given = (3 if options.quick else options.rounds, options.candidates, options.only)
-    shared.report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, *given)))
+    shared.report.print_rows_as_measured(COLUMNS, (row for cell in chosen for row in timed(cell, *given)))
 
 
 if __name__ == "__main__":

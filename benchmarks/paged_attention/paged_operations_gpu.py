@@ -30,7 +30,7 @@ from ejkernel.modules import (
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
 from paged_attention.paged_attention_gpu import COLUMNS, Cell, copy, ends, error, truth
-from shared.turns import Side, timed_in_turns
+from shared.turns import TimedCall, time_in_turns
 
 CELLS = (
     Cell(),
@@ -41,7 +41,7 @@ CELLS = (
 )
 
 
-def side(call: Callable[..., Any], *given: Any, donated: tuple[int, ...] = ()) -> Side:
+def side(call: Callable[..., Any], *given: Any, donated: tuple[int, ...] = ()) -> TimedCall:
     """A compiled call; caches that it returns are given to it the next time."""
     compiled = jax.jit(call, donate_argnums=donated).lower(*given).compile()
     arguments = list(given)
@@ -58,7 +58,7 @@ def side(call: Callable[..., Any], *given: Any, donated: tuple[int, ...] = ()) -
     return run
 
 
-def sides(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Iterator[tuple[str, Side]]:
+def sides(cell: Cell, arrays: tuple[jax.Array, ...], platform: str) -> Iterator[tuple[str, TimedCall]]:
     """Every operation on one platform. Caches that are donated are copies."""
     query, keys, values, lengths, tables, starts = arrays
     page, slot = tables[jnp.arange(len(lengths)), (lengths - 1) // cell.page], (lengths - 1) % cell.page
@@ -94,7 +94,7 @@ def timed(cell: Cell, platforms: list[str], rounds: int) -> Iterator[list[str]]:
                 contenders[f"{platform}, {name}"] = run
             else:
                 print(f"<!-- {platform}, {name} is wrong on {cell}: relative error {off:.2g} -->", flush=True)
-    for name, seconds in timed_in_turns(contenders | {"copy": copy(cell)}, rounds).items():
+    for name, seconds in time_in_turns(contenders | {"copy": copy(cell)}, rounds).items():
         yield [str(cell), name, f"{seconds * 1e3:.3f}", cell.rate(seconds)]
 
 
@@ -110,7 +110,9 @@ def main() -> None:
         return
     cells, rounds = (CELLS[:1], 3) if options.quick else (CELLS, options.rounds)
     chosen = [cell for part in options.cells.split(",") for cell in cells[slice(*ends(part))]]
-    shared.report.stream(COLUMNS, (row for cell in chosen for row in timed(cell, options.only.split(","), rounds)))
+    shared.report.print_rows_as_measured(
+        COLUMNS, (row for cell in chosen for row in timed(cell, options.only.split(","), rounds))
+    )
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ def timed(cell: Cell, rounds: int, splits: bool) -> list[list[str]]:
             del contenders[name]
     contenders["copy"] = copy(cell)
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in shared.report.turns(rounds):
+    for _ in shared.report.locked_rounds(rounds):
         for name, side in contenders.items():
             wait(side())
             start = time.perf_counter()
@@ -183,11 +183,13 @@ def timed(cell: Cell, rounds: int, splits: bool) -> list[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__, {"--quick": "two shapes, few rounds", "--splits": "other numbers of splits, too"}
     )
     rounds = 5 if options.quick else 9
-    shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.splits)))
+    shared.report.print_rows_as_measured(
+        COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.splits))
+    )
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def rows(options: Namespace) -> Iterator[list[str]]:
         if options.check:
             continue
         batch = Batch(page_size)
-        took = shared.turns.timed_in_turns({str(c): attention(c, batch, options.platform) for c in CASES}, 15)
+        took = shared.turns.time_in_turns({str(c): attention(c, batch, options.platform) for c in CASES}, 15)
         slowest = max(took[str(case)] for case in ALONE)
         for case in CASES:
             seconds = took[str(case)]
@@ -142,8 +142,10 @@ def rows(options: Namespace) -> Iterator[list[str]]:
 def main() -> None:
     """Prints the table."""
     flags = {"--check": "few short requests on any device, no times"}
-    options = shared.report.options(__doc__, flags, {"--platform": ("auto", "the toolchain, as the call's argument")})
-    shared.report.stream(COLUMNS, rows(options))
+    options = shared.report.parse_options(
+        __doc__, flags, {"--platform": ("auto", "the toolchain, as the call's argument")}
+    )
+    shared.report.print_rows_as_measured(COLUMNS, rows(options))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def timed(cell: Cell, rounds: int, candidates: bool) -> list[list[str]]:
     for name, (side, count) in baselines(cell, x, packed[0]).items():
         contenders[name], moved[name] = side, count
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in shared.report.turns(rounds):
+    for _ in shared.report.locked_rounds(rounds):
         for name, side in contenders.items():
             jax.block_until_ready(side())
             start = time.perf_counter()
@@ -170,7 +170,7 @@ def main() -> None:
     if not shared.report.has_gpu():
         return
     rounds = 3 if options.quick else 7
-    shared.report.stream(
+    shared.report.print_rows_as_measured(
         COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, rounds, options.candidates))
     )
 

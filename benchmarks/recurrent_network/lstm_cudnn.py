@@ -63,7 +63,7 @@ def main() -> None:
         print("lstm_cudnn.py needs an NVIDIA GPU: nothing was measured")
         return
     large = [(64, 512, 512, 1, 1), (64, 512, 512, 2, 1), (64, 512, 1024, 1, 1), (64, 512, 512, 1, 2)]
-    shared.sides.header("cuDNN")
+    shared.sides.print_table_header("cuDNN")
     for precision, tolerance in PRECISIONS.items():
         for shape in [(8, 32, 64, 2, 2)] if quick else large:
             arrays = network(*shape)
@@ -71,7 +71,7 @@ def main() -> None:
             rows, tokens, size, layers, directions = shape
             label = f"{rows} x {tokens} x {size}, {layers} deep, {directions} ways, {precision}"
             with jax.default_matmul_precision(precision):
-                shared.sides.compare(label, ours, cudnn, arrays, given, 3 if quick else 10, tolerance)
+                shared.sides.print_comparison(label, ours, cudnn, arrays, given, 3 if quick else 10, tolerance)
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def _step(cell, w, u, b, state, x):
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
     sizes = [(8, 32, 64, 1)] if options.quick else [(32, 256, 256, 1), (1, 1024, 512, 1), (64, 64, 512, 2)]
-    shared.sides.header("lax.scan")
+    shared.sides.print_table_header("lax.scan")
     for name, (ours, cell, gates) in CELLS.items():
         for rows, tokens, hidden, layers in sizes:
             keys, scale = jax.random.split(jax.random.key(0), 5), hidden**-0.5
@@ -71,7 +71,9 @@ def main() -> None:
             call = lambda x, w, u, b, deep=None, ours=ours: ours(x, w, u, b, None, deep)[0]  # noqa: E731
             size = f"{name}, {rows} x {tokens} x {hidden}, {layers} deep"
             repeats = 3 if options.quick else 5
-            shared.sides.compare(size, call, functools.partial(scan, cell), arrays, range(len(arrays)), repeats)
+            shared.sides.print_comparison(
+                size, call, functools.partial(scan, cell), arrays, range(len(arrays)), repeats
+            )
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="small networks on any device, no times")
     options = parser.parse_args()
     if options.check or shared.report.has_gpu():
-        shared.report.stream(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
+        shared.report.print_rows_as_measured(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
 
 
 if __name__ == "__main__":

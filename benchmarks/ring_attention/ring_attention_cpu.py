@@ -54,14 +54,14 @@ def gathering(query: jax.Array, key: jax.Array, value: jax.Array, *, mesh: Mesh,
 
 
 def main() -> None:
-    options = shared.sides.options("Ring attention against gathering all keys, on four CPU devices.")
+    options = shared.sides.parse_options("Ring attention against gathering all keys, on four CPU devices.")
     mesh = Mesh(jax.devices()[:4], ("sp",))
-    shared.sides.header("gathering")
+    shared.sides.print_table_header("gathering")
     for length in (1024,) if options.quick else (4096, 8192):
         arrays = tuple(jax.random.normal(jax.random.key(0), (3, 1, length, 4, 64)))
         for name, mask in MASKS.items():
             sides = (functools.partial(side, mesh=mesh, **mask) for side in (ring, gathering))
-            shared.sides.compare(f"{length}, {name}", *sides, arrays, (0, 1, 2), 3 if options.quick else 5)
+            shared.sides.print_comparison(f"{length}, {name}", *sides, arrays, (0, 1, 2), 3 if options.quick else 5)
 
 
 if __name__ == "__main__":

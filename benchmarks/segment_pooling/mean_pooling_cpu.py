@@ -31,18 +31,20 @@ def packed(x, lengths):
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
     tokens, repeats = (2048, 3) if options.quick else (16384, 15)
-    shared.sides.header("jnp")
+    shared.sides.print_table_header("jnp")
     x = jax.random.normal(jax.random.key(0), (tokens, 1024))
-    shared.sides.compare(f"4 x {tokens // 4} tokens", mean_pooling, rows, (x.reshape(4, -1, 1024),), (0,), repeats)
+    shared.sides.print_comparison(
+        f"4 x {tokens // 4} tokens", mean_pooling, rows, (x.reshape(4, -1, 1024),), (0,), repeats
+    )
     heads = x.reshape(4, -1, 8, 128)
     ours = lambda x: mean_pooling(x, chunk_size=64)  # noqa: E731
-    shared.sides.compare(f"4 x {tokens // 4} tokens, chunks of 64", ours, chunks, (heads,), (0,), repeats)
+    shared.sides.print_comparison(f"4 x {tokens // 4} tokens, chunks of 64", ours, chunks, (heads,), (0,), repeats)
     for sequences in (8, 128):
         ends = jnp.sort(jax.random.randint(jax.random.key(1), (sequences - 1,), 0, tokens))
         lengths = jnp.concatenate([jnp.zeros(1, int), ends, jnp.full(1, tokens)])
-        shared.sides.compare(
+        shared.sides.print_comparison(
             f"{tokens} tokens in {sequences} sequences", mean_pooling, packed, (x, lengths), (0,), repeats
         )
 

@@ -148,15 +148,15 @@ def timed(cell: Cell, options: argparse.Namespace) -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints the table."""
-    options = shared.report.options(
+    options = shared.report.parse_options(
         __doc__,
         {
             "--quick": "documents alone, few rounds",
-            **shared.report.CANDIDATES,
+            **shared.report.CANDIDATES_FLAG,
             "--check": "small shapes on any device, no times",
         },
     )
-    shared.report.stream(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
+    shared.report.print_rows_as_measured(COLUMNS, (row for cell in cells(options) for row in timed(cell, options)))
 
 
 if __name__ == "__main__":

@@ -58,13 +58,13 @@ def selected(query: jax.Array, key: jax.Array, value: jax.Array, indices: jax.Ar
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
-    shared.sides.header("dense")
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
+    shared.sides.print_table_header("dense")
     repeats = 3 if options.quick else 5
     for length in (1024,) if options.quick else (4096, 8192):
         for kv_heads in (2, 8):
             inputs = arrays(length, kv_heads)
-            shared.sides.compare(f"{length}, {kv_heads} KV heads", selected, dense, inputs, (0, 1, 2), repeats)
+            shared.sides.print_comparison(f"{length}, {kv_heads} KV heads", selected, dense, inputs, (0, 1, 2), repeats)
 
 
 if __name__ == "__main__":

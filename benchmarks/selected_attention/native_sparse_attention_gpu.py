@@ -250,11 +250,11 @@ def row(cell: Cell, name: str, side: Passes, rounds: int) -> list[str]:
 
 def main() -> None:
     """Prints the table."""
-    chosen = shared.report.options(
+    chosen = shared.report.parse_options(
         __doc__,
         {
             "--quick": "8192 tokens, few rounds",
-            **shared.report.CANDIDATES,
+            **shared.report.CANDIDATES_FLAG,
             "--no-check": "where the same kernels were checked just now",
         },
         {

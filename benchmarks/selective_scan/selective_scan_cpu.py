@@ -41,11 +41,11 @@ def tree(x, a, b, c, d, dt):
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
     sizes = [(1, 256, 128)] if options.quick else [(1, 2048, 768), (4, 512, 1536), (1, 8192, 256)]
     ours = lambda *arrays: state_space_v1(*arrays)[0]  # noqa: E731
     for name, other in (("lax.scan", scan), ("lax.associative_scan", tree)):
-        shared.sides.header(name)
+        shared.sides.print_table_header(name)
         for rows, tokens, channels in sizes:
             keys = jax.random.split(jax.random.key(0), 4)
             x, noise = (jax.random.normal(key, (rows, tokens, channels)) for key in keys[:2])
@@ -53,7 +53,7 @@ def main() -> None:
             a = -jnp.arange(1.0, 17.0) * jnp.ones((channels, 1))
             arrays = (x, a, b, c, jnp.ones(channels), jax.nn.softplus(noise - 4))
             size = f"{rows} x {tokens} x {channels} x 16"
-            shared.sides.compare(size, ours, other, arrays, range(6), 3 if options.quick else 5)
+            shared.sides.print_comparison(size, ours, other, arrays, range(6), 3 if options.quick else 5)
         print()
 
 

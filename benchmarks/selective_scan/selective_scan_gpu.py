@@ -210,7 +210,7 @@ def error(made: list[np.ndarray], want: list[np.ndarray]) -> float:
 def medians(contenders: dict[str, Side], rounds: int) -> dict[str, float]:
     """Seconds a call, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in shared.report.turns(rounds):
+    for _ in shared.report.locked_rounds(rounds):
         for name, side in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(side.run())
@@ -258,7 +258,9 @@ def main() -> None:
     options = parser.parse_args()
     if not shared.report.has_gpu():
         return
-    shared.report.stream(COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options)))
+    shared.report.print_rows_as_measured(
+        COLUMNS, (row for cell in cells(options.quick) for row in timed(cell, options))
+    )
 
 
 if __name__ == "__main__":

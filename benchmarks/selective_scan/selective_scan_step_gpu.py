@@ -135,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     if shared.report.has_gpu():
         steps = ((1, True), (1, False), (4, True))
-        shared.report.stream(COLUMNS, (row for step in steps for row in timed(*step, options)))
+        shared.report.print_rows_as_measured(COLUMNS, (row for step in steps for row in timed(*step, options)))
 
 
 if __name__ == "__main__":

@@ -11,21 +11,23 @@ import jax.numpy as jnp
 
 
 def peers(cell: Any) -> dict[str, Callable[..., Any]]:
-    """Functions of query, key, value and cuts by name; PyTorch's take all arrays, and return both passes, ready."""
+    """Functions of query, key, value and cu_seqlens by name; those of PyTorch take all arrays and return both passes,
+    ready.
+    """
     found: dict[str, Callable[..., Any]] = {}
     if cell.dropout or cell.sinks:  # everyone draws other weights, and few have sinks
         return found
     if cell.pattern is not None:  # nobody else has one
         return {"torch flex": functools.partial(_flex, cell)} if importlib.util.find_spec("torch") else found
-    plain = cell.cap is None and cell.packed is None
+    plain = cell.soft_cap is None and cell.num_packed is None
     if plain:
         window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
         found["cuDNN (jax.nn)"] = functools.partial(
             jax.nn.dot_product_attention, is_causal=cell.causal, implementation="cudnn", **window
         )
-    if cell.cap is None and cell.packed is not None and cell.window is None:
+    if cell.soft_cap is None and cell.num_packed is not None and cell.window is None:
         found["cuDNN packed"] = functools.partial(_cudnn_packed, cell)
-    if importlib.util.find_spec("tokamax") and cell.packed is None:
+    if importlib.util.find_spec("tokamax") and cell.num_packed is None:
         for implementation in ("mosaic", "triton"):
             found[f"tokamax {implementation}"] = functools.partial(_tokamax, cell, implementation)
     if importlib.util.find_spec("torch"):
@@ -37,14 +39,14 @@ def peers(cell: Any) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def _cudnn_packed(cell: Any, q: jax.Array, k: jax.Array, v: jax.Array, cuts: jax.Array) -> jax.Array:
+def _cudnn_packed(cell: Any, q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens: jax.Array) -> jax.Array:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention  # no public function has it
 
-    cuts = cuts[None]
-    lengths = jnp.diff(cuts)
+    cu_seqlens = cu_seqlens[None]
+    lengths = jnp.diff(cu_seqlens)
     mask = MaskType.PADDING_CAUSAL if cell.causal else MaskType.PADDING
     return dot_product_attention(
-        q, k, v, None, None, lengths, lengths, cuts, cuts, scale=cell.size**-0.5, mask_type=mask
+        q, k, v, None, None, lengths, lengths, cu_seqlens, cu_seqlens, scale=cell.size**-0.5, mask_type=mask
     )
 
 
@@ -53,7 +55,7 @@ def _tokamax(cell: Any, implementation: str, q: jax.Array, k: jax.Array, v: jax.
 
     window = {} if cell.window is None else {"local_window_size": (cell.window - 1, 0)}
     return tokamax.dot_product_attention(
-        q, k, v, is_causal=cell.causal, logits_soft_cap=cell.cap, implementation=implementation, **window
+        q, k, v, is_causal=cell.causal, logits_soft_cap=cell.soft_cap, implementation=implementation, **window
     )
 
 
@@ -68,12 +70,12 @@ def _torch_passes(call: Callable[..., Any], arrays: tuple[jax.Array, ...]) -> tu
         with torch.no_grad():
             return call(q, k, v)
 
-    def both() -> Any:
+    def forward_and_backward() -> Any:
         output = call(*leaves)
         return [x.transpose(1, 2) for x in (output, *torch.autograd.grad(output, leaves, cotangent))]
 
-    both()  # compiles, or says that it cannot
-    return forward, both
+    forward_and_backward()  # compiles, or says that it cannot
+    return forward, forward_and_backward
 
 
 def _sdpa(cell: Any, backend: str, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], ...]:
@@ -92,11 +94,11 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ids = None
-    if cell.cuts is not None:
+    if cell.cu_seqlens is not None:
         places = torch.arange(cell.length, device="cuda")
-        ids = torch.bucketize(places, torch.from_numpy(cell.cuts[1:]).cuda(), right=True)
+        ids = torch.bucketize(places, torch.from_numpy(cell.cu_seqlens[1:]).cuda(), right=True)
 
-    def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def is_attended(b: Any, h: Any, q: Any, k: Any) -> Any:
         allowed = q >= k if cell.causal else q >= 0
         if cell.window is not None:
             allowed = allowed & (q - k < cell.window)
@@ -104,14 +106,14 @@ def _flex(cell: Any, arrays: tuple[jax.Array, ...]) -> tuple[Callable[[], Any], 
             allowed = allowed & cell.attends(q // 128, k // 128)
         return allowed if ids is None else allowed & (ids[q] == ids[k])
 
-    def capped(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score if cell.cap is None else cell.cap * torch.tanh(score / cell.cap)
+    def apply_soft_cap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score if cell.soft_cap is None else cell.soft_cap * torch.tanh(score / cell.soft_cap)
 
-    mask = create_block_mask(seen, None, None, cell.length, cell.length, device="cuda")
+    mask = create_block_mask(is_attended, None, None, cell.length, cell.length, device="cuda")
     keep_triton_cache()
     torch._dynamo.reset()  # which gives up on a function that was compiled for eight shapes
     compiled = torch.compile(flex_attention)
-    score_mod = None if cell.cap is None else capped
+    score_mod = None if cell.soft_cap is None else apply_soft_cap
     call = functools.partial(compiled, score_mod=score_mod, block_mask=mask, enable_gqa=cell.heads != cell.kv_heads)
     return _torch_passes(call, arrays)
 

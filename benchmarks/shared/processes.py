@@ -11,21 +11,23 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def lines(count: int) -> Iterator[str]:
+def lines_of_processes(num_processes: int) -> Iterator[str]:
     """What processes print that run this script again, each with `--part` and `--lock` added, as it comes."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    found: queue.Queue[str | None] = queue.Queue()
+    line_queue: queue.Queue[str | None] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for part in range(count):
+        for part in range(num_processes):
             command = [sys.executable, *sys.argv, "--lock", f"{folder}/lock", "--part", str(part)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            threading.Thread(target=_hand_on, args=(stack.enter_context(process).stdout, found), daemon=True).start()
-        for _ in range(count):
-            yield from iter(found.get, None)
+            threading.Thread(
+                target=_forward_lines, args=(stack.enter_context(process).stdout, line_queue), daemon=True
+            ).start()
+        for _ in range(num_processes):
+            yield from iter(line_queue.get, None)
 
 
-def _hand_on(stream: Any, found: "queue.Queue[str | None]") -> None:
+def _forward_lines(stream: Any, line_queue: "queue.Queue[str | None]") -> None:
     """Puts lines into a queue, and None at their end."""
     for line in stream:
-        found.put(line)
-    found.put(None)
+        line_queue.put(line)
+    line_queue.put(None)

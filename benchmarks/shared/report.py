@@ -12,11 +12,11 @@ from pathlib import Path
 import filelock
 import jax
 
-CANDIDATES = {"--candidates": "every configuration, too"}
+CANDIDATES_FLAG = {"--candidates": "every configuration, too"}
 """The flag of `options` that measures a kernel's candidates as well."""
 
 
-def processor() -> str:
+def cpu_name() -> str:
     """Name of the CPU, as far as the system tells."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -25,7 +25,7 @@ def processor() -> str:
     return f"{name}, {count} cores" if count else name
 
 
-def _accelerators() -> list[str]:
+def _accelerator_names() -> list[str]:
     """Kinds of the devices in use that are no CPU."""
     return sorted({device.device_kind for device in jax.devices() if device.platform != "cpu"})
 
@@ -34,9 +34,9 @@ def heading() -> str:
     """Machine, how busy it is, accelerators, versions and command, as Markdown."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib", "ejkernel-core"))
     command = " ".join(["python", "/".join(Path(sys.argv[0]).resolve().parts[-3:]), *sys.argv[1:]])
-    accelerator = "".join(f"; {kind}" for kind in _accelerators())
+    accelerator = "".join(f"; {kind}" for kind in _accelerator_names())
     busy = f"; load average {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"`{command}`\n\n{processor()}{accelerator}{busy}; Python {platform.python_version()}, {packages}\n"
+    return f"`{command}`\n\n{cpu_name()}{accelerator}{busy}; Python {platform.python_version()}, {packages}\n"
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -53,7 +53,7 @@ def has_gpu() -> bool:
     return found
 
 
-def options(
+def parse_options(
     description: str | None, flags: Mapping[str, str], values: Mapping[str, tuple[str, str]] | None = None
 ) -> argparse.Namespace:
     """Parses the command line of a benchmark. Where there is no GPU, the program ends, except with `--check`.
@@ -74,7 +74,7 @@ def options(
     return parsed
 
 
-def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_rows_as_measured(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints where it ran and a table, each row as soon as it was measured."""
     print(heading())
     print(markdown_table(columns, ()), flush=True)
@@ -82,12 +82,12 @@ def stream(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("| " + " | ".join(row) + " |", flush=True)
 
 
-def turns(rounds: int) -> Iterator[int]:
+def locked_rounds(num_rounds: int) -> Iterator[int]:
     """Rounds of samples. Where `EJKERNEL_BENCH_LOCK` names a file, each round holds its lock.
 
     So several scripts may compile and check on one GPU at the same time, while one of them measures.
     """
     path = os.environ.get("EJKERNEL_BENCH_LOCK")
-    for number in range(rounds):
+    for round_index in range(num_rounds):
         with filelock.FileLock(path) if path else contextlib.nullcontext():
-            yield number
+            yield round_index

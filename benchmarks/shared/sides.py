@@ -12,7 +12,7 @@ import numpy as np
 import shared.report
 
 
-def options(description: str) -> argparse.Namespace:
+def parse_options(description: str) -> argparse.Namespace:
     """The command line of a benchmark; everything then runs on the CPU."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
@@ -21,31 +21,34 @@ def options(description: str) -> argparse.Namespace:
     return chosen
 
 
-def header(other: str) -> None:
+def print_table_header(peer_name: str) -> None:
     """What the figures below were measured with, and the head of their table."""
     print(shared.report.heading())
     print("float32; medians of runs in turns; temporary memory\n")
-    columns = ("size", "pass", "ejkernel ms", f"{other} ms", "speed-up", "ejkernel MB", f"{other} MB")
+    columns = ("size", "pass", "ejkernel ms", f"{peer_name} ms", "speed-up", "ejkernel MB", f"{peer_name} MB")
     print(shared.report.markdown_table(columns, ()))
 
 
-def compare(
-    size: str,
-    ours: Callable[..., Any],
-    theirs: Callable[..., Any],
+def print_comparison(
+    size_label: str,
+    our_call: Callable[..., Any],
+    peer_call: Callable[..., Any],
     arrays: Sequence[Any],
-    argnums: Sequence[int],
+    gradient_argnums: Sequence[int],
     repeats: int,
     tolerance: float = 2e-4,
 ) -> None:
-    """Prints a line for the forward pass, and one for it and the gradients of `argnums` together.
+    """Prints a line for the forward pass, and one for it and the gradients of `gradient_argnums` together.
 
     Raises:
         AssertionError: The two sides disagree.
     """
-    for name, make in (("forward", lambda f: f), ("forward + backward", lambda f: _graded(f, argnums))):
-        sides = [jax.jit(make(f)).lower(*arrays).compile() for f in (ours, theirs)]
-        _check(*(side(*arrays) for side in sides), tolerance)
+    for name, make in (
+        ("forward", lambda f: f),
+        ("forward + backward", lambda f: _value_and_gradients(f, gradient_argnums)),
+    ):
+        sides = [jax.jit(make(f)).lower(*arrays).compile() for f in (our_call, peer_call)]
+        _assert_close(*(side(*arrays) for side in sides), tolerance)
         times: list[list[float]] = [[], []]
         for _ in range(repeats):
             for side, record in zip(sides, times, strict=True):
@@ -55,14 +58,15 @@ def compare(
         one, other = (statistics.median(record) for record in times)
         memory = [f"{side.memory_analysis().temp_size_in_bytes / 1e6:.1f}" for side in sides]
         print(
-            f"| {size} | {name} | {one:.1f} | {other:.1f} | {other / one:.2f} | {memory[0]} | {memory[1]} |", flush=True
+            f"| {size_label} | {name} | {one:.1f} | {other:.1f} | {other / one:.2f} | {memory[0]} | {memory[1]} |",
+            flush=True,
         )
 
 
-def _graded(call: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
+def _value_and_gradients(call: Callable[..., Any], argnums: Sequence[int]) -> Callable[..., Any]:
     return jax.value_and_grad(lambda *a: sum(jnp.sum(x**2) for x in jax.tree.leaves(call(*a))), tuple(argnums))
 
 
-def _check(ours: Any, theirs: Any, tolerance: float) -> None:
+def _assert_close(ours: Any, theirs: Any, tolerance: float) -> None:
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(jnp.abs(y).max())))

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 PASSES = ("forward", "forward + backward")
-COLUMNS = ("operation", "pass", "ejkernel ms", "0.0.80.3 ms", "speed-up", "its middle half", "sums apart by")
+TABLE_COLUMNS = ("operation", "pass", "ejkernel ms", "0.0.80.3 ms", "speed-up", "its middle half", "sums apart by")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Problem:
     arrays: tuple[jax.Array, ...]
     argnums: tuple[int, ...]
 
-    def compiled(self, which: str) -> Callable[..., Any]:
+    def compile_pass(self, pass_name: str) -> Callable[..., Any]:
         graded = jax.value_and_grad(lambda *a: jnp.sum(self.call(*a).astype(jnp.float32) ** 2), self.argnums)
-        return jax.jit(self.call if which == PASSES[0] else graded).lower(*self.arrays).compile()
+        return jax.jit(self.call if pass_name == PASSES[0] else graded).lower(*self.arrays).compile()
 
 
-def arguments(description: str) -> argparse.Namespace:
+def parse_arguments(description: str) -> argparse.Namespace:
     """The command line of these benchmarks."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
@@ -44,7 +44,7 @@ def arguments(description: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(problems: dict[str, Problem], calls: int) -> None:
+def serve(problems: dict[str, Problem], calls_per_sample: int) -> None:
     """Answers each line `[problem, pass]` with the seconds of a call among several, or with why there is none."""
     compiled: dict[tuple[str, str], Any] = {}
     for line in sys.stdin:
@@ -52,12 +52,12 @@ def serve(problems: dict[str, Problem], calls: int) -> None:
         problem, result = problems[name], None
         try:
             if (name, which) not in compiled:
-                compiled[name, which] = problem.compiled(which)
+                compiled[name, which] = problem.compile_pass(which)
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(calls_per_sample):
                 result = compiled[name, which](*problem.arrays)
             jax.block_until_ready(result)
-            seconds = (time.perf_counter() - start) / calls
+            seconds = (time.perf_counter() - start) / calls_per_sample
             total = sum(jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in jax.tree.leaves(result))
             answer = {"seconds": seconds, "sum": float(total)}
         except Exception as error:  # noqa: BLE001  a peer that cannot run is a result
@@ -65,47 +65,62 @@ def serve(problems: dict[str, Problem], calls: int) -> None:
         print("ANSWER " + json.dumps(answer), flush=True)
 
 
-class Side:
+class ServingInterpreter:
     """One interpreter that serves the script that runs."""
 
-    def __init__(self, python: str, size: int, **environment: str) -> None:
-        command = [python, sys.argv[0], "--serve", str(size)]
+    def __init__(self, python: str, problem_size: int, **environment: str) -> None:
+        command = [python, sys.argv[0], "--serve", str(problem_size)]
         quiet = {**os.environ, "EJKERNEL_AUTOTUNE_POLICY": "heuristics", **environment}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=quiet
         )
 
-    def ask(self, name: str, which: str) -> dict[str, Any]:
+    def measure(self, problem_name: str, pass_name: str) -> dict[str, Any]:
         """One sample."""
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("started without pipes")
-        print(json.dumps([name, which]), file=self.process.stdin, flush=True)
+        print(json.dumps([problem_name, pass_name]), file=self.process.stdin, flush=True)
         for line in self.process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
         raise RuntimeError(f"{self.process.args} ended before it answered")
 
 
-def compared(peer: str, names: Iterable[str], size: int, repeats: int, **environment: str) -> list[tuple[str, ...]]:
+def comparison_rows(
+    peer_python: str, problem_names: Iterable[str], problem_size: int, repeats: int, **environment: str
+) -> list[tuple[str, ...]]:
     """The rows of a table: both passes of the named problems, in this interpreter and in the peer's."""
-    sides = Side(sys.executable, size, **environment), Side(peer, size, **environment)
-    return [compare(sides, name, which, repeats) for name in names for which in PASSES]
+    sides = (
+        ServingInterpreter(sys.executable, problem_size, **environment),
+        ServingInterpreter(peer_python, problem_size, **environment),
+    )
+    return [comparison_row(sides, name, which, repeats) for name in problem_names for which in PASSES]
 
 
-def compare(sides: tuple[Side, Side], name: str, which: str, repeats: int) -> tuple[str, ...]:
+def comparison_row(
+    interpreters: tuple[ServingInterpreter, ServingInterpreter], problem_name: str, pass_name: str, repeats: int
+) -> tuple[str, ...]:
     """A row of the table; the speed-up is the median of those of single turns, which share what else is running."""
-    first = [side.ask(name, which) for side in sides]
+    first = [side.measure(problem_name, pass_name) for side in interpreters]
     if "error" in first[0]:
-        raise RuntimeError(f"{name}, {which}: {first[0]['error']}")
+        raise RuntimeError(f"{problem_name}, {pass_name}: {first[0]['error']}")
     times: list[list[float]] = [[], []]
     for turn in range(repeats):
         for n in (0, 1) if turn % 2 else (1, 0):  # neither always runs behind the other
             if "error" not in first[n]:
-                times[n].append(sides[n].ask(name, which)["seconds"] * 1e3)
+                times[n].append(interpreters[n].measure(problem_name, pass_name)["seconds"] * 1e3)
     ours = statistics.median(times[0])
     if "error" in first[1]:
-        return name, which, f"{ours:.1f}", f"cannot run: {first[1]['error']}", "", "", ""
+        return problem_name, pass_name, f"{ours:.1f}", f"cannot run: {first[1]['error']}", "", "", ""
     theirs, apart = statistics.median(times[1]), abs(first[0]["sum"] / first[1]["sum"] - 1)
     ratios = sorted(other / own for own, other in zip(*times, strict=True))
     middle = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
-    return name, which, f"{ours:.1f}", f"{theirs:.1f}", f"{statistics.median(ratios):.2f}", middle, f"{apart:.0e}"
+    return (
+        problem_name,
+        pass_name,
+        f"{ours:.1f}",
+        f"{theirs:.1f}",
+        f"{statistics.median(ratios):.2f}",
+        middle,
+        f"{apart:.0e}",
+    )

@@ -43,18 +43,18 @@ def patterns(length: int) -> dict[str, Mask]:
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
     repeats = 3 if options.quick else 9
-    shared.sides.header("JAX")
+    shared.sides.print_table_header("JAX")
     for length in (512,) if options.quick else (1024, 4096):
         query = jax.random.normal(jax.random.key(0), (1, length, 8, 64))
         key, value = jax.random.normal(jax.random.key(1), (2, 1, length, 2, 64))
         arrays = (query, key, value)
         ours = functools.partial(scaled_dot_product_attention, causal=True)
         theirs = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-        shared.sides.compare(f"{length}, scaled dot product, causal", ours, theirs, arrays, (0, 1, 2), repeats)
+        shared.sides.print_comparison(f"{length}, scaled dot product, causal", ours, theirs, arrays, (0, 1, 2), repeats)
         ours = functools.partial(attention, causal=True)
-        shared.sides.compare(f"{length}, with weights, causal", ours, composed, arrays, (0, 1, 2), repeats)
+        shared.sides.print_comparison(f"{length}, with weights, causal", ours, composed, arrays, (0, 1, 2), repeats)
     for length in (1024,) if options.quick else (2048, 4096):
         query = jax.random.normal(jax.random.key(0), (1, 8, length, 64))
         key, value = jax.random.normal(jax.random.key(1), (2, 1, 2, length, 64))
@@ -62,7 +62,7 @@ def main() -> None:
             ours = functools.partial(blocksparse_attention, mask_builder=pattern, causal=False)
             theirs = functools.partial(masked, pattern.allowed(0, 0, pattern.shape))
             arrays = (query, key, value)
-            shared.sides.compare(f"{length}, {name}", ours, theirs, arrays, (0, 1, 2), repeats)
+            shared.sides.print_comparison(f"{length}, {name}", ours, theirs, arrays, (0, 1, 2), repeats)
 
 
 if __name__ == "__main__":

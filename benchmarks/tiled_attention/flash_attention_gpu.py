@@ -37,7 +37,7 @@ from ejkernel.ops import NoImplementationError
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.processes
 import shared.report
-from shared.gpu_cells import Cell, grid, headlines
+from shared.gpu_cells import Cell, documented_cells, grid
 from shared.gpu_peers import peers
 
 Arrays = tuple[jax.Array, ...]
@@ -188,7 +188,7 @@ def medians(cell: Cell, contenders: dict[str, tuple[Pass, Pass]], both: float) -
                 times[name].append(seconds(name, contenders[name][which], calls[name]))
         for name, found in times.items():
             median = statistics.median(found)
-            lines[name] += [f"{median * 1e3:.3f}", f"{factor * cell.operations / median / 1e12:.0f}"]
+            lines[name] += [f"{median * 1e3:.3f}", f"{factor * cell.forward_flops / median / 1e12:.0f}"]
     return list(lines.values())
 
 
@@ -308,7 +308,7 @@ def measured(options: argparse.Namespace, cells: list[Cell]) -> Iterator[list[st
 
 def gathered(processes: int) -> Iterator[list[str]]:
     """The lines of all cells, from processes that each have a part of them."""
-    for line in shared.processes.lines(processes):
+    for line in shared.processes.lines_of_processes(processes):
         if line.startswith("| B"):
             yield line.strip("| \n").split(" | ")
         else:
@@ -321,7 +321,11 @@ def among(words: list[str], name: str) -> bool:
 
 def main() -> None:
     options = arguments()
-    cells = [cell for cell in (grid() if options.grid else headlines(options.quick)) if among(options.shape, str(cell))]
+    cells = [
+        cell
+        for cell in (grid() if options.grid else documented_cells(options.quick))
+        if among(options.shape, str(cell))
+    ]
     if options.part is not None:
         for row in measured(options, cells[options.part :: options.processes]):
             print("| " + " | ".join(row) + " |", flush=True)

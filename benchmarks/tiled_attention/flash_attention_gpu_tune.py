@@ -33,13 +33,13 @@ def triton() -> Iterator[Call]:
     dropout = ("-o", "dropout_prob=0.1", "--shape", "dropout_seed=:uint32")
     yield Cell(), ()
     yield Cell(causal=False), ()
-    yield Cell(length=32768, packed=22), ()
+    yield Cell(length=32768, num_packed=22), ()
     yield Cell(window=1024), ()
     for length in (32768, 2048):
         for causal in (True, False):
             yield Cell(length=length, causal=causal), ()
         yield Cell(length=length, window=1024), ()
-    yield Cell(cap=30.0), ()
+    yield Cell(soft_cap=30.0), ()
     yield Cell(), dropout
     for causal in (True, False):
         for length in (8192, 32768):
@@ -48,9 +48,9 @@ def triton() -> Iterator[Call]:
         yield Cell(causal=causal), ("--dtype", "float32")
         yield Cell(heads=32, kv_heads=32, size=64, causal=causal), ("--dtype", "float32")
     wide = functools.partial(Cell, heads=8, kv_heads=8, size=256)
-    yield wide(cap=30.0), ()
+    yield wide(soft_cap=30.0), ()
     yield wide(), dropout
-    yield wide(length=32768, packed=22), ()
+    yield wide(length=32768, num_packed=22), ()
 
 
 def pallas() -> Iterator[Call]:
@@ -60,8 +60,8 @@ def pallas() -> Iterator[Call]:
             yield cell(length=length), ()
             yield cell(length=length, causal=False), ()
             yield cell(length=length, window=1024), ()
-        yield cell(length=32768, packed=16), ()
-        yield cell(cap=30.0), ()
+        yield cell(length=32768, num_packed=16), ()
+        yield cell(soft_cap=30.0), ()
 
 
 CALLS = {"triton": triton, "pallas": pallas}
@@ -75,10 +75,10 @@ def arguments(platform: str, cell: Cell, extra: tuple[str, ...]) -> list[str]:
         given += ["--dtype", "bfloat16"]
     if cell.window:
         given += ["-o", f"sliding_window=({cell.window - 1}, 0)"]
-    if cell.cap:
-        given += ["-o", f"logits_soft_cap={cell.cap}"]
-    if cell.packed:
-        given += ["--shape", f"cum_seqlens_q={cell.packed + 1}:int32"]
+    if cell.soft_cap:
+        given += ["-o", f"logits_soft_cap={cell.soft_cap}"]
+    if cell.num_packed:
+        given += ["--shape", f"cum_seqlens_q={cell.num_packed + 1}:int32"]
     return given
 
 

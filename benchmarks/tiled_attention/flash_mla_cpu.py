@@ -47,8 +47,8 @@ def expanded(
 
 
 def main() -> None:
-    options = shared.sides.options(__doc__.splitlines()[0])
-    shared.sides.header("jnp")
+    options = shared.sides.parse_options(__doc__.splitlines()[0])
+    shared.sides.print_table_header("jnp")
     repeats = 3 if options.quick else 5
     for length in (512,) if options.quick else (2048, 4096):
 
@@ -58,7 +58,7 @@ def main() -> None:
         def theirs(*inputs: jax.Array):
             return expanded(*inputs, jnp.tril(jnp.ones((inputs[0].shape[1],) * 2, bool)))
 
-        shared.sides.compare(f"{length}, causal", ours, theirs, arrays(1, length), range(5), repeats)
+        shared.sides.print_comparison(f"{length}, causal", ours, theirs, arrays(1, length), range(5), repeats)
 
     size = 1024 if options.quick else 8192
     query, latent, rope, w_kc, w_vc = arrays(4, size)
@@ -73,7 +73,7 @@ def main() -> None:
         latent, rope = cache[..., :LATENT], cache[..., LATENT:]
         return expanded(query[:, None], latent, rope, w_kc, w_vc, inside)[:, 0]
 
-    shared.sides.compare(f"one query, cache of {size}", decode, decode_expanded, one, range(4), repeats)
+    shared.sides.print_comparison(f"one query, cache of {size}", decode, decode_expanded, one, range(4), repeats)
 
 
 if __name__ == "__main__":

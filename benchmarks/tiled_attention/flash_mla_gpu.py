@@ -49,8 +49,8 @@ class LatentCell(Cell):
         return super().__str__().replace(f"D{self.size}", f"D{self.size}/{self.value_size}")
 
     @property
-    def operations(self) -> float:
-        return 2.0 * self.rows * self.heads * (self.size + self.value_size) * self._pairs(self.length)
+    def forward_flops(self) -> float:
+        return 2.0 * self.rows * self.heads * (self.size + self.value_size) * self._num_attending_pairs(self.length)
 
     @property
     def both(self) -> float:

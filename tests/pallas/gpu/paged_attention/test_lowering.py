@@ -34,11 +34,11 @@ def make(
     holes=False,
     starts=None,
     first=0,
-    count_live_tiles=None,
+    num_seqs=None,
 ):
     """A record of random numbers, whose pages lie in any order; with holes, one of each sequence is absent.
 
-    The rows before `first` and behind those of `count_live_tiles` sequences are of none.
+    The rows before `first` and behind those of `num_seqs` sequences are of none.
     """
     rng = np.random.default_rng(0)
     pages = max(PAGES, len(lens) * -(-max(lens) // page))
@@ -60,7 +60,7 @@ def make(
         kv_layout=layout,
         kv_heads=None,
         kv_starts=None if starts is None else jnp.asarray(starts, jnp.int32),
-        num_seqs=None if count_live_tiles is None else jnp.int32(count_live_tiles),
+        num_seqs=None if num_seqs is None else jnp.int32(num_seqs),
     )
 
 
@@ -96,8 +96,8 @@ def test_a_call_lowers(fields):
         ({"layout": "phsd", "page": 8, **LONG}, (None, 3)),
         ({"layout": "pshcd", **LONG, "holes": True}, None),
         ({"page": 32, **LONG, "starts": (0, 0, 130, 0, 7)}, (140, 0)),
-        ({**LONG, "first": 131, "count_live_tiles": 3}, None),
-        ({**LONG, "count_live_tiles": 0}, None),
+        ({**LONG, "first": 131, "num_seqs": 3}, None),
+        ({**LONG, "num_seqs": 0}, None),
         ({"page": 256, "size": 64, **LONG}, None),
     ],
     ids=[
@@ -161,7 +161,7 @@ def _simulated_prefill(flash, layout, *arrays):
     keys_of = paged_prefill.PagedKeys(layout)
     rows, heads = operands["q"].shape[1:3]
     output, lse = np.full((1, rows, heads, flash.value_dim), np.nan), np.full((1, heads, rows), np.nan)
-    for number in range(int(keys_of.count_live_tiles(operands))):
+    for number in range(int(keys_of.load_num_live_tiles(operands))):
         tile, head = divmod(number, heads)
         start, full_start, full_end, stop = map(int, operands["table"][0, tile, :4])
         limits = keys_of.load_tile(operands, tile)
