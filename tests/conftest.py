@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from suite import arrays, draws, needs, selection
-from suite.state import Guard
+from suite.state import SharedStateGuard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
 SLOW = [HealthCheck.too_slow]
@@ -25,7 +25,7 @@ arrays.install()
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()
 _left_out = pytest.StashKey[int]()
-_guard = Guard()
+_guard = SharedStateGuard()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,9 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Measure tests where that is asked for."""
     if config.getoption("--durations-by-kind") or config.getoption("--record-costs"):
-        from suite.durations import Clock
+        from suite.durations import DurationRecorder
 
-        config.pluginmanager.register(Clock())
+        config.pluginmanager.register(DurationRecorder())
 
 
 @pytest.hookimpl(trylast=True)
@@ -57,11 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if command != "all":
         # Before tests are left out that cannot run here, so that both commands divide the same tests wherever they run.
         _select(config, items, str(command))
-    config.stash[_notes] = needs.leave_out(items, config.getoption("--needs"))
+    config.stash[_notes] = needs.remove_tests_with_unmet_needs(items, config.getoption("--needs"))
     if (seed := config.getoption("--shuffle")) is not None:
-        selection.shuffle(items, seed)
+        selection.shuffle_files_and_tests(items, seed)
     elif command != "all" or hasattr(config, "workerinput"):  # a process of a run in parallel
-        selection.long_first(items)
+        selection.move_long_tests_first(items)
 
 
 def _select(config: pytest.Config, items: list[pytest.Item], command: str) -> None:
@@ -71,7 +71,7 @@ def _select(config: pytest.Config, items: list[pytest.Item], command: str) -> No
     # The suite's own tests have been selected by its plugin.
     suite = [item for item in items if parameter_of(item) is not None]
     others = [item for item in items if parameter_of(item) is None]
-    left = selection.leave_out(others, command)
+    left = selection.remove_tests_of_other_command(others, command)
     kept = {*suite, *others}
     items[:] = [item for item in items if item in kept]
     config.stash[_left_out] = len(left)
@@ -82,7 +82,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """With `--plan`, print the tests instead of running them."""
     if not session.config.getoption("--plan"):
         return None
-    print("", *selection.plan(session.items, session.config.stash.get(_left_out, 0)), sep="\n")
+    print("", *selection.plan_lines(session.items, session.config.stash.get(_left_out, 0)), sep="\n")
     return True
 
 

@@ -12,13 +12,13 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "packages/ejkernel-core/src/ejkernel/cli/gpu_versions.json"
-PYTHONS = ("3.11", "3.12", "3.13")
-NAMES = {"jax": "jax", "jax-triton": "jax_triton", "triton": "triton"}
+VERSIONS_FILE = ROOT / "packages/ejkernel-core/src/ejkernel/cli/gpu_versions.json"
+SERVED_PYTHONS = ("3.11", "3.12", "3.13")
+MODULE_BY_DISTRIBUTION = {"jax": "jax", "jax-triton": "jax_triton", "triton": "triton"}
 PLATFORM = "x86_64-manylinux_2_28"
 
 
-def wanted() -> str:
+def backend_requirements() -> str:
     """What the backends of the extra `gpu` need from the index, from their metadata."""
     lines = ["jax[cuda13]"]
     for name in ("core", "xla", "triton", "pallas", "cuda"):
@@ -27,24 +27,26 @@ def wanted() -> str:
     return "\n".join(lines)
 
 
-def resolve(python: str) -> dict[str, str]:
+def resolve_versions(python: str) -> dict[str, str]:
     """The versions for one Python."""
     options = ["--no-header", "--no-annotate", "--python-version", python, "--python-platform", PLATFORM]
     command = ["uv", "pip", "compile", "-q", *options, "-"]
-    done = subprocess.run(command, input=wanted(), capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command, input=backend_requirements(), capture_output=True, text=True, timeout=300, check=True
+    )
     found = dict(line.split("==") for line in done.stdout.split() if "==" in line)
-    return {module: found[name] for name, module in NAMES.items()}
+    return {module: found[name] for name, module in MODULE_BY_DISTRIBUTION.items()}
 
 
 def resolve_all() -> dict[str, dict[str, str]]:
     """The versions for every Python that is served."""
-    return {python: resolve(python) for python in PYTHONS}
+    return {python: resolve_versions(python) for python in SERVED_PYTHONS}
 
 
 if __name__ == "__main__":
     content = {"date": datetime.date.today().isoformat(), "pythons": resolve_all()}
     text = json.dumps(content, indent=1) + "\n"
     if "--write" in sys.argv:
-        FILE.write_text(text)
+        VERSIONS_FILE.write_text(text)
     else:
         print(text, end="")

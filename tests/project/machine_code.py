@@ -35,10 +35,10 @@ CHIPS = {
     "v7x": DeviceInfo(platform="tpu", vendor="google", kind="TPU7x"),
     "h200": DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0),
 }
-LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+LOWERING_PLATFORM = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 KERNEL_CALLS = re.compile("tpu_custom_call|mosaic_gpu")
-NAMES = re.compile(r'@[\w$.]+|@"[^"]*"|sym_name = "[^"]*"|loc\([^()]*\)|#loc.*')
-DEBUG = re.compile(r"^\s*(//.*|\.loc\b.*|\.file\b.*|\$L__(tmp|func)\w*:.*)$|//.*$", re.MULTILINE)
+NAMES_AND_LOCATIONS = re.compile(r'@[\w$.]+|@"[^"]*"|sym_name = "[^"]*"|loc\([^()]*\)|#loc.*')
+PTX_DEBUG_LINES = re.compile(r"^\s*(//.*|\.loc\b.*|\.file\b.*|\$L__(tmp|func)\w*:.*)$|//.*$", re.MULTILINE)
 
 
 def main() -> int:
@@ -128,8 +128,8 @@ def kernels(subject: Any, chip: str, backend: str) -> list[str]:
 
     run = gradients if back else call
     if backend == "xla":
-        program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERED_FOR[CHIPS[chip].platform],))
-        return [NAMES.sub("@", program.as_text())]
+        program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERING_PLATFORM[CHIPS[chip].platform],))
+        return [NAMES_AND_LOCATIONS.sub("@", program.as_text())]
     return triton_kernels(run, args, chip) if backend == "triton" else mosaic_kernels(run, args, chip)
 
 
@@ -139,15 +139,15 @@ def mosaic_kernels(run: Any, args: Any, chip: str) -> list[str]:
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
-    program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERED_FOR[CHIPS[chip].platform],))
+    program = jax.jit(run).trace(args).lower(lowering_platforms=(LOWERING_PLATFORM[CHIPS[chip].platform],))
     found: list[str] = []
 
-    def look(op: Any) -> Any:
+    def collect_kernel(op: Any) -> Any:
         if op.name == "stablehlo.custom_call" and KERNEL_CALLS.search(str(op.attributes["call_target_name"])):
             found.append(kernel_text(op, mlir.make_ir_context(), ir))
         return ir.WalkResult.ADVANCE
 
-    program.compiler_ir("stablehlo").operation.walk(look)
+    program.compiler_ir("stablehlo").operation.walk(collect_kernel)
     return found
 
 
@@ -169,7 +169,7 @@ def kernel_text(op: Any, context: Any, ir: Any) -> str:
             config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
             body = base64.b64decode(config["custom_call_config"]["body"])
         module = ir.Module.parse(body, context=context)
-        return NAMES.sub("@", module.operation.get_asm(enable_debug_info=False))
+        return NAMES_AND_LOCATIONS.sub("@", module.operation.get_asm(enable_debug_info=False))
 
 
 def triton_kernels(run: Any, args: Any, chip: str) -> list[str]:
@@ -185,7 +185,7 @@ def triton_kernels(run: Any, args: Any, chip: str) -> list[str]:
         if key not in made:
             built = ahead.compile_for_chip(call, f"sm_{round((CHIPS[chip].compute_capability or 0) * 10)}")
             text = built.assembly.split(".section\t.debug")[0].replace(built.kernel, "kernel")
-            made[key] = re.sub(r"\n\s*\n+", "\n", DEBUG.sub("", text))
+            made[key] = re.sub(r"\n\s*\n+", "\n", PTX_DEBUG_LINES.sub("", text))
     return list(made.values())
 
 

@@ -15,31 +15,31 @@ from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import registry
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = {
+PATTERN_BY_COLUMN = {
     "XLA": r"xla$",
     "Triton": r"triton",
     "Mosaic GPU": r"mosaic_gpu",
     "CUDA, cuDNN": r"cuda|cudnn$",
     "TPU": r"mosaic_tpu",
 }
-ROW = re.compile(r"^\| \[`?(\w+)`?\]\([^)]*\) \| ([\w, ]+) \|", re.MULTILINE)
-CHOSEN, ASKED = "●", "○"
+MATRIX_ROW = re.compile(r"^\| \[`?(\w+)`?\]\([^)]*\) \| ([\w, ]+) \|", re.MULTILINE)
+CHOSEN_MARK, ONLY_PINNED_MARK = "●", "○"
 
 
-def support() -> dict[str, tuple[str, ...]]:
+def marks_by_operation() -> dict[str, tuple[str, ...]]:
     """Returns a mark per column for each operation: chosen by dispatch somewhere, only with `platform=`, or none."""
     found = registry()
     marks: dict[str, tuple[str, ...]] = {}
-    for name, served in ROW.findall(support_matrix(found)):
+    for name, served in MATRIX_ROW.findall(support_matrix(found)):
         listed = [i for i in found.implementations[name] if i.name in served.split(", ")]
-        columns = ([i for i in listed if re.match(pattern, i.name)] for pattern in COLUMNS.values())
+        columns = ([i for i in listed if re.match(pattern, i.name)] for pattern in PATTERN_BY_COLUMN.values())
         marks[name] = tuple(_mark(name, column) for column in columns)
     return marks
 
 
 def _mark(op: str, column: list[Implementation]) -> str:
     """Returns the mark of a column with these implementations."""
-    return "" if not column else CHOSEN if any(_is_chosen(op, one) for one in column) else ASKED
+    return "" if not column else CHOSEN_MARK if any(_is_chosen(op, one) for one in column) else ONLY_PINNED_MARK
 
 
 def _is_chosen(op: str, one: Implementation) -> bool:
@@ -54,9 +54,9 @@ def _is_chosen(op: str, one: Implementation) -> bool:
 
 def table() -> str:
     """Returns the table in Markdown: a row per operation with a link to its page, grouped as in the navigation."""
-    marks = support()
+    marks = marks_by_operation()
     rows = (f"| [`{name}`](docs/{page}) | {' | '.join(marks[name])} |\n" for name, page in pages().items())
-    return f"| operation | {' | '.join(COLUMNS)} |\n|---|{':-:|' * len(COLUMNS)}\n" + "".join(rows)
+    return f"| operation | {' | '.join(PATTERN_BY_COLUMN)} |\n|---|{':-:|' * len(PATTERN_BY_COLUMN)}\n" + "".join(rows)
 
 
 def pages() -> dict[str, str]:

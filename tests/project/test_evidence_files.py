@@ -7,8 +7,8 @@ from ejkernel_conformance.confirm.toolchain import digests, implementations
 
 BACKENDS = ("ejkernel_triton", "ejkernel_pallas", "ejkernel_cuda")
 FILES = [(backend, file) for backend in BACKENDS for file in evidence.evidence_files(f"{backend}:evidence")]
-KNOWN = {key: one for key, one in implementations().items() if one.evidence is not None}
-RENEW = (
+IMPLEMENTATIONS_WITH_EVIDENCE = {key: one for key, one in implementations().items() if one.evidence is not None}
+HOW_TO_RENEW = (
     "Run the tests again on a GPU (`python3 -m nox -s confirm`), or mark the evidence as stale "
     "(`python3 -m ejkernel_conformance.confirm merge`): the kernels then come after those that are confirmed"
 )
@@ -20,8 +20,8 @@ def test_every_kernel_says_where_its_evidence_is(backend):
     assert folders == {f"{backend}:evidence"}
 
 
-def test_stale_evidence_says_so():
-    current = digests(KNOWN)
+def test_evidence_is_marked_stale_if_its_digest_differs():
+    current = digests(IMPLEMENTATIONS_WITH_EVIDENCE)
     wrong = [
         f"{file.name}, {family} on {one.device} with {one.toolchain}: stale is {found.stale}"
         for _, file in FILES
@@ -30,15 +30,19 @@ def test_stale_evidence_says_so():
         for family, found in one.families.items()
         if found.stale != (found.digest != current.get(f"{family}/{content.implementation}"))
     ]
-    assert not wrong, "\n".join([*wrong, RENEW])
+    assert not wrong, "\n".join([*wrong, HOW_TO_RENEW])
 
 
-def test_files_are_named_for_what_they_hold():
+def test_evidence_files_are_named_for_implementation_and_chip():
     for backend, file in FILES:
         content = evidence.decode(file.read_bytes())
         chip = str(file).replace("\\", "/").split("/")[-2]
         assert (f"{content.implementation}.json", content.chip) == (file.name, chip)
         assert {family for one in content.confirmations for family in one.families} <= {
-            family for family, name in KNOWN if name == content.implementation
+            family for family, name in IMPLEMENTATIONS_WITH_EVIDENCE if name == content.implementation
         }
-        assert all(KNOWN[key].evidence == f"{backend}:evidence" for key in KNOWN if key[1] == content.implementation)
+        assert all(
+            IMPLEMENTATIONS_WITH_EVIDENCE[key].evidence == f"{backend}:evidence"
+            for key in IMPLEMENTATIONS_WITH_EVIDENCE
+            if key[1] == content.implementation
+        )

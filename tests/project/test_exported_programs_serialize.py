@@ -30,6 +30,6 @@ def test_an_exported_call_survives_serialisation(name):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_what_jax_serialises_with_is_a_requirement():
+def test_flatbuffers_is_a_requirement_of_core():
     wanted = {Requirement(line).name for line in tomllib.loads(CORE.read_text())["project"]["dependencies"]}
     assert "flatbuffers" in wanted

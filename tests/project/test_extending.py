@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs/extending"
 
-PROGRAM = """
+REGISTER_MODULES = """
 import importlib, sys
 import jax, jax.numpy as jnp
 from ejkernel.ops import hookimpl, plugins
@@ -40,7 +40,7 @@ plugins.reload()
 assert not any(plugin.error for plugin in plugins.registry().plugins if plugin.name in sys.argv[1:])
 """
 
-OPERATION = """
+CHECK_OPERATION = """
 from acme_operation import OP, cosine_attention, inputs
 args = inputs(jax.random.key(0))
 output = cosine_attention(args.query, args.key, args.value, causal=True)
@@ -49,7 +49,7 @@ gradient = jax.grad(lambda query: cosine_attention(query, args.key, args.value, 
 assert jnp.isfinite(gradient).all() and gradient.any()
 """
 
-KERNEL = """
+CHECK_KERNEL = """
 import ejkernel
 rows = jax.random.normal(jax.random.key(0), (6, 40))
 indices, inverse = jnp.array([[2, 0], [1, -1]]), jnp.array([[1], [2], [0], [-1], [-1], [-1]])
@@ -66,7 +66,7 @@ assert (jax.grad(lambda x: gather_reduce(x, indices, inverse).sum())(rows)[:3] =
 """
 
 
-def block(page: str, heading: str) -> str:
+def first_python_block(page: str, heading: str) -> str:
     """The Python example of a section."""
     section = (DOCS / page).read_text(encoding="utf-8").split(f"## {heading}\n")[1]
     return section.split("```python\n")[1].split("```")[0]
@@ -75,21 +75,21 @@ def block(page: str, heading: str) -> str:
 @pytest.mark.parametrize(
     ("page", "heading", "module", "checks"),
     [
-        ("add_operation.md", "The complete minimal operation", "acme_operation", OPERATION),
-        ("add_backend.md", "The complete minimal kernel", "acme_kernels", KERNEL),
-        ("add_backend.md", "The complete minimal kernel in Triton", "acme_triton", KERNEL),
+        ("add_operation.md", "The complete minimal operation", "acme_operation", CHECK_OPERATION),
+        ("add_backend.md", "The complete minimal kernel", "acme_kernels", CHECK_KERNEL),
+        ("add_backend.md", "The complete minimal kernel in Triton", "acme_triton", CHECK_KERNEL),
     ],
 )
 def test_a_complete_example_runs(page, heading, module, checks, tmp_path):
     if module == "acme_triton":
         pytest.importorskip("triton")
-    (tmp_path / f"{module}.py").write_text(block(page, heading), encoding="utf-8")
+    (tmp_path / f"{module}.py").write_text(first_python_block(page, heading), encoding="utf-8")
     interpret = {"TRITON_INTERPRET": "1"} if module == "acme_triton" else {}
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EJKERNEL_UNCONFIRMED": "allow", **interpret}
-    run([sys.executable, "-c", PROGRAM + checks, module], environment)
+    run_successfully([sys.executable, "-c", REGISTER_MODULES + checks, module], environment)
 
 
-def run(command, environment):
+def run_successfully(command, environment):
     """Runs a command that has to succeed."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
@@ -116,7 +116,7 @@ def section_of_add_argument(heading):
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def python_of(section):
+def python_code_of(section):
     return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.M | re.S))
 
 
@@ -129,17 +129,17 @@ def test_the_page_on_adding_a_field_works_as_it_stands(tmp_path):
     paths = os.pathsep.join(str(tmp_path / source) for source in sources)
     environment = {**os.environ, "PYTHONPATH": paths, "EJKERNEL_UNCONFIRMED": "allow"}
     check = f"import ejkernel, ejkernel_xla\nassert ejkernel.__file__.startswith({str(tmp_path)!r})\n"
-    run([sys.executable, "-c", check + python_of(section)], environment)
+    run_successfully([sys.executable, "-c", check + python_code_of(section)], environment)
     (suite,) = re.findall(r"^\$ pytest (.*)$", section, re.M)
     options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-q", "--ejk-transform", "test_gradients"]
-    run([sys.executable, "-m", "pytest", *suite.split(), *options], environment)
+    run_successfully([sys.executable, "-m", "pytest", *suite.split(), *options], environment)
 
 
 def test_the_page_on_teaching_a_kernel_an_argument_works_as_it_stands(tmp_path):
     pytest.importorskip("triton")
     section = section_of_add_argument("Teach a kernel an argument that its family has")
-    kernel = block("add_backend.md", "The complete minimal kernel in Triton")
+    kernel = first_python_block("add_backend.md", "The complete minimal kernel in Triton")
     (tmp_path / "acme_triton.py").write_text(kernel, encoding="utf-8")
     apply_diffs(section, tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EJKERNEL_UNCONFIRMED": "allow", "TRITON_INTERPRET": "1"}
-    run([sys.executable, "-c", PROGRAM + python_of(section), "acme_triton"], environment)
+    run_successfully([sys.executable, "-c", REGISTER_MODULES + python_code_of(section), "acme_triton"], environment)

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
-from suite.mutants import EQUIVALENT, FIRST, ROOT, SURVIVES, failed_test, read_faults, read_outcomes
+from suite.mutants import EQUIVALENT, FIRST, ROOT, SURVIVES, parse_failed_test, read_faults, read_outcomes
 
 from ejkernel.ops.plugins import registry
 
@@ -12,7 +12,7 @@ FAULTS = read_faults()
 SUITE = ROOT / "packages/ejkernel-core/src/ejkernel_conformance"
 
 
-def test_there_are_enough_of_each_part():
+def test_faults_are_distinct_and_cover_every_package_and_kind():
     assert len(FAULTS) >= 120
     assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
@@ -38,7 +38,7 @@ def test_a_fault_is_stale_whose_text_is_not_in_its_file_exactly_once(tmp_path):
         assert fault.is_stale(tmp_path) == stale
 
 
-def test_their_tests_and_operations_exist():
+def test_tests_and_operations_of_faults_exist():
     for fault in FAULTS:
         assert fault.tests or fault.ops
         assert all(Path(ROOT, test).is_file() for test in fault.tests), fault
@@ -68,7 +68,7 @@ def _is_there(file: str, test: str) -> bool:
 
 
 def test_failed_tests_are_read_from_lines_of_the_summary():
-    read = failed_test
+    read = parse_failed_test
     assert read("FAILED tests/a.py::test_b[packed-W - 1] - ValueError: x[0] - 1") == "tests/a.py::test_b[packed-W - 1]"
     assert read("FAILED tests/a.py::test_b[packed-W - 1]") == "tests/a.py::test_b[packed-W - 1]"
     assert read("FAILED tests/a.py::test_b - assert x[0]") == "tests/a.py::test_b"

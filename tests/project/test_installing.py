@@ -20,10 +20,13 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 MANIFESTS = [ROOT / "pyproject.toml", *sorted((ROOT / "packages").glob("*/pyproject.toml"))]
 VERSION = Version("0.2.0")
-TAKEN = Version("0.0.80.3")
+OTHER_PROJECTS_VERSION = Version("0.0.80.3")
 WHEELS = os.environ.get("EJKERNEL_WHEELS")
 # Of each JAX the index has wheels for these Pythons.
-PAIRS = [("3.11", "0.10"), *((python, jax) for python in ("3.12", "3.13") for jax in ("0.10", "0.11", "0.12"))]
+PYTHON_AND_JAX_PAIRS = [
+    ("3.11", "0.10"),
+    *((python, jax) for python in ("3.12", "3.13") for jax in ("0.10", "0.11", "0.12")),
+]
 EXTRAS = ("", "gpu", "rocm", "tpu", "all")
 PLATFORM = "x86_64-manylinux_2_36"  # the libtpu of JAX 0.12 has no wheels for older C libraries
 
@@ -43,7 +46,7 @@ def requirements(table: dict) -> list[Requirement]:
 def test_versions_move_together_and_are_above_the_other_projects():
     core = (ROOT / "packages/ejkernel-core/src/ejkernel/_version.py").read_text()
     (version,) = re.findall(r'__version__ = "(.+)"', core)
-    assert Version(version) == VERSION > TAKEN
+    assert Version(version) == VERSION > OTHER_PROJECTS_VERSION
     found = projects()
     assert len(found) == 6
     assert {table["version"] for name, table in found.items() if name != "ejkernel-core"} == {version}
@@ -56,7 +59,7 @@ def test_no_extra_and_no_backend_falls_back_to_another_projects_release():
         assert ours or name == "ejkernel-core"
         for requirement in ours:
             assert VERSION in requirement.specifier, f"{name}: {requirement}"
-            assert TAKEN not in requirement.specifier, f"{name}: {requirement}"
+            assert OTHER_PROJECTS_VERSION not in requirement.specifier, f"{name}: {requirement}"
             assert Version("0.3.0") not in requirement.specifier, f"{name}: {requirement}"
 
 
@@ -106,7 +109,7 @@ def resolved_by_pip(wanted: str, python: str, jax: str) -> dict[str, str]:
 
 RESOLUTIONS = [
     pytest.param(resolve, *pair, marks=needs, id=f"{name}-{'-'.join(pair)}")
-    for pair in PAIRS
+    for pair in PYTHON_AND_JAX_PAIRS
     for resolve, name, needs in [
         (resolved_by_uv, "uv", ()),
         (resolved_by_pip, "pip", pytest.mark.needs(f"python{pair[0]}")),
@@ -130,5 +133,5 @@ def test_every_extra_resolves_to_our_wheels_and_keeps_jax(resolve, python, jax, 
 
 @pytest.mark.needs("wheels")
 def test_doctor_shows_the_versions_that_are_installed_today():
-    shown = json.loads(gpu_versions.FILE.read_text())["pythons"]
+    shown = json.loads(gpu_versions.VERSIONS_FILE.read_text())["pythons"]
     assert shown == gpu_versions.resolve_all(), "python tests/project/gpu_versions.py --write renews what doctor shows"

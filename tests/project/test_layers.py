@@ -12,7 +12,7 @@ LAYERS = ("types", "planning", "families", "ops", "modules", "compat", "cli")
 """Packages of core, each of which imports only itself, those before it, and single modules such as `errors`."""
 
 
-def _root() -> Path:
+def _package_folder() -> Path:
     spec = importlib.util.find_spec("ejkernel")
     assert spec is not None
     assert spec.origin is not None
@@ -20,29 +20,29 @@ def _root() -> Path:
 
 
 @functools.cache
-def _files() -> dict[str, Path]:
+def _module_files() -> dict[str, Path]:
     """Modules of `ejkernel` by name."""
-    root = _root()
+    root = _package_folder()
     named = {path.relative_to(root.parent).with_suffix("").parts: path for path in root.rglob("*.py")}
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in named.items()}
 
 
-def _statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+def _executed_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """The imports below a node that run, those within functions included; type checkers read the others alone."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
-            yield from _statements(child)
+            yield from _executed_imports(child)
 
 
 @functools.cache
-def _imports() -> dict[str, frozenset[str]]:
+def _imported_modules() -> dict[str, frozenset[str]]:
     """Module -> modules of `ejkernel` that it imports."""
-    files = _files()
+    files = _module_files()
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, path in files.items():
-        for statement in _statements(ast.parse(path.read_text(encoding="utf-8"))):
+        for statement in _executed_imports(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(statement, ast.ImportFrom):
                 base = statement.module or ""
                 paths = [f"{base}.{alias.name}" for alias in statement.names]
@@ -52,10 +52,10 @@ def _imports() -> dict[str, frozenset[str]]:
     return {name: frozenset(paths & files.keys()) - {name} for name, paths in found.items()}
 
 
-def _shortened(depth: int) -> dict[str, set[str]]:
+def _imports_at_depth(depth: int) -> dict[str, set[str]]:
     """The imports between packages and modules that are named by so many words, parents and children left out."""
     short: dict[str, set[str]] = {}
-    for name, paths in _imports().items():
+    for name, paths in _imported_modules().items():
         importer = ".".join(name.split(".")[:depth])
         imported = {".".join(path.split(".")[:depth]) for path in paths}
         kin = {x for x in imported if f"{x}.".startswith(f"{importer}.") or f"{importer}.".startswith(f"{x}.")}
@@ -63,7 +63,7 @@ def _shortened(depth: int) -> dict[str, set[str]]:
     return short
 
 
-def _cyclic(graph: dict[str, set[str]]) -> set[str]:
+def _nodes_of_cycles(graph: dict[str, set[str]]) -> set[str]:
     """What is left of a graph when all nodes are removed that import, or are imported by, no remaining one."""
     left = set(graph)
     while left:
@@ -77,7 +77,7 @@ def _cyclic(graph: dict[str, set[str]]) -> set[str]:
 
 @pytest.mark.parametrize("depth", [2, 3, 4, 5, 6])
 def test_no_package_and_no_module_imports_itself_by_way_of_others(depth):
-    assert not _cyclic(_shortened(depth))
+    assert not _nodes_of_cycles(_imports_at_depth(depth))
 
 
 @pytest.mark.parametrize("package", LAYERS)
@@ -85,7 +85,7 @@ def test_a_package_imports_only_those_below_it(package):
     above = set(LAYERS[LAYERS.index(package) + 1 :])
     wrong = {
         f"{name} imports {path}"
-        for name, paths in _imports().items()
+        for name, paths in _imported_modules().items()
         for path in paths
         if name.startswith(f"ejkernel.{package}.") and path.split(".")[1:2] and path.split(".")[1] in above
     }
@@ -93,8 +93,8 @@ def test_a_package_imports_only_those_below_it(package):
 
 
 def test_errors_import_no_other_module():
-    assert not _imports()["ejkernel.errors"]
+    assert not _imported_modules()["ejkernel.errors"]
 
 
-def test_a_cycle_is_seen():
-    assert _cyclic({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+def test_an_import_cycle_is_found():
+    assert _nodes_of_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RENEW = "python .ci/make_notebooks.py"
+HOW_TO_RENEW = "python .ci/make_notebooks.py"
 
 
 def test_notebooks_are_those_of_their_pages(tmp_path):
@@ -14,4 +14,4 @@ def test_notebooks_are_those_of_their_pages(tmp_path):
     written = sorted(tmp_path.glob("*.ipynb"))
     assert [path.name for path in committed] == [path.name for path in written]
     for one, other in zip(committed, written, strict=True):
-        assert one.read_text() == other.read_text(), f"{one.name}: {RENEW} renews it"
+        assert one.read_text() == other.read_text(), f"{one.name}: {HOW_TO_RENEW} renews it"

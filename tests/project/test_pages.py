@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = (".ci", ".github", "benchmarks", "changes", "docs", "examples", "packages", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "docs/**/*.md", "packages/*/README.md")
-NOT_HERE = {
+NAMED_BUT_ABSENT = {
     "modules/operations/cosine_attention.py",  # an example tells the reader to write it
     "ejkernel_cuda.compiled_kernels",  # a build puts it there
     "ejkernel.commands",  # groups of entry points
@@ -28,20 +28,20 @@ def pages() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in found}
 
 
-def in_code(page: str) -> Iterator[str]:
+def names_in_code_font(page: str) -> Iterator[str]:
     """What stands in code font within the lines of a page."""
     yield from CODE.findall(re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL))
 
 
 @functools.cache
-def endings() -> set[str]:
+def path_suffixes() -> set[str]:
     """Every file and folder of the repository, by each of its last parts: `b/c.py` for `a/b/c.py` too."""
     paths = [Path(name) for name in (*FOLDERS, *(path.name for path in ROOT.iterdir() if path.is_file()))]
     paths += [path.relative_to(ROOT) for name in FOLDERS for path in (ROOT / name).rglob("*")]
     return {"/".join(path.parts[n:]) for path in paths for n in range(len(path.parts))}
 
 
-def lacking(name: str) -> str | None:
+def first_missing_part(name: str) -> str | None:
     """What is not there of `ejkernel.ops.explain`, which may be a module or a name in one; None if all is."""
     parts = name.split(".")
     (folder,) = (path for path in ROOT.glob(f"packages/*/src/{parts[0]}"))
@@ -59,9 +59,11 @@ def lacking(name: str) -> str | None:
 
 def test_files_and_folders_that_pages_name_exist():
     for page, text in pages().items():
-        for name in in_code(text):
-            if PATH.fullmatch(name) and ("/" in name or FILE.search(name)) and name not in NOT_HERE:
-                assert name.removeprefix("./").rstrip("/") in endings(), f"{page}: `{name}` is not in the repository"
+        for name in names_in_code_font(text):
+            if PATH.fullmatch(name) and ("/" in name or FILE.search(name)) and name not in NAMED_BUT_ABSENT:
+                assert name.removeprefix("./").rstrip("/") in path_suffixes(), (
+                    f"{page}: `{name}` is not in the repository"
+                )
 
 
 def test_scripts_that_pages_run_exist_and_have_the_options():
@@ -76,9 +78,11 @@ def test_scripts_that_pages_run_exist_and_have_the_options():
 
 def test_modules_that_pages_name_exist():
     for page, text in pages().items():
-        for code in in_code(text):
+        for code in names_in_code_font(text):
             for name in MODULE.findall(code):
-                assert name in NOT_HERE or not lacking(name), f"{page}: `{name}` has no {lacking(name)}"
+                assert name in NAMED_BUT_ABSENT or not first_missing_part(name), (
+                    f"{page}: `{name}` has no {first_missing_part(name)}"
+                )
 
 
 def test_the_table_of_benchmarks_has_every_script():

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-from readme_table import ASKED, CHOSEN, COLUMNS, support
+from readme_table import CHOSEN_MARK, ONLY_PINNED_MARK, PATTERN_BY_COLUMN, marks_by_operation
 
 ROOT = Path(__file__).parents[2]
-LONGEST_CHANGE = 20
-RENEW = "the README's table of operations is out of date (`python tests/project/readme_table.py --write` renews it)"
+MAX_WORDS_OF_CHANGE = 20
+HOW_TO_RENEW = (
+    "the README's table of operations is out of date (`python tests/project/readme_table.py --write` renews it)"
+)
 
 
 def sessions() -> set[str]:
@@ -43,23 +45,29 @@ def test_every_figure_is_drawn_by_a_script_and_shown_on_a_page(tmp_path: Path):
 
 
 def test_the_readme_claims_no_kernel_that_is_not_there():
-    marks = support()
-    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if re.search(f"[{CHOSEN}{ASKED}] ", line)]
+    marks = marks_by_operation()
+    rows = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if re.search(f"[{CHOSEN_MARK}{ONLY_PINNED_MARK}] ", line)
+    ]
     listed = {name: row.split("|")[2:-1] for row in rows for name in re.findall(r"`(\w+)`", row) if name in marks}
-    assert listed.keys() == marks.keys(), f"{RENEW}: it lacks {sorted(marks.keys() - listed.keys())}"
+    assert listed.keys() == marks.keys(), f"{HOW_TO_RENEW}: it lacks {sorted(marks.keys() - listed.keys())}"
     # A column without a mark anywhere is that of a backend that is not installed: nothing is known of its cells.
-    installed = {column for row in marks.values() for column, mark in zip(COLUMNS, row, strict=True) if mark}
+    installed = {column for row in marks.values() for column, mark in zip(PATTERN_BY_COLUMN, row, strict=True) if mark}
     for name, cells in listed.items():
-        claimed, there = (dict(zip(COLUMNS, row, strict=True)) for row in (map(str.strip, cells), marks[name]))
+        claimed, there = (
+            dict(zip(PATTERN_BY_COLUMN, row, strict=True)) for row in (map(str.strip, cells), marks[name])
+        )
         wrong = {column: (claimed[column], there[column]) for column in installed if claimed[column] != there[column]}
-        assert not wrong, f"{RENEW}: for {name} it has, beside what is registered: {wrong}"
+        assert not wrong, f"{HOW_TO_RENEW}: for {name} it has, beside what is registered: {wrong}"
 
 
 def test_change_fragments_are_one_line_and_imperative():
     for fragment in (ROOT / "changes").glob("*/*.md"):
         text = fragment.read_text()
         assert re.fullmatch(r"[A-Z].*\n", text), f"{fragment.name}: wants one line"
-        assert len(text.split()) <= LONGEST_CHANGE, f"{fragment.name}: wants at most {LONGEST_CHANGE} words"
+        assert len(text.split()) <= MAX_WORDS_OF_CHANGE, f"{fragment.name}: wants at most {MAX_WORDS_OF_CHANGE} words"
         assert not re.match(r"(?!Speed|Embed|Feed)\w+ed ", text), f"{fragment.name}: wants an imperative"
 
 

@@ -6,35 +6,35 @@ from pathlib import Path
 
 import pytest
 
-FILES = frozenset({"config", "spec", "plan", "forward", "backward", "cases", "__init__"})
+SKELETON_FILES = frozenset({"config", "spec", "plan", "forward", "backward", "cases", "__init__"})
 """What a family's folder may hold beside `kernels/`; small families leave files out."""
-FAMILIES = {"xla": "ejkernel_xla", "cuda": "ejkernel_cuda"}
+PACKAGE_BY_BACKEND = {"xla": "ejkernel_xla", "cuda": "ejkernel_cuda"}
 """Backend -> the package whose folders with an `__init__.py` that registers are families."""
 
 
-def folders(package):
+def family_folders(package):
     """The folders of a package's families."""
     (root,) = importlib.util.find_spec(package).submodule_search_locations
     return [path.parent for path in sorted(Path(root).glob("*/__init__.py"))]
 
 
-@pytest.mark.parametrize("backend", FAMILIES)
+@pytest.mark.parametrize("backend", PACKAGE_BY_BACKEND)
 def test_a_family_has_the_files_of_the_skeleton_and_no_others(backend):
-    found = folders(FAMILIES[backend])
+    found = family_folders(PACKAGE_BY_BACKEND[backend])
     assert found
     others = {
         f"{folder.name}/{path.name}"
         for folder in found
         for path in folder.iterdir()
-        if path.name not in ("kernels", "__pycache__") and path.stem not in FILES
+        if path.name not in ("kernels", "__pycache__") and path.stem not in SKELETON_FILES
     }
     assert not others
 
 
-@pytest.mark.parametrize("backend", FAMILIES)
+@pytest.mark.parametrize("backend", PACKAGE_BY_BACKEND)
 def test_a_family_registers_passes_that_are_where_the_skeleton_says(backend):
-    package = FAMILIES[backend]
-    for folder in folders(package):
+    package = PACKAGE_BY_BACKEND[backend]
+    for folder in family_folders(package):
         text = (folder / "__init__.py").read_text(encoding="utf-8")
         assert "IMPLEMENTATIONS" in text or "def implementations()" in text, folder.name
         assert (folder / "forward.py").exists(), folder.name

@@ -25,7 +25,7 @@ VALUES = {
 }
 
 
-def assert_alike(call, name):
+def assert_equals_jax(call, name):
     function = getattr(jnp, name)
     with np.errstate(over="ignore", invalid="ignore"):
         got, want = call(function), call(function.__wrapped__)
@@ -45,19 +45,19 @@ def test_converted_arrays_are_those_of_jax(values):
         if values == "not finite" and dtype not in (None, float, "float32", jnp.bfloat16, jnp.float16):
             continue  # undefined
         for name in ("asarray", "array"):
-            assert_alike(lambda f, dtype=dtype: f(VALUES[values], dtype=dtype), name)
+            assert_equals_jax(lambda f, dtype=dtype: f(VALUES[values], dtype=dtype), name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_and_ones_are_those_of_jax(dtype):
     for name in ("zeros", "ones"):
         for shape in ((), 3, (2, 0), [2, 3], (np.int64(2),)):
-            assert_alike(lambda f, shape=shape: f(shape, dtype), name)
+            assert_equals_jax(lambda f, shape=shape: f(shape, dtype), name)
 
 
 @pytest.mark.parametrize("limits", [(5,), (2, 7), (7, 2, -2), (0,), (1.5,), (0, 1, 0.25), (3, None, 1)])
 def test_ranges_are_those_of_jax(limits):
-    assert_alike(lambda f: f(*limits), "arange")
+    assert_equals_jax(lambda f: f(*limits), "arange")
 
 
 def test_arrays_of_tests_compile_nothing():
@@ -81,7 +81,7 @@ def test_traced_arrays_are_left_to_jax():
     assert jnp.zeros.__module__ == arrays.__name__
 
 
-DONATED = {
+MAKERS_OF_DONATED_ARRAYS = {
     "zeros": lambda: jnp.zeros((64, 64)),
     "range": lambda: jnp.arange(4096),
     "converted": lambda: jnp.asarray(np.ones(4096, np.float32)),
@@ -89,12 +89,12 @@ DONATED = {
 }
 
 
-@pytest.mark.parametrize("name", DONATED)
+@pytest.mark.parametrize("name", MAKERS_OF_DONATED_ARRAYS)
 def test_donated_arrays_are_updated_in_place(name):
     """XLA copies a donated array whose memory is NumPy's: whether it is depends on where NumPy has put it."""
     add_one = jax.jit(lambda x: x.at[0].add(1), donate_argnums=0)
     for _ in range(16):
-        array = jax.block_until_ready(DONATED[name]())
+        array = jax.block_until_ready(MAKERS_OF_DONATED_ARRAYS[name]())
         pointer = array.unsafe_buffer_pointer()
         updated = add_one(array)
         assert array.is_deleted()

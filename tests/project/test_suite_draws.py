@@ -12,7 +12,7 @@ SHAPES = ((), (1,), (7,), (3, 5, 2), (8, 16), (129,))
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", ["normal", "uniform"])
-def test_numbers_are_those_of_jax(name: str, dtype: type) -> None:
+def test_drawn_floats_equal_those_of_jax(name: str, dtype: type) -> None:
     replaced = getattr(jax.random, name)
     assert replaced.__module__ == draws.__name__
     for shape in SHAPES:
@@ -22,7 +22,7 @@ def test_numbers_are_those_of_jax(name: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8])
-def test_integers_are_those_of_jax(dtype: type) -> None:
+def test_drawn_integers_equal_those_of_jax(dtype: type) -> None:
     replaced = jax.random.randint
     for shape in SHAPES:
         got, want = replaced(KEY, shape, -3, 90, dtype), replaced.__wrapped__(KEY, shape, -3, 90, dtype)

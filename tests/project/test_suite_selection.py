@@ -19,7 +19,7 @@ def test_processes_of_a_run_in_parallel_begin_with_long_tests(cover, request, mo
     monkeypatch.setattr(selection, "known_costs", lambda: COSTS)
     conftest = request.config.pluginmanager.get_plugin(CONFTEST)
     monkeypatch.setattr(conftest, "_select", lambda *_: None)
-    monkeypatch.setattr(conftest.needs, "leave_out", lambda *_: [])
+    monkeypatch.setattr(conftest.needs, "remove_tests_with_unmet_needs", lambda *_: [])
     options = {"--only": None, "--ejk-cover": cover, "--needs": None, "--shuffle": None}
     config = SimpleNamespace(getoption=options.get, stash={}, workerinput={})
     items = [SimpleNamespace(nodeid=f"a.py::test_{name}[1]") for name in ("short", "new", "long", "longer")]
@@ -29,7 +29,7 @@ def test_processes_of_a_run_in_parallel_begin_with_long_tests(cover, request, mo
 
 def test_costs_are_those_of_tests_that_exist_each_once():
     """The test of a stale name has no known cost, and runs in the first command however long it takes."""
-    text = selection.COSTS.read_text(encoding="utf-8")
+    text = selection.COSTS_FILE.read_text(encoding="utf-8")
     names = [name for name, _ in json.loads(text, object_pairs_hook=list)]
     assert not [name for name, count in Counter(names).items() if count > 1]
     root = Path(__file__).parents[2]

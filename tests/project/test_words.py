@@ -39,28 +39,28 @@ def test_names_on_the_pages_of_kernels_are_names_in_the_code(page):
 
 
 def test_no_word_that_the_glossary_replaces_is_left_where_it_is_checked():
-    words = check_words.load()
-    assert not list(check_words.check(words["folders"], words))
-    assert not list(check_words.check_pages(words))
+    words = check_words.load_word_list()
+    assert not list(check_words.find_in_folders(words["folders"], words))
+    assert not list(check_words.find_in_pages(words))
 
 
 def test_the_check_finds_identifiers_comments_and_docstrings():
     source = '"""Of one tile."""\npeak = 1  # the visits of a block\n'
-    found = [x.text for x in check_words.in_source("a.py", source, check_words.load())]
+    found = [x.text for x in check_words.find_in_source("a.py", source, check_words.load_word_list())]
     assert found == ["peak", "visits", "Of one tile."]
 
 
 def test_the_check_reads_pages_but_not_their_code():
     page = "A block visits tiles.\n\n```python\npeak = 1  # nobody\n```\n\n`visits` of nobody.\n"
-    found = check_words.in_prose("a.md", 1, check_words.without_code(page), check_words.load())
+    found = check_words.find_in_prose("a.md", 1, check_words.strip_code(page), check_words.load_word_list())
     assert [(x.line, x.text) for x in found] == [(1, "visits"), (7, "nobody")]
 
 
 def test_exceptions_are_still_needed():
-    words = check_words.load()
+    words = check_words.load_word_list()
     bare = {**words, "exceptions": {}}
-    found = [*check_words.check(words["folders"], bare), *check_words.check_pages(bare)]
+    found = [*check_words.find_in_folders(words["folders"], bare), *check_words.find_in_pages(bare)]
     left = [x._replace(text=x.text.lower()) for x in found]
     for exception in words["exceptions"]:
-        needed = [x for x in left if x.text in check_words.kept_words(x.path, {"exceptions": [exception]})]
+        needed = [x for x in left if x.text in check_words.allowed_words(x.path, {"exceptions": [exception]})]
         assert needed, exception

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def results_of_two(program: Path, arguments: tuple[list[str], list[str]], **variables: str) -> list[dict[str, Any]]:
+def run_two_processes(program: Path, arguments: tuple[list[str], list[str]], **variables: str) -> list[dict[str, Any]]:
     """Returns what each process prints last, as JSON.
 
     Args:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from suite.chips import spread
+from suite.chips import pair_cases_with_chips
 
 from ejkernel.ops import chips
 from ejkernel.ops.device import DeviceInfo
@@ -24,7 +24,7 @@ H200 = CHIPS["sm_90"]
 
 def on_chips(cases, chips=tuple(CHIPS)):
     """Pairs of a case and a chip in which each appears: every case has the H200, and one of the other chips in turn."""
-    return spread(cases, chips, ["sm_90"])
+    return pair_cases_with_chips(cases, chips, ["sm_90"])
 
 
 def assert_fits(calls, chip):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import results_of_two
+from two_processes import run_two_processes
 
 PROGRAM = Path(__file__).with_name("agreement_process.py")
 RULE = 64
@@ -14,7 +14,7 @@ RULE = 64
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes with stores of their own say after going through all scenarios."""
     stores = tuple([str(tmp_path_factory.mktemp(f"process{rank}"))] for rank in (0, 1))
-    found = results_of_two(PROGRAM, stores, EJKERNEL_AGREEMENT_TIMEOUT_S="60")
+    found = run_two_processes(PROGRAM, stores, EJKERNEL_AGREEMENT_TIMEOUT_S="60")
     assert [one["processes"] for one in found] == [2, 2]
     return found
 

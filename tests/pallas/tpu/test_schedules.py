@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from suite.chips import EVERY, spread
+from suite.chips import EVERY_CHIP_VARIABLE, pair_cases_with_chips
 
 from ejkernel.modules import flash_attention, ragged_page_attention_v2, ring_attention
 from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES
@@ -25,7 +25,7 @@ SPILLED = {
     ("v7x", "full", "queries"): 320,
 }
 """Registers that a whole run spills, of some 50 to 200 thousand bundles; all other kernels spill none."""
-RINGS = KINDS if os.environ.get(EVERY) == "1" else ("full",)
+RINGS = KINDS if os.environ.get(EVERY_CHIP_VARIABLE) == "1" else ("full",)
 """Causal rings take the compiler four times as long as full ones, whose backward pass has the same tiles."""
 
 
@@ -40,7 +40,7 @@ def workload(causal):
     return Workload(function=gradients, args=(array, array, array))
 
 
-@pytest.mark.parametrize(("kind", "target"), spread(KINDS, CHIPS))
+@pytest.mark.parametrize(("kind", "target"), pair_cases_with_chips(KINDS, CHIPS))
 def test_spills_and_memory(kind, target):
     case = Case(label=kind, build=f"{__file__}:workload", kwargs={"causal": kind == "causal"})
     (report,) = profile_many([case], target=target)
@@ -68,7 +68,7 @@ def pages(queries):
     return Workload(function=lambda *args: ragged_page_attention_v2(*args, platform="pallas"), args=args)
 
 
-@pytest.mark.parametrize(("queries", "target"), spread((1, 512), CHIPS))
+@pytest.mark.parametrize(("queries", "target"), pair_cases_with_chips((1, 512), CHIPS))
 def test_paged_attention_spills_nothing(queries, target):
     case = Case(label="pages", build=f"{__file__}:pages", kwargs={"queries": queries})
     (report,) = profile_many([case], target=target)

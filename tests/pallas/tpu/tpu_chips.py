@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from suite.chips import spread
+from suite.chips import pair_cases_with_chips
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
 
 
 def on_chips(cases):
     """Pairs of a case and a chip in which each appears."""
-    return spread(cases, CHIPS)
+    return pair_cases_with_chips(cases, CHIPS)
 
 
 @functools.cache

@@ -20,10 +20,10 @@ import numpy as np
 
 from ejkernel._compat import under_trace
 
-LONGEST = 2**20
+MAX_NUMPY_ELEMENTS = 2**20
 """Longer arrays are left to JAX: there, copying takes longer than compiling."""
 
-ALIGNMENT = 64
+XLA_ALIGNMENT_BYTES = 64
 """Of the memory that XLA shares with NumPy on a CPU, in bytes."""
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -32,90 +32,104 @@ INTEGERS = ("int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 def install() -> None:
     """Replaces functions of `jax.numpy` in this process; does nothing when called again."""
-    for name, constant in CONSTANTS.items():
+    for name, make_constant in MAKERS_OF_CONSTANTS.items():
         function = getattr(jnp, name)
         if function.__module__ != __name__:
-            setattr(jnp, name, _replaced(function, constant))
+            setattr(jnp, name, _backed_by_numpy(function, make_constant))
 
 
-def on_device(array: np.ndarray) -> jax.Array:
+def to_donatable_jax_array(array: np.ndarray) -> jax.Array:
     """Returns an array of JAX's in memory of its own, which a program may update where the array is donated.
 
     XLA shares the memory of NumPy's arrays that are aligned to 64 bytes, and copies the others.
     """
-    memory = np.empty(array.nbytes + 2 * ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT + ALIGNMENT // 2
+    memory = np.empty(array.nbytes + 2 * XLA_ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % XLA_ALIGNMENT_BYTES + XLA_ALIGNMENT_BYTES // 2
     unaligned = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     unaligned[...] = array
     return jax.device_put(unaligned)
 
 
-def _replaced(function: Callable[..., jax.Array], constant: Callable[..., np.ndarray | None]) -> Callable[..., Any]:
-    """Returns the function with the arrays that `constant` makes, where it makes one."""
+def _backed_by_numpy(
+    function: Callable[..., jax.Array], make_constant: Callable[..., np.ndarray | None]
+) -> Callable[..., Any]:
+    """Returns the function with the arrays that `make_constant` makes, where it makes one."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def replaced(*args: Any, **kwargs: Any) -> jax.Array:
+    def numpy_backed(*args: Any, **kwargs: Any) -> jax.Array:
         if under_trace() or not jax.sharding.get_abstract_mesh().empty:
             return function(*args, **kwargs)
-        array = constant(**signature.bind(*args, **kwargs).arguments)
-        return function(*args, **kwargs) if array is None else on_device(array)
+        array = make_constant(**signature.bind(*args, **kwargs).arguments)
+        return function(*args, **kwargs) if array is None else to_donatable_jax_array(array)
 
-    replaced.__module__ = __name__
-    return replaced
+    numpy_backed.__module__ = __name__
+    return numpy_backed
 
 
-def _dtype(dtype: Any, default: Any) -> np.dtype | None:
+def _canonical_dtype(dtype: Any, default: Any) -> np.dtype | None:
     """Returns the dtype that JAX uses for a given one; None for dtypes that NumPy has not."""
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     return np.dtype(jax.dtypes.canonicalize_dtype(default if dtype is None else dtype))
 
 
-def _filled(value: int, shape: Any, dtype: Any = None, **others: Any) -> np.ndarray | None:
+def _make_filled(value: int, shape: Any, dtype: Any = None, **other_arguments: Any) -> np.ndarray | None:
     sizes = (shape,) if isinstance(shape, int) else shape
-    if others or not isinstance(sizes, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in sizes):
+    if (
+        other_arguments
+        or not isinstance(sizes, tuple | list)
+        or not all(isinstance(size, int) and size >= 0 for size in sizes)
+    ):
         return None
-    target = _dtype(dtype, float)
-    if target is None or target.name not in (*FLOATS, *INTEGERS, "bool") or math.prod(sizes) > LONGEST:
+    target = _canonical_dtype(dtype, float)
+    if target is None or target.name not in (*FLOATS, *INTEGERS, "bool") or math.prod(sizes) > MAX_NUMPY_ELEMENTS:
         return None
     return np.full(sizes, value, target)
 
 
-def _range(start: Any, stop: Any = None, step: Any = None, dtype: Any = None, **others: Any) -> np.ndarray | None:
+def _make_range(
+    start: Any, stop: Any = None, step: Any = None, dtype: Any = None, **other_arguments: Any
+) -> np.ndarray | None:
     limits = [limit for limit in (start, stop, step) if limit is not None]
     if (
-        others
+        other_arguments
         or dtype is not None
         or step == 0
         or (stop is None and step is not None)
-        or not all(type(x) is int and abs(x) <= LONGEST for x in limits)
+        or not all(type(x) is int and abs(x) <= MAX_NUMPY_ELEMENTS for x in limits)
     ):
         return None
     return np.arange(*limits, dtype=jnp.result_type(int))
 
 
-def _converted(values: Any, dtype: Any = None, **others: Any) -> np.ndarray | None:
-    if others or not (type(values) is np.ndarray or _of_numbers(values)):
+def _make_converted(values: Any, dtype: Any = None, **other_arguments: Any) -> np.ndarray | None:
+    if other_arguments or not (type(values) is np.ndarray or _holds_only_numbers(values)):
         return None
     array = np.asarray(values)
-    source, target = _dtype(array.dtype, float), _dtype(dtype, array.dtype)
-    if source is None or target is None or array.size > LONGEST or not _converts_alike(array, source, target):
+    source, target = _canonical_dtype(array.dtype, float), _canonical_dtype(dtype, array.dtype)
+    if (
+        source is None
+        or target is None
+        or array.size > MAX_NUMPY_ELEMENTS
+        or not _converts_to_the_same_bits(array, source, target)
+    ):
         return None
     # JAX, too, converts to the dtype that it has first.
     return array.astype(source).astype(target)
 
 
-def _of_numbers(values: Any) -> bool:
+def _holds_only_numbers(values: Any) -> bool:
     """Returns whether a list holds Python's numbers alone."""
     if isinstance(values, list):
         return bool(values) and all(
-            _of_numbers(value) if isinstance(value, list) else type(value) in (bool, int, float) for value in values
+            _holds_only_numbers(value) if isinstance(value, list) else type(value) in (bool, int, float)
+            for value in values
         )
     return False
 
 
-def _converts_alike(array: np.ndarray, source: np.dtype, target: np.dtype) -> bool:
+def _converts_to_the_same_bits(array: np.ndarray, source: np.dtype, target: np.dtype) -> bool:
     """Returns whether NumPy and JAX convert an array to the same bits."""
     if source.name in FLOATS and target.name in FLOATS:
         return bool(np.all(np.abs(array) < 60000))  # no dtype has less than its largest number
@@ -125,11 +139,11 @@ def _converts_alike(array: np.ndarray, source: np.dtype, target: np.dtype) -> bo
     return not array.size or bool(array.min() >= least and array.max() <= most)
 
 
-CONSTANTS: dict[str, Callable[..., np.ndarray | None]] = {
-    "zeros": functools.partial(_filled, 0),
-    "ones": functools.partial(_filled, 1),
-    "arange": _range,
-    "asarray": lambda a, **given: _converted(a, **given),
-    "array": lambda object, **given: _converted(object, **given),
+MAKERS_OF_CONSTANTS: dict[str, Callable[..., np.ndarray | None]] = {
+    "zeros": functools.partial(_make_filled, 0),
+    "ones": functools.partial(_make_filled, 1),
+    "arange": _make_range,
+    "asarray": lambda a, **given: _make_converted(a, **given),
+    "array": lambda object, **given: _make_converted(object, **given),
 }
 """What makes the arrays of functions of `jax.numpy`; None where JAX has to."""

@@ -15,34 +15,34 @@ from typing import Any
 import jax
 import pytest
 
-from suite.selection import CHEAP, COSTS
+from suite.selection import CHEAP_SECONDS, COSTS_FILE
 
-KINDS = {
+KIND_BY_JAX_EVENT = {
     "jaxpr_trace_duration": "trace",
     "jaxpr_to_mlir_module_duration": "lower",
     "backend_compile_duration": "compile",
 }
-COLUMNS = ("import", "trace", "lower", "compile", "run", "processes")
-PROPERTY = "seconds by kind"
-STARTS = "imports and collection, of each process that runs tests"
+TABLE_COLUMNS = ("import", "trace", "lower", "compile", "run", "processes")
+SECONDS_PROPERTY = "seconds by kind"
+STARTUP_ROW = "imports and collection, of each process that runs tests"
 
 
-def _processor() -> tuple[float, float]:
+def _processor_seconds() -> tuple[float, float]:
     times = os.times()
     return times.user + times.system, times.children_user + times.children_system
 
 
-class Clock:
+class DurationRecorder:
     """Measures each test in the process that runs it, and gathers what the processes of a run report."""
 
     def __init__(self) -> None:
         self.events = defaultdict[str, float](float)
         self.tests: dict[str, dict[str, float]] = {}
         self.began = False
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_duration_secs_listener(self._add_jax_event)
 
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if kind := KINDS.get(event.rpartition("/")[2]):
+    def _add_jax_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if kind := KIND_BY_JAX_EVENT.get(event.rpartition("/")[2]):
             self.events[kind] += duration_secs
 
     @pytest.hookimpl(wrapper=True)
@@ -57,16 +57,16 @@ class Clock:
 
     def _measure(self, item: pytest.Item) -> Generator[None, Any, Any]:
         self.events.clear()
-        (own, children), began = _processor(), perf_counter()
+        (own, children), began = _processor_seconds(), perf_counter()
         result = yield
-        (own_after, children_after), wall = _processor(), perf_counter() - began
+        (own_after, children_after), wall = _processor_seconds(), perf_counter() - began
         busy = min(1.0, (own_after - own) / wall) if wall else 0.0
         seconds = {kind: spent * busy for kind, spent in self.events.items()}
         seconds["run"] = max(0.0, own_after - own - sum(seconds.values()))
         seconds["processes"] = children_after - children
         if not self.began:
             self.began, seconds["import"] = True, own
-        item.user_properties.append((PROPERTY, seconds))
+        item.user_properties.append((SECONDS_PROPERTY, seconds))
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -74,7 +74,7 @@ class Clock:
         if report.when != "teardown":
             return
         total = self.tests.setdefault(report.nodeid, defaultdict(float))
-        noted: list[Any] = [seconds for name, seconds in report.user_properties if name == PROPERTY]
+        noted: list[Any] = [seconds for name, seconds in report.user_properties if name == SECONDS_PROPERTY]
         for seconds in noted:
             for kind, spent in seconds.items():
                 total[kind] += spent
@@ -82,30 +82,34 @@ class Clock:
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         """Prints the table, and writes the costs."""
         if config.getoption("--durations-by-kind"):
-            for line in self.table():
+            for line in self.table_lines():
                 terminalreporter.write_line(line)
         if config.getoption("--record-costs"):
-            self.record()
+            self.write_costs()
 
-    def table(self) -> Iterator[str]:
+    def table_lines(self) -> Iterator[str]:
         """A line per file, the most expensive first."""
         files = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
         for test, seconds in self.tests.items():
             for kind, spent in seconds.items():
-                files[STARTS if kind == "import" else test.partition("::")[0]][kind] += spent
-        total = {kind: sum(seconds[kind] for seconds in files.values()) for kind in COLUMNS}
-        yield f"{'seconds':>9} " + " ".join(f"{kind:>9}" for kind in COLUMNS)
+                files[STARTUP_ROW if kind == "import" else test.partition("::")[0]][kind] += spent
+        total = {kind: sum(seconds[kind] for seconds in files.values()) for kind in TABLE_COLUMNS}
+        yield f"{'seconds':>9} " + " ".join(f"{kind:>9}" for kind in TABLE_COLUMNS)
         ranked = sorted(files.items(), key=lambda row: -sum(row[1].values()))
         for file, seconds in [("all files", total), *ranked]:
-            yield f"{sum(seconds.values()):9.1f} " + " ".join(f"{seconds[kind]:9.1f}" for kind in COLUMNS) + f" {file}"
+            yield (
+                f"{sum(seconds.values()):9.1f} "
+                + " ".join(f"{seconds[kind]:9.1f}" for kind in TABLE_COLUMNS)
+                + f" {file}"
+            )
 
-    def record(self) -> None:
+    def write_costs(self) -> None:
         """Writes the mean cost of each function that ran; those of functions that did not run stay."""
         spent = defaultdict[str, list[float]](list)
         for test, seconds in self.tests.items():
-            spent[test.partition("[")[0]].append(sum(seconds[kind] for kind in COLUMNS if kind != "import"))
-        costs = json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
+            spent[test.partition("[")[0]].append(sum(seconds[kind] for kind in TABLE_COLUMNS if kind != "import"))
+        costs = json.loads(COSTS_FILE.read_text(encoding="utf-8")) if COSTS_FILE.exists() else {}
         means = {function: sum(each) / len(each) for function, each in spent.items()}
         kept = {function: cost for function, cost in costs.items() if function not in means}
-        kept |= {function: round(mean, 2) for function, mean in means.items() if mean > CHEAP}
-        COSTS.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        kept |= {function: round(mean, 2) for function, mean in means.items() if mean > CHEAP_SECONDS}
+        COSTS_FILE.write_text(json.dumps(kept, indent=0, sort_keys=True) + "\n", encoding="utf-8")

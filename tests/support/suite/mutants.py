@@ -24,9 +24,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 FAULTS = ROOT / "tests" / "mutants" / "faults.toml"
 RESULTS = ROOT / "tests" / "mutants" / "results.md"
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".nox", "__pycache__", ".*_cache", "dist", "site")
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".nox", "__pycache__", ".*_cache", "dist", "site")
 FIRST, THOROUGH, SURVIVES, EQUIVALENT = "nox -s tests", "nox -s thorough", "survives", "equivalent"
-COMMON = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=300")
+PYTEST_ARGUMENTS = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "--timeout=300")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Fault:
         path = root / self.file
         path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
 
-    def targets(self) -> Iterator[tuple[str, ...]]:
+    def pytest_targets(self) -> Iterator[tuple[str, ...]]:
         """Arguments of pytest for the tests that are tried first."""
         if self.tests:
             yield self.tests
@@ -79,7 +79,7 @@ class Outcome:
     command: str
     test: str
 
-    def row(self) -> str:
+    def table_row(self) -> str:
         """Its row of the table of results."""
         return f"| {self.fault} | {self.command} | {self.test} |"
 
@@ -95,20 +95,20 @@ def read_faults() -> list[Fault]:
     ]
 
 
-class Workshop:
+class FaultyProject:
     """A copy of the project to plant faults in."""
 
-    def __init__(self, folder: Path, plan: Path) -> None:
-        self.root, self.plan, self.passing = folder / "project", plan, set[str]()
-        shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
+    def __init__(self, folder: Path, plan_file: Path) -> None:
+        self.root, self.plan_file, self.passing = folder / "project", plan_file, set[str]()
+        shutil.copytree(ROOT, self.root, ignore=NOT_COPIED)
         sources = map(str, sorted(self.root.glob("packages/*/src")))
         # Before the editable installations, whose metadata stay in use.
         self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sources)}
-        if not plan.exists():
+        if not plan_file.exists():
             lines = self._run("-m", "pytest", "--collect-only", "-q", "--ejk-cover=first", "tests").stdout.splitlines()
-            plan.write_text(json.dumps([line for line in lines if "::" in line]), encoding="utf-8")
+            plan_file.write_text(json.dumps([line for line in lines if "::" in line]), encoding="utf-8")
 
-    def try_fault(self, fault: Fault, fast: bool) -> Outcome:
+    def try_fault(self, fault: Fault, only_listed_tests: bool) -> Outcome:
         """Plants a fault, runs tests until one fails that passes without it, and takes the fault out again."""
         path, outcome = self.root / fault.file, (SURVIVES, "")
         original, times = path.read_bytes(), (path.stat().st_atime_ns, path.stat().st_mtime_ns)
@@ -117,48 +117,48 @@ class Workshop:
             path.write_bytes(original)
             os.utime(path, ns=times)  # or stale bytecode would be taken for this file's
 
-        for command, arguments in self._runs(fault, fast):
+        for command, arguments in self._pytest_runs(fault, only_listed_tests):
             fault.plant(self.root)
-            test = self._failure(*arguments)
+            test = self._first_failed_test(*arguments)
             restore()
-            if test and self._passes(test):
+            if test and self._passes_without_fault(test):
                 outcome = (command, test)
                 break
         return Outcome(fault.name, *outcome)
 
-    def _passes(self, test: str) -> bool:
+    def _passes_without_fault(self, test: str) -> bool:
         """Whether a test passes where no fault is planted."""
-        if test not in self.passing and not self._failure(test):
+        if test not in self.passing and not self._first_failed_test(test):
             self.passing.add(test)
         return test in self.passing
 
-    def _runs(self, fault: Fault, fast: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def _pytest_runs(self, fault: Fault, only_listed_tests: bool) -> Iterator[tuple[str, tuple[str, ...]]]:
         """What is run until a test fails: arguments of pytest, and the command that they are a part of."""
-        for command, cover, options in ((FIRST, "first", (f"--only={self.plan}",)), (THOROUGH, "rest", ())):
-            yield from ((command, (*target, *options)) for target in fault.targets())
-            if not fast:
+        for command, cover, options in ((FIRST, "first", (f"--only={self.plan_file}",)), (THOROUGH, "rest", ())):
+            yield from ((command, (*target, *options)) for target in fault.pytest_targets())
+            if not only_listed_tests:
                 yield command, ("-n", "auto", "--maxprocesses", "4", f"--ejk-cover={cover}", "tests")
 
-    def _failure(self, *arguments: str) -> str:
+    def _first_failed_test(self, *arguments: str) -> str:
         """The first test that fails; empty where none does. A file that cannot be collected fails.
 
         Raises:
             RuntimeError: Pytest was called wrongly.
         """
-        done = self._run(*COMMON, *arguments)
+        done = self._run(*PYTEST_ARGUMENTS, *arguments)
         if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return ""
         if done.returncode == pytest.ExitCode.USAGE_ERROR:
             raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}")
         lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed_test(lines[0]) if lines else f"exit status {done.returncode}"
+        return parse_failed_test(lines[0]) if lines else f"exit status {done.returncode}"
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, *arguments)
         return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True, check=False)
 
 
-def failed_test(line: str) -> str:
+def parse_failed_test(line: str) -> str:
     """The id of a test in a line of pytest's summary; its parameters may hold ` - `, which begins the message."""
     test = line.partition(" ")[2]
     function, bracket, rest = test.partition("[")
@@ -168,7 +168,7 @@ def failed_test(line: str) -> str:
     return f"{function}[{parameters}]" if end else test
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
+def count_by_command(outcomes: Sequence[Outcome]) -> str:
     """How many faults each command catches."""
     counts = Counter(outcome.command for outcome in outcomes)
     names = (FIRST, THOROUGH, SURVIVES, EQUIVALENT)
@@ -187,16 +187,18 @@ def write_outcomes(outcomes: Iterable[Outcome], path: Path = RESULTS) -> None:
     place = {fault.name: index for index, fault in enumerate(read_faults())}
     ordered = sorted((outcome for outcome in outcomes if outcome.fault in place), key=lambda one: place[one.fault])
     head = ("# Which command catches which fault", "", "| Fault | Caught by | Test |", "|---|---|---|")
-    path.write_text("\n".join((*head, *(outcome.row() for outcome in ordered), "")), encoding="utf-8")
+    path.write_text("\n".join((*head, *(outcome.table_row() for outcome in ordered), "")), encoding="utf-8")
 
 
-def choose(faults: Sequence[Fault], known: Mapping[str, Outcome], options: Mapping[str, str]) -> Iterator[Fault]:
+def choose_faults(
+    faults: Sequence[Fault], known_outcomes: Mapping[str, Outcome], options: Mapping[str, str]
+) -> Iterator[Fault]:
     """The faults to try now; says of those that cannot be planted why."""
     piece, pieces = map(int, options.get("--piece", "1/1").split("/"))
     names = options["--names"].split(",") if "--names" in options else None
     again = "--again" in options
     for fault in faults[piece - 1 :: pieces]:
-        tried = fault.name in known and not (again and known[fault.name].command == SURVIVES)
+        tried = fault.name in known_outcomes and not (again and known_outcomes[fault.name].command == SURVIVES)
         if (fault.name not in names) if names is not None else tried:
             continue
         if fault.is_stale(ROOT):
@@ -217,15 +219,15 @@ def main(arguments: Sequence[str]) -> int:
     faults, outcomes = read_faults(), read_outcomes(out)
     outcomes |= {fault.name: Outcome(fault.name, EQUIVALENT, fault.equivalent) for fault in faults if fault.equivalent}
     with tempfile.TemporaryDirectory() as folder:
-        plan = Path(options.get("--plan", f"{folder}/plan.json")).absolute()
-        workshop = Workshop(Path(folder), plan)
-        for fault in choose(faults, outcomes, options):
-            outcome = workshop.try_fault(fault, "--fast" in options)
-            print(outcome.row(), flush=True)
+        plan_file = Path(options.get("--plan", f"{folder}/plan.json")).absolute()
+        project = FaultyProject(Path(folder), plan_file)
+        for fault in choose_faults(faults, outcomes, options):
+            outcome = project.try_fault(fault, "--fast" in options)
+            print(outcome.table_row(), flush=True)
             outcomes[fault.name] = outcome
             write_outcomes(outcomes.values(), out)
     write_outcomes(outcomes.values(), out)
-    print(report(list(outcomes.values())))
+    print(count_by_command(list(outcomes.values())))
     return int(any(outcome.command == SURVIVES for outcome in outcomes.values()))
 
 

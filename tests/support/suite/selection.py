@@ -3,14 +3,15 @@
 The conformance suite has a covering design of its own (`ejkernel_conformance.design`), which the same option selects:
 `--ejk-cover=first`, `--ejk-cover=rest`. Of the other tests the first command runs, in this order:
 
-1. every test of a function whose tests cost at most `CHEAP` seconds each. A new test has no known cost: it is here;
+1. every test of a function whose tests cost at most `CHEAP_SECONDS` each. A new test has no known cost: it is here;
 2. tests marked `design`, which run that covering design in a process of its own, where kernels are interpreted;
 3. each test that tests/mutants/results.md names as the one of this command that caught a fault;
 4. of each module without such a test, one of the cheapest function;
-5. of the others, what adds most per second, until the tests cost `BUDGET` seconds of a processor: first each function,
-   then each value of each of its parameters, then each pair of values.
+5. of the others, what adds most per second, until the tests cost `BUDGET_SECONDS` of a processor: first each
+   function, then each value of each of its parameters, then each pair of values.
 
-`costs.json` holds the mean seconds of the functions that cost more than `CHEAP`; `pytest --record-costs` writes it.
+`costs.json` holds the mean seconds of the functions that cost more than `CHEAP_SECONDS`; `pytest --record-costs` writes
+it.
 """
 
 import json
@@ -26,46 +27,48 @@ from ejkernel_conformance.covering import Candidate, cover, pairs
 from suite import needs
 from suite.mutants import FIRST, read_outcomes
 
-COSTS = Path(__file__).with_name("costs.json")
-CHEAP = 0.12
-BUDGET = 240.0
-LONG = 5.0
+COSTS_FILE = Path(__file__).with_name("costs.json")
+CHEAP_SECONDS = 0.12
+BUDGET_SECONDS = 240.0
+LONG_TEST_SECONDS = 5.0
 
 
-def function_of(item: pytest.Item) -> str:
+def function_id_of(item: pytest.Item) -> str:
     """The function of a test: its id without parameters."""
     return item.nodeid.partition("[")[0]
 
 
 def known_costs() -> dict[str, float]:
-    """The seconds of a processor that a test of a function takes, of those that take more than `CHEAP`."""
-    return json.loads(COSTS.read_text(encoding="utf-8")) if COSTS.exists() else {}
+    """The seconds of a processor that a test of a function takes, of those that take more than `CHEAP_SECONDS`."""
+    return json.loads(COSTS_FILE.read_text(encoding="utf-8")) if COSTS_FILE.exists() else {}
 
 
-def first(items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET) -> set[int]:
+def choose_tests_of_first_command(
+    items: Sequence[pytest.Item], costs: Mapping[str, float], budget: float = BUDGET_SECONDS
+) -> set[int]:
     """The indices of the tests of the first command."""
     proven = {outcome.test for outcome in read_outcomes().values() if outcome.command == FIRST}
     chosen = {
         index
         for index, item in enumerate(items)
-        if function_of(item) not in costs or _is_design(item) or item.nodeid in proven
+        if function_id_of(item) not in costs or _is_design(item) or item.nodeid in proven
     }
-    spent = sum(costs.get(function_of(items[index]), CHEAP / 4) for index in chosen)
+    spent = sum(costs.get(function_id_of(items[index]), CHEAP_SECONDS / 4) for index in chosen)
     by_module = defaultdict[Path, list[int]](list)
     for index, item in enumerate(items):
         by_module[item.path].append(index)
     for indices in by_module.values():
         if chosen.isdisjoint(indices):
-            cheapest = min(indices, key=lambda index: (costs[function_of(items[index])], index))
+            cheapest = min(indices, key=lambda index: (costs[function_id_of(items[index])], index))
             chosen.add(cheapest)
-            spent += costs[function_of(items[cheapest])]
-    for level in LEVELS:
+            spent += costs[function_id_of(items[cheapest])]
+    for level in COVERAGE_LEVELS:
         covered = {feature for index in chosen for feature in level(items[index])}
         rest = [index for index in range(len(items)) if index not in chosen]
-        candidates = [Candidate(frozenset(level(items[index])), costs[function_of(items[index])]) for index in rest]
+        candidates = [Candidate(frozenset(level(items[index])), costs[function_id_of(items[index])]) for index in rest]
         added = [rest[index] for index in cover(candidates, covered, budget - spent)]
         chosen.update(added)
-        spent += sum(costs[function_of(items[index])] for index in added)
+        spent += sum(costs[function_id_of(items[index])] for index in added)
     return chosen
 
 
@@ -73,34 +76,34 @@ def _is_design(item: pytest.Item) -> bool:
     return item.get_closest_marker("design") is not None
 
 
-def _function(item: pytest.Item) -> Iterator[Hashable]:
-    yield function_of(item)
+def _function_features(item: pytest.Item) -> Iterator[Hashable]:
+    yield function_id_of(item)
 
 
-def _values(item: pytest.Item) -> Iterator[Hashable]:
+def _value_features(item: pytest.Item) -> Iterator[Hashable]:
     indices: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "indices", {})
-    yield from ((function_of(item), name, index) for name, index in indices.items())
+    yield from ((function_id_of(item), name, index) for name, index in indices.items())
 
 
-def _pairs(item: pytest.Item) -> Iterator[Hashable]:
-    yield from pairs(_values(item))
+def _pair_features(item: pytest.Item) -> Iterator[Hashable]:
+    yield from pairs(_value_features(item))
 
 
-LEVELS = (_function, _values, _pairs)
+COVERAGE_LEVELS = (_function_features, _value_features, _pair_features)
 """What tests add, the most important first: functions, values of their parameters, pairs of values."""
 
 
-def leave_out(items: list[pytest.Item], command: str) -> list[pytest.Item]:
+def remove_tests_of_other_command(items: list[pytest.Item], command: str) -> list[pytest.Item]:
     """Removes the tests of the other command, and returns them."""
-    candidates = [item for item in items if not needs.is_special(item)]
-    chosen = {candidates[index] for index in first(candidates, known_costs())}
+    candidates = [item for item in items if not needs.is_left_to_other_commands(item)]
+    chosen = {candidates[index] for index in choose_tests_of_first_command(candidates, known_costs())}
     left = [item for item in items if (item in chosen) != (command == "first")]
     gone = set(left)
     items[:] = [item for item in items if item not in gone]
     return left
 
 
-def shuffle(items: list[pytest.Item], seed: int) -> None:
+def shuffle_files_and_tests(items: list[pytest.Item], seed: int) -> None:
     """Puts files in a random order, and the tests of each; the same in every process, whatever its seed of hashes."""
     generator = random.Random(seed)
     files = sorted({str(item.path) for item in items})
@@ -110,18 +113,21 @@ def shuffle(items: list[pytest.Item], seed: int) -> None:
     items.sort(key=lambda item: place[str(item.path)])
 
 
-def long_first(items: list[pytest.Item]) -> None:
-    """Puts tests of more than `LONG` seconds first: none of them is left for one process when the others have ended."""
+def move_long_tests_first(items: list[pytest.Item]) -> None:
+    """Puts tests of more than `LONG_TEST_SECONDS` first: none of them is left for one process when the others have
+    ended.
+    """
     costs = known_costs()
-    items.sort(key=lambda item: -max(LONG, costs.get(function_of(item), 0.0)))
+    items.sort(key=lambda item: -max(LONG_TEST_SECONDS, costs.get(function_id_of(item), 0.0)))
 
 
-def plan(items: Sequence[pytest.Item], left_out: int) -> Iterator[str]:
+def plan_lines(items: Sequence[pytest.Item], num_left_out: int) -> Iterator[str]:
     """The tests of a command by module, with what they are expected to cost."""
     costs, modules = known_costs(), defaultdict[str, list[float]](list)
     for item in items:
-        modules[item.nodeid.partition("::")[0]].append(costs.get(function_of(item), CHEAP / 4))
+        modules[item.nodeid.partition("::")[0]].append(costs.get(function_id_of(item), CHEAP_SECONDS / 4))
     for module, seconds in sorted(modules.items()):
         yield f"{module}: {len(seconds)} tests, about {sum(seconds):.1f} s"
     total = sum(map(sum, modules.values()))
-    yield f"{len(items):,} tests in {len(modules)} modules, about {total:.0f} s of a processor; {left_out:,} left out"
+    selected = f"{len(items):,} tests in {len(modules)} modules, about {total:.0f} s of a processor"
+    yield f"{selected}; {num_left_out:,} left out"

@@ -16,16 +16,16 @@ import jax
 from ejkernel.ops import clear_recorded, plugins
 from ejkernel.ops.call import default_chain
 
-PREFIXES = ("EJKERNEL_", "JAX_", "XLA_FLAGS")
+RESTORED_VARIABLE_PREFIXES = ("EJKERNEL_", "JAX_", "XLA_FLAGS")
 """Of the variables that are restored; other packages set variables of their own when they are imported."""
 
 
-def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+def _restored_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(RESTORED_VARIABLE_PREFIXES)}
 
 
 def _restore_variables(before: Mapping[str, str]) -> None:
-    for name in _variables().keys() - before.keys():
+    for name in _restored_variables().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
 
@@ -38,7 +38,7 @@ def _restore_options(before: Mapping[str, Any]) -> None:
             jax.config.update(name, value)
 
 
-class Guard:
+class SharedStateGuard:
     """Keeps tests from one another; hooks of pytest call its methods."""
 
     def __init__(self) -> None:
@@ -50,17 +50,17 @@ class Guard:
         self._registry = list(plugins.loaded_registries)
         if not self._in_file:
             self._in_file = True
-            self._variables, self._options = _variables(), dict(jax.config.values)
+            self._variables, self._options = _restored_variables(), dict(jax.config.values)
             self._path, self._folder = list(sys.path), os.getcwd()
 
-    def end_test(self, ends_file: bool) -> None:
+    def end_test(self, is_last_of_file: bool) -> None:
         """Restores the state.
 
         Args:
-            ends_file: Whether fixtures of the file are torn down, too.
+            is_last_of_file: Whether fixtures of the file are torn down, too.
         """
         plugins.loaded_registries[:] = self._registry
-        if not ends_file or not self._in_file:
+        if not is_last_of_file or not self._in_file:
             return
         self._in_file = False
         _restore_variables(self._variables)

@@ -3,14 +3,14 @@
 import os
 from pathlib import Path
 
-from two_processes import results_of_two
+from two_processes import run_two_processes
 
 PROGRAM = Path(__file__).with_name("ring_process.py")
 
 
 def test_values_and_gradients_are_those_of_one_device():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # of two, the last counts
-    for found in results_of_two(PROGRAM, ([], []), XLA_FLAGS=flags):
+    for found in run_two_processes(PROGRAM, ([], []), XLA_FLAGS=flags):
         assert (found["devices"], found["own"]) == (4, 2)
         assert set(found["errors"]) == {"output", "query", "key", "value", "sinks", "bias"}
         assert all(parts == 2 for parts in found["parts"].values())
