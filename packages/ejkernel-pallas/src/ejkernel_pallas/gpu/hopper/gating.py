@@ -111,10 +111,8 @@ def apply_gate_to_interleaved_columns(
         dtype: bfloat16 or float16.
         row_validity: Float32 [64], 0 for rows whose output is 0; None if there are none.
     """
-    shape, masks = (
-        (interleaved_sums.shape[0], interleaved_sums.shape[1] // 2),
-        () if row_validity is None else (row_validity,),
-    )
+    shape = interleaved_sums.shape[0], interleaved_sums.shape[1] // 2
+    masks = () if row_validity is None else (row_validity,)
     kind = "bf16x2" if jnp.dtype(dtype) == jnp.bfloat16 else "f16x2"
 
     @plgpu.inline_mgpu(

@@ -280,15 +280,10 @@ def _sum_split_tiles(
 
 def _scratch(spec: HopperSpec, tile: BackwardTile, operands: OperandsByName) -> dict[str, Any]:
     """Returns shared memory and mbarriers, by the kernel's names."""
+    num_key_chunks = tile.key_chunks_per_row * tile.key_tiles_per_block + tile.num_peer_key_chunks
     buffers: dict[str, Any] = {
         "k": wgmma_operand_smem(
-            (
-                tile.key_chunks_per_row * tile.key_tiles_per_block + tile.num_peer_key_chunks,
-                WGMMA_M,
-                tile.key_chunk_columns,
-            ),
-            spec.dtype,
-            tile.array_swizzle_bytes("k"),
+            (num_key_chunks, WGMMA_M, tile.key_chunk_columns), spec.dtype, tile.array_swizzle_bytes("k")
         ),
         "v": wgmma_operand_smem((tile.key_tiles_per_block, WGMMA_M, spec.value_dim), spec.dtype),
         # Two steps, with the size of a tile of scores each.
