@@ -1,4 +1,4 @@
-"""Packages of core import what is below them, and no module imports itself by way of others."""
+"""Packages of core import what is below them, and no module of any distribution imports itself by way of others."""
 
 import ast
 import functools
@@ -12,17 +12,20 @@ LAYERS = ("types", "planning", "families", "ops", "modules", "compat", "cli")
 """Packages of core, each of which imports only itself, those before it, and single modules such as `errors`."""
 
 
-def _package_folder() -> Path:
-    spec = importlib.util.find_spec("ejkernel")
+PACKAGES = ("ejkernel", "ejkernel_conformance", "ejkernel_xla", "ejkernel_triton", "ejkernel_pallas", "ejkernel_cuda")
+
+
+def _package_folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent
 
 
 @functools.cache
-def _module_files() -> dict[str, Path]:
-    """Modules of `ejkernel` by name."""
-    root = _package_folder()
+def _module_files(package: str = "ejkernel") -> dict[str, Path]:
+    """Modules of a package by name."""
+    root = _package_folder(package)
     named = {path.relative_to(root.parent).with_suffix("").parts: path for path in root.rglob("*.py")}
     return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in named.items()}
 
@@ -37,9 +40,9 @@ def _executed_imports(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 @functools.cache
-def _imported_modules() -> dict[str, frozenset[str]]:
-    """Module -> modules of `ejkernel` that it imports."""
-    files = _module_files()
+def _imported_modules(package: str = "ejkernel") -> dict[str, frozenset[str]]:
+    """Module -> modules of the same package that it imports."""
+    files = _module_files(package)
     found: dict[str, set[str]] = {name: set() for name in files}
     for name, path in files.items():
         for statement in _executed_imports(ast.parse(path.read_text(encoding="utf-8"))):
@@ -52,10 +55,10 @@ def _imported_modules() -> dict[str, frozenset[str]]:
     return {name: frozenset(paths & files.keys()) - {name} for name, paths in found.items()}
 
 
-def _imports_at_depth(depth: int) -> dict[str, set[str]]:
+def _imports_at_depth(package: str, depth: int) -> dict[str, set[str]]:
     """The imports between packages and modules that are named by so many words, parents and children left out."""
     short: dict[str, set[str]] = {}
-    for name, paths in _imported_modules().items():
+    for name, paths in _imported_modules(package).items():
         importer = ".".join(name.split(".")[:depth])
         imported = {".".join(path.split(".")[:depth]) for path in paths}
         kin = {x for x in imported if f"{x}.".startswith(f"{importer}.") or f"{importer}.".startswith(f"{x}.")}
@@ -75,9 +78,10 @@ def _nodes_of_cycles(graph: dict[str, set[str]]) -> set[str]:
     return left
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 5, 6])
-def test_no_package_and_no_module_imports_itself_by_way_of_others(depth):
-    assert not _nodes_of_cycles(_imports_at_depth(depth))
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_and_no_module_imports_itself_by_way_of_others(package):
+    for depth in range(2, 7):
+        assert not _nodes_of_cycles(_imports_at_depth(package, depth))
 
 
 @pytest.mark.parametrize("package", LAYERS)

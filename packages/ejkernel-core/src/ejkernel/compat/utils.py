@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
+from ejkernel import arithmetic
 from ejkernel.compat.sample_inputs import random_blocks, varlen_input_helper
 from ejkernel.modules.operations.shared.shapes import as_count, as_float_dtype, got
 from ejkernel.ops.device import current_device
@@ -56,7 +57,7 @@ def cdiv(a: int, b: int) -> int:
         assert cdiv(7, 2) == 4
         ```
     """
-    return -(-a // b)
+    return arithmetic.cdiv(a, b)
 
 
 def next_power_of_2(x: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ejkernel.arithmetic import cdiv
 from ejkernel_conformance.confirm import runner
 from ejkernel_conformance.confirm.listing import SuiteTest
 from ejkernel_conformance.confirm.state import Result, Run, Writer, read
@@ -54,7 +55,7 @@ def run(ctx: click.Context, out: Path, seed: int, ops: tuple[str, ...], only: st
     state = out / "calls.jsonl"
     earlier = list(read([state])) if state.exists() else []
     this = Run({"at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")})
-    count = 1 if only else -(-options["calls"] // VALUES)
+    count = 1 if only else cdiv(options["calls"], VALUES)
     with contextlib.closing(Writer(state)) as writer, contextlib.closing(runner.Pool(settings)) as pool:
         runner.look(this, {"ops": list(ops), "seed": seed, "programs": count}, settings)
         if only:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ejkernel.arithmetic import cdiv
 from ejkernel_conformance.random_calls.draws import (
     NARROW_HEAD_DIMS,
     Arrays,
@@ -54,7 +55,7 @@ class Batch:
     @property
     def pages(self) -> int:
         """Pages of the cache: those in use and three more."""
-        return int((-(-self.lens // self.slots)).sum()) + 3
+        return int(cdiv(self.lens, self.slots).sum()) + 3
 
     def tables(self, rng: Rng, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns int32 [N, entries], with garbage after the pages in use; and bool [P, S], the slots
@@ -82,7 +83,7 @@ def _batch(rng: Rng, *, decoding: bool, sequences: int | None = None, value_size
             lens[0], q_lens[0] = max(1, lens[0]), 1
     slots, (h, g), d = pick(rng, (4, 8, 16, 16, 32, 64)), heads(rng), pick(rng, (*NARROW_HEAD_DIMS, 128, 256))
     v = pick(rng, NARROW_HEAD_DIMS) if value_size and some(rng, 0.2) else d
-    entries = int(max(1, *(-(-lens // slots)), 1)) + int(rng.integers(0, 3))
+    entries = int(max(1, *cdiv(lens, slots), 1)) + int(rng.integers(0, 3))
     return Batch(lens, q_lens, slots, entries, h, g, d, v, dtype(rng))
 
 
@@ -267,7 +268,7 @@ def version3(rng: Rng) -> Drawn:
     z, sinks = _batch(rng, decoding=False, value_size=False), some(rng, 0.3)
     terms = _drawn_terms(rng, z, pairs=(1, 2, 3))
     pack = 4 // z.kind.itemsize
-    shape = (-(-2 * z.g // pack), pack, -(-z.d // 128) * 128)
+    shape = (cdiv(2 * z.g, pack), pack, cdiv(z.d, 128) * 128)
 
     def values(rng: Rng) -> Arrays:
         order = rng.permutation(len(z.lens))
@@ -289,7 +290,7 @@ def latent(rng: Rng) -> Drawn:
     sinks, terms = some(rng, 0.2), _drawn_terms(rng, z, pairs=(1, 2, 3))
     r, rope = pick(rng, (64, 128, 512)), pick(rng, (16, 64))
     pack = 4 // z.kind.itemsize
-    lanes = -(-r // 128) * 128 + -(-rope // 128) * 128
+    lanes = cdiv(r, 128) * 128 + cdiv(rope, 128) * 128
 
     def values(rng: Rng) -> Arrays:
         order, rows = rng.permutation(len(z.lens)), z.rows

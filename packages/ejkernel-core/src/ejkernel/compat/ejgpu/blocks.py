@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.compat.sample_inputs import random_blocks
 from ejkernel.modules.operations.shared.shapes import as_count
 
@@ -42,7 +43,7 @@ def generate_block_indices(
     """
     size = as_count("block_size", block_size, least=1)
     tokens = jnp.arange(as_count("sequence_length", sequence_length, least=1))
-    count = -(-sequence_length // size)
+    count = cdiv(sequence_length, size)
     sizes = (batch_size, kv_heads, num_blocks_per_token)
-    blocks = random_blocks(jax.random.key(seed), jnp.maximum(1, -(-tokens // size)), count, sizes)
+    blocks = random_blocks(jax.random.key(seed), jnp.maximum(1, cdiv(tokens, size)), count, sizes)
     return jnp.where(blocks == count, sequence_length, blocks)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Num
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
@@ -187,7 +188,7 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
 def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
     """Lanes of the latent vector and of the rotary part in a row of the cache."""
     latent, rotary = args.queries_nope.shape[-1], args.queries_pe.shape[-1]
-    return -(-latent // LANES) * LANES, -(-rotary // LANES) * LANES
+    return cdiv(latent, LANES) * LANES, cdiv(rotary, LANES) * LANES
 
 
 def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condition]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Float, Integer
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
@@ -167,7 +168,7 @@ def lower(args: PageAttentionArguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
     query, tables = args.query.reshape(args.query.shape[0], *args.query.shape[-2:]), args.block_tables
     if args.max_context_len is not None:
-        tables = tables[:, : -(-args.max_context_len // args.key_cache.shape[args.kv_layout.index("s")])]
+        tables = tables[:, : cdiv(args.max_context_len, args.key_cache.shape[args.kv_layout.index("s")])]
     return PagedAttention(
         query=query,
         key_pages=args.key_cache,

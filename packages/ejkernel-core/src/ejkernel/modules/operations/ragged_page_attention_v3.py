@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Num
 
+from ejkernel.arithmetic import cdiv
 from ejkernel.families import paged_attention
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
@@ -196,9 +197,9 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     """
     (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
     pack = values_per_32_bits(args.kv_cache.dtype)
-    tails: dict[Layout, tuple[int, ...]] = {"interleaved": (-(-2 * kv_heads // pack), pack, -(-size // LANES) * LANES)}
+    tails: dict[Layout, tuple[int, ...]] = {"interleaved": (cdiv(2 * kv_heads, pack), pack, cdiv(size, LANES) * LANES)}
     if 2 * size == LANES:
-        tails["lanes"] = (-(-kv_heads // pack), pack, LANES)
+        tails["lanes"] = (cdiv(kv_heads, pack), pack, LANES)
     layouts: dict[Layout, tuple[int, ...]] = {
         name: shape for name, shape in tails.items() if args.kv_layout in (None, name)
     }

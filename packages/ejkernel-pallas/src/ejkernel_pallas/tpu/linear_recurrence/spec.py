@@ -7,12 +7,24 @@ from jax import lax
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.planning.precision import product_precision
 from ejkernel_pallas.tpu.linear_recurrence.config import STATES_VMEM_BYTES, TpuRecurrence, state_vmem_bytes
-from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import ChunkArithmetic
 
 SCALAR_FIELDS = ("beta", "dt", "skip")
 """Fields with one element per token and head."""
 GATE_SUM_PARTS = ("coarse", "fine")
 """The two values that represent sums of log gates that channels share; see `gates.HeadDecay`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkArithmetic:
+    """Constants of a chunk's arithmetic.
+
+    Attributes:
+        output_scale: Factor on the outputs.
+        exact: Whether products keep float32's precision.
+    """
+
+    output_scale: float
+    exact: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

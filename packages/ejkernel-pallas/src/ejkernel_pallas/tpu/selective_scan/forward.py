@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, first_state, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
@@ -23,7 +24,6 @@ from ejkernel_pallas.tpu.selective_scan.kernels.selective_state_update import (
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, sequence_of
 from ejkernel_pallas.tpu.selective_scan.plan import (
     ENTRY_SLOT_STRIDE,
-    LOG2E,
     Plan,
     UpdatePlan,
     make_plan,

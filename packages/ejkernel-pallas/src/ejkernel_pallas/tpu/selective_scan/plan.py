@@ -27,7 +27,6 @@ from ejkernel_pallas.tpu.selective_scan.spec import (
     update_chunk_tokens,
 )
 
-LOG2E = 1.4426950408889634
 MAX_CHUNKS = 2**17
 """The largest number of chunks: their table takes half of the 1 MiB of scalar memory."""
 IS_LAST, IS_FIRST, HAS_TOKENS, ENTRY_SEQUENCE_STRIDE = 1, 2, 4, 8

@@ -74,10 +74,9 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     """Returns the default chunks and tiles of both passes for a record with beta on a device, not measured."""
     config, chip = _forward_config(record, device), gpu_of(device)
     has_small_shared_memory, is_hopper = chip.shared_memory < 128 * 1024, chip.architecture == "hopper"
-    padded_key_dim, padded_value_dim = (
-        pad_to_power_of_two(record.query.shape[3], MIN_TILE),
-        pad_to_power_of_two(record.value.shape[3], MIN_TILE),
-    )
+    key_dim, value_dim = (pad_to_power_of_two(x.shape[3], MIN_TILE) for x in (record.query, record.value))
+    has_channel_gates = has_decay_per_channel(record)
+    needs_one_state_stage = has_small_shared_memory and (has_channel_gates or record.decay is None)
     # Programs that pass states hold all key channels: except on Hopper, one pass or the other spills with more than 32
     # columns.
     block_v = min(config.state_block_v, 64 if is_hopper else 32)
@@ -86,9 +85,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
     fields: dict[str, Any] = config_as_dict(config) | {
         "backward_chunk": config.chunk,
         "state_block_v": block_v,
-        "state_stages": 1
-        if has_small_shared_memory and (has_decay_per_channel(record) or record.decay is None)
-        else config.state_stages,
+        "state_stages": 1 if needs_one_state_stage else config.state_stages,
         # A program has three products in flight.
         "gradient_block_k": min(
             config.gradient_block_k, 64 if is_hopper else MIN_TILE if has_small_shared_memory else 32
@@ -96,9 +93,7 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         "gradient_block_v": min(config.gradient_block_v, MIN_TILE if has_small_shared_memory else 64),
         "fused": record.cu_seqlens is not None if is_interpreting() else _uses_fused_scan(record, device, block_v),
         "fused_block_v": block_v,
-        "wy_block_k": min(config.score_block_k, max_wy_block_k)
-        if has_decay_per_channel(record)
-        else config.score_block_k,
+        "wy_block_k": min(config.score_block_k, max_wy_block_k) if has_channel_gates else config.score_block_k,
         "wy_block_v": config.output_block_v,
         "wy_warps": DEFAULT_WARPS,
     }
@@ -107,12 +102,12 @@ def heuristic(record: LinearRecurrence, device: DeviceInfo, direction: Direction
         # Packed and with a gate per head, masks take registers, and 64 channels leave room for a third program: 0.738
         # ms instead of 0.753.
         # With gates per key channel, 64 channels take 1.13 ms though they spill 136 bytes, 32 channels 1.65.
-        max_wy_block = 64 if record.cu_seqlens is not None and not has_decay_per_channel(record) else 128
+        max_wy_block = 64 if record.cu_seqlens is not None and not has_channel_gates else 128
         fields |= {
-            "wy_block_k": min(padded_key_dim, max_wy_block_k if has_decay_per_channel(record) else max_wy_block),
-            "wy_block_v": min(padded_value_dim, max_wy_block),
+            "wy_block_k": min(key_dim, max_wy_block_k if has_channel_gates else max_wy_block),
+            "wy_block_v": min(value_dim, max_wy_block),
         }
-        fields["output_block_v"] = min(padded_value_dim, 128 if has_decay_per_channel(record) else 64)
+        fields["output_block_v"] = min(value_dim, 128 if has_channel_gates else 64)
     return DeltaRuleConfig(**fields, dh_block_v=block_v, dh_warps=4, dh_stages=1 if has_small_shared_memory else 2)
 
 

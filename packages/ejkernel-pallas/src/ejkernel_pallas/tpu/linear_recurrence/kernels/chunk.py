@@ -26,6 +26,7 @@ from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
 )
 from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
 from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve_unit_lower
+from ejkernel_pallas.tpu.linear_recurrence.spec import ChunkArithmetic
 
 Heads = tuple[jax.Array, ...]
 """One array per head."""
@@ -55,19 +56,6 @@ class Tokens:
     beta: jax.Array | None = None
     dt: jax.Array | None = None
     skip: jax.Array | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkArithmetic:
-    """Constants of a chunk's arithmetic.
-
-    Attributes:
-        output_scale: Factor on the outputs.
-        exact: Whether products keep float32's precision.
-    """
-
-    output_scale: float
-    exact: bool
 
 
 def advance_chunk(states: Heads, heads: tuple[Tokens, ...], arithmetic: ChunkArithmetic) -> tuple[Heads, Heads]:

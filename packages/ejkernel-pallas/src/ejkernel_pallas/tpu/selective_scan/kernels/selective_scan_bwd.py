@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ejkernel.arithmetic import LN2
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
 from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
     GridStep,
@@ -40,12 +41,10 @@ from ejkernel_pallas.tpu.selective_scan.kernels.tile import (
     states_to_scratch,
     store_octets,
 )
-from ejkernel_pallas.tpu.selective_scan.plan import LOG2E
 from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
 
 STATE_ELEMENTS_PER_PASS = 8
 """Elements of a state at a time: their history takes 2 MiB, and their sums fit registers."""
-LN2 = 1 / LOG2E
 
 
 def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
