@@ -390,11 +390,7 @@ def _check_tile_sizes(
 ) -> tuple[int, int, int]:
     """Returns warpgroups, rows of a streamed block, and stages."""
     values = {name: getattr(params, name) for name in (accumulated_block_field, streamed_block_field, stages_field)}
-    allowed_values = {
-        accumulated_block_field: "64, 128 or 192",
-        streamed_block_field: "64, 128 or 192",
-        stages_field: "2 or more",
-    }
+    allowed_values = dict.fromkeys(values, "64, 128 or 192") | {stages_field: "2 or more"}
     for name, value in values.items():
         is_allowed_value = value is not None and (value >= 2 if name == stages_field else value in (64, 128, 192))
         if not is_allowed_value:
