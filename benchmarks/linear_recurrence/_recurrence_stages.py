@@ -118,8 +118,8 @@ def _delta_stages(record: Any) -> Iterator[tuple[Any, ...]]:
         return delta_forward.replace_arrays(plan.make_call(r, chosen, chosen.chunk, cumulative=False), arrays)
 
     def inside(r: Any) -> Any:
-        made, full = delta_forward.wy_form(r, chosen, chosen.chunk, keep=True)
-        return made, delta_forward.wy_arrays(full)
+        made, full = delta_forward.wy_form(r, chosen, chosen.chunk, store_inverse=True)
+        return made, delta_forward.arrays_from_wy_kernels(full)
 
     def states(r: Any, made: Any, a: Any) -> Any:
         return delta_forward.chunk_states(r, call(r, a), made, delta_forward.SegmentStates(None, None))

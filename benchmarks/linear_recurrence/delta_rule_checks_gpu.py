@@ -137,13 +137,13 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dic
     raw = plan.make_call(record, chosen, chosen.chunk)
 
     def corrected() -> Any:
-        made, call = delta_forward.wy_form(record, chosen, chosen.chunk, keep=True)
-        return made, delta_forward.wy_arrays(call)
+        made, call = delta_forward.wy_form(record, chosen, chosen.chunk, store_inverse=True)
+        return made, delta_forward.arrays_from_wy_kernels(call)
 
     inside = jax.jit(corrected)
     made, arrays = inside()
     call = delta_forward.replace_arrays(raw, arrays)
-    segments = jax.jit(lambda: delta_forward.segment_states(record, call, made, keep=True))
+    segments = jax.jit(lambda: delta_forward.compute_segment_states(record, call, made, keep_transitions=True))
     starts = segments()
     states = jax.jit(lambda: delta_forward.chunk_states(record, call, made, starts))
     before, final, value = states()
@@ -155,7 +155,7 @@ def steps(record: LinearRecurrence, chosen: delta_config.DeltaRuleConfig) -> dic
     reverse = jax.jit(lambda: delta_backward.pass_state_gradients(call, made.w, cotangent, within, final, dtype))
     walk = functools.partial(chunked_forward.fused_chunk_scan, fused, starts.starts, w=made.w)
     gone = reverse()
-    solve = jax.jit(lambda: delta_backward.inverse_gradients(call, beta, made.inverse, gone.dv_new))
+    solve = jax.jit(lambda: delta_backward.gradients_through_inverse(call, beta, made.inverse, gone.dv_new))
     solved = solve()[1]
     written, pair = dataclasses.replace(raw, value=value), (before, gone.dstates)
     gates = None if record.decay is None else jnp.float32

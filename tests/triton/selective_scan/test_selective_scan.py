@@ -68,9 +68,9 @@ def test_a_thread_has_all_state_elements_of_its_channels():
 def test_few_channels_are_scanned_in_segments():
     kernels = [call.kernel.__name__ for call in launches(CHIPS["sm_90"], rows=1)]
     assert kernels == [
-        "segment_states_kernel",
+        "segment_end_states_kernel",
         "selective_scan_fwd_kernel",
-        "segment_states_kernel",
+        "segment_end_states_kernel",
         "selective_scan_bwd_kernel",
     ]
 

@@ -1,7 +1,7 @@
 """Computes what a call's kernels share: the chunks' tokens, cumulative gates, and pipeline stages that fit the chip.
 
-Triton's compiler determines the shared memory of a kernel; `_state_passing_bytes` is an upper bound for its versions
-3.6 and 3.9, which a test compares with them.
+Triton's compiler determines the shared memory of a kernel; `_state_passing_shared_memory_bytes` is an upper bound for
+its versions 3.6 and 3.9, which a test compares with them.
 """
 
 import dataclasses
@@ -273,7 +273,8 @@ def state_stages(call: RecurrenceCall, max_stages: int, *, block_k: int, block_v
     fitting_stages = (
         n
         for n in range(max_stages, 1, -1)
-        if _state_passing_bytes(call, chip, n, (block_k, block_v), reads_v_new) <= _usable_shared_memory_bytes(chip)
+        if _state_passing_shared_memory_bytes(call, chip, n, (block_k, block_v), reads_v_new)
+        <= _usable_shared_memory_bytes(chip)
     )
     return next(fitting_stages, 1)
 
@@ -282,7 +283,7 @@ def _usable_shared_memory_bytes(chip: Gpu) -> int:
     return chip.shared_memory - (KIBI if chip.vendor == "nvidia" else 0)
 
 
-def _state_passing_bytes(
+def _state_passing_shared_memory_bytes(
     call: RecurrenceCall, chip: Gpu, stages: int, state: tuple[int, int], reads_v_new: bool
 ) -> int:
     """Returns the bytes of the chunks in flight and of the state, which is an operand of the product with `w`."""

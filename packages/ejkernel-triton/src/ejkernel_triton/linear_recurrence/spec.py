@@ -45,8 +45,9 @@ class RecurrenceSpec:
         HAS_DT: Whether there is dt.
         HAS_SKIP: Whether there is a skip.
         OUTPUT_SCALE: Factor on the output.
-        MAX_LOG2_FACTOR: Largest log2 decay relative to a chunk's middle for which its scores with gates per key channel
-            are one product: within the dtype's range, with a margin for the operands; not with the delta rule.
+        MAX_LOG2_DECAY_FROM_MIDDLE: Largest log2 decay relative to a chunk's middle for which its scores with gates per
+            key channel are one product: within the dtype's range, with a margin for the operands; not with the delta
+            rule.
         SUB_CHUNK_SIZE: Tokens per sub-chunk of the delta rule, whose pairs are one product with gates per key channel.
         LOG2_SUB_CHUNK: How often a sub-chunk is halved until one token is left: log2 of SUB_CHUNK_SIZE.
         ALL_CHUNKS_FULL: Whether every chunk is full.
@@ -73,7 +74,7 @@ class RecurrenceSpec:
     HAS_DT: bool
     HAS_SKIP: bool
     OUTPUT_SCALE: float
-    MAX_LOG2_FACTOR: float
+    MAX_LOG2_DECAY_FROM_MIDDLE: float
     SUB_CHUNK_SIZE: int
     LOG2_SUB_CHUNK: int
     ALL_CHUNKS_FULL: bool
@@ -120,7 +121,7 @@ def make_spec(record: LinearRecurrence, chunk: int, segments: int = 1) -> Recurr
         OUTPUT_SCALE=record.softmax_scale,
         # A factor is an operand: float16's largest number is 2 ** 16, and 8 powers are left to the other factor. For
         # other dtypes a product of two factors of 2 ** 40 must stay below 2 ** 128.
-        MAX_LOG2_FACTOR=8.0 if is_float16 else 40.0,
+        MAX_LOG2_DECAY_FROM_MIDDLE=8.0 if is_float16 else 40.0,
         # In float16 the factors of four tokens overflow, so chunks are halved down to single tokens.
         SUB_CHUNK_SIZE=1 if is_float16 else SUB_CHUNK_SIZE,
         LOG2_SUB_CHUNK=0 if is_float16 else SUB_CHUNK_SIZE.bit_length() - 1,

@@ -38,14 +38,14 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     output_cotangent, final_states_cotangent = pullback.cotangent
     operands = scan_operands(record)
     final_cotangent = jnp.swapaxes(final_states_cotangent, 1, 2).astype(jnp.float32)
-    end_cotangents = final_cotangent[None] if spec.IS_PACKED else final_cotangent[:, None]
+    segment_end_cotangents = final_cotangent[None] if spec.IS_PACKED else final_cotangent[:, None]
     if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
         decay_rates, _, read = operands
-        end_cotangents = segment_initial_states(
+        segment_end_cotangents = segment_initial_states(
             record, spec, 1, (decay_rates, read, output_cotangent), final_cotangent, reverse=True
         )
-    dx, ddt, partial_sums, ddecay, dskip, dinitial_states, _ = _launch(
-        pullback, operands, output_cotangent, end_cotangents, spec
+    dx, ddt, partial_sums, ddecay, dskip, dinitial_states, _ = _launch_backward_kernel(
+        pullback, operands, output_cotangent, segment_end_cotangents, spec
     )
     # Every program has summed dB and dC over its channels; the sum over tiles has a fixed order.
     bc_gradients = partial_sums.sum(axis=1)
@@ -61,11 +61,11 @@ def backward(pullback: Pullback, config: ScanBackward) -> Gradients:
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
-def _launch(
+def _launch_backward_kernel(
     pullback: Pullback,
     operands: tuple[jax.Array, jax.Array, jax.Array],
     output_cotangent: jax.Array,
-    end_cotangents: jax.Array,
+    segment_end_cotangents: jax.Array,
     spec: ScanSpec,
 ) -> tuple[jax.Array, ...]:
     """Returns gradients of the tokens, and sums over each program's channels and tokens."""
@@ -74,12 +74,12 @@ def _launch(
     record: SelectiveScan = pullback.record
     num_rows, float32 = record.x.shape[0], jnp.float32
     programs = spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES
-    blocks = spec.INTERVAL // spec.BLOCK_T
+    blocks = spec.TOKENS_PER_INTERVAL // spec.BLOCK_T
     return launch(
         selective_scan_bwd_kernel,
         (
             *(record.x, record.step, *operands, record.skip.astype(float32)[None]),
-            *(pullback.residuals.states, output_cotangent, end_cotangents),
+            *(pullback.residuals.states, output_cotangent, segment_end_cotangents),
             *packed_sequence_operands(record),
         ),
         (

@@ -107,21 +107,21 @@ def candidates(
     return tuple(dict.fromkeys(configs))
 
 
-def _configs_without_prefetch(default: ScanForward) -> list[ScanForward]:
+def _configs_without_prefetch(default_config: ScanForward) -> list[ScanForward]:
     """Returns forward tiles that leave the placement of the columns' loads to the compiler."""
-    e = default.block_e
+    e = default_config.block_e
     tile_fields = ((e, 16), (e // 2, 16), (e, 8))
-    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_distance=0) for e, t in tile_fields]
+    return [dataclasses.replace(default_config, block_e=e, block_t=t, bc_prefetch_distance=0) for e, t in tile_fields]
 
 
-def _configs_with_prefetch(default: ScanForward, state_dim: int) -> list[ScanForward]:
+def _configs_with_prefetch(default_config: ScanForward, state_dim: int) -> list[ScanForward]:
     """Returns forward tiles with prefetched columns: as far as registers allow and less, and with two lanes per
     channel.
 
     Two lanes per channel have half of its state each, and half of the registers: 128 of N 16 with 3 tokens prefetched,
     as many as 16 warps per multiprocessor have.
     """
-    e, max_prefetch = default.block_e, 4 if state_dim <= 16 else 2
+    e, max_prefetch = default_config.block_e, 4 if state_dim <= 16 else 2
     tile_fields = (
         (e, 8, max_prefetch),
         (e, 8, max_prefetch - 1),
@@ -129,7 +129,9 @@ def _configs_with_prefetch(default: ScanForward, state_dim: int) -> list[ScanFor
         (e, 4, max_prefetch - 1),
         (e // 2, 8, max_prefetch - 1),
     )
-    return [dataclasses.replace(default, block_e=e, block_t=t, bc_prefetch_distance=n) for e, t, n in tile_fields]
+    return [
+        dataclasses.replace(default_config, block_e=e, block_t=t, bc_prefetch_distance=n) for e, t, n in tile_fields
+    ]
 
 
 def _num_segments(record: SelectiveScan, device: DeviceInfo, block_e: int) -> int:

@@ -32,12 +32,14 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     num_rows, float32 = record.x.shape[0], jnp.float32
     operands = scan_operands(record)
     initial_state = record.initial_state
-    first_state = None if initial_state is None else jnp.swapaxes(initial_state, 1, 2).astype(float32)
+    scan_start_state = None if initial_state is None else jnp.swapaxes(initial_state, 1, 2).astype(float32)
     # The initial states of packed sequences are passed as [1, N, E, I].
-    initial_states = None if first_state is None else first_state[None] if spec.IS_PACKED else first_state[:, None]
+    initial_states = (
+        None if scan_start_state is None else scan_start_state[None] if spec.IS_PACKED else scan_start_state[:, None]
+    )
     if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
         initial_states = segment_initial_states(
-            record, spec, config.num_warps, (*operands[:2], record.x), first_state, reverse=False
+            record, spec, config.num_warps, (*operands[:2], record.x), scan_start_state, reverse=False
         )
     output, states, final_states = launch(
         selective_scan_fwd_kernel,
@@ -84,7 +86,7 @@ def segment_initial_states(
     spec: ScanSpec,
     num_warps: int,
     operands: tuple[jax.Array, jax.Array, jax.Array],
-    first_state: jax.Array | None,
+    scan_start_state: jax.Array | None,
     *,
     reverse: bool,
 ) -> jax.Array:
@@ -96,15 +98,16 @@ def segment_initial_states(
         spec: Constants.
         num_warps: Warps per program.
         operands: A^T * log2(e), B or C, and x or the output's cotangent.
-        first_state: [B, N, E], the state before the first segment, or in reverse the last cotangent; None for zeros.
+        scan_start_state: [B, N, E], the state before the first segment, or in reverse the last cotangent; None for
+            zeros.
         reverse: Whether to scan from the last token to the first.
     """
-    from ejkernel_triton.selective_scan.kernels.segment_states import segment_states_kernel
+    from ejkernel_triton.selective_scan.kernels.segment_end_states import segment_end_states_kernel
 
     decay_rates, column, values = operands
     num_rows = record.x.shape[0]
     end_states, dt_sums = launch(
-        segment_states_kernel,
+        segment_end_states_kernel,
         (record.step, decay_rates, column, values),
         (
             Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), jnp.float32),
@@ -117,12 +120,14 @@ def segment_initial_states(
         constants={"REVERSE": reverse, "spec": spec},
     )
 
-    def pass_state(state: jax.Array, segment_summary: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        end_state, step_sum = segment_summary
+    def pass_state(state: jax.Array, end_state_and_dt_sum: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        end_state, step_sum = end_state_and_dt_sum
         return jnp.exp2(decay_rates * step_sum[:, None]) * state + end_state, state
 
     # One step per segment, in float32: an error here would reach every later segment.
-    zero_or_first_state = jnp.zeros((num_rows, spec.N, spec.E), jnp.float32) if first_state is None else first_state
+    zero_or_first_state = (
+        jnp.zeros((num_rows, spec.N, spec.E), jnp.float32) if scan_start_state is None else scan_start_state
+    )
     states_before_segments = lax.scan(
         pass_state,
         zero_or_first_state,

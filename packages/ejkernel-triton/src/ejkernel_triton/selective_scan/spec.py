@@ -18,7 +18,7 @@ class ScanSpec:
         BN: N, padded to a power of two.
         BLOCK_E: Channels per program.
         NUM_CHANNEL_TILES: Programs that share the channels.
-        INTERVAL: Tokens between the states that the forward pass stores.
+        TOKENS_PER_INTERVAL: Tokens between the states that the forward pass stores.
         NUM_INTERVALS: Intervals of the sequence.
         IS_PACKED: Whether the row has packed sequences.
         NUM_SEGMENTS: Segments of the sequence that are scanned in parallel, or packed sequences.
@@ -38,7 +38,7 @@ class ScanSpec:
     BN: int
     BLOCK_E: int
     NUM_CHANNEL_TILES: int
-    INTERVAL: int
+    TOKENS_PER_INTERVAL: int
     NUM_INTERVALS: int
     IS_PACKED: bool
     NUM_SEGMENTS: int
@@ -84,7 +84,7 @@ def make_spec(
         BN=1 << (state_dim - 1).bit_length(),
         BLOCK_E=block_e,
         NUM_CHANNEL_TILES=cdiv(channels, block_e),
-        INTERVAL=TOKENS_PER_STORED_STATE,
+        TOKENS_PER_INTERVAL=TOKENS_PER_STORED_STATE,
         NUM_INTERVALS=num_intervals,
         IS_PACKED=packed,
         # Packed sequences are scanned in parallel without a split.

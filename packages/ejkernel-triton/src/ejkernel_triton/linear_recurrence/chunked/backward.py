@@ -22,8 +22,8 @@ from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_s
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, cast_to_compute_dtype, state_dtype
 
 Gradients = dict[str, jax.Array]
-FIELDS_OF_VALUE_KERNEL = frozenset({"value", "dt", "skip"})
-FIELDS_OF_KEY_KERNEL = frozenset({"query", "key", "decay"})
+FIELDS_DIFFERENTIATED_BY_VALUE_KERNEL = frozenset({"value", "dt", "skip"})
+FIELDS_DIFFERENTIATED_BY_KEY_KERNEL = frozenset({"query", "key", "decay"})
 
 MAX_HEADS_SUMMED_PER_PROGRAM = 8
 """The largest number of heads sharing queries, keys or values whose gradients one program adds up."""
@@ -53,16 +53,20 @@ def backward(pullback: Pullback, config: ChunkedConfig) -> Gradients:
     # The scan comes first: the kernels after it read the gradient of the state after each chunk.
     dstates, initial_gradients = _state_gradients(record, call, cotangent, pullback.cotangent[1])
     gradients: Gradients = {"initial_state": initial_gradients, "sequence_state": initial_gradients}
-    if grad_fields & FIELDS_OF_VALUE_KERNEL:
+    if grad_fields & FIELDS_DIFFERENTIATED_BY_VALUE_KERNEL:
         outputs = value_gradients(call, cotangent, dstates)
         gradients |= dict(zip(("value", "dt", "skip"), outputs, strict=True))
-    if grad_fields & FIELDS_OF_KEY_KERNEL:
-        states = chunk_states(record, call, residuals.segment_states) if residuals.states is None else residuals.states
+    if grad_fields & FIELDS_DIFFERENTIATED_BY_KEY_KERNEL:
+        states = (
+            chunk_states(record, call, residuals.initial_segment_states)
+            if residuals.states is None
+            else residuals.states
+        )
         outputs = key_gradients(call, cotangent, states, dstates, dgates_dtype=gate_gradient_dtype(record, grad_fields))
         gradients |= dict(zip(("query", "key", "decay"), outputs, strict=True))
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
-    return {name: sum_to_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(grad_fields)}
+    return {name: sum_to_field_shape(gradients[name], getattr(pullback.record, name)) for name in sorted(grad_fields)}
 
 
 def _state_gradients(
@@ -91,7 +95,7 @@ def gate_gradient_dtype(record: LinearRecurrence, grad_fields: frozenset[str]) -
 
 def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradients:
     """Sets the gradients of padding tokens of packed sequences to zero, since no chunk contains them."""
-    token_fields = FIELDS_OF_VALUE_KERNEL | FIELDS_OF_KEY_KERNEL | {"beta"}
+    token_fields = FIELDS_DIFFERENTIATED_BY_VALUE_KERNEL | FIELDS_DIFFERENTIATED_BY_KEY_KERNEL | {"beta"}
 
     def zero_padding_tokens(x: jax.Array) -> jax.Array:
         return zero_padding(x, call.chunk_tables)
@@ -99,10 +103,10 @@ def zero_padding_gradients(call: RecurrenceCall, gradients: Gradients) -> Gradie
     return {name: zero_padding_tokens(x) if name in token_fields and x.ndim > 1 else x for name, x in gradients.items()}
 
 
-def sum_to_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
+def sum_to_field_shape(gradient: jax.Array, field_array: jax.Array) -> jax.Array:
     """Sums over the axes that the field broadcasts along."""
-    axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field.shape, strict=True)) if got != had)
-    return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field.dtype)
+    axes = tuple(n for n, (got, had) in enumerate(zip(gradient.shape, field_array.shape, strict=True)) if got != had)
+    return (gradient.sum(axes, keepdims=True) if axes else gradient).astype(field_array.dtype)
 
 
 def value_gradients(
@@ -123,7 +127,7 @@ def value_gradients(
 
     spec, config, value, batch = call.spec, call.config, call.value, call.query.shape[0]
     num_tiles, heads_per_program = cdiv(spec.V, config.output_block_v), heads_summed_per_program(spec.H, value.shape[2])
-    head_groups = spec.H // heads_per_program
+    num_head_groups = spec.H // heads_per_program
     dvalue, ddt, dskip = launch(
         chunk_bwd_dv_kernel,
         (
@@ -138,9 +142,9 @@ def value_gradients(
             dstates,
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        _value_gradient_shapes(call, head_groups, num_tiles),
+        _value_gradient_shapes(call, num_head_groups, num_tiles),
         batch=batch,
-        grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
+        grid=batch * spec.NUM_CHUNKS * num_head_groups * num_tiles,
         num_warps=config.output_warps,
         num_stages=config.output_stages,
         constants={
@@ -154,7 +158,7 @@ def value_gradients(
     return sum_over_head_groups(dvalue, value), _sum_over_tiles(ddt), _sum_over_tiles(dskip)
 
 
-def _value_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: int) -> list[Shape]:
+def _value_gradient_shapes(call: RecurrenceCall, num_head_groups: int, num_tiles: int) -> list[Shape]:
     """Returns the shapes of the outputs of `chunk_bwd_dv_kernel`: gradients of value, dt and skip.
 
     If several groups share a value head, their partial sums are float32, and XLA adds them up. A program has a tile of
@@ -163,7 +167,9 @@ def _value_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: in
     spec, batch, value = call.spec, call.query.shape[0], call.value
     partial_sum_shape = (batch, num_tiles, spec.T, spec.H)
     return [
-        Shape((batch, spec.T, head_groups, spec.V), value.dtype if head_groups == value.shape[2] else jnp.float32),
+        Shape(
+            (batch, spec.T, num_head_groups, spec.V), value.dtype if num_head_groups == value.shape[2] else jnp.float32
+        ),
         Shape(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
         Shape(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
     ]
@@ -189,7 +195,7 @@ def key_gradients(
 
     spec, config, batch = call.spec, call.config, call.query.shape[0]
     num_tiles, heads_per_program = cdiv(spec.K, config.gradient_block_k), _key_heads_summed_per_program(spec)
-    head_groups = spec.H // heads_per_program
+    num_head_groups = spec.H // heads_per_program
     dquery, dkey, dgates = launch(
         chunk_bwd_dqkg_kernel,
         (
@@ -203,9 +209,9 @@ def key_gradients(
             dstates,
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        _key_gradient_shapes(call, head_groups, num_tiles, dgates_dtype),
+        _key_gradient_shapes(call, num_head_groups, num_tiles, dgates_dtype),
         batch=batch,
-        grid=batch * spec.NUM_CHUNKS * head_groups * num_tiles,
+        grid=batch * spec.NUM_CHUNKS * num_head_groups * num_tiles,
         num_warps=config.gradient_warps,
         num_stages=config.gradient_stages,
         constants={
@@ -215,7 +221,7 @@ def key_gradients(
             "BLOCK_V": config.gradient_block_v,
             "HEADS_PER_PROGRAM": heads_per_program,
             "COMPUTE_GATE_GRADIENTS": dgates_dtype is not None,
-            "LOAD_AS_TWO_COLUMNS": _loads_as_two_columns(spec),
+            "LOAD_VECTORS_AS_TWO_COLUMNS": _loads_vectors_as_two_columns(spec),
         },
     )
     if dgates_dtype is not None and spec.GATE_CHANNELS == 1:
@@ -223,7 +229,9 @@ def key_gradients(
     return sum_over_head_groups(dquery, call.query), sum_over_head_groups(dkey, call.key), dgates
 
 
-def _key_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
+def _key_gradient_shapes(
+    call: RecurrenceCall, num_head_groups: int, num_key_channel_tiles: int, dgates_dtype: Any
+) -> list[Shape]:
     """Returns the shapes of the outputs of `chunk_bwd_dqkg_kernel`: gradients of query, key and gates.
 
     Gradients of unshared queries and keys are stored by head; shared ones by group, which `sum_over_head_groups` adds
@@ -232,15 +240,17 @@ def _key_gradient_shapes(call: RecurrenceCall, head_groups: int, num_tiles: int,
     spec, batch = call.spec, call.query.shape[0]
     shapes: list[Shape] = []
     for field_heads in (spec.HQ, spec.HK):
-        heads = spec.H if field_heads == spec.H else head_groups
+        heads = spec.H if field_heads == spec.H else num_head_groups
         shapes.append(Shape((batch, spec.T, heads, spec.K), call.query.dtype if heads == field_heads else jnp.float32))
     if dgates_dtype is None:
         return [*shapes, Shape((batch,), jnp.float32)]
-    gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_tiles, spec.T, spec.H)
+    gate_shape = (
+        (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_key_channel_tiles, spec.T, spec.H)
+    )
     return [*shapes, Shape(gate_shape, dgates_dtype)]
 
 
-def _loads_as_two_columns(spec: RecurrenceSpec) -> bool:
+def _loads_vectors_as_two_columns(spec: RecurrenceSpec) -> bool:
     """Returns whether gates and dt are loaded by `tile.load_vector_as_two_columns`."""
     return spec.HAS_DT and spec.CHUNKS_PER_SEGMENT == 0
 
@@ -257,12 +267,12 @@ def _key_heads_summed_per_program(spec: RecurrenceSpec) -> int:
     return min(head_counts, default=1)
 
 
-def sum_over_head_groups(partial_sums: jax.Array, field: jax.Array) -> jax.Array:
+def sum_over_head_groups(partial_sums: jax.Array, field_array: jax.Array) -> jax.Array:
     """Adds up the gradient of a field from partial sums of groups of heads, [B, T, groups, d]."""
-    if partial_sums.shape[2] == field.shape[2]:
-        return partial_sums.astype(field.dtype)
-    rows, tokens, heads, width = field.shape
-    return partial_sums.reshape(rows, tokens, heads, -1, width).sum(3).astype(field.dtype)
+    if partial_sums.shape[2] == field_array.shape[2]:
+        return partial_sums.astype(field_array.dtype)
+    rows, tokens, heads, width = field_array.shape
+    return partial_sums.reshape(rows, tokens, heads, -1, width).sum(3).astype(field_array.dtype)
 
 
 def _sum_over_tiles(partial_sums: jax.Array) -> jax.Array:

@@ -54,26 +54,28 @@ def num_sequences(record: LinearRecurrence) -> int:
     return 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
 
 
-def _fused_scan_config(record: LinearRecurrence, device: DeviceInfo, default: RecurrenceConfig) -> RecurrenceConfig:
+def _fused_scan_config(
+    record: LinearRecurrence, device: DeviceInfo, default_config: RecurrenceConfig
+) -> RecurrenceConfig:
     """Returns the configuration of a fused scan of states and outputs; the default if the kernel does not fit."""
     if has_decay_per_channel(record):
-        return default
+        return default_config
     if is_interpreting():
-        return default if record.cu_seqlens is None else dataclasses.replace(default, fused=True)
+        return default_config if record.cu_seqlens is None else dataclasses.replace(default_config, fused=True)
     if not fits_fused_scan(record, device):
-        return default
+        return default_config
     # One scan per multiprocessor: 3 stages 0.250 ms, 2 stages 0.335. Several scans: with 2 stages two are resident,
     # 0.634 ms for 65536 tokens instead of 0.724 with 3 stages; but packed sequences, where the longest decides, 0.340
     # and 0.301 (docs/lab/linear_recurrence_gpu.md).
     has_several_scans_per_sm = (
-        record.cu_seqlens is None and _num_scan_programs(record, default) > gpu_of(device).multiprocessors
+        record.cu_seqlens is None and _num_scan_programs(record, default_config) > gpu_of(device).multiprocessors
     )
     if record.dt is not None or record.skip is not None:
         # 1.07 ms instead of 1.59 for Mamba-2, though 8 bytes per thread spill; with gradients two kernels run instead.
-        return dataclasses.replace(default, fused=True, fused_stages=2)
+        return dataclasses.replace(default_config, fused=True, fused_stages=2)
     # States are not stored, since they are most of the residuals of a call with gradients: 1.27 ms instead of 1.24.
     return dataclasses.replace(
-        default, fused=True, fused_stages=2 if has_several_scans_per_sm else 3, keep_states=False
+        default_config, fused=True, fused_stages=2 if has_several_scans_per_sm else 3, keep_states=False
     )
 
 

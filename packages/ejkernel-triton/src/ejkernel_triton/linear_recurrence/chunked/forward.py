@@ -34,13 +34,13 @@ class ChunkedResiduals(NamedTuple):
         gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, cumulative gates.
         scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], scores of pairs of tokens with gates per key channel.
         states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
-        segment_states: [B, NUM_SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
+        initial_segment_states: [B, NUM_SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
     """
 
     gates: jax.Array | None = None
     scores: jax.Array | None = None
     states: jax.Array | None = None
-    segment_states: jax.Array | None = None
+    initial_segment_states: jax.Array | None = None
 
 
 @forward_with_plain_states
@@ -78,16 +78,24 @@ def forward(
     if not has_same_chunks:
         return (output.astype(dtype), final_states), (), ChunkedResiduals()
     states = states if config.keep_states else None
-    segment_states = initial_states_of_scans if record.cu_seqlens is None and call.spec.NUM_SEQUENCES > 1 else None
-    return (output.astype(dtype), final_states), (), ChunkedResiduals(call.gates, call.scores, states, segment_states)
+    initial_segment_states = (
+        initial_states_of_scans if record.cu_seqlens is None and call.spec.NUM_SEQUENCES > 1 else None
+    )
+    return (
+        (output.astype(dtype), final_states),
+        (),
+        ChunkedResiduals(call.gates, call.scores, states, initial_segment_states),
+    )
 
 
-def chunk_states(record: LinearRecurrence, call: RecurrenceCall, segment_states: jax.Array | None) -> jax.Array:
+def chunk_states(record: LinearRecurrence, call: RecurrenceCall, initial_segment_states: jax.Array | None) -> jax.Array:
     """Returns the states before all chunks, [B, H, NUM_CHUNKS, K, V].
 
     Segments' initial states are computed unless they are passed.
     """
-    initial_states_of_scans = segment_initial_states(record, call) if segment_states is None else segment_states
+    initial_states_of_scans = (
+        segment_initial_states(record, call) if initial_segment_states is None else initial_segment_states
+    )
     return pass_states(call, record.key, record.value, initial_states_of_scans, dtype=state_dtype(record))[0]
 
 
@@ -128,7 +136,7 @@ def zero_padding(array: jax.Array, chunk_tables: ChunkTables) -> jax.Array:
         constants={
             "T": tokens,
             "WIDTH": math.prod(rest),
-            "SEQUENCES": chunk_tables.padded_cu_seqlens.shape[1] - 2,
+            "NUM_SEQUENCES": chunk_tables.padded_cu_seqlens.shape[1] - 2,
             "BLOCK_T": PADDING_TOKENS_PER_PROGRAM,
             "BLOCK_ELEMENTS": min(PADDING_ELEMENTS_PER_STEP, pad_to_power_of_two(math.prod(rest), MIN_TILE)),
         },

@@ -35,7 +35,7 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         inputs,
         (
             # The index of an input means that the output is written to its memory.
-            len(inputs) - 1 if spec.IN_PLACE else Shape(final_shape, jnp.float32),
+            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else Shape(final_shape, jnp.float32),
             Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
         ),
         batch=rows,

@@ -39,7 +39,7 @@ class DecodeSpec:
         STATE_EVICTION_POLICY: The L2 eviction policy of the state: "evict_first", or "" for the default.
         NUM_SLOTS: Number of slots that hold the states of packed sequences; 0 without slots.
         STATE_IS_TRANSPOSED: Whether states are [V, K].
-        IN_PLACE: Whether the final states alias the initial ones, and are read from there.
+        STATES_ARE_IN_PLACE: Whether the final states alias the initial ones, and are read from there.
         HAS_TREES: Whether tokens continue the states after their parents, all of which are stored.
     """
 
@@ -68,7 +68,7 @@ class DecodeSpec:
     STATE_EVICTION_POLICY: str
     NUM_SLOTS: int
     STATE_IS_TRANSPOSED: bool
-    IN_PLACE: bool
+    STATES_ARE_IN_PLACE: bool
     HAS_TREES: bool
 
 
@@ -105,12 +105,12 @@ def make_spec(record: LinearRecurrence, config: DecodeTile) -> DecodeSpec:
         STATE_EVICTION_POLICY="evict_first" if config.streams_state else "",
         NUM_SLOTS=0 if (slots := slotted_states(record)) is None else slots.slots.shape[0],
         STATE_IS_TRANSPOSED=record.transposed_states,
-        IN_PLACE=_in_place(record),
+        STATES_ARE_IN_PLACE=_updates_states_in_place(record),
         HAS_TREES=record.parents is not None,
     )
 
 
-def _in_place(record: LinearRecurrence) -> bool:
+def _updates_states_in_place(record: LinearRecurrence) -> bool:
     """Returns whether the final states alias the record's states: slots, or states of their dtype. Those of trees do
     not, since they leave the record's as they are.
     """

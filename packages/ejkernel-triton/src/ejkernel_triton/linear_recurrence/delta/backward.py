@@ -15,7 +15,7 @@ from ejkernel_triton.linear_recurrence.chunked.backward import (
     Gradients,
     gate_gradient_dtype,
     sum_over_head_groups,
-    sum_to_shape,
+    sum_to_field_shape,
     zero_padding_gradients,
 )
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
@@ -23,9 +23,9 @@ from ejkernel_triton.linear_recurrence.delta.config import DeltaRuleConfig
 from ejkernel_triton.linear_recurrence.delta.forward import (
     DeltaResiduals,
     chunk_states,
+    compute_segment_states,
     delta_config,
     replace_arrays,
-    segment_states,
     tokens_per_chunk,
     wy_form,
 )
@@ -74,11 +74,13 @@ def backward(pullback: Pullback, config: DeltaRuleConfig) -> Gradients:
         residuals = residuals._replace(wy=wy)
     else:
         call = make_call(record, config, tokens_per_chunk(record, config.backward_chunk), compute_gate_cumsum=False)
-        call = replace_arrays(call, residuals.arrays)
-    if residuals.segments is None:
-        residuals = residuals._replace(segments=segment_states(record, call, residuals.wy, keep_transitions=True))
+        call = replace_arrays(call, residuals.call_arrays)
+    if residuals.segment_states is None:
+        residuals = residuals._replace(
+            segment_states=compute_segment_states(record, call, residuals.wy, keep_transitions=True)
+        )
     if residuals.states is None:
-        states, _, value = chunk_states(record, call, residuals.wy, residuals.segments)
+        states, _, value = chunk_states(record, call, residuals.wy, residuals.segment_states)
         residuals = residuals._replace(states=states, value=value)
     cotangent = pullback.cotangent[0].astype(record.query.dtype)
     gradients = _gradients_of_all_fields(
@@ -86,7 +88,7 @@ def backward(pullback: Pullback, config: DeltaRuleConfig) -> Gradients:
     )
     if record.cu_seqlens is not None:
         gradients = zero_padding_gradients(call, gradients)
-    return {name: sum_to_shape(gradients[name], getattr(record, name)) for name in sorted(grad_fields)}
+    return {name: sum_to_field_shape(gradients[name], getattr(record, name)) for name in sorted(grad_fields)}
 
 
 def _gradients_of_all_fields(
@@ -101,7 +103,7 @@ def _gradients_of_all_fields(
     assert record.beta is not None  # `Requires` ensures it
     assert residuals.wy is not None  # the caller ensures it
     state_gradients = _state_gradients(record, call, residuals, cotangent, final_cotangent)
-    dvalue, dy, dbeta = inverse_gradients(call, record.beta, residuals.wy.inverse, state_gradients.dv_new)
+    dvalue, dy, dbeta = gradients_through_inverse(call, record.beta, residuals.wy.inverse, state_gradients.dv_new)
     # Only this kernel reads queries and keys without their decay.
     undecayed_call = (
         make_call(record, call.config, call.spec.CHUNK_SIZE, compute_gate_cumsum=False)
@@ -139,12 +141,12 @@ def _state_gradients(
 ) -> StateGradients:
     """Returns gradients of states, from the last chunk of each sequence or segment to the first."""
     assert residuals.wy is not None  # the caller ensures both
-    assert residuals.segments is not None
+    assert residuals.segment_states is not None
     intra_chunk_dv = chunk_bwd_dv_local(call, cotangent)
 
-    w, segments = residuals.wy.w, residuals.segments
+    w, segments = residuals.wy.w, residuals.segment_states
 
-    final_gradients = final_cotangent[None] if record.cu_seqlens is not None else final_cotangent[:, None]
+    final_state_gradients = final_cotangent[None] if record.cu_seqlens is not None else final_cotangent[:, None]
     if segments.end_states is not None:
         sub_segment_plan = plan_sub_segments(call.spec, reverse=True, row_starts_from_zeros=False)
         spec = dataclasses.replace(
@@ -154,8 +156,10 @@ def _state_gradients(
         )
         chunks_until_decayed = find_chunks_until_decayed(call, w, sub_segment_plan)
         scan_call = dataclasses.replace(call, spec=spec)
-        end_gradients_of_segments = end_gradients(scan_call, w, cotangent, intra_chunk_dv, chunks_until_decayed)
-        final_gradients = delta_initial_states(
+        end_gradients_of_segments = compute_segment_start_gradients(
+            scan_call, w, cotangent, intra_chunk_dv, chunks_until_decayed
+        )
+        final_state_gradients = delta_initial_states(
             call.spec,
             sub_segment_plan,
             end_gradients_of_segments,
@@ -163,7 +167,7 @@ def _state_gradients(
             final_cotangent,
             segments.passes_state,
         )
-    return pass_state_gradients(call, w, cotangent, intra_chunk_dv, final_gradients, state_dtype(record))
+    return pass_state_gradients(call, w, cotangent, intra_chunk_dv, final_state_gradients, state_dtype(record))
 
 
 def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
@@ -189,7 +193,7 @@ def pass_state_gradients(
     w: jax.Array,
     cotangent: jax.Array,
     intra_chunk_dv: jax.Array,
-    final_gradients: jax.Array,
+    final_state_gradients: jax.Array,
     dtype: Any,
 ) -> StateGradients:
     """Returns the gradients of the states between chunks.
@@ -199,17 +203,17 @@ def pass_state_gradients(
         w: W [B, T, H, K].
         cotangent: [B, T, H, V] of the output.
         intra_chunk_dv: [B, T, H, V] from `chunk_bwd_dv_local`.
-        final_gradients: [B, NUM_SEQUENCES, H, K, V], gradients of the final states.
+        final_state_gradients: [B, NUM_SEQUENCES, H, K, V], gradients of the final states.
         dtype: Dtype of the gradients of states.
     """
     spec, batch = call.spec, call.query.shape[0]
     dstates_shape, dv_new_shape = (batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
     return _launch_chunk_bwd_dhu(
-        call, (w, cotangent, intra_chunk_dv, final_gradients, None), Shape(dstates_shape, dtype), dv_new_shape
+        call, (w, cotangent, intra_chunk_dv, final_state_gradients, None), Shape(dstates_shape, dtype), dv_new_shape
     )
 
 
-def end_gradients(
+def compute_segment_start_gradients(
     call: RecurrenceCall,
     w: jax.Array,
     cotangent: jax.Array,
@@ -229,7 +233,7 @@ def end_gradients(
     Returns:
         [B, NUM_SEQUENCES, H, K, V] float32.
     """
-    call = dataclasses.replace(call, config=_end_gradient_config(delta_config(call)))
+    call = dataclasses.replace(call, config=_segment_start_gradient_config(delta_config(call)))
     empty_shape = (call.query.shape[0],)
     arrays = (w, cotangent, intra_chunk_dv, None, chunks_until_decayed)
     return _launch_chunk_bwd_dhu(call, arrays, Shape(empty_shape, jnp.float32), empty_shape).initial_dstates
@@ -250,7 +254,7 @@ def _launch_chunk_bwd_dhu(
     from ejkernel_triton.linear_recurrence.delta.kernels.chunk_bwd_dhu import chunk_bwd_dhu_kernel
 
     spec, config, batch = call.spec, delta_config(call), call.query.shape[0]
-    *token_arrays, final_gradients, chunks_until_decayed = arrays
+    *token_arrays, final_state_gradients, chunks_until_decayed = arrays
     outputs = launch(
         chunk_bwd_dhu_kernel,
         (
@@ -258,7 +262,7 @@ def _launch_chunk_bwd_dhu(
             call.key,
             call.gates,
             *token_arrays,
-            final_gradients,
+            final_state_gradients,
             *call.chunk_tables.scan_kernel_inputs,
             chunks_until_decayed,
         ),
@@ -275,23 +279,23 @@ def _launch_chunk_bwd_dhu(
             "spec": spec,
             "BLOCK_K": pad_to_power_of_two(spec.K, MIN_TILE),
             "BLOCK_V": config.dh_block_v,
-            "HAS_FINAL_GRADIENTS": final_gradients is not None,
-            "STORE_CHUNK_STATES": final_gradients is not None,
-            "FIRST_SEGMENT": cdiv(spec.NUM_CHUNKS, spec.CHUNKS_PER_SEGMENT) - spec.NUM_SEQUENCES
+            "HAS_FINAL_STATE_GRADIENTS": final_state_gradients is not None,
+            "STORE_CHUNK_STATES": final_state_gradients is not None,
+            "FIRST_SCANNED_SEGMENT": cdiv(spec.NUM_CHUNKS, spec.CHUNKS_PER_SEGMENT) - spec.NUM_SEQUENCES
             if spec.CHUNKS_PER_SEGMENT
             else 0,
-            "NUM_UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
+            "NUM_TILES_OF_CHUNKS_UNTIL_DECAYED": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
         },
     )
     return StateGradients(*outputs)
 
 
-def _end_gradient_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
+def _segment_start_gradient_config(config: DeltaRuleConfig) -> DeltaRuleConfig:
     """Returns a configuration for two programs per multiprocessor, as in `stages.end_states`."""
     return dataclasses.replace(config, dh_block_v=min(config.dh_block_v, 32))
 
 
-def inverse_gradients(
+def gradients_through_inverse(
     call: RecurrenceCall, beta: jax.Array, inverse: jax.Array, dv_new: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients through the inverse.
@@ -342,7 +346,7 @@ def key_gradients(
         call: What the launches of the call share, with the tokens' writes in place of their values.
         beta: [B, T, H].
         cotangent: [B, T, H, V] of the output.
-        dy: [B, T, H, V] from `inverse_gradients`.
+        dy: [B, T, H, V] from `gradients_through_inverse`.
         states: [B, H, NUM_CHUNKS, K, V], those before the chunks, and the gradients of those after them.
         dgates_dtype: Dtype of the gradient of the gates; None if it is not requested.
 

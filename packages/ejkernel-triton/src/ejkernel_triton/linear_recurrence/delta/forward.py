@@ -49,9 +49,9 @@ class SegmentStates(NamedTuple):
     """States at the start of sequences or segments, and the segments' transitions.
 
     Attributes:
-        initial_states_of_segments: [B, NUM_SEQUENCES, H, K, V]; None for zeros.
+        initial_states: [B, NUM_SEQUENCES, H, K, V]; None for zeros.
         end_states: [B, SEGMENTS, H, K, V + K] float32, N and M: final states of scans from zeros, and transitions. The
-            state after a segment with the initial state S is N + M S. None if rows are not sub_segment_plan.
+            state after a segment with the initial state S is N + M S. None if rows are not split into segments.
         passes_state: [B, SEGMENTS, H], 0 if no state, and so no gradient, passes through a segment. None if that is not
             known.
     """
@@ -67,16 +67,16 @@ class DeltaResiduals(NamedTuple):
 
     Attributes:
         wy: The WY form.
-        arrays: The arrays of the call for state passing: `gates` and, with gates per key channel, `query`, `key` and
-            `scores`.
-        segments: States at the start of sequences and segments.
+        call_arrays: The arrays of the call for state passing: `gates` and, with gates per key channel, `query`, `key`
+            and `scores`.
+        segment_states: States at the start of sequences and segments.
         states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
         value: [B, T, H, V], the tokens' writes: U - W S.
     """
 
     wy: WYForm | None = None
-    arrays: dict[str, jax.Array | None] | None = None
-    segments: SegmentStates | None = None
+    call_arrays: dict[str, jax.Array | None] | None = None
+    segment_states: SegmentStates | None = None
     states: jax.Array | None = None
     value: jax.Array | None = None
 
@@ -100,7 +100,11 @@ def forward(
     # The backward pass would recompute what a fused scan does not store, so with gradients two kernels store it: 4.67
     # ms instead of 4.75 with gates per key channel (docs/lab/linear_recurrence_gpu.md).
     stores_states = stores_residuals and is_differentiated()
-    initial_segment_states, states, value = segment_states(record, call, wy, keep_transitions=stores_states), None, None
+    initial_segment_states, states, value = (
+        compute_segment_states(record, call, wy, keep_transitions=stores_states),
+        None,
+        None,
+    )
     run_fused_scan = config.fused and not stores_states
     if run_fused_scan:
         fused_call = dataclasses.replace(call, value=wy.u)
@@ -111,7 +115,9 @@ def forward(
         output = chunk_outputs(dataclasses.replace(call, value=value), states)
     private = DeltaResiduals()
     if stores_residuals:
-        private = DeltaResiduals(wy, wy_arrays(call), initial_segment_states if stores_states else None, states, value)
+        private = DeltaResiduals(
+            wy, arrays_from_wy_kernels(call), initial_segment_states if stores_states else None, states, value
+        )
     if record.cu_seqlens is None:
         return (output, final_states[:, -1]), (), private
     # No chunk contains padding tokens, so the two kernels do not write their outputs.
@@ -126,7 +132,7 @@ def replace_arrays(call: RecurrenceCall, arrays: Mapping[str, jax.Array | None])
     return dataclasses.replace(call, **arrays)
 
 
-def wy_arrays(call: RecurrenceCall) -> dict[str, jax.Array | None]:
+def arrays_from_wy_kernels(call: RecurrenceCall) -> dict[str, jax.Array | None]:
     """Returns the arrays of a call that the WY form's kernels computed, for `replace_arrays`."""
     names = ("gates", "query", "key", "scores") if call.spec.QK_ARE_DECAYED else ("gates",)
     return {name: getattr(call, name) for name in names}
@@ -160,7 +166,7 @@ def tokens_per_chunk(record: LinearRecurrence, chunk: int) -> int:
     return max(2 * MIN_TILE, chunk) if has_decay_per_channel(record) and not is_interpreting() else chunk
 
 
-def segment_states(
+def compute_segment_states(
     record: LinearRecurrence, call: RecurrenceCall, wy: WYForm, *, keep_transitions: bool
 ) -> SegmentStates:
     """Computes the states at the start of sequences or segments.

@@ -28,12 +28,12 @@ def state_gradient_stages(call: RecurrenceCall) -> int:
     return max(1, min(config.dh_stages, shared_memory_budget // bytes_per_chunk))
 
 
-def key_heads_summed_per_program(spec: RecurrenceSpec, programs_per_head: int) -> int:
+def key_heads_summed_per_program(spec: RecurrenceSpec, num_single_head_programs: int) -> int:
     """Returns how many heads that share queries or keys a program has, which adds up their gradients.
 
     Args:
         spec: Constants of the kernels.
-        programs_per_head: Programs of the call, if each had one head.
+        num_single_head_programs: Programs of the call, if each had one head.
     """
     heads_per_field_head = [spec.H // n for n in (spec.HQ, spec.HK) if n < spec.H]
     if not heads_per_field_head:
@@ -41,7 +41,7 @@ def key_heads_summed_per_program(spec: RecurrenceSpec, programs_per_head: int) -
     most, shared = MAX_HEADS_SUMMED_PER_PROGRAM, math.gcd(*heads_per_field_head)
     if not is_interpreting():
         # Fewer heads where the chip would have less than two programs per multiprocessor.
-        programs = programs_per_head * spec.H
+        programs = num_single_head_programs * spec.H
         most = min(most, max(1, programs // (2 * gpu_of(current_device()).multiprocessors)))
     return next(n for n in range(most, 0, -1) if shared % n == 0)
 

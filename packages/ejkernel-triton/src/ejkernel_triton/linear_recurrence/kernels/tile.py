@@ -340,15 +340,16 @@ def gates_relative_to_middle(gate_cumsum, gates_base, column, COLUMNS: tl.conste
     """Returns cumulative gates relative to the chunk's middle, and whether exp2 of all of them and their negatives
     is safe.
 
-    Where all are within +-MAX_LOG2_FACTOR, the pairs of the chunk are one product: the factors before and after the
-    middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_LOG2_FACTOR) for the others.
+    Where all are within +-MAX_LOG2_DECAY_FROM_MIDDLE, the pairs of the chunk are one product: the factors before and
+    after the middle multiply to at most 1 for pairs with j <= i, and to at most 2 ** (2 MAX_LOG2_DECAY_FROM_MIDDLE) for
+    the others.
     """
     columns = column + tl.arange(0, COLUMNS)
     middle_gates = tl.load(gates_base + (spec.CHUNK_SIZE // 2 - 1) * spec.K + columns, mask=columns < spec.K, other=0.0)
     # Relative to the middle, not the first token: exponents are then at most half as large.
     relative_gates = gate_cumsum - middle_gates[None, :]
     # A maximum over the whole tile, so that the branch on it is uniform in a program.
-    return relative_gates, tl.max(tl.max(tl.abs(relative_gates), 1), 0) < spec.MAX_LOG2_FACTOR
+    return relative_gates, tl.max(tl.max(tl.abs(relative_gates), 1), 0) < spec.MAX_LOG2_DECAY_FROM_MIDDLE
 
 
 @triton.jit
@@ -408,8 +409,8 @@ def add_channel_gated_scores(
         # Rounded to the operands' dtype after the product with the factor, for the tensor cores; sums are float32.
         decayed_query = (query.to(tl.float32) * tl.exp2(relative_gates)).to(query.dtype)
         decayed_key = (key.to(tl.float32) * tl.exp2(-relative_gates)).to(key.dtype)
-        # Masked after the product: pairs above the diagonal are large there, up to 2 ** (2 MAX_LOG2_FACTOR), but
-        # finite.
+        # Masked after the product: pairs above the diagonal are large there, but finite: up to
+        # 2 ** (2 MAX_LOG2_DECAY_FROM_MIDDLE).
         scores += tl.where(causal_mask(spec), dot(decayed_query, tl.trans(decayed_key), spec), 0.0)
     else:
         q, k = query.to(tl.float32), key.to(tl.float32)

@@ -18,24 +18,24 @@ from ejkernel_triton.sizes import pad_to_power_of_two
 
 WHOLE_ROW_CONSTANTS: dict[str, Any] = {
     "COMPUTE_TRANSITIONS": False,
-    "FIRST_SEGMENT": 0,
-    "STARTS_FROM_ZERO": False,
+    "FIRST_SCANNED_SEGMENT": 0,
+    "ROW_STARTS_FROM_ZEROS": False,
     "NUM_SCANS_WITH_FINAL_STATE": 0,
     "SUB_SEGMENTS_PER_SEGMENT": 0,
-    "NUM_UNTIL_DECAYED_TILES": 0,
+    "NUM_TILES_OF_CHUNKS_UNTIL_DECAYED": 0,
 }
 """Constants of `chunk_fwd_h_kernel` in scans that are not of sub-segments."""
 
 MAX_CHUNKS_UNTIL_DECAYED = 128
 """The number of chunks after which `find_chunks_until_decayed` gives up: the state does not decay to nothing."""
 
-CHUNKS_PER_CHECK = 4
+CHUNKS_PER_DECAY_CHECK = 4
 """Chunks between two checks whether the state has decayed."""
 
-MAX_UNTIL_DECAYED_STAGES = 3
+CHUNKS_UNTIL_DECAYED_MAX_STAGES = 3
 """The largest number of pipeline stages of `chunks_until_decayed_kernel`."""
 
-MAX_UNTIL_DECAYED_BLOCK_V = 64
+CHUNKS_UNTIL_DECAYED_MAX_BLOCK_V = 64
 """The largest number of columns per program of `chunks_until_decayed_kernel`."""
 
 
@@ -51,8 +51,8 @@ def pass_states(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the states between chunks, or their gradients.
 
-    Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j left_j) right_j^T from chunk to chunk. In reverse, S =
-    exp2(G_T) S + scale sum_i (exp2(G_i) left_i) right_i^T, without dt. For each chunk the state is stored before the
+    Forwards, S = exp2(G_T) S + sum_j (exp2(G_T - G_j) dt_j k_j) v_j^T from chunk to chunk. In reverse, S =
+    exp2(G_T) S + scale sum_i (exp2(G_i) q_i) do_i^T, without dt. For each chunk the state is stored before the
     chunk is added: forwards the state before it, in reverse the gradient of the state after it.
 
     Args:
@@ -61,13 +61,13 @@ def pass_states(
         values_or_cotangent: [B, T, heads, V] values, or the output's cotangent.
         initial_states: [B, NUM_SEQUENCES, H, K, V], initial states of the scans; None for zeros.
         dtype: Dtype of the states that are stored.
-        w: [B, T, H, K]: right_j - S^T w_j replaces right_j, with S the state before the chunk, and is stored too. A
+        w: [B, T, H, K]: v_j - S^T w_j replaces v_j, with S the state before the chunk, and is stored too. A
             program then has all key channels, since S^T w_j is a sum over them.
         reverse: Whether to scan from the last chunk to the first.
 
     Returns:
         States [B, H, NUM_CHUNKS, K, V], those at the end of the scans [B, NUM_SEQUENCES, H, K, V] float32, and the
-        corrected right [B, T, H, V], unused without `w`.
+        corrected values [B, T, H, V], unused without `w`.
     """
     spec, batch = call.spec, keys_or_queries.shape[0]
     outputs = [
@@ -146,11 +146,11 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     spec, config, batch = call.spec, call.config, w.shape[0]
     if spec.GATE_CHANNELS == 0 or w.dtype == jnp.float16:
         return None
-    block_v = min(MAX_UNTIL_DECAYED_BLOCK_V, config.state_block_v)
+    block_v = min(CHUNKS_UNTIL_DECAYED_MAX_BLOCK_V, config.state_block_v)
     num_tiles, block_k, max_stages = (
         cdiv(spec.K, block_v),
         pad_to_power_of_two(spec.K, MIN_TILE),
-        min(config.state_stages, MAX_UNTIL_DECAYED_STAGES),
+        min(config.state_stages, CHUNKS_UNTIL_DECAYED_MAX_STAGES),
     )
     (outputs,) = launch(
         chunks_until_decayed_kernel,
@@ -165,10 +165,10 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
             "BLOCK_K": block_k,
             "BLOCK_V": block_v,
             "REVERSE": sub_segment_plan.reverse,
-            "FIRST_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
+            "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
             "NUM_SCANNED_SEGMENTS": sub_segment_plan.num_scanned_sub_segments,
-            "MAX_CHUNKS": MAX_CHUNKS_UNTIL_DECAYED,
-            "CHUNKS_PER_CHECK": CHUNKS_PER_CHECK,
+            "MAX_SCANNED_CHUNKS": MAX_CHUNKS_UNTIL_DECAYED,
+            "CHUNKS_PER_DECAY_CHECK": CHUNKS_PER_DECAY_CHECK,
         },
     )
     return outputs
@@ -214,11 +214,11 @@ def end_states(
         "REVERSE": sub_segment_plan.reverse,
         "STORE_CHUNK_STATES": False,
         "COMPUTE_TRANSITIONS": w is not None,
-        "FIRST_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
-        "STARTS_FROM_ZERO": sub_segment_plan.row_starts_from_zeros,
+        "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
+        "ROW_STARTS_FROM_ZEROS": sub_segment_plan.row_starts_from_zeros,
         "NUM_SCANS_WITH_FINAL_STATE": sub_segment_plan.num_scans_with_final_state,
         "SUB_SEGMENTS_PER_SEGMENT": sub_segment_plan.sub_segments_per_segment,
-        "NUM_UNTIL_DECAYED_TILES": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
+        "NUM_TILES_OF_CHUNKS_UNTIL_DECAYED": 0 if chunks_until_decayed is None else chunks_until_decayed.shape[3],
     }
     config, num_warps = _end_state_config(call)
     call = dataclasses.replace(call, spec=spec, config=config)
@@ -329,7 +329,7 @@ def delta_initial_states(
             "END_STATE_COLUMNS": end_states.shape[4],
             "FIRST_SCANNED_SEGMENT": sub_segment_plan.first_scanned_sub_segment,
             "BLOCK_K": pad_to_power_of_two(spec.K, MIN_TILE),
-            "BLOCK_J": min(pad_to_power_of_two(spec.K, MIN_TILE), 32),
+            "BLOCK_CONTRACTED_K": min(pad_to_power_of_two(spec.K, MIN_TILE), 32),
             "BLOCK_V": block_v,
             "HAS_INITIAL_STATE": row_initial_state is not None,
             "REVERSE": sub_segment_plan.reverse,

@@ -38,7 +38,7 @@ def forward(record: SelectiveScan, config: ScanDecodeTile) -> tuple[tuple[jax.Ar
         inputs,
         (
             # The index of an input means that the output is written to its memory.
-            len(inputs) - 1 if spec.IN_PLACE else Shape((rows, *states), jnp.float32),
+            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else Shape((rows, *states), jnp.float32),
             Shape(record.x.shape, record.x.dtype),
         ),
         batch=rows,

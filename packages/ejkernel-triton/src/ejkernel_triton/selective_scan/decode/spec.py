@@ -27,7 +27,7 @@ class ScanDecodeSpec:
         IS_PACKED: Whether sequences are packed.
         HAS_INITIAL_STATE: Whether there are initial states.
         NUM_SLOTS: Number of slots that hold them; 0 without slots.
-        IN_PLACE: Whether the final states alias the initial ones, and are read from there.
+        STATES_ARE_IN_PLACE: Whether the final states alias the initial ones, and are read from there.
     """
 
     T: int
@@ -40,7 +40,7 @@ class ScanDecodeSpec:
     IS_PACKED: bool
     HAS_INITIAL_STATE: bool
     NUM_SLOTS: int
-    IN_PLACE: bool
+    STATES_ARE_IN_PLACE: bool
 
 
 def make_spec(record: SelectiveScan, config: ScanDecodeTile) -> ScanDecodeSpec:
@@ -59,5 +59,5 @@ def make_spec(record: SelectiveScan, config: ScanDecodeTile) -> ScanDecodeSpec:
         IS_PACKED=packed,
         HAS_INITIAL_STATE=states is not None,
         NUM_SLOTS=slots,
-        IN_PLACE=states is not None and (slots > 0 or states.dtype == jnp.float32),
+        STATES_ARE_IN_PLACE=states is not None and (slots > 0 or states.dtype == jnp.float32),
     )

@@ -100,7 +100,7 @@ def sum_channels(b_terms, c_terms, spec: tl.constexpr):
 
 
 @triton.jit
-def store_token_sums(partial_sums, token, end, sums, spec: tl.constexpr):
+def store_token_sums(partial_sums, token, end, channel_sums, spec: tl.constexpr):
     """Stores the sums of a token from `sum_channels`."""
     BN: tl.constexpr = spec.BN
     LANES: tl.constexpr = spec.BLOCK_E
@@ -109,10 +109,10 @@ def store_token_sums(partial_sums, token, end, sums, spec: tl.constexpr):
     # Each program writes its own [T, 2 BN]; XLA adds up the programs in a fixed order.
     mask = token + 0 * lane < end
     if 2 * BN <= LANES:
-        tl.store(at + lane, tl.reshape(sums, [LANES]), mask=mask & (lane < 2 * BN))
+        tl.store(at + lane, tl.reshape(channel_sums, [LANES]), mask=mask & (lane < 2 * BN))
     else:
         SUMS_PER_LANE: tl.constexpr = BN // LANES
-        b_sums, c_sums = sums
+        b_sums, c_sums = channel_sums
         row = tl.arange(0, SUMS_PER_LANE)[:, None] * LANES + lane[None, :]
         tl.store(at + row, tl.reshape(b_sums, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
         tl.store(at + BN + row, tl.reshape(c_sums, [SUMS_PER_LANE, LANES]), mask=mask[None, :])
@@ -131,7 +131,7 @@ def recompute_states(
     columns = load_block_b_or_c(b_array, first_token, end, spec)
     for block in tl.range(0, num_blocks):
         # Stores only the states before blocks: the states of every token of an interval would not fit the registers.
-        store_scratch(scratch, block, state, channels, spec)
+        store_state_to_scratch(scratch, block, state, channels, spec)
         token = first_token + block * BLOCK_T
         next_token = token + BLOCK_T  # prefetched during the computation of this block
         next_xs, next_steps = (
@@ -177,15 +177,15 @@ def next_state(state, x_value, dt, decay_rates, b):
 
 
 @triton.jit
-def store_scratch(scratch, block, state, channels, spec: tl.constexpr):
+def store_state_to_scratch(scratch, block, state, channels, spec: tl.constexpr):
     """Stores a tile of states as block number `block` of the program's scratch."""
     n = tl.arange(0, spec.BN)[:, None]
     tl.store(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :], state)
 
 
 @triton.jit
-def load_scratch(scratch, block, channels, spec: tl.constexpr):
-    """Loads a tile of states that `store_scratch` stored."""
+def load_state_from_scratch(scratch, block, channels, spec: tl.constexpr):
+    """Loads a tile of states that `store_state_to_scratch` stored."""
     n = tl.arange(0, spec.BN)[:, None]
     return tl.load(scratch + block * (spec.BN * spec.BLOCK_E) + n * spec.BLOCK_E + channels[None, :])
 
@@ -200,7 +200,7 @@ def selective_scan_bwd_kernel(
     skip,
     states,
     cotangent,
-    end_cotangents,
+    segment_end_cotangents,
     cu_seqlens,
     first_intervals,
     dx,
@@ -215,10 +215,10 @@ def selective_scan_bwd_kernel(
 ):
     """Computes all gradients of a segment of the sequence, for the channels of a program; see the top.
 
-    `end_cotangents` [B, NUM_SEGMENTS, N, E] are the cotangents of the states after every segment. `partial_sums` [B,
-    NUM_CHANNEL_TILES, T, 2 BN] are dB and dC summed over the program's channels, `ddecay` [B, NUM_SEGMENTS, N, E] and
-    `dskip` [B, NUM_SEGMENTS, E] sums over its tokens, `dinitial_states` [B, N, E] the cotangents of the initial states.
-    Packed sequences are segments, as in `selective_scan_fwd_kernel`.
+    `segment_end_cotangents` [B, NUM_SEGMENTS, N, E] are the cotangents of the states after every segment.
+    `partial_sums` [B, NUM_CHANNEL_TILES, T, 2 BN] are dB and dC summed over the program's channels, `ddecay`
+    [B, NUM_SEGMENTS, N, E] and `dskip` [B, NUM_SEGMENTS, E] sums over its tokens, `dinitial_states` [B, N, E] the
+    cotangents of the initial states. Packed sequences are segments, as in `selective_scan_fwd_kernel`.
     """
     BLOCK_T: tl.constexpr = spec.BLOCK_T
     program = tl.program_id(0)
@@ -233,13 +233,15 @@ def selective_scan_bwd_kernel(
     )
     states = states + (row // per.STATES) * (spec.NUM_INTERVALS * spec.N * spec.E)
     partial_sums = partial_sums + (row * spec.NUM_CHANNEL_TILES + tile) * (spec.T * 2 * spec.BN)
-    scratch = scratch + tl.cast(program, tl.int64) * (spec.INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
+    scratch = scratch + tl.cast(program, tl.int64) * (spec.TOKENS_PER_INTERVAL // spec.BLOCK_T * spec.BN * spec.BLOCK_E)
     scratch -= tile * spec.BLOCK_E  # the scratch is indexed by the program's channels
     decay_rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     skip_weights = tl.load(skip + (row // per.SKIP) * spec.E + channels, mask=channels < spec.E, other=0.0)
-    end_cotangents = end_cotangents + (row // per.END_COTANGENTS) * (spec.NUM_SEGMENTS * spec.N * spec.E)
+    segment_end_cotangents = segment_end_cotangents + (row // per.SEGMENT_END_COTANGENTS) * (
+        spec.NUM_SEGMENTS * spec.N * spec.E
+    )
     # The cotangent of the states after the remaining tokens, which stays in registers through all intervals.
-    state_cotangent = load_boundary_state(end_cotangents, segment, channels, True, spec)
+    state_cotangent = load_boundary_state(segment_end_cotangents, segment, channels, True, spec)
     decay_gradient_acc = zero_state_tile(spec)
     skip_gradient_acc = zero_channel_vector(spec)
     if spec.IS_PACKED:
@@ -250,11 +252,11 @@ def selective_scan_bwd_kernel(
     else:
         start_token, end, first_interval = locate_segment(segment, spec)
     states = states + tl.cast(first_interval, tl.int64) * (spec.N * spec.E)
-    chunks = tl.cdiv(end - start_token, spec.INTERVAL)
+    chunks = tl.cdiv(end - start_token, spec.TOKENS_PER_INTERVAL)
     for reverse_index in tl.range(0, chunks):
         interval = chunks - 1 - reverse_index
-        first_token = start_token + interval * spec.INTERVAL
-        num_blocks = tl.cdiv(tl.minimum(spec.INTERVAL, end - first_token), spec.BLOCK_T)
+        first_token = start_token + interval * spec.TOKENS_PER_INTERVAL
+        num_blocks = tl.cdiv(tl.minimum(spec.TOKENS_PER_INTERVAL, end - first_token), spec.BLOCK_T)
         # The state that the forward pass stored: before the interval's first token.
         state = load_state(states + tl.cast(interval, tl.int64) * (spec.N * spec.E), channels, spec)
         recompute_states(
@@ -264,14 +266,16 @@ def selective_scan_bwd_kernel(
         # The first block's operands; without PREFETCH_TOKEN_BLOCKS nothing reads them, and the compiler drops the
         # loads.
         tokens = load_x_dt_dy(x, dt_array, cotangent, first_token + (num_blocks - 1) * BLOCK_T, end, channels, spec)
-        state = load_scratch(scratch, num_blocks - 1, channels, spec)
+        state = load_state_from_scratch(scratch, num_blocks - 1, channels, spec)
         for reverse_block in tl.range(0, num_blocks):
             block = num_blocks - 1 - reverse_block
             token = first_token + block * spec.BLOCK_T
-            state_before_block = state if spec.PREFETCH_STATES else load_scratch(scratch, block, channels, spec)
+            state_before_block = (
+                state if spec.PREFETCH_STATES else load_state_from_scratch(scratch, block, channels, spec)
+            )
             # The next block's states, loaded during this block's arithmetic; the first block reloads its own.
             if spec.PREFETCH_STATES:
-                state = load_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
+                state = load_state_from_scratch(scratch, tl.maximum(block - 1, 0), channels, spec)
             if spec.PREFETCH_TOKEN_BLOCKS:
                 xs, steps, dys = tokens
                 tokens = load_x_dt_dy(x, dt_array, cotangent, token - BLOCK_T, end, channels, spec)

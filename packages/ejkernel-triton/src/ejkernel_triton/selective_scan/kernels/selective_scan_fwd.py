@@ -10,7 +10,7 @@ special function units compute 16 per clock and multiprocessor.
 
 With one segment there is one pass. If there are too few channels to fill the chip, there are three:
 
-    segment_states        each segment from zeros: its final state, and its sum of dt; one exponential per element
+    segment_end_states        each segment from zeros: its final state, and its sum of dt; one exponential per element
     XLA                   state passing between segments: a product with exp(A * sum of dt), and a sum
     selective_scan_fwd    all segments in parallel, each from its initial state
 
@@ -38,9 +38,11 @@ from ejkernel_triton.selective_scan.kernels.tile import (
 @triton.jit
 def store_interval_state(states, offset, channels, state, spec: tl.constexpr):
     """Stores the state before a token that starts an interval; `offset` is the token's offset in its segment."""
-    # INTERVAL is a multiple of BLOCK_T, so only the first token of a block can start an interval.
-    if offset % spec.INTERVAL == 0:
-        store_state(states + tl.cast(offset // spec.INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec)
+    # TOKENS_PER_INTERVAL is a multiple of BLOCK_T, so only the first token of a block can start an interval.
+    if offset % spec.TOKENS_PER_INTERVAL == 0:
+        store_state(
+            states + tl.cast(offset // spec.TOKENS_PER_INTERVAL, tl.int64) * (spec.N * spec.E), channels, state, spec
+        )
 
 
 @triton.jit

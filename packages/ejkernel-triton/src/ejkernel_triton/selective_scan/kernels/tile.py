@@ -24,10 +24,10 @@ def locate_program(program, spec: tl.constexpr):
 def locate_segment(segment, spec: tl.constexpr):
     """Returns (first token, end, first interval) of a segment of the row."""
     # Segments are whole intervals, so each starts at a stored state.
-    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
+    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.TOKENS_PER_INTERVAL)
     return (
         first_token,
-        tl.minimum(first_token + spec.INTERVALS_PER_SEGMENT * spec.INTERVAL, spec.T),
+        tl.minimum(first_token + spec.INTERVALS_PER_SEGMENT * spec.TOKENS_PER_INTERVAL, spec.T),
         segment * spec.INTERVALS_PER_SEGMENT,
     )
 
@@ -62,7 +62,7 @@ def load_tokens(base, token, end, channels, spec: tl.constexpr):
     for i in tl.static_range(BLOCK_T):
         # A tuple of vectors instead of a tile: every token is a register that no loop has to index.
         token_rows += (
-            tl.load(start + (i * spec.E + channels), mask=in_bounds(token + i, end, channels, spec), other=0.0),
+            tl.load(start + (i * spec.E + channels), mask=in_bounds_mask(token + i, end, channels, spec), other=0.0),
         )
     return token_rows
 
@@ -77,11 +77,11 @@ def store_tokens(base, token, end, channels, token_rows, REVERSED: tl.constexpr,
     for i in tl.static_range(BLOCK_T):
         at = start + (i * spec.E + channels)
         row = token_rows[BLOCK_T - 1 - i] if REVERSED else token_rows[i]
-        tl.store(at, row.to(base.dtype.element_ty), mask=in_bounds(token + i, end, channels, spec))
+        tl.store(at, row.to(base.dtype.element_ty), mask=in_bounds_mask(token + i, end, channels, spec))
 
 
 @triton.jit
-def in_bounds(token, end, channels, spec: tl.constexpr):
+def in_bounds_mask(token, end, channels, spec: tl.constexpr):
     # A vector, since the interpreter has no & of a vector and a scalar.
     at = token + 0 * channels
     return (channels < spec.E) & (at >= 0) & (at < end)

@@ -33,12 +33,12 @@ MIN_LOG2_GATE_WITH_GRADIENT = tl.constexpr(-57.5)
 
 
 @triton.jit
-def reload_chunk_tiles(chunk_tiles, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
+def reload_chunk_tiles(chunk_pointers_and_bounds, base, column, level, COLUMNS: tl.constexpr, spec: tl.constexpr):
     """Loads queries, keys and cumulative gates of a chunk once more, inside the loop that uses them.
 
     The opaque offset keeps the compiler from hoisting the loads out of the loop, where their tiles would spill.
     """
-    query_base, key_base, first_token, sequence_end = chunk_tiles
+    query_base, key_base, first_token, sequence_end = chunk_pointers_and_bounds
     opaque_zero = level >> 5  # 0, which the compiler cannot fold
     q = load_token_rows(query_base + opaque_zero, first_token, sequence_end, column, spec.HQ, spec.K, COLUMNS, spec)
     k = load_token_rows(key_base + opaque_zero, first_token, sequence_end, column, spec.HK, spec.K, COLUMNS, spec)
@@ -55,7 +55,7 @@ def add_channel_gradients(
     gates,
     base,
     column,
-    chunk_tiles,
+    chunk_pointers_and_bounds,
     COLUMNS: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -72,7 +72,7 @@ def add_channel_gradients(
         gates: [CHUNK_SIZE, COLUMNS] cumulative gates.
         base: Address of the gates.
         column: First key channel.
-        chunk_tiles: Pointers to the chunk's queries and keys, its first token and its sequence's end.
+        chunk_pointers_and_bounds: Pointers to the chunk's queries and keys, its first token and its sequence's end.
     """
     # The caller loaded the tiles for the first branch; the second one loads them again (see `reload_chunk_tiles`).
     relative_gates, factors_fit = gates_relative_to_middle(gates, base, column, COLUMNS, spec)
@@ -91,7 +91,7 @@ def add_channel_gradients(
         LEVELS: tl.constexpr = spec.LOG2_CHUNK
         for level in tl.range(0, LEVELS, num_stages=1):
             # Reloaded from L2 at each level: three float32 tiles that live through the loop spill registers.
-            q, k, gate_cumsum = reload_chunk_tiles(chunk_tiles, base, column, level, COLUMNS, spec)
+            q, k, gate_cumsum = reload_chunk_tiles(chunk_pointers_and_bounds, base, column, level, COLUMNS, spec)
             weights = midpoint_decay(gate_cumsum, base, column, level, COLUMNS, spec)
             dscores = tl.where(half_block_pair_mask(level, spec), dscores_acc, 0.0).to(query.dtype)
             dq += weights * dot(dscores, (k * weights).to(key.dtype), spec)
@@ -153,7 +153,7 @@ def chunk_bwd_dqkg_kernel(
     BLOCK_V: tl.constexpr,
     HEADS_PER_PROGRAM: tl.constexpr,
     COMPUTE_GATE_GRADIENTS: tl.constexpr,
-    LOAD_AS_TWO_COLUMNS: tl.constexpr,
+    LOAD_VECTORS_AS_TWO_COLUMNS: tl.constexpr,
 ):
     """Computes the gradients of one chunk's queries, keys and gates; see `backward.key_gradients`."""
     NUM_K_TILES: tl.constexpr = (spec.K + BLOCK_K - 1) // BLOCK_K
@@ -202,7 +202,7 @@ def chunk_bwd_dqkg_kernel(
         dq *= spec.OUTPUT_SCALE
         dscores_acc *= spec.OUTPUT_SCALE
         if spec.HAS_DT:
-            if LOAD_AS_TWO_COLUMNS:
+            if LOAD_VECTORS_AS_TWO_COLUMNS:
                 dt_base = chunk_address(dt, row // per.DT, first_token, head, spec.T, spec.H, 1)
                 dt_values = load_vector_as_two_columns(dt_base + rows * spec.H, first_token + rows < sequence_end, True)
             else:
@@ -257,7 +257,7 @@ def chunk_bwd_dqkg_kernel(
             if spec.GATE_CHANNELS == 1:
                 gate_cumsum = (
                     load_vector_as_two_columns(gates_base + rows, rows >= 0, False)
-                    if LOAD_AS_TWO_COLUMNS
+                    if LOAD_VECTORS_AS_TWO_COLUMNS
                     else load_head_gate_cumsum(gates_base, constant_log2_gate, 0, CHUNK, spec)
                 )
                 dq *= tl.exp2(gate_cumsum)[:, None]

@@ -16,7 +16,7 @@ def zero_padding_kernel(
     per: tl.constexpr,
     T: tl.constexpr,
     WIDTH: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    NUM_SEQUENCES: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
 ):
@@ -29,8 +29,8 @@ def zero_padding_kernel(
     NUM_BLOCKS: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     row = program // NUM_BLOCKS
     first_token = (program % NUM_BLOCKS) * BLOCK_T
-    padded_cu_seqlens += (row // per.PADDED_CU_SEQLENS) * (SEQUENCES + 2)
-    sequences_start, sequences_end = tl.load(padded_cu_seqlens), tl.load(padded_cu_seqlens + SEQUENCES)
+    padded_cu_seqlens += (row // per.PADDED_CU_SEQLENS) * (NUM_SEQUENCES + 2)
+    sequences_start, sequences_end = tl.load(padded_cu_seqlens), tl.load(padded_cu_seqlens + NUM_SEQUENCES)
     # Most programs have no padding tokens, and end here.
     if (first_token < sequences_start) | (first_token + BLOCK_T > sequences_end):
         tokens = first_token + tl.arange(0, BLOCK_T)

@@ -118,7 +118,7 @@ def state_after_parent(
 
 
 @triton.jit
-def zero_states(states, cu_seqlens, sequence, mask, spec: tl.constexpr):
+def zero_padding_states(states, cu_seqlens, sequence, mask, spec: tl.constexpr):
     """Writes 0 to a sequence's share of the states after padding tokens, as `zero_padding_outputs` does to outputs."""
     zeros = tl.where(mask, 0.0, 0.0)
     sequences_start, sequences_end = (
@@ -218,7 +218,7 @@ def fused_recurrent_kernel(
         )
     initial_state_pointers = final_state_pointers
     # The state is loaded first, since it is most of the traffic.
-    if spec.IN_PLACE:
+    if spec.STATES_ARE_IN_PLACE:
         state = tl.load(final_state_pointers, mask=mask, other=0.0, eviction_policy=spec.STATE_EVICTION_POLICY).to(
             tl.float32
         )
@@ -329,4 +329,4 @@ def fused_recurrent_kernel(
     if spec.IS_PACKED:
         zero_padding_outputs(output, cu_seqlens, sequence, columns, spec.NUM_SEQUENCES, spec.T, spec.H * spec.V, spec.V)
         if spec.HAS_TREES:
-            zero_states(final_state_pointers, cu_seqlens, sequence, in_bounds, spec)
+            zero_padding_states(final_state_pointers, cu_seqlens, sequence, in_bounds, spec)

@@ -47,22 +47,22 @@ def chunk_bwd_dhu_kernel(
     w,
     cotangent,
     intra_chunk_dv,
-    final_gradient,
+    final_state_gradient,
     padded_cu_seqlens,
     chunk_offsets,
     sequences_by_length,
     chunks_until_decayed,
     dstates,
-    initial_gradient,
+    initial_state_gradient,
     dv_new,
     spec: tl.constexpr,
     per: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    HAS_FINAL_GRADIENTS: tl.constexpr,
+    HAS_FINAL_STATE_GRADIENTS: tl.constexpr,
     STORE_CHUNK_STATES: tl.constexpr,
-    FIRST_SEGMENT: tl.constexpr,
-    NUM_UNTIL_DECAYED_TILES: tl.constexpr,
+    FIRST_SCANNED_SEGMENT: tl.constexpr,
+    NUM_TILES_OF_CHUNKS_UNTIL_DECAYED: tl.constexpr,
 ):
     """Passes BLOCK_V columns of the gradient of one head's state from the last chunk of a sequence to the first.
 
@@ -78,25 +78,31 @@ def chunk_bwd_dhu_kernel(
     row = program // spec.NUM_SEQUENCES
     sequence = sequence_index_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
     first_chunk, end_chunk, sequence_start, sequence_end = load_sequence_bounds(
-        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
+        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SCANNED_SEGMENT, spec, per
     )
-    if NUM_UNTIL_DECAYED_TILES > 0:
+    if NUM_TILES_OF_CHUNKS_UNTIL_DECAYED > 0:
         # The gradient at the segment's start: chunks whose contribution decays to nothing on the way there are skipped.
         NUM_SEGMENTS: tl.constexpr = (spec.NUM_CHUNKS + spec.CHUNKS_PER_SEGMENT - 1) // spec.CHUNKS_PER_SEGMENT
         end_chunk = tl.minimum(
             end_chunk,
             first_chunk
             + load_chunks_until_decayed(
-                chunks_until_decayed, row, sequence + FIRST_SEGMENT, head, NUM_SEGMENTS, NUM_UNTIL_DECAYED_TILES, spec
+                chunks_until_decayed,
+                row,
+                sequence + FIRST_SCANNED_SEGMENT,
+                head,
+                NUM_SEGMENTS,
+                NUM_TILES_OF_CHUNKS_UNTIL_DECAYED,
+                spec,
             ),
         )
     rows = tl.arange(0, CHUNK)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-    if HAS_FINAL_GRADIENTS:
-        final_row = tl.cast(row // per.FINAL_GRADIENT, tl.int64) * spec.NUM_SEQUENCES + sequence
+    if HAS_FINAL_STATE_GRADIENTS:
+        final_row = tl.cast(row // per.FINAL_STATE_GRADIENT, tl.int64) * spec.NUM_SEQUENCES + sequence
         state_offset = (final_row * spec.H + head) * (spec.K * spec.V)
         # The scan starts with the cotangent of the final state.
-        acc = load_state(final_gradient + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
+        acc = load_state(final_state_gradient + state_offset, 0, v_start, BLOCK_K, BLOCK_V, spec).to(tl.float32)
     q_head = head // (spec.H // spec.HQ)
     k_head = head // (spec.H // spec.HK)
     next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, end_chunk - 1, 0, BLOCK_K, spec, per)
@@ -151,4 +157,4 @@ def chunk_bwd_dhu_kernel(
         else:
             acc = add_dot(acc, tl.trans(w_tile), -dx_rounded, spec)
     state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * spec.V)
-    store_state(initial_gradient + state_offset, acc, 0, v_start, spec)
+    store_state(initial_state_gradient + state_offset, acc, 0, v_start, spec)

@@ -10,14 +10,14 @@ from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dqkg import (
 )
 from ejkernel_triton.linear_recurrence.chunked.kernels.chunk_bwd_dv import store_token_scalars
 from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
-    FROM_MIDDLE_MATRIX,
-    SINCE_START_MATRIX,
-    TO_LEVEL_MIDPOINT_MATRIX,
-    UNTIL_END_MATRIX,
+    FROM_MIDDLE_MATRIX_INDEX,
+    SINCE_START_MATRIX_INDEX,
+    TO_LEVEL_MIDPOINT_MATRIX_INDEX,
+    UNTIL_END_MATRIX_INDEX,
     level_pair_mask,
     load_log_gates,
     multiply_by_decay,
-    split_gates,
+    split_gates_high_low,
     sub_chunk_pair_mask,
     sum_gates,
 )
@@ -64,8 +64,8 @@ def add_delta_channel_gradients(
         query: [CHUNK_SIZE, COLUMNS].
         key: [CHUNK_SIZE, COLUMNS].
         betas: [CHUNK_SIZE].
-        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
+        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
         gate_sum_matrix_address: Address of the matrices of `sum_gates`.
         spec: Constants.
     """
@@ -78,7 +78,7 @@ def add_delta_channel_gradients(
     NUM_LEVELS: tl.constexpr = spec.LOG2_CHUNK
     for level in tl.range(FIRST_LEVEL, NUM_LEVELS, num_stages=1, disable_licm=True):
         decay = tl.exp2(
-            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX + level, gates_high, gates_low, spec)
+            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX_INDEX + level, gates_high, gates_low, spec)
         )
         decayed_keys = multiply_by_decay(key, decay)
         masked_dqk_scores = tl.where(level_pair_mask(level, spec), dqk_scores, 0.0).to(key.dtype)
@@ -91,7 +91,7 @@ def add_delta_channel_gradients(
         )
         dk += decay * key_gradient_acc
     if spec.SUB_CHUNK_SIZE > 1:
-        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX, gates_high, gates_low, spec)
+        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX_INDEX, gates_high, gates_low, spec)
         decay_since, decay_until = tl.exp2(relative_gates), tl.exp2(-relative_gates)
         decayed_keys = multiply_by_decay(key, decay_until)
         # Other pairs are 0, and the factors are finite.
@@ -268,11 +268,13 @@ def chunk_bwd_dqkwg_kernel(
             gate_cumsum = load_log_gates(
                 dstates_base, first_token, sequence_end, k_start, (T > 1) * spec.H * spec.K, BLOCK_K, spec
             )
-            gates_high, gates_low = split_gates(gate_cumsum, k.dtype)
-            decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
+            gates_high, gates_low = split_gates_high_low(gate_cumsum, k.dtype)
+            decay_since = tl.exp2(
+                sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX_INDEX, gates_high, gates_low, spec)
+            )
             dq *= decay_since
             dr *= -decay_since
-            dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
+            dk *= tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX_INDEX, gates_high, gates_low, spec))
             state_product = state_product * tl.exp2(tl.sum(gate_cumsum, 0)) + tl.sum(dk * k.to(tl.float32), 0)
             dq, dr, dk = add_delta_channel_gradients(
                 dq, dr, dk, dqk_scores, dkk_scores, q, k, betas, gates_high, gates_low, gate_sum_matrix_address, spec

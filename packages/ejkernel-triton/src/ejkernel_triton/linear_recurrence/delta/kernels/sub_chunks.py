@@ -10,8 +10,10 @@ import triton.language as tl
 from ejkernel_triton.blocks import add_dot, dot
 from ejkernel_triton.linear_recurrence.kernels.tile import diagonal_mask, masked_load, to_clamped_log2_gates
 
-SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, TO_LEVEL_MIDPOINT_MATRIX = (tl.constexpr(n) for n in range(4))
-"""Indices of the matrices of `plan.make_gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT_MATRIX."""
+SINCE_START_MATRIX_INDEX, UNTIL_END_MATRIX_INDEX, FROM_MIDDLE_MATRIX_INDEX, TO_LEVEL_MIDPOINT_MATRIX_INDEX = (
+    tl.constexpr(n) for n in range(4)
+)
+"""Indices of the matrices of `plan.make_gate_sum_matrices`; those of levels follow TO_LEVEL_MIDPOINT_MATRIX_INDEX."""
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def multiply_by_decay(tile, decay):
 
 
 @triton.jit
-def split_gates(gates, dtype: tl.constexpr):
+def split_gates_high_low(gates, dtype: tl.constexpr):
     """Returns log2 gates as the operands of `sum_gates`.
 
     For 16-bit tiles these are two bfloat16 terms of each gate: more digits than its 16-bit factors have, and all sums
@@ -58,10 +60,10 @@ def sum_gates(gate_sum_matrix_address, matrix_index, gates_high, gates_low, spec
 
     Args:
         gate_sum_matrix_address: Address of the matrices.
-        matrix_index: Index of a matrix: SINCE_START_MATRIX, UNTIL_END_MATRIX, FROM_MIDDLE_MATRIX, or
-            TO_LEVEL_MIDPOINT_MATRIX plus a level.
-        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
+        matrix_index: Index of a matrix: SINCE_START_MATRIX_INDEX, UNTIL_END_MATRIX_INDEX, FROM_MIDDLE_MATRIX_INDEX, or
+            TO_LEVEL_MIDPOINT_MATRIX_INDEX plus a level.
+        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
         spec: Constants.
     """
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
@@ -123,8 +125,8 @@ def sub_chunk_scores(
         kk_scores: [CHUNK_SIZE, CHUNK_SIZE] float32.
         query: [CHUNK_SIZE, COLUMNS].
         key: [CHUNK_SIZE, COLUMNS].
-        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates`.
-        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates`.
+        gates_high: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
+        gates_low: [CHUNK_SIZE, COLUMNS], from `split_gates_high_low`.
         gate_sum_matrix_address: Address of the matrices of `sum_gates`.
         spec: Constants.
     """
@@ -133,7 +135,7 @@ def sub_chunk_scores(
     # The loop is not unrolled: unrolled levels spill (docs/lab/linear_recurrence_gpu.md, "Halving as a loop").
     for level in tl.range(FIRST_LEVEL, NUM_LEVELS, num_stages=1, disable_licm=True):
         decay = tl.exp2(
-            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX + level, gates_high, gates_low, spec)
+            sum_gates(gate_sum_matrix_address, TO_LEVEL_MIDPOINT_MATRIX_INDEX + level, gates_high, gates_low, spec)
         )
         decayed_keys = multiply_by_decay(key, decay)
         # A product of the whole chunk, most of which the mask drops, so that all levels have one tile shape.
@@ -146,7 +148,7 @@ def sub_chunk_scores(
         products = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1)
         qk_scores += tl.where(diagonal_mask(spec), products[:, None], 0.0)
     else:
-        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX, gates_high, gates_low, spec)
+        relative_gates = sum_gates(gate_sum_matrix_address, FROM_MIDDLE_MATRIX_INDEX, gates_high, gates_low, spec)
         decayed_keys = multiply_by_decay(key, tl.exp2(-relative_gates))
         decay_since = tl.exp2(relative_gates)
         # Masked after the product: other pairs may be inf or NaN.

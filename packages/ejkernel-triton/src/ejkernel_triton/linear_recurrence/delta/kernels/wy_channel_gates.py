@@ -20,11 +20,11 @@ import triton.language as tl
 from ejkernel_triton.blocks import dot
 from ejkernel_triton.linear_recurrence.delta.kernels.solve_tril import solve_tril
 from ejkernel_triton.linear_recurrence.delta.kernels.sub_chunks import (
-    SINCE_START_MATRIX,
-    UNTIL_END_MATRIX,
+    SINCE_START_MATRIX_INDEX,
+    UNTIL_END_MATRIX_INDEX,
     load_log_gates,
     multiply_by_decay,
-    split_gates,
+    split_gates_high_low,
     sub_chunk_scores,
     sum_gates,
 )
@@ -144,8 +144,8 @@ def wy_channel_gates_kernel(
         k = load_token_rows(key_base, first_token, sequence_end, k_start, spec.HK, spec.K, BLOCK_K, spec)
         columns = k_start + tl.arange(0, BLOCK_K)
         tl.store(gate_sum_address + columns, tl.sum(gates, 0), mask=columns < spec.K)
-        gates_high, gates_low = split_gates(gates, k.dtype)
-        decay_until = tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX, gates_high, gates_low, spec))
+        gates_high, gates_low = split_gates_high_low(gates, k.dtype)
+        decay_until = tl.exp2(sum_gates(gate_sum_matrix_address, UNTIL_END_MATRIX_INDEX, gates_high, gates_low, spec))
         store_token_rows(
             decayed_key_address,
             multiply_by_decay(k, decay_until),
@@ -156,7 +156,7 @@ def wy_channel_gates_kernel(
             spec.K,
             spec,
         )
-        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX, gates_high, gates_low, spec))
+        decay_since = tl.exp2(sum_gates(gate_sum_matrix_address, SINCE_START_MATRIX_INDEX, gates_high, gates_low, spec))
         store_token_rows(
             decayed_query_address,
             multiply_by_decay(q, decay_since),

@@ -101,11 +101,11 @@ def chunk_fwd_h_kernel(
     STORE_CHUNK_STATES: tl.constexpr,
     HAS_W: tl.constexpr,
     COMPUTE_TRANSITIONS: tl.constexpr,
-    FIRST_SEGMENT: tl.constexpr,
-    STARTS_FROM_ZERO: tl.constexpr,
+    FIRST_SCANNED_SEGMENT: tl.constexpr,
+    ROW_STARTS_FROM_ZEROS: tl.constexpr,
     NUM_SCANS_WITH_FINAL_STATE: tl.constexpr,
     SUB_SEGMENTS_PER_SEGMENT: tl.constexpr,
-    NUM_UNTIL_DECAYED_TILES: tl.constexpr,
+    NUM_TILES_OF_CHUNKS_UNTIL_DECAYED: tl.constexpr,
 ):
     """Passes a tile of one head's state along the chunks of a sequence or segment; see `forward.pass_states`."""
     NUM_COLUMNS: tl.constexpr = spec.V + spec.K if COMPUTE_TRANSITIONS else spec.V
@@ -123,7 +123,7 @@ def chunk_fwd_h_kernel(
     row = program // spec.NUM_SEQUENCES
     sequence = sequence_index_of_scan(sequences_by_length, row, program % spec.NUM_SEQUENCES, spec, per)
     first_chunk, end_chunk, sequence_start, sequence_end = load_sequence_bounds(
-        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SEGMENT, spec, per
+        padded_cu_seqlens, chunk_offsets, row, sequence + FIRST_SCANNED_SEGMENT, spec, per
     )
     state_offset = ((tl.cast(row, tl.int64) * spec.NUM_SEQUENCES + sequence) * spec.H + head) * (spec.K * NUM_COLUMNS)
     acc = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
@@ -134,17 +134,17 @@ def chunk_fwd_h_kernel(
     if COMPUTE_TRANSITIONS:
         # The transition of the first segment of a row that starts with zeros is not needed, nor are the final states of
         # the last segments: these programs have no chunks.
-        has_no_work = (sequence == 0) & (v_start >= spec.V) & STARTS_FROM_ZERO
+        has_no_work = (sequence == 0) & (v_start >= spec.V) & ROW_STARTS_FROM_ZEROS
         has_no_work |= (sequence >= NUM_SCANS_WITH_FINAL_STATE) & (v_start + BLOCK_V <= spec.V)
-        if NUM_UNTIL_DECAYED_TILES > 0:
+        if NUM_TILES_OF_CHUNKS_UNTIL_DECAYED > 0:
             # If the state before the segment decays to nothing inside it, nothing passes through, and only the chunks
             # after that determine its final state.
             NUM_SEGMENTS: tl.constexpr = (spec.NUM_CHUNKS + spec.CHUNKS_PER_SEGMENT - 1) // spec.CHUNKS_PER_SEGMENT
             first_contributing_chunk = end_chunk - load_chunks_until_decayed(
-                chunks_until_decayed, row, sequence, head, NUM_SEGMENTS, NUM_UNTIL_DECAYED_TILES, spec
+                chunks_until_decayed, row, sequence, head, NUM_SEGMENTS, NUM_TILES_OF_CHUNKS_UNTIL_DECAYED, spec
             )
             passes_state = first_chunk >= first_contributing_chunk
-            if STARTS_FROM_ZERO:
+            if ROW_STARTS_FROM_ZEROS:
                 passes_state &= sequence > 0
             has_transition_columns = v_start + BLOCK_V > spec.V
             first_needed_chunk = tl.where(
@@ -166,7 +166,7 @@ def chunk_fwd_h_kernel(
         # Sub-segments of a segment, whose final states are combined with the decay of those after them: one that decays
         # to nothing before the segment's end, in reverse before its start, is skipped.
         first_segment_chunk = (
-            (sequence + FIRST_SEGMENT)
+            (sequence + FIRST_SCANNED_SEGMENT)
             // SUB_SEGMENTS_PER_SEGMENT
             * (SUB_SEGMENTS_PER_SEGMENT * spec.CHUNKS_PER_SEGMENT)
         )
@@ -270,7 +270,7 @@ def chunk_fwd_h_kernel(
     if COMPUTE_TRANSITIONS:
         key_channels, columns = k_start + tl.arange(0, BLOCK_K), v_start + tl.arange(0, BLOCK_V)
         num_stored_columns = NUM_COLUMNS
-        if NUM_UNTIL_DECAYED_TILES > 0:
+        if NUM_TILES_OF_CHUNKS_UNTIL_DECAYED > 0:
             num_stored_columns = tl.where(passes_state, NUM_COLUMNS, spec.V)  # unused transitions are not read
         in_bounds = (key_channels < spec.K)[:, None] & (columns < num_stored_columns)[None, :]
         tl.store(

@@ -27,7 +27,7 @@ LOG2_MIN_NORMAL = tl.constexpr(-126.0)
 
 MIN_NORMAL = tl.constexpr(2.0**-126)
 
-NEVER_DECAYS = tl.constexpr(1 << 30)
+CHUNKS_IF_NEVER_DECAYED = tl.constexpr(1 << 30)
 """A count of more chunks than there are: the state does not vanish."""
 
 SAFETY_MARGIN_CHUNKS = tl.constexpr(16)
@@ -90,7 +90,7 @@ def max_chunks_until_decayed(
                 # The channel that decays the least counts.
                 max_log2_decay = tl.max(log2_decay, 0)
                 num_chunks += GATES_PER_STEP
-        return tl.where(max_log2_decay > LOG2_MIN_NORMAL, NEVER_DECAYS, num_chunks)
+        return tl.where(max_log2_decay > LOG2_MIN_NORMAL, CHUNKS_IF_NEVER_DECAYED, num_chunks)
 
 
 @triton.jit
@@ -118,18 +118,18 @@ def chunks_until_decayed_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     REVERSE: tl.constexpr,
-    FIRST_SEGMENT: tl.constexpr,
+    FIRST_SCANNED_SEGMENT: tl.constexpr,
     NUM_SCANNED_SEGMENTS: tl.constexpr,
-    MAX_CHUNKS: tl.constexpr,
-    CHUNKS_PER_CHECK: tl.constexpr,
+    MAX_SCANNED_CHUNKS: tl.constexpr,
+    CHUNKS_PER_DECAY_CHECK: tl.constexpr,
 ):
     """Computes the chunks until a segment's state has decayed, with the delta rule; see
     `forward.find_chunks_until_decayed`.
 
     That is how many of its last chunks the state at its end depends on; in reverse, how many of its first chunks the
     gradient depends on. A program computes BLOCK_V columns of the product of transitions M, starting with the identity:
-    of M^T from the last chunk on, in reverse of M from the first on. It checks every CHUNKS_PER_CHECK chunks, and gives
-    up after MAX_CHUNKS.
+    of M^T from the last chunk on, in reverse of M from the first on. It checks every CHUNKS_PER_DECAY_CHECK chunks, and
+    gives up after MAX_SCANNED_CHUNKS.
     """
     C: tl.constexpr = spec.CHUNK_SIZE
     NUM_TILES: tl.constexpr = (spec.K + BLOCK_V - 1) // BLOCK_V
@@ -143,7 +143,9 @@ def chunks_until_decayed_kernel(
     first_chunk = segment * spec.CHUNKS_PER_SEGMENT
     end_chunk = tl.minimum(first_chunk + spec.CHUNKS_PER_SEGMENT, spec.NUM_CHUNKS)
     num_chunks = tl.where(
-        (segment >= FIRST_SEGMENT) & (segment < FIRST_SEGMENT + NUM_SCANNED_SEGMENTS), end_chunk - first_chunk, 0
+        (segment >= FIRST_SCANNED_SEGMENT) & (segment < FIRST_SCANNED_SEGMENT + NUM_SCANNED_SEGMENTS),
+        end_chunk - first_chunk,
+        0,
     )
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key_channel = (tl.arange(0, BLOCK_K) < spec.K)[:, None]  # the identity of the padding would never vanish
@@ -151,11 +153,11 @@ def chunks_until_decayed_kernel(
     key_head = head // (spec.H // spec.HK)
     state_abs_sum = tl.sum(tl.sum(acc, 1), 0)
     num_chunks_done = first_chunk * 0
-    for _ in tl.range(0, MAX_CHUNKS // CHUNKS_PER_CHECK, num_stages=1):
+    for _ in tl.range(0, MAX_SCANNED_CHUNKS // CHUNKS_PER_DECAY_CHECK, num_stages=1):
         # Gives up on a state that does not lose a bit per chunk, and on NaN.
         decays_fast_enough = state_abs_sum <= tl.exp2((num_chunks_done * -1 + SAFETY_MARGIN_CHUNKS).to(tl.float32))
         if (state_abs_sum > MIN_NORMAL) & decays_fast_enough & (num_chunks_done < num_chunks):
-            num_chunks_in_step = tl.minimum(CHUNKS_PER_CHECK, num_chunks - num_chunks_done)
+            num_chunks_in_step = tl.minimum(CHUNKS_PER_DECAY_CHECK, num_chunks - num_chunks_done)
             first_step_chunk = first_chunk + num_chunks_done if REVERSE else end_chunk - 1 - num_chunks_done
             next_log2_chunk_decay = load_log2_chunk_decay(gates, row, head, first_step_chunk, 0, BLOCK_K, spec, per)
             for step in tl.range(0, num_chunks_in_step):
@@ -182,7 +184,9 @@ def chunks_until_decayed_kernel(
                 acc = add_dot(acc, tl.trans(k if REVERSE else w_tile), (-key_products).to(k.dtype), spec)
             num_chunks_done += num_chunks_in_step
             state_abs_sum = tl.sum(tl.sum(tl.abs(acc), 1), 0)
-    num_chunks_done = tl.where((state_abs_sum <= MIN_NORMAL) | (num_chunks == 0), num_chunks_done, NEVER_DECAYS)
+    num_chunks_done = tl.where(
+        (state_abs_sum <= MIN_NORMAL) | (num_chunks == 0), num_chunks_done, CHUNKS_IF_NEVER_DECAYED
+    )
     tl.store(
         chunks_until_decayed + ((row * spec.NUM_SEQUENCES + segment) * spec.H + head) * NUM_TILES + tile,
         num_chunks_done,

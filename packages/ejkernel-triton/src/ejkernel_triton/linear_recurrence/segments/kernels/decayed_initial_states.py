@@ -45,7 +45,7 @@ def decayed_initial_states_kernel(
     end_states,
     gates,
     initial_state,
-    segment_states,
+    initial_segment_states,
     spec: tl.constexpr,
     per: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
@@ -87,7 +87,7 @@ def decayed_initial_states_kernel(
     for step in tl.static_range(0, NUM_SEGMENTS):
         segment = NUM_SEGMENTS - 1 - step if REVERSE else step
         to = (tl.cast(row, tl.int64) * NUM_SEGMENTS + segment) * spec.H + head
-        store_state(segment_states + to * STATE_SIZE, acc, k_start, v_start, spec)
+        store_state(initial_segment_states + to * STATE_SIZE, acc, k_start, v_start, spec)
         if step < NUM_SEGMENTS - 1:
             for n in tl.static_range(0, SUB_SEGMENTS_PER_SEGMENT):
                 sub_segment = segment * SUB_SEGMENTS_PER_SEGMENT + (SUB_SEGMENTS_PER_SEGMENT - 1 - n if REVERSE else n)

@@ -13,7 +13,7 @@ def delta_initial_states_kernel(
     transitions,
     initial_state,
     passes_state,
-    segment_states,
+    initial_segment_states,
     spec: tl.constexpr,
     per: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
@@ -22,7 +22,7 @@ def delta_initial_states_kernel(
     END_STATE_COLUMNS: tl.constexpr,
     FIRST_SCANNED_SEGMENT: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr,
+    BLOCK_CONTRACTED_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HAS_INITIAL_STATE: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -50,7 +50,7 @@ def delta_initial_states_kernel(
         )
     for step in tl.range(0, NUM_SEGMENTS, num_stages=1):
         segment = NUM_SEGMENTS - 1 - step if REVERSE else step
-        state_base = segment_states + ((tl.cast(row, tl.int64) * NUM_SEGMENTS + segment) * spec.H + head) * (
+        state_base = initial_segment_states + ((tl.cast(row, tl.int64) * NUM_SEGMENTS + segment) * spec.H + head) * (
             spec.K * spec.V
         )
         store_state(state_base, acc, 0, v_start, spec)
@@ -71,8 +71,8 @@ def delta_initial_states_kernel(
                 num_transition_columns = (
                     tl.load(passes_state + ((row * NUM_TRANSITIONS + segment) * spec.H + head)) * spec.K
                 )
-            for j_start in tl.range(0, num_transition_columns, BLOCK_J):
-                j = j_start + tl.arange(0, BLOCK_J)
+            for j_start in tl.range(0, num_transition_columns, BLOCK_CONTRACTED_K):
+                j = j_start + tl.arange(0, BLOCK_CONTRACTED_K)
                 valid = (i < spec.K)[:, None] & (j < spec.K)[None, :]
                 if REVERSE:
                     transition = tl.load(
@@ -86,6 +86,6 @@ def delta_initial_states_kernel(
                         mask=valid,
                         other=0.0,
                     )
-                state = load_state(state_base, j_start, v_start, BLOCK_J, BLOCK_V, spec)
+                state = load_state(state_base, j_start, v_start, BLOCK_CONTRACTED_K, BLOCK_V, spec)
                 acc = add_dot(acc, transition, state, spec)
             tl.debug_barrier()  # all threads have read the state before the next is stored

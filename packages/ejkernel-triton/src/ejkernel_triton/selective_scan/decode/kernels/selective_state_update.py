@@ -76,7 +76,7 @@ def selective_state_update_kernel(
     STATES: tl.constexpr = (spec.NUM_SLOTS if spec.NUM_SLOTS > 0 else spec.NUM_SEQUENCES) * spec.E * spec.N
     final_address = final_states + row * STATES + state_index * (spec.E * spec.N) + at
     # The state is loaded first, since it is most of the traffic.
-    if spec.IN_PLACE:
+    if spec.STATES_ARE_IN_PLACE:
         state = tl.load(final_address, mask=mask, other=0.0).to(tl.float32)
     elif spec.HAS_INITIAL_STATE:
         initial_address = (

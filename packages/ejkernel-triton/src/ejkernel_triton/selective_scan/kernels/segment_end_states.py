@@ -25,7 +25,7 @@ def load_directional_b_or_c(b_or_c, token, i: tl.constexpr, REVERSE: tl.constexp
 
 
 @triton.jit
-def segment_states_kernel(
+def segment_end_states_kernel(
     dt_array,
     decay,
     b_or_c,
@@ -53,8 +53,8 @@ def segment_states_kernel(
     decay_rates = load_state(decay + (row // per.DECAY) * (spec.N * spec.E), channels, spec)
     state = zero_state_tile(spec)
     step_sum = zero_channel_vector(spec)
-    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.INTERVAL)
-    blocks = tl.cdiv(tl.minimum(spec.INTERVALS_PER_SEGMENT * spec.INTERVAL, spec.T - first_token), BLOCK_T)
+    first_token = segment * (spec.INTERVALS_PER_SEGMENT * spec.TOKENS_PER_INTERVAL)
+    blocks = tl.cdiv(tl.minimum(spec.INTERVALS_PER_SEGMENT * spec.TOKENS_PER_INTERVAL, spec.T - first_token), BLOCK_T)
     # In reverse the partial block comes first: its tokens after T have dt and values of 0 and change nothing.
     stride = -BLOCK_T if REVERSE else BLOCK_T
     token = first_token + (blocks - 1) * BLOCK_T if REVERSE else first_token
