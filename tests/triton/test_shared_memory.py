@@ -24,7 +24,7 @@ from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.config import fit_shared_memory, query_heads_per_tile, shared_memory
+from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory, shrink_to_shared_memory
 from ejkernel_triton.paged_attention.plan import prefix_config, split_prefix
 from ejkernel_triton.selected_attention import config as selected_config
 from ejkernel_triton.selected_attention.config import shared_memory as of_selected
@@ -76,9 +76,9 @@ def test_the_tiles_of_a_shared_prefix_fit(target):
 def test_a_configuration_that_fits_stays_as_it_is():
     record = paged(None, 8, (128, 128), (jnp.bfloat16, jnp.bfloat16))
     chosen = paged_config.heuristic(record, H200, "forward")
-    assert fit_shared_memory(record, chosen, gpu_of(H200)) == chosen
+    assert shrink_to_shared_memory(record, chosen, gpu_of(H200)) == chosen
     large = dataclasses.replace(chosen, block_kv=1024)
-    assert fit_shared_memory(record, large, gpu_of(H200)).block_kv < 1024
+    assert shrink_to_shared_memory(record, large, gpu_of(H200)).block_kv < 1024
 
 
 def test_calls_without_a_fitting_tile_are_refused_with_the_sizes():

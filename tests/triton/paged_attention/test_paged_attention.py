@@ -13,7 +13,7 @@ from ejkernel.families.paged_attention.work import WorkList, distribute_key_tile
 from ejkernel.ops.device import target_device
 from ejkernel_triton import launch, paged_attention
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.forward import _packed_bias_tables, forward
+from ejkernel_triton.paged_attention.forward import _packed_bias_table_ranges, forward
 
 VALUES = "test_value and not shapes and not residuals and not eager"
 # Of the values, those that differ in layout, dtype or writing.
@@ -83,7 +83,7 @@ def test_packed_biases_without_a_table_of_every_pair_are_not_read(rows):
         kv_heads=None,
         qq_bias=jnp.zeros(1, jnp.float32),
     )
-    table_rows = _packed_bias_tables(record)[:, 1]
+    table_rows = _packed_bias_table_ranges(record)[:, 1]
     assert table_rows.tolist() == [n if n == 1 else 0 for n in rows]
 
 

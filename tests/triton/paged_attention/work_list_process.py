@@ -8,7 +8,7 @@ import numpy as np
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention.work import distribute_key_tiles, make_work_list
 from ejkernel_triton.paged_attention.config import PagedForward
-from ejkernel_triton.paged_attention.plan import _stack_entries, _stack_shares, plan_work
+from ejkernel_triton.paged_attention.plan import _stack_program_shares, _stack_work_entries, plan_work
 from ejkernel_triton.paged_attention.spec import make_spec
 
 CONFIG = PagedForward(block_q=4, block_kv=16, num_programs=7, num_warps=1, num_stages=1)
@@ -61,7 +61,7 @@ def check(record):
     spec = make_spec(record, config, work.sequence.shape[0])
     entries, shares = plan_work(record, spec, config)
     live, begins = int(work.num_live), int(np.sum(np.asarray(dealt.begin) < dealt.total))
-    want_entries, want_shares = _stack_entries(work, dealt), _stack_shares(dealt)
+    want_entries, want_shares = _stack_work_entries(work, dealt), _stack_program_shares(dealt)
     np.testing.assert_array_equal(entries[:live], want_entries[:live])
     assert not np.asarray(entries)[live:, 2].any()
     np.testing.assert_array_equal(shares[:begins], want_shares[:begins])

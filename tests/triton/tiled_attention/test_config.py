@@ -47,8 +47,8 @@ def calls(draw):
 def test_ranges_contain_every_attending_pair_and_full_blocks_are_full(call, blocks):
     pairs = attended(call)
     tables = (
-        (plan_key_blocks(call, *blocks).table, pairs, blocks),
-        (plan_query_blocks(call, *blocks).table, pairs.swapaxes(1, 2), blocks[::-1]),
+        (plan_key_blocks(call, *blocks).block_lists, pairs, blocks),
+        (plan_query_blocks(call, *blocks).block_lists, pairs.swapaxes(1, 2), blocks[::-1]),
     )
     for table, wanted, (own, other) in tables:
         table = np.broadcast_to(np.asarray(table), (2, *table.shape[1:]))
@@ -70,7 +70,7 @@ def test_a_mask_of_padding_becomes_segments():
     assert call.mask is None
     assert (np.asarray(call.kv_segment_ids) == np.where(real, 0, -1)).all()
     assert (np.asarray(call.q_segment_ids) == 0).all()
-    assert np.asarray(plan_key_blocks(call, 8, 8).table)[0, 0].tolist() == [0, 0, 3, 4]
+    assert np.asarray(plan_key_blocks(call, 8, 8).block_lists)[0, 0].tolist() == [0, 0, 3, 4]
 
 
 def test_ids_of_one_side_restrict_nothing():
@@ -87,7 +87,7 @@ def test_candidates_are_different_and_small_enough(capability, size):
         assert found[0] == config.heuristic(record(4096, 4096, size, causal=True), device, direction)
         for part in found:
             chosen = [config.forward_tile(part)] if direction == "forward" else config.backward_tiles(part)
-            assert all(tile.stationary * tile.streamed // tile.warps <= 2048 for tile in chosen)
+            assert all(tile.stationary_rows * tile.streamed_rows // tile.warps <= 2048 for tile in chosen)
 
 
 def test_tiles_are_no_longer_than_what_there_is():
@@ -123,15 +123,15 @@ def test_public_sizes_are_those_of_both_backward_kernels():
 
 
 @pytest.mark.parametrize(("stationary", "streamed", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
-def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary, streamed, warps):
-    assert config.query_gradient_warps(stationary, streamed) == warps
+def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary_rows, streamed_rows, warps):
+    assert config.query_gradient_warps(stationary_rows, streamed_rows) == warps
 
 
 def scores_of_a_warp(call, device):
     """Of the three kernels."""
     found = [config.forward_tile(config.heuristic(call, device, "forward"))]
     found += config.backward_tiles(config.heuristic(call, device, "backward"))
-    return [tile.stationary * tile.streamed // tile.warps for tile in found]
+    return [tile.stationary_rows * tile.streamed_rows // tile.warps for tile in found]
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0, 12.0])
@@ -150,7 +150,7 @@ def test_float32_keys_are_held_whole_on_hopper_where_nothing_else_takes_register
     for features, whole in (({}, True), ({"logits_soft_cap": 30.0}, False), ({"q_segment_ids": ids}, False)):
         call = record(4096, 4096, 128, jnp.float32, causal=True, **features)
         keys, _ = config.backward_tiles(config.heuristic(call, H200, "backward"))
-        assert (keys.stationary >= keys.streamed) == whole
+        assert (keys.stationary_rows >= keys.streamed_rows) == whole
 
 
 def test_without_its_toolchain_or_device_it_is_refused_by_name():

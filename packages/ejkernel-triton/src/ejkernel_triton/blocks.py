@@ -35,7 +35,7 @@ def swizzled_tile_index(program, NUM_TILE_ROWS, NUM_TILE_COLUMNS: tl.constexpr, 
 
 
 @triton.jit
-def convert_to(x, DTYPE: tl.constexpr):
+def convert_to_dtype(x, DTYPE: tl.constexpr):
     """Returns a tile in the floating dtype of a name: "float32", "bfloat16" or "float16"."""
     if DTYPE == "float32":
         return x.to(tl.float32)

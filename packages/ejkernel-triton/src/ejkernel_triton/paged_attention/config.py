@@ -104,7 +104,7 @@ class TileShape:
         score_rows: Rows of scores.
         block_kv: Keys per tile.
         padded_head_dim: Padded columns of queries, and of keys.
-        padded_read_dim: Padded columns that are loaded per key, including those of its value.
+        padded_columns_loaded_per_key: Padded columns that are loaded per key, including those of its value.
         padded_value_dim: Padded columns of the accumulator.
         cache_itemsize: Bytes per element of the cache.
         operand_itemsize: Bytes per element of the products' operands.
@@ -118,7 +118,7 @@ class TileShape:
     score_rows: int
     block_kv: int
     padded_head_dim: int
-    padded_read_dim: int
+    padded_columns_loaded_per_key: int
     padded_value_dim: int
     cache_itemsize: int
     operand_itemsize: int
@@ -138,13 +138,13 @@ def heuristic(record: PagedAttention, device: DeviceInfo, direction: Direction) 
     needs_small_tiles = _needs_small_key_tiles(record)
     block_kv = 32 if needs_small_tiles else 64
     config = _make_config(record, device, block_kv, 4, 2 if needs_small_tiles else 3)
-    config = fit_shared_memory(record, config, gpu_of(device))
+    config = shrink_to_shared_memory(record, config, gpu_of(device))
     tile_within_page = paged_cache.page_size(record) % config.block_kv == 0
     if _query_rows_per_tile(record, device) == 1 and not needs_small_tiles and not tile_within_page:
         # Loading a page index per key gives 3359 GB/s instead of 3081 (docs/lab/paged_attention_gpu.md).
         # With two warps, the page indices of a tile need no separate pipeline stage, so that two tiles of keys and
         # values are in flight instead of one with four warps.
-        return fit_shared_memory(record, _make_config(record, device, 64, 2, 3), gpu_of(device))
+        return shrink_to_shared_memory(record, _make_config(record, device, 64, 2, 3), gpu_of(device))
     return dataclasses.replace(config, tile_within_page=tile_within_page)
 
 
@@ -155,7 +155,9 @@ def candidates(record: PagedAttention, device: DeviceInfo, direction: Direction)
     if _max_score_rows(record, device) == PREFILL_SCORE_ROWS:
         return _prefill_candidates(record, device)
     options = ((32, 4, 2), (64, 2, 3), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3))
-    configs = [fit_shared_memory(record, _make_config(record, device, *option), gpu_of(device)) for option in options]
+    configs = [
+        shrink_to_shared_memory(record, _make_config(record, device, *option), gpu_of(device)) for option in options
+    ]
     return tuple(
         dict.fromkeys(
             dataclasses.replace(x, tile_within_page=tile_within_page)
@@ -196,7 +198,7 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
     fitting = [
         x for programs_per_sm, x in configs if programs_per_sm * shared_memory(record, x, chip) <= chip.shared_memory
     ]
-    return tuple(dict.fromkeys(fitting or [fit_shared_memory(record, configs[-1][1], chip)]))
+    return tuple(dict.fromkeys(fitting or [shrink_to_shared_memory(record, configs[-1][1], chip)]))
 
 
 def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[PagedForward, ...]:
@@ -204,7 +206,7 @@ def _prefill_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Pag
     chip, page_size = gpu_of(device), paged_cache.page_size(record)
     configs = [_make_config(record, device, *x) for x in PREFILL_TILES]
     fitting = [x for x in configs if fits_shared_memory(record, x, chip)]
-    configs = fitting or [fit_shared_memory(record, configs[-1], chip)]
+    configs = fitting or [shrink_to_shared_memory(record, configs[-1], chip)]
     return tuple(dict.fromkeys(dataclasses.replace(x, tile_within_page=page_size % x.block_kv == 0) for x in configs))
 
 
@@ -305,7 +307,7 @@ def fits_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> bool:
     return shared_memory(record, config, chip) <= chip.shared_memory
 
 
-def fit_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
+def shrink_to_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer stages, rows and keys until it fits the chip; the smallest one if none
     fits.
     """
@@ -345,7 +347,7 @@ def _tile_shape(record: PagedAttention, config: Any, chip: Gpu) -> TileShape:
         block_kv=config.block_kv,
         padded_head_dim=padded_head_dim,
         # A latent vector is both key and value.
-        padded_read_dim=padded_head_dim if latent_dim else padded_head_dim + padded_value_dim,
+        padded_columns_loaded_per_key=padded_head_dim if latent_dim else padded_head_dim + padded_value_dim,
         padded_value_dim=pad_to_power_of_two(latent_dim, MIN_TILE) if latent_dim else padded_value_dim,
         cache_itemsize=cache_itemsize,
         operand_itemsize=max(operand_itemsize, compute_itemsize),
@@ -363,7 +365,7 @@ def _nvidia_shared_memory_bytes(shape: TileShape, chip: Gpu) -> int:
     has_wgmma = chip.architecture in ("hopper", "blackwell")
     uses_wgmma = has_wgmma and shape.score_rows >= MIN_WGMMA_ROWS and shape.num_warps >= MIN_WGMMA_WARPS
     # On other chips the last stage goes to registers.
-    register_stages, tile_elements = 0 if uses_wgmma else 1, shape.block_kv * shape.padded_read_dim
+    register_stages, tile_elements = 0 if uses_wgmma else 1, shape.block_kv * shape.padded_columns_loaded_per_key
     num_buffers, num_partial_buffers = shape.num_stages - register_stages, shape.partial_tile_stages - register_stages
     weight_bytes = operand_splits * shape.score_rows * shape.block_kv * shape.operand_itemsize
     if num_buffers > 0:
@@ -388,7 +390,7 @@ def _amd_shared_memory_bytes(shape: TileShape) -> int:
     """
     # Both loops copy tiles of keys and values, and that over partial tiles those of biases too.
     tile_bytes, bias_bytes = (
-        shape.block_kv * shape.padded_read_dim * shape.cache_itemsize,
+        shape.block_kv * shape.padded_columns_loaded_per_key * shape.cache_itemsize,
         shape.score_rows * shape.block_kv * shape.bias_itemsize,
     )
     copied_bytes = max((shape.num_stages - 1) * tile_bytes, (shape.partial_tile_stages - 1) * (tile_bytes + bias_bytes))

@@ -76,10 +76,10 @@ def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of all query rows over the keys of the shared prefix."""
     record, config = prefix.record, prefix_config(prefix.record)
     rotary = rotary_columns_of(record)
-    spec = make_paged_spec(record, config, rotary, row_positions=prefix.row_positions is not None)
+    spec = make_paged_spec(record, config, rotary, load_row_positions=prefix.row_positions_and_contexts is not None)
     work_plan = plan_work(record, spec, config)
     return _zero_outside_sequences(
-        record, *_attend_work_items(record, rotary, spec, work_plan, config, prefix.row_positions)
+        record, *_attend_work_items(record, rotary, spec, work_plan, config, prefix.row_positions_and_contexts)
     )
 
 
@@ -100,7 +100,7 @@ def _attend_work_items(
     spec: PagedSpec,
     work_plan: tuple[jax.Array, jax.Array],
     config: PagedForward,
-    row_positions: jax.Array | None = None,
+    row_positions_and_contexts: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of the rows that are in the work list.
 
@@ -110,7 +110,7 @@ def _attend_work_items(
         spec: The constants of its kernels.
         work_plan: Its work list and the programs' shares.
         config: Warps and stages.
-        row_positions: [T, 2] int32, position and context of each query row, where the spec has LOAD_ROW_POSITIONS.
+        row_positions_and_contexts: [T, 2] int32, of each query row, where the spec has LOAD_ROW_POSITIONS.
     """
     from ejkernel_triton.paged_attention.kernels.paged_attention import paged_attention_kernel
 
@@ -118,7 +118,9 @@ def _attend_work_items(
     batched = jax.tree.map(lambda x: x[None], record)
     work_list, program_shares = (x[None] for x in work_plan)
     sinks, slopes = (None if x is None else x.astype(jnp.float32) for x in (batched.softmax_aux, batched.alibi_slopes))
-    bias_tables, row_positions = (None if x is None else x[None] for x in (_packed_bias_tables(record), row_positions))
+    bias_tables, row_positions_and_contexts = (
+        None if x is None else x[None] for x in (_packed_bias_table_ranges(record), row_positions_and_contexts)
+    )
     values = record.key_pages if record.value_pages is None else record.value_pages
     output, lse, *partial_softmaxes = launch(
         paged_attention_kernel,
@@ -133,7 +135,7 @@ def _attend_work_items(
             slopes,
             batched.qq_bias,
             bias_tables,
-            row_positions,
+            row_positions_and_contexts,
         ),
         _output_shapes(record, spec),
         batch=1,
@@ -184,7 +186,7 @@ def _combine_splits(inputs: tuple[jax.Array | None, ...], spec: PagedSpec) -> tu
     )
 
 
-def _packed_bias_tables(record: PagedAttention) -> jax.Array | None:
+def _packed_bias_table_ranges(record: PagedAttention) -> jax.Array | None:
     """Returns start and rows of each sequence's table in a packed `qq_bias`, [N, 2] int32; None for others."""
     if record.qq_bias is None or record.qq_bias.ndim != 1:
         return None
@@ -200,11 +202,12 @@ def _packed_bias_tables(record: PagedAttention) -> jax.Array | None:
 
 
 def merge_prefix(
-    prefix: tuple[jax.Array, jax.Array], suffix_result: tuple[jax.Array, jax.Array]
+    prefix_result: tuple[jax.Array, jax.Array], suffix_result: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over two sets of keys."""
     partial_outputs = [
-        PartialAttention(output.astype(jnp.float32)[None], lse.T[None]) for output, lse in (prefix, suffix_result)
+        PartialAttention(output.astype(jnp.float32)[None], lse.T[None])
+        for output, lse in (prefix_result, suffix_result)
     ]
     output, lse = merge(*partial_outputs)
     return output[0].astype(suffix_result[0].dtype), lse[0].T

@@ -32,14 +32,14 @@ MAX_PLANNED_ENTRIES = 8192
 
 
 def make_paged_spec(
-    record: PagedAttention, config: PagedForward, rotary: RotaryColumns | None, row_positions: bool = False
+    record: PagedAttention, config: PagedForward, rotary: RotaryColumns | None, load_row_positions: bool = False
 ) -> PagedSpec:
     """Returns the constants of a record's kernels, with room for the longest work list."""
     sequences = record.kv_lens.shape[0]
     # An upper bound on the entries: each sequence may have one partial tile.
     tiles = record.query.shape[0] // config.block_q + sequences
     entries = sequences if record.query_start is None else tiles
-    return make_spec(record, config, entries, rotary, row_positions)
+    return make_spec(record, config, entries, rotary, load_row_positions)
 
 
 def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> tuple[jax.Array, jax.Array]:
@@ -51,7 +51,7 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
             record = dataclasses.replace(record, causal=False, sliding_window=None, chunk_size=None)
         work = make_work_list(record, config.block_q)
         schedule = distribute_key_tiles(work, config.block_kv, spec.HK, config.num_programs)
-        return _stack_entries(work, schedule), _stack_shares(schedule)
+        return _stack_work_entries(work, schedule), _stack_program_shares(schedule)
     from ejkernel_triton.paged_attention.kernels.work_list import work_list_kernel
 
     work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.num_live_sequences(record))
@@ -79,16 +79,24 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     return work_list[0], program_shares[0]
 
 
-def _stack_entries(work: WorkList, schedule: KeyTileRanges) -> jax.Array:
+def _stack_work_entries(work_list: WorkList, key_tile_ranges: KeyTileRanges) -> jax.Array:
     """Returns the work list, computed by XLA."""
-    fields = (work.sequence, work.row, work.rows, work.position, work.context_length, work.low, work.high)
-    return jnp.stack((*fields, schedule.start, schedule.tiles_per_head), axis=1)
+    fields = (
+        work_list.sequence,
+        work_list.row,
+        work_list.rows,
+        work_list.position,
+        work_list.context_length,
+        work_list.low,
+        work_list.high,
+    )
+    return jnp.stack((*fields, key_tile_ranges.start, key_tile_ranges.tiles_per_head), axis=1)
 
 
-def _stack_shares(schedule: KeyTileRanges) -> jax.Array:
+def _stack_program_shares(key_tile_ranges: KeyTileRanges) -> jax.Array:
     """Returns the programs' starts and, last, the tiles per share and in total."""
-    rows = jnp.stack((schedule.entry, schedule.begin), axis=1)
-    return jnp.concatenate((rows, jnp.stack((schedule.tiles_per_program, schedule.total))[None]))
+    rows = jnp.stack((key_tile_ranges.entry, key_tile_ranges.begin), axis=1)
+    return jnp.concatenate((rows, jnp.stack((key_tile_ranges.tiles_per_program, key_tile_ranges.total))[None]))
 
 
 MIN_TILES_TO_COPY_PREFIX = 4
@@ -104,12 +112,12 @@ class SharedPrefix:
 
     Attributes:
         record: The record.
-        row_positions: [T, 2] int32, position and context of each query row in its own sequence; None if no term reads
-            them.
+        row_positions_and_contexts: [T, 2] int32, position and context of each query row in its own sequence; None if
+            no term reads them.
     """
 
     record: PagedAttention
-    row_positions: jax.Array | None
+    row_positions_and_contexts: jax.Array | None
 
 
 def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
@@ -119,7 +127,7 @@ def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
     sequences = record.kv_lens.shape[0]
     position_terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
     # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
-    row_positions = (
+    row_positions_and_contexts = (
         None
         if record.query_start is not None and position_terms == (None, None, None)
         else _row_positions_and_contexts(record)
@@ -131,17 +139,19 @@ def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
         record,
         block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
-        kv_starts=None if row_positions is None else _first_visible_key(record, row_positions),
+        kv_starts=None
+        if row_positions_and_contexts is None
+        else _first_visible_key(record, row_positions_and_contexts),
         query_start=_query_range_of_batch(record),
         num_seqs=None,
         new_keys=None,
         new_values=None,
         softmax_aux=None,  # a sink joins the denominator once
         qq_bias=None,  # pairs of queries are after the prefix
-        causal=row_positions is not None,
+        causal=row_positions_and_contexts is not None,
         shared_prefix=None,
     )
-    return SharedPrefix(prefix, row_positions), suffix
+    return SharedPrefix(prefix, row_positions_and_contexts), suffix
 
 
 def _query_range_of_batch(record: PagedAttention) -> jax.Array:

@@ -71,10 +71,10 @@ class PagedSpec:
         LOAD_ROW_POSITIONS: Whether positions of query rows are loaded, since a tile has rows of several sequences.
         HAS_ALIBI: Whether there are ALiBi slopes.
         PARTIAL_TILE_STAGES: Pipeline stages of the loop over partial tiles.
-        QQ_BIAS_SIZE: Entries of `qq_bias`; 0 without it.
-        QQ_BIAS_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
+        NUM_QQ_BIAS_ELEMENTS: Entries of `qq_bias`; 0 without it.
+        NUM_QQ_BIAS_ROWS: Rows of a table of `qq_bias`; 0 if tables are packed, so that each has its own number.
         HAS_QQ_BIAS_PER_SEQUENCE: Whether each sequence has such a table.
-        QQ_BIAS_IS_PACKED: Whether tables are packed; `qq_bias_tables` has the start and the rows of each sequence's.
+        QQ_BIAS_IS_PACKED: Whether tables are packed; `qq_bias_table_ranges` has start and rows of each sequence's.
         HAS_SINKS: Whether there are sinks.
         SCORES_ARE_ONLY_SCALED: Whether scores are scaled products, with nothing else applied.
         VALUE_SCALE: Factor on the output.
@@ -128,8 +128,8 @@ class PagedSpec:
     LOAD_ROW_POSITIONS: bool
     HAS_ALIBI: bool
     PARTIAL_TILE_STAGES: int
-    QQ_BIAS_SIZE: int
-    QQ_BIAS_ROWS: int
+    NUM_QQ_BIAS_ELEMENTS: int
+    NUM_QQ_BIAS_ROWS: int
     HAS_QQ_BIAS_PER_SEQUENCE: bool
     QQ_BIAS_IS_PACKED: bool
     HAS_SINKS: bool
@@ -159,8 +159,8 @@ class WriteSpec:
         D: Columns of a token.
         CACHE_ROW_WIDTH: Columns of a row of the cache.
         PADDED_ROW_WIDTH: CACHE_ROW_WIDTH, padded to a power of two.
-        FIRST_PART_WIDTH: Number of a token's columns at the start of a row.
-        SECOND_PART_START: Column of a row of the cache at which the token's other columns start.
+        NUM_LEADING_COLUMNS: Number of a token's columns at the start of a row.
+        TRAILING_COLUMNS_START: Column of a row of the cache at which the token's other columns start.
         NUM_PAGES: Pages of the cache.
         PAGE_SIZE: Slots per page.
         PAGE_SLOT_HEAD_STRIDES: Strides of pages, slots and heads, in elements.
@@ -178,8 +178,8 @@ class WriteSpec:
     D: int
     CACHE_ROW_WIDTH: int
     PADDED_ROW_WIDTH: int
-    FIRST_PART_WIDTH: int
-    SECOND_PART_START: int
+    NUM_LEADING_COLUMNS: int
+    TRAILING_COLUMNS_START: int
     NUM_PAGES: int
     PAGE_SIZE: int
     PAGE_SLOT_HEAD_STRIDES: Strides
@@ -262,8 +262,8 @@ def make_write_spec(
         D=width,
         CACHE_ROW_WIDTH=row_width,
         PADDED_ROW_WIDTH=pad_to_dot_size(row_width),
-        FIRST_PART_WIDTH=first_part_width,
-        SECOND_PART_START=second_part_start,
+        NUM_LEADING_COLUMNS=first_part_width,
+        TRAILING_COLUMNS_START=second_part_start,
         NUM_PAGES=paged_cache.page_count(record),
         PAGE_SIZE=paged_cache.page_size(record),
         PAGE_SLOT_HEAD_STRIDES=page_slot_head_strides(pages, layout),
@@ -355,16 +355,18 @@ def _qq_bias_constants(bias: jax.Array | None) -> dict[str, Any]:
     """Returns the constants of `qq_bias`."""
     rank = 0 if bias is None else bias.ndim
     return {
-        "QQ_BIAS_SIZE": 0 if bias is None else bias.size,
-        "QQ_BIAS_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
+        "NUM_QQ_BIAS_ELEMENTS": 0 if bias is None else bias.size,
+        "NUM_QQ_BIAS_ROWS": bias.shape[-1] if bias is not None and rank > 1 else 0,
         "HAS_QQ_BIAS_PER_SEQUENCE": rank == 3,
         "QQ_BIAS_IS_PACKED": rank == 1,
     }
 
 
-def wider_dtype(query: Any, cache: Any) -> Any:
+def wider_dtype(query_dtype: Any, cache_dtype: Any) -> Any:
     """Returns the wider of two dtypes; 8-bit caches are converted to the query's dtype."""
-    return jnp.dtype(query if jnp.dtype(cache).itemsize == 1 else jnp.promote_types(query, cache))
+    return jnp.dtype(
+        query_dtype if jnp.dtype(cache_dtype).itemsize == 1 else jnp.promote_types(query_dtype, cache_dtype)
+    )
 
 
 def _key_and_value_strides(record: PagedAttention, rotary: RotaryColumns | None) -> tuple[Strides, Strides, int]:

@@ -29,7 +29,7 @@ from ejkernel_triton.selected_attention.spec import SelectedSpec, make_spec
 from ejkernel_triton.sizes import pad_to_dot_size
 
 Gradients = dict[str, jax.Array]
-RowInputs = tuple[jax.Array, jax.Array, jax.Array]
+PerQueryInputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, config: SelectedBackward) -> Gradients:
@@ -50,30 +50,30 @@ def selected_gradients(
     record: SelectedAttention,
     branch: BranchResiduals,
     cotangent: jax.Array,
-    requested: frozenset[str],
+    requested_fields: frozenset[str],
     config: SelectedBackward,
 ) -> Gradients:
     """Returns the requested gradients of query, key and value in the selected branch."""
     delta = jnp.sum(cotangent.astype(jnp.float32) * branch.output.astype(jnp.float32), axis=-1)
     lse = branch.lse.swapaxes(1, 2) * LOG2E
-    row_inputs = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
+    per_query_inputs = (cotangent, jnp.where(lse == -jnp.inf, 0, lse), delta)
     spec = make_spec(record)
     gradients: Gradients = {}
-    if "query" in requested:
-        gradients["query"] = _query_gradients(record, row_inputs, spec, config)
-    if requested & {"key", "value"}:
-        gradients["key"], gradients["value"] = _key_gradients(record, row_inputs, spec, config)
+    if "query" in requested_fields:
+        gradients["query"] = _query_gradients(record, per_query_inputs, spec, config)
+    if requested_fields & {"key", "value"}:
+        gradients["key"], gradients["value"] = _key_gradients(record, per_query_inputs, spec, config)
     return gradients
 
 
 def _query_gradients(
-    record: SelectedAttention, row_inputs: RowInputs, spec: SelectedSpec, config: SelectedBackward
+    record: SelectedAttention, per_query_inputs: PerQueryInputs, spec: SelectedSpec, config: SelectedBackward
 ) -> jax.Array:
     from ejkernel_triton.selected_attention.kernels.selected_bwd_dq import selected_bwd_dq_kernel
 
     (dquery,) = launch(
         selected_bwd_dq_kernel,
-        (*kernel_inputs(record), *row_inputs),
+        (*kernel_inputs(record), *per_query_inputs),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=spec.T * spec.HK * record.query.shape[0],
@@ -85,7 +85,7 @@ def _query_gradients(
 
 
 def _key_gradients(
-    record: SelectedAttention, row_inputs: RowInputs, spec: SelectedSpec, config: SelectedBackward
+    record: SelectedAttention, per_query_inputs: PerQueryInputs, spec: SelectedSpec, config: SelectedBackward
 ) -> tuple[jax.Array, jax.Array]:
     from ejkernel_triton.selected_attention.kernels.selected_bwd_dkdv import selected_bwd_dkdv_kernel
 
@@ -101,7 +101,7 @@ def _key_gradients(
         selected_bwd_dkdv_kernel,
         (
             *(query, key, value, query_lists.tokens, query_lists.list_splits),
-            *(block_starts, key_ends, q_positions, q_ids, k_ids, *row_inputs),
+            *(block_starts, key_ends, q_positions, q_ids, k_ids, *per_query_inputs),
         ),
         [*shapes, *(Shape(x, jnp.float32) for x in sum_shapes)],
         batch=batch,

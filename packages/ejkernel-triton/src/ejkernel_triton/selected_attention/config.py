@@ -110,7 +110,7 @@ def candidates(
 ) -> tuple[SelectedForward | SelectedBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the most likely first."""
     configs = _forward_configs(record, device) if direction == "forward" else _backward_configs(record, device)
-    return tuple(dict.fromkeys(fit_shared_memory(record, x, gpu_of(device)) for x in configs))
+    return tuple(dict.fromkeys(shrink_to_shared_memory(record, x, gpu_of(device)) for x in configs))
 
 
 def shared_memory_refusal(record: SelectedAttention, device: DeviceInfo) -> str:
@@ -125,7 +125,7 @@ def shared_memory_refusal(record: SelectedAttention, device: DeviceInfo) -> str:
 
 
 def _forward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedForward]:
-    block_kv, warps = _query_tile(record, "forward")
+    block_kv, warps = _query_program_tile(record, "forward")
     if is_interpreting():
         return [SelectedForward(block_kv=block_kv, num_warps=4, num_stages=2)]
     tiles = ((block_kv, warps, 2), *QUERY_TILES)
@@ -134,8 +134,8 @@ def _forward_configs(record: SelectedAttention, device: DeviceInfo) -> list[Sele
 
 def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[SelectedBackward]:
     length = max(MIN_LIST_LENGTH, pad_to_dot_size(record.query.shape[1] * blocks_per_query(record) // 256))
-    block_kv, warps = _query_tile(record, "backward")
-    key_block_kv, query_rows, key_warps = _key_tile(record, device)
+    block_kv, warps = _query_program_tile(record, "backward")
+    key_block_kv, query_rows, key_warps = _key_program_tile(record, device)
     default = SelectedBackward(
         block_kv=block_kv,
         num_warps=warps,
@@ -161,24 +161,24 @@ def _backward_configs(record: SelectedAttention, device: DeviceInfo) -> list[Sel
     return [default, *query_kernel_configs, *key_kernel_configs, *list_length_configs]
 
 
-def _query_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
+def _query_program_tile(record: SelectedAttention, direction: Direction) -> tuple[int, int]:
     """Returns keys and warps of programs of one query each: the fewest warps whose registers hold the tile."""
     if is_interpreting():
         return min(pad_to_dot_size(record.block_size), 16), 4
     # One warp needs no barrier and no exchange through shared memory: 1.6 ms forward with 64 keys and two stages, where
     # four warps take 1.95. The kernel of dq spills with one warp (docs/lab/native_sparse_attention_gpu.md).
-    row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
+    row, is_float32 = _longest_row_bytes(record), record.query.dtype.itemsize > 2
     keys = min(pad_to_dot_size(record.block_size), 64 if not is_float32 or row <= 256 else 32 if row <= 512 else 16)
     if is_float32 or row > 256 or group_size(record) > 16:
         return keys, 4
     return keys, 1 if direction == "forward" else 2
 
 
-def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
+def _key_program_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, int]:
     """Returns keys, query rows and warps of `selected_bwd_dkdv_kernel`: the largest accumulators that fit registers."""
     if is_interpreting():
         return min(pad_to_dot_size(record.block_size), 16), 16, 4
-    row, is_float32 = _row_bytes(record), record.query.dtype.itemsize > 2
+    row, is_float32 = _longest_row_bytes(record), record.query.dtype.itemsize > 2
     architecture = gpu_of(device).architecture
     if is_float32:
         keys, query_rows, warps = (32, 32, 4) if row <= 256 else (16, 16, 4)
@@ -192,26 +192,26 @@ def _key_tile(record: SelectedAttention, device: DeviceInfo) -> tuple[int, int, 
     return min(keys, pad_to_dot_size(record.block_size)), query_rows, warps
 
 
-def _row_bytes(record: SelectedAttention) -> int:
+def _longest_row_bytes(record: SelectedAttention) -> int:
     """Returns the padded bytes of the longest row."""
     return pad_to_dot_size(max(record.query.shape[3], record.value.shape[3])) * record.query.dtype.itemsize
 
 
-def fit_shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
+def shrink_to_shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer keys and stages until it fits the chip; the smallest one if none fits."""
     backward = hasattr(config, "key_block_kv")
     while _query_program_bytes(record, config, chip, backward) > chip.shared_memory:
-        if (smaller := _smaller(config, "block_kv", "num_stages")) is None:
+        if (smaller := _shrink_config(config, "block_kv", "num_stages")) is None:
             break
         config = smaller
     while backward and _key_program_bytes(record, config, chip) > chip.shared_memory:
-        if (smaller := _smaller(config, "key_block_kv", "key_stages")) is None:
+        if (smaller := _shrink_config(config, "key_block_kv", "key_stages")) is None:
             break
         config = smaller
     return config
 
 
-def _smaller(config: Any, keys: str, stages: str) -> Any:
+def _shrink_config(config: Any, keys: str, stages: str) -> Any:
     """Returns the configuration with half the keys of a program, or a stage less; None for the smallest one."""
     if getattr(config, keys) > MIN_TILE:
         return dataclasses.replace(config, **{keys: getattr(config, keys) // 2})

@@ -6,7 +6,7 @@ Lists are inverted, from the blocks that a query lists to the queries that list 
                                                        splits          | L | L | L | rest |     one    |
 
 The sort is of one unsigned integer per slot. Nothing is recompiled when lists change: there is room for one split per
-block, and one for every `max_split_queries` slots.
+block, and one for every `max_queries_per_split` slots.
 
 The compressed branch has one key per block. There are so few that a backward kernel with a program per tile of keys
 leaves most of a GPU idle. So its queries are split, and the splits are more batch rows with the same keys:
@@ -60,8 +60,8 @@ DENSE_OPERATION = "flash_attention"
 """The operation that computes the branches that are tiled attention."""
 
 
-def invert_block_lists(record: SelectedAttention, max_split_queries: int) -> QueryLists:
-    """Returns the lists of a record, in splits of at most `max_split_queries` queries."""
+def invert_block_lists(record: SelectedAttention, max_queries_per_split: int) -> QueryLists:
+    """Returns the lists of a record, in splits of at most `max_queries_per_split` queries."""
     block_indices, num_blocks = record.block_indices, num_listable_blocks(record)
     assert block_indices is not None  # selected before
     if record.q_segment_ids is not None:
@@ -70,10 +70,10 @@ def invert_block_lists(record: SelectedAttention, max_split_queries: int) -> Que
     entries = tokens.shape[2]
     list_lengths = jnp.diff(bounds)
     # A block that no query lists has one empty split, whose program stores its zeros.
-    split_counts = jnp.maximum(cdiv(list_lengths, max_split_queries), 1)
+    split_counts = jnp.maximum(cdiv(list_lengths, max_queries_per_split), 1)
     split_ends = jnp.cumsum(split_counts, axis=-1)
     split_starts = split_ends - split_counts
-    max_splits = num_blocks + entries // max_split_queries
+    max_splits = num_blocks + entries // max_queries_per_split
     split_index = jnp.arange(max_splits, dtype=jnp.int32)
     # Counts the blocks all of whose splits come before.
     block = jnp.sum(split_ends[:, :, None, :] <= split_index[:, None], axis=-1, dtype=jnp.int32)
@@ -86,19 +86,19 @@ def invert_block_lists(record: SelectedAttention, max_split_queries: int) -> Que
     sum_slot_counts = jnp.where(split_counts > 1, split_counts, 0)
     first_slot = jnp.cumsum(sum_slot_counts, axis=-1) - sum_slot_counts
     index_in_block = split_index - take_at_block(split_starts)
-    first_entry = take_at_block(bounds[..., :-1]) + index_in_block * max_split_queries
+    first_entry = take_at_block(bounds[..., :-1]) + index_in_block * max_queries_per_split
     list_splits = (
         jnp.where(is_used, block, -1),
         first_entry,
-        jnp.minimum(first_entry + max_split_queries, take_at_block(bounds[..., 1:])),
+        jnp.minimum(first_entry + max_queries_per_split, take_at_block(bounds[..., 1:])),
         jnp.where(take_at_block(sum_slot_counts) > 0, take_at_block(first_slot) + index_in_block, -1),
     )
-    # A list that is split has more than `max_split_queries` entries, and at most twice as many splits as full ones.
+    # A list that is split has more than `max_queries_per_split` entries, and at most twice as many splits as full ones.
     return QueryLists(
         tokens=tokens,
         list_splits=jnp.stack(list_splits, axis=-1).astype(jnp.int32),
         sum_slots=jnp.stack((first_slot, sum_slot_counts), axis=-1).astype(jnp.int32),
-        num_sum_slots=max(1, 2 * (entries // max_split_queries)),
+        num_sum_slots=max(1, 2 * (entries // max_queries_per_split)),
     )
 
 
@@ -182,7 +182,7 @@ def _split_queries(pullback: Pullback, splits: int) -> Pullback:
     length = cdiv(tokens, splits)
     num_padding = splits * length - tokens
 
-    def split(x: Any, value: Any = 0) -> Any:
+    def split_into_batch_rows(x: Any, value: Any = 0) -> Any:
         if x is None:
             return None
         x = jnp.broadcast_to(x, (batch, *x.shape[1:]))
@@ -195,19 +195,19 @@ def _split_queries(pullback: Pullback, splits: int) -> Pullback:
     # Padding of the last split has position -1, before all keys, and segment -1: it attends to nothing.
     split_record = dataclasses.replace(
         record,
-        query=split(record.query),
+        query=split_into_batch_rows(record.query),
         key=repeat_for_splits(record.key),
         value=repeat_for_splits(record.value),
-        q_segment_ids=split(record.q_segment_ids, -1),
+        q_segment_ids=split_into_batch_rows(record.q_segment_ids, -1),
         kv_segment_ids=repeat_for_splits(record.kv_segment_ids),
-        q_positions=split(record.q_positions, -1),
+        q_positions=split_into_batch_rows(record.q_positions, -1),
         kv_positions=repeat_for_splits(record.kv_positions),
     )
-    lse = split(pullback.residuals.lse.swapaxes(1, 2), -jnp.inf).swapaxes(1, 2)
+    lse = split_into_batch_rows(pullback.residuals.lse.swapaxes(1, 2), -jnp.inf).swapaxes(1, 2)
     return dataclasses.replace(
         pullback,
         record=split_record,
         residuals=SoftmaxResiduals(lse=lse),
-        output=split(pullback.output),
-        cotangent=split(pullback.cotangent),
+        output=split_into_batch_rows(pullback.output),
+        cotangent=split_into_batch_rows(pullback.cotangent),
     )

@@ -64,14 +64,14 @@ def backward(pullback: Pullback, params: TritonBackward) -> Gradients:
         pullback.grad_fields,
     )
     delta = _output_cotangent_products(pullback, record)
-    row_inputs = _row_inputs(pullback, record, delta)
+    per_query_inputs = _per_query_inputs(pullback, record, delta)
     gradients: Gradients = {}
     if requested & {"key", "value"}:
-        gradients |= _key_value_gradients(record, row_inputs, key_tile, requested & {"key", "value"})
+        gradients |= _key_value_gradients(record, per_query_inputs, key_tile, requested & {"key", "value"})
     if "query" in requested:
-        gradients["query"] = _query_gradient(record, row_inputs, query_tile)
+        gradients["query"] = _query_gradient(record, per_query_inputs, query_tile)
     if "bias" in requested:
-        gradients["bias"] = _bias_gradient(record, row_inputs, query_tile)
+        gradients["bias"] = _bias_gradient(record, per_query_inputs, query_tile)
     if "softmax_aux" in requested:
         gradients["softmax_aux"] = sinks_gradient(pullback, delta)
     return {name: gradients[name] for name in sorted(requested)}
@@ -81,22 +81,22 @@ def _output_cotangent_products(pullback: Pullback, record: TiledAttention) -> ja
     """Returns <do, o> of every row, [B, H, T]."""
     cotangent = pullback.cotangent.astype(record.query.dtype)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    return _zero_padding(products, record)
+    return _zero_padding_rows(products, record)
 
 
-def _zero_padding(x: jax.Array, record: TiledAttention) -> jax.Array:
+def _zero_padding_rows(x: jax.Array, record: TiledAttention) -> jax.Array:
     """Returns [B, H, T] with zeros for padding, whose cotangents may be anything."""
     return x if record.q_segment_ids is None else jnp.where(record.q_segment_ids[:, None] >= 0, x, 0)
 
 
-def _row_inputs(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
+def _per_query_inputs(pullback: Pullback, record: TiledAttention, delta: jax.Array) -> tuple[Any, ...]:
     """Returns the kernels' other inputs per query: cotangent, shift of its scores in log2, delta, argmax.
 
     All but the cotangent are [B, H, T].
     """
     residuals, cotangent = pullback.residuals, pullback.cotangent.astype(record.query.dtype)
     if pullback.lse_cotangent is not None:
-        delta = _zero_padding(subtract_lse_cotangent(delta, pullback), record)
+        delta = _zero_padding_rows(subtract_lse_cotangent(delta, pullback), record)
     # Rows that attend to nothing have shift -inf. With 0 their weights are finite, and masks make them 0.
     shift = residuals.lse if record.normalize_output else residuals.row_max
     # Rows whose keys are all masked by a bias have the lowest finite score.
@@ -105,56 +105,58 @@ def _row_inputs(pullback: Pullback, record: TiledAttention, delta: jax.Array) ->
 
 
 def _key_value_gradients(
-    record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile, requested: frozenset[str]
+    record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile, requested_fields: frozenset[str]
 ) -> Gradients:
     """Returns the requested gradients of key and value, by one kernel if registers suffice for both sums."""
-    if len(requested) == 2 and splits_key_value_gradients(record):
+    if len(requested_fields) == 2 and splits_key_value_gradients(record):
         return {
             k: x
-            for name in requested
-            for k, x in _key_value_gradients(record, row_inputs, tile, frozenset({name})).items()
+            for name in requested_fields
+            for k, x in _key_value_gradients(record, per_query_inputs, tile, frozenset({name})).items()
         }
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dkdv import flash_bwd_dkdv_kernel
 
     # Without the keys' gradient, a tile can have twice as many queries, unless their positions take the registers.
-    has_spare_registers = splits_key_value_gradients(record) and "key" not in requested and record.q_positions is None
-    slice_rows = slices_rows(record, tile.stationary, tile.streamed)
-    block_q = tile.streamed * (2 if has_spare_registers and not slice_rows else 1)
-    blocks = plan_query_blocks(record, block_q, tile.stationary)
-    num_tiles = tiles(record.key.shape[1], tile.stationary)
+    has_spare_registers = (
+        splits_key_value_gradients(record) and "key" not in requested_fields and record.q_positions is None
+    )
+    slice_rows = slices_rows(record, tile.stationary_rows, tile.streamed_rows)
+    block_q = tile.streamed_rows * (2 if has_spare_registers and not slice_rows else 1)
+    blocks = plan_query_blocks(record, block_q, tile.stationary_rows)
+    num_tiles = tiles(record.key.shape[1], tile.stationary_rows)
     fields = {"key": record.key, "value": record.value}
     # Outputs that are not requested are not written, and have one element.
-    outputs = [Shape(x.shape if name in requested else (1,), x.dtype) for name, x in fields.items()]
+    outputs = [Shape(x.shape if name in requested_fields else (1,), x.dtype) for name, x in fields.items()]
     results = launch(
         flash_bwd_dkdv_kernel,
-        (*kernel_operands(record, blocks), *row_inputs),
+        (*kernel_operands(record, blocks), *per_query_inputs),
         outputs,
         batch=record.key.shape[0],
         grid=num_tiles * record.key.shape[2] * record.key.shape[0],
         num_warps=tile.warps,
         num_stages=tile.stages,
         constants={
-            "spec": make_spec(record, block_q, tile.stationary, slice_rows=slice_rows),
+            "spec": make_spec(record, block_q, tile.stationary_rows, slice_rows=slice_rows),
             "BLOCK_Q": block_q,
-            "BLOCK_KV": tile.stationary,
+            "BLOCK_KV": tile.stationary_rows,
             "NUM_TILES": num_tiles,
-            "LIST_SHAPE": blocks.lists,
-            "DK": "key" in requested,
-            "DV": "value" in requested,
+            "LIST_SHAPE": blocks.list_shape,
+            "DK": "key" in requested_fields,
+            "DV": "value" in requested_fields,
         },
     )
-    return {name: x for name, x in zip(fields, results, strict=True) if name in requested}
+    return {name: x for name, x in zip(fields, results, strict=True) if name in requested_fields}
 
 
-def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
+def _query_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dq import flash_bwd_dq_kernel
 
     # One program per query tile and query head. Every program stores its rows of dq once.
-    blocks = plan_key_blocks(record, tile.stationary, tile.streamed)
-    num_tiles = tiles(record.query.shape[1], tile.stationary)
+    blocks = plan_key_blocks(record, tile.stationary_rows, tile.streamed_rows)
+    num_tiles = tiles(record.query.shape[1], tile.stationary_rows)
     (dquery,) = launch(
         flash_bwd_dq_kernel,
-        (*kernel_operands(record, blocks), *row_inputs),
+        (*kernel_operands(record, blocks), *per_query_inputs),
         [Shape(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=num_tiles * record.query.shape[2] * record.query.shape[0],
@@ -163,27 +165,27 @@ def _query_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: T
         constants={
             **query_tile_constants(record, tile),
             "NUM_TILES": num_tiles,
-            "LIST_SHAPE": blocks.lists,
+            "LIST_SHAPE": blocks.list_shape,
             "REVERSE_TILES": record.causal,
         },
     )
     return dquery
 
 
-def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
+def _bias_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], tile: Tile) -> jax.Array:
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dbias import flash_bwd_dbias_kernel
 
     bias, num_queries, num_keys = record.bias, record.query.shape[1], record.key.shape[1]
     assert bias is not None  # its gradient is requested
     # Without the gradient of the queries a tile can have twice as many, if rows are multiplied in pieces.
-    if splits_key_value_gradients(record) and slices_rows(record, 2 * tile.stationary, tile.streamed):
-        tile = tile._replace(stationary=2 * tile.stationary)
-    blocks = plan_bias_blocks(record, tile.stationary, tile.streamed)
-    q_tiles, k_tiles = tiles(num_queries, tile.stationary), tiles(num_keys, tile.streamed)
+    if splits_key_value_gradients(record) and slices_rows(record, 2 * tile.stationary_rows, tile.streamed_rows):
+        tile = tile._replace(stationary_rows=2 * tile.stationary_rows)
+    blocks = plan_bias_blocks(record, tile.stationary_rows, tile.streamed_rows)
+    q_tiles, k_tiles = tiles(num_queries, tile.stationary_rows), tiles(num_keys, tile.streamed_rows)
     grid = (*bias.shape[:2], q_tiles if bias.shape[2] > 1 else 1, k_tiles if bias.shape[3] > 1 else 1)
     (dbias,) = launch(
         flash_bwd_dbias_kernel,
-        (*kernel_operands(record, blocks), *row_inputs),
+        (*kernel_operands(record, blocks), *per_query_inputs),
         [Shape(bias.shape, bias.dtype)],
         batch=record.query.shape[0],
         grid=math.prod(grid),
@@ -194,7 +196,7 @@ def _bias_gradient(record: TiledAttention, row_inputs: tuple[Any, ...], tile: Ti
             "NUM_Q_TILES": q_tiles,
             "NUM_K_TILES": k_tiles,
             "BIAS_SIZES": bias.shape[1:],
-            "LIST_SHAPE": blocks.lists,
+            "LIST_SHAPE": blocks.list_shape,
         },
     )
     return dbias

@@ -62,15 +62,15 @@ class TritonBackward:
     dq: GradientTile
 
 
-def _field_of_all_kernels(field: str) -> tuple[str, ...]:
+def _field_paths_of_all_kernels(field: str) -> tuple[str, ...]:
     return field, f"dkv.{field}", f"dq.{field}"
 
 
 PUBLIC_FIELDS = {
-    "q_blocksize": _field_of_all_kernels("block_q"),
-    "kv_blocksize": _field_of_all_kernels("block_kv"),
-    "num_warps": _field_of_all_kernels("num_warps"),
-    "num_stages": _field_of_all_kernels("num_stages"),
+    "q_blocksize": _field_paths_of_all_kernels("block_q"),
+    "kv_blocksize": _field_paths_of_all_kernels("block_kv"),
+    "num_warps": _field_paths_of_all_kernels("num_warps"),
+    "num_stages": _field_paths_of_all_kernels("num_stages"),
 }
 """Maps fields of the public configuration to fields of these: a public size sets it in both backward kernels."""
 
@@ -78,16 +78,16 @@ PUBLIC_FIELDS = {
 class Tile(NamedTuple):
     """A tile: rows that a program keeps, rows that it streams, warps and stages."""
 
-    stationary: int
-    streamed: int
+    stationary_rows: int
+    streamed_rows: int
     warps: int
     stages: int
 
 
 # By bytes per row of the operands, the larger of queries and values, padded: up to 128, 256, 512, and 1024 in float32.
-TilePreference = tuple[tuple[Tile, ...], ...]
+PreferredTilesByRowSize = tuple[tuple[Tile, ...], ...]
 
-FORWARD_TILES: dict[MatrixUnit, TilePreference] = {
+FORWARD_TILES: dict[MatrixUnit, PreferredTilesByRowSize] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 128, 4, 2), Tile(128, 64, 8, 3)),
         (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
@@ -107,7 +107,7 @@ FORWARD_TILES: dict[MatrixUnit, TilePreference] = {
     "interpreter": ((Tile(32, 32, 4, 1), Tile(16, 64, 4, 1)),) * 4,
 }
 
-KEY_GRADIENT_TILES: dict[MatrixUnit, TilePreference] = {
+KEY_GRADIENT_TILES: dict[MatrixUnit, PreferredTilesByRowSize] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
         (Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(128, 64, 8, 3)),
@@ -127,7 +127,7 @@ KEY_GRADIENT_TILES: dict[MatrixUnit, TilePreference] = {
     "interpreter": ((Tile(32, 16, 4, 1), Tile(16, 32, 4, 1)),) * 4,
 }
 
-QUERY_GRADIENT_TILES: dict[MatrixUnit, TilePreference] = {
+QUERY_GRADIENT_TILES: dict[MatrixUnit, PreferredTilesByRowSize] = {
     "hopper": (
         (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
         (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
@@ -206,10 +206,10 @@ KEY_GRADIENT_TILES["blackwell"], QUERY_GRADIENT_TILES["blackwell"] = (
 )
 FORWARD_TILES["blackwell"] = (*FORWARD_TILES["hopper"][:2], (Tile(128, 32, 8, 3), Tile(64, 32, 4, 2)))
 
-TileExceptions = dict[tuple[PassName, MatrixUnit], dict[int, tuple[Tile, ...]]]
+PreferredTileOverrides = dict[tuple[PassName, MatrixUnit], dict[int, tuple[Tile, ...]]]
 
 # Preferred tiles by the size of rows, as above, if segment ids or positions are loaded too.
-SEGMENT_OR_POSITION_TILES: TileExceptions = {
+SEGMENT_OR_POSITION_TILES: PreferredTileOverrides = {
     ("forward", "ampere"): {2: (Tile(64, 32, 8, 2),)},
     ("forward", "float32"): {1: (Tile(32, 64, 8, 1),), 2: (Tile(16, 64, 8, 1),)},
     ("forward", "hopper, float32"): {2: (Tile(16, 64, 8, 1),)},
@@ -221,7 +221,7 @@ SEGMENT_OR_POSITION_TILES: TileExceptions = {
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
 }
 # Preferred tiles if more is computed per score: with a soft cap, bias, mask or dropout.
-MODIFIED_SCORE_TILES: TileExceptions = {
+MODIFIED_SCORE_TILES: PreferredTileOverrides = {
     ("forward", "hopper"): {2: (Tile(128, 32, 8, 3),)},
     ("forward", "hopper, float32"): {2: (Tile(32, 64, 8, 1),)},
     ("forward", "ampere"): {0: (Tile(64, 32, 4, 3),), 2: (Tile(64, 32, 8, 2),)},
@@ -237,7 +237,7 @@ MODIFIED_SCORE_TILES: TileExceptions = {
     ("queries", "hopper, float32"): {1: (Tile(32, 64, 8, 1),)},
 }
 
-TILES_OF_PASS: dict[PassName, dict[MatrixUnit, TilePreference]] = {
+TILES_OF_PASS: dict[PassName, dict[MatrixUnit, PreferredTilesByRowSize]] = {
     "forward": FORWARD_TILES,
     "keys": KEY_GRADIENT_TILES,
     "queries": QUERY_GRADIENT_TILES,
@@ -332,7 +332,7 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
             <= shared_memory_bytes
         ]
     fitting = fitting or [usual_tiles[-1]]
-    stationary = fitting[0].stationary
+    stationary_rows = fitting[0].stationary_rows
     # If no tile is on a causal diagonal, long tiles are faster.
     if (
         pass_name == "forward"
@@ -341,7 +341,7 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
         and not exceptional_tiles
         and _attends_to_everything(record)
     ):
-        fitting.sort(key=lambda tile: 0 if tile.stationary != stationary else -tile.streamed)
+        fitting.sort(key=lambda tile: 0 if tile.stationary_rows != stationary_rows else -tile.streamed_rows)
     return tuple(fitting)
 
 
@@ -363,36 +363,39 @@ def _attends_to_everything(record: TiledAttention) -> bool:
 
 def _forward_config(record: TiledAttention, tile: Tile) -> TritonForward:
     queries, keys = (
-        _clamp_block_size(tile.stationary, record.query.shape[1]),
-        _clamp_block_size(tile.streamed, record.key.shape[1]),
+        _clamp_block_size(tile.stationary_rows, record.query.shape[1]),
+        _clamp_block_size(tile.streamed_rows, record.key.shape[1]),
     )
     return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def _backward_config(record: TiledAttention, keys: Tile, queries: Tile) -> TritonBackward:
+def _backward_config(record: TiledAttention, key_gradient_tile: Tile, query_gradient_tile: Tile) -> TritonBackward:
     t, s = record.query.shape[1], record.key.shape[1]
-    stationary, streamed = _clamp_block_size(queries.stationary, t), _clamp_block_size(queries.streamed, s)
+    stationary_rows, streamed_rows = (
+        _clamp_block_size(query_gradient_tile.stationary_rows, t),
+        _clamp_block_size(query_gradient_tile.streamed_rows, s),
+    )
     return TritonBackward(
         dkv=GradientTile(
-            block_q=_clamp_block_size(keys.streamed, t),
-            block_kv=_clamp_block_size(keys.stationary, s),
-            num_warps=keys.warps,
-            num_stages=keys.stages,
+            block_q=_clamp_block_size(key_gradient_tile.streamed_rows, t),
+            block_kv=_clamp_block_size(key_gradient_tile.stationary_rows, s),
+            num_warps=key_gradient_tile.warps,
+            num_stages=key_gradient_tile.stages,
         ),
         dq=GradientTile(
-            block_q=stationary,
-            block_kv=streamed,
-            num_warps=query_gradient_warps(stationary, streamed),
-            num_stages=queries.stages,
+            block_q=stationary_rows,
+            block_kv=streamed_rows,
+            num_warps=query_gradient_warps(stationary_rows, streamed_rows),
+            num_stages=query_gradient_tile.stages,
         ),
     )
 
 
-def query_gradient_warps(stationary: int, streamed: int) -> int:
+def query_gradient_warps(stationary_rows: int, streamed_rows: int) -> int:
     """Returns the warps of programs that accumulate for queries: one per 16 queries, or per 8 keys if the tile has
     more keys.
     """
-    return stationary // 16 if stationary >= streamed else streamed // 8
+    return stationary_rows // 16 if stationary_rows >= streamed_rows else streamed_rows // 8
 
 
 def _clamp_block_size(block: int, length: int) -> int:

@@ -28,12 +28,12 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
 
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
-    blocks, q_tiles = plan_key_blocks(record, tile.stationary, tile.streamed), tiles(t, tile.stationary)
+    blocks, q_tiles = plan_key_blocks(record, tile.stationary_rows, tile.streamed_rows), tiles(t, tile.stationary_rows)
     outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
     constants = {
         **query_tile_constants(record, tile),
         "NUM_TILES": q_tiles,
-        "LIST_SHAPE": blocks.lists,
+        "LIST_SHAPE": blocks.list_shape,
         "REVERSE_TILES": record.causal,
     }
     if record.normalize_output:

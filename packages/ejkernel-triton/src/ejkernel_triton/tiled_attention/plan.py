@@ -26,14 +26,14 @@ class BlockTables:
     """The tables with the blocks of each program.
 
     Attributes:
-        table: int32 [B|1, ...], the operand `block_lists`.
+        block_lists: int32 [B|1, ...], the operand of that name.
         tile_masks: int8 [1, n, block_q, block_kv], the operand of that name; None without a pattern.
-        lists: The constant `LIST_SHAPE`: heads (1 if all share) and row length of the table; None without a pattern.
+        list_shape: The constant `LIST_SHAPE`: heads (1 if all share) and row length; None without a pattern.
     """
 
-    table: jax.Array
+    block_lists: jax.Array
     tile_masks: jax.Array | None
-    lists: tuple[int, int] | None
+    list_shape: tuple[int, int] | None
 
 
 def plan_key_blocks(record: TiledAttention, block_q: int, block_kv: int) -> BlockTables:
@@ -61,29 +61,33 @@ def plan_bias_blocks(record: TiledAttention, block_q: int, block_kv: int) -> Blo
     """
     if record.pattern is None:
         return plan_key_blocks(record, block_q, block_kv)
-    pattern_blocks = block_map(record, block_q, block_kv)
-    ids = jnp.where(jnp.asarray(pattern_blocks.any_allowed), pattern_blocks.mask_ids, -1)
-    return BlockTables(table=ids, tile_masks=_tile_mask_array(pattern_blocks), lists=(ids.shape[1], ids.shape[3]))
+    pattern_block_map = block_map(record, block_q, block_kv)
+    ids = jnp.where(jnp.asarray(pattern_block_map.any_allowed), pattern_block_map.mask_ids, -1)
+    return BlockTables(
+        block_lists=ids, tile_masks=_tile_mask_array(pattern_block_map), list_shape=(ids.shape[1], ids.shape[3])
+    )
 
 
-def _consecutive_blocks(nonempty: Any, full_pairs: Any, xp: Any) -> BlockTables:
-    table = xp.stack(nonempty_and_full_tile_runs(nonempty, full_pairs, xp), axis=-1).astype(np.int32)
-    return BlockTables(table=jnp.asarray(table), tile_masks=None, lists=None)
+def _consecutive_blocks(nonempty_blocks: Any, full_blocks: Any, xp: Any) -> BlockTables:
+    table = xp.stack(nonempty_and_full_tile_runs(nonempty_blocks, full_blocks, xp), axis=-1).astype(np.int32)
+    return BlockTables(block_lists=jnp.asarray(table), tile_masks=None, list_shape=None)
 
 
-def _tile_mask_array(pattern_blocks: BlockMap) -> jax.Array:
-    return jnp.asarray(pattern_blocks.tile_masks)[None]
+def _tile_mask_array(pattern_block_map: BlockMap) -> jax.Array:
+    return jnp.asarray(pattern_block_map.tile_masks)[None]
 
 
-def _listed_blocks(pattern_blocks: BlockMap) -> BlockTables:
+def _listed_blocks(pattern_block_map: BlockMap) -> BlockTables:
     """Returns rows of full, count, and then alternately a block and its tile mask's id: [B|1, H|1, tiles, 2 + 2 *
     longest].
     """
-    lists = block_maps.block_lists(pattern_blocks)
+    lists = block_maps.block_lists(pattern_block_map)
     entries = jnp.stack([jnp.asarray(lists.blocks), jnp.asarray(lists.mask_ids)], axis=-1)
     counts = jnp.stack([jnp.asarray(lists.full), jnp.asarray(lists.count)], axis=-1)
     table = jnp.concatenate([counts, entries.reshape(*entries.shape[:-2], -1)], axis=-1)
-    return BlockTables(table=table, tile_masks=_tile_mask_array(pattern_blocks), lists=(table.shape[1], table.shape[3]))
+    return BlockTables(
+        block_lists=table, tile_masks=_tile_mask_array(pattern_block_map), list_shape=(table.shape[1], table.shape[3])
+    )
 
 
 def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Array | None, ...]:
@@ -96,7 +100,7 @@ def kernel_operands(record: TiledAttention, blocks: BlockTables) -> tuple[jax.Ar
         record.query,
         record.key,
         record.value,
-        blocks.table,
+        blocks.block_lists,
         record.q_segment_ids,
         record.kv_segment_ids,
         record.q_positions,

@@ -34,7 +34,7 @@ class TiledSpec:
         BD: D, padded to a size that `tl.dot` supports.
         BV: DV, padded the same way.
         SCALE: Factor on the scores.
-        ONLY_SCALED_SCORES: Whether a score is a product times a positive factor, which is then part of
+        SCORES_ARE_ONLY_SCALED: Whether a score is a product times a positive factor, which is then part of
             `LOG2_SCORE_FACTOR`.
         LOG2_SCORE_FACTOR: Converts scores to base 2.
         SCORES_MAY_BE_MINUS_INF: Whether scores may be as low as the lowest float, or -inf.
@@ -49,7 +49,7 @@ class TiledSpec:
         PATTERN_TILE_SHAPE: Queries and keys of a tile mask of the pattern; None without one.
         SOFT_CAP: Soft cap, or None.
         FAST_TANH: Whether the device has an approximate tanh, and it is precise enough.
-        ROUNDING_DTYPE: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
+        SCORE_ROUNDING_DTYPE: "bfloat16" or "float16", the dtype that scores are rounded to; None for neither.
         HAS_DROPOUT: Whether weights are dropped: where the row's key times the column's is below DROPOUT_THRESHOLD.
         DROPOUT_THRESHOLD: Dropout probability times 2 ** 32.
         KEPT_WEIGHT_SCALE: Factor on the weights that are not dropped.
@@ -70,7 +70,7 @@ class TiledSpec:
     BD: int
     BV: int
     SCALE: float
-    ONLY_SCALED_SCORES: bool
+    SCORES_ARE_ONLY_SCALED: bool
     LOG2_SCORE_FACTOR: float
     SCORES_MAY_BE_MINUS_INF: bool
     WINDOW_LEFT: int | None
@@ -83,7 +83,7 @@ class TiledSpec:
     PATTERN_TILE_SHAPE: tuple[int, int] | None
     SOFT_CAP: float | None
     FAST_TANH: bool
-    ROUNDING_DTYPE: str | None
+    SCORE_ROUNDING_DTYPE: str | None
     HAS_DROPOUT: bool
     DROPOUT_THRESHOLD: int
     KEPT_WEIGHT_SCALE: float
@@ -97,8 +97,8 @@ class TiledSpec:
 class SharedMemoryCopies(NamedTuple):
     """How many copies shared memory holds of the rows that a program keeps, and of those of a stage that it streams."""
 
-    stationary: int
-    streamed: int
+    copies_of_stationary_row: int
+    copies_of_streamed_row: int
 
 
 HALF_PRECISION_COPIES = {
@@ -145,7 +145,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         BD=pad_to_dot_size(d),
         BV=pad_to_dot_size(dv),
         SCALE=record.softmax_scale,
-        ONLY_SCALED_SCORES=is_scaled_product,
+        SCORES_ARE_ONLY_SCALED=is_scaled_product,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E if is_scaled_product else LOG2E,
         SCORES_MAY_BE_MINUS_INF=record.bias is not None,
         WINDOW_LEFT=left,
@@ -158,7 +158,7 @@ def make_spec(record: TiledAttention, block_q: int, block_kv: int, *, slice_rows
         PATTERN_TILE_SHAPE=None if record.pattern is None else (block_q, block_kv),
         SOFT_CAP=record.logits_soft_cap,
         FAST_TANH=vendor == "nvidia" and is_half_precision and not is_interpreting(),
-        ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
+        SCORE_ROUNDING_DTYPE=None if rounding_dtype is None else jnp.dtype(rounding_dtype).name,
         HAS_DROPOUT=record.dropout_prob > 0.0,
         DROPOUT_THRESHOLD=dropout.dropout_threshold(record.dropout_prob),
         KEPT_WEIGHT_SCALE=1.0 / (1.0 - record.dropout_prob),
@@ -188,20 +188,20 @@ def splits_key_value_gradients(record: TiledAttention) -> bool:
     return longest_padded_row(record) > 128
 
 
-def slices_rows(record: TiledAttention, stationary: int, streamed: int) -> bool:
+def slices_rows(record: TiledAttention, stationary_rows: int, streamed_rows: int) -> bool:
     """Returns whether the kernels multiply rows piece by piece: float32 rows that are too long for registers.
 
     Then the warps of a program share the rows that it streams, which are more than it keeps. Tiles that keep more rows
     hold them whole: on an H200 those are faster with head dimension 128, although registers spill.
     """
-    return record.query.dtype == jnp.float32 and longest_padded_row(record) > 64 and streamed > stationary
+    return record.query.dtype == jnp.float32 and longest_padded_row(record) > 64 and streamed_rows > stationary_rows
 
 
 def query_tile_constants(record: TiledAttention, tile: Any) -> dict[str, Any]:
     """Returns the constants of the kernels whose programs keep the queries of a `Tile` and stream its keys."""
-    sizes = tile.stationary, tile.streamed
+    sizes = tile.stationary_rows, tile.streamed_rows
     spec = make_spec(record, *sizes, slice_rows=slices_rows(record, *sizes))
-    return {"spec": spec, "BLOCK_Q": tile.stationary, "BLOCK_KV": tile.streamed}
+    return {"spec": spec, "BLOCK_Q": tile.stationary_rows, "BLOCK_KV": tile.streamed_rows}
 
 
 def _precision(record: TiledAttention, vendor: str) -> str:
@@ -209,24 +209,29 @@ def _precision(record: TiledAttention, vendor: str) -> str:
     return "tf32x3" if vendor == "nvidia" and record.precision != lax.Precision.HIGHEST else "ieee"
 
 
-def _broadcast_strides(pairs: Any) -> Strides | None:
+def _broadcast_strides(pair_array: Any) -> Strides | None:
     """Returns the strides of an array [B|1, H|1, T|1, S|1], with 0 for the heads, queries and keys that broadcast."""
-    if pairs is None:
+    if pair_array is None:
         return None
-    _, h, t, s = pairs.shape
+    _, h, t, s = pair_array.shape
     return h * t * s, t * s if h > 1 else 0, s if t > 1 else 0, 1 if s > 1 else 0
 
 
 def shared_memory_row_bytes(record: TiledAttention, pass_name: str, tile: Any) -> int:
     """Returns the bytes of the rows of a `Tile` in a pass: "forward", "keys" or "queries"."""
     itemsize = jnp.dtype(record.query.dtype).itemsize
-    slice_rows = slices_rows(record, tile.stationary, tile.streamed)
-    copies = (SLICED_ROW_COPIES if slice_rows else FLOAT32_COPIES if itemsize > 2 else HALF_PRECISION_COPIES)[pass_name]
-    rows = copies.stationary * tile.stationary + copies.streamed * tile.stages * tile.streamed
+    slice_rows = slices_rows(record, tile.stationary_rows, tile.streamed_rows)
+    row_copies = (SLICED_ROW_COPIES if slice_rows else FLOAT32_COPIES if itemsize > 2 else HALF_PRECISION_COPIES)[
+        pass_name
+    ]
+    rows = (
+        row_copies.copies_of_stationary_row * tile.stationary_rows
+        + row_copies.copies_of_streamed_row * tile.stages * tile.streamed_rows
+    )
     return rows * itemsize * longest_padded_row(record)
 
 
 def shared_memory_pair_bytes(record: TiledAttention, tile: Any) -> int:
     """Returns the bytes of pairwise operands: tiles of a bias are prefetched as those of keys are, a mask's are not."""
     bytes_per_pair = 0 if record.bias is None else (tile.stages - 1) * record.bias.dtype.itemsize
-    return (bytes_per_pair + (record.mask is not None)) * tile.stationary * tile.streamed
+    return (bytes_per_pair + (record.mask is not None)) * tile.stationary_rows * tile.streamed_rows

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import convert_to
+from ejkernel_triton.blocks import convert_to_dtype
 
 # Fields of an entry of the tile list, `ejkernel.families.grouped_matmul.row_tiles`.
 MATRIX_INDEX_FIELD = tl.constexpr(0)
@@ -18,7 +18,7 @@ def to_operand_dtype(x, spec: tl.constexpr):
     if x.dtype.primitive_bitwidth == 8:
         # Triton's interpreter converts integers to the bits of bfloat16.
         x = x.to(tl.float32)
-    return convert_to(x, spec.OPERAND_DTYPE)
+    return convert_to_dtype(x, spec.OPERAND_DTYPE)
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIRST_ROW,
-    ENTRY_NUM_ROWS,
-    ENTRY_POSITION,
-    ENTRY_SEQUENCE,
     FIELDS_PER_ENTRY,
+    FIRST_POSITION_FIELD,
+    FIRST_ROW_FIELD,
+    NUM_ROWS_FIELD,
+    SEQUENCE_FIELD,
 )
 
 
@@ -52,13 +52,13 @@ def cache_write_kernel(
         + entry * FIELDS_PER_ENTRY
     )
     sequence, first_row, num_rows = (
-        tl.load(entry_address + ENTRY_SEQUENCE),
-        tl.load(entry_address + ENTRY_FIRST_ROW),
-        tl.load(entry_address + ENTRY_NUM_ROWS),
+        tl.load(entry_address + SEQUENCE_FIELD),
+        tl.load(entry_address + FIRST_ROW_FIELD),
+        tl.load(entry_address + NUM_ROWS_FIELD),
     )
     r = tl.arange(0, BQ)
     # Positions past the table, and entries that are no valid page index, are padding and are never written.
-    position = tl.load(entry_address + ENTRY_POSITION) + r
+    position = tl.load(entry_address + FIRST_POSITION_FIELD) + r
     page_in_sequence = position // spec.PAGE_SIZE
     valid = (r < num_rows) & (position >= 0) & (page_in_sequence < spec.PAGES_PER_SEQUENCE)
     page = tl.load(block_tables + sequence * spec.PAGES_PER_SEQUENCE + page_in_sequence, mask=valid, other=-1)
@@ -70,10 +70,12 @@ def cache_write_kernel(
         + slot * spec.PAGE_SLOT_HEAD_STRIDES[1]
     )
     c = tl.arange(0, W)
-    # Columns up to FIRST_PART_WIDTH hold the token's first ones, those from SECOND_PART_START on the rest.
-    source_column = tl.where(c < spec.SECOND_PART_START, c, c - spec.SECOND_PART_START + spec.FIRST_PART_WIDTH)
+    # Columns up to NUM_LEADING_COLUMNS hold the token's first ones, those from TRAILING_COLUMNS_START on the rest.
+    source_column = tl.where(
+        c < spec.TRAILING_COLUMNS_START, c, c - spec.TRAILING_COLUMNS_START + spec.NUM_LEADING_COLUMNS
+    )
     is_token_column = (
-        ((c < spec.FIRST_PART_WIDTH) | (c >= spec.SECOND_PART_START))
+        ((c < spec.NUM_LEADING_COLUMNS) | (c >= spec.TRAILING_COLUMNS_START))
         & (source_column < spec.D)
         & (tl.zeros_like(c) + head < spec.HK)
     )

@@ -22,21 +22,21 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import add_dot, batch_row_address, dot, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIRST_ROW,
-    ENTRY_KEY_END,
-    ENTRY_KEY_START,
-    ENTRY_NUM_ROWS,
-    ENTRY_NUM_TILES,
-    ENTRY_SEQUENCE,
-    ENTRY_TILE_START,
     FIELDS_PER_ENTRY,
+    FIRST_KEY_TILE_FIELD,
+    FIRST_ROW_FIELD,
+    KEY_END_FIELD,
+    KEY_START_FIELD,
+    NUM_KEY_TILES_FIELD,
+    NUM_ROWS_FIELD,
+    SEQUENCE_FIELD,
     compute_log2_scores,
     load_alibi_slopes,
     load_cache_rows,
     load_page_indices,
     load_positions_and_contexts,
     load_queries,
-    offset_tables_to_batch,
+    offset_to_batch_row,
     positions_of_rows,
     store_output_rows,
     store_partial_acc,
@@ -65,7 +65,7 @@ def attend_to_key_tile(
     tile,
     alibi_slopes,
     qq_bias,
-    qq_bias_rows,
+    num_qq_bias_rows,
     IS_PARTIAL_TILE: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -88,9 +88,9 @@ def attend_to_key_tile(
     if spec.ROTARY_DIM > 0:
         rotary_tile = load_cache_rows(value_head_base, page, tile, k, valid, r, r < spec.ROTARY_DIM, True, spec)
         products = add_dot(products, q_rotary, tl.trans(to_qk_dtype(rotary_tile, spec)), spec)
-    HAS_QQ_BIAS: tl.constexpr = spec.QQ_BIAS_SIZE > 0 if IS_PARTIAL_TILE else False
+    HAS_QQ_BIAS: tl.constexpr = spec.NUM_QQ_BIAS_ELEMENTS > 0 if IS_PARTIAL_TILE else False
     scores = compute_log2_scores(
-        products, k, position, context_len, m, alibi_slopes, qq_bias, qq_bias_rows, HAS_QQ_BIAS, spec
+        products, k, position, context_len, m, alibi_slopes, qq_bias, num_qq_bias_rows, HAS_QQ_BIAS, spec
     )
     # `m < M` is always true; it broadcasts the row of keys to a tile.
     attends = valid[None, :] & (m < spec.M)[:, None]
@@ -140,14 +140,14 @@ def attend_to_key_tiles(
     entry_address,
     positions,
     head,
-    first_item_tile,
+    first_key_tile,
     num_tiles,
     alibi_slopes,
     qq_bias,
-    qq_bias_tables,
+    qq_bias_table_ranges,
     spec: tl.constexpr,
 ):
-    """Computes the online softmax of an item over `num_tiles` of its key tiles, from tile `first_item_tile` on.
+    """Computes the online softmax of an item over `num_tiles` of its key tiles, from tile `first_key_tile` on.
 
     Returns:
         acc [M, BV] and rotary_acc [M, BLOCK_ROTARY], unnormalised, row_max [M] and row_sum [M], in log2. `rotary_acc`
@@ -157,25 +157,25 @@ def attend_to_key_tiles(
     BV: tl.constexpr = spec.BV
     BR: tl.constexpr = spec.BLOCK_ROTARY
     sequence, key_start, key_end = (
-        tl.load(entry_address + ENTRY_SEQUENCE),
-        tl.load(entry_address + ENTRY_KEY_START),
-        tl.load(entry_address + ENTRY_KEY_END),
+        tl.load(entry_address + SEQUENCE_FIELD),
+        tl.load(entry_address + KEY_START_FIELD),
+        tl.load(entry_address + KEY_END_FIELD),
     )
     m = tl.arange(0, M)
-    first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
+    first_row, num_rows = tl.load(entry_address + FIRST_ROW_FIELD), tl.load(entry_address + NUM_ROWS_FIELD)
     position, context_len = load_positions_and_contexts(entry_address, positions, first_row, num_rows, m, spec)
-    qq_bias_rows = spec.QQ_BIAS_ROWS
+    num_qq_bias_rows = spec.NUM_QQ_BIAS_ROWS
     if spec.HAS_QQ_BIAS_PER_SEQUENCE:
-        qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.QQ_BIAS_ROWS * spec.QQ_BIAS_ROWS)
+        qq_bias = qq_bias + tl.cast(sequence, tl.int64) * (spec.NUM_QQ_BIAS_ROWS * spec.NUM_QQ_BIAS_ROWS)
     if spec.QQ_BIAS_IS_PACKED:
-        qq_bias = qq_bias + tl.load(qq_bias_tables + sequence * 2)
-        qq_bias_rows = tl.load(qq_bias_tables + sequence * 2 + 1)
+        qq_bias = qq_bias + tl.load(qq_bias_table_ranges + sequence * 2)
+        num_qq_bias_rows = tl.load(qq_bias_table_ranges + sequence * 2 + 1)
     row_max = tl.full([M], float("-inf"), tl.float32)
     row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, BV], tl.float32)
     rotary_acc = tl.zeros([M, BR], tl.float32)
     # Tiles of an item are counted from the one that contains its first key.
-    first_tile = key_start // spec.BLOCK_KV + first_item_tile
+    first_tile = key_start // spec.BLOCK_KV + first_key_tile
     full_tile_start, full_tile_end = first_tile, first_tile
     if spec.HAS_UNMASKED_LOOP:
         # Full tiles first, in a loop without masks; then the partial tiles at both ends of the range. The online
@@ -197,7 +197,7 @@ def attend_to_key_tiles(
                 first_row_position < 0, 0, (first_row_position // spec.CHUNK_SIZE + 1) * spec.CHUNK_SIZE
             )
             unmasked_key_end = tl.minimum(unmasked_key_end, chunk_end)
-        if spec.QQ_BIAS_SIZE > 0:
+        if spec.NUM_QQ_BIAS_ELEMENTS > 0:
             # Full tiles have no keys of new tokens, so they load no biases of pairs.
             unmasked_key_end = tl.minimum(unmasked_key_end, context_len)
         full_tile_start = tl.minimum(
@@ -209,7 +209,7 @@ def attend_to_key_tiles(
         for tile in tl.range(full_tile_start, full_tile_end):
             acc, rotary_acc, row_max, row_sum = attend_to_key_tile(
                 acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
-                context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
+                context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, num_qq_bias_rows,
                 False, spec,
             )  # fmt: skip
     # The partial tiles of both ends are in one loop, which skips the full ones: a second loop would double the code.
@@ -220,7 +220,7 @@ def attend_to_key_tiles(
             tile = tl.where(step < full_tile_start, step, step + (full_tile_end - full_tile_start))
         acc, rotary_acc, row_max, row_sum = attend_to_key_tile(
             acc, rotary_acc, row_max, row_sum, q, q_rotary, keys, values, block_tables, sequence, position,
-            context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, qq_bias_rows,
+            context_len, key_start, key_end, head, tile, alibi_slopes, qq_bias, num_qq_bias_rows,
             True, spec,
         )  # fmt: skip
     return acc, rotary_acc, row_max, row_sum
@@ -237,7 +237,7 @@ def paged_attention_kernel(
     sinks,
     alibi_slopes,
     qq_bias,
-    qq_bias_tables,
+    qq_bias_table_ranges,
     positions,
     output,
     lse,
@@ -264,13 +264,15 @@ def paged_attention_kernel(
         block_tables = batch_row_address(
             block_tables, batch, per.BLOCK_TABLES, spec.NUM_SEQUENCES * spec.PAGES_PER_SEQUENCE
         )
-    work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
+    work_list, program_shares, sinks = offset_to_batch_row(work_list, program_shares, sinks, batch, spec, per)
     if spec.HAS_ALIBI:
         alibi_slopes = batch_row_address(alibi_slopes, batch, per.ALIBI_SLOPES, spec.H)
-    if spec.QQ_BIAS_SIZE > 0:
-        qq_bias = batch_row_address(qq_bias, batch, per.QQ_BIAS, spec.QQ_BIAS_SIZE)
+    if spec.NUM_QQ_BIAS_ELEMENTS > 0:
+        qq_bias = batch_row_address(qq_bias, batch, per.QQ_BIAS, spec.NUM_QQ_BIAS_ELEMENTS)
     if spec.QQ_BIAS_IS_PACKED:
-        qq_bias_tables = batch_row_address(qq_bias_tables, batch, per.QQ_BIAS_TABLES, spec.NUM_SEQUENCES * 2)
+        qq_bias_table_ranges = batch_row_address(
+            qq_bias_table_ranges, batch, per.QQ_BIAS_TABLE_RANGES, spec.NUM_SEQUENCES * 2
+        )
     if spec.LOAD_ROW_POSITIONS:
         positions = batch_row_address(positions, batch, per.POSITIONS, spec.NUM_QUERY_ROWS * 2)
     output, lse = output + batch * spec.NUM_QUERY_ROWS * spec.H * spec.DV, lse + batch * spec.NUM_QUERY_ROWS * spec.H
@@ -293,14 +295,14 @@ def paged_attention_kernel(
     while tile_index < share_end:
         entry_address = work_list + entry * FIELDS_PER_ENTRY
         entry_tile_start, tiles_per_head = (
-            tl.load(entry_address + ENTRY_TILE_START),
-            tl.load(entry_address + ENTRY_NUM_TILES),
+            tl.load(entry_address + FIRST_KEY_TILE_FIELD),
+            tl.load(entry_address + NUM_KEY_TILES_FIELD),
         )
-        first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
+        first_row, num_rows = tl.load(entry_address + FIRST_ROW_FIELD), tl.load(entry_address + NUM_ROWS_FIELD)
         # An entry's tiles are ordered by head. The item ends with its head's tiles or with the share.
         head = (tile_index - entry_tile_start) // tiles_per_head
-        first_item_tile = (tile_index - entry_tile_start) % tiles_per_head
-        num_item_tiles = tl.minimum(tiles_per_head - first_item_tile, share_end - tile_index)
+        first_key_tile = (tile_index - entry_tile_start) % tiles_per_head
+        num_item_tiles = tl.minimum(tiles_per_head - first_key_tile, share_end - tile_index)
         q_head = head * spec.HEAD_TILES_PER_KV_HEAD + head_tile
         q, q_rotary = load_queries(query, first_row, num_rows, q_head, spec)
         acc, rotary_acc, row_max, row_sum = attend_to_key_tiles(
@@ -312,11 +314,11 @@ def paged_attention_kernel(
             entry_address,
             positions,
             head,
-            first_item_tile,
+            first_key_tile,
             num_item_tiles,
             load_alibi_slopes(alibi_slopes, q_head, spec),
             qq_bias,
-            qq_bias_tables,
+            qq_bias_table_ranges,
             spec,
         )
         if num_item_tiles == tiles_per_head:

@@ -14,7 +14,7 @@ from ejkernel_triton.paged_attention.kernels.tile import load_cache_rows, load_p
 
 
 @triton.jit
-def convert_to(x, output):
+def convert_to_array_dtype(x, output):
     """Returns a tile in the dtype of an array."""
     # By way of float32, which represents all numbers of both: the interpreter reads integers as bits of bfloat16.
     return x.to(tl.float32).to(output.dtype.element_ty)
@@ -56,11 +56,11 @@ def prefix_copy_kernel(
         row = (batch * CAPACITY + k) * spec.HK + head
         tl.store(
             key_copy + row[:, None] * spec.D + d[None, :],
-            convert_to(k_tile, key_copy),
+            convert_to_array_dtype(k_tile, key_copy),
             mask=in_table[:, None] & (d < spec.D)[None, :],
         )
         tl.store(
             value_copy + row[:, None] * spec.DV + dv[None, :],
-            convert_to(v_tile, value_copy),
+            convert_to_array_dtype(v_tile, value_copy),
             mask=in_table[:, None] & (dv < spec.DV)[None, :],
         )

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address, minus_inf_to_zero
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_FIRST_ROW,
-    ENTRY_NUM_ROWS,
-    ENTRY_NUM_TILES,
-    ENTRY_TILE_START,
     FIELDS_PER_ENTRY,
-    offset_tables_to_batch,
+    FIRST_KEY_TILE_FIELD,
+    FIRST_ROW_FIELD,
+    NUM_KEY_TILES_FIELD,
+    NUM_ROWS_FIELD,
+    offset_to_batch_row,
     store_output_rows,
 )
 
@@ -53,7 +53,7 @@ def split_combine_kernel(
     head_tile = program_row // spec.M % spec.HEAD_TILES_PER_KV_HEAD
     program = (program_row // (spec.M * spec.HEAD_TILES_PER_KV_HEAD)) % spec.NUM_PROGRAMS
     batch = tl.cast(program_row // (spec.M * spec.HEAD_TILES_PER_KV_HEAD * spec.NUM_PROGRAMS), tl.int64)
-    work_list, program_shares, sinks = offset_tables_to_batch(work_list, program_shares, sinks, batch, spec, per)
+    work_list, program_shares, sinks = offset_to_batch_row(work_list, program_shares, sinks, batch, spec, per)
     PARTIAL_ACC_WIDTH: tl.constexpr = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
     SLOT_ROWS: tl.constexpr = spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD * 2 * spec.M
     partial_accs = batch_row_address(partial_accs, batch, per.PARTIAL_ACCS, SLOT_ROWS * PARTIAL_ACC_WIDTH)
@@ -68,10 +68,10 @@ def split_combine_kernel(
     share_start = tl.load(program_shares + program * 2 + 1)
     # At least one tile: programs without a share refer to entries that may have none, and divide by it below.
     entry_tile_start, tiles_per_head = (
-        tl.load(entry_address + ENTRY_TILE_START),
-        tl.maximum(tl.load(entry_address + ENTRY_NUM_TILES), 1),
+        tl.load(entry_address + FIRST_KEY_TILE_FIELD),
+        tl.maximum(tl.load(entry_address + NUM_KEY_TILES_FIELD), 1),
     )
-    first_row, num_rows = tl.load(entry_address + ENTRY_FIRST_ROW), tl.load(entry_address + ENTRY_NUM_ROWS)
+    first_row, num_rows = tl.load(entry_address + FIRST_ROW_FIELD), tl.load(entry_address + NUM_ROWS_FIELD)
     head = (share_start - entry_tile_start) // tiles_per_head
     item_tile_start = entry_tile_start + head * tiles_per_head
     previous_share_start = share_start - tiles_per_share

@@ -3,18 +3,26 @@
 import triton
 import triton.language as tl
 
-from ejkernel_triton.blocks import LN2, LOG2E, batch_row_address, convert_to, minus_inf_to_zero, round_bfloat16, tanh
+from ejkernel_triton.blocks import (
+    LN2,
+    LOG2E,
+    batch_row_address,
+    convert_to_dtype,
+    minus_inf_to_zero,
+    round_bfloat16,
+    tanh,
+)
 
 # Fields of a work entry.
-ENTRY_SEQUENCE = tl.constexpr(0)
-ENTRY_FIRST_ROW = tl.constexpr(1)
-ENTRY_NUM_ROWS = tl.constexpr(2)
-ENTRY_POSITION = tl.constexpr(3)
-ENTRY_CONTEXT_LEN = tl.constexpr(4)
-ENTRY_KEY_START = tl.constexpr(5)
-ENTRY_KEY_END = tl.constexpr(6)
-ENTRY_TILE_START = tl.constexpr(7)
-ENTRY_NUM_TILES = tl.constexpr(8)
+SEQUENCE_FIELD = tl.constexpr(0)
+FIRST_ROW_FIELD = tl.constexpr(1)
+NUM_ROWS_FIELD = tl.constexpr(2)
+FIRST_POSITION_FIELD = tl.constexpr(3)
+CONTEXT_LEN_FIELD = tl.constexpr(4)
+KEY_START_FIELD = tl.constexpr(5)
+KEY_END_FIELD = tl.constexpr(6)
+FIRST_KEY_TILE_FIELD = tl.constexpr(7)
+NUM_KEY_TILES_FIELD = tl.constexpr(8)
 FIELDS_PER_ENTRY = tl.constexpr(9)
 
 
@@ -35,13 +43,13 @@ def round_to_compute_dtype(x, spec: tl.constexpr):
 @triton.jit
 def to_qk_dtype(x, spec: tl.constexpr):
     """Returns a tile of queries or keys, converted to the dtype in which queries and keys are multiplied."""
-    return convert_to(round_to_compute_dtype(x, spec), spec.QK_DTYPE)
+    return convert_to_dtype(round_to_compute_dtype(x, spec), spec.QK_DTYPE)
 
 
 @triton.jit
 def to_pv_dtype(x, spec: tl.constexpr):
     """Returns a tile of values, converted to the dtype in which weights and values are multiplied."""
-    return convert_to(round_to_compute_dtype(x, spec), spec.PV_DTYPE)
+    return convert_to_dtype(round_to_compute_dtype(x, spec), spec.PV_DTYPE)
 
 
 @triton.jit
@@ -136,7 +144,7 @@ def load_positions_and_contexts(entry_address, positions, first_row, num_rows, m
         at = positions + tl.cast(first_row + m // spec.G, tl.int64) * 2
         return tl.load(at, mask=mask, other=-1), tl.load(at + 1, mask=mask, other=0)
     else:
-        return tl.load(entry_address + ENTRY_POSITION), tl.load(entry_address + ENTRY_CONTEXT_LEN)
+        return tl.load(entry_address + FIRST_POSITION_FIELD), tl.load(entry_address + CONTEXT_LEN_FIELD)
 
 
 @triton.jit
@@ -157,7 +165,7 @@ def compute_log2_scores(
     m,
     alibi_slopes,
     qq_bias,
-    qq_bias_rows,
+    num_qq_bias_rows,
     HAS_QQ_BIAS: tl.constexpr,
     spec: tl.constexpr,
 ):
@@ -179,8 +187,10 @@ def compute_log2_scores(
             row = position + m // spec.G - context_len
             column = k - context_len
             # The bias applies to pairs of new tokens only, such as the mask of a draft tree.
-            in_range = ((row >= 0) & (row < qq_bias_rows))[:, None] & ((column >= 0) & (column < qq_bias_rows))[None, :]
-            index = row[:, None] * qq_bias_rows + column[None, :]
+            in_range = ((row >= 0) & (row < num_qq_bias_rows))[:, None] & ((column >= 0) & (column < num_qq_bias_rows))[
+                None, :
+            ]
+            index = row[:, None] * num_qq_bias_rows + column[None, :]
             scores += tl.load(qq_bias + index, mask=in_range, other=0.0).to(tl.float32)
         if spec.SOFT_CAP is not None:
             capped_scores = spec.SOFT_CAP * tanh(scores * (1.0 / spec.SOFT_CAP), spec.USES_FAST_TANH)
@@ -255,7 +265,7 @@ def store_partial_acc(partial_accs, slot, acc, rotary_acc, spec: tl.constexpr):
 
 
 @triton.jit
-def offset_tables_to_batch(work_list, program_shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
+def offset_to_batch_row(work_list, program_shares, sinks, batch, spec: tl.constexpr, per: tl.constexpr):
     """Returns the work list, the programs' shares and the sinks of a batch row."""
     work_list = batch_row_address(work_list, batch, per.WORK_LIST, spec.NUM_ENTRIES * FIELDS_PER_ENTRY)
     program_shares = batch_row_address(program_shares, batch, per.PROGRAM_SHARES, (spec.NUM_PROGRAMS + 1) * 2)

@@ -16,16 +16,16 @@ import triton.language as tl
 
 from ejkernel_triton.blocks import batch_row_address
 from ejkernel_triton.paged_attention.kernels.tile import (
-    ENTRY_CONTEXT_LEN,
-    ENTRY_FIRST_ROW,
-    ENTRY_KEY_END,
-    ENTRY_KEY_START,
-    ENTRY_NUM_ROWS,
-    ENTRY_NUM_TILES,
-    ENTRY_POSITION,
-    ENTRY_SEQUENCE,
-    ENTRY_TILE_START,
+    CONTEXT_LEN_FIELD,
     FIELDS_PER_ENTRY,
+    FIRST_KEY_TILE_FIELD,
+    FIRST_POSITION_FIELD,
+    FIRST_ROW_FIELD,
+    KEY_END_FIELD,
+    KEY_START_FIELD,
+    NUM_KEY_TILES_FIELD,
+    NUM_ROWS_FIELD,
+    SEQUENCE_FIELD,
 )
 
 
@@ -91,17 +91,17 @@ def work_list_kernel(
         # Entries: sequence n has those from ends - tiles_of to ends. The first one gets n; others stay 0.
         entry_ends = tl.cumsum(tiles_per_sequence, 0)
         num_entries = tl.sum(tiles_per_sequence, 0)
-        tl.store(entry_address + ENTRY_SEQUENCE, tl.zeros_like(w), mask=entry_in_bounds)
+        tl.store(entry_address + SEQUENCE_FIELD, tl.zeros_like(w), mask=entry_in_bounds)
         # Barrier: a zero that another thread stores late would overwrite a mark.
         tl.debug_barrier()
         tl.store(
-            work_list + (entry_ends - tiles_per_sequence) * FIELDS_PER_ENTRY + ENTRY_SEQUENCE,
+            work_list + (entry_ends - tiles_per_sequence) * FIELDS_PER_ENTRY + SEQUENCE_FIELD,
             n + 1,
             mask=tiles_per_sequence > 0,
         )
         # Barrier: entries are read by other threads than those that marked them.
         tl.debug_barrier()
-        sequence_marks = tl.load(entry_address + ENTRY_SEQUENCE, mask=entry_in_bounds, other=0)
+        sequence_marks = tl.load(entry_address + SEQUENCE_FIELD, mask=entry_in_bounds, other=0)
         # Barrier: stores below overwrite the marks, which other threads may not have read yet.
         tl.debug_barrier()
         # Indices increase with entries, so a running maximum continues each to the next mark. Marks are n + 1; 0 is
@@ -129,15 +129,15 @@ def work_list_kernel(
     tiles_per_head = tl.where(rows > 0, tl.maximum(tl.where(key_end > key_start, num_spanned_tiles, 0), 1), 0)
     entry_tile_end = tl.cumsum(tiles_per_head * spec.HK, 0)
     entry_tile_start = entry_tile_end - tiles_per_head * spec.HK
-    tl.store(entry_address + ENTRY_SEQUENCE, sequence, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_FIRST_ROW, row + earlier_rows, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_NUM_ROWS, rows, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_POSITION, position, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_CONTEXT_LEN, position - earlier_rows, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_KEY_START, key_start, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_KEY_END, key_end, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_TILE_START, entry_tile_start, mask=entry_in_bounds)
-    tl.store(entry_address + ENTRY_NUM_TILES, tiles_per_head, mask=entry_in_bounds)
+    tl.store(entry_address + SEQUENCE_FIELD, sequence, mask=entry_in_bounds)
+    tl.store(entry_address + FIRST_ROW_FIELD, row + earlier_rows, mask=entry_in_bounds)
+    tl.store(entry_address + NUM_ROWS_FIELD, rows, mask=entry_in_bounds)
+    tl.store(entry_address + FIRST_POSITION_FIELD, position, mask=entry_in_bounds)
+    tl.store(entry_address + CONTEXT_LEN_FIELD, position - earlier_rows, mask=entry_in_bounds)
+    tl.store(entry_address + KEY_START_FIELD, key_start, mask=entry_in_bounds)
+    tl.store(entry_address + KEY_END_FIELD, key_end, mask=entry_in_bounds)
+    tl.store(entry_address + FIRST_KEY_TILE_FIELD, entry_tile_start, mask=entry_in_bounds)
+    tl.store(entry_address + NUM_KEY_TILES_FIELD, tiles_per_head, mask=entry_in_bounds)
     # Shares: all key tiles, split equally. At least one tile each, since it is a divisor below.
     total_tiles = tl.sum(tiles_per_head * spec.HK, 0)
     tiles_per_share = tl.maximum((total_tiles + spec.NUM_PROGRAMS - 1) // spec.NUM_PROGRAMS, 1)

@@ -20,10 +20,10 @@ from ejkernel_triton.selected_attention.kernels.tile import batch_row_address
 def block_topk_kernel(
     query,
     keys,
-    shift,
+    log2_lse,
     current_blocks,
-    q_ids,
-    block_ids,
+    q_segment_ids,
+    block_segment_ids,
     indices,
     scratch,
     spec: tl.constexpr,
@@ -46,11 +46,11 @@ def block_topk_kernel(
     batch = tl.program_id(0) // NUM_PROGRAMS
     query = batch_row_address(query, batch, per.QUERY, spec.T * spec.H * spec.D)
     keys = batch_row_address(keys, batch, per.KEYS, spec.M * spec.HK * spec.D)
-    shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+    log2_lse = batch_row_address(log2_lse, batch, per.LOG2_LSE, spec.T * spec.H)
     current_blocks = batch_row_address(current_blocks, batch, per.CURRENT_BLOCKS, spec.T)
     if spec.HAS_SEGMENTS:
-        q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
-        block_ids = batch_row_address(block_ids, batch, per.BLOCK_IDS, spec.M)
+        q_segment_ids = batch_row_address(q_segment_ids, batch, per.Q_SEGMENT_IDS, spec.T)
+        block_segment_ids = batch_row_address(block_segment_ids, batch, per.BLOCK_SEGMENT_IDS, spec.M)
     indices += tl.cast(batch, tl.int64) * (spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
     scratch += tl.cast(tl.program_id(0), tl.int64) * (QUERIES_PER_TILE * PADDED_NUM_BLOCKS)
     TILES: tl.constexpr = (spec.T + QUERIES_PER_TILE - 1) // QUERIES_PER_TILE
@@ -62,12 +62,12 @@ def block_topk_kernel(
         current_block = tl.load(current_blocks + token, mask=token < spec.T, other=-1)
         # No query of the tile can select a block from `end_block` on: those are not computed.
         end_block = tl.max(current_block, 0)
-        q_and_block_ids = (q_ids, block_ids)
+        q_and_block_segment_ids = (q_segment_ids, block_segment_ids)
         _store_block_weights(
             query,
             keys,
-            shift,
-            q_and_block_ids,
+            log2_lse,
+            q_and_block_segment_ids,
             scratch,
             head,
             first_query,
@@ -103,8 +103,8 @@ def block_topk_kernel(
 def _store_block_weights(
     query,
     keys,
-    shift,
-    q_and_block_ids,
+    log2_lse,
+    q_and_block_segment_ids,
     scratch,
     head,
     first_query,
@@ -117,7 +117,7 @@ def _store_block_weights(
     PADDED_NUM_BLOCKS: tl.constexpr,
 ):
     """Stores the summed weights of the blocks before each query's current one in its scratch row, -1 for the others."""
-    q_ids, block_ids = q_and_block_ids
+    q_segment_ids, block_segment_ids = q_and_block_segment_ids
     ROWS: tl.constexpr = QUERIES_PER_TILE * HEADS_PER_TILE
     d = tl.arange(0, spec.BD)
     row = tl.arange(0, ROWS)
@@ -127,7 +127,7 @@ def _store_block_weights(
     q_row = tl.cast(token * spec.H + head * spec.G + group_head, tl.int64)
     in_row = (d < spec.D)[None, :]
     q = tl.load(query + q_row[:, None] * spec.D + d[None, :], mask=valid[:, None] & in_row, other=0.0)
-    lse = tl.load(shift + q_row, mask=valid, other=0.0)
+    lse = tl.load(log2_lse + q_row, mask=valid, other=0.0)
     tokens = first_query + tl.arange(0, QUERIES_PER_TILE)
     for tile in tl.range(0, (end_block + BLOCKS_PER_TILE - 1) // BLOCKS_PER_TILE):
         block = tile * BLOCKS_PER_TILE + tl.arange(0, BLOCKS_PER_TILE)
@@ -139,9 +139,9 @@ def _store_block_weights(
         group_weights = tl.sum(tl.reshape(weights, [QUERIES_PER_TILE, HEADS_PER_TILE, BLOCKS_PER_TILE]), 1)
         is_selectable = block[None, :] < current_block[:, None]
         if spec.HAS_SEGMENTS:
-            q_id = tl.load(q_ids + tokens, mask=tokens < spec.T, other=-1)
+            q_id = tl.load(q_segment_ids + tokens, mask=tokens < spec.T, other=-1)
             # Padding ids differ: -1 for queries, -2 for blocks.
-            block_id = tl.load(block_ids + block, mask=block < spec.M, other=-2)
+            block_id = tl.load(block_segment_ids + block, mask=block < spec.M, other=-2)
             is_selectable = is_selectable & (q_id[:, None] == block_id[None, :])
         offset = tl.arange(0, QUERIES_PER_TILE)[:, None] * PADDED_NUM_BLOCKS + block[None, :]
         # -1 is below every sum of weights: such a block is never selected while another is left.

@@ -47,10 +47,10 @@ def selected_bwd_dkdv_kernel(
     block_starts,
     block_ends,
     q_positions,
-    q_ids,
-    k_ids,
+    q_segment_ids,
+    k_segment_ids,
     cotangent,
-    shift,
+    log2_lse,
     delta,
     dkey,
     dvalue,
@@ -92,7 +92,7 @@ def selected_bwd_dkdv_kernel(
         key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
         value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
         cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
-        shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+        log2_lse = batch_row_address(log2_lse, batch, per.LOG2_LSE, spec.T * spec.H)
         delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
         query_lists = batch_row_address(query_lists, batch, per.QUERY_LISTS, spec.HK * spec.T * spec.NUM_LISTED_BLOCKS)
         query_lists += tl.cast(head, tl.int64) * (spec.T * spec.NUM_LISTED_BLOCKS)
@@ -106,8 +106,10 @@ def selected_bwd_dkdv_kernel(
         index = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         valid = (index < spec.BLOCK_SIZE) & (start + index < spec.S)
         if spec.HAS_SEGMENTS:
-            q_ids = batch_row_address(q_ids, batch, per.Q_IDS, spec.T)
-            k_id = tl.load(batch_row_address(k_ids, batch, per.K_IDS, spec.S) + start + index, mask=valid, other=-1)
+            q_segment_ids = batch_row_address(q_segment_ids, batch, per.Q_SEGMENT_IDS, spec.T)
+            k_id = tl.load(
+                batch_row_address(k_segment_ids, batch, per.K_SEGMENT_IDS, spec.S) + start + index, mask=valid, other=-1
+            )
         # K and V of the block stay in registers; queries are streamed.
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
@@ -124,7 +126,7 @@ def selected_bwd_dkdv_kernel(
             q = _gather_query_rows(query, token, group_head, head, in_list, spec.D, BD, spec)
             do = _gather_query_rows(cotangent, token, group_head, head, in_list, spec.DV, BV, spec)
             q_row = token * spec.H + head * spec.G + group_head
-            lse = tl.load(shift + q_row, mask=in_list, other=0.0)
+            lse = tl.load(log2_lse + q_row, mask=in_list, other=0.0)
             delta_row = tl.load(delta + q_row, mask=in_list, other=0.0)
             last_visible_key = token
             if spec.HAS_POSITIONS:
@@ -132,7 +134,7 @@ def selected_bwd_dkdv_kernel(
             # The list says that the query reads the block; within its own block it attends only up to its position.
             attends = valid[:, None] & in_list[None, :] & ((start + index)[:, None] <= last_visible_key[None, :])
             if spec.HAS_SEGMENTS:
-                attends = attends & (k_id[:, None] == tl.load(q_ids + token, mask=in_list, other=-1)[None, :])
+                attends = attends & (k_id[:, None] == tl.load(q_segment_ids + token, mask=in_list, other=-1)[None, :])
             scores = dot(k, tl.trans(q), spec) * spec.LOG2_SCORE_FACTOR
             # Transposed, [keys, queries]: p^T and ds^T are left operands with their layout in registers.
             weights = tl.where(attends, tl.exp2(scores - lse[None, :]), 0.0)

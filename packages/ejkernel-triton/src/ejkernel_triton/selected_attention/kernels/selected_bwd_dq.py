@@ -9,8 +9,8 @@ from ejkernel_triton.selected_attention.kernels.tile import (
     find_block_list_end,
     load_block_start,
     load_head_rows,
+    load_head_scalars,
     load_keys,
-    load_per_head,
     load_query_position,
     mask_attending_keys,
     store_head_rows,
@@ -25,10 +25,10 @@ def selected_bwd_dq_kernel(
     block_list,
     block_starts,
     q_positions,
-    q_ids,
-    k_ids,
+    q_segment_ids,
+    k_segment_ids,
     cotangent,
-    shift,
+    log2_lse,
     delta,
     dquery,
     spec: tl.constexpr,
@@ -44,7 +44,7 @@ def selected_bwd_dq_kernel(
     key = batch_row_address(key, batch, per.KEY, spec.S * spec.HK * spec.D) + head * spec.D
     value = batch_row_address(value, batch, per.VALUE, spec.S * spec.HK * spec.DV) + head * spec.DV
     cotangent = batch_row_address(cotangent, batch, per.COTANGENT, spec.T * spec.H * spec.DV)
-    shift = batch_row_address(shift, batch, per.SHIFT, spec.T * spec.H)
+    log2_lse = batch_row_address(log2_lse, batch, per.LOG2_LSE, spec.T * spec.H)
     delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
     block_list = batch_row_address(block_list, batch, per.BLOCK_LIST, spec.T * spec.HK * spec.NUM_LISTED_BLOCKS)
     block_list += tl.cast(token * spec.HK + head, tl.int64) * spec.NUM_LISTED_BLOCKS
@@ -55,8 +55,8 @@ def selected_bwd_dq_kernel(
     count = find_block_list_end(block_list, spec)
     q_id = 0
     if spec.HAS_SEGMENTS:
-        k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
-        q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
+        k_segment_ids = batch_row_address(k_segment_ids, batch, per.K_SEGMENT_IDS, spec.S)
+        q_id = tl.load(batch_row_address(q_segment_ids, batch, per.Q_SEGMENT_IDS, spec.T) + token)
         # Padding attends to nothing: the loop has no steps, and the stored gradient is 0.
         count = tl.where(q_id >= 0, count, 0)
     q_position = load_query_position(q_positions, token, spec)
@@ -66,8 +66,8 @@ def selected_bwd_dq_kernel(
     # The program's query, with all heads of the KV head, stays in registers.
     q = load_head_rows(query, token, head, spec.D, BD, spec)
     do = load_head_rows(cotangent, token, head, spec.DV, spec.BV, spec)
-    lse = load_per_head(shift, token, head, spec)
-    delta_row = load_per_head(delta, token, head, spec)
+    lse = load_head_scalars(log2_lse, token, head, spec)
+    delta_row = load_head_scalars(delta, token, head, spec)
     acc = tl.zeros([BG, BD], tl.float32)
     # One loop over the tiles of all listed blocks, as in the forward kernel.
     for i in tl.range(0, count * TILES):
@@ -77,7 +77,7 @@ def selected_bwd_dq_kernel(
         valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, spec.BV, spec)
-        attends = mask_attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
+        attends = mask_attending_keys(k_segment_ids, start + index, valid, q_position, q_id, spec)
         scores = dot(q, tl.trans(k), spec) * spec.LOG2_SCORE_FACTOR
         # Masked weights are replaced after exp2, which may be inf for keys that lse does not include.
         weights = tl.where(attends[None, :], tl.exp2(scores - lse[:, None]), 0.0)

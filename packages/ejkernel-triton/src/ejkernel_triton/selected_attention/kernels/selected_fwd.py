@@ -38,8 +38,8 @@ def selected_fwd_kernel(
     block_list,
     block_starts,
     q_positions,
-    q_ids,
-    k_ids,
+    q_segment_ids,
+    k_segment_ids,
     output,
     lse,
     spec: tl.constexpr,
@@ -64,8 +64,8 @@ def selected_fwd_kernel(
     count = find_block_list_end(block_list, spec)
     q_id = 0
     if spec.HAS_SEGMENTS:
-        k_ids = batch_row_address(k_ids, batch, per.K_IDS, spec.S)
-        q_id = tl.load(batch_row_address(q_ids, batch, per.Q_IDS, spec.T) + token)
+        k_segment_ids = batch_row_address(k_segment_ids, batch, per.K_SEGMENT_IDS, spec.S)
+        q_id = tl.load(batch_row_address(q_segment_ids, batch, per.Q_SEGMENT_IDS, spec.T) + token)
         count = tl.where(q_id >= 0, count, 0)  # padding attends to nothing
     q_position = load_query_position(q_positions, token, spec)
     BG: tl.constexpr = spec.BG
@@ -86,7 +86,7 @@ def selected_fwd_kernel(
         valid = (index < tl.where(block >= 0, spec.BLOCK_SIZE, 0)) & (start + index < spec.S)
         k = load_keys(key, start, index, valid, spec.D, spec.BD, spec)
         v = load_keys(value, start, index, valid, spec.DV, BV, spec)
-        attend_mask = mask_attending_keys(k_ids, start + index, valid, q_position, q_id, spec)
+        attend_mask = mask_attending_keys(k_segment_ids, start + index, valid, q_position, q_id, spec)
         row_max, row_sum, acc = softmax_step(q, k, v, attend_mask, row_max, row_sum, acc, spec)
     # Epilogue. A query without keys has denominator 0: its output is 0, its lse -inf.
     denominator = tl.where(row_sum > 0.0, row_sum, 1.0)

@@ -8,11 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS_PER_ENTRY: tl.constexpr):
     """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
     large.
     """
-    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS
+    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS_PER_ENTRY
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def store_head_rows(base, token, head, tile, WIDTH: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def load_per_head(base, token, head, spec: tl.constexpr):
+def load_head_scalars(base, token, head, spec: tl.constexpr):
     """Loads [BG] of an array [T, H]: one element per query head of a KV head."""
     g = tl.arange(0, spec.BG)
     return tl.load(base + tl.cast(token * spec.H + head * spec.G, tl.int64) + g, mask=g < spec.G, other=0.0)
@@ -86,11 +86,11 @@ def load_query_position(q_positions, token, spec: tl.constexpr):
 
 
 @triton.jit
-def mask_attending_keys(k_ids, key, valid, q_position, q_id, spec: tl.constexpr):
+def mask_attending_keys(k_segment_ids, key, valid, q_position, q_segment_id, spec: tl.constexpr):
     """Returns which `key` of a block a query attends to: those that are `valid`, not after its `q_position`, and of its
     segment.
     """
     attends = valid & (key <= q_position)
     if spec.HAS_SEGMENTS:
-        attends = attends & (tl.load(k_ids + key, mask=valid, other=-1) == q_id)
+        attends = attends & (tl.load(k_segment_ids + key, mask=valid, other=-1) == q_segment_id)
     return attends

@@ -210,7 +210,7 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
     derivative.
     """
     cap_slope = 1.0
-    if spec.ONLY_SCALED_SCORES:
+    if spec.SCORES_ARE_ONLY_SCALED:
         return scores, cap_slope
     else:
         # The order that every backend keeps: scale, bias, soft cap, rounding; the mask comes after.
@@ -227,9 +227,9 @@ def modify_scores(scores, queries, keys, bias, spec: tl.constexpr):
             capped = tanh_scores * spec.SOFT_CAP
             # tanh(-inf) is -1, so pairs that a bias of -inf masks must be masked again.
             scores = tl.where(scores == float("-inf"), scores, capped) if spec.BIAS_STRIDES is not None else capped
-        if spec.ROUNDING_DTYPE == "bfloat16":
+        if spec.SCORE_ROUNDING_DTYPE == "bfloat16":
             scores = round_bfloat16(scores)
-        if spec.ROUNDING_DTYPE == "float16":
+        if spec.SCORE_ROUNDING_DTYPE == "float16":
             scores = scores.to(tl.float16).to(tl.float32)
         return scores, cap_slope
 
