@@ -122,7 +122,9 @@ def test_public_sizes_are_those_of_both_backward_kernels():
     assert implementation.config.unread(BwdParams(blocksize_k=2), "backward") == ["blocksize_k"]
 
 
-@pytest.mark.parametrize(("stationary", "streamed", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)])
+@pytest.mark.parametrize(
+    ("stationary_rows", "streamed_rows", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)]
+)
 def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary_rows, streamed_rows, warps):
     assert config.query_gradient_warps(stationary_rows, streamed_rows) == warps
 
