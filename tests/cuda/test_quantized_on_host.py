@@ -12,7 +12,7 @@ import pytest
 from ejkernel import explain
 from ejkernel.families import quantized_matmul as family
 from ejkernel.modules import quantized_matmul
-from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, inputs
+from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, make_base_inputs
 from ejkernel.modules.operations.quantized_matmul import OP, QuantizedMatmulArguments
 from ejkernel.ops.device import DeviceInfo, target_device
 from ejkernel.ops.plugins import registry
@@ -58,7 +58,7 @@ def run(kernels, record, config):
 def sizes(m=16, k=4096, n=14336, dtype=jnp.bfloat16, transpose=False, **form):
     """Arguments of a call, without numbers."""
     made = MatmulSizes(m=m, k=k, n=n, dtype=dtype, transpose=transpose, **{"group_size": 64, **form})
-    return jax.eval_shape(lambda: QuantizedMatmulArguments(**inputs(jax.random.key(0), made)))
+    return jax.eval_shape(lambda: QuantizedMatmulArguments(**make_base_inputs(jax.random.key(0), made)))
 
 
 def refusals(device=H200, name="cuda", **changes):
@@ -87,7 +87,7 @@ def test_products_match_the_reference(kernels, name, parts):
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 4096, 36), (9, 4096, 32), (16, 512, 36), (8, 9216, 32)])
 def test_products_without_split_k_match_the_reference(kernels, m, k, n):
     made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
-    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    record = OP.lower(QuantizedMatmulArguments(**make_base_inputs(jax.random.key(5), made)))
     want = np.asarray(family.reference(record)[0], np.float32)
     got = run(kernels, record, QuantizedSplits(splits=0))
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
@@ -100,7 +100,7 @@ def test_products_without_split_k_match_the_reference(kernels, m, k, n):
 def test_products_of_the_wgmma_kernel_match_the_reference(kernels, m, k, n, parts):
     """Shares longer than the ring, rows of scales with and without 8 bytes more than whole 16, and an empty share."""
     made = MatmulSizes(m=m, k=k, n=n, group_size=64, dtype=jnp.bfloat16, transpose=True)
-    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    record = OP.lower(QuantizedMatmulArguments(**make_base_inputs(jax.random.key(5), made)))
     want = np.asarray(family.reference(record)[0], np.float32)
     got = run(kernels, record, QuantizedSplits(splits=parts))
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 2e-3
@@ -112,7 +112,7 @@ def test_products_of_the_wgmma_kernel_match_the_reference(kernels, m, k, n, part
 def test_products_of_the_wgmma_kernel_without_transpose_match_the_reference(kernels, m, parts):
     """Shares longer than the ring, and ends of the columns and the contracted elements within a block."""
     made = MatmulSizes(m=m - 1, k=712, n=384, group_size=64, dtype=jnp.bfloat16)
-    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    record = OP.lower(QuantizedMatmulArguments(**make_base_inputs(jax.random.key(5), made)))
     want = np.asarray(family.reference(record)[0], np.float32)
     got = run(kernels, record, QuantizedSplits(splits=parts))
     assert np.linalg.norm(got - want) / np.linalg.norm(want) < 3e-3
@@ -122,7 +122,7 @@ def test_products_of_the_wgmma_kernel_without_transpose_match_the_reference(kern
 @pytest.mark.parametrize("shift", [20, 300, -300])
 def test_zero_points_may_be_far_outside_the_range_of_codes(kernels, shift):
     made = MatmulSizes(m=9, k=256, n=128, group_size=64, dtype=jnp.bfloat16)
-    given = inputs(jax.random.key(5), made)
+    given = make_base_inputs(jax.random.key(5), made)
     record = OP.lower(QuantizedMatmulArguments(**{**given, "zeros": given["zeros"] + shift}))
     want = np.asarray(family.reference(record)[0], np.float32)
     got = run(kernels, record, QuantizedSplits(splits=1))
@@ -133,7 +133,7 @@ def test_zero_points_may_be_far_outside_the_range_of_codes(kernels, shift):
 @pytest.mark.needs("g++")
 def test_few_rows_of_wide_matrices_are_multiplied_by_the_mma_kernel(kernels):
     made = MatmulSizes(m=5, k=72, n=8192, group_size=64, dtype=jnp.bfloat16)
-    record = OP.lower(QuantizedMatmulArguments(**inputs(jax.random.key(5), made)))
+    record = OP.lower(QuantizedMatmulArguments(**make_base_inputs(jax.random.key(5), made)))
     assert not splits.uses_wgmma_without_transpose(record)
     weights = quantized_formats.decode(record.packed, record.scales, record.zeros, record.format)
     exact = np.asarray(record.x, np.float64) @ np.asarray(weights, np.float64)
@@ -146,7 +146,7 @@ def test_few_rows_of_wide_matrices_are_multiplied_by_the_mma_kernel(kernels):
 @pytest.mark.parametrize("transpose", [False, True])
 def test_sums_keep_their_digits_despite_the_offset_of_codes(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
-    given = inputs(jax.random.key(3), made)
+    given = make_base_inputs(jax.random.key(3), made)
     # x has a mean, and so have the sums that the offset is multiplied with.
     record = OP.lower(QuantizedMatmulArguments(**{**given, "x": given["x"] + 2}))
     want = np.asarray(family.reference(record)[0], np.float32)

@@ -10,7 +10,7 @@ import pytest
 from ejkernel.cli.calls import (
     CallOptions,
     ShapeOption,
-    array_dtypes,
+    accepted_array_dtypes,
     literal_arguments,
     parse_literal,
     parse_shape,
@@ -74,8 +74,8 @@ def test_values_are_python_or_plain_words(text, value):
 
 def test_the_signature_says_what_is_an_array_and_what_an_option():
     assert required_arrays(FLASH) == ["query", "key", "value"]
-    assert {"bias", "softmax_aux", "cum_seqlens_q"} <= set(array_dtypes(FLASH))
-    assert "int32" in array_dtypes(FLASH)["cum_seqlens_q"]
+    assert {"bias", "softmax_aux", "cum_seqlens_q"} <= set(accepted_array_dtypes(FLASH))
+    assert "int32" in accepted_array_dtypes(FLASH)["cum_seqlens_q"]
     assert {"causal", "sliding_window", "precision", "dropout_seed"} <= set(literal_arguments(FLASH))
     assert not {"query", "mask_info", "platform", "cfg", "mesh"} & set(literal_arguments(FLASH))
 
@@ -126,7 +126,9 @@ def test_every_operation_can_be_called_from_the_command_line(name):
     op = registry().op(name)
     wanted = jax.eval_shape(op.cases[0].make, jax.random.key(0))
     arrays, plain = array_fields(wanted), literal_arguments(op)
-    shapes = [f"{n}={','.join(map(str, x.shape))}:{x.dtype.name}" for n, x in arrays.items() if n in array_dtypes(op)]
+    shapes = [
+        f"{n}={','.join(map(str, x.shape))}:{x.dtype.name}" for n, x in arrays.items() if n in accepted_array_dtypes(op)
+    ]
     given = {f.name: getattr(wanted, f.name) for f in dataclasses.fields(wanted) if f.metadata.get("static")}
     options = [f"{n}={v}" for n, v in given.items() if n in plain and isinstance(v, bool | int | float | str | tuple)]
     args = spec(op, shapes, options).one().abstract_args

@@ -40,7 +40,9 @@ def found(monkeypatch):
     }
     monkeypatch.setattr(evidence, "shipped", lambda folder, name: files[name])
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: {"jax": "0.13.1", "triton": "4.0"})
-    resolved = toolchains.ResolvedVersions(date="2026-11-26", pythons={"3.11": {"jax": "0.10.2"}, "3.12": NEW})
+    resolved = toolchains.ResolvedVersions(
+        date="2026-11-26", versions_by_python={"3.11": {"jax": "0.10.2"}, "3.12": NEW}
+    )
     monkeypatch.setattr(toolchains, "resolved_versions", lambda: resolved)
     return SimpleNamespace(implementations={"one": (*kernels, kernel("xla", (), Implementation)), "two": kernels})
 
@@ -48,13 +50,16 @@ def found(monkeypatch):
 @pytest.mark.parametrize("devices", [[H200], [DeviceInfo(platform="cpu")]], ids=["on a GPU", "without a GPU"])
 def test_kernels_by_toolchain(found, devices):
     installed, old, new = toolchains.confirmed_kernels_by_toolchain(found, devices)
-    assert (installed.what, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
+    assert (installed.toolchain, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
     assert installed.unconfirmed_by_reason == {
         "module jax_triton is not installed": {"triton": 2},
         "not confirmed with jax 0.13 on sm_90, but with jax 0.11": {"cuda": 2},
     }
-    assert (old.what, old.unconfirmed_by_reason["module triton is not installed"]) == ("Python 3.11", {"triton": 2})
-    assert (new.what, new.confirmed) == ("Python 3.12", {"triton": 1})
+    assert (old.toolchain, old.unconfirmed_by_reason["module triton is not installed"]) == (
+        "Python 3.11",
+        {"triton": 2},
+    )
+    assert (new.toolchain, new.confirmed) == ("Python 3.12", {"triton": 1})
     failing = "not confirmed on NVIDIA H200 with jax 0.12.0, jax_triton 0.4.1, triton 3.9.0: some of its tests fail"
     assert new.unconfirmed_by_reason[failing] == {"triton": 1}
 
@@ -80,7 +85,7 @@ def test_lines_of_the_toolchain_table(found):
 def test_the_command_prints_what_pip_installs():
     runner, versions = CliRunner(), toolchains.resolved_versions()
     printed = runner.invoke(main, ["doctor"]).output
-    for python, modules in versions.pythons.items():
+    for python, modules in versions.versions_by_python.items():
         assert f"Python {python}, sm_90: jax {modules['jax']}" in printed
     shown = json.loads(runner.invoke(main, ["doctor", "--json"]).output)["toolchains"]
     assert [one["what"] for one in shown][:2] == ["installed", "Python 3.11"]

@@ -13,7 +13,7 @@ from ejkernel.ops.plugins import registry
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """What is compiled here runs once."""
 HALF, EIGHT = jnp.bfloat16, jnp.float8_e4m3fn
-SMALL = PagedSizes(lens=(70, 5, 33), q_lens=(20, 1, 9), h=8, g=2, d=128, v=128, s=32)
+SMALL = PagedSizes(kv_lens=(70, 5, 33), q_lens=(20, 1, 9), h=8, g=2, d=128, v=128, s=32)
 
 
 def lowered(op, make, sizes, **fields):
@@ -31,12 +31,12 @@ def case(op, name):
 
 
 def _sized(dtype=HALF, **fields):
-    return PagedSizes(**{"lens": (70, 5, 33), "q_lens": (20, 1, 9), "s": 32, "dtype": dtype, **fields})
+    return PagedSizes(**{"kv_lens": (70, 5, 33), "q_lens": (20, 1, 9), "s": 32, "dtype": dtype, **fields})
 
 
 def _v3(sizes, lanes=False, **fields):
     def make(key, sizes):
-        return paged_inputs.v3_inputs(key, sizes, lanes=lanes)
+        return paged_inputs.v3_inputs(key, sizes, in_lanes_layout=lanes)
 
     return lowered("ragged_page_attention_v3", make, sizes, softmax_scale=None, **fields)
 
@@ -47,7 +47,10 @@ WIDE, SMALL_HEADS = {"h": 32, "g": 8, "d": 128, "v": 128}, {"h": 8, "g": 2, "d":
 LAYOUTS = {
     "v2": functools.partial(lowered, "ragged_page_attention_v2", paged_inputs.v2_inputs, _sized(**WIDE)),
     "v2, decoding": functools.partial(
-        lowered, "ragged_page_attention_v2", paged_inputs.v2_inputs, _sized(**WIDE, lens=(70, 5, 33), q_lens=(1, 1, 1))
+        lowered,
+        "ragged_page_attention_v2",
+        paged_inputs.v2_inputs,
+        _sized(**WIDE, kv_lens=(70, 5, 33), q_lens=(1, 1, 1)),
     ),
     "v2, float32, 60": functools.partial(
         lowered,
@@ -65,21 +68,21 @@ LAYOUTS = {
     "v3, float32": functools.partial(_v3, _sized(jnp.float32, **SMALL_HEADS), softmax_aux=SINKS),
     "v3, lanes": functools.partial(_v3, _sized(**SMALL_HEADS), lanes=True),
     "v3, 8 bits": functools.partial(
-        lowered, "ragged_page_attention_v3", paged_inputs.v3_eight_bits, _sized(h=3, g=3, d=64, v=64)
+        lowered, "ragged_page_attention_v3", paged_inputs.v3_float8_inputs, _sized(h=3, g=3, d=64, v=64)
     ),
-    "v3, int8": functools.partial(lowered, "ragged_page_attention_v3", paged_inputs.v3_integers, _sized(**WIDE)),
+    "v3, int8": functools.partial(lowered, "ragged_page_attention_v3", paged_inputs.v3_int8_inputs, _sized(**WIDE)),
     "pages": functools.partial(lowered, "page_attention", paged_inputs.page_inputs, _sized(**WIDE, q_lens=None)),
     "pages, float32": functools.partial(
         lowered, "page_attention", paged_inputs.page_inputs, _sized(jnp.float32, h=8, g=4, d=32, v=32, q_lens=None)
     ),
     "rows of tokens": functools.partial(
-        lowered, "decode_attention", paged_inputs.decode_inputs, PagedSizes(lens=(19, 0, 5), h=4, g=4, s=1, v=48)
+        lowered, "decode_attention", paged_inputs.decode_inputs, PagedSizes(kv_lens=(19, 0, 5), h=4, g=4, s=1, v=48)
     ),
     "heads first": functools.partial(
         lowered,
         "prefill_page_attention",
         paged_inputs.prefill_inputs,
-        _sized(lens=(200,), q_lens=(150,), h=8, g=2, d=128, v=128),
+        _sized(kv_lens=(200,), q_lens=(150,), h=8, g=2, d=128, v=128),
     ),
     "unified": functools.partial(
         lowered, "unified_attention", paged_inputs.packed_inputs, _sized(**WIDE), causal=False, sliding_window=(9, 3)
@@ -102,7 +105,7 @@ LAYOUTS = {
         chunk_size=48,
     ),
     "written apart": functools.partial(
-        lowered, "chunked_prefill_paged_decode", paged_inputs.chunked_inputs, _sized(**WIDE)
+        lowered, "chunked_prefill_paged_decode", paged_inputs.chunked_prefill_inputs, _sized(**WIDE)
     ),
 }
 """How to make a record of every way in which a cache lies, by name."""

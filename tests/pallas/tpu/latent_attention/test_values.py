@@ -23,7 +23,7 @@ from ejkernel_pallas.tpu.paged_attention.forward import forward
 
 PAGED = "multi_latent_ragged_page_attention"
 TILES, SINGLE = TpuPaged(block_q=8, block_kv=128), TpuPaged(block_q=1, block_kv=128)
-DECODING = PagedSizes(lens=(140, 9), q_lens=(1, 1), rows=2, h=4, s=16, v=60, d=17, dtype=jnp.bfloat16)
+DECODING = PagedSizes(kv_lens=(140, 9), q_lens=(1, 1), query_rows=2, h=4, s=16, v=60, d=17, dtype=jnp.bfloat16)
 
 
 def attend(record, params):
@@ -47,13 +47,15 @@ def test_prefill_and_decode_with_a_cache_of_8_bits(op, name):
 
 @pytest.mark.parametrize(("q_lens", "params"), [((20, 9), TILES), ((1, 1), SINGLE)], ids=["tiles", "decoding"])
 def test_slopes_and_chunks(q_lens, params):
-    record = lowered(PAGED, paged_latent.inputs, dataclasses.replace(DECODING, q_lens=q_lens, rows=sum(q_lens)))
+    record = lowered(
+        PAGED, paged_latent.make_base_inputs, dataclasses.replace(DECODING, q_lens=q_lens, query_rows=sum(q_lens))
+    )
     check(dataclasses.replace(record, alibi_slopes=jnp.array([0.5, -0.25, 0.125, 1.0]), chunk_size=48), params)
 
 
 def test_decoding_over_pages_whose_other_rows_are_nan():
     """Words have two tokens each: the first of a word is the last of a sequence, and so is the second."""
-    record = lowered(PAGED, paged_latent.inputs, DECODING)
+    record = lowered(PAGED, paged_latent.make_base_inputs, DECODING)
     used = jnp.zeros(record.key_pages.shape[:2], bool)
     place = jnp.arange(140)
     used = used.at[record.block_tables[0, place // 16], place % 16].set(True)
@@ -86,8 +88,8 @@ ORDERS = {"rows": (120, True), "tokens along lanes": (32, True), "rows, and toke
 def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
     """Pages of 128 tokens, eight a block: all keys of the first attend, in two products; the next has one page."""
     (latent, one), lengths = ORDERS[order], (1100, 3, 0)
-    sizes = DecodeSizes(s=1152, r=latent, one_cache=one, lengths=lengths, dtype=jnp.bfloat16)
-    record = lowered("mla_decode", dense_cases.arrays, sizes)
+    sizes = DecodeSizes(s=1152, r=latent, has_joint_cache=one, lengths=lengths, dtype=jnp.bfloat16)
+    record = lowered("mla_decode", dense_cases.make_arrays, sizes)
     cache = make_cache_layout(as_pages(record))
     assert (cache.tokens_along_lanes, cache.rotary_dim) == (latent == 32, 0 if one else 8)
     there = (jnp.arange(1152) < jnp.array(lengths)[:, None])[..., None, None]

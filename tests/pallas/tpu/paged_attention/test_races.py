@@ -33,11 +33,11 @@ def read_words(buffer, head_group, word, at, spec):
 
 
 def records():
-    sizes = PagedSizes(lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
-    tables = sizes.tables()
+    sizes = PagedSizes(kv_lens=(150, 20, 9), q_lens=(9, 20, 1), h=2, g=1, d=32, v=32, s=16)
+    tables = sizes.block_tables()
     absent = jnp.where(jnp.arange(tables.shape[1]) % 3 == 1, -1, jnp.asarray(tables))
-    single = paged_inputs.page_inputs, dataclasses.replace(sizes, lens=(300, 150, 256))
-    new = PagedSizes(lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
+    single = paged_inputs.page_inputs, dataclasses.replace(sizes, kv_lens=(300, 150, 256))
+    new = PagedSizes(kv_lens=(37, 1, 20), q_lens=(7, 1, 20), h=2, g=1, d=128, v=128, s=16)
     return {
         "decoding": lowered("page_attention", *single),
         "several blocks": lowered("unified_attention", paged_inputs.packed_inputs, sizes),

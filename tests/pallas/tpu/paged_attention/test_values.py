@@ -63,7 +63,7 @@ def test_slopes_and_chunks(name):
     """Several blocks of keys, tiles of queries that two chunks share, and heads that share a product."""
     params, fields = TERMS[name]
     q_lens = (20, 1, 33) if params is TILES else (1, 1, 1)
-    sizes = PagedSizes(lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in fields.items()}
     record = dataclasses.replace(record, **arrays)
@@ -76,11 +76,11 @@ def test_slopes_and_chunks(name):
     (V2, paged_inputs.v2_inputs, SINGLE, {}),
 ])  # fmt: skip
 def test_absent_pages_have_no_keys(op, make, params, fields):
-    sizes = PagedSizes(lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
-    tables = sizes.tables()
+    sizes = PagedSizes(kv_lens=(150, 40, 70), q_lens=(20, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    tables = sizes.block_tables()
     tables[0, [1, 4, 8]], tables[1, :], tables[2, 3] = -1, 10_000, -5
     record = lowered(op, make, sizes, block_tables=jnp.asarray(tables), **fields)
-    check(with_nan_elsewhere(record, tables, sizes.lens), params)
+    check(with_nan_elsewhere(record, tables, sizes.kv_lens), params)
 
 
 def with_nan_elsewhere(record, tables, lens):
@@ -102,7 +102,7 @@ def with_nan_elsewhere(record, tables, lens):
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
 def test_decoding_while_the_block_ahead_is_copied(kind):
     """Blocks that all attend, ahead of such, of a part of one, of another sequence's, and of nothing."""
-    sizes = PagedSizes(lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(kv_lens=(520, 384, 40, 256), q_lens=(1, 1, 1, 1), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         spec = make_spec(record, config.tile_sizes_of(SINGLE))
@@ -113,7 +113,7 @@ def test_decoding_while_the_block_ahead_is_copied(kind):
 
 def test_large_products_in_slices():
     """Of 144 rows, which are no whole slices of 64; and a sink of -inf, which is none, also where there are no keys."""
-    sizes = PagedSizes(lens=(300, 40), q_lens=(48, 40), dtype=jnp.bfloat16, g=2, h=6)
+    sizes = PagedSizes(kv_lens=(300, 40), q_lens=(48, 40), dtype=jnp.bfloat16, g=2, h=6)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     record = dataclasses.replace(record, softmax_aux=jnp.array([0.5, -jnp.inf, 2.0, -1.0, -jnp.inf, 0.0]))
     tables = np.array(record.block_tables)
@@ -125,7 +125,7 @@ def test_large_products_in_slices():
 
 
 def test_new_tokens_fill_whole_pages_and_parts_of_them():
-    sizes = PagedSizes(lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    sizes = PagedSizes(kv_lens=(40, 16, 9), q_lens=(37, 16, 1), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
     record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
     tables = np.array(record.block_tables)
     tables[0, 2] = -1  # what is written there is dropped
@@ -150,7 +150,7 @@ def with_slopes(record):
 
 def written(dtype, heads, size):
     """A call that writes new tokens to one cache of keys and values."""
-    sizes = PagedSizes(lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
+    sizes = PagedSizes(kv_lens=(16,), q_lens=(4,), h=2, g=2, d=128, s=8, dtype=jnp.bfloat16)
     record = lowered(V3, paged_inputs.v3_inputs, sizes, softmax_scale=None)
     return dataclasses.replace(record, key_pages=jax.ShapeDtypeStruct((4, 8, heads, 2, size), dtype))
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from ejkernel.ops.model import Op
 from ejkernel.types.arguments import non_default_fields
 
-Function = Callable[[Any], Any]
+RecordFunction = Callable[[Any], Any]
 
 
-def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
+def baselines(op: Op, record: Any) -> Iterator[tuple[str, RecordFunction]]:
     """Yields names, and functions of the lowered record that return the family's output and compute the same call."""
     used = set(non_default_fields(record))
     for family, name, fields, function in _JAX_FUNCTIONS:
@@ -22,7 +22,7 @@ def baselines(op: Op, record: Any) -> Iterator[tuple[str, Function]]:
     yield "reference", lambda record: op.family.reference(record)[0]
 
 
-def with_gradients(function: Function, grad_fields: frozenset[str]) -> Function:
+def with_gradients(function: RecordFunction, grad_fields: frozenset[str]) -> RecordFunction:
     """Returns a function that computes the output, and the gradients of its sum by record field."""
 
     def output_and_gradients(record: Any) -> tuple[Any, dict[str, Any]]:
@@ -69,7 +69,7 @@ def _convolution(record: Any) -> tuple[jax.Array, jax.Array]:
     return output, padded[:, :, tokens:]
 
 
-_JAX_FUNCTIONS: tuple[tuple[str, str, set[str], Function], ...] = (
+_JAX_FUNCTIONS: tuple[tuple[str, str, set[str], RecordFunction], ...] = (
     ("tiled_attention", "jax.nn", {"bias", "causal", "sliding_window"}, _dot_product_attention),
     ("grouped_matmul", "lax", {"transpose_rhs", "precision"}, _ragged_dot),
     ("causal_convolution", "lax", set(), _convolution),

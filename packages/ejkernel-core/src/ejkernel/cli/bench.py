@@ -50,8 +50,8 @@ class Timing:
         config: The configuration it ran with.
         seconds: Median time; None if it did not run.
         spread: Interquartile range of the times.
-        temporary: Bytes it needs in addition to inputs and outputs; None if the device does not say.
-        count: Its operations and bytes.
+        temporary_bytes: Bytes it needs in addition to inputs and outputs; None if the device does not say.
+        work_count: Its floating-point operations and bytes.
         check: How it compared with the reference, or why it did not run.
     """
 
@@ -62,8 +62,8 @@ class Timing:
     config: str
     seconds: float | None
     spread: float = 0.0
-    temporary: int | None
-    count: WorkCount
+    temporary_bytes: int | None
+    work_count: WorkCount
     check: Comparison
 
 
@@ -126,7 +126,7 @@ def parse_sweep(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the times into this PNG file.")
 @JSON_OPTION
 @click.pass_context
-def bench(ctx: click.Context, spec: CallOptions, **options: Any) -> None:
+def bench(ctx: click.Context, call_options: CallOptions, **options: Any) -> None:
     """Time every implementation that supports a call.
 
     Times the forward pass, and the forward and backward passes together, on random data. First compares each result
@@ -140,59 +140,59 @@ def bench(ctx: click.Context, spec: CallOptions, **options: Any) -> None:
     ejkernel bench flash_attention --shape 1,2048,8,64 -o causal=true --plot times.png
     ejkernel bench flash_attention --shape 1,2048,8,64 --sweep t,s=512,1024,2048 --plot sweep.png
     """
-    settings = TimingOptions(**options)
-    if settings.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    timing_options = TimingOptions(**options)
+    if timing_options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
-    out, timings = open_console(stderr=settings.as_json), list[Timing]()
-    for call, at in _calls_of_sweep(spec, settings):
-        rows = [dataclasses.replace(timing, at=at) for timing in _time_programs(call, settings, out)]
-        if not settings.as_json:
+    out, timings = open_console(stderr=timing_options.as_json), list[Timing]()
+    for call, at in _calls_of_sweep(call_options, timing_options):
+        rows = [dataclasses.replace(timing, at=at) for timing in _time_programs(call, timing_options, out)]
+        if not timing_options.as_json:
             _print_timings(out, call, rows)
         timings += rows
-    _print_json_and_plot(spec, settings, timings)
+    _print_json_and_plot(call_options, timing_options, timings)
     # A baseline that is wrong says nothing about a kernel.
     if not timings or any(t.check.passed is False and t.config != BASELINE for t in timings):
         ctx.exit(1)
 
 
-def _calls_of_sweep(spec: CallOptions, settings: TimingOptions) -> Iterator[tuple[Call, int | None]]:
+def _calls_of_sweep(call_options: CallOptions, timing_options: TimingOptions) -> Iterator[tuple[Call, int | None]]:
     """Yields the calls, each with the size that `--sweep` sets."""
-    if settings.sweep is None:
-        yield from ((call, None) for call in spec.calls(default=_tag(spec)))
+    if timing_options.sweep is None:
+        yield from ((call, None) for call in call_options.calls(default_tag=_tag(call_options)))
         return
-    if not spec.shapes:
+    if not call_options.shapes:
         raise click.UsageError("--sweep needs the call's shapes: --shape")
-    letters, sizes = settings.sweep
+    letters, sizes = timing_options.sweep
     for size in sizes:
-        yield spec.call_with_size(letters, size), size
+        yield call_options.call_with_size(letters, size), size
 
 
-def _tag(spec: CallOptions) -> str:
+def _tag(call_options: CallOptions) -> str:
     """Returns the tag of the cases to run without --shape and --case, which are smaller on a CPU."""
-    small = jax.devices()[0].platform == "cpu" and any("bench_cpu" in case.tags for case in spec.op.cases)
+    small = jax.devices()[0].platform == "cpu" and any("bench_cpu" in case.tags for case in call_options.op.cases)
     return "bench_cpu" if small else "bench"
 
 
-def _print_json_and_plot(spec: CallOptions, settings: TimingOptions, timings: list[Timing]) -> None:
-    title = f"{spec.op.name} on {jax.devices()[0].device_kind}; {versions()}"
-    if settings.as_json:
+def _print_json_and_plot(call_options: CallOptions, timing_options: TimingOptions, timings: list[Timing]) -> None:
+    title = f"{call_options.op.name} on {jax.devices()[0].device_kind}; {versions()}"
+    if timing_options.as_json:
         print_json(
             {
-                "operation": spec.op.name,
+                "operation": call_options.op.name,
                 **device_and_versions(),
                 "timings": [_timing_to_dict(timing) for timing in timings],
             }
         )
-    if settings.plot is None or not any(timing.seconds for timing in timings):
+    if timing_options.plot is None or not any(timing.seconds for timing in timings):
         return
     from ejkernel.cli.plot import draw_bars, draw_sweep
 
-    if settings.sweep is None:
-        draw_bars(timings, settings.plot, title)
+    if timing_options.sweep is None:
+        draw_bars(timings, timing_options.plot, title)
     else:
-        draw_sweep(timings, settings.plot, title, ", ".join(settings.sweep[0]))
-    if not settings.as_json:
-        click.echo(f"plot written to {settings.plot}")
+        draw_sweep(timings, timing_options.plot, title, ", ".join(timing_options.sweep[0]))
+    if not timing_options.as_json:
+        click.echo(f"plot written to {timing_options.plot}")
 
 
 def device_and_versions() -> dict[str, str]:
@@ -206,7 +206,7 @@ def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in device_and_versions().items() if name != "device")
 
 
-def _time_programs(call: Call, settings: TimingOptions, out: Console) -> list[Timing]:
+def _time_programs(call: Call, timing_options: TimingOptions, out: Console) -> list[Timing]:
     args = call.make_args(jax.random.key(0))
     with one_line_errors():
         plan = make_plan(call.op, args, call.platform, None, default_chain())
@@ -216,23 +216,30 @@ def _time_programs(call: Call, settings: TimingOptions, out: Console) -> list[Ti
     if choice.implementation is None:
         print_choice(out, choice)
         return []
-    all_programs = programs(plan, record, choice, settings.baselines)
-    _say(settings, f"{call.op.name}, {call.label}: {len(all_programs)} programs, each timed {settings.repeat} times")
+    all_programs = programs(plan, record, choice, timing_options.baselines)
+    _say(
+        timing_options,
+        f"{call.op.name}, {call.label}: {len(all_programs)} programs, each timed {timing_options.repeat} times",
+    )
     prepared = list[PreparedProgram]()
-    with progress_bar(len(all_programs) + settings.repeat) as step:
+    with progress_bar(len(all_programs) + timing_options.repeat) as step:
         for number, program in enumerate(all_programs):
             prepared.append(_prepare_program(call, args, record, program))
             if number == 0:
-                _say(settings, _estimate_duration(prepared[0], all_programs, settings.repeat))
+                _say(timing_options, _estimate_duration(prepared[0], all_programs, timing_options.repeat))
             step("compile and check")
         runs = [one.run for one in prepared if one.run is not None]
-        times = iter(interleaved_samples(runs, settings.repeat, warm=True, after_round=functools.partial(step, "time")))
+        times = iter(
+            interleaved_samples(
+                runs, timing_options.repeat, is_warmed_up=True, after_round=functools.partial(step, "time")
+            )
+        )
     return [one.timing if one.run is None else _with_times(one.timing, next(times)) for one in prepared]
 
 
-def _say(settings: TimingOptions, text: str) -> None:
+def _say(timing_options: TimingOptions, text: str) -> None:
     """Prints a line about what the command is going to do, unless a program reads JSON."""
-    if not settings.as_json or sys.stderr.isatty():
+    if not timing_options.as_json or sys.stderr.isatty():
         print_unmarked_text(open_console(stderr=True), text, "dim")
 
 
@@ -258,8 +265,8 @@ def _prepare_program(call: Call, args: Any, record: Any, program: Program) -> Pr
         passes=program.passes,
         config=program.config,
         seconds=None,
-        temporary=None,
-        count=count_work(call.op.family, record, program.passes, output),
+        temporary_bytes=None,
+        work_count=count_work(call.op.family, record, program.passes, output),
         check=Comparison(None, ""),
     )
     try:
@@ -277,7 +284,7 @@ def _prepare_program(call: Call, args: Any, record: Any, program: Program) -> Pr
     except jax.errors.JaxRuntimeError as error:  # for example, the device has too little memory
         failure = Comparison(False, f"does not run: {str(error).splitlines()[0]}")
         return PreparedProgram(timing=dataclasses.replace(timing, check=failure), run=None)
-    timing = dataclasses.replace(timing, temporary=temporary, check=verdict)
+    timing = dataclasses.replace(timing, temporary_bytes=temporary, check=verdict)
     run = functools.partial(compiled, record)
     return PreparedProgram(timing=timing, run=run, compile_seconds=compile_seconds, first_run_seconds=first_run_seconds)
 
@@ -302,12 +309,12 @@ def _print_timings(out: Console, call: Call, timings: list[Timing]) -> None:
         right_aligned_columns=numbers,
         folded_columns=sentences,
     )
-    for text in dict.fromkeys(f"{timing.passes}: {timing.count.text}" for timing in sorted_timings):
+    for text in dict.fromkeys(f"{timing.passes}: {timing.work_count.text}" for timing in sorted_timings):
         print_unmarked_text(out, text, "dim")
     out.print()
 
 
-def _timing_row(timing: Timing, fastest: float) -> tuple[Any, ...]:
+def _timing_row(timing: Timing, fastest_seconds: float) -> tuple[Any, ...]:
     verdict = (timing.check.text, {True: "green", False: "bold red", None: "dim"}[timing.check.passed])
     if not timing.seconds:
         return (timing.passes, timing.implementation, *"------", timing.config, verdict)
@@ -316,9 +323,9 @@ def _timing_row(timing: Timing, fastest: float) -> tuple[Any, ...]:
         timing.implementation,
         format_milliseconds(timing.seconds),
         format_milliseconds(timing.spread),
-        f"{timing.seconds / fastest:.2f}",
-        *("-" if rate is None else f"{rate:.3g}" for rate in timing.count.rates(timing.seconds)),
-        format_megabytes(timing.temporary),
+        f"{timing.seconds / fastest_seconds:.2f}",
+        *("-" if rate is None else f"{rate:.3g}" for rate in timing.work_count.rates(timing.seconds)),
+        format_megabytes(timing.temporary_bytes),
         timing.config,
         verdict,
     )
@@ -326,5 +333,7 @@ def _timing_row(timing: Timing, fastest: float) -> tuple[Any, ...]:
 
 def _timing_to_dict(timing: Timing) -> dict[str, Any]:
     """Converts a timing to plain data."""
-    flops, size = timing.count.rates(timing.seconds) if timing.seconds else (None, None)
-    return {**dataclasses.asdict(timing), "tflop_per_s": flops, "gb_per_s": size}
+    flops, size = timing.work_count.rates(timing.seconds) if timing.seconds else (None, None)
+    values = dataclasses.asdict(timing)
+    values["temporary"], values["count"] = values.pop("temporary_bytes"), values.pop("work_count")
+    return {**values, "tflop_per_s": flops, "gb_per_s": size}

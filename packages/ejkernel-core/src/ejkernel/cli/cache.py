@@ -12,7 +12,7 @@ import msgspec
 
 from ejkernel.cli.as_json import JSON_OPTION, print_json
 from ejkernel.cli.tables import format_milliseconds, open_console, print_table
-from ejkernel.cli.times import parse_time, read_time
+from ejkernel.cli.times import parse_iso_time, parse_time
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import (
     DAMAGED_TABLE_ERRORS,
@@ -60,7 +60,7 @@ class EntryFilter:
     only_predicted: bool = False
 
     @property
-    def is_empty(self) -> bool:
+    def has_no_criteria(self) -> bool:
         """Says whether the user gave no option."""
         return self == EntryFilter()
 
@@ -69,7 +69,7 @@ class EntryFilter:
         parts = _key_parts(key)
         options = {"op": self.op, "implementation": self.implementation, "device": self.device}
         same = all(value is None or parts.get(name) == value for name, value in options.items())
-        time = read_time(entry.measured_at)
+        time = parse_iso_time(entry.measured_at)
         old = self.before is None or (time is not None and time < self.before)
         return same and old and (entry.predicted or not self.only_predicted)
 
@@ -166,7 +166,7 @@ def export(file: Path, store: Path | None, **options: Any) -> None:
     selected = {key: entry for key, entry in entries.items() if chosen.selects(key, entry)}
     if not selected:
         raise click.ClickException(f"{opened.path} has no such entries")
-    merge_into(file, selected)
+    merge_into_file(file, selected)
     click.echo(f"exported {_entry_count_text(len(selected))} to {file}")
 
 
@@ -197,7 +197,7 @@ def merge(target: Path, files: tuple[Path, ...]) -> None:
 
     If there are two entries for one call, the later measurement is kept. A prediction never replaces a measurement.
     """
-    count = merge_into(target, merge_tables(*map(read_table, files)))
+    count = merge_into_file(target, merge_tables(*map(read_table, files)))
     click.echo(f"{_entry_count_text(count)} in {target}")
 
 
@@ -212,7 +212,7 @@ def remove(store: Path | None, yes: bool, **options: Any) -> None:
     entry.
     """
     opened, chosen = PersistentCache(path=store), EntryFilter(**options)
-    if chosen.is_empty:
+    if chosen.has_no_criteria:
         raise click.UsageError("give at least one of --op, --implementation, --device, --before and --predicted")
     entries = _all(opened)
     chosen.check_known_names(entries)
@@ -265,7 +265,7 @@ def merge_tables(*tables: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def _entry_rank(entry: Entry) -> tuple[bool, datetime.datetime]:
-    return not entry.predicted, read_time(entry.measured_at) or UNKNOWN_TIME
+    return not entry.predicted, parse_iso_time(entry.measured_at) or UNKNOWN_TIME
 
 
 def _sort_entries(entries: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
@@ -292,7 +292,7 @@ def read_table(path: Path) -> Mapping[str, Entry]:
         raise click.ClickException(f"{path} {error}") from error
 
 
-def merge_into(path: Path, entries: Mapping[str, Entry]) -> int:
+def merge_into_file(path: Path, entries: Mapping[str, Entry]) -> int:
     """Adds entries to a table and replaces the file at once, without a lock file, which version control would see."""
     known = read_table(path) if path.exists() else {}
     merged = merge_tables(entries, known)

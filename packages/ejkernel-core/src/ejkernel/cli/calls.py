@@ -160,11 +160,11 @@ class CallOptions:
     options: tuple[str, ...]
     cases: tuple[str, ...]
 
-    def calls(self, default: str | None = None) -> list[Call]:
+    def calls(self, default_tag: str | None = None) -> list[Call]:
         """Returns the named cases as calls, or the call that the shapes describe.
 
         Args:
-            default: Tag of the cases to return without --shape and --case; None makes that an error.
+            default_tag: Tag of the cases to return without --shape and --case; None makes that an error.
 
         Raises:
             click.UsageError: The options describe no valid call of the operation.
@@ -174,7 +174,7 @@ class CallOptions:
             raise click.UsageError("--case has its own shapes and options; use either --case or the others")
         if shaped:
             return [self._call_from_shapes()]
-        names = self.cases or tuple(c.name for c in self.op.cases if default is not None and default in c.tags)
+        names = self.cases or tuple(c.name for c in self.op.cases if default_tag is not None and default_tag in c.tags)
         if not names:
             required = ", ".join(required_arrays(self.op))
             raise click.UsageError(f"--shape or --case is needed: {self.op.name} takes {required}")
@@ -187,11 +187,11 @@ class CallOptions:
             raise click.UsageError("--case can be used only once here")
         return calls[0]
 
-    def call_with_size(self, letters: tuple[str, ...], size: int) -> Call:
+    def call_with_size(self, axis_letters: tuple[str, ...], size: int) -> Call:
         """Returns the call that the shapes describe, with another size for some axes.
 
         Args:
-            letters: Axis letters, as the operation names its arguments' axes.
+            axis_letters: Axis letters, as the operation names its arguments' axes.
             size: Their size.
 
         Raises:
@@ -199,13 +199,16 @@ class CallOptions:
         """
         arrays = self._abstract_arrays()
         changed = {
-            name: _shape_with_size(x, self.op.axes.get(name, "").split(), letters, size) for name, x in arrays.items()
+            name: _shape_with_size(x, self.op.axes.get(name, "").split(), axis_letters, size)
+            for name, x in arrays.items()
         }
-        missing = [letter for letter in letters if all(letter not in self.op.axes.get(n, "").split() for n in arrays)]
+        missing = [
+            letter for letter in axis_letters if all(letter not in self.op.axes.get(n, "").split() for n in arrays)
+        ]
         if missing:
             known = ", ".join(f"{name}[{self.op.axes[name]}]" for name in arrays if name in self.op.axes)
             raise click.UsageError(f"--sweep: no given array has an axis {', '.join(missing)}; there are {known}")
-        return self._make_call(changed | self._literal_values())
+        return self._make_call(changed | self._option_values())
 
     def _call_from_case(self, name: str) -> Call:
         known = {case.name: case for case in self.op.cases}
@@ -216,7 +219,7 @@ class CallOptions:
         return Call(op=self.op, label=name, abstract_args=abstract, platform=self.platform, make_args=make)
 
     def _call_from_shapes(self) -> Call:
-        return self._make_call(self._abstract_arrays() | self._literal_values())
+        return self._make_call(self._abstract_arrays() | self._option_values())
 
     def _make_call(self, values: dict[str, Any]) -> Call:
         missing = [name for name in required_arrays(self.op) if name not in values]
@@ -239,7 +242,7 @@ class CallOptions:
             shapes["value"] = dataclasses.replace(value, sizes=(*value.sizes[:-1], self.value_dim))
         elif self.value_dim is not None:
             raise click.UsageError("--value-dim: no shape of 'value' is given")
-        dtypes = array_dtypes(self.op)
+        dtypes = accepted_array_dtypes(self.op)
         for name in shapes:
             if name not in dtypes:
                 raise click.UsageError(_no_such_message(self.op, name, dtypes, "array argument"))
@@ -251,8 +254,8 @@ class CallOptions:
     def _default_dtype(self, accepted_dtypes: frozenset[str]) -> str:
         return next((name for name in (self.dtype, "int32", "bool") if name in accepted_dtypes), self.dtype)
 
-    def _literal_values(self) -> dict[str, Any]:
-        known, arrays = literal_arguments(self.op), array_dtypes(self.op)
+    def _option_values(self) -> dict[str, Any]:
+        known, arrays = literal_arguments(self.op), accepted_array_dtypes(self.op)
         values: dict[str, Any] = {}
         for text in self.options:
             name, separator, value = text.partition("=")
@@ -307,10 +310,10 @@ _CALL_OPTION_DECORATORS = (
 def required_arrays(op: Op) -> list[str]:
     """Returns the required array arguments of an operation, in public order."""
     optional = optional_fields(op.arguments)
-    return [name for name in array_dtypes(op) if name not in optional]
+    return [name for name in accepted_array_dtypes(op) if name not in optional]
 
 
-def array_dtypes(op: Op) -> dict[str, frozenset[str]]:
+def accepted_array_dtypes(op: Op) -> dict[str, frozenset[str]]:
     """Returns the array arguments of an operation, with the names of the dtypes that they may have."""
     dtypes_by_name: dict[str, frozenset[str]] = {}
     for name, parameter in _signature_parameters(op).items():
@@ -366,9 +369,9 @@ def _is_array(annotation: Any) -> bool:
 
 
 def _shape_with_size(
-    x: jax.ShapeDtypeStruct, axes: list[str], letters: tuple[str, ...], size: int
+    x: jax.ShapeDtypeStruct, axes: list[str], axis_letters: tuple[str, ...], size: int
 ) -> jax.ShapeDtypeStruct:
-    sizes = [size if axis in letters else old for axis, old in zip(axes, x.shape, strict=False)]
+    sizes = [size if axis in axis_letters else old for axis, old in zip(axes, x.shape, strict=False)]
     return jax.ShapeDtypeStruct((*sizes, *x.shape[len(sizes) :]), x.dtype)
 
 
@@ -383,8 +386,8 @@ def _shapes_by_argument(op: Op, shapes: tuple[ShapeOption, ...]) -> dict[str, Sh
     return named | dict(zip(names, bare, strict=False))
 
 
-def _no_such_message(op: Op, name: str, known: Any, kind: str) -> str:
-    return f"{op.name} has no {kind} {name!r}{did_you_mean(name, known) or '; it has ' + ', '.join(known)}"
+def _no_such_message(op: Op, name: str, known_names: Any, kind: str) -> str:
+    return f"{op.name} has no {kind} {name!r}{did_you_mean(name, known_names) or '; it has ' + ', '.join(known_names)}"
 
 
 def _call_label(values: dict[str, Any]) -> str:

@@ -60,11 +60,11 @@ def compare_with_reference(op: Op, args: Any, record: Any, passes: str, result: 
     return Comparison(passed, f"{'agrees' if passed else 'DIFFERS'}, largest error {error:.1e}")
 
 
-def check_reference_fits(needed: int | None) -> Comparison:
+def check_reference_fits(needed_bytes: int | None) -> Comparison:
     """Says whether the reference fits in memory; if so, its own comparison passes."""
-    if needed is not None and needed <= REFERENCE_LIMIT_BYTES:
+    if needed_bytes is not None and needed_bytes <= REFERENCE_LIMIT_BYTES:
         return Comparison(True, "is the reference")
-    size = "an unknown amount" if needed is None else f"{needed / 2**30:.1f} GiB"
+    size = "an unknown amount" if needed_bytes is None else f"{needed_bytes / 2**30:.1f} GiB"
     return Comparison(None, f"skipped: the reference needs {size} of memory")
 
 
@@ -79,8 +79,8 @@ def _run_reference(function: Callable[[Any], Any], argument: Any) -> Any:
 
 
 def _reference_gradients(op: Op, names: tuple[str, ...], record: Any) -> list[Any]:
-    def sum_of_output(some: dict[str, Any]) -> Any:
-        output = op.family.reference(dataclasses.replace(record, **some))[0]
+    def sum_of_output(field_values: dict[str, Any]) -> Any:
+        output = op.family.reference(dataclasses.replace(record, **field_values))[0]
         return sum(jnp.sum(leaf.astype(_accumulator_dtype(leaf))) for leaf in jax.tree.leaves(output))
 
     gradients = jax.grad(sum_of_output)({name: getattr(record, name) for name in names})

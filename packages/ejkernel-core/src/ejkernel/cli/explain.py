@@ -22,7 +22,7 @@ TARGET_HELP = (
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
 @JSON_OPTION
 @click.pass_context
-def explain(ctx: click.Context, spec: CallOptions, target: str | None, as_json: bool) -> None:
+def explain(ctx: click.Context, call_options: CallOptions, target: str | None, as_json: bool) -> None:
     """Show which implementation a call would run, and why.
 
     Prints whether each implementation supports the call, with the reasons if it does not, and where the configuration
@@ -32,7 +32,7 @@ def explain(ctx: click.Context, spec: CallOptions, target: str | None, as_json: 
     ejkernel explain flash_attention --shape 1,128,8,64 -o causal=true
     ejkernel explain flash_attention --shape 1,128,8,64 --kv-shape 1,256,2,64 --dtype bfloat16 --target h200
     """
-    call = spec.one()
+    call = call_options.one()
     device = contextlib.nullcontext() if target is None else target_device(find_device_to_explain(target))
     with one_line_errors(), device:
         decision = decide(call.op, call.abstract_args, platform=call.platform)

@@ -122,8 +122,8 @@ def _load_command(entry_point: importlib.metadata.EntryPoint) -> click.Command:
 def _broken_command(entry_point: importlib.metadata.EntryPoint, reason: str) -> click.Command:
     message = f"the command {entry_point.name!r} of {_entry_point_source(entry_point)} does not load: {reason}"
 
-    def fail() -> None:
+    def raise_load_error() -> None:
         raise click.ClickException(message)
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(entry_point.name, callback=fail, help=message, context_settings=settings)
+    return click.Command(entry_point.name, callback=raise_load_error, help=message, context_settings=settings)

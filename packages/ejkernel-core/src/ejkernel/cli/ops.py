@@ -98,7 +98,7 @@ def support_matrix(registered: Registry) -> str:
         for op, serving in every
         for line in _operation_section(op, serving, _implementation_notes(registered, op.name, serving))
     )
-    return "\n".join([INTRODUCTION, *_overview(every), *sections])
+    return "\n".join([INTRODUCTION, *_overview_table(every), *sections])
 
 
 def _serving_implementations(registered: Registry, name: str) -> tuple[Implementation, ...]:
@@ -114,7 +114,7 @@ def _serving_implementations(registered: Registry, name: str) -> tuple[Implement
     return tuple(filter(serves, registered.implementations.get(name, ())))
 
 
-def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:
+def _overview_table(operations: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterator[str]:
     rows = [
         (
             f"[{op.name}](#{op.name})",
@@ -122,7 +122,7 @@ def _overview(every: Iterable[tuple[Op, tuple[Implementation, ...]]]) -> Iterato
             "yes" if any(one.backward for one in implementations) else "no",
             " ".join(splittable_axes(op)) or "none",
         )
-        for op, implementations in every
+        for op, implementations in operations
     ]
     yield from _markdown_table(("operation", "implementations", "gradient", "splits"), rows)
 
@@ -155,12 +155,12 @@ def _field_label(op: Op, field: str) -> str:
     return f"{names} (`{field}`)"
 
 
-def _implementation_notes(registered: Registry, name: str, serving: Iterable[Implementation]) -> list[str]:
+def _implementation_notes(registered: Registry, name: str, implementations: Iterable[Implementation]) -> list[str]:
     """Returns sentences about implementations that have another name here than their plugin gave them, and about kinds
     of devices without a kernel.
     """
-    kernels = {kind for one in serving for kind in one.requires.devices if not one.instead_of_kernel}
-    missing = {kind: reason for one in serving for kind, reason in one.instead_of_kernel.items()}
+    kernels = {kind for one in implementations for kind in one.requires.devices if not one.instead_of_kernel}
+    missing = {kind: reason for one in implementations for kind, reason in one.instead_of_kernel.items()}
     renamed = [sentence for (op, _), sentence in registered.renamed.items() if op == name]
     return renamed + [
         f"no kernel for {kind.upper()}s: {reason}" for kind, reason in missing.items() if kind not in kernels

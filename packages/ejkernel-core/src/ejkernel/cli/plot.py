@@ -52,14 +52,14 @@ def draw_sweep(timings: Sequence[Any], path: Path, title: str, axis_name: str) -
         axis_name: The letters that were swept over.
     """
     panels = _timings_by_panel([timing for timing in timings if timing.seconds], lambda timing: timing.passes)
-    rates = all(timing.count.flops is not None for timings in panels.values() for timing in timings)
+    rates = all(timing.work_count.flops is not None for timings in panels.values() for timing in timings)
     figure = Figure(figsize=(9, 3.2 * len(panels) + 0.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     handles: dict[str, Any] = {}
     for axis, (passes, points) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
         for name, line in _timings_by_panel(points, _forward_implementation).items():
             sizes = [point.at for point in line]
-            values = [point.count.rates(point.seconds)[0] if rates else point.seconds * 1e3 for point in line]
+            values = [point.work_count.rates(point.seconds)[0] if rates else point.seconds * 1e3 for point in line]
             # One colour for an implementation in all panels.
             color = handles[name].get_color() if name in handles else f"C{len(handles)}"
             (bar_container,) = axis.plot(sizes, values, marker="o", color=color)
@@ -88,6 +88,6 @@ def _timings_by_panel(timings: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
 
 
 def _bar_label(bar: Any) -> str:
-    flops = bar.count.rates(bar.seconds)[0]
+    flops = bar.work_count.rates(bar.seconds)[0]
     rate = "" if flops is None else f", {flops:.3g} TFLOP/s"
     return f"{bar.seconds * 1e3:.3g} ms{rate}"

@@ -107,13 +107,13 @@ def _run_output_only(forward: Any, record: Any) -> Any:
 
 
 def _output_and_gradients(
-    forward: Any, pull: Any, grad_fields: frozenset[str], record: Any
+    forward: Any, backward: Any, grad_fields: frozenset[str], record: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the output, and the gradients of its sum."""
     results = Results(*forward(record))
     cotangent = jax.tree.map(jnp.ones_like, results.output)
     saved = Pullback(record=record, cotangent=cotangent, grad_fields=grad_fields, **results._asdict())
-    return results.output, {name: gradient for name, gradient in pull(saved).items() if name in grad_fields}
+    return results.output, {name: gradient for name, gradient in backward(saved).items() if name in grad_fields}
 
 
 def _choice_of_verdict(choice: Choice, verdict: Verdict) -> Choice:

@@ -70,12 +70,12 @@ def print_table(
     out.print()
 
 
-def _min_table_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], fold: Container[str]) -> int:
+def _min_table_width(columns: Sequence[str], rows: Sequence[Sequence[Text]], folded_columns: Container[str]) -> int:
     """Computes the least width of a table: its longest cells, and the longest words of its sentences."""
     widths = [GAP * (len(columns) - 1)]
     for number, column in enumerate(columns):
         texts = [column, *(row[number].plain for row in rows)]
-        words = [piece for text in texts for piece in (text.split() if column in fold else text.splitlines())]
+        words = [piece for text in texts for piece in (text.split() if column in folded_columns else text.splitlines())]
         widths.append(max(map(cell_len, words), default=0))
     return sum(widths)
 

@@ -21,7 +21,7 @@ def parse_time(text: str) -> datetime.datetime:
     ago = AGO.fullmatch(text.strip())
     if ago is not None:
         return datetime.datetime.now(datetime.UTC) - datetime.timedelta(**{AGE_UNITS[ago[2]]: int(ago[1])})
-    time = read_time(text.strip())
+    time = parse_iso_time(text.strip())
     if time is None:
         raise click.BadParameter(
             f"got {text!r}, wants an ISO 8601 date or time in UTC, such as 2026-11-20 or 2026-11-20T18:30, or an age "
@@ -30,7 +30,7 @@ def parse_time(text: str) -> datetime.datetime:
     return time
 
 
-def read_time(text: str) -> datetime.datetime | None:
+def parse_iso_time(text: str) -> datetime.datetime | None:
     """Reads an ISO 8601 date or time, in UTC unless it names an offset; None if the text is neither."""
     try:
         time = datetime.datetime.fromisoformat(text)

@@ -18,14 +18,14 @@ class ResolvedVersions(msgspec.Struct, frozen=True):
     """The versions that installers chose from the package index on a certain day, by version of Python."""
 
     date: str
-    pythons: Mapping[str, Mapping[str, str]]
+    versions_by_python: Mapping[str, Mapping[str, str]] = msgspec.field(name="pythons")
 
 
 class ConfirmedKernels(msgspec.Struct, frozen=True):
     """The state of the GPU kernels with one toolchain on one chip.
 
     Attributes:
-        what: The toolchain: `"installed"`, or a version of Python.
+        toolchain: `"installed"`, or a version of Python. JSON calls it `what`.
         chip: The chip.
         versions: The toolchain's versions, in words.
         confirmed: Implementation -> how many operations are confirmed.
@@ -33,7 +33,7 @@ class ConfirmedKernels(msgspec.Struct, frozen=True):
             and how many operations. JSON calls it `others`.
     """
 
-    what: str
+    toolchain: str = msgspec.field(name="what")
     chip: str
     versions: str
     confirmed: dict[str, int]
@@ -46,25 +46,27 @@ def resolved_versions() -> ResolvedVersions:
     return msgspec.json.decode(file.read_bytes(), type=ResolvedVersions)
 
 
-def confirmed_kernels_by_toolchain(installed: Registry, devices: Iterable[DeviceInfo]) -> list[ConfirmedKernels]:
+def confirmed_kernels_by_toolchain(registered: Registry, devices: Iterable[DeviceInfo]) -> list[ConfirmedKernels]:
     """Returns how kernels stand with the toolchain that is installed, and with those that pip installs for each Python.
 
     Args:
         installed: What the plugins declared.
         devices: The devices that are here; without a GPU, the chips are those that some evidence is about.
     """
-    kernels = list(_kernels_needing_evidence(installed))
+    kernels = list(_kernels_needing_evidence(registered))
     gpus = {evidence.chip_of(device): device for device in devices if device.platform == "gpu"}
     if not gpus:
         chips = {file.chip for one, _ in kernels for file in evidence.shipped(str(one.evidence), one.name)}
         gpus = {chip: _device_of_chip(chip) for chip in sorted(chips) or ["sm_90"]}
     modules = sorted({needed for one, _ in kernels for needed in one.requires.modules})
     toolchains = {"installed": evidence.installed_versions(modules)}
-    toolchains |= {f"Python {python}": dict(versions) for python, versions in resolved_versions().pythons.items()}
+    toolchains |= {
+        f"Python {python}": dict(versions) for python, versions in resolved_versions().versions_by_python.items()
+    }
     return [
-        _confirmed_kernels(what, chip, device, versions, kernels)
+        _confirmed_kernels(toolchain, chip, device, versions, kernels)
         for chip, device in gpus.items()
-        for what, versions in toolchains.items()
+        for toolchain, versions in toolchains.items()
     ]
 
 
@@ -74,16 +76,16 @@ def _device_of_chip(chip: str) -> DeviceInfo:
     return DeviceInfo(platform="gpu", vendor="nvidia" if capability else "", compute_capability=capability)
 
 
-def _kernels_needing_evidence(installed: Registry) -> Iterator[tuple[Implementation, str]]:
+def _kernels_needing_evidence(registered: Registry) -> Iterator[tuple[Implementation, str]]:
     """Yields the implementations for GPUs that need evidence, with each operation that evidence or none is about."""
-    for op, implementations in installed.implementations.items():
+    for op, implementations in registered.implementations.items():
         for one in implementations:
             if one.evidence is not None and one.requires.devices & {"gpu", "nvidia", "amd"}:
                 yield one, op
 
 
 def _confirmed_kernels(
-    what: str,
+    toolchain: str,
     chip: str,
     device: DeviceInfo,
     versions: Mapping[str, str],
@@ -99,7 +101,7 @@ def _confirmed_kernels(
             confirmed[one.name] += 1
     words = ", ".join(f"{name} {versions[name]}" for name in evidence.MODULES_SHOWN if name in versions)
     return ConfirmedKernels(
-        what,
+        toolchain,
         chip,
         words,
         dict(confirmed),
@@ -145,7 +147,7 @@ def confirmed_kernels_lines(rows: Iterable[ConfirmedKernels], date: str) -> Iter
     """Yields standings as lines of text."""
     yield f'Kernels for GPUs, by toolchain; versions that `pip install "ejkernel[gpu]"` installed on {date}'
     for one in rows:
-        yield f"  {one.what}, {one.chip}: {one.versions or 'no toolchain'}"
+        yield f"  {one.toolchain}, {one.chip}: {one.versions or 'no toolchain'}"
         confirmed = ", ".join(f"{name} ({count})" for name, count in sorted(one.confirmed.items()))
         yield f"    confirmed, with operations: {confirmed or 'none'}"
         for reason, names in sorted(one.unconfirmed_by_reason.items()):

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ejkernel.cli.as_json import JSON_OPTION, print_json
-from ejkernel.cli.cache import STORE_OPTION, merge_into
+from ejkernel.cli.cache import STORE_OPTION, merge_into_file
 from ejkernel.cli.calls import Call, CallOptions, add_call_options, calls_from_file, one_line_errors
 from ejkernel.cli.tables import format_milliseconds, open_console, print_choice, print_table, print_unmarked_text
 from ejkernel.cli.targets import find_target
@@ -85,7 +85,9 @@ class TuningOptions:
 )
 @JSON_OPTION
 @click.pass_context
-def tune(ctx: click.Context, spec: CallOptions | None, file: Path | None, store: Path | None, **options: Any) -> None:
+def tune(
+    ctx: click.Context, call_options: CallOptions | None, file: Path | None, store: Path | None, **options: Any
+) -> None:
     """Measure the configurations of a call and store the fastest.
 
     Times the candidate configurations of the implementation that the call would use, in turn. --platform selects
@@ -96,79 +98,91 @@ def tune(ctx: click.Context, spec: CallOptions | None, file: Path | None, store:
     ejkernel tune flash_attention --shape 1,2048,8,64 -o causal=true
     ejkernel tune --calls calls.json
     """
-    settings = TuningOptions(**options)
-    if settings.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
+    tuning_options = TuningOptions(**options)
+    if tuning_options.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
-    calls, out, measured_store = _calls(spec, file), open_console(stderr=settings.as_json), PersistentCache(path=store)
-    store_of_results = measured_store.predicted if settings.target else measured_store
+    calls, out, measured_store = (
+        _calls_to_tune(call_options, file),
+        open_console(stderr=tuning_options.as_json),
+        PersistentCache(path=store),
+    )
+    store_of_results = measured_store.predicted if tuning_options.target else measured_store
     results: list[dict[str, Any]] = []
-    failed: list[dict[str, str]] = []
+    failures: list[dict[str, str]] = []
     for number, call in enumerate(calls, 1):
-        if file is not None and not settings.as_json:
+        if file is not None and not tuning_options.as_json:
             print_unmarked_text(out, f"{number} of {len(calls)}: {call.op.name}, {call.label}", "bold")
         try:
-            results += _tune_call(call, settings, measured_store, store_of_results, out)
+            results += _tune_call(call, tuning_options, measured_store, store_of_results, out)
         except click.ClickException as error:
             if file is None:
                 raise
-            failed.append({"call": f"{call.op.name}, {call.label}", "error": error.format_message()})
-    _print_results(results, failed, store_of_results, settings)
-    if failed:
+            failures.append({"call": f"{call.op.name}, {call.label}", "error": error.format_message()})
+    _print_results(results, failures, store_of_results, tuning_options)
+    if failures:
         ctx.exit(1)
 
 
-def _calls(spec: CallOptions | None, file: Path | None) -> list[Call]:
+def _calls_to_tune(call_options: CallOptions | None, file: Path | None) -> list[Call]:
     """Returns the calls of the file, or the one that the command line describes."""
     if file is None:
-        if spec is None:
+        if call_options is None:
             raise click.UsageError("give the operation, OP, or --calls")
-        return [spec.one()]
-    if spec is not None and (spec.shapes or spec.cases or spec.options or spec.kv_shape or spec.value_dim):
+        return [call_options.one()]
+    if call_options is not None and (
+        call_options.shapes
+        or call_options.cases
+        or call_options.options
+        or call_options.kv_shape
+        or call_options.value_dim
+    ):
         raise click.UsageError("--calls has its own shapes and options; use either --calls or the others")
-    calls = calls_from_file(file, None if spec is None else spec.op)
+    calls = calls_from_file(file, None if call_options is None else call_options.op)
     if not calls:
-        raise click.UsageError(f"--calls: {file} has no calls" + ("" if spec is None else f" of {spec.op.name}"))
+        raise click.UsageError(
+            f"--calls: {file} has no calls" + ("" if call_options is None else f" of {call_options.op.name}")
+        )
     return calls
 
 
 def _tune_call(
     call: Call,
-    settings: TuningOptions,
+    tuning_options: TuningOptions,
     measured_store: PersistentCache,
     store_of_results: PersistentCache,
     out: Console,
 ) -> list[dict[str, Any]]:
     """Tunes one call, stores and exports the results, and returns them as plain data."""
     with one_line_errors():
-        if settings.target is None:
-            results, plan = _tune_by_measuring(call, settings, measured_store, out)
+        if tuning_options.target is None:
+            results, plan = _tune_by_measuring(call, tuning_options, measured_store, out)
         else:
             results, plan = _tune_by_predicting(
-                call, settings.direction, find_target(settings.target), measured_store, out
+                call, tuning_options.direction, find_target(tuning_options.target), measured_store, out
             )
-    if not settings.as_json:
+    if not tuning_options.as_json:
         for result in results:
-            _print_result(out, call, result, "predicted for" if settings.target else "on")
+            _print_result(out, call, result, "predicted for" if tuning_options.target else "on")
     entries = _table_to_ship(store_of_results, results)
-    paths = [] if settings.export is None else _export_table(settings.export, call, results, entries)
+    paths = [] if tuning_options.export is None else _export_table(tuning_options.export, call, results, entries)
     exported = list(map(str, paths))
-    how = "predicted" if settings.target else "measured"
+    how = "predicted" if tuning_options.target else "measured"
     return [
         {"call": call.label, "how": how, **_result_to_dict(plan, result), "exported": exported} for result in results
     ]
 
 
 def _print_results(
-    results: list[dict[str, Any]], failed: list[dict[str, str]], store: PersistentCache, settings: TuningOptions
+    results: list[dict[str, Any]], failures: list[dict[str, str]], store: PersistentCache, tuning_options: TuningOptions
 ) -> None:
-    if settings.as_json:
-        print_json({"store": str(store.path), "results": results, "failed": failed})
+    if tuning_options.as_json:
+        print_json({"store": str(store.path), "results": results, "failed": failures})
         return
     if results:
         click.echo(f"stored in {store.path}")
     for path in dict.fromkeys(path for result in results for path in result["exported"]):
         click.echo(f"exported to {path}")
-    for failure in failed:
+    for failure in failures:
         click.echo(f"not tuned: {failure['call']}: {failure['error']}")
 
 
@@ -199,19 +213,19 @@ ResultsAndPlan = tuple[list[TuningResult], CallPlan]
 
 
 def _tune_by_measuring(
-    call: Call, settings: TuningOptions, measured_store: PersistentCache, out: Console
+    call: Call, tuning_options: TuningOptions, measured_store: PersistentCache, out: Console
 ) -> ResultsAndPlan:
     """Measures on this machine's device."""
     show_progress = sys.stderr.isatty()
     chain = ConfigSelectorChain(
-        tuner=Tuner(timing_iterations=settings.repeat, show_progress=show_progress), persistent=measured_store
+        tuner=Tuner(timing_iterations=tuning_options.repeat, show_progress=show_progress), persistent=measured_store
     )
     plan = make_plan(call.op, call.abstract_args, call.platform, None, chain)
-    directions = DIRECTIONS[settings.direction]
+    directions = DIRECTIONS[tuning_options.direction]
     with _one_line_tuner_errors():
         args = call.make_args(jax.random.key(0))
         results = tune_call(plan, args, directions, mesh=call.mesh, in_specs=call.in_specs)
-    _check_served(plan, call, settings.direction, results, out)
+    _check_served(plan, call, tuning_options.direction, results, out)
     return results, plan
 
 
@@ -273,11 +287,11 @@ def _print_result(out: Console, call: Call, result: TuningResult, preposition: s
     )
 
 
-def _candidate_note(result: TuningResult, measured: Measurement) -> str:
+def _candidate_note(result: TuningResult, measurement: Measurement) -> str:
     """Marks the candidate that the heuristic chooses, and says why it is stored if it is not the fastest."""
-    if measured.part != result.rule:
+    if measurement.part != result.rule:
         return ""
-    keeps_config = measured is result.winner and measured is not result.best
+    keeps_config = measurement is result.winner and measurement is not result.best
     return "heuristic, stored: the fastest is not faster by more than the spread" if keeps_config else "heuristic"
 
 
@@ -293,14 +307,14 @@ def _table_to_ship(store: PersistentCache, results: list[TuningResult]) -> dict[
     }
 
 
-def _non_default_fields(part: Any) -> dict[str, Any]:
+def _non_default_fields(config: Any) -> dict[str, Any]:
     """Returns the fields of a configuration that differ from their defaults."""
-    values = msgspec.to_builtins(part)
-    return {f.name: values[f.name] for f in dataclasses.fields(part) if getattr(part, f.name) != f.default}
+    values = msgspec.to_builtins(config)
+    return {f.name: values[f.name] for f in dataclasses.fields(config) if getattr(config, f.name) != f.default}
 
 
 def _export_table(directory: Path, call: Call, results: list[TuningResult], entries: dict[str, Entry]) -> list[Path]:
     paths = list(dict.fromkeys(directory / table_name(result.key.device, call.op.name) for result in results))
     for path in paths:
-        merge_into(path, entries)
+        merge_into_file(path, entries)
     return paths

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, make_cases
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.ops.model import Case
 
@@ -15,14 +15,14 @@ _CASES: tuple[Row, ...] = (
     (
         "CUDA chunks, decay of heads",
         RecurrenceSizes(t=200, h=4, g=2, v=64, **DEFAULT_SIZES),
-        gates("beta", "decay", "initial_state", return_state=True),
+        gate_maker("beta", "decay", "initial_state", return_state=True),
         ("beta", "decay", "initial_state"),
         (),
     ),
     (
         "CUDA chunks, no decay",
         RecurrenceSizes(t=65, h=2, g=2, v=128, **DEFAULT_SIZES),
-        gates("beta", return_state=True),
+        gate_maker("beta", return_state=True),
         ("beta",),
         ("awkward",),
     ),

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.paged_inputs import (
     PagedSizes,
-    chunked_inputs,
-    dense_inputs,
+    chunked_prefill_inputs,
     packed_inputs,
     page_inputs,
     prefill_inputs,
+    ragged_decode_inputs,
     v2_inputs,
-    v3_eight_bits,
+    v3_float8_inputs,
     v3_inputs,
-    v3_integers,
+    v3_int8_inputs,
 )
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.modules.operations.chunked_prefill_paged_decode import ChunkedPrefillPagedDecodeArguments
 from ejkernel.modules.operations.page_attention import PageAttentionArguments
 from ejkernel.modules.operations.prefill_page_attention import PrefillPageAttentionArguments
@@ -28,20 +28,20 @@ from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAtten
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 from ejkernel.ops.model import Case
 
-DECODE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DECODE_SIZES = PagedSizes(kv_lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 """Has sequences whose keys are split over several blocks, and sequences in one block."""
-SMALL_HEAD_DIM_SIZES = PagedSizes(lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
-LARGE_HEAD_DIM_SIZES = PagedSizes(lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
+SMALL_HEAD_DIM_SIZES = PagedSizes(kv_lens=(70, 300), h=6, g=3, d=64, v=48, s=1, dtype=jnp.float16)
+LARGE_HEAD_DIM_SIZES = PagedSizes(kv_lens=(129, 40), h=20, g=1, d=160, v=256, s=24, dtype=jnp.bfloat16)
 """Has more query heads than fit in one block, and page sizes that do not divide tiles."""
 ONE_QUERY_PACKED_SIZES = PagedSizes(
-    lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
+    kv_lens=(537, 7, 20, 300), q_lens=(1, 1, 1, 1), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
 )
 UNEVEN_QUERY_SIZES = dataclasses.replace(ONE_QUERY_PACKED_SIZES, q_lens=(0, 3, 0, 1))
 """Has as many query rows as sequences, but not one for each."""
 PADDED_HEAD_DIM_SIZES = dataclasses.replace(ONE_QUERY_PACKED_SIZES, h=4, d=96, v=96)
 """Has a cache in the layout of version 3 whose head dimension is padded."""
-ONE_QUERY_PREFILL_SIZES = PagedSizes(lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
-DENSE_CACHE_SIZES = PagedSizes(lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
+ONE_QUERY_PREFILL_SIZES = PagedSizes(kv_lens=(300,), q_lens=(1,), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DENSE_CACHE_SIZES = PagedSizes(kv_lens=(537, 1, 0, 64), h=8, g=2, d=128, v=128, s=540, dtype=jnp.bfloat16)
 WINDOW_OPTIONS = {"sliding_window": 30}
 TWO_SIDED_WINDOW_OPTIONS: dict[str, Any] = {"causal": False, "sliding_window": (40, 3)}
 SOFT_CAP_OPTIONS: dict[str, Any] = {"logits_soft_cap": 1.5}
@@ -130,24 +130,30 @@ def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     return {
         "page_attention": (
-            *table(PageAttentionArguments, page_inputs, PAGE_ROWS),
-            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e4m3fn), QUANTISED_ROWS),
-            *table(PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), FLOAT8_E5M2_ROWS),
+            *make_cases_of_rows(PageAttentionArguments, page_inputs, PAGE_ROWS),
+            *make_cases_of_rows(
+                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e4m3fn), QUANTISED_ROWS
+            ),
+            *make_cases_of_rows(
+                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), FLOAT8_E5M2_ROWS
+            ),
         ),
-        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, UNIFIED_ROWS),
-        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, RAGGED_V2_ROWS),
+        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, UNIFIED_ROWS),
+        "ragged_page_attention_v2": make_cases_of_rows(RaggedPageAttentionv2Arguments, v2_inputs, RAGGED_V2_ROWS),
         "ragged_page_attention_v3": (
-            *table(RaggedPageAttentionv3Arguments, v3_inputs, RAGGED_V3_ROWS),
-            *table(RaggedPageAttentionv3Arguments, v3_eight_bits, FLOAT8_ROWS),
-            *table(RaggedPageAttentionv3Arguments, v3_integers, INT8_ROWS),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_inputs, RAGGED_V3_ROWS),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_float8_inputs, FLOAT8_ROWS),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_int8_inputs, INT8_ROWS),
         ),
-        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, CHUNKED_ROWS),
-        "ragged_decode_attention": table(
+        "chunked_prefill_paged_decode": make_cases_of_rows(
+            ChunkedPrefillPagedDecodeArguments, chunked_prefill_inputs, CHUNKED_ROWS
+        ),
+        "ragged_decode_attention": make_cases_of_rows(
             RaggedDecodeAttentionArguments,
-            _with_quantised_cache(dense_inputs, jnp.float8_e4m3fn, ("key", "value")),
+            _with_quantised_cache(ragged_decode_inputs, jnp.float8_e4m3fn, ("key", "value")),
             DENSE_ROWS,
         ),
-        "prefill_page_attention": table(
+        "prefill_page_attention": make_cases_of_rows(
             PrefillPageAttentionArguments,
             _with_quantised_cache(prefill_inputs, jnp.float8_e4m3fn),
             PREFILL_PAGE_ATTENTION_ROWS,

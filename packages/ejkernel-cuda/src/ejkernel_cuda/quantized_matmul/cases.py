@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, inputs
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.quantized_matmul import MatmulSizes, make_base_inputs
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.modules.operations.quantized_matmul import QuantizedMatmulArguments
 from ejkernel.ops.model import Case
 
@@ -46,4 +46,4 @@ _CASE_TABLE: tuple[Row[Any], ...] = (
 
 def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
-    return {"quantized_matmul": table(QuantizedMatmulArguments, inputs, _CASE_TABLE)}
+    return {"quantized_matmul": make_cases_of_rows(QuantizedMatmulArguments, make_base_inputs, _CASE_TABLE)}

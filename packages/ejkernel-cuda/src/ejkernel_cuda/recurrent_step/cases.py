@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import state_space
-from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, in_slots, make_cases
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases, states_in_slots
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.kernel_delta_attention import KernelDeltaAttentionArguments
@@ -22,7 +22,7 @@ def _make_delta_input_maker(gate: str, **constants: Any) -> Any:
     """Returns an input maker with beta, a decay per head or per key channel, and a state."""
 
     def make_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
-        inputs = gates("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
+        inputs = gate_maker("beta", "gk" if gate == "channels" else "decay", "initial_state", **constants)(key, sizes)
         return {("decay" if name == "gk" else name): x for name, x in inputs.items()}
 
     return make_inputs
@@ -30,9 +30,9 @@ def _make_delta_input_maker(gate: str, **constants: Any) -> Any:
 
 def _make_packed_inputs_with_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns packed sequences, one without tokens, one without a slot, and one with more tokens than a chunk."""
-    slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
+    slots = states_in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 2))
     starts, indices = jnp.array([0, 1, 1, 14, 15], jnp.int32), jnp.array([-1, 3, 5, 2], jnp.int32)
-    inputs = gates("g", **RETURN_STATE)(key, sizes)
+    inputs = gate_maker("g", **RETURN_STATE)(key, sizes)
     return {**inputs, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
 
@@ -41,14 +41,14 @@ _GATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, gate of heads",
         RecurrenceSizes(t=8, g=1, **{**DEFAULT_SIZES, "k": 128}),
-        gates("g", "initial_state", **RETURN_STATE),
+        gate_maker("g", "initial_state", **RETURN_STATE),
         _DECAY_AND_STATE_FIELDS,
         (),
     ),
     (
         "CUDA step, gate of channels",
         RecurrenceSizes(t=7, g=1, **{**DEFAULT_SIZES, "v": 128}),
-        gates("gate of channels", "initial_state", **RETURN_STATE),
+        gate_maker("gate of channels", "initial_state", **RETURN_STATE),
         _DECAY_AND_STATE_FIELDS,
         (),
     ),
@@ -64,7 +64,7 @@ _UNGATED_CASES: tuple[Row, ...] = (
     (
         "CUDA step, no gates",
         RecurrenceSizes(t=4, g=2, **{**DEFAULT_SIZES, "dtype": jnp.float16}),
-        gates(),
+        gate_maker(),
         (),
         ("awkward",),
     ),

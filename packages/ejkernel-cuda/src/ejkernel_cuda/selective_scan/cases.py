@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.state_space_v1 import make_inputs
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.modules.operations.state_space_v1 import OP, StateSpaceV1Arguments
 from ejkernel.ops.model import Case
 
@@ -30,7 +30,9 @@ def _make_case(name: str, sizes: tuple[int, int, int, int], dtype: Any, dt_dtype
     if has_initial_state:
         arguments_by_name["initial_state"] = shape((rows, channels, state_dim), jnp.float32)
     arguments = StateSpaceV1Arguments(**arguments_by_name)
-    return tagged(name, lambda key: make_inputs(arguments, key), ("initial_state",) if has_initial_state else (), ())
+    return tagged_case(
+        name, lambda key: make_inputs(arguments, key), ("initial_state",) if has_initial_state else (), ()
+    )
 
 
 def cases() -> dict[str, tuple[Case, ...]]:

@@ -109,7 +109,7 @@ class GLAttention(Kernel[GLAttentionConfig, Array]):
 
 OP = plain_recurrence.operation(
     GLAttentionArguments,
-    recurrence_cases.gated,
+    recurrence_cases.gated_linear_attention_cases,
     axes={**plain_recurrence.STATE_AXES, "g": "b t h k"},
     validate=validate,
     lower=lower,

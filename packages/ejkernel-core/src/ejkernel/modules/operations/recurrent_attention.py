@@ -112,7 +112,9 @@ class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
 
 
 OP = plain_recurrence.operation(
-    RecurrentAttentionArguments, recurrence_cases.recurrent, axes={**plain_recurrence.STATE_AXES, "g": "b t h k"}
+    RecurrentAttentionArguments,
+    recurrence_cases.recurrent_attention_cases,
+    axes={**plain_recurrence.STATE_AXES, "g": "b t h k"},
 )
 RecurrentAttention.op = OP
 recurrent = with_state(OP, "recurrent")

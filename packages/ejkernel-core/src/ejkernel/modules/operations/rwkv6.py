@@ -172,5 +172,5 @@ class RWKV6(Kernel[RWKV6Config, Array]):
     """Wraps `rwkv6` in an object that an `Executor` can call."""
 
 
-OP = rwkv.operation(RWKV6Arguments, rwkv_cases.rwkv6, validate=validate, lower=lower, finish=finish)
+OP = rwkv.operation(RWKV6Arguments, rwkv_cases.rwkv6_cases, validate=validate, lower=lower, finish=finish)
 RWKV6.op = OP

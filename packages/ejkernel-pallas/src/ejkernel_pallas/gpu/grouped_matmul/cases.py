@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.grouped_matmul import GroupedSizes, inputs
-from ejkernel.modules.operations.cases.tables import Row, table, tagged
+from ejkernel.modules.operations.cases.grouped_matmul import GroupedSizes, make_base_inputs
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows, tagged_case
 from ejkernel.modules.operations.gated_grouped_matmul import GatedGroupedMatmulArguments
 from ejkernel.modules.operations.grouped_matmul import GroupedMatmulArguments
 from ejkernel.ops.model import Case
@@ -17,7 +17,7 @@ from ejkernel.ops.model import Case
 UNEVEN_GROUPS_PROBLEM = GroupedSizes(520, 128, 320, (40, 0, 63, 1, 130, 200), dtype=jnp.bfloat16)
 # Whole tiles of 256 columns, in pairs, for clusters.
 CLUSTER_TILES_PROBLEM = GroupedSizes(520, 256, 512, (130, 0, 63, 100, 1, 150), dtype=jnp.bfloat16)
-MATRIX_SUBSET_PROBLEM = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), matrices=3, dtype=jnp.float16)
+MATRIX_SUBSET_PROBLEM = GroupedSizes(520, 192, 192, (90, 33, 0, 211, 150), num_matrices=3, dtype=jnp.float16)
 
 
 def _matrix_subset_options() -> dict[str, object]:
@@ -37,21 +37,21 @@ def cases() -> dict[str, tuple[Case, ...]]:
             (),
         ),
     )
-    return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
+    return {"grouped_matmul": make_cases_of_rows(GroupedMatmulArguments, make_base_inputs, rows)}
 
 
 # The groups are as above: empty, smaller than a warpgroup's rows, smaller than a tile, and of several tiles; some rows
 # are unassigned.
 FP8_UNEVEN_GROUPS_PROBLEM = GroupedSizes(520, 256, 320, (40, 0, 63, 1, 130, 200))
 FP8_CLUSTER_TILES_PROBLEM = GroupedSizes(333, 512, 512, (130, 0, 63, 100, 1))
-FP8_MATRIX_SUBSET_PROBLEM = GroupedSizes(300, 128, 128, (90, 33, 0, 100), matrices=2)
+FP8_MATRIX_SUBSET_PROBLEM = GroupedSizes(300, 128, 128, (90, 33, 0, 100), num_matrices=2)
 
 
 def _fp8_inputs(
     key: jax.Array, sizes: GroupedSizes, num_scales_per_row_and_column: tuple[int, int], **static_arguments: Any
 ) -> dict[str, Any]:
     """Returns 8-bit rows and matrices with the given numbers of scales per row and per column."""
-    keys, matrices = jax.random.split(key, 4), sizes.matrices or len(sizes.groups)
+    keys, matrices = jax.random.split(key, 4), sizes.num_matrices or len(sizes.group_sizes)
     shapes = (sizes.m, sizes.k), (matrices, sizes.n, sizes.k)
     lhs, rhs = ((2 * jax.random.normal(k, s)).astype(jnp.float8_e4m3fn) for k, s in zip(keys[:2], shapes, strict=True))
     # Outputs of about 0.05. Tensor cores sum 128 products with about 14 bits: an error of 1.3e-4 of the norm on an
@@ -124,7 +124,7 @@ def fp8_cases() -> dict[str, tuple[Case, ...]]:
             (),
         ),
     )
-    return {"grouped_matmul": table(GroupedMatmulArguments, inputs, rows)}
+    return {"grouped_matmul": make_cases_of_rows(GroupedMatmulArguments, make_base_inputs, rows)}
 
 
 # Empty groups, groups smaller than a warpgroup's rows, smaller than a tile and of several tiles, and unassigned rows.
@@ -219,4 +219,4 @@ def _gated_case(
             **kwargs,
         )
 
-    return tagged(name, make_inputs, (*(() if num_rows is None else ("indices",)), *options), ())
+    return tagged_case(name, make_inputs, (*(() if num_rows is None else ("indices",)), *options), ())

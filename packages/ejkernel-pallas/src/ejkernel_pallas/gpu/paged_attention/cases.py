@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, packed_inputs, page_inputs, v2_inputs, v3_inputs
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.modules.operations.page_attention import PageAttentionArguments
 from ejkernel.modules.operations.ragged_page_attention_v2 import RaggedPageAttentionv2Arguments
 from ejkernel.modules.operations.ragged_page_attention_v3 import RaggedPageAttentionv3Arguments
@@ -15,16 +15,24 @@ from ejkernel.modules.operations.unified_attention import UnifiedAttentionArgume
 from ejkernel.ops.model import Case
 
 # Small, since the reference gathers a row's keys for every head.
-DECODE_PROBLEM = PagedSizes(lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
+DECODE_PROBLEM = PagedSizes(kv_lens=(137, 1, 0, 64), h=8, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16)
 MIXED_BATCH_PROBLEM = PagedSizes(
-    lens=(150, 1, 40), q_lens=(20, 1, 9), rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16
+    kv_lens=(150, 1, 40), q_lens=(20, 1, 9), query_rows=32, h=12, g=4, d=64, v=64, s=8, dtype=jnp.float16
 )
 PREFILL_PROBLEM = PagedSizes(
-    lens=(150, 1, 140, 300), q_lens=(40, 1, 130, 32), rows=210, h=4, g=2, d=128, v=128, s=16, dtype=jnp.bfloat16
+    kv_lens=(150, 1, 140, 300),
+    q_lens=(40, 1, 130, 32),
+    query_rows=210,
+    h=4,
+    g=2,
+    d=128,
+    v=128,
+    s=16,
+    dtype=jnp.bfloat16,
 )
 """Has sequences with enough tokens for flash attention's kernel, one of two tiles, and one that decodes."""
 CACHE_WRITE_PROBLEM = PagedSizes(
-    lens=(137, 1, 20), q_lens=(7, 1, 20), rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16
+    kv_lens=(137, 1, 20), q_lens=(7, 1, 20), query_rows=30, h=4, g=2, d=128, s=16, dtype=jnp.bfloat16
 )
 PREFILL_HEAD_DIM_64_PROBLEM = dataclasses.replace(PREFILL_PROBLEM, d=64, v=64, s=8, dtype=jnp.float16)
 WINDOW_OPTIONS = {"sliding_window": 30}
@@ -72,8 +80,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ),
     )
     return {
-        "page_attention": table(PageAttentionArguments, page_inputs, page),
-        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, unified_cases),
-        "ragged_page_attention_v2": table(RaggedPageAttentionv2Arguments, v2_inputs, v2),
-        "ragged_page_attention_v3": table(RaggedPageAttentionv3Arguments, v3_inputs, v3),
+        "page_attention": make_cases_of_rows(PageAttentionArguments, page_inputs, page),
+        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, unified_cases),
+        "ragged_page_attention_v2": make_cases_of_rows(RaggedPageAttentionv2Arguments, v2_inputs, v2),
+        "ragged_page_attention_v3": make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_inputs, v3),
     }

@@ -11,7 +11,7 @@ import numpy as np
 from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.blocksparse_attention import BlockSparseAttentionArguments
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import ChunkedCausalMask, LocalMask, Mask, NumpyMask
@@ -75,4 +75,4 @@ def _case(name: str, sizes: dict[str, int], extra_arguments: Callable[[jax.Array
         arrays = {n: x.swapaxes(1, 2) for n, x in qkv(inputs, dataclasses.replace(DEFAULT_PROBLEM, **sizes)).items()}
         return BlockSparseAttentionArguments(**arrays, **extra_arguments(options))
 
-    return tagged(name, make_arguments, ("pattern",), ())
+    return tagged_case(name, make_arguments, ("pattern",), ())

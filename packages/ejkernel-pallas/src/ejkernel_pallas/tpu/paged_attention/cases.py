@@ -1,8 +1,8 @@
 """Conformance cases of this kernel: a soft cap without biases, which no other case has."""
 
 from ejkernel.modules.operations.cases.paged import MIXED_BATCH_SIZES
-from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, chunked_inputs, packed_inputs
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.paged_inputs import PagedSizes, chunked_prefill_inputs, packed_inputs
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.modules.operations.chunked_prefill_paged_decode import ChunkedPrefillPagedDecodeArguments
 from ejkernel.modules.operations.unified_attention import UnifiedAttentionArguments
 from ejkernel.ops.model import Case
@@ -14,6 +14,8 @@ def cases() -> dict[str, tuple[Case, ...]]:
         ("soft cap", MIXED_BATCH_SIZES, lambda key: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
     )
     return {
-        "unified_attention": table(UnifiedAttentionArguments, packed_inputs, rows),
-        "chunked_prefill_paged_decode": table(ChunkedPrefillPagedDecodeArguments, chunked_inputs, rows),
+        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, rows),
+        "chunked_prefill_paged_decode": make_cases_of_rows(
+            ChunkedPrefillPagedDecodeArguments, chunked_prefill_inputs, rows
+        ),
     }

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import delta, state_space
-from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gates, make_cases, normal
+from ejkernel.modules.operations.cases.recurrence import RecurrenceSizes, Row, gate_maker, make_cases, normal
 from ejkernel.modules.operations.gated_delta_rule import GatedDeltaRuleArguments
 from ejkernel.modules.operations.gated_linear_attention import GLAttentionArguments
 from ejkernel.modules.operations.recurrent_attention import RecurrentAttentionArguments
@@ -14,7 +14,7 @@ RETURN_STATE = {"return_state": True}
 _VALUE_GATES_CASE: Row = (
     "a step with gates of keys and values",
     RecurrenceSizes(t=3, g=2, v=12),
-    gates("g_gamma", "gk", "gv", "initial_state", **RETURN_STATE),
+    gate_maker("g_gamma", "gk", "gv", "initial_state", **RETURN_STATE),
     ("decay", "value_decay", "initial_state"),
     ("awkward",),
 )
@@ -22,7 +22,7 @@ _CHANNEL_GATES_CASE: Row = (
     "a step of eight tokens with a gate of channels",
     RecurrenceSizes(t=8, g=1, k=6, v=20, dtype=jnp.bfloat16),
     lambda key, sizes: {
-        **gates("gate of channels", **RETURN_STATE)(key, sizes),
+        **gate_maker("gate of channels", **RETURN_STATE)(key, sizes),
         "initial_state": normal(key, sizes.shape("initial_state"), jnp.bfloat16),
     },
     ("decay", "initial_state"),
@@ -31,7 +31,7 @@ _CHANNEL_GATES_CASE: Row = (
 _SEGMENTS_CASE: Row = (
     "a step with segments and padding",
     RecurrenceSizes(t=8),
-    delta.segments,
+    delta.segment_inputs,
     ("beta", "decay", "segment_ids", "initial_state"),
     ("awkward",),
 )

@@ -9,13 +9,13 @@ import numpy as np
 
 from ejkernel.modules.operations.cases import flash_attention as flash_attention_cases
 from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 from ejkernel.types.sparse_masks import CausalMask, ChunkedCausalMask, LocalMask, Mask, NumpyMask
 
-SMALL = AttentionSizes(t=40, s=62, d=8, v=12)
-SQUARE = AttentionSizes(t=64, s=64, d=8, v=8)
+SMALL_SIZES = AttentionSizes(t=40, s=62, d=8, v=12)
+SQUARE_SIZES = AttentionSizes(t=64, s=64, d=8, v=8)
 
 
 def _mask_of_head(q_len: int, kv_len: int, num_heads: int, head: int, _: int) -> Mask:
@@ -57,7 +57,7 @@ def _sink_arguments(key: jax.Array) -> dict[str, Any]:
 
 
 _TABLE: tuple[Row[AttentionSizes], ...] = (
-    ("causal", SQUARE, lambda k: {}, ("causal",), ()),
+    ("causal", SQUARE_SIZES, lambda k: {}, ("causal",), ()),
     (
         "one query, head size 60",
         AttentionSizes(t=1, s=129, g=1, d=60, v=48),
@@ -65,24 +65,24 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
         ("awkward",),
     ),
-    ("patterns by head", SQUARE, _pattern_arguments, ("pattern",), ()),
+    ("patterns by head", SQUARE_SIZES, _pattern_arguments, ("pattern",), ()),
     (
         "scattered blocks, mask and bias, empty rows",
-        SMALL,
+        SMALL_SIZES,
         _mask_and_bias_arguments,
         ("pattern", "mask", "bias"),
         ("awkward",),
     ),
-    ("positions", SMALL, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
-    ("chunks of segments", SQUARE, _segment_arguments, ("q_segment_ids", "kv_segment_ids"), ()),
+    ("positions", SMALL_SIZES, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("chunks of segments", SQUARE_SIZES, _segment_arguments, ("q_segment_ids", "kv_segment_ids"), ()),
     (
         "capped, with sinks, lse",
-        SMALL,
+        SMALL_SIZES,
         _sink_arguments,
         ("softmax_aux", "logits_soft_cap"),
         (),
     ),
-    ("bfloat16", dataclasses.replace(SQUARE, dtype=jnp.bfloat16), _pattern_arguments, ("pattern",), ()),
+    ("bfloat16", dataclasses.replace(SQUARE_SIZES, dtype=jnp.bfloat16), _pattern_arguments, ("pattern",), ()),
     (
         "model",
         AttentionSizes(b=1, t=4096, s=4096, h=16, g=4, d=128, v=128, dtype=jnp.bfloat16),
@@ -100,9 +100,9 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, _inputs_with_heads_first, _TABLE)
+    return make_cases_of_rows(record_type, _inputs_with_heads_first, _TABLE)
 
 
 def _inputs_with_heads_first(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:

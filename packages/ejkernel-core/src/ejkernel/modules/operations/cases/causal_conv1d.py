@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
+from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 CU_SEQLENS = (0, 1, 1, 30, 33, 60)
@@ -69,13 +69,13 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    in_slots = (_slotted_states_case(arguments, packed) for packed in (False, True))
-    return (*(_case(arguments, row) for row in _TABLE), *in_slots, _draft_tree_case(arguments))
+    in_slots = (_slotted_states_case(record_type, packed) for packed in (False, True))
+    return (*(_case(record_type, row) for row in _TABLE), *in_slots, _draft_tree_case(record_type))
 
 
-def _draft_tree_case(arguments: type) -> Case:
+def _draft_tree_case(record_type: type) -> Case:
     """Returns a case of three trees of draft tokens, one of them empty, whose states are in slots, and padding."""
 
     def make(key: jax.Array) -> Any:
@@ -85,28 +85,28 @@ def _draft_tree_case(arguments: type) -> Case:
         bounds, indices = jnp.array([0, 5, 5, 8], jnp.int32), jnp.array([3, 0, -1], jnp.int32)
         parents = jnp.array([[-1, 0, 0, 1, 3, -1, -1, 1, 0]], jnp.int32)
         fields = {"cu_seqlens": bounds, "state_indices": indices, "parents": parents}
-        return arguments(**arrays, **fields, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
+        return record_type(**arrays, **fields, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
-    return tagged("packed trees of draft tokens", make, ("bias", "initial_state"), ("awkward",))
+    return tagged_case("packed trees of draft tokens", make, ("bias", "initial_state"), ("awkward",))
 
 
-def _slotted_states_case(arguments: type, packed: bool) -> Case:
+def _slotted_states_case(record_type: type, is_packed: bool) -> Case:
     """Returns a case whose states, of W tokens, lie in slots; one row or sequence has none."""
-    rows, tokens, sequences = (1, 63, len(CU_SEQLENS) - 1) if packed else (3, 1, 3)
+    rows, tokens, sequences = (1, 63, len(CU_SEQLENS) - 1) if is_packed else (3, 1, 3)
 
     def make(key: jax.Array) -> Any:
         shapes = {"x": (rows, tokens, 20), "weight": (20, 4), "bias": (20,), "initial_state": (7, 20, 4)}
         keys = jax.random.split(key, len(shapes))
         arrays = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
-        bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if packed else {}
+        bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if is_packed else {}
         indices = jnp.array([5, -1, 2, 0, 6][:sequences], jnp.int32)
-        return arguments(**arrays, **bounds, state_indices=indices, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
+        return record_type(**arrays, **bounds, state_indices=indices, **_SILU_ARGUMENTS, **_RETURN_STATE_ARGUMENTS)
 
-    name, field = ("packed, states in slots", "sequence_state") if packed else ("decode in slots", "initial_state")
-    return tagged(name, make, (field,), ())
+    name, field = ("packed, states in slots", "sequence_state") if is_packed else ("decode in slots", "initial_state")
+    return tagged_case(name, make, (field,), ())
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def _case(record_type: type, row: _Row) -> Case:
     name, (rows, tokens, channels, width), optional, further_fields, dtype, exercises, tags = row
     sequences = len(CU_SEQLENS) - 1 if "cu_seqlens" in optional else rows
     shapes = {
@@ -121,9 +121,9 @@ def _case(arguments: type, row: _Row) -> Case:
         used = {field: shape for field, shape in shapes.items() if field in ("x", "weight", *optional)}
         arrays = {field: jax.random.normal(keys[field], shape).astype(dtype) for field, shape in used.items()}
         bounds = {"cu_seqlens": jnp.array(CU_SEQLENS, jnp.int32)} if "cu_seqlens" in optional else {}
-        return arguments(**arrays, **bounds, **further_fields)
+        return record_type(**arrays, **bounds, **further_fields)
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -134,6 +134,6 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
             return jnp.arange(shape.shape[0], dtype=shape.dtype)
         if name == "parents":
             return jnp.full(shape.shape, -1, shape.dtype)
-        return even_bounds(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)
+        return even_cu_seqlens(args.x.shape[1], shape) if name == "cu_seqlens" else normal_like(key, shape)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)

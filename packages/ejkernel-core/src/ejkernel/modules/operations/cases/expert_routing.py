@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import fill, normal_like, tagged
+from ejkernel.modules.operations.cases.tables import fill_arguments, normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 # name, tokens, experts, experts per token, dtype, how far logits are rounded, tags
@@ -21,11 +21,11 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     return (
-        *(_case(arguments, row) for row in _TABLE),
-        *(_scored_case(arguments, *row) for row in _SCORED_CASE_OPTIONS.items()),
+        *(_case(record_type, row) for row in _TABLE),
+        *(_scored_case(record_type, *row) for row in _SCORED_CASE_OPTIONS.items()),
     )
 
 
@@ -41,31 +41,31 @@ _SCORED_CASE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _scored_case(arguments: type, name: str, options: dict[str, Any]) -> Case:
+def _scored_case(record_type: type, name: str, options: dict[str, Any]) -> Case:
     """Returns a call that returns weights."""
 
     def make(key: jax.Array) -> Any:
         bias = jnp.linspace(-0.5, 0.5, 16) if "n_groups" in options else None
-        return arguments(logits=jax.random.normal(key, (21, 16)), selection_bias=bias, top_k=3, **options)
+        return record_type(logits=jax.random.normal(key, (21, 16)), selection_bias=bias, top_k=3, **options)
 
-    return tagged(name, make, (), ())
+    return tagged_case(name, make, (), ())
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def _case(record_type: type, row: _Row) -> Case:
     name, tokens, experts, top_k, dtype, step, tags = row
 
     def make(key: jax.Array) -> Any:
         logits = jax.random.normal(key, (tokens, experts))
         if step is not None:
             logits = _tied_logits(logits, step)
-        return arguments(logits=logits.astype(dtype), top_k=top_k)
+        return record_type(logits=logits.astype(dtype), top_k=top_k)
 
-    return tagged(name, make, (), tags)
+    return tagged_case(name, make, (), tags)
 
 
-def _tied_logits(logits: jax.Array, step: float) -> jax.Array:
+def _tied_logits(logits: jax.Array, rounding_step: float) -> jax.Array:
     """Returns rounded logits, with zeros, infinities and NaNs of both signs in the first rows."""
-    rounded_logits = jnp.round(logits / step) * step
+    rounded_logits = jnp.round(logits / rounding_step) * rounding_step
     # One is left out, as if it were masked.
     rounded_logits = rounded_logits.at[0, 0].set(-jnp.inf)
     special_values = jnp.array([0.0, -0.0, jnp.nan, jnp.inf, -0.0, -jnp.nan, -jnp.inf, 0.0])[: logits.shape[1]]
@@ -74,4 +74,4 @@ def _tied_logits(logits: jax.Array, step: float) -> jax.Array:
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes: normal logits."""
-    return fill(args, key, lambda name, shape, key: normal_like(key, shape))
+    return fill_arguments(args, key, lambda name, shape, key: normal_like(key, shape))

@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, even_bounds, fill, normal_like, table
+from ejkernel.modules.operations.cases.tables import (
+    Row,
+    even_cu_seqlens,
+    fill_arguments,
+    make_cases_of_rows,
+    normal_like,
+)
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
@@ -37,7 +43,7 @@ def qkv(key: jax.Array, sizes: AttentionSizes) -> dict[str, jax.Array]:
     }
 
 
-def model_rows(tokens: int = 4096) -> tuple[Row[AttentionSizes], ...]:
+def timed_case_rows(tokens: int = 4096) -> tuple[Row[AttentionSizes], ...]:
     """Returns the causal calls that are timed: one of a model with so many tokens on accelerators, and a small one on
     CPUs.
     """
@@ -103,7 +109,7 @@ def _sink_argument(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape, jnp.float32)}
 
 
-def _dropout(prob: float = 0.3) -> dict[str, Any]:
+def _dropout_arguments(prob: float = 0.3) -> dict[str, Any]:
     return {"dropout_prob": prob, "dropout_seed": jnp.uint32(7)}
 
 
@@ -200,7 +206,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         (),
     ),
     ("soft cap", PLAIN_SIZES, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
-    ("dropout", PLAIN_SIZES, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
+    ("dropout", PLAIN_SIZES, lambda k: _dropout_arguments(), ("dropout_prob", "dropout_seed"), ()),
     ("numerator only", PLAIN_SIZES, lambda k: {"normalize_output": False, "causal": True}, ("normalize_output",), ()),
     (
         "numerator and lse, sinks",
@@ -243,7 +249,7 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
             **_segment_arguments(PLAIN_SIZES),
             **_bias_argument(k, (1, 4, 63, 63)),
             **_sink_argument(k, (2,)),
-            **_dropout(0.1),
+            **_dropout_arguments(0.1),
             **LSE,
             "causal": True,
             "sliding_window": (30, 0),
@@ -329,15 +335,21 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
     (
         "bfloat16, dropout and soft cap, lse",
         HALF_PRECISION_SIZES,
-        lambda k: {**_dropout(), **LSE, "logits_soft_cap": 1.5},
+        lambda k: {**_dropout_arguments(), **LSE, "logits_soft_cap": 1.5},
         ("dropout_prob", "dropout_seed", "logits_soft_cap"),
         (),
     ),
-    ("bfloat16, dropout of many keys", LONG_KEYS_SIZES, lambda k: _dropout(), ("dropout_prob", "dropout_seed"), ()),
+    (
+        "bfloat16, dropout of many keys",
+        LONG_KEYS_SIZES,
+        lambda k: _dropout_arguments(),
+        ("dropout_prob", "dropout_seed"),
+        (),
+    ),
     (
         "bfloat16, heads of 256 and dropout",
         LARGE_HEAD_DIM_SIZES,
-        lambda k: {**_segment_arguments(LARGE_HEAD_DIM_SIZES), **_dropout()},
+        lambda k: {**_segment_arguments(LARGE_HEAD_DIM_SIZES), **_dropout_arguments()},
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed"),
         (),
     ),
@@ -347,26 +359,26 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         LATENT_SIZES,
         lambda _: {
             "mask_info": MaskInfo.from_segments(jnp.array([_segment_ids_of_lengths((40, 70), 140)])),
-            **_dropout(),
+            **_dropout_arguments(),
             "logits_soft_cap": 1.5,
         },
         (*_SEGMENT_FIELDS, "dropout_prob", "dropout_seed", "logits_soft_cap"),
         ("awkward",),
     ),
-    *model_rows(),
+    *timed_case_rows(),
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, qkv, _TABLE)
+    return make_cases_of_rows(record_type, qkv, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
     attending.
     """
-    return fill(args, key, functools.partial(_make_argument, args))
+    return fill_arguments(args, key, functools.partial(_make_argument, args))
 
 
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
@@ -374,7 +386,7 @@ def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
         return _make_mask_info(shape)
     if name.startswith("cum_seqlens"):
         total = (args.query if name.endswith("q") else args.key).shape[1] * args.query.shape[0]
-        return even_bounds(total, shape)
+        return even_cu_seqlens(total, shape)
     if name == "dropout_seed":
         return jnp.zeros(shape.shape, shape.dtype)
     return normal_like(key, shape)

@@ -7,7 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, even_bounds, fill, normal_like, table
+from ejkernel.modules.operations.cases.tables import (
+    Row,
+    even_cu_seqlens,
+    fill_arguments,
+    make_cases_of_rows,
+    normal_like,
+)
 from ejkernel.ops.model import Case
 
 
@@ -15,7 +21,7 @@ from ejkernel.ops.model import Case
 class LatentSizes:
     """Shape of a call: batch, tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
-    `form` is the way in which keys get a position: "a", "b" or "c" of `flash_mla`.
+    `position_form` is the way in which keys get a position: "a", "b" or "c" of `flash_mla`.
     """
 
     b: int = 1
@@ -26,21 +32,21 @@ class LatentSizes:
     n: int = 16
     rope: int = 8
     v: int = 12
-    form: str = "b"
+    position_form: str = "b"
     dtype: Any = jnp.float32
 
 
-def arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
+def make_arrays(key: jax.Array, sizes: LatentSizes) -> dict[str, jax.Array]:
     """Returns normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
-        "query": (z.b, z.t, z.h, z.n + (z.rope if z.form == "b" else 0)),
+        "query": (z.b, z.t, z.h, z.n + (z.rope if z.position_form == "b" else 0)),
         "key_value": (z.b, z.t, z.r),
         "w_kc": (z.r, z.g, z.n),
         "w_vc": (z.r, z.g, z.v),
     }
-    shapes |= {"b_k": (z.b, z.t, z.rope)} if z.form != "a" else {}
-    shapes |= {"b_q": (z.b, z.t, z.rope)} if z.form == "c" else {}
+    shapes |= {"b_k": (z.b, z.t, z.rope)} if z.position_form != "a" else {}
+    shapes |= {"b_q": (z.b, z.t, z.rope)} if z.position_form == "c" else {}
     keys = jax.random.split(key, len(shapes))
     fields = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     return {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in fields.items()}
@@ -59,15 +65,15 @@ def _sink_argument(key: jax.Array, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"softmax_aux": jax.random.normal(key, shape)}
 
 
-PLAIN = LatentSizes(form="a", b=2)
+UNROTATED_SIZES = LatentSizes(position_form="a", b=2)
 ROTARY_SIZES = LatentSizes()
-SHARED = LatentSizes(form="c", t=30)
+SHARED_POSITION_SIZES = LatentSizes(position_form="c", t=30)
 
 _TABLE: tuple[Row[LatentSizes], ...] = (
     ("one token", LatentSizes(t=1, h=2, g=1), lambda k: {"causal": True}, (), ("awkward",)),
     (
         "a, window, cap, coarse",
-        PLAIN,
+        UNROTATED_SIZES,
         lambda k: {"sliding_window": 9, "logits_soft_cap": 1.5, "softmax_dtype": jnp.bfloat16},
         ("sliding_window", "logits_soft_cap", "logits_dtype"),
         (),
@@ -79,7 +85,13 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
         ("causal", "softmax_aux"),
         (),
     ),
-    ("c, mask and bias", SHARED, lambda k: _mask_and_bias_arguments(k, SHARED), ("mask", "bias"), ("awkward",)),
+    (
+        "c, mask and bias",
+        SHARED_POSITION_SIZES,
+        lambda k: _mask_and_bias_arguments(k, SHARED_POSITION_SIZES),
+        ("mask", "bias"),
+        ("awkward",),
+    ),
     (
         "b, packed, dropout, lse",
         LatentSizes(t=60),
@@ -119,21 +131,21 @@ _TABLE: tuple[Row[LatentSizes], ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, arrays, _TABLE)
+    return make_cases_of_rows(record_type, make_arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, even lengths, everything
     attending.
     """
-    return fill(args, key, functools.partial(_make_argument, args))
+    return fill_arguments(args, key, functools.partial(_make_argument, args))
 
 
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "cu_seqlens":
-        return even_bounds(args.query.shape[0] * args.query.shape[1], shape)
+        return even_cu_seqlens(args.query.shape[0] * args.query.shape[1], shape)
     if name == "attention_mask":
         return jnp.ones(shape.shape, shape.dtype)
     if name == "dropout_rng":

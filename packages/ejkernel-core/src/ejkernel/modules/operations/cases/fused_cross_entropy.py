@@ -5,35 +5,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
+from ejkernel.modules.operations.cases.tables import Row, fill_arguments, make_cases_of_rows, normal_like
 from ejkernel.ops.model import Case
 
 
-class Sizes(NamedTuple):
+class CrossEntropySizes(NamedTuple):
     """Axes of the tokens, entries of the vocabulary, channels of hidden states (None for logits) and the dtype."""
 
     tokens: tuple[int, ...]
-    entries: int
-    channels: int | None = None
+    vocab_size: int
+    num_channels: int | None = None
     dtype: Any = jnp.float32
 
 
-def _make_inputs_of_sizes(key: jax.Array, sizes: Sizes) -> dict[str, Any]:
+def _make_inputs_of_sizes(key: jax.Array, sizes: CrossEntropySizes) -> dict[str, Any]:
     keys = jax.random.split(key, 3)
-    targets = jax.random.randint(keys[0], sizes.tokens, 0, sizes.entries)
-    if sizes.channels is None:
-        logits = 3 * jax.random.normal(keys[1], (*sizes.tokens, sizes.entries))
+    targets = jax.random.randint(keys[0], sizes.tokens, 0, sizes.vocab_size)
+    if sizes.num_channels is None:
+        logits = 3 * jax.random.normal(keys[1], (*sizes.tokens, sizes.vocab_size))
         return {"logits": logits.astype(sizes.dtype), "targets": targets}
-    head = 2 * jax.random.normal(keys[1], (sizes.channels, sizes.entries)) / sizes.channels**0.5
-    hidden = jax.random.normal(keys[2], (*sizes.tokens, sizes.channels))
+    head = 2 * jax.random.normal(keys[1], (sizes.num_channels, sizes.vocab_size)) / sizes.num_channels**0.5
+    hidden = jax.random.normal(keys[2], (*sizes.tokens, sizes.num_channels))
     return {"hidden": hidden.astype(sizes.dtype), "lm_head_weight": head.astype(sizes.dtype), "targets": targets}
 
 
-def _soft_targets_maker(tokens: tuple[int, ...], entries: int) -> Any:
+def _soft_targets_maker(tokens: tuple[int, ...], vocab_size: int) -> Any:
     """Returns a maker of distributions in the place of targets."""
 
     def make(key: jax.Array) -> dict[str, Any]:
-        return {"targets": None, "soft_targets": jax.nn.softmax(2 * jax.random.normal(key, (*tokens, entries)))}
+        return {"targets": None, "soft_targets": jax.nn.softmax(2 * jax.random.normal(key, (*tokens, vocab_size)))}
 
     return make
 
@@ -48,28 +48,28 @@ def _weight_arguments(key: jax.Array) -> dict[str, Any]:
     return {"weights": jax.random.uniform(keys[0], (3, 12)), "lm_head_bias": jax.random.normal(keys[1], (67,))}
 
 
-_ROWS: tuple[Row[Sizes], ...] = (
-    ("logits, mean", Sizes((3, 12), 50), lambda key: {}, ("sum_over_tokens",), ()),
-    ("logits, each", Sizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
-    ("logits, soft", Sizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
-    ("head", Sizes((3, 12), 67, 16), _weight_arguments, ("lm_head", "lm_head_bias", "sum_over_tokens"), ()),
+_CASE_ROWS: tuple[Row[CrossEntropySizes], ...] = (
+    ("logits, mean", CrossEntropySizes((3, 12), 50), lambda key: {}, ("sum_over_tokens",), ()),
+    ("logits, each", CrossEntropySizes((40,), 33), lambda key: {"reduction": "none", "z_loss": 1e-2}, ("z_loss",), ()),
+    ("logits, soft", CrossEntropySizes((2, 9), 40), _soft_targets_maker((2, 9), 40), ("soft_targets",), ()),
+    ("head", CrossEntropySizes((3, 12), 67, 16), _weight_arguments, ("lm_head", "lm_head_bias", "sum_over_tokens"), ()),
     (
         "head, padding",
-        Sizes((3, 12), 67, 24),
+        CrossEntropySizes((3, 12), 67, 24),
         lambda key: {"reduction": "none", "label_smoothing": 0.1, **_padding_mask(key)},
         ("lm_head", "label_smoothing"),
         (),
     ),
     (
         "head, capped",
-        Sizes((36,), 65, 16),
+        CrossEntropySizes((36,), 65, 16),
         lambda key: {"logit_softcap": 5.0, "z_loss": 1e-3, "reduction": "sum"},
         ("lm_head", "logits_soft_cap", "z_loss"),
         (),
     ),
     (
         "head, soft, in blocks",
-        Sizes((30,), 45, 16),
+        CrossEntropySizes((30,), 45, 16),
         lambda key: {
             "label_smoothing": 0.2,
             "chunk_size": 16,
@@ -79,18 +79,30 @@ _ROWS: tuple[Row[Sizes], ...] = (
         ("lm_head", "soft_targets", "label_smoothing"),
         ("awkward",),
     ),
-    ("head, bfloat16", Sizes((2, 64), 256, 64, jnp.bfloat16), lambda key: {}, ("lm_head",), ()),
-    ("head, float16, each", Sizes((64,), 130, 64, jnp.float16), lambda key: {"reduction": "none"}, ("lm_head",), ()),
-    ("logits, bfloat16", Sizes((2, 32), 200, None, jnp.bfloat16), lambda key: {}, ("sum_over_tokens",), ()),
-    ("Llama 3", Sizes((4, 8192), 128256, 4096, jnp.bfloat16), lambda key: {}, ("lm_head",), ("bench",)),
-    ("logits of Llama 3", Sizes((8192,), 128256, None, jnp.bfloat16), lambda key: {}, ("sum_over_tokens",), ("bench",)),
-    ("small model", Sizes((2, 1024), 16000, 512), lambda key: {}, ("lm_head",), ("bench_cpu",)),
+    ("head, bfloat16", CrossEntropySizes((2, 64), 256, 64, jnp.bfloat16), lambda key: {}, ("lm_head",), ()),
+    (
+        "head, float16, each",
+        CrossEntropySizes((64,), 130, 64, jnp.float16),
+        lambda key: {"reduction": "none"},
+        ("lm_head",),
+        (),
+    ),
+    ("logits, bfloat16", CrossEntropySizes((2, 32), 200, None, jnp.bfloat16), lambda key: {}, ("sum_over_tokens",), ()),
+    ("Llama 3", CrossEntropySizes((4, 8192), 128256, 4096, jnp.bfloat16), lambda key: {}, ("lm_head",), ("bench",)),
+    (
+        "logits of Llama 3",
+        CrossEntropySizes((8192,), 128256, None, jnp.bfloat16),
+        lambda key: {},
+        ("sum_over_tokens",),
+        ("bench",),
+    ),
+    ("small model", CrossEntropySizes((2, 1024), 16000, 512), lambda key: {}, ("lm_head",), ("bench_cpu",)),
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, _make_inputs_of_sizes, _ROWS)
+    return make_cases_of_rows(record_type, _make_inputs_of_sizes, _CASE_ROWS)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -108,4 +120,4 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
         factor = x.shape[0] ** -0.5 if name == "lm_head_weight" else 1.0
         return jnp.abs(normal_like(key, x)) if name == "weights" else normal_like(key, x, factor)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families import gated_grouped_matmul as family
-from ejkernel.modules.operations.cases.grouped_matmul import packed_like
-from ejkernel.modules.operations.cases.tables import normal_like, tagged
+from ejkernel.modules.operations.cases.grouped_matmul import packed_matrices_like
+from ejkernel.modules.operations.cases.tables import normal_like, tagged_case
 from ejkernel.ops.model import Case
 from ejkernel.quantization import quantize
 from ejkernel.types.arguments import optional_fields
@@ -40,21 +40,21 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
     return (
-        *(_case(arguments, row) for row in _TABLE),
-        *(_quantised_case(arguments, packed) for packed in (False, True)),
+        *(_case(record_type, row) for row in _TABLE),
+        *(_quantised_case(record_type, packed) for packed in (False, True)),
     )
 
 
-def _quantised_case(arguments: type, packed: bool) -> Case:
+def _quantised_case(record_type: type, is_packed: bool) -> Case:
     """Returns a case with matrices of float8 and scales of blocks, or of codes as GPT-OSS stores them."""
 
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 4)
         rhs = jax.random.normal(keys[0], (3, 24, 64)) * 0.2
-        if packed:
+        if is_packed:
             codes, scales = quantize(rhs, mode="mxfp4", axis="col")[:2]
             weights = {"rhs": codes, "rhs_scale": scales, "rhs_mode": "mxfp4"}
         else:
@@ -63,13 +63,13 @@ def _quantised_case(arguments: type, packed: bool) -> Case:
         lhs, sizes = jax.random.normal(keys[2], (20, 64)), jnp.array([13, 0, 9], jnp.int32)
         indices = jax.random.randint(keys[3], (25,), 0, 20, jnp.int32)
         options = {"transpose_rhs": True, "interleaved": True, "limit": 0.8}
-        return arguments(lhs=lhs, group_sizes=sizes, indices=indices, **weights, **options)
+        return record_type(lhs=lhs, group_sizes=sizes, indices=indices, **weights, **options)
 
-    name, exercises = ("mxfp4, columns first", ()) if packed else ("float8, scales of blocks", ("rhs_scale",))
-    return tagged(name, make, exercises, ())
+    name, exercises = ("mxfp4, columns first", ()) if is_packed else ("float8, scales of blocks", ("rhs_scale",))
+    return tagged_case(name, make, exercises, ())
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def _case(record_type: type, row: _Row) -> Case:
     name, tokens, rows, contracted, columns, groups, dtype, options, tags = row
 
     def make(key: jax.Array) -> Any:
@@ -84,10 +84,10 @@ def _case(arguments: type, row: _Row) -> Case:
             kwargs["rhs_bias"] = kwargs["rhs_bias"] * jax.random.normal(keys[2], (len(groups), 1, 2 * columns))
         if "transpose_rhs" in kwargs:
             rhs = rhs.swapaxes(1, 2)
-        return arguments(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **kwargs)
+        return record_type(lhs=lhs.astype(dtype), rhs=rhs.astype(dtype), group_sizes=sizes, indices=indices, **kwargs)
 
     exercises = {*options, *(() if rows is None else ("indices",))} & optional_fields(family.FAMILY.record).keys()
-    return tagged(name, make, tuple(sorted(exercises)), tags)
+    return tagged_case(name, make, tuple(sorted(exercises)), tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -113,7 +113,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 def _matrices_and_scales(args: Any, key: jax.Array) -> dict[str, Any]:
     """Returns matrices and their scales."""
     if args.rhs_mode is not None:
-        return packed_like(args, key)
+        return packed_matrices_like(args, key)
     if args.rhs_scale is None:
         return {"rhs": normal_like(key, args.rhs, args.lhs.shape[1] ** -0.5)}
     if jnp.issubdtype(args.rhs.dtype, jnp.integer):

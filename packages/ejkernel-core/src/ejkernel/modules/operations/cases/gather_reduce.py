@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import normal_like, tagged
+from ejkernel.modules.operations.cases.tables import normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 # name, rows, tokens, indices a token, pairs a row, channels, dtypes of rows and weights, whether some name none, tags
@@ -26,40 +26,47 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return tuple(_case(record_type, row) for row in _TABLE)
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def _case(record_type: type, row: _Row) -> Case:
     name, rows, tokens, count, most, channels, dtype, weight_dtype, drops, tags = row
 
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 3)
-        indices, inverse = index_pairs(keys[0], rows, tokens, count, most, drops=drops)
+        indices, inverse = random_index_pairs(keys[0], rows, tokens, count, most, drop_pairs=drops)
         weights = None if weight_dtype is None else jax.random.normal(keys[1], (tokens, count)).astype(weight_dtype)
         x = jax.random.normal(keys[2], (rows, channels)).astype(dtype)
-        return arguments(rows=x, indices=indices, inverse=inverse, weights=weights)
+        return record_type(rows=x, indices=indices, inverse=inverse, weights=weights)
 
-    return tagged(name, make, () if weight_dtype is None else ("weights",), tags)
+    return tagged_case(name, make, () if weight_dtype is None else ("weights",), tags)
 
 
-def index_pairs(
-    key: jax.Array, rows: int, tokens: int, count: int, most: int, *, drops: bool = False
+def random_index_pairs(
+    key: jax.Array,
+    num_rows: int,
+    num_tokens: int,
+    rows_per_token: int,
+    max_pairs_per_row: int,
+    *,
+    drop_pairs: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns indices [tokens, count] at random, and the pairs of every row, [rows, most].
+    """Returns random row indices [num_tokens, rows_per_token], and their inverse [num_rows, max_pairs_per_row].
 
-    Every row has `most` places, which pairs take in a random order; with `drops`, two thirds of them at most are taken.
+    The inverse lists the (token, index) pairs that name each row, in random slots. With `drop_pairs`, a third of the
+    pairs that fit are left out.
     """
-    pairs, slots = tokens * count, rows * most
+    pairs, slots = num_tokens * rows_per_token, num_rows * max_pairs_per_row
     used = min(pairs, slots)
-    used -= used // 3 if drops else 0
+    used -= used // 3 if drop_pairs else 0
     pair_key, slot_key = jax.random.split(key)
     pair = jax.random.permutation(pair_key, pairs)[:used]
     slot = jax.random.permutation(slot_key, slots)[:used]
-    indices = jnp.full(pairs, -1, jnp.int32).at[pair].set((slot // most).astype(jnp.int32))
+    indices = jnp.full(pairs, -1, jnp.int32).at[pair].set((slot // max_pairs_per_row).astype(jnp.int32))
     inverse = jnp.full(slots, pairs, jnp.int32).at[slot].set(pair.astype(jnp.int32))
-    return indices.reshape(tokens, count), inverse.reshape(rows, most)
+    return indices.reshape(num_tokens, rows_per_token), inverse.reshape(num_rows, max_pairs_per_row)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -68,7 +75,7 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """
     keys = jax.random.split(key, 3)
     (tokens, count), (rows, most) = args.indices.shape, args.inverse.shape
-    indices, inverse = index_pairs(keys[0], rows, tokens, count, most)
+    indices, inverse = random_index_pairs(keys[0], rows, tokens, count, most)
     factor = 1 / math.sqrt(count)
     return type(args)(
         rows=normal_like(keys[1], args.rows),

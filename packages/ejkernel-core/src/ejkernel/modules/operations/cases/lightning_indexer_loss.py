@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.modules.operations.cases import token_sparse_attention
-from ejkernel.modules.operations.cases.tables import Row, table
-from ejkernel.modules.operations.cases.token_sparse_attention import MODEL, TokenSparseSizes
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
+from ejkernel.modules.operations.cases.token_sparse_attention import MODEL_SIZES, TokenSparseSizes
 from ejkernel.ops.model import Case
 
 make_inputs = token_sparse_attention.make_inputs
@@ -23,19 +23,19 @@ _TABLE: tuple[Row[TokenSparseSizes], ...] = (
         ("awkward",),
     ),
     ("one key", TokenSparseSizes(t=5, k=1), lambda k: {"scores": jnp.ones((1, 5, 1))}, (), ("awkward",)),
-    ("model", MODEL, lambda k: {}, (), ("bench",)),
+    ("model", MODEL_SIZES, lambda k: {}, (), ("bench",)),
     ("small model", TokenSparseSizes(t=256, s=1024, h=16, g=1, d=96, k=128), lambda k: {}, (), ("bench_cpu",)),
 )
 
 
-def arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
+def make_arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
     """Returns query, key and indices of `token_sparse_attention`'s cases, and normal scores."""
     attention_key, score_key = jax.random.split(key)
-    fields = token_sparse_attention.arrays(attention_key, sizes)
+    fields = token_sparse_attention.make_arrays(attention_key, sizes)
     scores = jax.random.normal(score_key, (sizes.b, sizes.t, sizes.k))
     return {**{name: fields[name] for name in ("query", "key", "indices")}, "scores": scores}
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, arrays, _TABLE)
+    return make_cases_of_rows(record_type, make_arrays, _TABLE)

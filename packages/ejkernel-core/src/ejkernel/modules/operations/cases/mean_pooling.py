@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
+from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 # name, shape of x, cumulative lengths, chunk size, dtype, optional record fields the case is about, further tags
@@ -25,20 +25,20 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return tuple(_case(arguments, row) for row in _TABLE)
+    return tuple(_case(record_type, row) for row in _TABLE)
 
 
-def _case(arguments: type, row: _Row) -> Case:
+def _case(record_type: type, row: _Row) -> Case:
     name, shape, lengths, chunk_size, dtype, exercises, tags = row
 
     def make(key: jax.Array) -> Any:
         x = jax.random.normal(key, shape, jnp.float32).astype(dtype)
         cu_seqlens = None if lengths is None else jnp.array(lengths, jnp.int32)
-        return arguments(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
+        return record_type(x=x, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -46,6 +46,6 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     rows = args.x.shape[:1] if len(args.x.shape) == 2 else args.x.shape[:2]
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
-        return even_bounds(math.prod(rows), shape) if name == "cu_seqlens" else normal_like(key, shape)
+        return even_cu_seqlens(math.prod(rows), shape) if name == "cu_seqlens" else normal_like(key, shape)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)

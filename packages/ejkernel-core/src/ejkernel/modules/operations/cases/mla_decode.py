@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
+from ejkernel.modules.operations.cases.tables import Row, fill_arguments, make_cases_of_rows, normal_like
 from ejkernel.ops.model import Case
 
 
@@ -15,7 +15,7 @@ from ejkernel.ops.model import Case
 class DecodeSizes:
     """Shape of a call: batch, cached tokens, query heads, KV heads, latent size, sizes of key parts and of values.
 
-    `one_cache` puts both caches into one array; `lengths` are those of its rows.
+    `has_joint_cache` puts both caches into one array; `lengths` are those of its rows.
     """
 
     b: int = 3
@@ -26,7 +26,7 @@ class DecodeSizes:
     n: int = 16
     rope: int = 8
     v: int = 12
-    one_cache: bool = False
+    has_joint_cache: bool = False
     lengths: tuple[int, ...] = (63, 0, 20)
     dtype: Any = jnp.float32
 
@@ -46,14 +46,14 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
     ),
     (
         "one cache, window, cap, sinks, lse",
-        DecodeSizes(one_cache=True, lengths=(63, 5, 31)),
+        DecodeSizes(has_joint_cache=True, lengths=(63, 5, 31)),
         _windowed_arguments,
         ("q_positions", "sliding_window", "logits_soft_cap", "softmax_aux"),
         (),
     ),
     (
         "no rotary part, bfloat16",
-        DecodeSizes(rope=0, one_cache=True, lengths=(40, 63, 1), dtype=jnp.bfloat16),
+        DecodeSizes(rope=0, has_joint_cache=True, lengths=(40, 63, 1), dtype=jnp.bfloat16),
         lambda k: {},
         (),
         (),
@@ -61,7 +61,17 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
     (
         "model",
         DecodeSizes(
-            8, 8192, 128, 128, r=512, n=128, rope=64, v=128, one_cache=True, lengths=(8192,) * 8, dtype=jnp.bfloat16
+            8,
+            8192,
+            128,
+            128,
+            r=512,
+            n=128,
+            rope=64,
+            v=128,
+            has_joint_cache=True,
+            lengths=(8192,) * 8,
+            dtype=jnp.bfloat16,
         ),
         lambda k: {},
         (),
@@ -69,7 +79,7 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
     ),
     (
         "small model",
-        DecodeSizes(4, 1024, 16, 16, r=128, n=64, rope=32, v=64, one_cache=True, lengths=(1024,) * 4),
+        DecodeSizes(4, 1024, 16, 16, r=128, n=64, rope=32, v=64, has_joint_cache=True, lengths=(1024,) * 4),
         lambda k: {},
         (),
         ("bench_cpu",),
@@ -77,30 +87,30 @@ _TABLE: tuple[Row[DecodeSizes], ...] = (
 )
 
 
-def arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
+def make_arrays(key: jax.Array, sizes: DecodeSizes) -> dict[str, jax.Array]:
     """Returns normal arrays, with weights that keep what they project at size 1."""
     z = sizes
     shapes = {
         "query": (z.b, z.h, z.n + z.rope),
-        "latent_cache": (z.b, z.s, z.r + (z.rope if z.one_cache else 0)),
+        "latent_cache": (z.b, z.s, z.r + (z.rope if z.has_joint_cache else 0)),
         "w_kc": (z.r, z.g, z.n),
         "w_vc": (z.r, z.g, z.v),
     }
-    shapes |= {} if z.one_cache else {"rope_cache": (z.b, z.s, z.rope)}
+    shapes |= {} if z.has_joint_cache else {"rope_cache": (z.b, z.s, z.rope)}
     keys = jax.random.split(key, len(shapes))
     fields = {name: jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
     fields = {name: (x * z.r**-0.5 if name[0] == "w" else x).astype(z.dtype) for name, x in fields.items()}
     return {**fields, "lengths": jnp.array(z.lengths, jnp.int32)}
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, arrays, _TABLE)
+    return make_cases_of_rows(record_type, make_arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: normal floats, full caches."""
-    return fill(args, key, functools.partial(_make_argument, args))
+    return fill_arguments(args, key, functools.partial(_make_argument, args))
 
 
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.ops.model import Case
 from ejkernel.planning.quantized_formats import Format, Mode, make_format
 from ejkernel.quantization import quantize
@@ -25,7 +25,7 @@ class MatmulSizes:
     group_size: int | None = 32
     transpose: bool = False
     dtype: Any = jnp.float32
-    scales: str | None = None
+    scale_dtype: str | None = None
 
 
 _TABLE: tuple[Row[MatmulSizes], ...] = (
@@ -33,11 +33,11 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
     ("int4, transposed", MatmulSizes(transpose=True), lambda k: {}, ("zeros",), ()),
     ("int8", MatmulSizes(bits=8), lambda k: {}, ("zeros",), ()),
     ("3 bits", MatmulSizes(bits=3, group_size=16), lambda k: {}, ("zeros",), ("awkward",)),
-    ("bfloat16 scales, transposed", MatmulSizes(transpose=True, scales="bfloat16"), lambda k: {}, ("zeros",), ()),
-    ("float32 scales", MatmulSizes(bits=8, scales="float32"), lambda k: {}, ("zeros",), ("awkward",)),
+    ("bfloat16 scales, transposed", MatmulSizes(transpose=True, scale_dtype="bfloat16"), lambda k: {}, ("zeros",), ()),
+    ("float32 scales", MatmulSizes(bits=8, scale_dtype="float32"), lambda k: {}, ("zeros",), ("awkward",)),
     (
         "symmetric int4, transposed",
-        MatmulSizes(mode="symmetric", transpose=True, scales="bfloat16"),
+        MatmulSizes(mode="symmetric", transpose=True, scale_dtype="bfloat16"),
         lambda k: {},
         (),
         (),
@@ -70,18 +70,18 @@ _TABLE: tuple[Row[MatmulSizes], ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, inputs, _TABLE)
+    return make_cases_of_rows(record_type, make_base_inputs, _TABLE)
 
 
-def inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
+def make_base_inputs(key: jax.Array, sizes: MatmulSizes) -> dict[str, Any]:
     """Returns what every case gives."""
     z, (one, other) = sizes, jax.random.split(key)
     # Outputs of the size of 1, as a model's weights make them: kernels may round weights, which adds up as they do.
     weights = jax.random.normal(other, (z.n, z.k), jnp.float32) * z.k**-0.5
     axis = "col" if z.transpose else "row"
-    packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, axis, z.scales)
+    packed, scales, *zeros = quantize(weights, z.group_size, z.bits, z.mode, axis, z.scale_dtype)
     return {
         "x": jax.random.normal(one, (z.m, z.k), jnp.float32).astype(z.dtype),
         "w": packed,
@@ -104,21 +104,21 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
     """
     one, other = jax.random.split(key)
     form = make_format(args.mode, args.bits, args.group_size)
-    packed = quantized_like({"w": args.w, "scales": args.scales}, form, other)
+    packed = quantized_weights_like({"w": args.w, "scales": args.scales}, form, other)
     optional = {name: packed.get(name) for name in ("zeros", "tensor_scale") if getattr(args, name) is not None}
     x = jax.random.normal(one, args.x.shape, jnp.float32).astype(args.x.dtype)
     return dataclasses.replace(args, x=x, w=packed["w"], scales=packed["scales"], **optional)
 
 
-def quantized_like(stored: dict[str, Any], form: Format, key: jax.Array) -> dict[str, jax.Array]:
+def quantized_weights_like(weights_and_scales: dict[str, Any], form: Format, key: jax.Array) -> dict[str, jax.Array]:
     """Returns quantised normal weights: `w` and `scales` like those stored, and zeros or the tensor scale of their
     format.
     """
-    scales = stored["scales"]
+    scales = weights_and_scales["scales"]
     *rows, groups = scales.shape
     weights = jax.random.normal(key, (*rows, groups * form.group_size), jnp.float32)
     dtype = scales.dtype if len(form.scale_dtypes) > 1 else None
     packed, values, *zeros = quantize(weights, form.group_size, form.bits, cast(Mode, form.mode), "col", dtype)
     arrays = {"w": packed, "scales": values}
-    arrays = {name: lax.bitcast_convert_type(array, stored[name].dtype) for name, array in arrays.items()}
+    arrays = {name: lax.bitcast_convert_type(array, weights_and_scales[name].dtype) for name, array in arrays.items()}
     return arrays | dict(zip(("tensor_scale" if form.has_tensor_scale else "zeros",), zeros, strict=False))

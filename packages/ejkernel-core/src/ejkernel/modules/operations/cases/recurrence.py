@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import even_bounds, fill, normal_like, tagged
+from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, normal_like, tagged_case
 from ejkernel.ops.model import Case
 
 
@@ -43,26 +43,33 @@ class RecurrenceSizes:
         }[name]
 
 
-Extra = Callable[[jax.Array, RecurrenceSizes], dict[str, Any]]
-Row = tuple[str, RecurrenceSizes, Extra, tuple[str, ...], tuple[str, ...]]
+ExtraArgumentsMaker = Callable[[jax.Array, RecurrenceSizes], dict[str, Any]]
+Row = tuple[str, RecurrenceSizes, ExtraArgumentsMaker, tuple[str, ...], tuple[str, ...]]
 """Name, sizes, arguments after query, key and value, optional record fields the case is about, further tags."""
 
 
-def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     """Returns the rows as cases that make argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in rows)
+    return tuple(_case(record_type, *row) for row in rows)
 
 
-def _case(arguments: type, name: str, sizes: RecurrenceSizes, extra: Extra, exercises: Any, tags: Any) -> Case:
+def _case(
+    record_type: type,
+    name: str,
+    sizes: RecurrenceSizes,
+    make_extra_arguments: ExtraArgumentsMaker,
+    exercises: Any,
+    tags: Any,
+) -> Case:
     def make(key: jax.Array) -> Any:
         keys = jax.random.split(key, 4)
         tokens = {
             field: normal(k, sizes.shape(field), sizes.dtype)
             for field, k in zip(("query", "key", "value"), keys, strict=False)
         }
-        return arguments(**tokens | extra(keys[3], sizes))
+        return record_type(**tokens | make_extra_arguments(keys[3], sizes))
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
@@ -70,9 +77,11 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> 
     return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
-def in_slots(key: jax.Array, shape: tuple[int, ...], used: Iterable[int], dtype: Any = jnp.float32) -> jax.Array:
+def states_in_slots(
+    key: jax.Array, shape: tuple[int, ...], used_slots: Iterable[int], dtype: Any = jnp.float32
+) -> jax.Array:
     """Returns normal states in those slots that are used, and inf in the others, which stay as they are."""
-    index = jnp.array(sorted(used))
+    index = jnp.array(sorted(used_slots))
     return jnp.full(shape, jnp.inf, dtype).at[index].set(normal(key, (index.size, *shape[1:]), dtype))
 
 
@@ -82,7 +91,7 @@ def log_gate(key: jax.Array, shape: tuple[int, ...], strength: float = 0.3) -> j
     return -strength * weak - jnp.where(uniform > 0.97, 200.0, 0.0)
 
 
-def gates(*names: str, **constants: Any) -> Extra:
+def gate_maker(*names: str, **constants: Any) -> ExtraArgumentsMaker:
     """Returns random values for the named arguments, and constants."""
 
     def make(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
@@ -100,24 +109,24 @@ def gates(*names: str, **constants: Any) -> Extra:
     return make
 
 
-BOUNDS = (0, 1, 1, 10, 10)
-_PACKED = RecurrenceSizes(b=1, t=11, n=len(BOUNDS) - 1)
+PACKED_CU_SEQLENS = (0, 1, 1, 10, 10)
+_PACKED_SIZES = RecurrenceSizes(b=1, t=11, n=len(PACKED_CU_SEQLENS) - 1)
 _BF16_ARGUMENTS = {"dtype": jnp.bfloat16}
 
 
-def bounds() -> jax.Array:
+def packed_cu_seqlens() -> jax.Array:
     """Returns cumulative lengths for a packed case, with an empty sequence and padding tokens after the last."""
-    return jnp.array(BOUNDS, jnp.int32)
+    return jnp.array(PACKED_CU_SEQLENS, jnp.int32)
 
 
-def _packed_gates(*names: str, **constants: Any) -> Extra:
-    return lambda key, sizes: gates(*names, cu_seqlens=bounds(), **constants)(key, sizes)
+def _packed_gate_maker(*names: str, **constants: Any) -> ExtraArgumentsMaker:
+    return lambda key, sizes: gate_maker(*names, cu_seqlens=packed_cu_seqlens(), **constants)(key, sizes)
 
 
-def _in_slots(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
+def _slotted_state_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns a packed step whose states are in slots: one request has no slot, and one no tokens."""
-    fields = gates("gate of channels", return_state=True)(key, sizes)
-    slots = in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
+    fields = gate_maker("gate of channels", return_state=True)(key, sizes)
+    slots = states_in_slots(key, (6, *sizes.shape("initial_state")[1:]), (5, 3), sizes.dtype)
     starts, indices = jnp.array([0, 1, 1, 4, 5], jnp.int32), jnp.array([5, 3, 3, -1], jnp.int32)
     return {**fields, "initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
 
@@ -126,7 +135,7 @@ def _segment_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
     """Returns two segments per row with padding in front and between, and a state for the first."""
     token = jnp.arange(sizes.t)
     ids = jnp.where((token % 5 < 1) | (token > 9), -1, token // 4)
-    fields = gates("g", "initial_state", return_state=True)(key, sizes)
+    fields = gate_maker("g", "initial_state", return_state=True)(key, sizes)
     return {**fields, "seg_ids": jnp.stack([ids, jnp.roll(ids, 3)])[: sizes.b].astype(jnp.int32)}
 
 
@@ -136,95 +145,107 @@ def _slope_inputs(key: jax.Array, sizes: RecurrenceSizes) -> dict[str, Any]:
 
 
 _SLOT_FIELDS: tuple[str, ...] = ("decay", "cu_seqlens", "sequence_state", "state_slots")
-_MODEL: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gates("g"), (), ("bench",))
-_SMALL_MODEL: Row = ("small model", RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64), gates("g"), (), ("bench_cpu",))
-_SPARSE_ROW: Row = (
+_MODEL_ROW: Row = ("model", RecurrenceSizes(b=1, t=4096, h=8, g=8, k=64, v=64), gate_maker("g"), (), ("bench",))
+_SMALL_MODEL_ROW: Row = (
+    "small model",
+    RecurrenceSizes(b=1, t=512, h=4, g=4, k=64, v=64),
+    gate_maker("g"),
+    (),
+    ("bench_cpu",),
+)
+_PACKED_ROW: Row = (
     "packed",
-    _PACKED,
-    _packed_gates("gate of channels", "g_gamma", "initial_state", return_state=True),
+    _PACKED_SIZES,
+    _packed_gate_maker("gate of channels", "g_gamma", "initial_state", return_state=True),
     ("decay", "cu_seqlens", "sequence_state"),
     (),
 )
 _RECURRENT_ROWS: tuple[Row, ...] = (
-    ("no gates", RecurrenceSizes(t=7, g=1, k=6, v=10), gates(), (), ("awkward",)),
+    ("no gates", RecurrenceSizes(t=7, g=1, k=6, v=10), gate_maker(), (), ("awkward",)),
     (
         "gate of heads, states",
         RecurrenceSizes(t=40),
-        gates("g", "initial_state", return_state=True),
+        gate_maker("g", "initial_state", return_state=True),
         ("decay", "initial_state"),
         (),
     ),
     (
         "gates of keys and values",
         RecurrenceSizes(g=2, v=12),
-        gates("g_gamma", "gk", "gv"),
+        gate_maker("g_gamma", "gk", "gv"),
         ("decay", "value_decay"),
         (),
     ),
-    ("gate of heads for all tokens, reversed", RecurrenceSizes(), gates("g_gamma", reverse=True), ("decay",), ()),
-    _SPARSE_ROW,
-    _MODEL,
-    _SMALL_MODEL,
+    ("gate of heads for all tokens, reversed", RecurrenceSizes(), gate_maker("g_gamma", reverse=True), ("decay",), ()),
+    _PACKED_ROW,
+    _MODEL_ROW,
+    _SMALL_MODEL_ROW,
 )
 _GATED_ROWS: tuple[Row, ...] = (
     (
         "one token with a state",
         RecurrenceSizes(t=1, g=2),
-        gates("g", "initial_state", return_state=True),
+        gate_maker("g", "initial_state", return_state=True),
         ("initial_state",),
         ("awkward",),
     ),
-    ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gates("gate of channels"), ("decay",), ()),
-    ("bfloat16", RecurrenceSizes(g=2, **_BF16_ARGUMENTS), gates("g"), ("decay",), ()),
-    _SPARSE_ROW,
+    ("gate of channels, grouped", RecurrenceSizes(g=2, v=12), gate_maker("gate of channels"), ("decay",), ()),
+    ("bfloat16", RecurrenceSizes(g=2, **_BF16_ARGUMENTS), gate_maker("g"), ("decay",), ()),
+    _PACKED_ROW,
     ("segments with padding", RecurrenceSizes(g=2), _segment_inputs, ("segment_ids", "initial_state"), ()),
-    ("slots in bfloat16", RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16_ARGUMENTS), _in_slots, _SLOT_FIELDS, ()),
-    _MODEL,
-    _SMALL_MODEL,
+    (
+        "slots in bfloat16",
+        RecurrenceSizes(b=1, t=6, g=2, n=4, **_BF16_ARGUMENTS),
+        _slotted_state_inputs,
+        _SLOT_FIELDS,
+        (),
+    ),
+    _MODEL_ROW,
+    _SMALL_MODEL_ROW,
 )
 _CONSTANT_DECAY_ROWS: tuple[Row, ...] = (
-    ("grouped", RecurrenceSizes(g=2, v=12), gates(layer_idx=1, num_layers=4), ("decay",), ()),
+    ("grouped", RecurrenceSizes(g=2, v=12), gate_maker(layer_idx=1, num_layers=4), ("decay",), ()),
     (
         "states, reversed",
         RecurrenceSizes(),
-        gates("initial_state", layer_idx=1, num_layers=4, reverse=True, return_state=True),
+        gate_maker("initial_state", layer_idx=1, num_layers=4, reverse=True, return_state=True),
         ("decay", "initial_state"),
         (),
     ),
     ("slopes", RecurrenceSizes(t=7, g=2), _slope_inputs, ("decay",), ()),
-    ("last layer", RecurrenceSizes(t=7), gates(layer_idx=4, num_layers=4), (), ("awkward",)),
+    ("last layer", RecurrenceSizes(t=7), gate_maker(layer_idx=4, num_layers=4), (), ("awkward",)),
     (
         "packed",
-        _PACKED,
-        _packed_gates("initial_state", layer_idx=1, num_layers=4, return_state=True),
+        _PACKED_SIZES,
+        _packed_gate_maker("initial_state", layer_idx=1, num_layers=4, return_state=True),
         ("decay", "cu_seqlens", "sequence_state"),
         (),
     ),
-    (*_MODEL[:2], gates(layer_idx=1, num_layers=4), *_MODEL[3:]),
-    (*_SMALL_MODEL[:2], gates(layer_idx=1, num_layers=4), *_SMALL_MODEL[3:]),
+    (*_MODEL_ROW[:2], gate_maker(layer_idx=1, num_layers=4), *_MODEL_ROW[3:]),
+    (*_SMALL_MODEL_ROW[:2], gate_maker(layer_idx=1, num_layers=4), *_SMALL_MODEL_ROW[3:]),
 )
 
 
-def recurrent(arguments: type) -> tuple[Case, ...]:
+def recurrent_attention_cases(record_type: type) -> tuple[Case, ...]:
     """Returns cases of `recurrent_attention`."""
-    return make_cases(arguments, _RECURRENT_ROWS)
+    return make_cases(record_type, _RECURRENT_ROWS)
 
 
-def gated(arguments: type) -> tuple[Case, ...]:
+def gated_linear_attention_cases(record_type: type) -> tuple[Case, ...]:
     """Returns cases of `gated_linear_attention`."""
-    return make_cases(arguments, _GATED_ROWS)
+    return make_cases(record_type, _GATED_ROWS)
 
 
-def lightning_attention_cases(arguments: type) -> tuple[Case, ...]:
+def lightning_attention_cases(record_type: type) -> tuple[Case, ...]:
     """Returns cases of `lightning_attention`."""
-    return make_cases(arguments, _CONSTANT_DECAY_ROWS)
+    return make_cases(record_type, _CONSTANT_DECAY_ROWS)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
     """Returns concrete arguments of the given shapes, valid as a call: weak gates, short keys, even lengths, one
     segment.
     """
-    return fill(args, key, functools.partial(_make_argument, args))
+    return fill_arguments(args, key, functools.partial(_make_argument, args))
 
 
 _LOG_GATE_FIELDS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
@@ -233,7 +254,7 @@ _LOG_GATE_FIELDS = frozenset({"g", "g_gamma", "gk", "gv", "decay", "A"})
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> jax.Array:
     if name in ("cu_seqlens", "query_start_loc"):
         tokens = (args.x if hasattr(args, "x") else args.query).shape[-3]
-        return even_bounds(tokens, shape)
+        return even_cu_seqlens(tokens, shape)
     if name == "state_indices":
         return jnp.arange(shape.shape[0], dtype=shape.dtype)
     if name == "parents":

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.recurrent_network import GATES_PER_CELL
-from ejkernel.modules.operations.cases.tables import fill, tagged
+from ejkernel.modules.operations.cases.tables import fill_arguments, tagged_case
 from ejkernel.ops.model import Case
 
 
@@ -60,34 +60,37 @@ _TABLE: tuple[_Row, ...] = (
 )
 
 
-def cases(arguments: type, cell: str) -> tuple[Case, ...]:
+def cases(record_type: type, cell: str) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    fields = {field.name for field in dataclasses.fields(arguments)}
-    network_cases = [_case(arguments, row, cell, fields) for row in _TABLE]
+    fields = {field.name for field in dataclasses.fields(record_type)}
+    network_cases = [_case(record_type, row, cell, fields) for row in _TABLE]
     if "nonlinearity" not in fields:
         return tuple(network_cases)
-    return (*network_cases, dataclasses.replace(network_cases[0], name="relu", make=_relu(network_cases[0])))
+    return (
+        *network_cases,
+        dataclasses.replace(network_cases[0], name="relu", make=_relu_input_maker(network_cases[0])),
+    )
 
 
-def _relu(case: Case) -> Any:
+def _relu_input_maker(case: Case) -> Any:
     def make(key: jax.Array) -> Any:
         return dataclasses.replace(case.make(key), nonlinearity="relu")
 
     return make
 
 
-def _case(arguments: type, row: _Row, cell: str, fields: set[str]) -> Case:
+def _case(record_type: type, row: _Row, cell: str, argument_names: set[str]) -> Case:
     name, sizes, optional, lengths, tags = row
-    names = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in fields]
+    names = [field for field in ("x", "weight_ih", "weight_hh", *optional) if field in argument_names]
 
     def make(key: jax.Array) -> Any:
         shapes, keys = sizes.shapes(GATES_PER_CELL[cell]), jax.random.split(key, len(names))
         arrays = {field: _normal_array(field, shapes[field], k) for field, k in zip(names, keys, strict=True)}
         arrays = {field: x.astype(sizes.dtype) for field, x in arrays.items()}
-        return arguments(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
+        return record_type(**arrays, seq_lengths=None if lengths is None else jnp.array(lengths, jnp.int32))
 
-    exercises = {field for field in optional if field in fields} | ({"seq_lengths"} if lengths else set())
-    return tagged(name, make, exercises, tags)
+    exercises = {field for field in optional if field in argument_names} | ({"seq_lengths"} if lengths else set())
+    return tagged_case(name, make, exercises, tags)
 
 
 def _normal_array(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
@@ -104,4 +107,4 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
             return jnp.full(shape.shape, args.x.shape[1], shape.dtype)
         return _normal_array(name, shape.shape, key).astype(shape.dtype)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)

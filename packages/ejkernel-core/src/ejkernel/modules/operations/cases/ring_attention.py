@@ -5,16 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, make_inputs, model_rows, qkv
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, make_inputs, qkv, timed_case_rows
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
 __all__ = ["cases", "make_inputs"]
 
 LSE = {"return_lse": True}
-PLAIN = AttentionSizes(t=40, s=40, d=16, v=16)
-CROSS = AttentionSizes(t=33, s=63, d=60, v=60)
+SQUARE_SIZES = AttentionSizes(t=40, s=40, d=16, v=16)
+CROSS_SIZES = AttentionSizes(t=33, s=63, d=60, v=60)
 
 
 def _mask_arguments(key: jax.Array) -> dict[str, Any]:
@@ -51,23 +51,23 @@ def _packed_segment_arguments(key: jax.Array) -> dict[str, Any]:
 
 _TABLE: tuple[Row[AttentionSizes], ...] = (
     ("causal, one KV head, values wider", AttentionSizes(g=1, v=48), lambda k: {"causal": True}, ("causal",), ()),
-    ("window", PLAIN, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ()),
+    ("window", SQUARE_SIZES, lambda k: {"sliding_window": (9, 3)}, ("sliding_window",), ()),
     (
         "bias, sinks and soft cap, lse",
-        PLAIN,
+        SQUARE_SIZES,
         _bias_and_sink_arguments,
         ("bias", "softmax_aux", "logits_soft_cap"),
         (),
     ),
-    ("mask with empty rows, cross", CROSS, _mask_arguments, ("mask",), ("awkward",)),
+    ("mask with empty rows, cross", CROSS_SIZES, _mask_arguments, ("mask",), ("awkward",)),
     (
         "segments with padding, in chunks, lse",
-        PLAIN,
+        SQUARE_SIZES,
         _segment_arguments,
         ("q_segment_ids", "kv_segment_ids"),
         (),
     ),
-    ("positions", PLAIN, _position_arguments, ("q_positions", "kv_positions"), ()),
+    ("positions", SQUARE_SIZES, _position_arguments, ("q_positions", "kv_positions"), ()),
     ("one token", AttentionSizes(b=1, t=1, s=1), lambda k: {}, (), ("awkward",)),
     ("bfloat16", AttentionSizes(t=129, s=129, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
     (
@@ -77,10 +77,10 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("causal", "sliding_window", "q_segment_ids", "kv_segment_ids", "softmax_aux", "logits_soft_cap"),
         (),
     ),
-    *model_rows(),
+    *timed_case_rows(),
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, qkv, _TABLE)
+    return make_cases_of_rows(record_type, qkv, _TABLE)

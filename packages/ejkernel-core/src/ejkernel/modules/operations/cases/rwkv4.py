@@ -5,29 +5,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.ops.model import Case
 
-_STATE = ("initial_state",)
+_STATE_FIELDS = ("initial_state",)
 _TABLE: tuple[tuple[str, tuple[int, int, int], Any, float, tuple[str, ...], tuple[str, ...]], ...] = (
     ("rows", (2, 11, 8), jnp.float32, 1.0, (), ()),
-    ("state", (2, 7, 12), jnp.float32, 1.0, _STATE, ()),
-    ("one token with a state", (3, 1, 5), jnp.float32, 1.0, _STATE, ("awkward",)),
+    ("state", (2, 7, 12), jnp.float32, 1.0, _STATE_FIELDS, ()),
+    ("one token with a state", (3, 1, 5), jnp.float32, 1.0, _STATE_FIELDS, ("awkward",)),
     ("large keys", (1, 9, 8), jnp.float32, 100.0, (), ("awkward",)),
-    ("bfloat16", (2, 11, 16), jnp.bfloat16, 1.0, _STATE, ()),
+    ("bfloat16", (2, 11, 16), jnp.bfloat16, 1.0, _STATE_FIELDS, ()),
     ("model", (8, 1024, 2048), jnp.float32, 1.0, (), ("bench",)),
     ("small model", (2, 256, 512), jnp.float32, 1.0, (), ("bench_cpu",)),
 )
 """Name, rows, tokens and channels, dtype, size of the keys, fields the case is about, further tags."""
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the cases of `rwkv4`."""
-    return tuple(_case(arguments, *row) for row in _TABLE)
+    return tuple(_case(record_type, *row) for row in _TABLE)
 
 
 def _case(
-    arguments: type, name: str, sizes: tuple[int, int, int], dtype: Any, strength: float, exercises: Any, tags: Any
+    record_type: type,
+    name: str,
+    sizes: tuple[int, int, int],
+    dtype: Any,
+    key_magnitude: float,
+    exercises: Any,
+    tags: Any,
 ) -> Case:
     rows, _, channels = sizes
 
@@ -36,12 +42,12 @@ def _case(
         arrays: dict[str, Any] = {
             "w": jax.random.normal(w, (channels,)),
             "u": jax.random.normal(u, (channels,)),
-            "k": (strength * jax.random.normal(k, sizes)).astype(dtype),
+            "k": (key_magnitude * jax.random.normal(k, sizes)).astype(dtype),
             "v": jax.random.normal(v, sizes).astype(dtype),
         }
         if exercises:
             first = jax.random.uniform(sums, (rows, 2, channels), minval=0.5)
             arrays["state"] = jnp.concatenate([first, jax.random.normal(largest, (rows, 1, channels))], axis=1)
-        return arguments(**arrays, return_state=bool(exercises))
+        return record_type(**arrays, return_state=bool(exercises))
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)

@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, model_rows, qkv
-from ejkernel.modules.operations.cases.tables import Row, table
+from ejkernel.modules.operations.cases.flash_attention import AttentionSizes, qkv, timed_case_rows
+from ejkernel.modules.operations.cases.tables import Row, make_cases_of_rows
 from ejkernel.ops.model import Case
 from ejkernel.types import MaskInfo
 
-SMALL = AttentionSizes(t=40, s=63, d=16, v=16)
-SQUARE = AttentionSizes(d=16, v=16)
+SMALL_SIZES = AttentionSizes(t=40, s=63, d=16, v=16)
+SQUARE_SIZES = AttentionSizes(d=16, v=16)
 
 
 def _mask_and_bias_arguments(key: jax.Array) -> dict[str, Any]:
@@ -32,17 +32,17 @@ def _packed_sequence_arguments(key: jax.Array) -> dict[str, Any]:
 
 
 _TABLE: tuple[Row[AttentionSizes], ...] = (
-    ("plain", SQUARE, lambda k: {}, (), ()),
+    ("plain", SQUARE_SIZES, lambda k: {}, (), ()),
     ("one query, head size 60", AttentionSizes(t=1, s=129, d=60, v=48), lambda k: {}, (), ("awkward",)),
-    ("causal window", SQUARE, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
+    ("causal window", SQUARE_SIZES, lambda k: {"causal": True, "sliding_window": 9}, ("causal", "sliding_window"), ()),
     (
         "bias and mask, empty rows, lse",
-        SMALL,
+        SMALL_SIZES,
         _mask_and_bias_arguments,
         ("bias", "mask"),
         ("awkward",),
     ),
-    ("positions", SMALL, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
+    ("positions", SMALL_SIZES, _position_arguments, ("q_positions", "kv_positions", "causal", "sliding_window"), ()),
     (
         "packed",
         AttentionSizes(b=1, t=129, s=129, g=1, d=16, v=16),
@@ -51,10 +51,10 @@ _TABLE: tuple[Row[AttentionSizes], ...] = (
         ("awkward",),
     ),
     ("bfloat16", AttentionSizes(d=32, v=32, dtype=jnp.bfloat16), lambda k: {"causal": True}, ("causal",), ()),
-    *model_rows(),
+    *timed_case_rows(),
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, qkv, _TABLE)
+    return make_cases_of_rows(record_type, qkv, _TABLE)

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.recurrence import in_slots, normal
-from ejkernel.modules.operations.cases.tables import tagged
+from ejkernel.modules.operations.cases.recurrence import normal, states_in_slots
+from ejkernel.modules.operations.cases.tables import tagged_case
 from ejkernel.ops.model import Case
 
 
@@ -25,7 +25,7 @@ class StateSpaceSizes:
     dtype: Any = jnp.float32
 
 
-PACKED = StateSpaceSizes(b=1, t=23)
+PACKED_SIZES = StateSpaceSizes(b=1, t=23)
 
 # name, sizes, which optional arrays, static arguments, optional record fields the case is about, further tags
 Row = tuple[str, StateSpaceSizes, tuple[str, ...], dict[str, Any], tuple[str, ...], tuple[str, ...]]
@@ -72,7 +72,7 @@ _TABLE: tuple[Row, ...] = (
         ("decay", "dt"),
         (),
     ),
-    ("packed, states", PACKED, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
+    ("packed, states", PACKED_SIZES, ("states", "cu_seqlens"), {}, ("cu_seqlens", "sequence_state"), ("awkward",)),
     (
         "slots",
         StateSpaceSizes(b=1, t=5),
@@ -92,18 +92,18 @@ _FIELD_OF_ARRAY = {"states": "initial_state", "slots": "initial_state", "starts"
 """Name of a generated array -> the field that takes it, where that has another name."""
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases(arguments, _TABLE)
+    return make_cases(record_type, _TABLE)
 
 
-def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     """Returns the rows as cases that make argument records of the given type."""
-    return tuple(_case(arguments, *row) for row in rows)
+    return tuple(_case(record_type, *row) for row in rows)
 
 
 def _case(
-    arguments: type,
+    record_type: type,
     name: str,
     sizes: StateSpaceSizes,
     optional: tuple[str, ...],
@@ -115,9 +115,9 @@ def _case(
         arrays = _make_arrays(key, sizes)
         required = ("x", "A", "B", "C", "D", "dt")
         fields = {_FIELD_OF_ARRAY.get(name, name): arrays[name] for name in (*required, *optional)}
-        return arguments(**fields | constants)
+        return record_type(**fields | constants)
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)
 
 
 def _make_arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
@@ -135,7 +135,7 @@ def _make_arrays(key: jax.Array, z: StateSpaceSizes) -> dict[str, jax.Array]:
         "conv_state": normal(next(keys), (z.b, z.h * z.p, 4), z.dtype),
         "states": normal(next(keys), (4, z.h, z.p, z.e)),
         "cu_seqlens": jnp.array([0, 9, 9, 10, z.t], jnp.int32),
-        "slots": in_slots(next(keys), (6, z.h, z.p, z.e), (4, 1)),
+        "slots": states_in_slots(next(keys), (6, z.h, z.p, z.e), (4, 1)),
         "starts": jnp.array([0, 1, 1, 3, 4], jnp.int32),
         "state_indices": jnp.array([4, 2, 1, -1], jnp.int32),
         "parents": jnp.array([[-1, 0, 0, 1, 3], [-1, -1, 1, 0, 2]], jnp.int32),

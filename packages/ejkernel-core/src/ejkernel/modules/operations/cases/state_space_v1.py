@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.recurrence import in_slots
-from ejkernel.modules.operations.cases.tables import even_bounds, fill, tagged
+from ejkernel.modules.operations.cases.recurrence import states_in_slots
+from ejkernel.modules.operations.cases.tables import even_cu_seqlens, fill_arguments, tagged_case
 from ejkernel.ops.model import Case
 
 # name, (rows, tokens, channels, numbers per state), optional arguments, dtype, record fields it is about, further tags
@@ -28,17 +28,17 @@ _TABLE: tuple[Row, ...] = (
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return make_cases(arguments, _TABLE)
+    return make_cases(record_type, _TABLE)
 
 
-def make_cases(arguments: type, rows: Iterable[Row]) -> tuple[Case, ...]:
+def make_cases(record_type: type, rows: Iterable[Row]) -> tuple[Case, ...]:
     """Returns the rows as cases that make argument records of the given type."""
-    return tuple(_case(arguments, row) for row in rows)
+    return tuple(_case(record_type, row) for row in rows)
 
 
-def _case(arguments: type, row: Row) -> Case:
+def _case(record_type: type, row: Row) -> Case:
     name, (rows, tokens, channels, size), optional, dtype, exercises, tags = row
     shapes = {
         "hidden_states": (rows, tokens, channels),
@@ -64,15 +64,15 @@ def _case(arguments: type, row: Row) -> Case:
             fields["initial_state"] = fields.pop("states")
             fields["cu_seqlens"] = jnp.array([0, 9, 9, 10, tokens], jnp.int32)
         if "slots" in optional:
-            fields["initial_state"] = in_slots(key, (6, channels, size), (4, 1), dtype)
+            fields["initial_state"] = states_in_slots(key, (6, channels, size), (4, 1), dtype)
             fields["cu_seqlens"] = jnp.array([0, 1, 1, 3, 4], jnp.int32)
             fields["state_indices"] = jnp.array([4, 2, 1, -1], jnp.int32)
         if "dt_bias" in optional:
             fields |= {"dt_bias": jnp.linspace(-1.0, 1.0, channels), "D": None}
             fields |= {"dt": fields["dt"] - 1, "dt_softplus": True, "dt_limit": (0.3, 1.5)}
-        return arguments(**fields, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
+        return record_type(**fields, act_fn=jax.nn.sigmoid if "act_fn" in optional else None)
 
-    return tagged(name, make, exercises, tags)
+    return tagged_case(name, make, exercises, tags)
 
 
 def _normal_array(name: str, shape: tuple[int, ...], key: jax.Array) -> jax.Array:
@@ -86,9 +86,9 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 
     def make(name: str, shape: Any, key: jax.Array) -> jax.Array:
         if name == "cu_seqlens":
-            return even_bounds(args.hidden_states.shape[1], shape)
+            return even_cu_seqlens(args.hidden_states.shape[1], shape)
         if name == "state_indices":
             return jnp.arange(shape.shape[0], dtype=shape.dtype)
         return _normal_array(name, shape.shape, key).astype(shape.dtype)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)

@@ -14,13 +14,13 @@ Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], 
 """Name, sizes, extra arguments from a key, optional record fields the case is about, further tags."""
 
 
-def table(
-    arguments: type, inputs: Callable[[jax.Array, Sizes], dict[str, Any]], rows: Iterable[Row[Sizes]]
+def make_cases_of_rows(
+    record_type: type, inputs: Callable[[jax.Array, Sizes], dict[str, Any]], rows: Iterable[Row[Sizes]]
 ) -> tuple[Case, ...]:
     """Returns cases of an operation.
 
     Args:
-        arguments: Its argument record.
+        record_type: Its argument record.
         inputs: (PRNG key, sizes) -> the arguments that every case gives.
         rows: The cases; what a row gives itself wins.
     """
@@ -28,22 +28,23 @@ def table(
     def case_input_maker(sizes: Sizes, extra: Callable[[jax.Array], dict[str, Any]]) -> Callable[[jax.Array], Any]:
         def make(key: jax.Array) -> Any:
             input_key, options = jax.random.split(key)
-            return arguments(**{**inputs(input_key, sizes), **extra(options)})
+            return record_type(**{**inputs(input_key, sizes), **extra(options)})
 
         return make
 
     return tuple(
-        tagged(name, case_input_maker(sizes, extra), exercises, tags) for name, sizes, extra, exercises, tags in rows
+        tagged_case(name, case_input_maker(sizes, extra), exercises, tags)
+        for name, sizes, extra, exercises, tags in rows
     )
 
 
-def tagged(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:
+def tagged_case(name: str, make: Callable[[jax.Array], Any], exercises: Iterable[str], tags: Iterable[str]) -> Case:
     """Returns a case that CI runs, unless it is there to be timed."""
     everywhere = () if {"bench", "bench_cpu"} & set(tags) else ("ci",)
     return Case(name=name, make=make, tags=frozenset((*everywhere, *tags)), exercises=frozenset(exercises))
 
 
-def fill(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) -> Any:
+def fill_arguments(args: Any, key: jax.Array, make: Callable[[str, Any, jax.Array], Any]) -> Any:
     """Returns concrete arguments of given shapes, for the `make_inputs` of an operation.
 
     Args:
@@ -63,6 +64,6 @@ def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:
     return (factor * jax.random.normal(key, shape.shape, jnp.float32)).astype(shape.dtype)
 
 
-def even_bounds(total: int, shape: Any) -> jax.Array:
+def even_cu_seqlens(total: int, shape: Any) -> jax.Array:
     """Returns cumulative lengths of sequences of about the same length."""
     return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)

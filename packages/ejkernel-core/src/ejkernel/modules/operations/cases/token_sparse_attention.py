@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.cases.tables import Row, fill, normal_like, table
+from ejkernel.modules.operations.cases.tables import Row, fill_arguments, make_cases_of_rows, normal_like
 from ejkernel.ops.model import Case
 
 
@@ -24,53 +24,61 @@ class TokenSparseSizes:
     d: int = 24
     v: int = 16
     k: int = 9
-    latent: bool = False
-    by_head: bool = False
+    values_in_keys: bool = False
+    indices_per_kv_head: bool = False
     dtype: Any = jnp.float32
 
 
-def arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
+def make_arrays(key: jax.Array, sizes: TokenSparseSizes) -> dict[str, Any]:
     """Returns normal query, key and value, and indices from one before the first key to one after the last."""
     z = sizes
     shapes = {"query": (z.b, z.t, z.h, z.d), "key": (z.b, z.s, z.g, z.d), "value": (z.b, z.s, z.g, z.v)}
     keys = jax.random.split(key, 4)
     fields = {n: jax.random.normal(k, x).astype(z.dtype) for k, (n, x) in zip(keys, shapes.items(), strict=False)}
-    more: dict[str, Any] = {"value": None, "value_size": z.v, "softmax_scale": 0.2} if z.latent else {}
-    lists = (z.b, z.t, z.g, z.k) if z.by_head else (z.b, z.t, z.k)
+    more: dict[str, Any] = {"value": None, "value_size": z.v, "softmax_scale": 0.2} if z.values_in_keys else {}
+    lists = (z.b, z.t, z.g, z.k) if z.indices_per_kv_head else (z.b, z.t, z.k)
     return {**fields, **more, "indices": jax.random.randint(keys[3], lists, -1, z.s + 1)}
 
 
-GQA = TokenSparseSizes()
-LATENT = TokenSparseSizes(g=1, h=6, latent=True)
-MODEL = TokenSparseSizes(t=4096, s=32768, h=128, g=1, d=576, v=512, k=2048, latent=True, dtype=jnp.bfloat16)
+GQA_SIZES = TokenSparseSizes()
+LATENT_SIZES = TokenSparseSizes(g=1, h=6, values_in_keys=True)
+MODEL_SIZES = TokenSparseSizes(
+    t=4096, s=32768, h=128, g=1, d=576, v=512, k=2048, values_in_keys=True, dtype=jnp.bfloat16
+)
 _TABLE: tuple[Row[TokenSparseSizes], ...] = (
-    ("latent", LATENT, lambda k: {}, (), ()),
-    ("latent, two KV heads, bfloat16", TokenSparseSizes(b=2, latent=True, dtype=jnp.bfloat16), lambda k: {}, (), ()),
-    ("grouped heads, lse", GQA, lambda k: {"return_lse": True}, ("value",), ()),
+    ("latent", LATENT_SIZES, lambda k: {}, (), ()),
+    (
+        "latent, two KV heads, bfloat16",
+        TokenSparseSizes(b=2, values_in_keys=True, dtype=jnp.bfloat16),
+        lambda k: {},
+        (),
+        (),
+    ),
+    ("grouped heads, lse", GQA_SIZES, lambda k: {"return_lse": True}, ("value",), ()),
     (
         "lists by head, sinks",
-        TokenSparseSizes(b=2, t=13, by_head=True),
+        TokenSparseSizes(b=2, t=13, indices_per_kv_head=True),
         lambda k: {"softmax_aux": jax.random.normal(k, (4,)), "return_lse": True},
         ("value", "softmax_aux"),
         ("awkward",),
     ),
     (
         "empty lists",
-        LATENT,
+        LATENT_SIZES,
         lambda k: {"indices": jnp.where(jnp.arange(21)[:, None] % 3 > 0, jnp.arange(9), -1)[None], "return_lse": True},
         (),
         ("awkward",),
     ),
-    ("one key, many times", LATENT, lambda k: {"indices": jnp.full((1, 21, 9), 3)}, (), ("awkward",)),
+    ("one key, many times", LATENT_SIZES, lambda k: {"indices": jnp.full((1, 21, 9), 3)}, (), ("awkward",)),
     ("more queries than keys", TokenSparseSizes(t=30, s=5), lambda k: {}, ("value",), ("awkward",)),
-    ("model", MODEL, lambda k: {}, (), ("bench",)),
+    ("model", MODEL_SIZES, lambda k: {}, (), ("bench",)),
     ("small model", TokenSparseSizes(t=256, s=1024, h=16, g=1, d=96, v=64, k=128), lambda k: {}, (), ("bench_cpu",)),
 )
 
 
-def cases(arguments: type) -> tuple[Case, ...]:
+def cases(record_type: type) -> tuple[Case, ...]:
     """Returns the named cases as argument records of the given type."""
-    return table(arguments, arrays, _TABLE)
+    return make_cases_of_rows(record_type, make_arrays, _TABLE)
 
 
 def make_inputs(args: Any, key: jax.Array) -> Any:
@@ -81,4 +89,4 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
             return jax.random.randint(key, shape.shape, 0, max(1, args.key.shape[1])).astype(shape.dtype)
         return normal_like(key, shape)
 
-    return fill(args, key, make)
+    return fill_arguments(args, key, make)
