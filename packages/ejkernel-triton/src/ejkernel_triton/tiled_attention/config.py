@@ -362,10 +362,8 @@ def _attends_to_everything(record: TiledAttention) -> bool:
 
 
 def _forward_config(record: TiledAttention, tile: Tile) -> TritonForward:
-    queries, keys = (
-        _clamp_block_size(tile.stationary_rows, record.query.shape[1]),
-        _clamp_block_size(tile.streamed_rows, record.key.shape[1]),
-    )
+    queries = _clamp_block_size(tile.stationary_rows, record.query.shape[1])
+    keys = _clamp_block_size(tile.streamed_rows, record.key.shape[1])
     return TritonForward(block_q=queries, block_kv=keys, num_warps=tile.warps, num_stages=tile.stages)
 
 

@@ -245,12 +245,8 @@ class BackwardTile:
         """
         has_spare_memory = not self.has_wide_heads and not self.is_register_bound
         if name == "q":
-            return (
-                "shift",
-                "delta",
-                *["q_ids"] * spec.has_segments,
-                *["q_dropout_keys"] * (spec.has_dropout and has_spare_memory),
-            )
+            dropout_keys = ["q_dropout_keys"] * (spec.has_dropout and has_spare_memory)
+            return "shift", "delta", *["q_ids"] * spec.has_segments, *dropout_keys
         if name == "k" and has_spare_memory:
             return *["k_ids"] * spec.has_segments, *["k_dropout_keys"] * spec.has_dropout
         return ()
