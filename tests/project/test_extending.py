@@ -111,6 +111,14 @@ def apply_diffs(section, folder):
         file.write_text(text, encoding="utf-8")
 
 
+def copy_sources(folder):
+    """Copies the sources of core and XLA, as they are laid out in the repository; returns their folders."""
+    sources = [Path("packages/ejkernel-core/src"), Path("packages/ejkernel-xla/src")]
+    for source in sources:
+        shutil.copytree(ROOT / source, folder / source, ignore=shutil.ignore_patterns("__pycache__"))
+    return [folder / source for source in sources]
+
+
 def section_of_add_argument(heading):
     page = (DOCS / "add_argument.md").read_text(encoding="utf-8")
     return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
@@ -122,11 +130,8 @@ def python_code_of(section):
 
 def test_the_page_on_adding_a_field_works_as_it_stands(tmp_path):
     section = section_of_add_argument("Add a field to a family")
-    sources = [Path("packages/ejkernel-core/src"), Path("packages/ejkernel-xla/src")]
-    for source in sources:
-        shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    paths = os.pathsep.join(map(str, copy_sources(tmp_path)))
     apply_diffs(section, tmp_path)
-    paths = os.pathsep.join(str(tmp_path / source) for source in sources)
     environment = {**os.environ, "PYTHONPATH": paths, "EJKERNEL_UNCONFIRMED": "allow"}
     check = f"import ejkernel, ejkernel_xla\nassert ejkernel.__file__.startswith({str(tmp_path)!r})\n"
     run_successfully([sys.executable, "-c", check + python_code_of(section)], environment)
@@ -143,3 +148,47 @@ def test_the_page_on_teaching_a_kernel_an_argument_works_as_it_stands(tmp_path):
     apply_diffs(section, tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "EJKERNEL_UNCONFIRMED": "allow", "TRITON_INTERPRET": "1"}
     run_successfully([sys.executable, "-c", REGISTER_MODULES + python_code_of(section), "acme_triton"], environment)
+
+
+def test_an_operation_is_a_module_and_a_line_of_the_stub(tmp_path):
+    """The third file is the test of its reference: here, the checks of the complete example."""
+    core, xla = copy_sources(tmp_path)
+    code = first_python_block("add_operation.md", "The complete minimal operation")
+    (core / "ejkernel/modules/operations/cosine_attention.py").write_text(code, encoding="utf-8")
+    with (core / "ejkernel/modules/__init__.pyi").open("a", encoding="utf-8") as stub:
+        stub.write("from ejkernel.modules.operations.cosine_attention import cosine_attention as cosine_attention\n")
+    check = f"""
+import jax, ejkernel
+from ejkernel.modules import cosine_attention
+assert ejkernel.__file__.startswith({str(tmp_path)!r})
+x = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+assert cosine_attention(x, x, x, causal=True).shape == x.shape
+assert ejkernel.explain("cosine_attention", x, x, x).forward.implementation.name == "xla"
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (core, xla))), "EJKERNEL_UNCONFIRMED": "allow"}
+    run_successfully([sys.executable, "-c", check], environment)
+
+
+def test_an_argument_touches_three_files_of_core():
+    section = section_of_add_argument("Add a field to a family")
+    files = re.findall(r"^```diff\n\+\+\+ (.*)", section, re.M)
+    core = [name.split("/ejkernel/")[1] for name in files if "/ejkernel-core/" in name]
+    assert core == [
+        "families/tiled_attention/record.py",
+        "families/tiled_attention/reference.py",
+        "modules/operations/flash_attention.py",
+    ]
+    assert {name.split("/")[1] for name in files} == {"ejkernel-core", "ejkernel-xla"}  # then, the passes of a kernel
+
+
+@pytest.mark.parametrize(("page", "count", "word"), [("add_operation.md", 10, "ten"), ("add_backend.md", 12, "twelve")])
+def test_a_minimal_example_has_the_concepts_that_are_listed(page, count, word):
+    text = " ".join((DOCS / page).read_text(encoding="utf-8").split())
+    (listed,) = re.findall(rf"Its {word} concepts are (.*?)\. ", text)
+    concepts = re.split(r", | and ", listed)
+    assert len(concepts) == count, concepts
+    assert f"{count} concepts" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    example = text.split("The complete minimal ")[1]
+    names = [name for concept in concepts for name in re.findall(r"`(\w+)`", concept)]
+    assert names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", example)]
