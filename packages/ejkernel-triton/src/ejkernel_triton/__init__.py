@@ -23,6 +23,7 @@ from ejkernel_triton import (
     selected_attention,
     selective_scan,
     tiled_attention,
+    token_sparse_attention,
 )
 
 
@@ -34,6 +35,7 @@ def ejkernel_implementations() -> tuple[Implementation, ...]:
         *ring_attention.implementations(),
         *paged_attention.implementations(),
         *selected_attention.implementations(),
+        *token_sparse_attention.implementations(),
         *grouped_matmul.implementations(),
         *quantized_matmul.implementations(),
         *selective_scan.implementations(),

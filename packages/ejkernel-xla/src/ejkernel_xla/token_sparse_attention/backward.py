@@ -12,12 +12,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
+from ejkernel.families.token_sparse_attention import (
+    TokenSparseAttention,
+    accumulator,
+    sink_gradient,
+    softmax_gradient_terms,
+)
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.ordered_sums import add_to_rows
 from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
 from ejkernel_xla.token_sparse_attention.forward import product, scores_of_listed
-from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, finite, for_each_head
+from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, for_each_head
 
 Arrays = tuple[jax.Array, ...]
 
@@ -32,25 +37,13 @@ def backward(pullback: Pullback, config: QueryTile) -> dict[str, jax.Array]:
     Returns:
         Each requested gradient, in its field's shape and dtype.
     """
-    record, lse = pullback.record, pullback.residuals.lse.swapaxes(1, 2)
-    dtype = accumulator(record)
-    cotangent = pullback.cotangent.astype(dtype)
-    # A query without keys has an output of 0 whatever the sinks are, so its cotangent, which may be NaN, adds nothing.
-    lists_keys = jnp.any(record.indices >= 0, axis=-1)
-    lists_keys = jnp.repeat(lists_keys, record.query.shape[2] // lists_keys.shape[2], axis=2)
-    delta = jnp.where(lists_keys, jnp.sum(cotangent * pullback.output.astype(dtype), axis=-1), 0)
-    if pullback.lse_cotangent is not None:
-        # A row with nothing to attend has no gradient, whatever the cotangent of its lse holds.
-        delta = delta - jnp.where(lse == -jnp.inf, 0, pullback.lse_cotangent.swapaxes(1, 2))
-    grads: dict[str, Any] = {}
-    if record.softmax_aux is not None:
-        share = jnp.exp(record.softmax_aux.astype(dtype) - finite(lse))
-        grads["softmax_aux"] = -jnp.sum(share * delta, axis=(0, 1))
+    record, terms = pullback.record, softmax_gradient_terms(pullback)
+    grads: dict[str, Any] = {"softmax_aux": sink_gradient(record, terms)}
     if not math.prod((record.query.size, record.key.size, record.indices.size, record.value_size)):
         grads |= {name: jnp.zeros_like(getattr(record, name)) for name in ("query", "key")}
         grads["value"] = None if record.value is None else jnp.zeros_like(record.value)
     elif pullback.grad_fields & {"query", "key", "value"}:
-        more = (pullback.cotangent, delta, finite(lse))
+        more = (pullback.cotangent, terms.delta, terms.lse)
         dquery, dkey, dvalue = for_each_head(lambda head: _head(head, record, config), record, *more)
         grads |= {"query": by_query(dquery), "key": dkey.swapaxes(1, 2)}
         grads["value"] = None if record.value is None else dvalue.swapaxes(1, 2)

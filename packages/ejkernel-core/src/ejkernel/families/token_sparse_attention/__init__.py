@@ -3,8 +3,21 @@
 from ejkernel.families.contract import Family
 from ejkernel.families.token_sparse_attention.record import TokenSparseAttention, accumulator
 from ejkernel.families.token_sparse_attention.reference import reference
+from ejkernel.families.token_sparse_attention.softmax_gradient import (
+    SoftmaxGradientTerms,
+    sink_gradient,
+    softmax_gradient_terms,
+)
 
-__all__ = ["FAMILY", "TokenSparseAttention", "accumulator", "reference"]
+__all__ = [
+    "FAMILY",
+    "SoftmaxGradientTerms",
+    "TokenSparseAttention",
+    "accumulator",
+    "reference",
+    "sink_gradient",
+    "softmax_gradient_terms",
+]
 
 FAMILY = Family(
     name="token_sparse_attention",

@@ -1,0 +1,190 @@
+"""Tile sizes and launch parameters of the token-sparse attention kernels, and the tiles that shared memory holds."""
+
+import dataclasses
+from typing import Any
+
+from ejkernel.families.token_sparse_attention import TokenSparseAttention
+from ejkernel.ops.chips import KIBI, Gpu, gpu_of
+from ejkernel.ops.device import DeviceInfo
+from ejkernel.ops.params import Direction
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded, padded_for_dot
+from ejkernel_triton.token_sparse_attention.spec import key_tile_columns, value_is_first_tile
+
+MIN_TILE = 16
+"""The smallest side of a tile that `tl.dot` supports."""
+MAX_HEADS = 64
+"""Query heads per program: a row of WGMMA's smallest tile each, and the most whose accumulators of 512 columns fit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseForward:
+    """Configuration of the forward kernel.
+
+    Attributes:
+        heads: Query heads per program.
+        block_kv: Listed keys per tile.
+        num_warps: Warps per program.
+        num_stages: Pipeline stages of the copies of keys and values.
+    """
+
+    heads: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseBackward:
+    """Configuration of the two backward kernels, `sparse_bwd_dq_kernel` and `sparse_bwd_dkdv_kernel`.
+
+    Attributes:
+        heads: Query heads per program of `sparse_bwd_dq_kernel`.
+        block_kv: Listed keys per tile of `sparse_bwd_dq_kernel`.
+        num_warps: Warps per program of `sparse_bwd_dq_kernel`.
+        num_stages: Pipeline stages of `sparse_bwd_dq_kernel`.
+        key_heads: Query heads per tile in the loop of `sparse_bwd_dkdv_kernel`.
+        key_block_kv: Listed keys per program of `sparse_bwd_dkdv_kernel`.
+        key_warps: Warps per program of `sparse_bwd_dkdv_kernel`.
+        key_stages: Pipeline stages of `sparse_bwd_dkdv_kernel`.
+    """
+
+    heads: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    key_heads: int
+    key_block_kv: int
+    key_warps: int
+    key_stages: int
+
+
+PUBLIC_FIELDS = {"block_k": "block_kv", "num_warps": "num_warps", "num_stages": "num_stages"}
+"""Maps fields of the public configuration to fields of these; in the backward pass to those of
+`sparse_bwd_dq_kernel`.
+"""
+
+
+def heuristic(record: TokenSparseAttention, device: DeviceInfo, direction: Direction) -> SparseForward | SparseBackward:
+    """Returns the default tile sizes for a record on a device, not measured."""
+    return candidates(record, device, direction)[0]
+
+
+def candidates(
+    record: TokenSparseAttention, device: DeviceInfo, direction: Direction
+) -> tuple[SparseForward | SparseBackward, ...]:
+    """Returns tile sizes worth measuring for a record on a device, the most likely first."""
+    configs = _forward_configs(record) if direction == "forward" else _backward_configs(record)
+    return tuple(dict.fromkeys(fit_shared_memory(record, x, gpu_of(device)) for x in configs))
+
+
+def shared_memory_refusal(record: TokenSparseAttention, device: DeviceInfo) -> str:
+    """Returns why the kernels cannot run for a record on a device; empty where they can."""
+    chip = gpu_of(device)
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    needed_bytes = max(shared_memory(record, heuristic(record, device, x)) for x in directions)
+    if needed_bytes <= chip.shared_memory:
+        return ""
+    sizes = f"keys of {record.query.shape[3]} and values of {record.value_size} entries"
+    return f"{sizes} take up to {needed_bytes} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
+
+
+def _forward_configs(record: TokenSparseAttention) -> list[SparseForward]:
+    heads, keys = padded_group(record), _keys_of_tile(record)
+    if interpreting():
+        return [SparseForward(heads=min(heads, MIN_TILE), block_kv=MIN_TILE, num_warps=4, num_stages=2)]
+    warps = 8 if heads >= MAX_HEADS and _row_columns(record) > 256 else 4
+    tiles = ((keys, warps, 2), (keys // 2, warps, 2), (keys // 2, warps, 3), (keys // 2, 4, 2), (keys, 8, 2))
+    return [SparseForward(heads=heads, block_kv=max(k, MIN_TILE), num_warps=w, num_stages=s) for k, w, s in tiles]
+
+
+def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
+    heads, keys = padded_group(record), _keys_of_tile(record)
+    if interpreting():
+        heads, keys = min(heads, MIN_TILE), MIN_TILE
+    warps = 8 if heads >= MAX_HEADS and _row_columns(record) > 256 else 4
+    default = SparseBackward(
+        heads=heads,
+        block_kv=keys,
+        num_warps=warps,
+        num_stages=2,
+        key_heads=heads,
+        key_block_kv=keys,
+        key_warps=warps,
+        key_stages=2,
+    )
+    if interpreting():
+        return [default]
+    half = max(keys // 2, MIN_TILE)
+    return [
+        default,
+        dataclasses.replace(default, block_kv=half),
+        dataclasses.replace(default, key_block_kv=half),
+        dataclasses.replace(default, key_heads=max(heads // 2, MIN_TILE)),
+        dataclasses.replace(default, num_warps=12 - warps, key_warps=12 - warps),
+    ]
+
+
+def padded_group(record: TokenSparseAttention) -> int:
+    """Returns the query heads of a program: those of a KV head, padded for `tl.dot`, or MAX_HEADS."""
+    return min(padded_for_dot(record.query.shape[2] // record.key.shape[2]), MAX_HEADS)
+
+
+def _row_columns(record: TokenSparseAttention) -> int:
+    """Returns the padded columns of a query's row."""
+    return sum(key_tile_columns(record.query.shape[3]))
+
+
+def _keys_of_tile(record: TokenSparseAttention) -> int:
+    """Returns the listed keys of a tile before shared memory is considered."""
+    row_bytes = max(_row_columns(record), padded(record.value_size, MIN_TILE)) * record.query.dtype.itemsize
+    return 64 if row_bytes <= 1152 else 32
+
+
+def fit_shared_memory(record: TokenSparseAttention, config: Any, chip: Gpu) -> Any:
+    """Returns the configuration with fewer stages, keys and heads until it fits the chip; the smallest if none fits."""
+    prefixes = ("", "key_") if isinstance(config, SparseBackward) else ("",)
+    for prefix in prefixes:
+        while _program_bytes(record, config, prefix) > chip.shared_memory:
+            if (smaller := _smaller(config, prefix)) is None:
+                break
+            config = smaller
+    return config
+
+
+def _smaller(config: Any, prefix: str) -> Any:
+    """Returns the configuration with half the keys, a stage less or half the heads of a kernel; None for the
+    smallest.
+    """
+    keys, stages, heads = f"{prefix}block_kv", "key_stages" if prefix else "num_stages", f"{prefix}heads"
+    if getattr(config, keys) > 2 * MIN_TILE:
+        return dataclasses.replace(config, **{keys: getattr(config, keys) // 2})
+    if getattr(config, stages) > 1:
+        return dataclasses.replace(config, **{stages: getattr(config, stages) - 1})
+    for name in (heads, keys):
+        if getattr(config, name) > MIN_TILE:
+            return dataclasses.replace(config, **{name: getattr(config, name) // 2})
+    return None
+
+
+def shared_memory(record: TokenSparseAttention, config: Any) -> int:
+    """Returns the bytes of the largest program of a pass."""
+    prefixes = ("", "key_") if isinstance(config, SparseBackward) else ("",)
+    return max(_program_bytes(record, config, prefix) for prefix in prefixes)
+
+
+def _program_bytes(record: TokenSparseAttention, config: Any, prefix: str) -> int:
+    """Returns the bytes of a program: its own rows, tiles of the rows that it loops over, and weights."""
+    bytes_per_element, backward = record.query.dtype.itemsize, isinstance(config, SparseBackward)
+    columns, values = _row_columns(record), padded(record.value_size, MIN_TILE)
+    key_columns = columns + (0 if value_is_first_tile(record) else values)
+    query_columns = columns + (values if backward else 0)
+    heads, keys = getattr(config, f"{prefix}heads"), getattr(config, f"{prefix}block_kv")
+    stages = config.key_stages if prefix else config.num_stages
+    own, streamed = heads * query_columns, keys * key_columns
+    if prefix:
+        own, streamed = streamed, own
+    splits = 2 if bytes_per_element > 2 else 1  # float32 operands are split in two
+    weights = splits * heads * keys
+    needed = (splits * own + stages * streamed + weights) * bytes_per_element
+    return max(needed, 4 * heads * values if not prefix else 4 * keys * columns) + KIBI

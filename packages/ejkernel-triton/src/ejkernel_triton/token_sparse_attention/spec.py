@@ -1,0 +1,98 @@
+"""The compile-time constants of the token-sparse attention kernels."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ejkernel.arithmetic import LOG2E
+from ejkernel.families.token_sparse_attention import TokenSparseAttention
+from ejkernel.ops.device import current_device
+from ejkernel_triton.launch import interpreting
+from ejkernel_triton.sizes import padded, padded_for_dot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseSpec:
+    """Constants of the kernels; the letters are those of the record.
+
+    Attributes:
+        T: Queries.
+        S: Keys.
+        H: Query heads.
+        HK: KV heads.
+        G: Query heads per KV head.
+        D: Head dimension of queries and keys.
+        DV: Head dimension of values.
+        BD: Columns of the first tile of a key, a power of two.
+        BR: Columns of the second tile, a power of two; 0 where the first has all D columns.
+        BV: DV, padded to a power of two that `tl.dot` supports.
+        K: Listed keys per query.
+        NUM_LISTS: Lists per query: one for all heads, or one for each KV head.
+        VALUE_STRIDE: Elements between the values of two keys: HK DV, or HK D where a value is the start of its key.
+        VALUE_IS_FIRST_TILE: Whether a value is the first tile of its key, which is then loaded once.
+        HAS_SINKS: Whether there are sinks.
+        SCORE_SCALE: Factor on the scores.
+        LOG2_SCORE_FACTOR: SCORE_SCALE times log2(e), since the kernels exponentiate with exp2.
+        PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
+        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+    """
+
+    T: int
+    S: int
+    H: int
+    HK: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BR: int
+    BV: int
+    K: int
+    NUM_LISTS: int
+    VALUE_STRIDE: int
+    VALUE_IS_FIRST_TILE: bool
+    HAS_SINKS: bool
+    SCORE_SCALE: float
+    LOG2_SCORE_FACTOR: float
+    PRECISION: str
+    WIDEN: bool
+
+
+def make_spec(record: TokenSparseAttention) -> SparseSpec:
+    """Returns the constants of a record's kernels on the device in use."""
+    (_, t, h, d), (_, s, hk, _) = record.query.shape, record.key.shape
+    first, second = key_tile_columns(d)
+    return SparseSpec(
+        T=t,
+        S=s,
+        H=h,
+        HK=hk,
+        G=h // hk,
+        D=d,
+        DV=record.value_size,
+        BD=first,
+        BR=second,
+        BV=padded_for_dot(record.value_size),
+        K=record.indices.shape[3],
+        NUM_LISTS=record.indices.shape[2],
+        VALUE_STRIDE=hk * (d if record.value is None else record.value_size),
+        VALUE_IS_FIRST_TILE=value_is_first_tile(record),
+        HAS_SINKS=record.softmax_aux is not None,
+        SCORE_SCALE=record.softmax_scale,
+        LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
+        PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
+        WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
+    )
+
+
+def key_tile_columns(head_dim: int) -> tuple[int, int]:
+    """Returns the columns of the two tiles of a key: 512 and 64 of 576, where a single tile would have 1024."""
+    whole = padded_for_dot(head_dim)
+    first = padded(head_dim // 2 + 1, 16)
+    second = padded_for_dot(head_dim - first) if head_dim > first else 0
+    return (first, second) if second and first + second < whole else (whole, 0)
+
+
+def value_is_first_tile(record: TokenSparseAttention) -> bool:
+    """Returns whether a value is the first tile of its key."""
+    return record.value is None and record.value_size == key_tile_columns(record.query.shape[3])[0]
