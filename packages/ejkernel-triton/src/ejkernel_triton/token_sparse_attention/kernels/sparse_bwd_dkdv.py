@@ -63,13 +63,16 @@ def sparse_bwd_dkdv_kernel(
         delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
         k, k_rest = load_key_tiles(key, index, spec)
         v = load_values(value, index, k, spec)
-        dk = tl.zeros([BLOCK_KV, spec.BD], tl.float32)
+        BD: tl.constexpr = spec.BD
+        BR: tl.constexpr = spec.BR
+        BV: tl.constexpr = spec.BV
+        dk = tl.zeros([BLOCK_KV, BD], tl.float32)
         dk_rest = 0.0
         if spec.BR:
-            dk_rest = tl.zeros([BLOCK_KV, spec.BR], tl.float32)
+            dk_rest = tl.zeros([BLOCK_KV, BR], tl.float32)
         dv = 0.0
         if not spec.VALUE_IS_FIRST_TILE:
-            dv = tl.zeros([BLOCK_KV, spec.BV], tl.float32)
+            dv = tl.zeros([BLOCK_KV, BV], tl.float32)
         end_head = (kv_head + 1) * spec.G
         for tile in tl.range(0, HEAD_TILES):
             first_head = kv_head * spec.G + tile * HEADS

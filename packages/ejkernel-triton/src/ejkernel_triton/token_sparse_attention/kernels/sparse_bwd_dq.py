@@ -54,10 +54,12 @@ def sparse_bwd_dq_kernel(
     do = load_head_rows(cotangent, token, first_head, end_head, spec.DV, 0, spec.BV, HEADS, spec)
     lse_rows = load_per_head(lse, token, first_head, end_head, HEADS, spec)
     delta_rows = load_per_head(delta, token, first_head, end_head, HEADS, spec)
-    acc = tl.zeros([HEADS, spec.BD], tl.float32)
+    BD: tl.constexpr = spec.BD
+    BR: tl.constexpr = spec.BR
+    acc = tl.zeros([HEADS, BD], tl.float32)
     acc_rest = 0.0
     if spec.BR:
-        acc_rest = tl.zeros([HEADS, spec.BR], tl.float32)
+        acc_rest = tl.zeros([HEADS, BR], tl.float32)
     for first_entry in tl.range(0, find_list_end(indices, BLOCK_KV, spec), BLOCK_KV):
         index = load_indices(indices, first_entry, BLOCK_KV, spec)
         k, k_rest = load_key_tiles(key, index, spec)

@@ -65,7 +65,8 @@ def sparse_fwd_kernel(
         sinks = batch_row_address(sinks, batch, per.SINKS, spec.H)
         row_max = tl.load(sinks + heads, mask=heads < end_head, other=float("-inf")) * LOG2E
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    acc = tl.zeros([HEADS, spec.BV], tl.float32)
+    BV: tl.constexpr = spec.BV
+    acc = tl.zeros([HEADS, BV], tl.float32)
     for first_entry in tl.range(0, find_list_end(indices, BLOCK_KV, spec), BLOCK_KV):
         index = load_indices(indices, first_entry, BLOCK_KV, spec)
         k, k_rest = load_key_tiles(key, index, spec)
