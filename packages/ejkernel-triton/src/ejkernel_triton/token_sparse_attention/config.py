@@ -102,16 +102,17 @@ def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
     heads, keys = padded_group(record), _keys_of_tile(record)
     if interpreting():
         heads, keys = min(heads, MIN_TILE), MIN_TILE
-    warps = 8 if heads >= MAX_HEADS and _row_columns(record) > 256 else 4
+    is_wide = _row_columns(record) > 256
+    warps = 8 if heads >= MAX_HEADS and is_wide else 4
     default = SparseBackward(
         heads=heads,
         block_kv=keys,
         num_warps=warps,
         num_stages=2,
-        key_heads=heads,
-        key_block_kv=keys,
+        key_heads=min(heads, 32) if is_wide else heads,
+        key_block_kv=min(keys, 32) if is_wide else keys,
         key_warps=warps,
-        key_stages=2,
+        key_stages=1 if is_wide else 2,
     )
     if interpreting():
         return [default]
@@ -183,7 +184,7 @@ def _program_bytes(record: TokenSparseAttention, config: Any, prefix: str) -> in
     stages = config.key_stages if prefix else config.num_stages
     own, streamed = heads * query_columns, keys * key_columns
     if prefix:
-        own, streamed = streamed, own
+        own, streamed = streamed, own + (heads * values if stages == 1 else 0)
     splits = 2 if bytes_per_element > 2 else 1  # float32 operands are split in two
     weights = splits * heads * keys
     needed = (splits * own + stages * streamed + weights) * bytes_per_element
