@@ -15,7 +15,7 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, sink_gradient, softmax_gradient_terms
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import Shape, launch
-from ejkernel_triton.sizes import padded
+from ejkernel_triton.sizes import pad_to_power_of_two
 from ejkernel_triton.token_sparse_attention.config import SparseBackward
 from ejkernel_triton.token_sparse_attention.forward import key_inputs
 from ejkernel_triton.token_sparse_attention.plan import entry_dtype, order_entries_by_key, queries_per_chunk
@@ -129,14 +129,14 @@ def _add_entries(sums: jax.Array, order: tuple[jax.Array, jax.Array], entry_rows
         [3],
         batch=batch,
         grid=keys * lists * batch,
-        num_warps=min(4, max(1, padded(row_width) // 256)),
+        num_warps=min(4, max(1, pad_to_power_of_two(row_width) // 256)),
         num_stages=2,
         constants={
             "NUM_ENTRIES": entries,
             "NUM_KEYS": keys,
             "NUM_LISTS": lists,
             "WIDTH": row_width,
-            "COLUMNS": padded(row_width),
+            "COLUMNS": pad_to_power_of_two(row_width),
         },
     )
     return added

@@ -7,8 +7,8 @@ from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded, padded_for_dot
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
 from ejkernel_triton.token_sparse_attention.spec import key_tile_columns, value_is_first_tile
 
 MIN_TILE = 16
@@ -90,45 +90,53 @@ def shared_memory_refusal(record: TokenSparseAttention, device: DeviceInfo) -> s
 
 
 def _forward_configs(record: TokenSparseAttention) -> list[SparseForward]:
-    heads, keys = padded_group(record), _keys_of_tile(record)
-    if interpreting():
+    heads = padded_group(record)
+    if is_interpreting():
         return [SparseForward(heads=min(heads, MIN_TILE), block_kv=MIN_TILE, num_warps=4, num_stages=2)]
-    warps = 8 if heads >= MAX_HEADS and _row_columns(record) > 256 else 4
-    tiles = ((keys, warps, 2), (keys // 2, warps, 2), (keys // 2, warps, 3), (keys // 2, 4, 2), (keys, 8, 2))
-    return [SparseForward(heads=heads, block_kv=max(k, MIN_TILE), num_warps=w, num_stages=s) for k, w, s in tiles]
+    # An H200 computes 4096 queries of 2048 keys, 64 heads with 4 KV heads of 128, in 2.21 ms with a warp and 32 keys,
+    # in 2.46 with four and 64; 128 heads of a latent KV head in 8.6 ms with eight and 64, in 12.8 with eight and 32
+    # (docs/lab/token_sparse_attention_gpu.md).
+    few_heads = ((32, 1, 3), (128, 4, 2), (64, 4, 2), (64, 2, 2), (32, 2, 2))
+    many_heads = ((64, 8, 2), (32, 8, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3))
+    tiles = few_heads if heads == MIN_TILE and not _is_wide(record) else many_heads
+    if record.query.dtype.itemsize > 2:
+        heads = min(heads, 16 if _is_wide(record) else 32)
+        tiles = ((16, 8, 1), (16, 4, 1)) if _is_wide(record) else ((32, 4, 2), (32, 4, 1), (16, 4, 2))
+    return [SparseForward(heads=heads, block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles]
 
 
 def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
     heads, keys = padded_group(record), _keys_of_tile(record)
-    if interpreting():
+    if is_interpreting():
         heads, keys = min(heads, MIN_TILE), MIN_TILE
-    is_wide = _row_columns(record) > 256
-    warps = 8 if heads >= MAX_HEADS and is_wide else 4
+    is_wide = _is_wide(record)
+    # Rows of 576: the gradient of 4096 queries takes 18.0 ms with 32 heads and four warps, 23.6 with 64 and eight, 34.5
+    # with 32 and eight; that of their keys 51 ms, 73 with two stages, 57 with 16 keys (docs/lab as above).
     default = SparseBackward(
-        heads=heads,
-        block_kv=keys,
-        num_warps=warps,
+        heads=min(heads, 32) if is_wide else heads,
+        block_kv=min(keys, 32) if is_wide else keys,
+        num_warps=4,
         num_stages=2,
         key_heads=min(heads, 32) if is_wide else heads,
         key_block_kv=min(keys, 32) if is_wide else keys,
-        key_warps=warps,
+        key_warps=8 if is_wide else 4,
         key_stages=1 if is_wide else 2,
     )
-    if interpreting():
+    if is_interpreting():
         return [default]
-    half = max(keys // 2, MIN_TILE)
+    half_keys, half_heads = max(default.block_kv // 2, MIN_TILE), max(default.key_heads // 2, MIN_TILE)
     return [
         default,
-        dataclasses.replace(default, block_kv=half),
-        dataclasses.replace(default, key_block_kv=half),
-        dataclasses.replace(default, key_heads=max(heads // 2, MIN_TILE)),
-        dataclasses.replace(default, num_warps=12 - warps, key_warps=12 - warps),
+        dataclasses.replace(default, block_kv=half_keys, num_warps=2),
+        dataclasses.replace(default, heads=heads, num_warps=8),
+        dataclasses.replace(default, key_block_kv=half_keys),
+        dataclasses.replace(default, key_heads=half_heads, key_stages=2),
     ]
 
 
 def padded_group(record: TokenSparseAttention) -> int:
     """Returns the query heads of a program: those of a KV head, padded for `tl.dot`, or MAX_HEADS."""
-    return min(padded_for_dot(record.query.shape[2] // record.key.shape[2]), MAX_HEADS)
+    return min(pad_to_dot_size(record.query.shape[2] // record.key.shape[2]), MAX_HEADS)
 
 
 def _row_columns(record: TokenSparseAttention) -> int:
@@ -136,10 +144,14 @@ def _row_columns(record: TokenSparseAttention) -> int:
     return sum(key_tile_columns(record.query.shape[3]))
 
 
+def _is_wide(record: TokenSparseAttention) -> bool:
+    """Returns whether a row has so many columns that accumulators for it take most registers."""
+    return max(_row_columns(record), record.value_size) > 256
+
+
 def _keys_of_tile(record: TokenSparseAttention) -> int:
     """Returns the listed keys of a tile before shared memory is considered."""
-    row_bytes = max(_row_columns(record), padded(record.value_size, MIN_TILE)) * record.query.dtype.itemsize
-    return 64 if row_bytes <= 1152 else 32
+    return 64 if record.query.dtype.itemsize <= 2 and _row_columns(record) <= 576 else 32
 
 
 def fit_shared_memory(record: TokenSparseAttention, config: Any, chip: Gpu) -> Any:
@@ -177,14 +189,16 @@ def shared_memory(record: TokenSparseAttention, config: Any) -> int:
 def _program_bytes(record: TokenSparseAttention, config: Any, prefix: str) -> int:
     """Returns the bytes of a program: its own rows, tiles of the rows that it loops over, and weights."""
     bytes_per_element, backward = record.query.dtype.itemsize, isinstance(config, SparseBackward)
-    columns, values = _row_columns(record), padded(record.value_size, MIN_TILE)
+    columns, values = _row_columns(record), pad_to_power_of_two(record.value_size, MIN_TILE)
     key_columns = columns + (0 if value_is_first_tile(record) else values)
     query_columns = columns + (values if backward else 0)
     heads, keys = getattr(config, f"{prefix}heads"), getattr(config, f"{prefix}block_kv")
     stages = config.key_stages if prefix else config.num_stages
     own, streamed = heads * query_columns, keys * key_columns
     if prefix:
-        own, streamed = streamed, own + (heads * values if stages == 1 else 0)
+        own, streamed = streamed, own
+    # Without a pipeline, a tile that is an operand of two products is there twice.
+    streamed += (heads if prefix else keys) * values if stages == 1 else 0
     splits = 2 if bytes_per_element > 2 else 1  # float32 operands are split in two
     weights = splits * heads * keys
     needed = (splits * own + stages * streamed + weights) * bytes_per_element

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import interpreting
-from ejkernel_triton.sizes import padded, padded_for_dot
+from ejkernel_triton.launch import is_interpreting
+from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class SparseSpec:
         SCORE_SCALE: Factor on the scores.
         LOG2_SCORE_FACTOR: SCORE_SCALE times log2(e), since the kernels exponentiate with exp2.
         PRECISION: How Triton multiplies float32 tiles: "ieee" or "tf32x3".
-        WIDEN: Whether operands are converted to float32 first: the interpreter multiplies the bits of bfloat16.
+        WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
     T: int
@@ -55,7 +55,7 @@ class SparseSpec:
     SCORE_SCALE: float
     LOG2_SCORE_FACTOR: float
     PRECISION: str
-    WIDEN: bool
+    WIDEN_TO_FLOAT32: bool
 
 
 def make_spec(record: TokenSparseAttention) -> SparseSpec:
@@ -72,7 +72,7 @@ def make_spec(record: TokenSparseAttention) -> SparseSpec:
         DV=record.value_size,
         BD=first,
         BR=second,
-        BV=padded_for_dot(record.value_size),
+        BV=pad_to_dot_size(record.value_size),
         K=record.indices.shape[3],
         NUM_LISTS=record.indices.shape[2],
         VALUE_STRIDE=hk * (d if record.value is None else record.value_size),
@@ -81,15 +81,15 @@ def make_spec(record: TokenSparseAttention) -> SparseSpec:
         SCORE_SCALE=record.softmax_scale,
         LOG2_SCORE_FACTOR=record.softmax_scale * LOG2E,
         PRECISION="tf32x3" if current_device().vendor == "nvidia" else "ieee",
-        WIDEN=interpreting() and record.query.dtype == jnp.bfloat16,
+        WIDEN_TO_FLOAT32=is_interpreting() and record.query.dtype == jnp.bfloat16,
     )
 
 
 def key_tile_columns(head_dim: int) -> tuple[int, int]:
     """Returns the columns of the two tiles of a key: 512 and 64 of 576, where a single tile would have 1024."""
-    whole = padded_for_dot(head_dim)
-    first = padded(head_dim // 2 + 1, 16)
-    second = padded_for_dot(head_dim - first) if head_dim > first else 0
+    whole = pad_to_dot_size(head_dim)
+    first = pad_to_power_of_two(head_dim // 2 + 1, 16)
+    second = pad_to_dot_size(head_dim - first) if head_dim > first else 0
     return (first, second) if second and first + second < whole else (whole, 0)
 
 
