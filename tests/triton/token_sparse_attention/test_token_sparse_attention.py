@@ -49,15 +49,12 @@ def test_entries_are_ordered_by_key_then_by_query_and_empty_ones_come_last():
     rng, keys = np.random.default_rng(0), 7
     indices = rng.integers(-1, keys, (2, 5, 3, 4)).astype(np.int32)
     entries, bounds = map(np.asarray, plan.order_entries_by_key(jnp.asarray(indices), keys))
-    assert entries.shape == (2, 3, 20) and bounds.shape == (2, 3, keys + 1)
-    for b, l in np.ndindex(2, 3):
-        listed = indices[b, :, l].reshape(-1)
+    assert entries.shape == (2, 3, 20)
+    for b, head in np.ndindex(2, 3):
+        listed, ordered, starts = indices[b, :, head].reshape(-1), entries[b, head], bounds[b, head]
         for key in range(keys):
-            assert (
-                entries[b, l, bounds[b, l, key] : bounds[b, l, key + 1]].tolist()
-                == np.nonzero(listed == key)[0].tolist()
-            )
-        assert bounds[b, l, 0] == 0 and bounds[b, l, keys] == (listed >= 0).sum()
+            assert ordered[starts[key] : starts[key + 1]].tolist() == np.nonzero(listed == key)[0].tolist()
+        assert starts.tolist() == [((listed >= 0) & (listed < key)).sum() for key in range(keys + 1)]
 
 
 def test_gradients_of_entries_of_one_chunk_fit_their_share_of_memory():

@@ -31,7 +31,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(1, MAX_HEAD_DIM + 1),
                 handles={*optional_fields(FAMILY.record), "lse_cotangent"},
-                extra=shared_memory_reasons,
+                extra_reasons=shared_memory_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.SparseForward, backward=config.SparseBackward),
         ),
