@@ -187,19 +187,19 @@ def shared_memory(record: TokenSparseAttention, config: Any) -> int:
 
 
 def _program_bytes(record: TokenSparseAttention, config: Any, prefix: str) -> int:
-    """Returns the bytes of a program: its own rows, tiles of the rows that it loops over, and weights."""
+    """Returns the bytes of a program: the rows that it keeps, tiles of those that it loops over, and weights."""
     bytes_per_element, backward = record.query.dtype.itemsize, isinstance(config, SparseBackward)
     columns, values = _row_columns(record), pad_to_power_of_two(record.value_size, MIN_TILE)
     key_columns = columns + (0 if value_is_first_tile(record) else values)
     query_columns = columns + (values if backward else 0)
     heads, keys = getattr(config, f"{prefix}heads"), getattr(config, f"{prefix}block_kv")
     stages = config.key_stages if prefix else config.num_stages
-    own, streamed = heads * query_columns, keys * key_columns
+    resident, streamed = heads * query_columns, keys * key_columns
     if prefix:
-        own, streamed = streamed, own
+        resident, streamed = streamed, resident
     # Without a pipeline, a tile that is an operand of two products is there twice.
     streamed += (heads if prefix else keys) * values if stages == 1 else 0
     splits = 2 if bytes_per_element > 2 else 1  # float32 operands are split in two
     weights = splits * heads * keys
-    needed = (splits * own + stages * streamed + weights) * bytes_per_element
+    needed = (splits * resident + stages * streamed + weights) * bytes_per_element
     return max(needed, 4 * heads * values if not prefix else 4 * keys * columns) + KIBI
