@@ -121,7 +121,7 @@ def code(implementation: Any, config: Any, record: LinearRecurrence) -> tuple[in
     with collect_launches() as calls:
         jax.eval_shape(lambda r, c: both_passes(implementation, config, r, names, c), record, shapes)
     made = [ahead.compile_for_chip(call, gpu_of(current_device()).target) for call in calls]
-    return max(x.spilled for x in made), sum(len(ahead.miscompiled_shifts(x.assembly)) for x in made)
+    return max(x.spilled_bytes for x in made), sum(len(ahead.miscompiled_shifts(x.assembly)) for x in made)
 
 
 def lines(options: argparse.Namespace) -> Iterator[list[str]]:

@@ -83,13 +83,13 @@ def row(tiles: config.ScanForward, scan: SelectiveScan) -> list[str]:
     with target_device(H200), launch.collect_launches() as calls:
         jax.eval_shape(lambda scan: forward(scan, tiles)[0], scan)
     took = ahead.compile_for_chip(calls[-1], "sm_90")
-    loop = main_loop(ahead.machine_code(took.binary))
+    loop = main_loop(ahead.disassemble_to_sass(took.binary))
     elements = tiles.block_t * scan.decay.shape[1] * tiles.block_e / (32 * tiles.num_warps)
     exponentials = sum(operation.startswith("MUFU.EX2") for operation, _ in loop)
     spans = (distances(loop, kind) for kind in (".128", ".U16"))
     least = (f"{min(span)} / {statistics.median(span):.0f}" if span else "" for span in spans)
     shares = (f"{len(loop) / elements:.2f}", f"{exponentials / elements:.2f}")
-    return [str(tiles), str(took.registers), str(took.spilled), *shares, *least]
+    return [str(tiles), str(took.registers), str(took.spilled_bytes), *shares, *least]
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ def test_few_rows_of_wide_matrices_are_multiplied_by_the_mma_kernel(kernels):
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("transpose", [False, True])
-def test_sums_keep_their_digits_despite_the_offset_of_codes(kernels, transpose):
+def test_products_stay_precise_if_x_has_a_large_mean(kernels, transpose):
     made = MatmulSizes(m=3, k=1024, n=128, group_size=64, dtype=jnp.bfloat16, transpose=transpose)
     given = make_base_inputs(jax.random.key(3), made)
     # x has a mean, and so have the sums that the offset is multiplied with.

@@ -19,7 +19,7 @@ def tiles_kernel(anything, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexp
 
 def grouped(rows, columns, group):
     """The tiles of all programs, in their order."""
-    shape = launch.Shape((1, rows * columns), np.int32)
+    shape = launch.ShapeDtype((1, rows * columns), np.int32)
     constants = {"ROWS": rows, "COLUMNS": columns, "GROUP": group}
     options = {"batch": 1, "grid": rows * columns, "num_warps": 1, "num_stages": 1, "constants": constants}
     found = launch.launch(tiles_kernel, (jax.numpy.zeros((1, 1)),), [shape, shape], **options)

@@ -49,12 +49,12 @@ def test_conformance(part):
     assert_conforms(operations, selection)
 
 
-def test_on_several_devices_and_under_checkpoint():
+def test_sharded_checkpointed_and_vmapped_attention_matches_xla():
     """`shard_map`, dropout's counters and a sink's gradient among it, `jax.checkpoint` and `jax.vmap`, against XLA."""
     run_interpreted("transformed_process.py", XLA_FLAGS="--xla_force_host_platform_device_count=4")
 
 
-def test_blocks():
+def test_device_helpers_of_blocks_match_numpy():
     """What the toolkit has for families to come."""
     run_interpreted("blocks_process.py")
 

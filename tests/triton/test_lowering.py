@@ -45,7 +45,7 @@ def scanned(query, key, value):
     ],
     ids=["forward", "gradients", "checkpoint", "vmap", "scan"],
 )
-def test_a_program_holds_the_kernels(function, kernels):
+def test_a_lowered_program_contains_the_kernel_calls(function, kernels):
     with target_device(H200):
         program = jax.jit(function).trace(ARRAY, ARRAY, ARRAY).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @triton_kernel_call") == kernels

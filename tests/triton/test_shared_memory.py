@@ -24,10 +24,10 @@ from ejkernel_triton import paged_attention, selected_attention
 from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory, shrink_to_shared_memory
+from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory_bytes, shrink_to_shared_memory
 from ejkernel_triton.paged_attention.plan import prefix_config, split_prefix
 from ejkernel_triton.selected_attention import config as selected_config
-from ejkernel_triton.selected_attention.config import shared_memory as of_selected
+from ejkernel_triton.selected_attention.config import shared_memory_bytes as of_selected
 from ejkernel_triton.tiled_attention import config as tiled_config
 
 
@@ -45,11 +45,11 @@ def test_paged_attention_fits_or_is_refused(target):
             paged_config.heuristic(record, device, "forward"),
             *paged_config.candidates(record, device, "forward"),
         ):
-            assert shared_memory(record, choice, chip) <= chip.shared_memory, (name, choice)
+            assert shared_memory_bytes(record, choice, chip) <= chip.shared_memory, (name, choice)
 
 
 @pytest.mark.parametrize("heads", [5, 12, 20, 40])
-def test_a_tile_has_no_more_rows_than_scores_have(heads):
+def test_default_tiles_have_at_most_the_maximum_of_score_rows(heads):
     """Query rows are rounded down to a power of two: rounded up, 20 heads had 80 rows, which are padded to 128."""
     for record in (
         latent(64, heads, (512, 64), (jnp.float16, jnp.int8)),
@@ -70,7 +70,7 @@ def test_the_tiles_of_a_shared_prefix_fit(target):
         with target_device(device):
             prefix = jax.eval_shape(lambda record: split_prefix(record)[0].record, record)
             chosen = prefix_config(prefix)
-        assert shared_memory(prefix, chosen, chip) <= chip.shared_memory, name
+        assert shared_memory_bytes(prefix, chosen, chip) <= chip.shared_memory, name
 
 
 def test_a_configuration_that_fits_stays_as_it_is():
@@ -91,7 +91,7 @@ def test_calls_without_a_fitting_tile_are_refused_with_the_sizes():
     assert isinstance(record, PagedAttention)
 
 
-def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
+def test_the_delta_rule_has_fewer_stages_where_shared_memory_is_small():
     """Heads of 256 asked for 254,472 bytes with three stages, of 232,448 that an H200 has."""
     calls = delta_launches(delta_record("heads", jnp.bfloat16), H200)
     assert {call.num_stages for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"} == {2}
@@ -103,7 +103,7 @@ def test_the_delta_rule_copies_fewer_chunks_ahead_where_memory_is_short():
 
 @pytest.mark.parametrize("target", DEVICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_candidates_of_the_delta_rule_hold_a_state_and_a_chunk(target, dtype):
+def test_delta_rule_candidates_fit_a_state_and_a_chunk_in_shared_memory(target, dtype):
     record, memory = delta_record("heads", dtype), chips.gpu_named(target).shared_memory
     size, parts = dtype.dtype.itemsize, 2 if dtype == jnp.float32 and target != "gfx942" else 1
     for choice in delta_config.candidates(record, DEVICES[target], "forward"):
@@ -164,7 +164,7 @@ def test_many_heads_in_float32_are_refused_with_the_sizes():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_candidates_with_a_bias_have_room_for_its_tiles(dtype):
+def test_candidates_with_a_bias_have_shared_memory_for_its_tiles(dtype):
     """Tiles of 128 by 128 with three stages asked for 360,448 bytes of an H200's 232,448."""
     array, length = SHAPE((2, 2048, 4, 128), jnp.bfloat16), 2048
     record = TiledAttention(

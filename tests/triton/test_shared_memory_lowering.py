@@ -16,7 +16,7 @@ from ejkernel.ops import chips
 from ejkernel.ops.device import target_device
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.paged_attention import config as paged_config
-from ejkernel_triton.paged_attention.config import shared_memory
+from ejkernel_triton.paged_attention.config import shared_memory_bytes
 from ejkernel_triton.paged_attention.forward import forward
 
 F32, BF16, F16, I8 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8
@@ -57,9 +57,9 @@ def test_paged_attention_takes_at_most_the_predicted_shared_memory(name, target)
     # The keys of a prefix are another call, with tile sizes of its own.
     (own,) = (call for call in attending if not call.constants["spec"].LOAD_ROW_POSITIONS)
     assert len(attending) == 1 + (record.shared_prefix is not None)
-    took, bound = ahead.shared_memory(own, target), shared_memory(record, chosen, chip)
+    took, bound = ahead.shared_memory_bytes(own, target), shared_memory_bytes(record, chosen, chip)
     assert took <= bound <= chip.shared_memory
-    assert all(ahead.shared_memory(call, target) <= chip.shared_memory for call in attending)
+    assert all(ahead.shared_memory_bytes(call, target) <= chip.shared_memory for call in attending)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_the_delta_rule_fits_with_heads_of_256(gates_and_dtype, target):
     calls = delta_launches(delta_record(gates, dtype), DEVICES[target])
     # Those that hold all key channels of a state.
     of_states = [call for call in calls if call.kernel.__name__ in ("chunk_fwd_h_kernel", "chunk_bwd_dhu_kernel")]
-    took = {call.kernel.__name__: ahead.shared_memory(call, target) for call in of_states}
+    took = {call.kernel.__name__: ahead.shared_memory_bytes(call, target) for call in of_states}
     assert len(took) == 2
     assert max(took.values()) <= chips.gpu_named(target).shared_memory, took

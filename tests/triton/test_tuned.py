@@ -20,7 +20,7 @@ FILES = sorted(importlib.resources.files("ejkernel_triton").joinpath("tuned").gl
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
-def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
+def test_tuned_entries_match_the_config_schema_and_have_valid_tiles(file):
     entries = decode(file.read_bytes())
     kinds = {direction: set() for direction in PARTS}
     for key, entry in entries.items():
@@ -35,7 +35,7 @@ def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
 
 @pytest.mark.parametrize("direction", PARTS)
 @pytest.mark.parametrize("batch", [4, 3])
-def test_a_call_finds_the_entry_of_its_kind(direction, batch):
+def test_a_call_finds_the_tuned_entry_of_its_kind(direction, batch):
     array = jax.ShapeDtypeStruct((batch, 8192, 32, 128), jnp.float16)
     record = OP.lower(FlashAttentionArguments(query=array, key=array, value=array, causal=True))
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="NVIDIA H200", compute_capability=9.0)

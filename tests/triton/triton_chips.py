@@ -31,7 +31,7 @@ def assert_fits(calls, chip):
     """Checks that every launch compiles for the chip without miscompiled shifts and fits its shared memory."""
     for call in calls:
         took = ahead.compile_for_chip(call, chip)
-        assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
+        assert took.shared_memory_bytes <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared_memory_bytes)
         assert not ahead.miscompiled_shifts(took.assembly), took.kernel
 
 
@@ -40,8 +40,8 @@ def assert_fits_and_spills_nothing(calls, chip):
     for call in calls:
         took = ahead.compile_for_chip(call, chip)
         assert took.binary[:4] == b"\x7fELF"
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared)
+        assert took.spilled_bytes == 0, (took.kernel, took.registers, took.spilled_bytes)
+        assert took.shared_memory_bytes <= chips.GPUS[chip].shared_memory, (took.kernel, took.shared_memory_bytes)
         assert not ahead.miscompiled_shifts(took.assembly), took.kernel
 
 

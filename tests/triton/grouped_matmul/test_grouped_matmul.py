@@ -114,7 +114,7 @@ def test_products_of_8_bits_fit_the_chip_and_spill_nothing(name, chip):
     assert_fits_and_spills_nothing(calls[:1], chip)
 
 
-def test_a_step_of_8_bits_has_one_scale():
+def test_a_k_step_of_an_8_bit_product_has_one_scale():
     with target_device(CHIPS["sm_80"]):
         assert spec.longest_float8_step(bytes_of()) == 0
     with target_device(CHIPS["sm_90"]):

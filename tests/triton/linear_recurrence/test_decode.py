@@ -114,7 +114,7 @@ def reasons(record, op="gated_delta_rule"):
     return {v.implementation.name: v.reasons for v in found}["triton_decode"]
 
 
-def test_long_calls_are_refused_by_the_argument():
+def test_calls_with_too_many_tokens_are_refused_by_argument_name():
     assert not any("query" in reason for reason in reasons(record_of("beta", tokens=8)))
     assert "query: 9 tokens of 1 sequences; the decode step supports at most 8 tokens per sequence" in reasons(
         record_of("beta", tokens=9)

@@ -225,7 +225,7 @@ def test_dispatch_chooses_the_delta_kernels_for_both_passes(gates):
     assert all(reason.startswith("module") for reason in reasons)
 
 
-def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
+def test_a_short_delta_rule_with_gates_of_channels_is_not_miscompiled():
     """With Triton 3.6 chunks of 16 tokens have them, and an H200 gives wrong numbers."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     query, beta, decay = shape((1, 11, 4, 8)), shape((1, 11, 4)), shape((1, 11, 4, 8))
@@ -238,7 +238,7 @@ def test_a_short_delta_rule_with_gates_of_channels_has_no_mixed_lanes():
         assert not ahead.miscompiled_shifts(ahead.compile_for_chip(call, "sm_90").assembly)
 
 
-def test_mixed_lanes_finds_a_product_that_reaches_into_the_other_lane():
+def test_a_product_that_reaches_into_the_other_lane_is_found_as_miscompiled():
     right = "mul.wide.u32 \t%rd1, %r1, 4;\n\tadd.s64 \t%rd2, %rd9, %rd1;\n\tor.b64 \t%rd3, %rd2, %rd1;\n"
     wrong = """
 	mul.wide.u32 	%rd17, %r1, 268435456;
@@ -291,7 +291,7 @@ def test_float32_fits_the_chip():
     assert_fits(launches(H200, "channels", jnp.float32), "sm_90")
 
 
-def test_hopper_multiplies_on_its_own_matrix_unit():
+def test_hopper_kernels_use_wgmma():
     for call in launches(H200, "channels"):
         if call.kernel.__name__ != "chunk_local_cumsum_kernel":
             assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly, call.kernel.__name__

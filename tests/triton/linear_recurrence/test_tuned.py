@@ -49,7 +49,7 @@ def implementation(op, name):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name} {file.stem}")
-def test_entries_are_of_this_version(file):
+def test_tuned_entries_match_the_current_config_schema(file):
     entries = decode(file.read_bytes())
     assert entries
     for key, entry in entries.items():
@@ -74,7 +74,7 @@ def test_tuned_entries_are_unchanged_since_they_were_measured():
 
 
 @pytest.mark.parametrize("op", ["gated_linear_attention", "recurrent_attention"])
-def test_calls_of_the_kind_find_the_entry(op):
+def test_calls_of_the_measured_kind_find_the_tuned_entry(op):
     """Operations of a family share it."""
     request = Request(
         op=registry().ops[op],
@@ -104,5 +104,5 @@ def test_the_kernels_fit_the_chip_and_spill_nothing():
     version = tuple(map(int, importlib.metadata.version("triton").split(".")[:2]))
     for call in calls:
         took = ahead.compile_for_chip(call, "sm_90")
-        assert took.spilled <= SPILLED.get(version, 0), (took.kernel, took.registers, took.spilled)
+        assert took.spilled_bytes <= SPILLED.get(version, 0), (took.kernel, took.registers, took.spilled_bytes)
         assert not ahead.miscompiled_shifts(took.assembly), took.kernel

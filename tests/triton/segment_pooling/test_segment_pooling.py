@@ -73,8 +73,8 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, kind, dtype):
     assert [call.kernel.__name__ for call in calls] == ["pool_fwd_kernel", *combined, "pool_bwd_kernel"]
     for call in calls:
         took = ahead.compile_for_chip(call, chip)
-        assert took.spilled == 0, (took.kernel, took.registers, took.spilled)
-        assert took.shared <= chips.GPUS[chip].shared_memory
+        assert took.spilled_bytes == 0, (took.kernel, took.registers, took.spilled_bytes)
+        assert took.shared_memory_bytes <= chips.GPUS[chip].shared_memory
         if chip.startswith("sm_") and took.kernel != "split_combine_kernel":
             assert "global.v4" in took.assembly, took.kernel
 
@@ -93,4 +93,4 @@ def test_candidates_that_prefetch_spill_nothing():
         with target_device(device), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles), record)
         took = ahead.compile_for_chip(calls[0], "sm_90")
-        assert took.spilled == 0, (tiles, took.registers)
+        assert took.spilled_bytes == 0, (tiles, took.registers)

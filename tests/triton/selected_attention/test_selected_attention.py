@@ -153,6 +153,6 @@ def test_default_tiles_fit_the_chip_and_spill_nothing(chip, size, value_size, dt
     assert_fits_and_spills_nothing(calls, chip)
 
 
-def test_hopper_multiplies_on_its_own_matrix_unit_where_queries_are_many():
+def test_hopper_kernels_use_wgmma_where_queries_are_many():
     (call,) = (x for x in launches("sm_90", 128, 128, jnp.bfloat16) if x.kernel.__name__ == "selected_bwd_dkdv_kernel")
     assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly

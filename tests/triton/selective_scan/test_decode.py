@@ -67,7 +67,7 @@ def reasons(record):
     return {v.implementation.name: v.reasons for v in found}["triton_decode"]
 
 
-def test_long_calls_are_refused_by_the_argument():
+def test_calls_with_too_many_tokens_are_refused_by_argument_name():
     assert not any(r.startswith("hidden_states:") for r in reasons(record_of(tokens=5)))
     assert any(
         r.startswith("hidden_states: one of 64 packed sequences may have 449") for r in reasons(record_of(tokens=8))

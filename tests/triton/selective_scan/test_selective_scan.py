@@ -62,7 +62,9 @@ def test_kernels_fit_the_chip_and_spill_nothing(chip, size, dtype):
 
 def test_a_thread_has_all_state_elements_of_its_channels():
     """No program of 16 numbers needs shared memory, which is where layouts that do not fit would be exchanged."""
-    assert [ahead.compile_for_chip(call, "sm_90").shared for call in launches(CHIPS["sm_90"], rows=1)] == [0] * 4
+    assert [ahead.compile_for_chip(call, "sm_90").shared_memory_bytes for call in launches(CHIPS["sm_90"], rows=1)] == [
+        0
+    ] * 4
 
 
 def test_few_channels_are_scanned_in_segments():
@@ -88,7 +90,7 @@ def test_candidates_that_prefetch_spill_nothing_with_16_state_elements():
         with target_device(CHIPS["sm_90"]), launch.collect_launches() as calls:
             jax.eval_shape(lambda record, tiles=tiles: forward(record, tiles)[0], scan_record())
         assert_fits_and_spills_nothing(calls, "sm_90")
-        assert ahead.compile_for_chip(calls[0], "sm_90").shared == 0
+        assert ahead.compile_for_chip(calls[0], "sm_90").shared_memory_bytes == 0
     found = config.candidates(scan_record(), CHIPS["sm_90"], "backward")
     for tiles in (x for x in found if x.prefetch_states or x.prefetch_recomputed_b):
         assert_fits_and_spills_nothing(launches(CHIPS["sm_90"], tiles=tiles), "sm_90")

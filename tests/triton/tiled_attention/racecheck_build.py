@@ -153,7 +153,7 @@ def build(folder, name, chip, record, parts):
                     "barriers": len(BARRIER.findall(took.assembly)),
                     "grid": call.grid,
                     "threads": 32 * call.num_warps,
-                    "shared": took.shared,
+                    "shared": took.shared_memory_bytes,
                     "inputs": [bundle.add(x) for x in inputs],
                     "outputs": [(x.shape, jnp.dtype(x.dtype).name) for x in call.outputs],
                     "results": [x if x is None else bundle.add(x) for x in results(call, pullback, gradients)],

@@ -44,7 +44,7 @@ def calls(draw):
 
 @settings(max_examples=25, deadline=None)
 @given(calls(), st.sampled_from([(4, 8), (8, 4), (16, 16)]))
-def test_ranges_contain_every_attending_pair_and_full_blocks_are_full(call, blocks):
+def test_block_lists_contain_every_attending_pair_and_full_blocks_are_full(call, blocks):
     pairs = attended(call)
     tables = (
         (plan_key_blocks(call, *blocks).block_lists, pairs, blocks),
@@ -64,7 +64,7 @@ def test_ranges_contain_every_attending_pair_and_full_blocks_are_full(call, bloc
             assert rows.shape[0] == own or full_start == full_end
 
 
-def test_a_mask_of_padding_becomes_segments():
+def test_a_padding_mask_becomes_segment_ids():
     real = jnp.arange(40) < jnp.array([30, 40])[:, None]
     call = padding_as_segments(record(24, 40, mask=real[:, None, None]))
     assert call.mask is None
@@ -73,13 +73,13 @@ def test_a_mask_of_padding_becomes_segments():
     assert np.asarray(plan_key_blocks(call, 8, 8).block_lists)[0, 0].tolist() == [0, 0, 3, 4]
 
 
-def test_ids_of_one_side_restrict_nothing():
+def test_segment_ids_of_queries_alone_are_dropped():
     assert padding_as_segments(record(8, 8, q_segment_ids=jnp.zeros((2, 8), jnp.int32))).q_segment_ids is None
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
 @pytest.mark.parametrize("size", [60, 128, 256])
-def test_candidates_are_different_and_small_enough(capability, size):
+def test_candidates_are_distinct_and_have_few_scores_per_warp(capability, size):
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="some", compute_capability=capability)
     for direction in ("forward", "backward"):
         found = config.candidates(record(4096, 4096, size, causal=True), device, direction)
@@ -90,7 +90,7 @@ def test_candidates_are_different_and_small_enough(capability, size):
             assert all(tile.stationary_rows * tile.streamed_rows // tile.warps <= 2048 for tile in chosen)
 
 
-def test_tiles_are_no_longer_than_what_there_is():
+def test_default_tiles_are_no_longer_than_the_sequences():
     part = config.heuristic(record(1, 100), H200, "forward")
     assert (part.block_q, part.block_kv) == (16, 128)
 
@@ -100,7 +100,7 @@ BAD = [("block_q", 100), ("block_kv", 8), ("num_warps", 3), ("num_stages", 0)]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
-def test_what_no_kernel_can_have_is_named(name, value):
+def test_an_invalid_config_field_is_named_in_the_error(name, value):
     bad = {**GOOD, name: value}
     with pytest.raises(ValueError, match=f"cfg: got {name}={value}"):
         config.forward_tile(config.TritonForward(**bad))
@@ -111,7 +111,7 @@ def test_what_no_kernel_can_have_is_named(name, value):
         config.backward_tiles(config.TritonBackward(dkv=good, dq=bad))
 
 
-def test_public_sizes_are_those_of_both_backward_kernels():
+def test_public_tile_sizes_apply_to_both_backward_kernels():
     (implementation,) = implementations()
     rule = config.heuristic(record(256, 256), H200, "backward")
     public = BwdParams(q_blocksize=16, num_stages=4)
@@ -125,7 +125,7 @@ def test_public_sizes_are_those_of_both_backward_kernels():
 @pytest.mark.parametrize(
     ("stationary_rows", "streamed_rows", "warps"), [(128, 64, 8), (64, 64, 4), (16, 32, 4), (32, 64, 8)]
 )
-def test_programs_that_own_queries_have_warps_for_the_longer_side(stationary_rows, streamed_rows, warps):
+def test_query_gradient_warps_follow_the_longer_tile_side(stationary_rows, streamed_rows, warps):
     assert config.query_gradient_warps(stationary_rows, streamed_rows) == warps
 
 
@@ -138,7 +138,7 @@ def scores_of_a_warp(call, device):
 
 @pytest.mark.parametrize("capability", [8.0, 8.9, 9.0, 10.0, 12.0])
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_what_takes_registers_leaves_warps_no_more_scores(capability, size):
+def test_features_that_take_registers_do_not_increase_scores_per_warp(capability, size):
     device = DeviceInfo(platform="gpu", vendor="nvidia", kind="some", compute_capability=capability)
     ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     plain = scores_of_a_warp(record(4096, 4096, size, causal=True), device)
@@ -147,7 +147,7 @@ def test_what_takes_registers_leaves_warps_no_more_scores(capability, size):
         assert all(a <= b for a, b in zip(scores, plain, strict=True))
 
 
-def test_float32_keys_are_held_whole_on_hopper_where_nothing_else_takes_registers():
+def test_float32_keys_are_held_whole_on_hopper_without_features_that_take_registers():
     ids = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
     for features, whole in (({}, True), ({"logits_soft_cap": 30.0}, False), ({"q_segment_ids": ids}, False)):
         call = record(4096, 4096, 128, jnp.float32, causal=True, **features)
@@ -155,7 +155,7 @@ def test_float32_keys_are_held_whole_on_hopper_where_nothing_else_takes_register
         assert (keys.stationary_rows >= keys.streamed_rows) == whole
 
 
-def test_without_its_toolchain_or_device_it_is_refused_by_name():
+def test_triton_is_refused_by_name_without_its_toolchain_or_device():
     array = jax.ShapeDtypeStruct((1, 16, 2, 16), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"triton .* refused .*needs amd or nvidia"):
         jax.eval_shape(lambda x: flash_attention(x, x, x, platform="triton", cfg=FlashAttentionConfig()), array)

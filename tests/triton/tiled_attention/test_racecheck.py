@@ -8,7 +8,7 @@ import racecheck_build
 
 
 @pytest.mark.parametrize("chip", racecheck_build.DEVICES)
-def test_every_kernel_is_there_with_and_without_its_barriers(chip, tmp_path):
+def test_racecheck_build_stores_kernels_with_and_without_barriers(chip, tmp_path):
     record = racecheck_build.make_record(64, "bfloat16", "causal")
     racecheck_build.build(tmp_path, "call", chip, record, racecheck_build.from_rule(chip, record))
     with np.load(tmp_path / "call.npz") as stored:

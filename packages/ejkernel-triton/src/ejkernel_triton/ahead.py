@@ -38,21 +38,21 @@ class KernelResources:
     Attributes:
         kernel: Its name.
         registers: Registers per thread.
-        spilled: Bytes of spilled registers per thread.
-        shared: Bytes of shared memory per program.
+        spilled_bytes: Bytes of spilled registers per thread.
+        shared_memory_bytes: Bytes of shared memory per program.
         binary: Machine code.
         assembly: PTX, or the assembly of AMD's machine code.
     """
 
     kernel: str
     registers: int
-    spilled: int
-    shared: int
+    spilled_bytes: int
+    shared_memory_bytes: int
     binary: bytes
     assembly: str
 
 
-def shared_memory(call: Launch, chip: str) -> int:
+def shared_memory_bytes(call: Launch, chip: str) -> int:
     """Returns the bytes of shared memory of a program, without compiling to machine code: in half the time.
 
     Args:
@@ -87,14 +87,14 @@ def compile_for_chip(call: Launch, chip: str) -> KernelResources:
     nvidia = gpu_named(chip).vendor == "nvidia"
     with _compat.temporary_cache_folder():
         compiled: Any = compile(_make_ast_source(call, ASTSource), _compile_target(chip), _compile_options(call))
-    registers, spilled = (
+    registers, spilled_bytes = (
         _register_usage(compiled.asm["cubin"]) if nvidia else _amd_register_usage(compiled.asm["amdgcn"])
     )
     return KernelResources(
         kernel=compiled.name,
         registers=registers,
-        spilled=spilled,
-        shared=compiled.metadata.shared,
+        spilled_bytes=spilled_bytes,
+        shared_memory_bytes=compiled.metadata.shared,
         binary=compiled.asm["cubin" if nvidia else "hsaco"],
         assembly=compiled.asm["ptx" if nvidia else "amdgcn"],
     )
@@ -163,7 +163,7 @@ def _register_usage(binary: bytes) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def machine_code(binary: bytes) -> str:
+def disassemble_to_sass(binary: bytes) -> str:
     """Returns the instructions of an NVIDIA binary (SASS), as text."""
     return _run_tool("nvdisasm", "-c", binary)
 

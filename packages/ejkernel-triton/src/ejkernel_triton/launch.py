@@ -25,7 +25,7 @@ from ejkernel.ops.device import current_device
 from ejkernel.planning.in_place import call_unfused
 from ejkernel_triton import _compat
 
-Shape = jax.ShapeDtypeStruct
+ShapeDtype = jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +44,8 @@ class Launch:
     """
 
     kernel: Any
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
+    inputs: tuple[ShapeDtype, ...]
+    outputs: tuple[ShapeDtype, ...]
     grid: int
     num_warps: int
     num_stages: int
@@ -80,7 +80,7 @@ def is_interpreting() -> bool:
 def launch(
     kernel: Any,
     inputs: Sequence[jax.Array | None],
-    outputs: Sequence[Shape | int],
+    outputs: Sequence[ShapeDtype | int],
     *,
     batch: int,
     grid: int,
@@ -140,7 +140,7 @@ def launch(
 
 
 def _vmap_rule(
-    call: Launch, inputs: Sequence[jax.Array | None], outputs: Sequence[Shape | int], options: Mapping[str, Any]
+    call: Launch, inputs: Sequence[jax.Array | None], outputs: Sequence[ShapeDtype | int], options: Mapping[str, Any]
 ) -> Callable[..., tuple[tuple[jax.Array, ...], tuple[bool, ...]]]:
     """Returns the function that folds a vmapped axis of a launch into its batch; the arguments are those of `launch`,
     `options` without the grid.
@@ -152,7 +152,7 @@ def _vmap_rule(
         folded_inputs = _fold_vmapped_inputs(vmapped_arrays, size, batched, call.aliases)
         launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
         folded_outputs = [
-            x if isinstance(x, int) else Shape((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
+            x if isinstance(x, int) else ShapeDtype((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
         ]
         # Calls `launch` again, so that an outer vmap finds this rule too.
         folded_options: dict[str, Any] = {**options, "batch": size * options["batch"], "grid": size * call.grid}
@@ -163,7 +163,7 @@ def _vmap_rule(
     return fold_vmapped_axis
 
 
-def _find_aliases(outputs: Sequence[Shape | int]) -> dict[int, int]:
+def _find_aliases(outputs: Sequence[ShapeDtype | int]) -> dict[int, int]:
     """Returns input index -> output index of the outputs that reuse an input's memory.
 
     Raises:
@@ -188,8 +188,8 @@ def _fold_vmapped_inputs(
     return [_fold_into_batch(x, size, b or w) for x, b, w in zip(copies, batched, written, strict=True)]
 
 
-def _shape_and_dtype(x: Any) -> Shape:
-    return Shape(x.shape, x.dtype)
+def _shape_and_dtype(x: Any) -> ShapeDtype:
+    return ShapeDtype(x.shape, x.dtype)
 
 
 def _fold_into_batch(x: jax.Array, size: int, is_vmapped: bool) -> jax.Array:

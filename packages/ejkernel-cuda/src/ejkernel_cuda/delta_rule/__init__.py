@@ -9,7 +9,7 @@ from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.params import Direction
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLES = frozenset({"decay", "beta", "initial_state"})
+HANDLED_FIELDS = frozenset({"decay", "beta", "initial_state"})
 """Optional fields that the kernel honours."""
 
 KEY_DIM = 128
@@ -67,7 +67,7 @@ IMPLEMENTATIONS = (
         platform="cuda",
         forward="ejkernel_cuda.delta_rule.forward:forward",
         requires=cuda_requires(
-            HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLES, extra_reasons=_refusal_reasons
+            HOPPER_COMPUTE_CAPABILITY, {"bfloat16"}, handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons
         ),
         priority=_priority,
         cases="ejkernel_cuda.delta_rule.cases:cases",

@@ -11,7 +11,7 @@ from ejkernel_cuda.requirements import decode_requires
 EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Cache dtypes that the kernels support in addition to the query's dtype."""
 
-HANDLES = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"}) | {
+HANDLED_FIELDS = frozenset({"kv_starts", "num_seqs", "softmax_aux", "causal", "sliding_window", "logits_soft_cap"}) | {
     *("new_keys", "new_values", "value_scale")
 }
 """Optional fields that the kernels honour; new tokens are written first, in place if the cache is donated."""
@@ -50,7 +50,7 @@ IMPLEMENTATIONS = (
         name="cuda_paged",
         platform="cuda",
         forward="ejkernel_cuda.paged_decode.forward:forward",
-        requires=decode_requires(handles=HANDLES, extra_reasons=_refusal_reasons),
+        requires=decode_requires(handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
         config=ConfigSpace(heuristic=config.heuristic, candidates=config.candidates, forward=config.PagedDecodeGrid),
         priority=25,
         cases="ejkernel_cuda.paged_decode.cases:cases",

@@ -11,7 +11,9 @@ from ejkernel.ops.params import Direction
 from ejkernel.planning.decode_lengths import length_reasons
 from ejkernel_cuda.requirements import cuda_requires
 
-HANDLES = frozenset({"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"})
+HANDLED_FIELDS = frozenset(
+    {"decay", "beta", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "state_slots"}
+)
 """Optional fields that the kernel honours."""
 
 MIN_TOKENS_FOR_PRIORITY, MIN_CHANNEL_GATED_TOKENS_FOR_PRIORITY = 4, 7
@@ -72,7 +74,7 @@ IMPLEMENTATIONS = (
         requires=cuda_requires(
             8.0,
             {"float16", "bfloat16"},
-            handles=HANDLES | {"transposed_states", "precision"},
+            handles=HANDLED_FIELDS | {"transposed_states", "precision"},
             extra_reasons=_refusal_reasons,
         ),
         priority=_priority,

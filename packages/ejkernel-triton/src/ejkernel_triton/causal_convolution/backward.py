@@ -11,7 +11,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.causal_convolution.config import ConvolutionBackward
 from ejkernel_triton.causal_convolution.forward import kernel_inputs
 from ejkernel_triton.causal_convolution.spec import ConvolutionSpec, make_spec
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def backward(pullback: Pullback, config: ConvolutionBackward) -> dict[str, jax.Array]:
@@ -66,9 +66,9 @@ def _launch(pullback: Pullback, config: ConvolutionBackward, spec: ConvolutionSp
             jnp.swapaxes(final_cotangent, 1, 2) if spec.ADD_FINAL_COTANGENT else None,
         ),
         (
-            Shape(record.x.shape, record.x.dtype),
-            Shape((num_rows, spec.NUM_TOKEN_PROGRAMS, spec.W + 1, spec.C), jnp.float32),
-            Shape((num_rows, spec.W - 1, spec.C), jnp.float32),
+            ShapeDtype(record.x.shape, record.x.dtype),
+            ShapeDtype((num_rows, spec.NUM_TOKEN_PROGRAMS, spec.W + 1, spec.C), jnp.float32),
+            ShapeDtype((num_rows, spec.W - 1, spec.C), jnp.float32),
         ),
         batch=num_rows,
         grid=num_rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,

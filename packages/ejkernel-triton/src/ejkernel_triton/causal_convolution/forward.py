@@ -7,7 +7,7 @@ from ejkernel.families.causal_convolution import CausalConvolution, states, toke
 from ejkernel.families.causal_convolution.final_states import final_states
 from ejkernel_triton.causal_convolution.config import ConvolutionForward
 from ejkernel_triton.causal_convolution.spec import make_spec
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
@@ -26,7 +26,7 @@ def forward(record: CausalConvolution, config: ConvolutionForward) -> tuple[tupl
     (output,) = launch(
         causal_conv_fwd_kernel,
         kernel_inputs(record),
-        (Shape(record.x.shape, record.x.dtype),),
+        (ShapeDtype(record.x.shape, record.x.dtype),),
         batch=rows,
         grid=rows * spec.NUM_TOKEN_PROGRAMS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ejkernel.families.expert_routing import ExpertRouting, Routing
 from ejkernel_triton.expert_routing.config import RoutingTiles
 from ejkernel_triton.expert_routing.spec import make_spec
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple[()]]:
@@ -30,7 +30,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     experts, indices_within_block_and_expert, block_counts = launch(
         topk_kernel,
         (record.logits[None],),
-        tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, pairs_shape, counts_shape)),
+        tuple(ShapeDtype(shape, jnp.int32) for shape in (pairs_shape, pairs_shape, counts_shape)),
         grid=spec.NUM_BLOCKS,
         num_warps=config.num_warps,
         **options,
@@ -38,7 +38,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     earlier_block_counts, group_sizes = launch(
         expert_offsets_kernel,
         (block_counts,),
-        tuple(Shape(shape, jnp.int32) for shape in (counts_shape, (1, spec.E))),
+        tuple(ShapeDtype(shape, jnp.int32) for shape in (counts_shape, (1, spec.E))),
         grid=spec.PADDED_E // spec.BLOCK_E,
         num_warps=8,
         **options,
@@ -46,7 +46,7 @@ def forward(record: ExpertRouting, config: RoutingTiles) -> tuple[Routing, tuple
     sorted_positions, sorted_pairs = launch(
         sorted_rows_kernel,
         (experts, indices_within_block_and_expert, earlier_block_counts, group_sizes),
-        tuple(Shape(shape, jnp.int32) for shape in (pairs_shape, (1, spec.T * spec.K))),
+        tuple(ShapeDtype(shape, jnp.int32) for shape in (pairs_shape, (1, spec.T * spec.K))),
         grid=spec.NUM_BLOCKS,
         num_warps=config.num_warps,
         **options,

@@ -11,7 +11,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.grouped_matmul import config as grouped_config
 from ejkernel_triton.grouped_matmul.config import GroupedForward, TileChoice
-from ejkernel_triton.launch import Shape, is_interpreting
+from ejkernel_triton.launch import ShapeDtype, is_interpreting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def candidates(
 def gathered_rows_shape(record: GatedGroupedMatmul) -> Any:
     """Returns shape and dtype of the gathered rows, which are never in memory."""
     rows = (record.lhs if record.indices is None else record.indices).shape[0]
-    return Shape((rows, record.lhs.shape[1]), record.lhs.dtype)
+    return ShapeDtype((rows, record.lhs.shape[1]), record.lhs.dtype)
 
 
 def _stage_bytes(tile: TileChoice, itemsize: int) -> int:

@@ -8,7 +8,7 @@ from ejkernel.families.grouped_matmul.row_tiles import find_row_tiles, max_num_r
 from ejkernel_triton.gated_grouped_matmul.config import GROUP_M, GatedTiles, gathered_rows_shape
 from ejkernel_triton.gated_grouped_matmul.spec import GatedSpec
 from ejkernel_triton.grouped_matmul.spec import add_batch_axis, choose_dot_precision, converts_to_float32
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, tuple[()]]:
@@ -35,7 +35,7 @@ def forward(record: GatedGroupedMatmul, config: GatedTiles) -> tuple[jax.Array, 
             add_batch_axis(record.indices),
             tiles[None],
         ),
-        (Shape((1, spec.ROWS, spec.COLUMNS), record.lhs.dtype),),
+        (ShapeDtype((1, spec.ROWS, spec.COLUMNS), record.lhs.dtype),),
         batch=1,
         grid=spec.NUM_PROGRAMS,
         num_warps=config.num_warps,

@@ -8,7 +8,7 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.gather_reduce.config import GatherTiles
 from ejkernel_triton.gather_reduce.forward import with_batch_axis
 from ejkernel_triton.gather_reduce.spec import make_spec
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
@@ -39,8 +39,8 @@ def backward(pullback: Pullback, config: GatherTiles) -> dict[str, jax.Array]:
             record.rows[None] if compute_weight_gradient else None,
         ),
         (
-            Shape((1, rows, spec.D), record.rows.dtype),
-            Shape((1, spec.NUM_CHANNEL_TILES, num_pairs if compute_weight_gradient else 1), jnp.float32),
+            ShapeDtype((1, rows, spec.D), record.rows.dtype),
+            ShapeDtype((1, spec.NUM_CHANNEL_TILES, num_pairs if compute_weight_gradient else 1), jnp.float32),
         ),
         batch=1,
         grid=spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,

@@ -5,7 +5,7 @@ import jax
 from ejkernel.families.gather_reduce import GatherReduce
 from ejkernel_triton.gather_reduce.config import GatherTiles, is_row_copy
 from ejkernel_triton.gather_reduce.spec import make_spec
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple[()]]:
@@ -30,7 +30,7 @@ def forward(record: GatherReduce, config: GatherTiles) -> tuple[jax.Array, tuple
     (output,) = launch(
         gather_sum_kernel,
         (record.rows[None], record.indices[None], with_batch_axis(record.weights)),
-        (Shape((1, tokens, spec.D), record.rows.dtype),),
+        (ShapeDtype((1, tokens, spec.D), record.rows.dtype),),
         batch=1,
         grid=spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,
@@ -51,7 +51,7 @@ def _scatter_row_copies(record: GatherReduce, config: GatherTiles) -> jax.Array:
     (output,) = launch(
         scatter_copies_kernel,
         (record.rows[None], record.indices[None], record.inverse[None]),
-        (Shape((1, spec.T, spec.D), record.rows.dtype),),
+        (ShapeDtype((1, spec.T, spec.D), record.rows.dtype),),
         batch=1,
         grid=(spec.NUM_BLOCKS + spec.NUM_ZERO_FILL_BLOCKS) * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,

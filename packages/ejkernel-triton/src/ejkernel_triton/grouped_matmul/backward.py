@@ -23,7 +23,7 @@ from ejkernel_triton.grouped_matmul.spec import (
     converts_to_float32,
     dequantize_lhs,
 )
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def backward(pullback: Pullback, config: GroupedBackward) -> dict[str, jax.Array]:
@@ -101,11 +101,11 @@ def _lhs_cotangent_products(
     spec = _make_spec(
         record, (left_operand, right_operand), (config.rhs_block_m, config.rhs_block_n, config.rhs_block_k)
     )
-    tiles = cdiv(spec.OUTPUT_ROWS, spec.BLOCK_P) * cdiv(spec.OUTPUT_COLUMNS, spec.BLOCK_Q)
+    tiles = cdiv(spec.OUTPUT_ROWS, spec.BLOCK_OUTPUT_ROWS) * cdiv(spec.OUTPUT_COLUMNS, spec.BLOCK_OUTPUT_COLUMNS)
     (sums,) = launch(
         grouped_gemm_drhs_kernel,
         (left_operand[None], right_operand[None], _group_row_bounds(record)),
-        (Shape((1, *record.rhs.shape), dtype),),
+        (ShapeDtype((1, *record.rhs.shape), dtype),),
         batch=1,
         grid=spec.NUM_MATRICES * tiles,
         num_warps=config.rhs_num_warps,
@@ -134,9 +134,9 @@ def _bias_gradients(record: GroupedMatmul, cotangent: jax.Array) -> jax.Array:
     (sums,) = launch(
         grouped_dbias_kernel,
         (cotangent[None], _group_row_bounds(record)),
-        (Shape((1, spec.NUM_MATRICES, 1, spec.OUTPUT_COLUMNS), jnp.float32),),
+        (ShapeDtype((1, spec.NUM_MATRICES, 1, spec.OUTPUT_COLUMNS), jnp.float32),),
         batch=1,
-        grid=spec.NUM_MATRICES * cdiv(spec.OUTPUT_COLUMNS, spec.BLOCK_Q),
+        grid=spec.NUM_MATRICES * cdiv(spec.OUTPUT_COLUMNS, spec.BLOCK_OUTPUT_COLUMNS),
         num_warps=4,
         num_stages=2,
         constants={"spec": spec},
@@ -158,8 +158,8 @@ def _make_spec(
         ROWS=left_operand.shape[0],
         OUTPUT_ROWS=left_operand.shape[1],
         OUTPUT_COLUMNS=right_operand.shape[1],
-        BLOCK_P=block_sizes[0],
-        BLOCK_Q=block_sizes[1],
+        BLOCK_OUTPUT_ROWS=block_sizes[0],
+        BLOCK_OUTPUT_COLUMNS=block_sizes[1],
         BLOCK_K=block_sizes[2],
         NUM_MATRICES=record.rhs.shape[0],
         GROUP_M=GROUP_M,

@@ -20,7 +20,7 @@ from ejkernel_triton.grouped_matmul.spec import (
     longest_float8_step,
     num_scales_along_contraction,
 )
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 
 
 def forward(record: GroupedMatmul, config: GroupedForward) -> tuple[jax.Array, tuple[()]]:
@@ -146,7 +146,7 @@ def multiply_rows(
             add_batch_axis(record.existing_out) if spec.HAS_EXISTING_OUT else None,
             find_row_tiles(record, spec.BLOCK_M)[None],
         ),
-        (Shape((1, spec.ROWS, spec.COLUMNS), dtype),),
+        (ShapeDtype((1, spec.ROWS, spec.COLUMNS), dtype),),
         batch=1,
         grid=spec.NUM_PROGRAMS,
         num_warps=config.num_warps,

@@ -84,8 +84,8 @@ class GroupedRhsGradientSpec:
         ROWS: M.
         OUTPUT_ROWS: P.
         OUTPUT_COLUMNS: Q.
-        BLOCK_P: Rows per tile of the result.
-        BLOCK_Q: Columns per tile of the result.
+        BLOCK_OUTPUT_ROWS: Rows per tile of the result.
+        BLOCK_OUTPUT_COLUMNS: Columns per tile of the result.
         BLOCK_K: Rows of the operands per step.
         NUM_MATRICES: E.
         GROUP_M: Tile rows per swizzle group: they run before the next column of tiles.
@@ -96,8 +96,8 @@ class GroupedRhsGradientSpec:
     ROWS: int
     OUTPUT_ROWS: int
     OUTPUT_COLUMNS: int
-    BLOCK_P: int
-    BLOCK_Q: int
+    BLOCK_OUTPUT_ROWS: int
+    BLOCK_OUTPUT_COLUMNS: int
     BLOCK_K: int
     NUM_MATRICES: int
     GROUP_M: int

@@ -15,7 +15,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.chips import KIBI, Gpu, gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_triton.sizes import (
@@ -118,7 +118,7 @@ def _chunk_tables_in_one_launch(
     return launch(
         chunk_tables_kernel,
         (cu_seqlens,),
-        [Shape((1, n), jnp.int32) for n in shapes],
+        [ShapeDtype((1, n), jnp.int32) for n in shapes],
         batch=1,
         grid=cdiv(max(spec.NUM_CHUNKS, num_sequences + 2), entries_per_program),
         num_warps=4,
@@ -249,7 +249,7 @@ def make_gate_cumsum(decay: jax.Array | None, spec: RecurrenceSpec, chunk_tables
     (gate_cumsum,) = launch(
         chunk_local_cumsum_kernel,
         (decay, *chunk_tables.chunk_kernel_inputs),
-        [Shape((rows, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.GATE_CHANNELS), jnp.float32)],
+        [ShapeDtype((rows, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.GATE_CHANNELS), jnp.float32)],
         batch=rows,
         grid=rows * spec.NUM_CHUNKS * cdiv(columns, block),
         num_warps=4,

@@ -9,7 +9,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.paged_attention import config, latent
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = frozenset(
+HANDLED_FIELDS = frozenset(
     {
         "kv_starts",
         "num_seqs",
@@ -66,7 +66,7 @@ def implementations() -> tuple[Implementation, ...]:
         triton_implementation(
             "paged_attention",
             forward="paged_attention.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra_reasons=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.PagedForward),
         ),
         *latent.implementations(),

@@ -1,8 +1,8 @@
 """Tile sizes and launch parameters of the paged-attention kernels, and the tiles that shared memory holds.
 
-Triton's compiler determines the shared memory of a kernel; `shared_memory` is an upper bound for its versions 3.6 and
-3.9, which a test compares with them. In the main loop shared memory holds the queries, the pipeline stages of keys and
-values (and of biases of pairs), operands that are converted to another dtype, and the weights. After it, the
+Triton's compiler determines the shared memory of a kernel; `shared_memory_bytes` is an upper bound for its versions 3.6
+and 3.9, which a test compares with them. In the main loop shared memory holds the queries, the pipeline stages of keys
+and values (and of biases of pairs), operands that are converted to another dtype, and the weights. After it, the
 accumulator passes through shared memory to the threads that store it.
 """
 
@@ -172,7 +172,7 @@ def shared_memory_refusal(record: PagedAttention, device: DeviceInfo) -> str:
     chip, config = gpu_of(device), heuristic(record, device, "forward")
     if fits_shared_memory(record, config, chip):
         return ""
-    needed_bytes = shared_memory(record, config, chip)
+    needed_bytes = shared_memory_bytes(record, config, chip)
     return f"a tile takes up to {needed_bytes} bytes of shared memory, and {chip.target} has {chip.shared_memory}"
 
 
@@ -196,7 +196,9 @@ def _latent_candidates(record: PagedAttention, device: DeviceInfo) -> tuple[Page
         tile = _make_config(record, device, block_kv, warps, stages)
         configs.append((programs_per_sm, dataclasses.replace(tile, num_programs=num_programs, tile_within_page=True)))
     fitting = [
-        x for programs_per_sm, x in configs if programs_per_sm * shared_memory(record, x, chip) <= chip.shared_memory
+        x
+        for programs_per_sm, x in configs
+        if programs_per_sm * shared_memory_bytes(record, x, chip) <= chip.shared_memory
     ]
     return tuple(dict.fromkeys(fitting or [shrink_to_shared_memory(record, configs[-1][1], chip)]))
 
@@ -290,7 +292,7 @@ def _max_heads_per_tile(record: PagedAttention, chip: Gpu) -> int:
     return min(max_heads, 1 << (heads_in_shared_memory.bit_length() - 1))
 
 
-def shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> int:
+def shared_memory_bytes(record: PagedAttention, config: Any, chip: Gpu) -> int:
     """Returns the most bytes of shared memory that a program of the kernel takes.
 
     Args:
@@ -304,7 +306,7 @@ def shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> int:
 
 def fits_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> bool:
     """Returns whether a program of the kernel fits the chip."""
-    return shared_memory(record, config, chip) <= chip.shared_memory
+    return shared_memory_bytes(record, config, chip) <= chip.shared_memory
 
 
 def shrink_to_shared_memory(record: PagedAttention, config: Any, chip: Gpu) -> Any:

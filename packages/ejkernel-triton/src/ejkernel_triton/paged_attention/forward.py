@@ -10,7 +10,7 @@ from ejkernel.families.paged_attention import PagedAttention, qq_bias_starts
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns, rotary_columns_of
 from ejkernel.planning.softmax_merge import PartialAttention, merge
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import (
     SharedPrefix,
@@ -148,18 +148,18 @@ def _attend_work_items(
     return output[0], lse[0]
 
 
-def _output_shapes(record: PagedAttention, spec: PagedSpec) -> tuple[Shape, ...]:
+def _output_shapes(record: PagedAttention, spec: PagedSpec) -> tuple[ShapeDtype, ...]:
     """Returns the shapes of output, lse, and the accumulators, row maxima and row sums of partial softmaxes."""
     rows, heads, _ = record.query.shape
     # Split-KV: two slots per program, for any lengths; see `paged_attention_kernel`.
     num_slots = 2 * spec.NUM_PROGRAMS * spec.HEAD_TILES_PER_KV_HEAD
     partial_acc_width = spec.BV + (spec.BLOCK_ROTARY if spec.ROTARY_IS_VALUE else 0)
     return (
-        Shape((1, rows, heads, spec.DV), record.query.dtype),
-        Shape((1, rows, heads), jnp.float32),
-        Shape((1, num_slots, spec.M, partial_acc_width), jnp.float32),
-        Shape((1, num_slots, spec.M), jnp.float32),
-        Shape((1, num_slots, spec.M), jnp.float32),
+        ShapeDtype((1, rows, heads, spec.DV), record.query.dtype),
+        ShapeDtype((1, rows, heads), jnp.float32),
+        ShapeDtype((1, num_slots, spec.M, partial_acc_width), jnp.float32),
+        ShapeDtype((1, num_slots, spec.M), jnp.float32),
+        ShapeDtype((1, num_slots, spec.M), jnp.float32),
     )
 
 

@@ -19,7 +19,7 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.families.paged_attention.work import KeyTileRanges, WorkList, distribute_key_tiles, make_work_list
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, is_interpreting, launch
+from ejkernel_triton.launch import ShapeDtype, is_interpreting, launch
 from ejkernel_triton.paged_attention.config import PREFILL_SCORE_ROWS, PagedForward, heuristic
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_spec
 from ejkernel_triton.sizes import pad_to_dot_size
@@ -57,8 +57,8 @@ def plan_work(record: PagedAttention, spec: PagedSpec, config: PagedForward) -> 
     work_arrays = (record.kv_lens, record.query_start, record.kv_starts, paged_cache.num_live_sequences(record))
     int_arrays = [None if x is None else x.astype(jnp.int32).reshape(1, -1) for x in work_arrays]
     shapes = (
-        Shape((1, spec.NUM_ENTRIES, FIELDS_PER_ENTRY), jnp.int32),
-        Shape((1, spec.NUM_PROGRAMS + 1, 2), jnp.int32),
+        ShapeDtype((1, spec.NUM_ENTRIES, FIELDS_PER_ENTRY), jnp.int32),
+        ShapeDtype((1, spec.NUM_PROGRAMS + 1, 2), jnp.int32),
     )
     padded_sizes = {
         "PADDED_NUM_SEQUENCES": spec.NUM_SEQUENCES,
@@ -213,7 +213,7 @@ def copy_prefix(record: PagedAttention) -> PagedAttention:
     keys, values = launch(
         prefix_copy_kernel,
         (record.key_pages[None], values[None], tables[None], record.kv_lens.astype(jnp.int32)[None]),
-        (Shape((*shape, spec.D), record.query.dtype), Shape((*shape, spec.DV), record.query.dtype)),
+        (ShapeDtype((*shape, spec.D), record.query.dtype), ShapeDtype((*shape, spec.DV), record.query.dtype)),
         batch=1,
         grid=cdiv(num_pages * spec.PAGE_SIZE, spec.BLOCK_KV) * spec.HK,
         num_warps=4,

@@ -189,7 +189,7 @@ class WriteSpec:
 def make_spec(
     record: PagedAttention,
     config: PagedForward,
-    entries: int,
+    num_entries: int,
     rotary: RotaryColumns | None = None,
     loads_row_positions: bool = False,
 ) -> PagedSpec:
@@ -198,7 +198,7 @@ def make_spec(
     Args:
         record: The canonical arguments, without new tokens.
         config: Tile sizes and programs.
-        entries: Entries of the work list.
+        num_entries: Entries of the work list.
         rotary: The rotary columns of a latent record.
         loads_row_positions: Whether positions of query rows are loaded.
     """
@@ -220,7 +220,7 @@ def make_spec(
         TILE_IS_WITHIN_PAGE=record.block_tables is None or tile_is_within_page,
         # Tiles of few rows are memory-bound even with masks, but not with loads of biases.
         HAS_UNMASKED_LOOP=record.qq_bias is not None or config.block_q * heads_per_tile >= min_unmasked_rows,
-        NUM_ENTRIES=entries,
+        NUM_ENTRIES=num_entries,
         NUM_PROGRAMS=config.num_programs,
         PARTIAL_TILE_STAGES=partial_tile_stages(record, config.num_stages),
         LOAD_ROW_POSITIONS=loads_row_positions,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.quantized_matmul import QuantizedMatmul, apply_tensor_scale
 from ejkernel.planning.quantized_formats import NF4
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.quantized_matmul.config import QuantizedTiles
 from ejkernel_triton.quantized_matmul.spec import QuantizedSpec, make_spec
 
@@ -78,7 +78,7 @@ def _launch_kernel(
     (split_sums,) = launch(
         kernel,
         (lhs.astype(record.x.dtype)[None], record.packed[None], record.scales[None], zero_points, nf4_table),
-        (Shape((1, spec.NUM_SPLITS, *output_shape), jnp.float32),),
+        (ShapeDtype((1, spec.NUM_SPLITS, *output_shape), jnp.float32),),
         batch=1,
         grid=cdiv(output_axis_size, output_block) * cdiv(spec.M, spec.BLOCK_M) * spec.NUM_SPLITS,
         num_warps=config.num_warps,

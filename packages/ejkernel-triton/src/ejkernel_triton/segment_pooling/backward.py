@@ -4,7 +4,7 @@ import jax
 
 from ejkernel.families.segment_pooling import SegmentPooling
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.segment_pooling.config import PoolingBackward
 from ejkernel_triton.segment_pooling.forward import ranges_with_batch_axis
 from ejkernel_triton.segment_pooling.spec import make_backward_spec
@@ -27,7 +27,7 @@ def backward(pullback: Pullback, config: PoolingBackward) -> dict[str, jax.Array
     (gradient,) = launch(
         pool_bwd_kernel,
         (pullback.cotangent.reshape(rows, spec.M, spec.C), record.lengths, ranges_with_batch_axis(record)),
-        (Shape((rows, spec.T, spec.C), record.values.dtype),),
+        (ShapeDtype((rows, spec.T, spec.C), record.values.dtype),),
         batch=rows,
         grid=rows * spec.NUM_BLOCKS * spec.NUM_CHANNEL_PROGRAMS,
         num_warps=config.num_warps,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.families.segment_pooling import SegmentPooling
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.segment_pooling.config import PoolingForward
 from ejkernel_triton.segment_pooling.spec import make_forward_spec
 
@@ -31,7 +31,7 @@ def forward(record: SegmentPooling, config: PoolingForward) -> tuple[jax.Array, 
     output, head_and_tail_sums = launch(
         pool_fwd_kernel,
         (values, lengths, ranges),
-        (Shape((rows, spec.M, spec.C), values.dtype), Shape((rows, spec.NUM_BLOCKS, 2, spec.C), jnp.float32)),
+        (ShapeDtype((rows, spec.M, spec.C), values.dtype), ShapeDtype((rows, spec.NUM_BLOCKS, 2, spec.C), jnp.float32)),
         batch=rows,
         grid=rows * spec.NUM_BLOCKS * spec.NUM_CHANNEL_TILES,
         num_warps=config.num_warps,

@@ -9,7 +9,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selected_attention import config
 
-HANDLES = frozenset(
+HANDLED_FIELDS = frozenset(
     {
         "selected_blocks",
         "block_starts",
@@ -49,7 +49,7 @@ def implementations() -> tuple[Implementation, ...]:
             forward="selected_attention.forward:forward",
             backward="selected_attention.backward:backward",
             gradients=frozenset(FAMILY.differentiable),
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(
                 config, forward=config.SelectedForward, backward=config.SelectedBackward, kind=config.tuned_table_key
             ),

@@ -21,7 +21,7 @@ from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.selected_attention import BranchResiduals, SelectedAttention
 from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.selected_attention.config import SelectedBackward, group_size
 from ejkernel_triton.selected_attention.forward import kernel_inputs
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL, QueryLists, block_ends, invert_block_lists
@@ -74,7 +74,7 @@ def _query_gradients(
     (dquery,) = launch(
         selected_bwd_dq_kernel,
         (*kernel_inputs(record), *per_query_inputs),
-        [Shape(record.query.shape, record.query.dtype)],
+        [ShapeDtype(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=spec.T * spec.HK * record.query.shape[0],
         num_warps=config.num_warps,
@@ -96,14 +96,14 @@ def _key_gradients(
     sum_shapes = [
         (batch, spec.HK, query_lists.num_sum_slots, tiles, config.key_block_kv, width) for width in (spec.BD, spec.BV)
     ]
-    shapes = [Shape(record.key.shape, record.key.dtype), Shape(record.value.shape, record.value.dtype)]
+    shapes = [ShapeDtype(record.key.shape, record.key.dtype), ShapeDtype(record.value.shape, record.value.dtype)]
     gradients = launch(
         selected_bwd_dkdv_kernel,
         (
             *(query, key, value, query_lists.tokens, query_lists.list_splits),
             *(block_starts, key_ends, q_positions, q_ids, k_ids, *per_query_inputs),
         ),
-        [*shapes, *(Shape(x, jnp.float32) for x in sum_shapes)],
+        [*shapes, *(ShapeDtype(x, jnp.float32) for x in sum_shapes)],
         batch=batch,
         grid=tiles * list_splits * spec.HK * batch,
         num_warps=config.key_warps,

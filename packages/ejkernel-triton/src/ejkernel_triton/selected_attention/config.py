@@ -1,7 +1,7 @@
 """Tile sizes and launch parameters of the selected-attention kernels, and the tiles that shared memory holds.
 
-Triton's compiler determines the shared memory of a kernel; `shared_memory` follows its version 3.9 for programs with
-many query heads per KV head.
+Triton's compiler determines the shared memory of a kernel; `shared_memory_bytes` follows its version 3.9 for programs
+with many query heads per KV head.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def shared_memory_refusal(record: SelectedAttention, device: DeviceInfo) -> str:
     """Returns why the kernels cannot run for a record on a device; empty where they can."""
     chip = gpu_of(device)
     directions: tuple[Direction, ...] = ("forward", "backward")
-    needed_bytes = max(shared_memory(record, heuristic(record, device, x), chip) for x in directions)
+    needed_bytes = max(shared_memory_bytes(record, heuristic(record, device, x), chip) for x in directions)
     if needed_bytes <= chip.shared_memory:
         return ""
     heads = f"{group_size(record)} query heads a KV head take up to {needed_bytes} bytes of shared memory"
@@ -220,7 +220,7 @@ def _shrink_config(config: Any, keys: str, stages: str) -> Any:
     return None
 
 
-def shared_memory(record: SelectedAttention, config: Any, chip: Gpu) -> int:
+def shared_memory_bytes(record: SelectedAttention, config: Any, chip: Gpu) -> int:
     """Returns the bytes of the largest program of a pass."""
     backward = hasattr(config, "key_block_kv")
     query_program_bytes = _query_program_bytes(record, config, chip, backward)

@@ -12,7 +12,7 @@ from ejkernel.families.selected_attention import branches as selected_branches
 from ejkernel.families.selected_attention.block_selection import current_blocks
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, is_interpreting, launch
+from ejkernel_triton.launch import ShapeDtype, is_interpreting, launch
 from ejkernel_triton.selected_attention.config import SelectedForward, group_size
 from ejkernel_triton.selected_attention.plan import DENSE_KERNEL
 from ejkernel_triton.selected_attention.spec import make_spec
@@ -62,7 +62,7 @@ def attend_to_selected_blocks(record: SelectedAttention, config: SelectedForward
     output, lse = launch(
         selected_fwd_kernel,
         kernel_inputs(record),
-        [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)],
+        [ShapeDtype((b, t, h, dv), record.query.dtype), ShapeDtype((b, h, t), jnp.float32)],
         batch=b,
         grid=t * hk * b,
         num_warps=config.num_warps,
@@ -104,8 +104,8 @@ def select_blocks(record: SelectedAttention, compressed_branch: BranchResiduals 
             *(record.q_segment_ids, record.compressed_segment_ids),
         ),
         [
-            Shape((batch, spec.T, spec.HK, spec.NUM_LISTED_BLOCKS), jnp.int32),
-            Shape((batch, programs, queries, padded_num_blocks), jnp.float32),
+            ShapeDtype((batch, spec.T, spec.HK, spec.NUM_LISTED_BLOCKS), jnp.int32),
+            ShapeDtype((batch, programs, queries, padded_num_blocks), jnp.float32),
         ],
         batch=batch,
         grid=programs * batch,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel.families.selective_scan.scan_sequences import backward_with_slot_states
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.selective_scan.config import ScanBackward
 from ejkernel_triton.selective_scan.forward import packed_sequence_operands, scan_operands, segment_initial_states
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
@@ -83,16 +83,16 @@ def _launch_backward_kernel(
             *packed_sequence_operands(record),
         ),
         (
-            Shape(record.x.shape, record.x.dtype),
-            Shape(record.step.shape, record.step.dtype),
-            Shape((num_rows, spec.NUM_CHANNEL_TILES, spec.T, 2 * spec.BN), float32),
-            Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), float32),
-            Shape((num_rows, spec.NUM_SEGMENTS, spec.E), float32),
-            Shape(
+            ShapeDtype(record.x.shape, record.x.dtype),
+            ShapeDtype(record.step.shape, record.step.dtype),
+            ShapeDtype((num_rows, spec.NUM_CHANNEL_TILES, spec.T, 2 * spec.BN), float32),
+            ShapeDtype((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), float32),
+            ShapeDtype((num_rows, spec.NUM_SEGMENTS, spec.E), float32),
+            ShapeDtype(
                 (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E), float32
             ),
             # Scratch for one interval per program, overwritten by the next: small enough to stay in L2.
-            Shape((num_rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
+            ShapeDtype((num_rows, programs, blocks, spec.BN, spec.BLOCK_E), float32),
         ),
         batch=num_rows,
         grid=num_rows * programs,

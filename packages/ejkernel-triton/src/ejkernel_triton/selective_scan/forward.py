@@ -7,7 +7,7 @@ from jax import lax
 from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan, packed_scan
 from ejkernel.families.selective_scan.scan_sequences import forward_with_slot_states
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.selective_scan.config import ScanForward
 from ejkernel_triton.selective_scan.spec import ScanSpec, make_spec
 
@@ -49,9 +49,9 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
             *packed_sequence_operands(record),
         ),
         (
-            Shape(record.x.shape, record.x.dtype),
-            Shape((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), float32),
-            Shape(
+            ShapeDtype(record.x.shape, record.x.dtype),
+            ShapeDtype((num_rows, spec.NUM_INTERVALS, spec.N, spec.E), float32),
+            ShapeDtype(
                 (num_rows, spec.NUM_SEGMENTS, spec.N, spec.E) if spec.IS_PACKED else (num_rows, spec.N, spec.E), float32
             ),
         ),
@@ -110,8 +110,8 @@ def segment_initial_states(
         segment_end_states_kernel,
         (record.step, decay_rates, column, values),
         (
-            Shape((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), jnp.float32),
-            Shape((num_rows, spec.NUM_SEGMENTS, spec.E), jnp.float32),
+            ShapeDtype((num_rows, spec.NUM_SEGMENTS, spec.N, spec.E), jnp.float32),
+            ShapeDtype((num_rows, spec.NUM_SEGMENTS, spec.E), jnp.float32),
         ),
         batch=num_rows,
         grid=num_rows * spec.NUM_SEGMENTS * spec.NUM_CHANNEL_TILES,

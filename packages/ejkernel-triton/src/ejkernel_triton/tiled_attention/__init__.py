@@ -10,7 +10,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.tiled_attention import config
 
-HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
+HANDLED_FIELDS = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | NUMERICS_FIELDS | {"bias", "pattern", "lse_cotangent"}
 """Optional fields that the kernels honour."""
 
 
@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
         forward="tiled_attention.forward:forward",
         backward="tiled_attention.backward:backward",
         gradients=frozenset({"query", "key", "value", "bias", "softmax_aux"}),
-        requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
+        requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
         config=ConfigSpace(
             heuristic=config.heuristic,
             candidates=config.candidates,

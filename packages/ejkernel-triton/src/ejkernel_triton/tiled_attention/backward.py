@@ -29,7 +29,7 @@ from ejkernel.families.tiled_attention import (
 )
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.tiled_attention.config import Tile, TritonBackward, backward_tiles
 from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_bias_blocks, plan_key_blocks, plan_query_blocks
 from ejkernel_triton.tiled_attention.spec import (
@@ -126,7 +126,7 @@ def _key_value_gradients(
     num_tiles = tiles(record.key.shape[1], tile.stationary_rows)
     fields = {"key": record.key, "value": record.value}
     # Outputs that are not requested are not written, and have one element.
-    outputs = [Shape(x.shape if name in requested_fields else (1,), x.dtype) for name, x in fields.items()]
+    outputs = [ShapeDtype(x.shape if name in requested_fields else (1,), x.dtype) for name, x in fields.items()]
     results = launch(
         flash_bwd_dkdv_kernel,
         (*kernel_operands(record, blocks), *per_query_inputs),
@@ -157,7 +157,7 @@ def _query_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], t
     (dquery,) = launch(
         flash_bwd_dq_kernel,
         (*kernel_operands(record, blocks), *per_query_inputs),
-        [Shape(record.query.shape, record.query.dtype)],
+        [ShapeDtype(record.query.shape, record.query.dtype)],
         batch=record.query.shape[0],
         grid=num_tiles * record.query.shape[2] * record.query.shape[0],
         num_warps=tile.warps,
@@ -186,7 +186,7 @@ def _bias_gradient(record: TiledAttention, per_query_inputs: tuple[Any, ...], ti
     (dbias,) = launch(
         flash_bwd_dbias_kernel,
         (*kernel_operands(record, blocks), *per_query_inputs),
-        [Shape(bias.shape, bias.dtype)],
+        [ShapeDtype(bias.shape, bias.dtype)],
         batch=record.query.shape[0],
         grid=math.prod(grid),
         num_warps=tile.warps,

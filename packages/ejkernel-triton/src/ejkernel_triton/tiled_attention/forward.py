@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments, tiles
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.tiled_attention.config import TritonForward, forward_tile
 from ejkernel_triton.tiled_attention.plan import kernel_operands, plan_key_blocks
 from ejkernel_triton.tiled_attention.spec import query_tile_constants
@@ -29,7 +29,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     tile, record = forward_tile(params), padding_as_segments(record)
     (b, t, h, _), dv = record.query.shape, record.value.shape[3]
     blocks, q_tiles = plan_key_blocks(record, tile.stationary_rows, tile.streamed_rows), tiles(t, tile.stationary_rows)
-    outputs = [Shape((b, t, h, dv), record.query.dtype), Shape((b, h, t), jnp.float32)]
+    outputs = [ShapeDtype((b, t, h, dv), record.query.dtype), ShapeDtype((b, h, t), jnp.float32)]
     constants = {
         **query_tile_constants(record, tile),
         "NUM_TILES": q_tiles,
@@ -39,7 +39,7 @@ def forward(record: TiledAttention, params: TritonForward) -> tuple[jax.Array, S
     if record.normalize_output:
         constants |= {"max_out": None, "argmax_out": None}
     else:
-        outputs += [Shape((b, h, t), jnp.float32), Shape((b, h, t), jnp.int32)]
+        outputs += [ShapeDtype((b, h, t), jnp.float32), ShapeDtype((b, h, t), jnp.int32)]
     # One program per query tile and query head; consecutive programs are tiles of one head, which share its keys in L2.
     results = launch(
         flash_fwd_kernel,

@@ -10,8 +10,8 @@ from ejkernel_triton.grouped_matmul.kernels.tile import tile_indices_and_mask
 
 @triton.jit
 def grouped_dbias_kernel(cotangent, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
-    """Sums BLOCK_Q columns of the cotangent over the rows of one group."""
-    num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + spec.BLOCK_Q - 1) // spec.BLOCK_Q
+    """Sums BLOCK_OUTPUT_COLUMNS columns of the cotangent over the rows of one group."""
+    num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + spec.BLOCK_OUTPUT_COLUMNS - 1) // spec.BLOCK_OUTPUT_COLUMNS
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.NUM_MATRICES * num_column_tiles), tl.int64)
     matrix_index = program // num_column_tiles % spec.NUM_MATRICES
@@ -19,12 +19,14 @@ def grouped_dbias_kernel(cotangent, group_row_bounds, output, spec: tl.constexpr
     group_row_bounds = batch_row_address(group_row_bounds, batch, per.GROUP_ROW_BOUNDS, spec.NUM_MATRICES * 2)
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_COLUMNS
     first, end = load_group_bounds(group_row_bounds, matrix_index)
-    q, q_mask = tile_indices_and_mask((program % num_column_tiles) * spec.BLOCK_Q, spec.BLOCK_Q, spec.OUTPUT_COLUMNS)
+    q, q_mask = tile_indices_and_mask(
+        (program % num_column_tiles) * spec.BLOCK_OUTPUT_COLUMNS, spec.BLOCK_OUTPUT_COLUMNS, spec.OUTPUT_COLUMNS
+    )
     k = tl.arange(0, spec.BLOCK_K)
     # One partial sum per row of the step: threads add to their own elements, and are reduced once after the loop.
     BLOCK_K: tl.constexpr = spec.BLOCK_K
-    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
-    acc = tl.zeros([BLOCK_K, BLOCK_Q], tl.float32)
+    BLOCK_OUTPUT_COLUMNS: tl.constexpr = spec.BLOCK_OUTPUT_COLUMNS
+    acc = tl.zeros([BLOCK_K, BLOCK_OUTPUT_COLUMNS], tl.float32)
     at = cotangent + tl.cast(first, tl.int64) * spec.OUTPUT_COLUMNS + (k[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
     for start in tl.range(first, end, spec.BLOCK_K):
         group_mask = (k < end - start)[:, None] & q_mask[None, :]

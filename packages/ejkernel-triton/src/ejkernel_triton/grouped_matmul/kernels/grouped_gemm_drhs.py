@@ -1,7 +1,7 @@
 """Computes sums over the rows of each group: the gradients of the matrices.
 
-    program: one tile [BLOCK_P, BLOCK_Q] of one matrix
-    rows of the group, BLOCK_K per step:  left^T [BLOCK_P, BLOCK_K] x right [BLOCK_K, BLOCK_Q]  ->  acc  ->  output
+    program: one tile [BLOCK_OUTPUT_ROWS, BLOCK_OUTPUT_COLUMNS] of one matrix
+    rows of the group, BLOCK_K per step:  left_rows^T [BLOCK_OUTPUT_ROWS, BLOCK_K] x right_rows  ->  acc  ->  output
 
 A program adds the rows of its group in order, so results are reproducible bit for bit. An empty group's programs store
 zeros. Programs are not persistent: groups differ in length, and the hardware starts the next program on a
@@ -23,11 +23,11 @@ def load_group_bounds(group_row_bounds, matrix_index):
 
 @triton.jit
 def grouped_gemm_drhs_kernel(left_rows, right_rows, group_row_bounds, output, spec: tl.constexpr, per: tl.constexpr):
-    """Computes a tile [BLOCK_P, BLOCK_Q] of `left^T right` over the rows of one group."""
-    BLOCK_P: tl.constexpr = spec.BLOCK_P
-    BLOCK_Q: tl.constexpr = spec.BLOCK_Q
-    num_row_tiles: tl.constexpr = (spec.OUTPUT_ROWS + BLOCK_P - 1) // BLOCK_P
-    num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + BLOCK_Q - 1) // BLOCK_Q
+    """Computes a tile [BLOCK_OUTPUT_ROWS, BLOCK_OUTPUT_COLUMNS] of `left_rows^T right_rows` over one group's rows."""
+    BLOCK_OUTPUT_ROWS: tl.constexpr = spec.BLOCK_OUTPUT_ROWS
+    BLOCK_OUTPUT_COLUMNS: tl.constexpr = spec.BLOCK_OUTPUT_COLUMNS
+    num_row_tiles: tl.constexpr = (spec.OUTPUT_ROWS + BLOCK_OUTPUT_ROWS - 1) // BLOCK_OUTPUT_ROWS
+    num_column_tiles: tl.constexpr = (spec.OUTPUT_COLUMNS + BLOCK_OUTPUT_COLUMNS - 1) // BLOCK_OUTPUT_COLUMNS
     program = tl.program_id(0)
     batch = tl.cast(program // (spec.NUM_MATRICES * num_row_tiles * num_column_tiles), tl.int64)
     program = program % (spec.NUM_MATRICES * num_row_tiles * num_column_tiles)
@@ -42,13 +42,13 @@ def grouped_gemm_drhs_kernel(left_rows, right_rows, group_row_bounds, output, sp
     output += batch * spec.NUM_MATRICES * spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS
     output += tl.cast(matrix_index, tl.int64) * (spec.OUTPUT_ROWS * spec.OUTPUT_COLUMNS)
     first, end = load_group_bounds(group_row_bounds, matrix_index)
-    p, p_mask = tile_indices_and_mask(tile_p * BLOCK_P, BLOCK_P, spec.OUTPUT_ROWS)
-    q, q_mask = tile_indices_and_mask(tile_q * BLOCK_Q, BLOCK_Q, spec.OUTPUT_COLUMNS)
+    p, p_mask = tile_indices_and_mask(tile_p * BLOCK_OUTPUT_ROWS, BLOCK_OUTPUT_ROWS, spec.OUTPUT_ROWS)
+    q, q_mask = tile_indices_and_mask(tile_q * BLOCK_OUTPUT_COLUMNS, BLOCK_OUTPUT_COLUMNS, spec.OUTPUT_COLUMNS)
     k = tl.arange(0, spec.BLOCK_K)
     # The address of the group's first row has 64 bits, offsets within a step 32.
     left_rows += tl.cast(first, tl.int64) * spec.OUTPUT_ROWS + (k[:, None] * spec.OUTPUT_ROWS + p[None, :])
     right_rows += tl.cast(first, tl.int64) * spec.OUTPUT_COLUMNS + (k[:, None] * spec.OUTPUT_COLUMNS + q[None, :])
-    acc = tl.zeros([BLOCK_P, BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_OUTPUT_ROWS, BLOCK_OUTPUT_COLUMNS], tl.float32)
     for start in tl.range(first, end, spec.BLOCK_K):
         # Both operands are masked past the group's last row: a 0 in only one would be multiplied by NaN of another
         # group.

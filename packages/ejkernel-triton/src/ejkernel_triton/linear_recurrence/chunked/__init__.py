@@ -5,7 +5,7 @@ from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_triton.linear_recurrence.chunked import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = recurrent_states.STATE_LAYOUT_FIELDS | {
+HANDLED_FIELDS = recurrent_states.STATE_LAYOUT_FIELDS | {
     *("decay", "dt", "skip", "initial_state", "cu_seqlens", "sequence_state", "precision")
 }
 """Optional fields that the kernels honour, with those of states, which XLA moves before and after the kernels."""
@@ -22,7 +22,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="linear_recurrence.chunked.backward:backward",
             gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS),
             config=ConfigSpace.of(config, forward=config.RecurrenceConfig, kind=config.tuned_table_key),
         ),
     )

@@ -14,7 +14,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import chunk_states, intra_chunk_scores, zero_padding
 from ejkernel_triton.linear_recurrence.config import ChunkedConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, make_call
@@ -158,7 +158,7 @@ def value_gradients(
     return sum_over_head_groups(dvalue, value), _sum_over_tiles(ddt), _sum_over_tiles(dskip)
 
 
-def _value_gradient_shapes(call: RecurrenceCall, num_head_groups: int, num_tiles: int) -> list[Shape]:
+def _value_gradient_shapes(call: RecurrenceCall, num_head_groups: int, num_tiles: int) -> list[ShapeDtype]:
     """Returns the shapes of the outputs of `chunk_bwd_dv_kernel`: gradients of value, dt and skip.
 
     If several groups share a value head, their partial sums are float32, and XLA adds them up. A program has a tile of
@@ -167,11 +167,11 @@ def _value_gradient_shapes(call: RecurrenceCall, num_head_groups: int, num_tiles
     spec, batch, value = call.spec, call.query.shape[0], call.value
     partial_sum_shape = (batch, num_tiles, spec.T, spec.H)
     return [
-        Shape(
+        ShapeDtype(
             (batch, spec.T, num_head_groups, spec.V), value.dtype if num_head_groups == value.shape[2] else jnp.float32
         ),
-        Shape(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
-        Shape(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
+        ShapeDtype(partial_sum_shape if spec.HAS_DT else (batch,), jnp.float32),
+        ShapeDtype(partial_sum_shape if spec.HAS_SKIP else (batch,), jnp.float32),
     ]
 
 
@@ -231,23 +231,25 @@ def key_gradients(
 
 def _key_gradient_shapes(
     call: RecurrenceCall, num_head_groups: int, num_key_channel_tiles: int, dgates_dtype: Any
-) -> list[Shape]:
+) -> list[ShapeDtype]:
     """Returns the shapes of the outputs of `chunk_bwd_dqkg_kernel`: gradients of query, key and gates.
 
     Gradients of unshared queries and keys are stored by head; shared ones by group, which `sum_over_head_groups` adds
     up.
     """
     spec, batch = call.spec, call.query.shape[0]
-    shapes: list[Shape] = []
+    shapes: list[ShapeDtype] = []
     for field_heads in (spec.HQ, spec.HK):
         heads = spec.H if field_heads == spec.H else num_head_groups
-        shapes.append(Shape((batch, spec.T, heads, spec.K), call.query.dtype if heads == field_heads else jnp.float32))
+        shapes.append(
+            ShapeDtype((batch, spec.T, heads, spec.K), call.query.dtype if heads == field_heads else jnp.float32)
+        )
     if dgates_dtype is None:
-        return [*shapes, Shape((batch,), jnp.float32)]
+        return [*shapes, ShapeDtype((batch,), jnp.float32)]
     gate_shape = (
         (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else (batch, num_key_channel_tiles, spec.T, spec.H)
     )
-    return [*shapes, Shape(gate_shape, dgates_dtype)]
+    return [*shapes, ShapeDtype(gate_shape, dgates_dtype)]
 
 
 def _loads_vectors_as_two_columns(spec: RecurrenceSpec) -> bool:

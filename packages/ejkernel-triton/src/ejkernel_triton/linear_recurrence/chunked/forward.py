@@ -11,7 +11,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.chunked.config import RecurrenceConfig
 from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE
 from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, make_call
@@ -166,8 +166,8 @@ def fused_chunk_scan(
         fused_chunk_scan_kernel,
         (*arrays, w, call.scores, *call.chunk_tables.scan_kernel_inputs),
         [
-            Shape((batch, spec.T, spec.H, spec.V), call.query.dtype),
-            Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+            ShapeDtype((batch, spec.T, spec.H, spec.V), call.query.dtype),
+            ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
         ],
         batch=batch,
         # Packed rows have one program more, which writes zeros for padding tokens.
@@ -204,7 +204,7 @@ def intra_chunk_scores(call: RecurrenceCall) -> jax.Array | None:
     (scores,) = launch(
         chunk_fwd_intra_kernel,
         (call.query, call.key, call.gates, *call.chunk_tables.chunk_kernel_inputs),
-        [Shape((batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE), call.query.dtype)],
+        [ShapeDtype((batch, spec.H, spec.NUM_CHUNKS * spec.CHUNK_SIZE, spec.CHUNK_SIZE), call.query.dtype)],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=DEFAULT_WARPS,
@@ -234,7 +234,7 @@ def chunk_outputs(call: RecurrenceCall, states: jax.Array) -> jax.Array:
             states,
             *call.chunk_tables.chunk_kernel_inputs,
         ),
-        [Shape((batch, spec.T, spec.H, spec.V), call.query.dtype)],
+        [ShapeDtype((batch, spec.T, spec.H, spec.V), call.query.dtype)],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H * (spec.CHUNK_SIZE // block_t) * cdiv(spec.V, config.output_block_v),
         num_warps=config.output_warps,

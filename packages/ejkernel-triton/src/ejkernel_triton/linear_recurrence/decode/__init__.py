@@ -9,7 +9,7 @@ from ejkernel_triton.linear_recurrence import chunked
 from ejkernel_triton.linear_recurrence.decode import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = chunked.HANDLES | {"beta", "value_decay", "segment_ids", "parents"}
+HANDLED_FIELDS = chunked.HANDLED_FIELDS | {"beta", "value_decay", "segment_ids", "parents"}
 """Optional fields that the decode step honours: all of them."""
 
 
@@ -28,7 +28,7 @@ def implementations() -> tuple[Implementation, ...]:
             "linear_recurrence",
             name="triton_decode",
             forward="linear_recurrence.decode.forward:forward",
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace.of(config, forward=config.DecodeTile),
             priority=20,
             cases="ejkernel_triton.linear_recurrence.decode.cases:cases",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, real_and_segment_start_tokens
 from ejkernel.planning.trees import token_trees
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.decode.config import DecodeTile
 from ejkernel_triton.linear_recurrence.decode.spec import make_spec
 
@@ -35,8 +35,8 @@ def forward(record: LinearRecurrence, config: DecodeTile) -> tuple[tuple[jax.Arr
         inputs,
         (
             # The index of an input means that the output is written to its memory.
-            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else Shape(final_shape, jnp.float32),
-            Shape((rows, spec.T, spec.H, spec.V), record.query.dtype),
+            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else ShapeDtype(final_shape, jnp.float32),
+            ShapeDtype((rows, spec.T, spec.H, spec.V), record.query.dtype),
         ),
         batch=rows,
         grid=rows * spec.NUM_SEQUENCES * spec.H * spec.NUM_VALUE_TILES,

@@ -9,7 +9,7 @@ from ejkernel_triton.linear_recurrence.chunked.config import PUBLIC_FIELDS, tune
 from ejkernel_triton.linear_recurrence.delta import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = (chunked.HANDLES - {"dt", "skip", "precision", "transposed_states"}) | {"beta"}
+HANDLED_FIELDS = (chunked.HANDLED_FIELDS - {"dt", "skip", "precision", "transposed_states"}) | {"beta"}
 """Optional fields that the delta rule's kernels honour."""
 
 DIFFERENTIABLE_FIELDS = (chunked.DIFFERENTIABLE_FIELDS - {"dt", "skip"}) | {"beta"}
@@ -31,7 +31,7 @@ def implementations() -> tuple[Implementation, ...]:
             backward="linear_recurrence.delta.backward:backward",
             gradients=DIFFERENTIABLE_FIELDS,
             paired=True,
-            requires=triton_requires(head_dims=range(1, 257), handles=HANDLES, extra_reasons=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 257), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace(
                 forward=config.DeltaRuleConfig,
                 public_fields=PUBLIC_FIELDS,

@@ -10,7 +10,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.families.linear_recurrence.plain_states import backward_with_plain_states
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.chunked.backward import (
     Gradients,
     gate_gradient_dtype,
@@ -178,7 +178,7 @@ def chunk_bwd_dv_local(call: RecurrenceCall, cotangent: jax.Array) -> jax.Array:
     (intra_chunk_dv,) = launch(
         chunk_bwd_dv_local_kernel,
         (call.query, call.key, call.gates, call.scores, cotangent, *call.chunk_tables.chunk_kernel_inputs),
-        [Shape((batch, spec.T, spec.H, spec.V), cotangent.dtype)],
+        [ShapeDtype((batch, spec.T, spec.H, spec.V), cotangent.dtype)],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H,
         num_warps=config.output_warps,
@@ -209,7 +209,10 @@ def pass_state_gradients(
     spec, batch = call.spec, call.query.shape[0]
     dstates_shape, dv_new_shape = (batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), (batch, spec.T, spec.H, spec.V)
     return _launch_chunk_bwd_dhu(
-        call, (w, cotangent, intra_chunk_dv, final_state_gradients, None), Shape(dstates_shape, dtype), dv_new_shape
+        call,
+        (w, cotangent, intra_chunk_dv, final_state_gradients, None),
+        ShapeDtype(dstates_shape, dtype),
+        dv_new_shape,
     )
 
 
@@ -236,11 +239,11 @@ def compute_segment_start_gradients(
     call = dataclasses.replace(call, config=_segment_start_gradient_config(delta_config(call)))
     empty_shape = (call.query.shape[0],)
     arrays = (w, cotangent, intra_chunk_dv, None, chunks_until_decayed)
-    return _launch_chunk_bwd_dhu(call, arrays, Shape(empty_shape, jnp.float32), empty_shape).initial_dstates
+    return _launch_chunk_bwd_dhu(call, arrays, ShapeDtype(empty_shape, jnp.float32), empty_shape).initial_dstates
 
 
 def _launch_chunk_bwd_dhu(
-    call: RecurrenceCall, arrays: tuple[Any, ...], dstates_shape: Shape, dv_new_shape: tuple[int, ...]
+    call: RecurrenceCall, arrays: tuple[Any, ...], dstates_shape: ShapeDtype, dv_new_shape: tuple[int, ...]
 ) -> StateGradients:
     """Launches `chunk_bwd_dhu_kernel`.
 
@@ -268,8 +271,8 @@ def _launch_chunk_bwd_dhu(
         ),
         [
             dstates_shape,
-            Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-            Shape(dv_new_shape, call.query.dtype),
+            ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+            ShapeDtype(dv_new_shape, call.query.dtype),
         ],
         batch=batch,
         grid=batch * spec.NUM_SEQUENCES * spec.H * cdiv(spec.V, config.dh_block_v),
@@ -318,9 +321,9 @@ def gradients_through_inverse(
         wy_bwd_kernel,
         (value, beta, inverse, dv_new, *call.chunk_tables.chunk_kernel_inputs),
         [
-            Shape(tokens, dv_new.dtype),
-            Shape(tokens, value.dtype if spec.HV == spec.H else jnp.float32),
-            Shape(tokens[:3], jnp.float32),
+            ShapeDtype(tokens, dv_new.dtype),
+            ShapeDtype(tokens, value.dtype if spec.HV == spec.H else jnp.float32),
+            ShapeDtype(tokens[:3], jnp.float32),
         ],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel
 from ejkernel.families.linear_recurrence.plain_states import forward_with_plain_states
 from ejkernel.types.pullback import is_differentiated
-from ejkernel_triton.launch import Shape, is_interpreting, launch
+from ejkernel_triton.launch import ShapeDtype, is_interpreting, launch
 from ejkernel_triton.linear_recurrence.chunked.forward import (
     chunk_outputs,
     fused_chunk_scan,
@@ -232,9 +232,9 @@ def wy_fast(call: RecurrenceCall, beta: jax.Array, *, store_inverse: bool) -> WY
         wy_fast_kernel,
         (call.key, call.value, call.gates, beta, *call.chunk_tables.chunk_kernel_inputs),
         [
-            Shape((batch, spec.T, spec.H, spec.V), call.value.dtype),
-            Shape((batch, spec.T, spec.H, spec.K), call.key.dtype),
-            Shape(inverse, call.key.dtype),
+            ShapeDtype((batch, spec.T, spec.H, spec.V), call.value.dtype),
+            ShapeDtype((batch, spec.T, spec.H, spec.K), call.key.dtype),
+            ShapeDtype(inverse, call.key.dtype),
         ],
         batch=batch,
         grid=batch * spec.NUM_CHUNKS * spec.H,
@@ -285,13 +285,13 @@ def wy_channel_gates(
         wy_channel_gates_kernel,
         arrays,
         [
-            Shape((*tokens, spec.V), call.value.dtype),
-            Shape((*tokens, spec.K), call.key.dtype),
-            Shape(scores_shape if store_inverse else (batch,), call.key.dtype),
-            Shape(scores_shape, dtype),
-            Shape((*tokens, spec.K), dtype),
-            Shape((*tokens, spec.K), dtype),
-            Shape((batch, spec.H, spec.NUM_CHUNKS, spec.K), jnp.float32),
+            ShapeDtype((*tokens, spec.V), call.value.dtype),
+            ShapeDtype((*tokens, spec.K), call.key.dtype),
+            ShapeDtype(scores_shape if store_inverse else (batch,), call.key.dtype),
+            ShapeDtype(scores_shape, dtype),
+            ShapeDtype((*tokens, spec.K), dtype),
+            ShapeDtype((*tokens, spec.K), dtype),
+            ShapeDtype((batch, spec.H, spec.NUM_CHUNKS, spec.K), jnp.float32),
         ],
         **options,
         grid=batch * spec.NUM_CHUNKS * spec.H,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, is_interpreting
+from ejkernel_triton.launch import ShapeDtype, is_interpreting
 from ejkernel_triton.linear_recurrence.chunked.backward import MAX_HEADS_SUMMED_PER_PROGRAM
 from ejkernel_triton.linear_recurrence.config import MIN_TILE
 from ejkernel_triton.linear_recurrence.delta.forward import delta_config
@@ -46,31 +46,35 @@ def key_heads_summed_per_program(spec: RecurrenceSpec, num_single_head_programs:
     return next(n for n in range(most, 0, -1) if shared % n == 0)
 
 
-def key_kernel_shapes(call: RecurrenceCall, heads_per_program: int, num_tiles: int, dgates_dtype: Any) -> list[Shape]:
+def key_kernel_shapes(
+    call: RecurrenceCall, heads_per_program: int, num_tiles: int, dgates_dtype: Any
+) -> list[ShapeDtype]:
     """Returns the shapes of the outputs of `chunk_bwd_dqkwg_kernel`: gradients of queries and keys, their incomplete
     sums, and gradients of gates and beta. Sums over key channels are partial sums of the tiles.
     """
     spec, batch = call.spec, call.query.shape[0]
     pairs = [_key_gradient_shapes(call, n, heads_per_program) for n in (spec.HQ, spec.HK)]
     gradients, sums = zip(*pairs, strict=True)
-    partial_sums = Shape((batch, num_tiles, spec.T, spec.H), jnp.float32)
+    partial_sums = ShapeDtype((batch, num_tiles, spec.T, spec.H), jnp.float32)
     if dgates_dtype is None:
-        return [*gradients, *sums, Shape((batch,), jnp.float32), partial_sums]
+        return [*gradients, *sums, ShapeDtype((batch,), jnp.float32), partial_sums]
     gate_shape = (batch, spec.T, spec.H, spec.K) if spec.GATE_CHANNELS > 1 else partial_sums.shape
-    return [*gradients, *sums, Shape(gate_shape, dgates_dtype), partial_sums]
+    return [*gradients, *sums, ShapeDtype(gate_shape, dgates_dtype), partial_sums]
 
 
-def _key_gradient_shapes(call: RecurrenceCall, field_heads: int, heads_per_program: int) -> tuple[Shape, Shape]:
+def _key_gradient_shapes(
+    call: RecurrenceCall, field_heads: int, heads_per_program: int
+) -> tuple[ShapeDtype, ShapeDtype]:
     """Returns the shapes of the gradient of queries or keys with `field_heads` heads, as the kernel stores it, and of
     the sum over a group of heads while it is not complete.
     """
     spec, batch, dtype = call.spec, call.query.shape[0], call.query.dtype
     if field_heads == spec.H:
-        return Shape((batch, spec.T, spec.H, spec.K), dtype), Shape((batch,), jnp.float32)
+        return ShapeDtype((batch, spec.T, spec.H, spec.K), dtype), ShapeDtype((batch,), jnp.float32)
     groups = spec.H // heads_per_program
     # Several groups of a field's head are added up by XLA.
     shape = (batch, spec.T, groups, spec.K)
     return (
-        Shape(shape, dtype if groups == field_heads else jnp.float32),
-        Shape(shape if heads_per_program > 1 else (batch,), jnp.float32),
+        ShapeDtype(shape, dtype if groups == field_heads else jnp.float32),
+        ShapeDtype(shape if heads_per_program > 1 else (batch,), jnp.float32),
     )

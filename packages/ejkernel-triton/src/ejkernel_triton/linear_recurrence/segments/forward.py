@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import current_device
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.plan import RecurrenceCall, state_stages
 from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan_sub_segments
@@ -71,9 +71,9 @@ def pass_states(
     """
     spec, batch = call.spec, keys_or_queries.shape[0]
     outputs = [
-        Shape((batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), dtype),
-        Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
-        Shape((batch, spec.T, spec.H, spec.V) if w is not None else (batch,), values_or_cotangent.dtype),
+        ShapeDtype((batch, spec.H, spec.NUM_CHUNKS, spec.K, spec.V), dtype),
+        ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32),
+        ShapeDtype((batch, spec.T, spec.H, spec.V) if w is not None else (batch,), values_or_cotangent.dtype),
     ]
     return launch_chunk_fwd_h(
         call,
@@ -86,7 +86,7 @@ def pass_states(
 def launch_chunk_fwd_h(
     call: RecurrenceCall,
     inputs: tuple[Any, ...],
-    outputs: list[Shape],
+    outputs: list[ShapeDtype],
     constants: dict[str, Any],
     *,
     num_warps: int = DEFAULT_WARPS,
@@ -155,7 +155,7 @@ def find_chunks_until_decayed(call: RecurrenceCall, w: jax.Array, sub_segment_pl
     (outputs,) = launch(
         chunks_until_decayed_kernel,
         (call.key, call.gates, w),
-        [Shape((batch, spec.NUM_SEQUENCES, spec.H, num_tiles), jnp.int32)],
+        [ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, num_tiles), jnp.int32)],
         batch=batch,
         grid=batch * spec.NUM_SEQUENCES * spec.H * num_tiles,
         num_warps=DEFAULT_WARPS,
@@ -206,9 +206,9 @@ def end_states(
     )
     num_columns = spec.V if w is None else spec.V + spec.K
     outputs = [
-        Shape((batch,), jnp.float32),
-        Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, num_columns), jnp.float32),
-        Shape((batch,) if chunks_until_decayed is None else (batch, spec.NUM_SEQUENCES, spec.H), jnp.int32),
+        ShapeDtype((batch,), jnp.float32),
+        ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, num_columns), jnp.float32),
+        ShapeDtype((batch,) if chunks_until_decayed is None else (batch, spec.NUM_SEQUENCES, spec.H), jnp.int32),
     ]
     constants = {
         "REVERSE": sub_segment_plan.reverse,
@@ -271,7 +271,7 @@ def decayed_initial_states(
     (outputs,) = launch(
         decayed_initial_states_kernel,
         (sub_segment_end_states, call.gates, row_initial_state),
-        [Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
+        [ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
         grid=batch * spec.H * cdiv(spec.K, block_k) * cdiv(spec.V, block_v),
         num_warps=4,
@@ -316,7 +316,7 @@ def delta_initial_states(
     (outputs,) = launch(
         delta_initial_states_kernel,
         (end_states, transitions, row_initial_state, passes_state),
-        [Shape((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
+        [ShapeDtype((batch, spec.NUM_SEQUENCES, spec.H, spec.K, spec.V), jnp.float32)],
         batch=batch,
         grid=batch * spec.H * cdiv(spec.V, block_v),
         num_warps=4,

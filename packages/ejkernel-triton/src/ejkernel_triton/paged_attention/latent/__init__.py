@@ -9,7 +9,7 @@ from ejkernel_triton.paged_attention.config import PUBLIC_FIELDS, PagedForward
 from ejkernel_triton.paged_attention.latent import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 
-HANDLES = frozenset(
+HANDLED_FIELDS = frozenset(
     {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
 )
 """Optional fields that the records of `mla_decode` can have."""
@@ -32,7 +32,7 @@ def implementations() -> tuple[Implementation, ...]:
             only=frozenset({"mla_decode"}),
             name="triton_latent",
             forward="paged_attention.latent.forward:forward",
-            requires=triton_requires(head_dims=range(1, 641), handles=HANDLES, extra_reasons=_refusal_reasons),
+            requires=triton_requires(head_dims=range(1, 641), handles=HANDLED_FIELDS, extra_reasons=_refusal_reasons),
             config=ConfigSpace(
                 forward=PagedForward,
                 public_fields=PUBLIC_FIELDS,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families import selective_scan
 from ejkernel.families.selective_scan import ScanResiduals, SelectiveScan
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.selective_scan.decode.config import ScanDecodeTile
 from ejkernel_triton.selective_scan.decode.spec import make_spec
 
@@ -38,8 +38,8 @@ def forward(record: SelectiveScan, config: ScanDecodeTile) -> tuple[tuple[jax.Ar
         inputs,
         (
             # The index of an input means that the output is written to its memory.
-            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else Shape((rows, *states), jnp.float32),
-            Shape(record.x.shape, record.x.dtype),
+            len(inputs) - 1 if spec.STATES_ARE_IN_PLACE else ShapeDtype((rows, *states), jnp.float32),
+            ShapeDtype(record.x.shape, record.x.dtype),
         ),
         batch=rows,
         grid=rows * spec.NUM_SEQUENCES * spec.NUM_CHANNEL_TILES,

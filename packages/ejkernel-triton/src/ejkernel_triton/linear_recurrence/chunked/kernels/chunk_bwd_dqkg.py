@@ -101,7 +101,7 @@ def add_channel_gradients(
 
 @triton.jit
 def state_gradient_products(
-    value_operands,
+    value_pointers_and_bounds,
     k_start,
     COMPUTE_GATE_GRADIENTS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -113,10 +113,10 @@ def state_gradient_products(
     COMPUTE_GATE_GRADIENTS.
 
     Args:
-        value_operands: Pointers to values, S_0 and dS, the chunk's first token and its sequence's end.
+        value_pointers_and_bounds: Pointers to values, S_0 and dS, the chunk's first token and its sequence's end.
         k_start: First key channel.
     """
-    value_base, states_base, dstates_base, first_token, sequence_end = value_operands
+    value_base, states_base, dstates_base, first_token, sequence_end = value_pointers_and_bounds
     CHUNK: tl.constexpr = spec.CHUNK_SIZE
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)
     state_product = tl.zeros([BLOCK_K], tl.float32)
@@ -192,7 +192,7 @@ def chunk_bwd_dqkg_kernel(
             s = load_state(states_base, k_start, v_start, BLOCK_K, BLOCK_V, spec)
             dscores_acc = add_dot(dscores_acc, do, tl.trans(v), spec)
             dq = add_dot(dq, do.to(s.dtype), tl.trans(s), spec)
-        value_operands = (value_base, states_base, dstates_base, first_token, sequence_end)
+        value_pointers_and_bounds = (value_base, states_base, dstates_base, first_token, sequence_end)
         q_head = head // (spec.H // spec.HQ)
         k_head = head // (spec.H // spec.HK)
         query_base = chunk_address(query, row // per.QUERY, first_token, q_head, spec.T, spec.HQ, spec.K)
@@ -212,7 +212,7 @@ def chunk_bwd_dqkg_kernel(
         if spec.GATE_CHANNELS > 1:
             # With gates per key channel both gradients stay in registers, since each level adds to both.
             dk, state_product = state_gradient_products(
-                value_operands, k_start, COMPUTE_GATE_GRADIENTS, VALUE_HEADS, BLOCK_K, BLOCK_V, spec
+                value_pointers_and_bounds, k_start, COMPUTE_GATE_GRADIENTS, VALUE_HEADS, BLOCK_K, BLOCK_V, spec
             )
             if spec.HAS_DT:
                 dk *= dt_values[:, None]
@@ -278,7 +278,7 @@ def chunk_bwd_dqkg_kernel(
             # Values are loaded a second time. One loop for both gradients takes 245 registers, two loops 168
             # (docs/lab/linear_recurrence_gpu.md).
             dk, state_product = state_gradient_products(
-                value_operands, k_start, COMPUTE_GATE_GRADIENTS, VALUE_HEADS, BLOCK_K, BLOCK_V, spec
+                value_pointers_and_bounds, k_start, COMPUTE_GATE_GRADIENTS, VALUE_HEADS, BLOCK_K, BLOCK_V, spec
             )
             if spec.HAS_DT:
                 dk *= dt_values[:, None]
