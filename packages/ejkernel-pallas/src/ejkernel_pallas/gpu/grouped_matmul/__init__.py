@@ -95,7 +95,7 @@ def gated_refusal_reasons(record: GatedGroupedMatmul) -> list[str]:
     return problems
 
 
-def _plain_product() -> Implementation:
+def _plain_implementation() -> Implementation:
     """Returns the implementation for 16-bit operands."""
     return Implementation(
         family="grouped_matmul",
@@ -117,7 +117,7 @@ def _plain_product() -> Implementation:
     )
 
 
-def _fp8_product() -> Implementation:
+def _fp8_implementation() -> Implementation:
     """Returns the implementation for 8-bit operands with scales."""
     return Implementation(
         family="grouped_matmul",
@@ -144,7 +144,7 @@ def _fp8_product() -> Implementation:
     )
 
 
-def _gated_product() -> Implementation:
+def _gated_implementation() -> Implementation:
     """Returns the implementation for gated products of 16-bit operands."""
     return Implementation(
         family="gated_grouped_matmul",
@@ -166,4 +166,4 @@ def _gated_product() -> Implementation:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementations for 16-bit operands, for 8-bit operands with scales, and for gated products."""
-    return _plain_product(), _fp8_product(), _gated_product()
+    return _plain_implementation(), _fp8_implementation(), _gated_implementation()

@@ -78,7 +78,7 @@ def apply_gate(
     return _map_elements((gate, factor), row_validity, lambda x, y: _activate_and_multiply(x, y, activation))
 
 
-def _map_elements(tiles: tuple[jax.Array, ...], row_validity: jax.Array | None, combine: Any) -> jax.Array:
+def _map_elements(tiles: tuple[jax.Array, ...], row_validity: jax.Array | None, combine_elements: Any) -> jax.Array:
     """Returns a tile of the combined elements of tiles in an accumulator's layout."""
     masks = () if row_validity is None else (row_validity,)
 
@@ -92,7 +92,7 @@ def _map_elements(tiles: tuple[jax.Array, ...], row_validity: jax.Array | None, 
         # Registers alternate between a thread's two rows.
         for index, registers in enumerate(zip(*(tile.registers.flat for tile in sums), strict=True)):
             scalars = zip(*(unpack_pair(register) for register in registers), strict=True)
-            values = [_zero_unless_valid(combine(*elements), row_masks[index % 2]) for elements in scalars]
+            values = [_zero_unless_valid(combine_elements(*elements), row_masks[index % 2]) for elements in scalars]
             new_registers.append(vector.from_elements(registers[0].type, values))
         return replace_registers(sums[0], new_registers)
 

@@ -36,11 +36,11 @@ def update_in_place(
 
     # `plgpu.kernel` does not support references, since it has its own batching rule.
     def run(refs: dict[str, Any]) -> None:
-        def entry(*refs_in_order: Any) -> None:
+        def kernel_entry(*refs_in_order: Any) -> None:
             refs_by_name = dict(zip((*operands, *refs), refs_in_order, strict=True))
             body({name: refs_by_name[name] for name in operands}, {name: refs_by_name[name] for name in refs})
 
-        pl.kernel(entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
+        pl.kernel(kernel_entry, out_type=(), mesh=mesh, compiler_params=params)(*operands.values(), *refs.values())
 
     names = tuple(updated_arrays)
 

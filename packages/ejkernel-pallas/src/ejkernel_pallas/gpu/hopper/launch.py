@@ -35,7 +35,7 @@ def launch(
     """
     names, scratch_names = tuple(operands), tuple(scratch)
 
-    def entry(*refs: Any) -> None:
+    def kernel_entry(*refs: Any) -> None:
         operand_refs, output_refs, scratch_refs = (
             refs[: len(names)],
             refs[len(names) : len(names) + len(outputs)],
@@ -48,7 +48,7 @@ def launch(
         )
 
     return plgpu.kernel(
-        entry,
+        kernel_entry,
         out_type=outputs,
         scratch_types=list(scratch.values()),
         grid=(num_blocks,),

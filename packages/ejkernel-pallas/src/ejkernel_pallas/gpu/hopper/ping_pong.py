@@ -28,8 +28,8 @@ def ping_pong_pass(num_warpgroups: int) -> None:
     _named_barrier("bar.arrive", 1, num_warpgroups)
 
 
-def _named_barrier(instruction: str, distance: int, num_warpgroups: int) -> None:
-    """Arrives at the named barrier of the warpgroup that is `distance` after this one."""
+def _named_barrier(instruction: str, warpgroup_distance: int, num_warpgroups: int) -> None:
+    """Arrives at the named barrier of the warpgroup that is `warpgroup_distance` after this one."""
 
     @plgpu.inline_mgpu()
     def emit_barrier(context: Any) -> None:
@@ -37,7 +37,7 @@ def _named_barrier(instruction: str, distance: int, num_warpgroups: int) -> None
         i32 = ir.IntegerType.get_signless(32)
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         # Waiting and passing use the waiting warpgroup's barrier: its own to wait, its successor's to pass.
-        place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(distance))
+        place = arith.addi(mgpu.utils.warpgroup_idx(sync=False), constant(warpgroup_distance))
         place = arith.addi(arith.remui(place, constant(num_warpgroups)), constant(FIRST_PING_PONG_BARRIER_ID))
         llvm.inline_asm(None, [place], f"{instruction} $0, 256;", "r", has_side_effects=True)
 

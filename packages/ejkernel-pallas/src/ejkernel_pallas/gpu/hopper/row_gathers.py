@@ -158,9 +158,9 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
     copy(matrix, row_offsets, line_index, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait_for_gathered_rows(in_flight: int) -> None:
-    """Waits until at most `in_flight` later groups of a thread's copies are unfinished, and makes the others visible to
-    WGMMA.
+def wait_for_gathered_rows(max_in_flight: int) -> None:
+    """Waits until at most `max_in_flight` later groups of a thread's copies are unfinished, and makes the others visible
+    to WGMMA.
 
     Warpgroups learn of them by an mbarrier at which all threads must arrive after this.
     """
@@ -168,7 +168,7 @@ def wait_for_gathered_rows(in_flight: int) -> None:
     @plgpu.inline_mgpu()
     def run(_: Any) -> None:
         # These copies write through the generic proxy, products read through the async proxy.
-        _inline_ptx(f"cp.async.wait_group {in_flight}; fence.proxy.async.shared::cta;", "", [])
+        _inline_ptx(f"cp.async.wait_group {max_in_flight}; fence.proxy.async.shared::cta;", "", [])
 
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

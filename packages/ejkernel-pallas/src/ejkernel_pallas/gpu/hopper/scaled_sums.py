@@ -77,10 +77,12 @@ def load_row_scales_from_smem(scales: Any, block_index: Any) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT),
     )
     def load(_: Any, scales: Any, block_index: Any) -> Any:
-        base = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales))
-        base = arith.addi(base, arith.muli(block_index.registers.item(), int32_constant(4)))
-        base = arith.addi(base, arith.muli(first_row_of_thread(), int32_constant(line)))
-        return row_vector_from_thread_values([_load_float(base, half * line) for half in (0, ROWS_PER_WARP // 2)])
+        base_address = llvm.ptrtoint(int32_type(), mgpu.utils.memref_ptr(scales))
+        base_address = arith.addi(base_address, arith.muli(block_index.registers.item(), int32_constant(4)))
+        base_address = arith.addi(base_address, arith.muli(first_row_of_thread(), int32_constant(line)))
+        return row_vector_from_thread_values(
+            [_load_float(base_address, half * line) for half in (0, ROWS_PER_WARP // 2)]
+        )
 
     return load(scales, block_index)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
@@ -176,10 +178,10 @@ def row_vector_from_thread_values(values: list[Any]) -> Any:
     return replace_row_values(zero_rows, values)
 
 
-def _load_float(base: Any, offset: int) -> Any:
+def _load_float(base_address: Any, offset: int) -> Any:
     """Loads an element from shared memory; it has side effects for the reason given in `_load_pair`."""
     code = f"ld.shared.f32 $0, [$1 + {offset}];"
-    return llvm.inline_asm(ir.F32Type.get(), [base], code, "=f,r", has_side_effects=True)
+    return llvm.inline_asm(ir.F32Type.get(), [base_address], code, "=f,r", has_side_effects=True)
 
 
 def _first_column_address_of_thread(columns: Any) -> Any:
@@ -189,7 +191,7 @@ def _first_column_address_of_thread(columns: Any) -> Any:
     return arith.addi(address, arith.muli(lane, int32_constant(COLUMN_STRIDE_BYTES // LANES_PER_ROW)))
 
 
-def _load_pair(base: Any, offset: int) -> list[Any]:
+def _load_pair(base_address: Any, offset: int) -> list[Any]:
     """Loads two neighbouring elements from shared memory.
 
     Declared with side effects, so that LLVM does not load all columns before it waits for the product: they would not
@@ -198,5 +200,5 @@ def _load_pair(base: Any, offset: int) -> list[Any]:
     f32 = ir.F32Type.get()
     pair_type = llvm.StructType.get_literal([f32, f32])
     code = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];"
-    loaded_pair: Any = llvm.inline_asm(pair_type, [base], code, "=f,=f,r", has_side_effects=True)
+    loaded_pair: Any = llvm.inline_asm(pair_type, [base_address], code, "=f,=f,r", has_side_effects=True)
     return [llvm.extractvalue(f32, loaded_pair, [n]) for n in range(2)]

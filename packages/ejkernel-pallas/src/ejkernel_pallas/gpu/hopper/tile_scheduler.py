@@ -167,14 +167,14 @@ def make_tile_counter() -> Any:
 
 
 def run_whole_or_split_tile(
-    schedule: TileSchedule, work: WorkTile, run_whole: Callable[[], None], run_split: Callable[[], None]
+    schedule: TileSchedule, work_tile: WorkTile, run_whole: Callable[[], None], run_split: Callable[[], None]
 ) -> None:
     """Calls `run_whole` if an item is a whole tile, and `run_split` otherwise."""
     if not schedule.tail_split.num_split_tiles:
         run_whole()
         return
-    pl.when(work.split_index < 0)(run_whole)
-    pl.when(work.split_index >= 0)(run_split)
+    pl.when(work_tile.split_index < 0)(run_whole)
+    pl.when(work_tile.split_index >= 0)(run_split)
 
 
 def output_indices_of_split_tiles(schedule: TileSchedule, rows_per_tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -194,7 +194,7 @@ def fetch_and_store_tile_index(schedule: TileSchedule, tile_counter: Any, target
     """Stores the index of the next tile in shared memory, by one thread; an index past the end if none is left."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def add_one(_: Any, tile_counter: Any, target: Any) -> None:
+    def increment_tile_counter(_: Any, tile_counter: Any, target: Any) -> None:
         int32_type = ir.IntegerType.get_signless(32)
         int32_constant = lambda value: arith.constant(int32_type, ir.IntegerAttr.get(int32_type, value))  # noqa: E731
         with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
@@ -208,20 +208,20 @@ def fetch_and_store_tile_index(schedule: TileSchedule, tile_counter: Any, target
             # The counter starts after the blocks' first tiles, whose indices are the blocks'.
             memref.store(arith.addi(before, int32_constant(schedule.num_blocks)), target, [])
 
-    add_one(tile_counter, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    increment_tile_counter(tile_counter, target)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def fetch_tile_index(tile_counter: Any) -> jax.Array:
     """Returns the counter's next index, int32, in the first thread of a warpgroup, without waiting for it."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_UNIFORM_INT32)
-    def add_one(_: Any, tile_counter: Any) -> Any:
+    def increment_tile_counter(_: Any, tile_counter: Any) -> Any:
         operands = [mgpu.utils.memref_ptr(tile_counter), _thread_index()]
         return _uniform_scalar(
             llvm.inline_asm(int32_type(), operands, FETCH_TILE_INDEX_PTX, "=&r,l,r,~{memory}", has_side_effects=True)
         )
 
-    return add_one(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return increment_tile_counter(tile_counter)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def store_tile_index(target: Any, tile_index: Any) -> None:
@@ -274,11 +274,11 @@ def block_bounds(schedule: TileSchedule, block_range_table: Any, item_index: Any
 
 
 def _split_block_bounds(
-    schedule: TileSchedule, work: WorkTile, first_block: Any, full_start: Any, full_end: Any, end_block: Any
+    schedule: TileSchedule, work_tile: WorkTile, first_block: Any, full_start: Any, full_end: Any, end_block: Any
 ) -> tuple[Any, ...]:
     """Returns the blocks of an item, from those of its tile."""
-    whole = work.split_index < 0
-    part = jnp.where(whole, 0, lax.rem(work.split_index, I32(schedule.tail_split.splits_per_tile)))
+    whole = work_tile.split_index < 0
+    part = jnp.where(whole, 0, lax.rem(work_tile.split_index, I32(schedule.tail_split.splits_per_tile)))
     parts = jnp.where(whole, 1, I32(schedule.tail_split.splits_per_tile))
     # Neighbouring parts are contiguous for any rounding: the stop of one is the start of the next.
     start, stop = (first_block + lax.div((end_block - first_block) * (part + n), parts) for n in range(2))

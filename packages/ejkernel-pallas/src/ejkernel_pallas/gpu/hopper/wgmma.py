@@ -2,7 +2,7 @@
 
     issue:       fence │ wgmma k=0 (scale-d 0) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
     accumulate_product:  fence │ wgmma k=0 (scale-d 1) │ wgmma k=16 (scale-d 1) │ ... │ commit_group ─► asynchronous
-    wait:        wait_group in_flight ─► registers valid
+    wait:        wait_group max_in_flight ─► registers valid
 
 Mosaic's own WGMMA accumulates into an array, whose zeros cost 32 instructions for 128 keys before any product can
 start. `accumulate_product` is for O = O + P V with values in chunks of 64 columns, each copied separately:
@@ -209,8 +209,8 @@ def fence_shared_memory_writes() -> None:
     run()  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
-def wait_for_products(acc: jax.Array, *, in_flight: int) -> jax.Array:
-    """Returns an accumulator once at most `in_flight` later groups of products are unfinished.
+def wait_for_products(acc: jax.Array, *, max_in_flight: int) -> jax.Array:
+    """Returns an accumulator once at most `max_in_flight` later groups of products are unfinished.
 
     Hazard: all registers are operands of the waiting instruction, so the compiler cannot move a read before it.
     """
@@ -223,7 +223,7 @@ def wait_for_products(acc: jax.Array, *, in_flight: int) -> jax.Array:
         values = [score for register in acc.registers.flat for score in unpack_pair(register)]
         # Every register is an input and an output of the wait.
         constraints = ["=f"] * len(values) + [str(n) for n in range(len(values))]
-        return _inline_ptx(acc, f"wgmma.wait_group.sync.aligned {in_flight};", constraints, values)
+        return _inline_ptx(acc, f"wgmma.wait_group.sync.aligned {max_in_flight};", constraints, values)
 
     return run(acc)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 

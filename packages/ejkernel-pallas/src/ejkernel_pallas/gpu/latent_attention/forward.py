@@ -131,8 +131,8 @@ def _scratch(spec: LatentSpec) -> dict[str, Any]:
     make_barrier = plgpu.Barrier
     return {
         "query_chunks": wgmma_operand_smem((2 * CHUNKS_PER_HALF + 1, WGMMA_M, CHUNK_COLUMNS), spec.dtype),
-        "left_half_chunks": wgmma_operand_smem(halves, spec.dtype),
-        "right_half_chunks": wgmma_operand_smem(halves, spec.dtype),
+        "key_left_half_chunks": wgmma_operand_smem(halves, spec.dtype),
+        "key_right_half_chunks": wgmma_operand_smem(halves, spec.dtype),
         # Queries and two blocks of keys take 216 KiB of 227, so weights reuse the memory of the rotary columns.
         "rotary_columns": wgmma_operand_smem((2, BLOCK_KV, ROTARY_DIM), spec.dtype),
         "row_max": plgpu.SMEM((2, WGMMA_M), jnp.float32),

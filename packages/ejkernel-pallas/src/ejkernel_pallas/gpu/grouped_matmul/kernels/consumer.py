@@ -133,7 +133,7 @@ def run_row_kernel(
             includes_split_tiles=True,
         )
         if spec.gathers_rows:
-            pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, in_flight=0))
+            pl.when(steps_done > 0)(lambda: producer.signal_gathered_rows(call, steps_done - 1, max_in_flight=0))
 
     if spec.blocks_per_cluster > 1:
         clusters.wait_for_cluster()  # copies and arrivals of the other member access this block's shared memory

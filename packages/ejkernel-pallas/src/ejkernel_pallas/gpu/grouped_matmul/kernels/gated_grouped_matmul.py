@@ -117,13 +117,13 @@ def _accumulate_products(call: Call, steps_done: Any, sub_tile: SubTile) -> jax.
         plgpu.barrier_wait(shared.operands_full.at[slot])
         acc = accumulate(acc, shared.a.at[slot * CONSUMER_WARPGROUPS + sub_tile.row_block_index], shared.b.at[slot, 0])
         # One product stays in flight, so that the tensor cores do not idle; the previous one has read its stage.
-        acc = wgmma.wait_for_products(acc, in_flight=1)
+        acc = wgmma.wait_for_products(acc, max_in_flight=1)
         last = lax.rem(steps_done + index + (stages - 1), I32(stages))
         pl.when(index > 0)(lambda: plgpu.barrier_arrive(shared.operands_free.at[last]))
         return acc
 
     zeros = arrays.zero_tile((WGMMA_M, spec.num_panels(sub_tile.num_columns) * SWIZZLE_COLUMNS))
-    acc = wgmma.wait_for_products(lax.fori_loop(0, spec.steps_per_tile, step, zeros), in_flight=0)
+    acc = wgmma.wait_for_products(lax.fori_loop(0, spec.steps_per_tile, step, zeros), max_in_flight=0)
     # Frees the stage of the last product, which no later step of this tile would free.
     plgpu.barrier_arrive(shared.operands_free.at[lax.rem(steps_done + (spec.steps_per_tile - 1), I32(stages))])
     return acc

@@ -97,13 +97,13 @@ def _copy_step(
         )
     if row_offsets is not None:
         # One step later, so that copies of two steps are in flight.
-        pl.when(steps_done > 0)(lambda: signal_gathered_rows(call, steps_done - 1, in_flight=1))
+        pl.when(steps_done > 0)(lambda: signal_gathered_rows(call, steps_done - 1, max_in_flight=1))
     return steps_done + 1
 
 
-def signal_gathered_rows(call: Call, steps_done: Any, *, in_flight: int) -> None:
-    """Signals that the gathered rows of a step have arrived; `in_flight` later steps may still be in flight."""
-    row_gathers.wait_for_gathered_rows(in_flight)
+def signal_gathered_rows(call: Call, steps_done: Any, *, max_in_flight: int) -> None:
+    """Signals that the gathered rows of a step have arrived; `max_in_flight` later steps may still be in flight."""
+    row_gathers.wait_for_gathered_rows(max_in_flight)
     plgpu.barrier_arrive(call.shared_memory.operands_full.at[lax.rem(steps_done, I32(call.spec.tile.stages))])
 
 

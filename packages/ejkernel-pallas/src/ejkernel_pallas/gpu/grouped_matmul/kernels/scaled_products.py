@@ -53,23 +53,25 @@ class WarpgroupRows(NamedTuple):
 
 
 def copy_scales(
-    call: Call, scale_constants: ScaleConstants, position: StepScalePosition, first_rows: list[Any]
+    call: Call, scale_constants: ScaleConstants, scale_position: StepScalePosition, first_rows: list[Any]
 ) -> None:
     """Copies the scales of a step's columns and, if rows' scales are copied, those of its rows from `first_rows` on."""
     block, columns = (
-        _scale_block_index(call, scale_constants.rhs_scale_blocks, position.step_in_tile),
-        pl.ds(position.first_column, call.spec.tile.block_n),
+        _scale_block_index(call, scale_constants.rhs_scale_blocks, scale_position.step_in_tile),
+        pl.ds(scale_position.first_column, call.spec.tile.block_n),
     )
-    shared, stage = call.shared_memory, lax.rem(position.steps_done, I32(call.spec.tile.stages))
-    target = shared.column_scales.at[_scale_slot(call, position.steps_done)]
+    shared, stage = call.shared_memory, lax.rem(scale_position.steps_done, I32(call.spec.tile.stages))
+    target = shared.column_scales.at[_scale_slot(call, scale_position.steps_done)]
     plgpu.copy_gmem_to_smem(
-        call.operands["rhs_scale"].at[position.matrix, block, columns], target, shared.operands_full.at[stage]
+        call.operands["rhs_scale"].at[scale_position.matrix, block, columns], target, shared.operands_full.at[stage]
     )
     if not scale_constants.copies_row_scales:
         return
     blocks_per_copy = I32(SCALE_BLOCKS_PER_COPY)
     blocks = pl.ds(
-        lax.div(_scale_block_index(call, scale_constants.lhs_scale_blocks, position.step_in_tile), blocks_per_copy)
+        lax.div(
+            _scale_block_index(call, scale_constants.lhs_scale_blocks, scale_position.step_in_tile), blocks_per_copy
+        )
         * blocks_per_copy,
         SCALE_BLOCKS_PER_COPY,
     )
@@ -137,7 +139,7 @@ def _sum_over_steps(
             if columns_share_scales:
                 factors, columns = [*factors, load_scale_for_all_rows(columns)], None
             factor = factors[0] * factors[1] if len(factors) > 1 else next(iter(factors), None)
-            step_product = wgmma.wait_for_products(step_product, in_flight=0)
+            step_product = wgmma.wait_for_products(step_product, max_in_flight=0)
             if len(new_sums) == len(old_sums) - 1:
                 plgpu.barrier_arrive(shared.operands_free.at[slot])
             new_sums.append(add_scaled_product(acc, step_product, factor, columns))

@@ -18,8 +18,8 @@ class SharedMemory:
 
     Attributes:
         query_chunks: [9, 64, 64], chunks of 64 columns of the queries, the rotary ones last.
-        left_half_chunks: [2, 4, 64, 64], chunks of the left half of the keys, which are also values.
-        right_half_chunks: [2, 4, 64, 64], chunks of their right half.
+        key_left_half_chunks: [2, 4, 64, 64], chunks of the left half of the keys, which are also values.
+        key_right_half_chunks: [2, 4, 64, 64], chunks of their right half.
         rotary_columns: [2, 64, 64] rotary columns of the keys; after the product with them, weights of the block.
         row_max: [2, 64] running maxima after each block of a step.
         row_sum: [2, 64] sums of the two warpgroups at the end of an item.
@@ -38,8 +38,8 @@ class SharedMemory:
     """
 
     query_chunks: Any
-    left_half_chunks: Any
-    right_half_chunks: Any
+    key_left_half_chunks: Any
+    key_right_half_chunks: Any
     rotary_columns: Any
     row_max: Any
     row_sum: Any

@@ -114,10 +114,10 @@ def latent_kernel(call: Call) -> None:
     for number, step in enumerate((_step_of_first_warpgroup, _step_of_second_warpgroup)):
 
         @pl.when(warpgroup == number)
-        def _run_consumer(number: int = number, step: Any = step) -> None:
+        def _run_consumer(warpgroup_index: int = number, step: Any = step) -> None:
             # The accumulator takes 128 registers per thread.
             plgpu.set_max_registers(REGISTERS_PER_THREAD[0], action="increase")
-            for_each_item(call, lambda item, carry: _consume_item(call, number, step, item, carry), I32(0))
+            for_each_item(call, lambda item, carry: _consume_item(call, warpgroup_index, step, item, carry), I32(0))
 
     @pl.when(warpgroup == CONSUMER_WARPGROUPS)
     def _run_producer() -> None:
@@ -143,7 +143,7 @@ def _consume_item(call: Call, warpgroup: int, run_step: Any, item: WorkItem, car
     state = lax.fori_loop(item.first_step, item.first_step + item.num_steps, body, state)
     if warpgroup == 0:
         # The last step has also issued a piece, with keys that are not this item's; the result is not used.
-        wgmma.wait_for_products(state.next_scores, in_flight=0)
+        wgmma.wait_for_products(state.next_scores, max_in_flight=0)
     # Each warpgroup has summed the weights of the blocks that it scored; both divide by the total. The sums are
     # overwritten in the next item at the earliest, whose first step waits for the other's weights: those are published
     # after the other has read the sums of this item.
@@ -166,7 +166,7 @@ def _step_of_first_warpgroup(
     shared = call.shared
     issued = _issue_scores(call, item, (0, step), queries, state.next_scores)
     ping_pong_pass(CONSUMER_WARPGROUPS)
-    scores = _wait_for_scores(call, issued, in_flight=0)
+    scores = _wait_for_scores(call, issued, max_in_flight=0)
     _free_queries(call, item, step)
     row_max = _update_row_max(call, state.row_max, scores)
     exp2_of_scores = _unnormalised_weights(call, scores, row_max)
@@ -176,8 +176,8 @@ def _step_of_first_warpgroup(
     # Before its own product, since warpgroup 1 waits for these weights.
     weights = _publish_weights(call, 0, exp2_of_scores, row_max)
     output = _rescale_output(call, state.unnormalised_output, alpha)
-    output = wgmma.accumulate_product(output, weights, shared.left_half_chunks.at[0])
-    output = wgmma.wait_for_products(output, in_flight=0)
+    output = wgmma.accumulate_product(output, weights, shared.key_left_half_chunks.at[0])
+    output = wgmma.wait_for_products(output, max_in_flight=0)
     # Only this warpgroup reads this half of block 0 as values.
     plgpu.barrier_arrive(shared.half_read_by_one_warpgroup_free.at[0])
     plgpu.barrier_wait(shared.weights_full.at[1])
@@ -186,13 +186,13 @@ def _step_of_first_warpgroup(
     alpha = jnp.exp2(row_max - new_row_max)
     output = _rescale_output(call, output, alpha)
     # P1 is in the memory of block 1's rotary columns.
-    output = wgmma.accumulate_product(output, shared.rotary_columns.at[1], shared.left_half_chunks.at[1])
+    output = wgmma.accumulate_product(output, shared.rotary_columns.at[1], shared.key_left_half_chunks.at[1])
     # The keys' memory was free before P1 was awaited, so the keys have usually arrived. With the product itself in a
     # branch for the last step, the compiler would wait for it at the branch's end; so only the wait for keys is in a
     # branch.
     has_next_step = step + 1 < item.first_step + item.num_steps
     scores = _issue_scores_of_piece(call, item, (0, step + 1, 0), queries, block_exists=has_next_step)
-    output = wgmma.wait_for_products(output, in_flight=1)
+    output = wgmma.wait_for_products(output, max_in_flight=1)
     # Warpgroup 1 read this half as keys before it published P1, so this product was the last to read it.
     plgpu.barrier_arrive(shared.half_read_by_both_warpgroups_free.at[1])
     # The sum is rescaled too: sums of both warpgroups are relative to `new_row_max`, since they are added at the end.
@@ -212,20 +212,20 @@ def _step_of_second_warpgroup(
     plgpu.barrier_wait(shared.weights_full.at[0])
     before = arrays.load_row_vector(shared.row_max.at[0])
     output = _rescale_output(call, state.unnormalised_output, jnp.exp2(state.row_max - before))
-    output = wgmma.accumulate_product(output, shared.rotary_columns.at[0], shared.right_half_chunks.at[0])
-    scores = _wait_for_scores(call, issued, in_flight=1)
+    output = wgmma.accumulate_product(output, shared.rotary_columns.at[0], shared.key_right_half_chunks.at[0])
+    scores = _wait_for_scores(call, issued, max_in_flight=1)
     _free_queries(call, item, step)
     row_max = _update_row_max(call, before, scores)
     exp2_of_scores = _unnormalised_weights(call, scores, row_max)
     row_sum = state.row_sum * jnp.exp2(state.row_max - row_max) + exp2_of_scores.sum(axis=1)
     weights = _publish_weights(call, 1, exp2_of_scores, row_max)
-    output = wgmma.wait_for_products(output, in_flight=0)
+    output = wgmma.wait_for_products(output, max_in_flight=0)
     # Warpgroup 0 read this half as keys before it published P0.
     plgpu.barrier_arrive(shared.half_read_by_both_warpgroups_free.at[0])
     # The accumulator is not touched before this point, since the product was writing it.
     output = _rescale_output(call, output, jnp.exp2(before - row_max))
     output = wgmma.wait_for_products(
-        wgmma.accumulate_product(output, weights, shared.right_half_chunks.at[1]), in_flight=0
+        wgmma.accumulate_product(output, weights, shared.key_right_half_chunks.at[1]), max_in_flight=0
     )
     plgpu.barrier_arrive(shared.half_read_by_one_warpgroup_free.at[1])
     return ConsumerState(output, row_max, row_sum)
@@ -269,7 +269,7 @@ def _issue_scores_of_piece(
     # The half that is copied first is multiplied first.
     second_half, piece_in_half = divmod(piece, PIECES_PER_HALF)
     half = second_half if block == 0 else 1 - second_half
-    keys = (shared.left_half_chunks, shared.right_half_chunks)[half].at[block]
+    keys = (shared.key_left_half_chunks, shared.key_right_half_chunks)[half].at[block]
     full = (shared.half_read_by_one_warpgroup_full, shared.half_read_by_both_warpgroups_full)[second_half].at[
         block * PIECES_PER_HALF + piece_in_half
     ]
@@ -311,12 +311,13 @@ def _issue_scores(
     return ScoresInFlight(scores_in_flight, limits, masked, present)
 
 
-def _wait_for_scores(call: Call, issued_scores: ScoresInFlight, in_flight: int) -> Any:
-    """Returns the scores of a block, `masked` for missing keys, once at most `in_flight` later products are unfinished.
+def _wait_for_scores(call: Call, issued_scores: ScoresInFlight, max_in_flight: int) -> Any:
+    """Returns the scores of a block, `masked_product` for missing keys, once at most `max_in_flight` later products are
+    unfinished.
 
-    They are raw products: the instruction that subtracts the maximum also multiplies by `factor`, to base 2.
+    They are raw products: the instruction that subtracts the maximum also multiplies by `exp2_factor`, to base 2.
     """
-    scores = wgmma.wait_for_products(issued_scores.scores, in_flight=in_flight)
+    scores = wgmma.wait_for_products(issued_scores.scores, max_in_flight=max_in_flight)
     if call.spec.exp2_factor != call.spec.softmax_scale_log2:
         scores = scores * call.spec.softmax_scale_log2
     # Nearly all blocks have all their keys.

@@ -60,7 +60,7 @@ def _copy_half_read_by_one_warpgroup(call: Call, page_slots: PageAndSlotPerCopy,
     shared = call.shared
     # The first step of the program finds all buffers free, without an arrival.
     pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_read_by_one_warpgroup_free.at[block]))
-    target = (shared.left_half_chunks, shared.right_half_chunks)[block].at[block]
+    target = (shared.key_left_half_chunks, shared.key_right_half_chunks)[block].at[block]
     _copy_half(call, page_slots, block, target, shared.half_read_by_one_warpgroup_full, block)
 
 
@@ -70,7 +70,7 @@ def _copy_half_read_by_both_warpgroups(
     """Copies the half that both warpgroups read, and the rotary columns."""
     shared = call.shared
     pl.when(steps_done > 0)(lambda: plgpu.barrier_wait(shared.half_read_by_both_warpgroups_free.at[block]))
-    target = (shared.right_half_chunks, shared.left_half_chunks)[block].at[block]
+    target = (shared.key_right_half_chunks, shared.key_left_half_chunks)[block].at[block]
     _copy_half(call, page_slots, 1 - block, target, shared.half_read_by_both_warpgroups_full, block)
     full = shared.rotary_full.at[block]
     # After the wait: until then the previous block is masked with its bits.

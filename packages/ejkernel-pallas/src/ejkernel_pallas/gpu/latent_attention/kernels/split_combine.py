@@ -152,5 +152,5 @@ def _merge_item_columns(
 
     # Items of a single program are complete.
     @pl.when(first != last)
-    def _merge() -> None:
+    def _merge_if_split() -> None:
         lax.fori_loop(0, column_range[1] // COLUMNS_PER_STAGE, merge_columns, I32(0))

@@ -92,7 +92,7 @@ def _attend_block(
     plgpu.barrier_wait(shared.k_full.at[slot])
     # The product is not issued a step ahead: decoding reads 64 KB per step, which takes longer than its products
     # (docs/lab/hopper_paged_attention.md).
-    scores = wgmma.wait_for_products(wgmma.issue_scores(shared.q, shared.k.at[slot]), in_flight=0)
+    scores = wgmma.wait_for_products(wgmma.issue_scores(shared.q, shared.k.at[slot]), max_in_flight=0)
     # Before the stage is freed: the producer then writes the bits of a later block.
     present = shared.valid_key_bits[slot]
     # The stage's keys are freed while its values are still needed: they have separate mbarriers.

@@ -85,13 +85,13 @@ def for_each_query_block(
     """
     item, heads = query_runs.item, 1 if call.loops_by_head else call.spec.group_size
 
-    def loop_over_run(head: Any, low: Any, high: Any, has_masked_pairs: bool, state: Any) -> Any:
+    def loop_over_run(head: Any, run_start: Any, run_end: Any, has_masked_pairs: bool, state: Any) -> Any:
         def step(n: Any, state: Any) -> Any:
-            return body(has_masked_pairs, head + lax.rem(n, I32(heads)), high - 1 - lax.div(n, I32(heads)), state)
+            return body(has_masked_pairs, head + lax.rem(n, I32(heads)), run_end - 1 - lax.div(n, I32(heads)), state)
 
         # From the last block to the first, in all thread blocks: one that starts a step after its predecessor never
         # waits to add to dq.
-        return lax.fori_loop(0, (high - low) * heads, step, state)
+        return lax.fori_loop(0, (run_end - run_start) * heads, step, state)
 
     def loop_over_runs(n: Any, state: Any) -> Any:
         head = query_runs.first_query_head + n

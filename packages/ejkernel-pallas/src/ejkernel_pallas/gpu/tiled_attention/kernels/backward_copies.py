@@ -88,9 +88,9 @@ def add_dq_pieces(call: Call, item: tile_scheduler.WorkTile, for_each_block: Any
             )
         return steps_done + 1
 
-    def copy_strip(reduction: Literal["add"] | None, piece: int, strip: int, head: Any, index: Any) -> None:
+    def copy_strip(reduction: Literal["add"] | None, piece: int, strip_index: int, head: Any, index: Any) -> None:
         for piece_warpgroup in range(piece * tile.warpgroups_per_dq_piece, (piece + 1) * tile.warpgroups_per_dq_piece):
-            row, column = tile.dq_strip_start(call.cluster_member, piece_warpgroup, strip)
+            row, column = tile.dq_strip_start(call.cluster_member, piece_warpgroup, strip_index)
             rows, columns = pl.ds(index * tile.block_q + row, WGMMA_M), pl.ds(column, tile.dq_strip_columns)
             target = call.outputs[2].at[item.batch_row, rows, head, columns]
             plgpu.copy_smem_to_gmem(buffers["dq"].at[piece_warpgroup], target, reduction_op=reduction)

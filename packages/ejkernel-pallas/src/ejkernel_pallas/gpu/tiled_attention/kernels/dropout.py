@@ -72,7 +72,7 @@ def zero_dropped_weights(spec: HopperSpec, rows: jax.Array, columns: jax.Array, 
         arg_types=(ROW_LAYOUT, COLUMN_LAYOUT, plgpu.Layout.WGMMA),
         return_type=plgpu.ShapeDtypeStruct(weights.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def multiply(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
+    def multiply_dropped_by_zero(_: Any, rows: Any, columns: Any, tile: Any) -> Any:
         new_registers: list[Any] = []
         for register, products in zip(tile.registers.flat, _row_and_column_key_products(rows, columns), strict=True):
             operands = (
@@ -84,7 +84,7 @@ def zero_dropped_weights(spec: HopperSpec, rows: jax.Array, columns: jax.Array, 
             new_registers.append(vector.from_elements(register.type, values))
         return replace_registers(tile, new_registers)
 
-    return multiply(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
+    return multiply_dropped_by_zero(rows, columns, weights)  # pyright: ignore[reportCallIssue]  # the decorator gives the context
 
 
 def select_by_dropout(

@@ -130,22 +130,24 @@ def run_consumer(call: Call, item: tile_scheduler.WorkTile, warpgroup: Any, for_
             *key_rows,
         )
 
-    def process_query_block(mask: bool, head: Any, list_index: Any, state: Any) -> Any:
+    def process_query_block(has_masked_pairs: bool, head: Any, list_index: Any, state: Any) -> Any:
         count, dk, dv, ds = state
         index = call.query_block_index(item, head, list_index)
         # Addresses in shared memory are recomputed in every step: hoisted out of the loop, they would take registers.
         warpgroup_index = lax.optimization_barrier(warpgroup)
         slot, last = (lax.rem(n, I32(tile.stages_by_operand["q"])) for n in (count, jnp.maximum(count - 1, 0)))
-        wait_for_tiles_and_zero_padding(call, count, mask)
+        wait_for_tiles_and_zero_padding(call, count, has_masked_pairs)
         key = item.tile_in_head * tile.block_kv + warpgroup_index * WGMMA_M
         row_ids = (
             arrays.load_row_vector(_key_segment_ids(call, item, warpgroup_index))
-            if mask and spec.has_segments
+            if has_masked_pairs and spec.has_segments
             else None
         )
-        words = load_pattern_words(call, item, head, list_index, warpgroup_index) if mask else ()
+        words = load_pattern_words(call, item, head, list_index, warpgroup_index) if has_masked_pairs else ()
         # Full blocks have a separate loop without comparisons.
-        mask_scores = functools.partial(mask_score_tile, call, key, row_ids, slot, index, words) if mask else None
+        mask_scores = (
+            functools.partial(mask_score_tile, call, key, row_ids, slot, index, words) if has_masked_pairs else None
+        )
         dropout_keys = functools.partial(_load_dropout_keys, call, item, warpgroup_index, slot, head, index)
         ds = _previous_ds(call, warpgroup_index, count) if tile.is_register_bound else ds
         dk, *weights = _compute_weights(call, warpgroup_index, slot, last, dk, ds, mask_scores, dropout_keys)
@@ -392,9 +394,9 @@ def _initial_ds(call: Call, warpgroup: Any) -> Any:
 
 def _store_ds(call: Call, warpgroup: Any, steps_done: Any, ds: Any) -> None:
     """Stores a step's gradients of a warpgroup's scores in shared memory."""
-    for half in range(call.tile.block_q // WGMMA_M):
-        part = ds[:, half * WGMMA_M : (half + 1) * WGMMA_M]
-        call.buffers["ds"].at[_ds_buffer_index(call.tile, steps_done, warpgroup, half)][...] = part
+    for query_half in range(call.tile.block_q // WGMMA_M):
+        part = ds[:, query_half * WGMMA_M : (query_half + 1) * WGMMA_M]
+        call.buffers["ds"].at[_ds_buffer_index(call.tile, steps_done, warpgroup, query_half)][...] = part
 
 
 def _previous_ds(call: Call, warpgroup: Any, steps_done: Any) -> Any:
@@ -449,11 +451,11 @@ def _issue_dq_products(call: Call, warpgroup: Any, steps_done: Any, dq_accumulat
     tile, buffers = call.tile, call.buffers
     if not tile.is_register_bound:
         plgpu.barrier_wait(buffers["ds_full"])
-    half, part = tile.dq_row_and_column_half(warpgroup)
+    query_half, part = tile.dq_row_and_column_half(warpgroup)
     for other in range(BACKWARD_CONSUMER_WARPGROUPS):
         # ds is stored keys by queries, and dq = ds K needs queries by keys: the descriptor transposes, without moving
         # data.
-        left = buffers["ds"].at[_ds_buffer_index(tile, steps_done + 1, other, half)]
+        left = buffers["ds"].at[_ds_buffer_index(tile, steps_done + 1, other, query_half)]
         plgpu.wgmma(
             dq_accumulator, left.transpose((1, 0)), buffers["k"].at[part * BACKWARD_CONSUMER_WARPGROUPS + other]
         )
@@ -469,7 +471,9 @@ def _pass_dq_to_adder(call: Call, warpgroup: Any, steps_done: Any, dq: Any) -> N
     pl.when(steps_done > 0)(lambda: plgpu.barrier_arrive(dq_full_barrier(call, steps_done - 1, 0)))
 
 
-def _ds_buffer_index(tile: BackwardTile, steps_done: Any, warpgroup: Any, half: Any) -> Any:
+def _ds_buffer_index(tile: BackwardTile, steps_done: Any, warpgroup: Any, query_half: Any) -> Any:
     """Returns the index of a warpgroup's gradients of scores for 64 queries."""
     # Double-buffered: dq's product reads the previous step's while this step's is written.
-    return (lax.rem(steps_done, I32(2)) * BACKWARD_CONSUMER_WARPGROUPS + warpgroup) * (tile.block_q // WGMMA_M) + half
+    return (lax.rem(steps_done, I32(2)) * BACKWARD_CONSUMER_WARPGROUPS + warpgroup) * (
+        tile.block_q // WGMMA_M
+    ) + query_half

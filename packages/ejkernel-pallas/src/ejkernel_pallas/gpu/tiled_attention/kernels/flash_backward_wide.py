@@ -128,8 +128,8 @@ def _write_dv(call: Call, item: tile_scheduler.WorkTile, dv: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _first_key(call: Call, item: tile_scheduler.WorkTile, member: Any) -> Any:
-    return item.tile_in_head * call.tile.block_kv + member * WGMMA_M
+def _first_key(call: Call, item: tile_scheduler.WorkTile, cluster_member: Any) -> Any:
+    return item.tile_in_head * call.tile.block_kv + cluster_member * WGMMA_M
 
 
 def _compute_weights(

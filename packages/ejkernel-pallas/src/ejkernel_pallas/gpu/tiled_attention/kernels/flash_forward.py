@@ -155,17 +155,17 @@ def _key_block_end(call: Call, query_tile: QueryTile, first_block: Any, end_bloc
     )
 
 
-def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> ConsumerState:
+def _prologue(call: Call, query_tile: QueryTile, first_block: Any, key_blocks_done: Any) -> ConsumerState:
     """Processes the first key block, before which there are no weights to multiply."""
-    slot = call.stage_of_key_block(step)
+    slot = call.stage_of_key_block(key_blocks_done)
     plgpu.barrier_wait(call.shared.k_full.at[slot])
     scores = wgmma.wait_for_products(
-        wgmma.issue_scores(call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]), in_flight=0
+        wgmma.issue_scores(call.shared.q.at[query_tile.query_buffer_index], call.shared.k.at[slot]), max_in_flight=0
     )
     masking: MaskedBounds = "both" if call.tile.needs_masks(call.spec) else None
     valid_key_words = _valid_key_bits(call, masking, slot)
     plgpu.barrier_arrive(call.shared.k_free.at[slot])
-    mask = _load_key_block_mask(call, query_tile, start, masking).add_mask_words(valid_key_words)
+    mask = _load_key_block_mask(call, query_tile, first_block, masking).add_mask_words(valid_key_words)
     scores = _cap_and_mask_scores(call, query_tile, mask, masking, scores)
     # INITIAL_ROW_MAX is finite: in a row without any key so far, -inf - -inf would be NaN.
     row_max, row_sum = (
@@ -173,9 +173,13 @@ def _prologue(call: Call, query_tile: QueryTile, start: Any, step: Any) -> Consu
         arrays.fill_row_vector(WGMMA_M, 0.0),
     )
     row_max, row_sum, weights, _ = online_softmax.exponentiate(call.spec, scores, row_max, row_sum, masking is None)
-    weights = _apply_dropout(call, query_tile, step, weights)
+    weights = _apply_dropout(call, query_tile, key_blocks_done, weights)
     return ConsumerState(
-        step + 1, arrays.zero_tile((WGMMA_M, call.spec.value_dim)), row_max, row_sum, _weights_as_operand(call, weights)
+        key_blocks_done + 1,
+        arrays.zero_tile((WGMMA_M, call.spec.value_dim)),
+        row_max,
+        row_sum,
+        _weights_as_operand(call, weights),
     )
 
 
@@ -201,7 +205,7 @@ def _process_key_block(
         if call.spec.uses_ping_pong:
             ping_pong_pass(warpgroups)
         # WGMMAs complete in order: with one in flight, S(j) is done and its keys may be overwritten; P V is not.
-        scores = wgmma.wait_for_products(scores, in_flight=1)
+        scores = wgmma.wait_for_products(scores, max_in_flight=1)
         valid_key_words = _valid_key_bits(call, masked_bounds, slot)
         plgpu.barrier_arrive(shared.k_free.at[slot])
         scores = _cap_and_mask_scores(call, query_tile, mask.add_mask_words(valid_key_words), masked_bounds, scores)

@@ -17,14 +17,14 @@ from ejkernel_pallas.gpu.tiled_attention.kernels.forward_call import Call, Query
 def write_output(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes the rows of a whole tile, of a split of a tile, or of the part of a tile that belongs to its sequence."""
     if call.paged_key_access is not None:
-        _write_paged(call, query_tile, output, lse)
+        _write_paged_tile(call, query_tile, output, lse)
         return
     results = call, query_tile, output, lse
-    whole, part = (functools.partial(write, *results) for write in (_write_tile, _write_split))
+    whole, part = (functools.partial(write, *results) for write in (_write_tile, _write_split_tile))
     tile_scheduler.run_whole_or_split_tile(call.schedule, query_tile.item, whole, part)
 
 
-def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+def _write_paged_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes a tile of a sequence in pages."""
     # Reloaded: the rows' offsets would take registers in the main loop.
     query_tile = query_tile_of_warpgroup(
@@ -33,10 +33,10 @@ def _write_paged(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
     assert query_tile.paged_tile is not None
     whole = (query_tile.paged_tile.sequence_row_start <= 0) & (query_tile.paged_tile.sequence_row_end >= WGMMA_M)
     pl.when(whole)(lambda: _write_tile(call, query_tile, output, lse))
-    pl.when(~whole)(lambda: _write_rows(call, query_tile, output, lse))
+    pl.when(~whole)(lambda: _write_rows_of_sequence(call, query_tile, output, lse))
 
 
-def _write_rows(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+def _write_rows_of_sequence(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes the rows of a tile that belong to its sequence, directly from registers. The next tile writes the other
     rows.
     """
@@ -77,7 +77,7 @@ def _output_columns_and_buffers(call: Call, query_tile: QueryTile) -> list[tuple
     ]
 
 
-def _write_split(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
+def _write_split_tile(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> None:
     """Writes the rows of one part of a split tile, in float32, for the combine step."""
     _, _, outputs, sums = call.outputs
     rows = pl.ds(query_tile.first_query - query_tile.item.tile_in_head * call.tile.block_q, WGMMA_M)
@@ -85,8 +85,8 @@ def _write_split(call: Call, query_tile: QueryTile, output: Any, lse: Any) -> No
     sums[query_tile.item.split_index, rows] = lse
 
 
-def release_queries(call: Call, buffer: Any) -> None:
+def release_queries(call: Call, query_buffer_index: Any) -> None:
     """Releases a buffer of queries once TMA has read the output in it."""
     # Read, not written: the buffer is free before HBM has the output.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(call.shared.q_free.at[buffer])
+    plgpu.barrier_arrive(call.shared.q_free.at[query_buffer_index])

@@ -33,10 +33,10 @@ def produce(call: Call, carry: Any) -> Any:
         _copy_queries(call, item, nth_tile, warpgroup)
     next_item = wait_for_next_tile(call, nth_tile)
 
-    def copy_key_and_value_blocks(index: Any, count: Any) -> Any:
-        copy_block("k", key_block(index + 1), count + 1)
-        _copy_values(call, item, key_block(index), count)
-        return count + 1
+    def copy_key_and_value_blocks(index: Any, key_blocks_done: Any) -> Any:
+        copy_block("k", key_block(index + 1), key_blocks_done + 1)
+        _copy_values(call, item, key_block(index), key_blocks_done)
+        return key_blocks_done + 1
 
     count = lax.fori_loop(start, stop - 1, copy_key_and_value_blocks, step)
     _copy_values(call, item, key_block(stop - 1), count)

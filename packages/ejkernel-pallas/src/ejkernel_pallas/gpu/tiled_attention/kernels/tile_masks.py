@@ -201,7 +201,7 @@ def mask_outside_query_range(
     if pattern_words:
         scores = mask_outside_key_range(scores, None, None, pattern_words=pattern_words)
     limits = [plgpu.layout_cast(limit, ROW_LAYOUT) for limit in (first_columns, last_columns) if limit is not None]
-    comparisons = ["setp.le", "setp.ge"][: len(limits)]
+    comparison_instructions = ["setp.le", "setp.ge"][: len(limits)]
     row_ids, refs = (
         () if row_and_column_ids is None else (plgpu.layout_cast(row_and_column_ids[0], ROW_LAYOUT),),
         () if row_and_column_ids is None else (row_and_column_ids[1],),
@@ -216,23 +216,25 @@ def mask_outside_query_range(
             inputs[: len(refs)],
             [[unpack_row_value(x) for x in row.registers.flat] for row in inputs[len(refs) :]],
         )
-        return _mask_columns(tile, comparisons, rows, *column_ids)
+        return _mask_columns(tile, comparison_instructions, rows, *column_ids)
 
     return mask_registers(scores, *refs, *limits, *row_ids)
 
 
-def _mask_columns(tile: Any, comparisons: list[str], row_values: list[list[Any]], column_ids: Any = None) -> Any:
+def _mask_columns(
+    tile: Any, comparison_instructions: list[str], row_values: list[list[Any]], column_ids: Any = None
+) -> Any:
     """Returns a tile with -inf in the columns outside of each row's limits, and where column ids differ."""
     place = _first_column_of_thread()
     # Relative to the thread's first column, so that columns are constants of the instructions.
-    limits = [[arith.subi(limit, place) for limit in both] for both in row_values[: len(comparisons)]]
-    comparisons = [
+    limits = [[arith.subi(limit, place) for limit in both] for both in row_values[: len(comparison_instructions)]]
+    comparison_instructions = [
         f"{comparison}{'.and' * (n > 0)}.s32 p, ${n + 3}, $2{', p' * (n > 0)};"
-        for n, comparison in enumerate(comparisons)
+        for n, comparison in enumerate(comparison_instructions)
     ]
     if column_ids is not None:
-        comparisons.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
-    code = f"{{ .reg .pred p; {' '.join(comparisons)} selp.f32 $0, $1, 0fFF800000, p; }}"
+        comparison_instructions.append(f"setp.eq.and.s32 p, ${len(limits) + 3}, ${len(limits) + 4}, p;")
+    code = f"{{ .reg .pred p; {' '.join(comparison_instructions)} selp.f32 $0, $1, 0fFF800000, p; }}"
     registers: list[Any] = []
     for number, register in enumerate(tile.registers.flat):
         column_group, half = divmod(number, 2)

@@ -128,13 +128,13 @@ def _tile_masks(tile_map: BlockMap) -> np.ndarray:
     return tile_map.tile_masks
 
 
-def _pack_mask_words(masks: np.ndarray) -> np.ndarray:
+def _pack_mask_words(tile_masks: np.ndarray) -> np.ndarray:
     """Returns tile masks [n, rows, columns] as words."""
-    count, rows, columns = masks.shape
-    masks = np.pad(masks, ((0, 0), (0, 0), (0, -columns % COLUMNS_PER_MASK_WORD_SPAN)))
-    mask_bits = masks.reshape(count, rows, -1, COLUMNS_PER_MASK_WORD_SPAN // 8, THREADS_PER_SCORE_ROW, 2).transpose(
-        0, 1, 2, 4, 3, 5
-    )
+    count, rows, columns = tile_masks.shape
+    tile_masks = np.pad(tile_masks, ((0, 0), (0, 0), (0, -columns % COLUMNS_PER_MASK_WORD_SPAN)))
+    mask_bits = tile_masks.reshape(
+        count, rows, -1, COLUMNS_PER_MASK_WORD_SPAN // 8, THREADS_PER_SCORE_ROW, 2
+    ).transpose(0, 1, 2, 4, 3, 5)
     packed_bits = np.packbits(
         mask_bits.reshape(
             count, rows, -1, THREADS_PER_SCORE_ROW, COLUMNS_PER_MASK_WORD_SPAN // THREADS_PER_SCORE_ROW
