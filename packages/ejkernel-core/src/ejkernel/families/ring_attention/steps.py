@@ -149,7 +149,7 @@ def ring_of_steps(record: RingAttention) -> Ring | None:
     if ring is None or ring_kind(record, ring) != "banded":
         return ring
     before, after = num_neighbours_with_keys(record, ring.size)
-    return dataclasses.replace(ring, before=before, after=after)
+    return dataclasses.replace(ring, num_before=before, num_after=after)
 
 
 def local_step(record: RingAttention, ring: Ring, travelling_keys: TravellingKeys) -> RingStep:

@@ -159,8 +159,8 @@ def copy_gathered_rows(matrix: Any, row_offsets: jax.Array, line_index: Any, tar
 
 
 def wait_for_gathered_rows(max_in_flight: int) -> None:
-    """Waits until at most `max_in_flight` later groups of a thread's copies are unfinished, and makes the others visible
-    to WGMMA.
+    """Waits until at most `max_in_flight` later groups of a thread's copies are unfinished, and makes the others
+    visible to WGMMA.
 
     Warpgroups learn of them by an mbarrier at which all threads must arrive after this.
     """
