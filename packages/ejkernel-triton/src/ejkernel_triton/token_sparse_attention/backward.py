@@ -14,7 +14,7 @@ from jax import lax
 from ejkernel.arithmetic import LOG2E, cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, sink_gradient, softmax_gradient_terms
 from ejkernel.types.pullback import Pullback
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.sizes import pad_to_power_of_two
 from ejkernel_triton.token_sparse_attention.config import SparseBackward
 from ejkernel_triton.token_sparse_attention.forward import key_inputs
@@ -51,7 +51,7 @@ def _query_gradient(record: TokenSparseAttention, row_inputs: RowInputs, config:
     (dquery,) = launch(
         sparse_bwd_dq_kernel,
         (record.query, *key_inputs(record), record.indices, *row_inputs),
-        [Shape(record.query.shape, record.query.dtype)],
+        [ShapeDtype(record.query.shape, record.query.dtype)],
         batch=batch,
         grid=cdiv(spec.G, config.heads) * spec.HK * spec.T * batch,
         num_warps=config.num_warps,
@@ -106,7 +106,7 @@ def _entry_gradients(
     results = launch(
         sparse_bwd_dkdv_kernel,
         (record.query, *key_inputs(record), record.indices, *row_inputs),
-        [Shape(shape, entry_dtype(record)) for shape in shapes],
+        [ShapeDtype(shape, entry_dtype(record)) for shape in shapes],
         batch=batch,
         grid=cdiv(spec.K, config.key_block_kv) * spec.HK * spec.T * batch,
         num_warps=config.key_warps,

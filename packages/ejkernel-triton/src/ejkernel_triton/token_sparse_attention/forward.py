@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
-from ejkernel_triton.launch import Shape, launch
+from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.token_sparse_attention.config import SparseForward
 from ejkernel_triton.token_sparse_attention.spec import make_spec
 
@@ -29,8 +29,8 @@ def forward(record: TokenSparseAttention, config: SparseForward) -> tuple[jax.Ar
         sparse_fwd_kernel,
         (record.query, *key_inputs(record), record.indices, sinks),
         [
-            Shape((batch, spec.T, spec.H, spec.DV), record.query.dtype),
-            Shape((batch, spec.H, spec.T), jnp.float32),
+            ShapeDtype((batch, spec.T, spec.H, spec.DV), record.query.dtype),
+            ShapeDtype((batch, spec.H, spec.T), jnp.float32),
         ],
         batch=batch,
         grid=cdiv(spec.G, config.heads) * spec.HK * spec.T * batch,
