@@ -80,10 +80,10 @@ def _forward_implementation(timing: Any) -> str:
     return timing.implementation.partition(" + ")[0]
 
 
-def _timings_by_panel(timings: Sequence[Any], key: Any) -> dict[Any, list[Any]]:
+def _timings_by_panel(timings: Sequence[Any], panel_key: Any) -> dict[Any, list[Any]]:
     panels: dict[Any, list[Any]] = {}
     for timing in timings:
-        panels.setdefault(key(timing), []).append(timing)
+        panels.setdefault(panel_key(timing), []).append(timing)
     return panels
 
 

@@ -109,7 +109,7 @@ class AttentionMetadata:
         Raises:
             ValueError: `dropout_p` is no such number.
         """
-        self.dropout_p = as_number("dropout_p", dropout_p, least=0, below=1)
+        self.dropout_p = as_number("dropout_p", dropout_p, least=0, less_than=1)
         self.dropout_seed = dropout_seed
         return self
 

@@ -78,7 +78,7 @@ def ragged_gated_linear_attention(
         ```
     """
 
-    states = _checked(recurrent_state, query_start_loc, state_indices)
+    states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
     tokens = {"query": query, "key": key, "value": value, "g": g}
     result: Any = gated_linear_attention(**tokens, **states, return_state=True, **options)
     return result
@@ -116,7 +116,7 @@ def ragged_lightning_attention(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    states = _checked(recurrent_state, query_start_loc, state_indices)
+    states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
     layer = {"layer_idx": layer_idx, "num_layers": num_layers}
     result: Any = lightning_attention(query, key, value, **states, **layer, return_state=True, **options)
     return result
@@ -193,7 +193,7 @@ def ragged_state_space_v1(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    states = _checked(recurrent_state, query_start_loc, state_indices)
+    states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
     rows = {"hidden_states": hidden_states[None], "B": B[None], "C": C[None], "dt": dt[None]}
     rows |= {} if gate is None else {"gate": gate[None]}
     y, slots, _ = state_space_v1(**rows, A=A, D=D, **states, **options)
@@ -238,7 +238,7 @@ def ragged_state_space_v2(
         ValueError: A shape, dtype or value is wrong; the message names the argument.
     """
 
-    states = _checked(recurrent_state, query_start_loc, state_indices)
+    states = _checked_state_arguments(recurrent_state, query_start_loc, state_indices)
     rows = {"x": x[None], "B": B[None], "C": C[None], "dt": dt[None]}
     rows |= {} if gate is None else {"gate": gate[None]}
     if parents is None:
@@ -307,7 +307,7 @@ def accept_states(
     return slots.at[target].set(states[token].astype(slots.dtype), mode="drop")
 
 
-def _checked(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:
+def _checked_state_arguments(slots: jax.Array, starts: jax.Array, indices: jax.Array) -> dict[str, jax.Array]:
     """Returns the states of a packed call under the names that the operations have for them.
 
     Raises:

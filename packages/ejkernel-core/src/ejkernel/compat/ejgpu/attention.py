@@ -15,7 +15,7 @@ from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_same_dtype,
     check_shape,
@@ -111,7 +111,7 @@ def flash_attn_varlen(
     options = {
         "softmax_scale": sm_scale,
         "causal": as_flag("causal", causal),
-        "dropout_prob": as_number("dropout_p", dropout_p, least=0, below=1),
+        "dropout_prob": as_number("dropout_p", dropout_p, least=0, less_than=1),
         "dropout_seed": dropout_seed,
     }
     if sides.cu_seqlens is None:
@@ -283,7 +283,7 @@ def _packed_queries_and_keys(
         check_dtype(name, lengths, jnp.integer, "an integer dtype")
         if sizes["N+1"] < 2:
             raise ValueError(f"{name}: got shape {lengths.shape}, wants [N + 1] with at least 1 sequence")
-        check_cumulative(name, lengths, 1, array.shape[0])
+        check_cumulative_lengths(name, lengths, 1, array.shape[0])
         longest = _longest_sequence(lengths)
         if bound is not None and longest is not None and longest > bound:
             raise ValueError(f"max_seqlens_{side}: got {bound}, wants at least {longest}, the longest sequence")

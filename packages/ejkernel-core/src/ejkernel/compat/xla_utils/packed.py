@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Integer
 
 from ejkernel import _compat
-from ejkernel.modules.operations.shared.shapes import as_count, check_cumulative, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import as_count, check_cumulative_lengths, check_dtype, check_shape
 from ejkernel.planning.packing import packed_ids
 from ejkernel.types.segments import as_bool_mask
 
@@ -173,7 +173,7 @@ def as_cumulative_lengths(cu_seqlens: ArrayLike, total: int | None = None) -> ja
     if array.shape[0] == 0:
         raise ValueError("cu_seqlens: got shape (0,), wants [N + 1] integers, the first of which is 0")
     check_dtype("cu_seqlens", array, jnp.integer, "an integer dtype")
-    check_cumulative("cu_seqlens", array, 1, np.iinfo(np.int32).max if total is None else total)
+    check_cumulative_lengths("cu_seqlens", array, 1, np.iinfo(np.int32).max if total is None else total)
     return array.astype(jnp.int32)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["EXPORTS", "OPS"]
 
 
-class _Operations(ModuleType):
+class _OperationsModule(ModuleType):
     """The class of this package. Python binds a submodule to its name in the package; this class binds the name of an
     operation to its function instead.
     """
@@ -35,7 +35,7 @@ class _Operations(ModuleType):
         super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Operations
+sys.modules[__name__].__class__ = _OperationsModule
 
 
 def __getattr__(name: str) -> Any:

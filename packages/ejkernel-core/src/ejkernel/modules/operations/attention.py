@@ -21,7 +21,7 @@ from ejkernel.modules.operations.flash_attention import validate as validate_fla
 from ejkernel.modules.operations.scaled_dot_product_attention import resolve_bias
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.shapes import (
-    as_drawn_seed,
+    as_dropout_seed,
     as_flag,
     as_float_dtype,
     as_number,
@@ -126,17 +126,17 @@ class AttentionArguments(ArgumentRecord, of=attention):
             "init_bias": None,  # a new lambda a call would compile every call
             "deterministic": as_flag("deterministic", self.deterministic),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "dtype": None if dtype is None else as_float_dtype("dtype", dtype),
             "softmax_dtype": None if softmax_dtype is None else as_float_dtype("softmax_dtype", softmax_dtype),
-            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            "dropout_prob": as_number("dropout_prob", self.dropout_prob, least=0, less_than=1),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
             "return_weights": as_flag("return_weights", self.return_weights),
         }
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "dropout_rng", as_drawn_seed("dropout_rng", self.dropout_rng, self.has_dropout))
+        object.__setattr__(self, "dropout_rng", as_dropout_seed("dropout_rng", self.dropout_rng, self.has_dropout))
 
     @property
     def has_dropout(self) -> bool:

@@ -19,7 +19,7 @@ from ejkernel.modules.operations.flash_attention import validate as validate_fla
 from ejkernel.modules.operations.shared import conventions
 from ejkernel.modules.operations.shared.lse import WithLse, split_output_and_lse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
-    as_chunk,
+    as_chunk_size,
     as_flag,
     as_number,
     as_window,
@@ -38,7 +38,7 @@ from ejkernel.types.integers import clamp_positions
 from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
 
 
-def _refuse(qkv_layouts: Any, sequence_axis: Any) -> None:
+def _refuse_unsupported_arguments(qkv_layouts: Any, sequence_axis: Any) -> None:
     if qkv_layouts is not None:
         raise NotImplementedError(
             "qkv_layouts: got a value, wants None: a layout fits one block size, and here the block size is a "
@@ -172,15 +172,15 @@ class BlockSparseAttentionArguments(ArgumentRecord, of=blocksparse_attention):
     """The arguments of a call of `blocksparse_attention`."""
 
     def __post_init__(self) -> None:
-        _refuse(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
+        _refuse_unsupported_arguments(self.qkv_layouts, self.sequence_parallelism_mesh_axis_name)
         scale, cap = self.softmax_scale, self.logits_soft_cap
         canonical = {
             "return_lse": as_flag("return_lse", self.return_lse),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "mask_builder": _built_pattern(self.mask_builder, jnp.shape(self.query), jnp.shape(self.key)),
             "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": as_chunk("chunk_size", self.chunk_size),
+            "chunk_size": as_chunk_size("chunk_size", self.chunk_size),
             "causal": as_flag("causal", self.causal),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
             "purify": as_flag("purify", self.purify),
@@ -268,7 +268,7 @@ def _pattern_fields(record: TiledAttention, pattern: Mask | None) -> dict[str, A
 
 
 def _segment_ids_of_chunks(
-    args: BlockSparseAttentionArguments, record: TiledAttention, size: int
+    args: BlockSparseAttentionArguments, record: TiledAttention, chunk_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns segment ids under which tokens attend if they are of one chunk and, where there are segments, of one of
     these.
@@ -276,7 +276,7 @@ def _segment_ids_of_chunks(
     mask, batch = args.mask_info or MaskInfo(), args.query.shape[0]
     placed = dataclasses.replace(record, q_positions=mask.q_positions, kv_positions=mask.kv_positions)
     q, k = (
-        jnp.broadcast_to(clamp_positions(x) // size, (batch, x.shape[1]))
+        jnp.broadcast_to(clamp_positions(x) // chunk_size, (batch, x.shape[1]))
         for x in tiled_attention.query_and_key_positions(placed)
     )
     if record.q_segment_ids is None or record.kv_segment_ids is None:

@@ -13,7 +13,11 @@ from ejkernel.families.causal_convolution import CausalConvolution
 from ejkernel.modules.operations.cases import causal_conv1d as cases
 from ejkernel.modules.operations.configs import CausalConv1dConfig
 from ejkernel.modules.operations.shared import convolution_states
-from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees, slots
+from ejkernel.modules.operations.shared.conditions import (
+    conditions_of_cumulative_lengths,
+    conditions_of_trees,
+    slot_conditions,
+)
 from ejkernel.modules.operations.shared.recurrences import (
     check_floating,
     check_packing,
@@ -22,7 +26,7 @@ from ejkernel.modules.operations.shared.recurrences import (
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_shape,
@@ -34,7 +38,7 @@ from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
-LARGEST_WIDTH = 8
+MAX_FILTER_WIDTH = 8
 
 
 @document_options
@@ -123,7 +127,7 @@ class CausalConv1dArguments(ArgumentRecord, of=causal_conv1d):
             raise ValueError(f"activation: got {got(self.activation)}, wants None or 'silu'")
         object.__setattr__(self, "return_state", as_flag("return_state", self.return_state))
         if self.cu_seqlens is not None and rank(self.x) == 3:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
 
 
 def validate(args: CausalConv1dArguments) -> None:
@@ -134,8 +138,10 @@ def validate(args: CausalConv1dArguments) -> None:
     check_floating("x", args.x, "B T I", sizes)
     check_shape("weight", args.weight, "I W", sizes)
     check_floating("weight", args.weight, "I W", sizes)
-    if not 2 <= sizes["W"] <= LARGEST_WIDTH:
-        raise ValueError(f"weight: got shape {tuple(args.weight.shape)}, wants [I, W] with W from 2 to {LARGEST_WIDTH}")
+    if not 2 <= sizes["W"] <= MAX_FILTER_WIDTH:
+        raise ValueError(
+            f"weight: got shape {tuple(args.weight.shape)}, wants [I, W] with W from 2 to {MAX_FILTER_WIDTH}"
+        )
     check_floating("bias", args.bias, "I", sizes)
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
@@ -162,13 +168,15 @@ def conditions(args: CausalConv1dArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit x, that sequences with tokens have distinct slots, and that
     parents come before their tokens.
     """
-    yield from _of_bounds(args)
+    yield from _tree_and_length_conditions(args)
     if args.state_indices is not None and rank(args.state_indices) == 1:
         each = np.arange(args.state_indices.shape[0] + 1)
-        yield from slots(args.state_indices, each if args.cu_seqlens is None else args.cu_seqlens, args.initial_state)
+        yield from slot_conditions(
+            args.state_indices, each if args.cu_seqlens is None else args.cu_seqlens, args.initial_state
+        )
 
 
-_of_bounds = conditions_of_trees(conditions_of_bounds("cu_seqlens", "x"))
+_tree_and_length_conditions = conditions_of_trees(conditions_of_cumulative_lengths("cu_seqlens", "x"))
 
 
 def lower(args: CausalConv1dArguments) -> CausalConvolution:
@@ -178,7 +186,7 @@ def lower(args: CausalConv1dArguments) -> CausalConvolution:
         before = before[..., before.shape[2] - (args.weight.shape[1] - 1) :]
         token = {"x": x[:, None], "initial_state": before}
         return CausalConvolution(weight=args.weight, bias=args.bias, activation=args.activation, **token)
-    packed, before = args.cu_seqlens is not None, convolution_states.before(args)
+    packed, before = args.cu_seqlens is not None, convolution_states.tokens_before_first(args)
     return CausalConvolution(
         x=args.x,
         weight=args.weight,
@@ -195,9 +203,9 @@ def finish(args: CausalConv1dArguments, output: tuple[jax.Array, jax.Array]) -> 
     if args.parents is not None:
         y = output[0].reshape(args.x.shape)
         if args.cu_seqlens is not None:  # padding tokens have a bias too
-            y = jnp.where(convolution_states.tree_windows(args).real[None, :, None], y, 0)
+            y = jnp.where(convolution_states.tree_windows(args).is_request_token[None, :, None], y, 0)
         return (y, convolution_states.states_after_tree_tokens(args)) if args.return_state else y
-    return (output[0], convolution_states.after(args, output[1])) if args.return_state else output[0]
+    return (output[0], convolution_states.updated_states(args, output[1])) if args.return_state else output[0]
 
 
 def axes_of(args: CausalConv1dArguments) -> dict[str, Any]:

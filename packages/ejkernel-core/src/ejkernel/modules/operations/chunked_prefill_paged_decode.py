@@ -16,7 +16,7 @@ from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, b
 from ejkernel.modules.operations.shared.paged_arguments import (
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import CanonicalTerms
+from ejkernel.modules.operations.shared.paged_terms import CanonicalScoreArguments
 from ejkernel.modules.operations.shared.shapes import check_same_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -118,7 +118,7 @@ def chunked_prefill_paged_decode(
     return run_operation(OP, locals())
 
 
-class ChunkedPrefillPagedDecodeArguments(CanonicalTerms, ArgumentRecord, of=chunked_prefill_paged_decode):
+class ChunkedPrefillPagedDecodeArguments(CanonicalScoreArguments, ArgumentRecord, of=chunked_prefill_paged_decode):
     """The arguments of a call of `chunked_prefill_paged_decode`."""
 
 
@@ -158,7 +158,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=batch_conditions,
-    conventions=conventions.of_pages,
+    conventions=conventions.page_sentences,
     cases=paged_cases.chunked_prefill_cases(ChunkedPrefillPagedDecodeArguments),
     make_inputs=paged_inputs.make_inputs,
     axes={"softmax_aux": "h sinks"},

@@ -11,15 +11,19 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import DecodeAttentionConfig
-from ejkernel.modules.operations.shared.conditions import has_rank, shared_prefix, value_range_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, shared_prefix_conditions, value_range_condition
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_count,
-    check_groups,
-    check_ints,
+    check_head_groups,
+    check_integer_array,
     check_query,
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_score_arguments,
+    score_fields,
+    set_canonical_score_arguments,
+)
 from ejkernel.modules.operations.shared.shapes import check_not_empty, check_same_dtype, check_shape, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -111,7 +115,7 @@ class DecodeAttentionArguments(ArgumentRecord, of=decode_attention):
     def __post_init__(self) -> None:
         if as_count("page_size", self.page_size) is None:
             raise ValueError(f"page_size: got {got(self.page_size)}, wants an int >= 1")
-        set_canonical_terms(self)
+        set_canonical_score_arguments(self)
 
 
 def validate(args: DecodeAttentionArguments) -> None:
@@ -122,27 +126,27 @@ def validate(args: DecodeAttentionArguments) -> None:
     check_not_empty("key_buffer", args.key_buffer, "total Hk D", "Hk")
     check_shape("value_buffer", args.value_buffer, "total Hk Dv", sizes)
     check_same_dtype({"key_buffer": args.key_buffer, "value_buffer": args.value_buffer})
-    check_groups("key_buffer", args.key_buffer, "query", sizes)
+    check_head_groups("key_buffer", args.key_buffer, "query", sizes)
     if sizes["total"] % args.page_size:
         shape = tuple(args.key_buffer.shape)
         raise ValueError(
             f"key_buffer: got shape {shape}, wants a number of rows that page_size={args.page_size} divides"
         )
-    check_ints("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
-    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_integer_array("req_to_tokens", args.req_to_tokens, "N max_pages", sizes)
+    check_integer_array("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_terms(args, sizes)
+    check_score_arguments(args, sizes)
 
 
 def conditions(args: DecodeAttentionArguments) -> Iterable[Condition]:
     """Yields the condition that no sequence is longer than its pages."""
-    if has_rank(args, req_to_tokens=2, kv_lens=1):
+    if have_ranks(args, req_to_tokens=2, kv_lens=1):
         capacity = args.req_to_tokens.shape[1] * args.page_size
         yield from value_range_condition(
             "kv_lens", args.kv_lens, 0, capacity, "lengths that req_to_tokens has pages for,"
         )
         if args.shared_prefix is not None:
-            yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
+            yield from shared_prefix_conditions(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
 
 def lower(args: DecodeAttentionArguments) -> PagedAttention:

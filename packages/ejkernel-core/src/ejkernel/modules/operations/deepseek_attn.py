@@ -19,7 +19,7 @@ from ejkernel.modules.operations.shared.latent_inputs import (
     set_canonical_values,
     with_accumulator_dtype,
 )
-from ejkernel.modules.operations.shared.repeated import check_repeated
+from ejkernel.modules.operations.shared.repeated import check_config_agrees_with_call
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -153,76 +153,78 @@ def _indexer_call(args: DeepSeekAttentionArguments) -> LightningIndexerArguments
     )
 
 
-def _select(args: LightningIndexerArguments) -> jax.Array:
+def _select_tokens(args: LightningIndexerArguments) -> jax.Array:
     """Returns the selected tokens, from the implementation of the indexer that dispatch chooses."""
     options = {"top_k": args.top_k, "softmax_scale": args.softmax_scale, "causal": args.causal}
     return lightning_indexer(args.query, args.key, args.weights, **options)[0]
 
 
-def _select_reference(args: LightningIndexerArguments) -> jax.Array:
+def _select_tokens_in_plain_jnp(args: LightningIndexerArguments) -> jax.Array:
     """Returns the selected tokens, in plain jnp."""
     return indexer_family.reference(lower_indexer(args))[0][0]
 
 
 def lower(args: DeepSeekAttentionArguments) -> family.TokenSparseAttention:
     """Returns the record of a call in the absorbed form: one KV head, whose values are the latent vectors."""
-    return _lower(args, _select)
+    return _lower_with_selection(args, _select_tokens)
 
 
-def _lower(
-    args: DeepSeekAttentionArguments, select: Callable[[LightningIndexerArguments], jax.Array]
+def _lower_with_selection(
+    args: DeepSeekAttentionArguments, select_tokens: Callable[[LightningIndexerArguments], jax.Array]
 ) -> family.TokenSparseAttention:
     size, latent_size = args.w_kc.shape[2], args.key_value.shape[2]
-    query, key = _absorb(args.query[..., :size], args.w_kc), args.key_value
+    query, key = _absorb_key_weights(args.query[..., :size], args.w_kc), args.key_value
     if args.b_k is not None:
         size += args.b_k.shape[2]
         heads = args.query.shape[2]
-        rotary = args.query[..., args.w_kc.shape[2] :] if args.b_q is None else _for_heads(args.b_q, heads)
+        rotary = args.query[..., args.w_kc.shape[2] :] if args.b_q is None else _repeat_for_heads(args.b_q, heads)
         query, key = jnp.concatenate([query, rotary], axis=-1), jnp.concatenate([key, args.b_k], axis=-1)
     return family.TokenSparseAttention(
         query=query,
         key=key[:, :, None],
-        indices=select(_indexer_call(args))[:, :, None],
+        indices=select_tokens(_indexer_call(args))[:, :, None],
         softmax_scale=size**-0.5 if args.softmax_scale is None else args.softmax_scale,
         value_size=latent_size,
     )
 
 
-def _for_heads(x: jax.Array, heads: int) -> jax.Array:
+def _repeat_for_heads(x: jax.Array, heads: int) -> jax.Array:
     """Returns [B, T, n] -> [B, T, heads, n]."""
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], heads, x.shape[2]))
 
 
-def _absorb(query: jax.Array, w_kc: jax.Array) -> jax.Array:
+def _absorb_key_weights(query: jax.Array, w_kc: jax.Array) -> jax.Array:
     """Returns queries [B, T, H, Dn] multiplied by the weights of their KV heads, [B, T, H, R] in their dtype."""
-    return _by_head("btghn,rgn->btghr", query, w_kc)
+    return _multiply_by_kv_head_weights("btghn,rgn->btghr", query, w_kc)
 
 
-def _by_head(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+def _multiply_by_kv_head_weights(einsum_spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns the products of x [B, T, H, n] with the weights of its KV heads, [B, T, H, m] in x's dtype."""
     rows, tokens, heads, size = x.shape
     grouped = x.reshape(rows, tokens, weights.shape[1], heads // weights.shape[1], size)
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    product = jnp.einsum(spec, grouped, weights, precision=product_precision(x.dtype), preferred_element_type=wide)
+    product = jnp.einsum(
+        einsum_spec, grouped, weights, precision=product_precision(x.dtype), preferred_element_type=wide
+    )
     return product.reshape(rows, tokens, heads, product.shape[-1]).astype(x.dtype)
 
 
 def finish(args: DeepSeekAttentionArguments, output: jax.Array) -> jax.Array:
     """Returns the values of attention's averages of latent vectors, [B, T, H, Dv]."""
-    return _by_head("btghr,rgv->btghv", output, args.w_vc)
+    return _multiply_by_kv_head_weights("btghr,rgv->btghv", output, args.w_vc)
 
 
 def reference(args: DeepSeekAttentionArguments) -> jax.Array:
     """Returns the operation's meaning in plain jnp; what is absorbed is not rounded to the arguments' dtype."""
     wide = with_accumulator_dtype(args)
     with jax.default_matmul_precision("highest"):
-        output = finish(wide, family.reference(_lower(wide, _select_reference))[0])
+        output = finish(wide, family.reference(_lower_with_selection(wide, _select_tokens_in_plain_jnp))[0])
     return output.astype(args.query.dtype)
 
 
 def configure(args: DeepSeekAttentionArguments, cfg: DeepSeekAttentionConfig | None) -> DeepSeekAttentionConfig | None:
     """Returns the call's own configuration, if it repeats the call's arguments."""
-    check_repeated(cfg, index_topk=args.index_topk)
+    check_config_agrees_with_call(cfg, index_topk=args.index_topk)
     return cfg
 
 

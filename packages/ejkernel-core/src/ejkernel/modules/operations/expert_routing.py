@@ -10,7 +10,7 @@ from ejkernel.families import expert_routing as family
 from ejkernel.modules.operations.cases import expert_routing as cases
 from ejkernel.modules.operations.configs import ExpertRoutingConfig
 from ejkernel.modules.operations.shared import expert_scores
-from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, set_canonical_fields
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -98,9 +98,9 @@ class ExpertRoutingArguments(ArgumentRecord, of=expert_routing):
 
     def __post_init__(self) -> None:
         if self.scores is not None:
-            as_choice("scores", self.scores, expert_scores.SCORES)
+            as_choice("scores", self.scores, expert_scores.SCORE_FUNCTIONS)
         counts = {name: getattr(self, name) for name in ("top_k", "n_groups", "top_groups", "group_score_experts")}
-        settle(
+        set_canonical_fields(
             self,
             normalise=as_flag("normalise", self.normalise),
             scale=as_number("scale", self.scale),
@@ -119,7 +119,7 @@ def validate(args: ExpertRoutingArguments) -> None:
     if sizes["T"] * args.top_k >= 2**31:
         raise ValueError(f"logits: got shape {tuple(args.logits.shape)}, wants fewer than 2**31 rows of experts")
     if args.scores is None:
-        for name, default in _SCORE_DEFAULTS.items():
+        for name, default in _SCORE_ARGUMENT_DEFAULTS.items():
             if (value := getattr(args, name)) is not default and value != default:
                 raise ValueError(f"{name}: got {got(value)} without scores, wants scores='softmax' or 'sigmoid'")
     if args.selection_bias is not None:
@@ -128,28 +128,35 @@ def validate(args: ExpertRoutingArguments) -> None:
     _check_groups(args, sizes["E"])
 
 
-_SCORE_DEFAULTS = {"selection_bias": None, "n_groups": None, "group_score_experts": 2, "normalise": False, "scale": 1.0}
+_SCORE_ARGUMENT_DEFAULTS = {
+    "selection_bias": None,
+    "n_groups": None,
+    "group_score_experts": 2,
+    "normalise": False,
+    "scale": 1.0,
+}
 """Arguments that only calls with scores have, and their defaults."""
 
 
-def _check_groups(args: ExpertRoutingArguments, experts: int) -> None:
+def _check_groups(args: ExpertRoutingArguments, num_experts: int) -> None:
     """Raises ValueError unless `n_groups` divides the experts and the `top_groups` groups have `top_k` experts."""
     groups, best = args.n_groups, args.top_groups
     if (groups is None) != (best is None):
         raise ValueError(f"top_groups: got {best} with n_groups={groups}, wants both or neither")
     if groups is None or best is None:
         return
-    if experts % groups:
-        raise ValueError(f"n_groups: got {groups}, wants a divisor of the {experts} experts")
+    if num_experts % groups:
+        raise ValueError(f"n_groups: got {groups}, wants a divisor of the {num_experts} experts")
     if best > groups:
         raise ValueError(f"top_groups: got {best}, wants at most the {groups} groups")
-    if args.top_k > best * (experts // groups):
+    if args.top_k > best * (num_experts // groups):
         raise ValueError(
-            f"top_k: got {args.top_k}, wants at most the {best * (experts // groups)} experts of the groups"
+            f"top_k: got {args.top_k}, wants at most the {best * (num_experts // groups)} experts of the groups"
         )
-    if args.group_score_experts > experts // groups:
+    if args.group_score_experts > num_experts // groups:
         raise ValueError(
-            f"group_score_experts: got {args.group_score_experts}, wants at most a group's {experts // groups} experts"
+            f"group_score_experts: got {args.group_score_experts}, "
+            f"wants at most a group's {num_experts // groups} experts"
         )
 
 
@@ -157,7 +164,7 @@ def lower(args: ExpertRoutingArguments) -> family.ExpertRouting:
     """Returns the record of a call. Its logits are constants to JAX's differentiation, since integer results have no
     gradient.
     """
-    return family.ExpertRouting(logits=jax.lax.stop_gradient(expert_scores.choice(args)), top_k=args.top_k)
+    return family.ExpertRouting(logits=jax.lax.stop_gradient(expert_scores.selection_scores(args)), top_k=args.top_k)
 
 
 def finish(args: ExpertRoutingArguments, output: Any) -> Any:

@@ -11,19 +11,19 @@ from ejkernel.families import tiled_attention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.modules.operations.cases import flash_attention as cases
 from ejkernel.modules.operations.configs import FlashAttentionConfig
-from ejkernel.modules.operations.paged_keys import of_pages, paged_call
+from ejkernel.modules.operations.paged_keys import page_conditions, paged_call
 from ejkernel.modules.operations.shared import conventions, dense_arguments
-from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, have_ranks
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
-    as_drawn_seed,
+    as_dropout_seed,
     as_flag,
     as_float_dtype,
     as_number,
     as_precision,
     as_window,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -144,15 +144,15 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
 
     def __post_init__(self) -> None:
         scale, cap = self.softmax_scale, self.logits_soft_cap
-        dropout = as_number("dropout_prob", self.dropout_prob, least=0, below=1)
+        dropout = as_number("dropout_prob", self.dropout_prob, least=0, less_than=1)
         canonical = {
             "return_lse": as_flag("return_lse", self.return_lse),
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "dropout_prob": dropout,
             "causal": as_flag("causal", self.causal),
-            "dropout_seed": as_drawn_seed("dropout_seed", self.dropout_seed, dropout > 0),
+            "dropout_seed": as_dropout_seed("dropout_seed", self.dropout_seed, dropout > 0),
             "sliding_window": as_window("sliding_window", self.sliding_window),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "normalize_output": as_flag("normalize_output", self.normalize_output),
             "precision": as_precision("precision", self.precision),
             "logits_dtype": as_float_dtype("logits_dtype", self.logits_dtype),
@@ -163,7 +163,7 @@ class FlashAttentionArguments(ArgumentRecord, of=flash_attention):
         for name, side in (("cum_seqlens_q", self.query), ("cum_seqlens_k", self.key)):
             lengths = getattr(self, name)
             if lengths is not None and getattr(side, "ndim", 0) == 4 and self.block_tables is None:
-                check_cumulative(name, lengths, *side.shape[:2])
+                check_cumulative_lengths(name, lengths, *side.shape[:2])
 
 
 def flash_call(**fields: Any) -> FlashAttentionArguments:
@@ -207,10 +207,10 @@ def validate(args: FlashAttentionArguments) -> None:
 
 def conditions(args: FlashAttentionArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit the arrays or the pages of a cache."""
-    if not has_rank(args, query=4, key=4):
+    if not have_ranks(args, query=4, key=4):
         return
     if args.block_tables is not None:
-        yield from of_pages(args)
+        yield from page_conditions(args)
         return
     for name, array in (("cum_seqlens_q", args.query), ("cum_seqlens_k", args.key)):
         if getattr(args, name) is not None:

@@ -13,22 +13,22 @@ from ejkernel.modules.operations.configuration.latent import FlashMLAConfig
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.shared.conditions import conditions_of_bounds
+from ejkernel.modules.operations.shared.conditions import conditions_of_cumulative_lengths
 from ejkernel.modules.operations.shared.latent_inputs import (
     as_logits_dtype,
     check_self_attention_sizes,
-    read_out_latent,
+    project_latent,
     rng_seed,
     set_canonical_values,
     with_accumulator_dtype,
 )
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.shapes import (
-    as_drawn_seed,
+    as_dropout_seed,
     as_flag,
     as_number,
     as_window,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_shape,
     got,
@@ -148,18 +148,18 @@ class FlashMLAArguments(ArgumentRecord, of=flash_mla):
             return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
             causal=as_flag("causal", self.causal),
-            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             deterministic=as_flag("deterministic", self.deterministic),
-            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, below=1),
+            dropout_prob=as_number("dropout_prob", self.dropout_prob, least=0, less_than=1),
             sliding_window=as_window("sliding_window", self.sliding_window),
             softmax_dtype=as_logits_dtype("softmax_dtype", self.softmax_dtype),
         )
         set_canonical_values(
-            self, dropout_rng=as_drawn_seed("dropout_rng", self.dropout_rng, self.effective_dropout_prob > 0)
+            self, dropout_rng=as_dropout_seed("dropout_rng", self.dropout_rng, self.effective_dropout_prob > 0)
         )
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 
     @property
     def effective_dropout_prob(self) -> float:
@@ -202,7 +202,7 @@ def _check_rng(args: FlashMLAArguments) -> None:
 
 def lower(args: FlashMLAArguments) -> TiledAttention:
     """Returns the tiled-attention record of a call: keys and values of the KV heads, made out of the latent vectors."""
-    query, key = args.query, read_out_latent(args.key_value, args.w_kc)
+    query, key = args.query, project_latent(args.key_value, args.w_kc)
     if args.b_k is not None:
         key = jnp.concatenate([key, _project_for_heads(args.b_k, key.shape[2])], axis=-1)
     if args.b_q is not None:
@@ -212,7 +212,7 @@ def lower(args: FlashMLAArguments) -> TiledAttention:
         flash_call(
             query=query,
             key=key,
-            value=read_out_latent(args.key_value, args.w_vc),
+            value=project_latent(args.key_value, args.w_vc),
             bias=args.bias,
             cum_seqlens_q=args.cu_seqlens,
             softmax_aux=args.softmax_aux,
@@ -249,7 +249,7 @@ OP = Op(
     family=tiled_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=conditions_of_bounds("cu_seqlens", "query"),
+    conditions=conditions_of_cumulative_lengths("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(FlashMLAArguments),
     make_inputs=cases.make_inputs,

@@ -13,7 +13,12 @@ from ejkernel.modules.operations.cases import fused_cross_entropy as cases
 from ejkernel.modules.operations.configs import FusedCrossEntropyConfig
 from ejkernel.modules.operations.shared import token_losses
 from ejkernel.modules.operations.shared.head_function import head_function_loss
-from ejkernel.modules.operations.shared.paged_arguments import as_cap, as_choice, settle, with_tuning_arguments
+from ejkernel.modules.operations.shared.paged_arguments import (
+    as_choice,
+    as_soft_cap,
+    set_canonical_fields,
+    with_tuning_arguments,
+)
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
@@ -31,7 +36,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition, integers
 
-STRATEGIES = ("vocab", "token", "block")
+CHUNK_STRATEGIES = ("vocab", "token", "block")
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -154,16 +159,16 @@ class FusedCrossEntropyArguments(ArgumentRecord, of=fused_cross_entropy):
 
     def __post_init__(self) -> None:
         as_choice("reduction", self.reduction, token_losses.REDUCTIONS)
-        as_choice("chunk_strategy", self.chunk_strategy, STRATEGIES)
+        as_choice("chunk_strategy", self.chunk_strategy, CHUNK_STRATEGIES)
         smoothing = as_number("label_smoothing", self.label_smoothing, least=0)
         if smoothing > 1:
             raise ValueError(f"label_smoothing: got {smoothing}, wants at most 1")
         dtype = self.compute_dtype
-        settle(
+        set_canonical_fields(
             self,
-            logit_softcap=as_cap("logit_softcap", self.logit_softcap),
+            logit_softcap=as_soft_cap("logit_softcap", self.logit_softcap),
             chunk_size=as_count("chunk_size", self.chunk_size),
-            ignore_index=token_losses.as_index("ignore_index", self.ignore_index),
+            ignore_index=token_losses.as_signed_integer("ignore_index", self.ignore_index),
             label_smoothing=smoothing,
             z_loss=as_number("z_loss", self.z_loss, least=0),
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
@@ -175,23 +180,23 @@ class FusedCrossEntropyArguments(ArgumentRecord, of=fused_cross_entropy):
 
 def validate(args: FusedCrossEntropyArguments) -> None:
     """Raises ValueError for arguments that are wrong on every backend."""
-    token_losses.check_one("logits", args.logits, "hidden", args.hidden)
-    token_losses.check_one("targets", args.targets, "soft_targets", args.soft_targets)
+    token_losses.check_exactly_one("logits", args.logits, "hidden", args.hidden)
+    token_losses.check_exactly_one("targets", args.targets, "soft_targets", args.soft_targets)
     entries = _check_head(args)
-    tokens = tuple(_rows(args).shape[:-1])
+    tokens = tuple(_logits_or_last_states(args).shape[:-1])
     if args.targets is not None:
-        token_losses.check_tokens("targets", args.targets, tokens)
+        token_losses.check_token_axes("targets", args.targets, tokens)
         check_dtype("targets", args.targets, jnp.integer, "an integer dtype")
     if args.soft_targets is not None:
-        token_losses.check_tokens("soft_targets", args.soft_targets, tokens, entries)
+        token_losses.check_token_axes("soft_targets", args.soft_targets, tokens, entries)
         check_dtype("soft_targets", args.soft_targets, jnp.floating, "a floating dtype")
-    token_losses.check_weights(args, tokens)
+    token_losses.check_token_weights(args, tokens)
 
 
 def _check_head(args: FusedCrossEntropyArguments) -> int:
     """Returns V, and refuses a head without hidden states, or of other sizes than theirs."""
     name = "logits" if args.hidden is None else "hidden"
-    rows = _rows(args)
+    rows = _logits_or_last_states(args)
     if not rows.ndim or rows.shape[-1] == 0:
         last = "V" if args.hidden is None else "D"
         raise ValueError(f"{name}: got shape {tuple(rows.shape)}, wants [..., {last}] with {last} of at least 1")
@@ -214,11 +219,11 @@ def _check_head(args: FusedCrossEntropyArguments) -> int:
     return sizes["V"]
 
 
-def _rows(args: FusedCrossEntropyArguments) -> jax.Array:
+def _logits_or_last_states(args: FusedCrossEntropyArguments) -> jax.Array:
     return args.logits if args.hidden is None else args.hidden
 
 
-def _entries(args: FusedCrossEntropyArguments) -> int:
+def _local_vocab_size(args: FusedCrossEntropyArguments) -> int:
     """Returns how many entries of the vocabulary this device has."""
     return args.logits.shape[-1] if args.hidden is None else args.lm_head_weight.shape[-1]
 
@@ -230,23 +235,23 @@ def conditions(args: FusedCrossEntropyArguments) -> Iterable[Condition]:
         return  # `validate` refuses what is missing or wrong
     entries = matrix.shape[-1]
 
-    def holds(xp: Any, targets: Any) -> Any:
+    def targets_are_valid(xp: Any, targets: Any) -> Any:
         return xp.all(((targets >= 0) & (targets < entries)) | (targets == args.ignore_index))
 
     wants = f"entries from 0 to {entries - 1}, or ignore_index={args.ignore_index}"
-    yield Condition(name="targets", reads=(args.targets,), holds=holds, wants=wants)
+    yield Condition(name="targets", reads=(args.targets,), holds=targets_are_valid, wants=wants)
 
 
 def _weight_per_token(args: FusedCrossEntropyArguments) -> jax.Array:
     """Returns every token's weight, 0 for tokens to ignore."""
-    dtype = jnp.promote_types(_rows(args).dtype, jnp.float32)
+    dtype = jnp.promote_types(_logits_or_last_states(args).dtype, jnp.float32)
     weights = token_losses.token_weights(args, dtype)
     if weights is None:
-        weights = jnp.ones(_rows(args).shape[:-1], dtype)
+        weights = jnp.ones(_logits_or_last_states(args).shape[:-1], dtype)
     return weights if args.targets is None else jnp.where(args.targets == args.ignore_index, 0, weights)
 
 
-def _shards(args: FusedCrossEntropyArguments) -> int:
+def _num_vocab_shards(args: FusedCrossEntropyArguments) -> int:
     axis = args.vocab_parallel_axis
     return 1 if axis is None else lax.axis_size(axis)
 
@@ -255,13 +260,13 @@ def _nan_for_unknown_targets(args: FusedCrossEntropyArguments, weights: jax.Arra
     """Returns the weights, NaN for tokens whose target is no entry of the vocabulary."""
     if args.targets is None:
         return weights
-    known = (args.targets >= 0) & (args.targets < _entries(args) * _shards(args))
+    known = (args.targets >= 0) & (args.targets < _local_vocab_size(args) * _num_vocab_shards(args))
     return jnp.where(known | (weights == 0), weights, jnp.nan)
 
 
 def lower(args: FusedCrossEntropyArguments) -> family.CrossEntropy:
     """Returns the record of a call. A vocabulary that is split has the weights and the z-loss applied in `finish`."""
-    rows, head, split = _rows(args), args.lm_head_weight, args.vocab_parallel_axis is not None
+    rows, head, split = _logits_or_last_states(args), args.lm_head_weight, args.vocab_parallel_axis is not None
     rows = rows.reshape(-1, rows.shape[-1])
     if args.compute_dtype is not None and head is not None:
         rows, head = rows.astype(args.compute_dtype), head.astype(args.compute_dtype)
@@ -270,34 +275,34 @@ def lower(args: FusedCrossEntropyArguments) -> family.CrossEntropy:
     if args.reduction == "mean" and not split:
         total = jnp.sum(unchecked)
         weights = weights / jnp.where(total == 0, 1, total)
-    first = lax.axis_index(args.vocab_parallel_axis) * _entries(args) if split else 0
+    first = lax.axis_index(args.vocab_parallel_axis) * _local_vocab_size(args) if split else 0
     targets = jnp.zeros(rows.shape[0], jnp.int32) if args.targets is None else args.targets.reshape(-1)
     soft = args.soft_targets
     return family.CrossEntropy(
         inputs=rows,
-        targets=as_entries(targets, first),
+        targets=local_target_indices(targets, first),
         weights=weights.reshape(-1),
         lm_head=head,
         lm_head_bias=args.lm_head_bias,
         soft_targets=None if soft is None else soft.reshape(-1, soft.shape[-1]),
         logits_soft_cap=args.logit_softcap,
-        label_smoothing=_local_smoothing(args),
+        label_smoothing=_local_label_smoothing(args),
         z_loss=0.0 if split else args.z_loss,
         sum_over_tokens=args.reduction != "none" and not split,
     )
 
 
-def as_entries(targets: jax.Array, first: Any) -> jax.Array:
+def local_target_indices(targets: jax.Array, first_local_index: Any) -> jax.Array:
     """Returns targets as int32, relative to a device's first entry; -1 for those that are no int32."""
     wide = jnp.where((targets >= 0) & (targets < 2**31 - 1), targets, -1).astype(jnp.int32)
-    return jnp.where(wide < 0, -1, wide - first)
+    return jnp.where(wide < 0, -1, wide - first_local_index)
 
 
-def _local_smoothing(args: FusedCrossEntropyArguments) -> float:
+def _local_label_smoothing(args: FusedCrossEntropyArguments) -> float:
     """Returns the smoothing of one device's part of the vocabulary: the even part is spread over its entries alone, in
     the same proportion to the target's part.
     """
-    part, shards = args.label_smoothing, _shards(args)
+    part, shards = args.label_smoothing, _num_vocab_shards(args)
     return part / shards / (1 - part + part / shards)
 
 
@@ -305,8 +310,8 @@ def finish(args: FusedCrossEntropyArguments, output: Any) -> CrossEntropyOutput:
     """Returns the public results of a call."""
     loss, lse, largest, entry = output
     if args.vocab_parallel_axis is not None:
-        loss, lse, entry = _over_devices(args, loss, lse, largest, entry)
-    weights, shape = _weight_per_token(args), _rows(args).shape[:-1]
+        loss, lse, entry = _combine_over_vocab_shards(args, loss, lse, largest, entry)
+    weights, shape = _weight_per_token(args), _logits_or_last_states(args).shape[:-1]
     lse, entry = (lax.stop_gradient(x).reshape(shape) for x in (lse, entry))
     z_loss = token_losses.reduce_losses(args.z_loss * lse**2, weights, args)
     loss = loss.reshape(shape) if args.reduction == "none" else jnp.sum(loss)
@@ -317,11 +322,11 @@ def finish(args: FusedCrossEntropyArguments, output: Any) -> CrossEntropyOutput:
     return CrossEntropyOutput(loss, *jax.tree.map(lax.stop_gradient, (z_loss, jnp.sum(weights), accuracy)))
 
 
-def _over_devices(
-    args: FusedCrossEntropyArguments, loss: Any, lse: Any, largest: Any, entry: Any
+def _combine_over_vocab_shards(
+    args: FusedCrossEntropyArguments, loss: Any, lse: Any, largest_logit: Any, largest_logit_index: Any
 ) -> tuple[Any, Any, Any]:
     """Returns losses, log-sum-exps and best entries of tokens from those of each device's part of the vocabulary."""
-    axis, part, shards = args.vocab_parallel_axis, args.label_smoothing, _shards(args)
+    axis, part, shards = args.vocab_parallel_axis, args.label_smoothing, _num_vocab_shards(args)
     record = lower(args)
     mass = family.target_probability_sums(record)
     local = record.label_smoothing
@@ -331,10 +336,12 @@ def _over_devices(
     whole_lse = token_losses.lse_over_devices(lse, axis)
     weights = _nan_for_unknown_targets(args, _weight_per_token(args)).reshape(-1)
     losses = jnp.where(weights == 0, 0, weights * (whole_lse * whole - expected + args.z_loss * whole_lse**2))
-    best = lax.pmax(lax.stop_gradient(largest), axis)
-    first = lax.axis_index(axis) * _entries(args)
-    entry = lax.pmin(jnp.where(largest == best, lax.stop_gradient(entry) + first, jnp.inf), axis)
-    return losses, whole_lse, entry
+    best = lax.pmax(lax.stop_gradient(largest_logit), axis)
+    first = lax.axis_index(axis) * _local_vocab_size(args)
+    largest_logit_index = lax.pmin(
+        jnp.where(largest_logit == best, lax.stop_gradient(largest_logit_index) + first, jnp.inf), axis
+    )
+    return losses, whole_lse, largest_logit_index
 
 
 def _configure(args: FusedCrossEntropyArguments, cfg: Any) -> Any:
@@ -352,7 +359,7 @@ def _configure(args: FusedCrossEntropyArguments, cfg: Any) -> Any:
 
 def _axes_of(args: FusedCrossEntropyArguments) -> dict[str, Any]:
     """Returns the axis letters of a call's arrays."""
-    tokens = token_losses.token_letters(_rows(args).ndim - 1)
+    tokens = token_losses.token_axis_letters(_logits_or_last_states(args).ndim - 1)
     each = tokens if args.reduction == "none" else ""
     output = (each, each, "") + (() if args.targets is None else ("",))
     return {"logits": f"{tokens} v".strip(), "targets": tokens, "weights": tokens, "output": output}

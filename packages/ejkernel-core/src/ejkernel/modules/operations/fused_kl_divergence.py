@@ -11,7 +11,7 @@ from ejkernel.families import kl_divergence as family
 from ejkernel.modules.operations.cases import fused_kl_divergence as cases
 from ejkernel.modules.operations.configs import FusedKLDivergenceConfig
 from ejkernel.modules.operations.shared import token_losses
-from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, set_canonical_fields
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_dtype
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -103,10 +103,10 @@ class FusedKLDivergenceArguments(ArgumentRecord, of=fused_kl_divergence):
     def __post_init__(self) -> None:
         as_choice("reduction", self.reduction, token_losses.REDUCTIONS)
         as_choice("direction", self.direction, family.DIRECTIONS)
-        settle(
+        set_canonical_fields(
             self,
-            temperature=as_number("temperature", self.temperature, above=0),
-            beta=as_number("beta", self.beta, above=0, below=1),
+            temperature=as_number("temperature", self.temperature, greater_than=0),
+            beta=as_number("beta", self.beta, greater_than=0, less_than=1),
             return_teacher_entropy=as_flag("return_teacher_entropy", self.return_teacher_entropy),
             check_vma=as_flag("check_vma", self.check_vma) and False,
         )
@@ -118,9 +118,9 @@ def validate(args: FusedKLDivergenceArguments) -> None:
     if not student.ndim or student.shape[-1] == 0:
         raise ValueError(f"student_logits: got shape {tuple(student.shape)}, wants [..., V] with V of at least 1")
     for name in ("student_logits", "teacher_logits"):
-        token_losses.check_tokens(name, getattr(args, name), tuple(student.shape))
+        token_losses.check_token_axes(name, getattr(args, name), tuple(student.shape))
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
-    token_losses.check_weights(args, tuple(student.shape[:-1]))
+    token_losses.check_token_weights(args, tuple(student.shape[:-1]))
 
 
 def _weight_per_token(args: FusedKLDivergenceArguments) -> jax.Array:
@@ -159,7 +159,7 @@ def finish(args: FusedKLDivergenceArguments, output: Any) -> KLDivergenceOutput:
 
 def _axes_of(args: FusedKLDivergenceArguments) -> dict[str, Any]:
     """Returns the axis letters of a call's arrays."""
-    tokens = token_losses.token_letters(args.student_logits.ndim - 1)
+    tokens = token_losses.token_axis_letters(args.student_logits.ndim - 1)
     each = tokens if args.reduction == "none" else ""
     logits, output = f"{tokens} v".strip(), (each, "", each) if args.return_teacher_entropy else (each, "")
     return {"student_logits": logits, "teacher_logits": logits, "weights": tokens, "output": output}

@@ -10,8 +10,8 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GatedDeltaRuleConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees
-from ejkernel.modules.operations.shared.paged_arguments import settle, with_tuning_arguments
+from ejkernel.modules.operations.shared.conditions import conditions_of_cumulative_lengths, conditions_of_trees
+from ejkernel.modules.operations.shared.paged_arguments import set_canonical_fields, with_tuning_arguments
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_and_canonicalise_packing, rank
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number, got
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -103,7 +103,9 @@ class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
         sizes = self.autotune_chunk_candidates
         if sizes is not None:
-            settle(self, autotune_chunk_candidates=tuple(as_count("autotune_chunk_candidates", n, 1) for n in sizes))
+            set_canonical_fields(
+                self, autotune_chunk_candidates=tuple(as_count("autotune_chunk_candidates", n, 1) for n in sizes)
+            )
             if len(sizes) != 1:
                 raise NotImplementedError(
                     f"autotune_chunk_candidates: got {sizes}; `ejkernel tune` measures the candidates of the kernels, "
@@ -116,7 +118,7 @@ class GatedDeltaRuleArguments(ArgumentRecord, of=gated_delta_rule):
             object.__setattr__(self, "seg_ids", None)
         check_and_canonicalise_packing(self)
         scale = self.softmax_scale
-        settle(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
+        set_canonical_fields(self, softmax_scale=None if scale is None else as_number("softmax_scale", scale))
 
 
 gdr_attention = gated_delta_rule
@@ -147,7 +149,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=delta_rule.validate,
     lower=delta_rule.lower,
-    conditions=conditions_of_trees(conditions_of_bounds("cu_seqlens", "query")),
+    conditions=conditions_of_trees(conditions_of_cumulative_lengths("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.gated_delta_rule_cases(GatedDeltaRuleArguments),
     tolerance=TOLERANCE,

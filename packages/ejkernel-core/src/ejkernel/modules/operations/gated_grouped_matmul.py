@@ -11,14 +11,14 @@ from ejkernel.families import gated_grouped_matmul as family
 from ejkernel.families.grouped_matmul import UNASSIGNED_ROW_CHOICES
 from ejkernel.modules.operations.cases import gated_grouped_matmul as cases
 from ejkernel.modules.operations.configs import GatedGroupedMatmulConfig
-from ejkernel.modules.operations.shared.conditions import groups, has_rank
+from ejkernel.modules.operations.shared.conditions import group_size_conditions, have_ranks
 from ejkernel.modules.operations.shared.packed_matrices import (
     packed_axes,
     set_canonical_format,
     with_checked_shapes,
     with_dequantised_matrices,
 )
-from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, set_canonical_fields
 from ejkernel.modules.operations.shared.recurrences import rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
@@ -125,10 +125,12 @@ class GatedGroupedMatmulArguments(ArgumentRecord, of=gated_grouped_matmul):
     def __post_init__(self) -> None:
         set_canonical_format(self)
         left_over = as_choice("left_over", self.left_over, UNASSIGNED_ROW_CHOICES)
-        settle(self, precision=as_precision("precision", self.precision), left_over=left_over)
-        settle(self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")})
-        limit = None if self.limit is None else as_number("limit", self.limit, above=0)
-        settle(self, alpha=as_number("alpha", self.alpha), beta=as_number("beta", self.beta), limit=limit)
+        set_canonical_fields(self, precision=as_precision("precision", self.precision), left_over=left_over)
+        set_canonical_fields(
+            self, **{name: as_flag(name, getattr(self, name)) for name in ("transpose_rhs", "interleaved", "gated")}
+        )
+        limit = None if self.limit is None else as_number("limit", self.limit, greater_than=0)
+        set_canonical_fields(self, alpha=as_number("alpha", self.alpha), beta=as_number("beta", self.beta), limit=limit)
 
 
 def validate(args: GatedGroupedMatmulArguments) -> None:
@@ -166,7 +168,7 @@ def _check_scale(args: GatedGroupedMatmulArguments, sizes: dict[str, int]) -> No
         raise ValueError(f"rhs_scale: got {blocks} blocks, wants a divisor of the {sizes['K']} contracted elements")
 
 
-_GATE_DEFAULTS = {"interleaved": False, "beta": 0.0, "limit": None}
+_GATE_ARGUMENT_DEFAULTS = {"interleaved": False, "beta": 0.0, "limit": None}
 """Arguments of a gate, and their defaults."""
 
 
@@ -178,7 +180,7 @@ def _check_activation(args: GatedGroupedMatmulArguments) -> None:
         raise ValueError(f"activation: got {args.activation!r}{gate}, wants one of {', '.join(activations)}")
     if args.alpha != 1 and args.activation != "silu":
         raise ValueError(f"alpha: got {args.alpha} with activation={args.activation!r}, wants activation='silu'")
-    for name, default in _GATE_DEFAULTS.items():
+    for name, default in _GATE_ARGUMENT_DEFAULTS.items():
         if not args.gated and getattr(args, name) != default:
             raise ValueError(f"{name}: got {getattr(args, name)} with gated=False, wants the default, or gated=True")
 
@@ -186,8 +188,8 @@ def _check_activation(args: GatedGroupedMatmulArguments) -> None:
 def conditions(args: GatedGroupedMatmulArguments) -> Iterable[Condition]:
     """Yields the condition that there are rows for all groups."""
     name = "lhs" if args.indices is None else "indices"
-    if has_rank(args, group_sizes=1) and getattr(getattr(args, name), "shape", ()):
-        yield from groups(args.group_sizes, getattr(args, name).shape[0], name)
+    if have_ranks(args, group_sizes=1) and getattr(getattr(args, name), "shape", ()):
+        yield from group_size_conditions(args.group_sizes, getattr(args, name).shape[0], name)
 
 
 def lower(args: GatedGroupedMatmulArguments) -> family.GatedGroupedMatmul:

@@ -10,7 +10,7 @@ from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import GLAttentionConfig
 from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
-from ejkernel.modules.operations.shared.recurrences import with_state
+from ejkernel.modules.operations.shared.recurrences import always_returning_states
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.operation import document_options, run_operation
@@ -107,7 +107,7 @@ class GLAttention(Kernel[GLAttentionConfig, Array]):
     """Wraps `gated_linear_attention` in an object that an `Executor` can call."""
 
 
-OP = plain_recurrence.operation(
+OP = plain_recurrence.declare_recurrence(
     GLAttentionArguments,
     recurrence_cases.gated_linear_attention_cases,
     axes={**plain_recurrence.STATE_AXES, "g": "b t h k"},
@@ -115,4 +115,4 @@ OP = plain_recurrence.operation(
     lower=lower,
 )
 GLAttention.op = OP
-recurrent_gla = with_state(OP, "recurrent_gla")
+recurrent_gla = always_returning_states(OP, "recurrent_gla")

@@ -12,7 +12,7 @@ from ejkernel import _compat
 from ejkernel.families import gather_reduce as family
 from ejkernel.modules.operations.cases import gather_reduce as cases
 from ejkernel.modules.operations.configs import GatherReduceConfig
-from ejkernel.modules.operations.shared.conditions import has_rank, same_pairs_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, same_pairs_condition
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -126,7 +126,7 @@ def validate(args: GatherReduceArguments) -> None:
 
 def conditions(args: GatherReduceArguments) -> Iterable[Condition]:
     """Yields the condition that both index arrays list the same pairs."""
-    if has_rank(args, indices=2, inverse=2):
+    if have_ranks(args, indices=2, inverse=2):
         yield from same_pairs_condition(args.indices, args.inverse)
 
 

@@ -11,7 +11,7 @@ from ejkernel.families import grouped_matmul as family
 from ejkernel.families.grouped_matmul import GroupedMatmul as Record
 from ejkernel.modules.operations.cases import grouped_matmul as cases
 from ejkernel.modules.operations.configs import GroupedMatmulConfig
-from ejkernel.modules.operations.shared.conditions import groups, has_rank
+from ejkernel.modules.operations.shared.conditions import group_size_conditions, have_ranks
 from ejkernel.modules.operations.shared.packed_matrices import (
     is_matmul_dtype,
     packed_axes,
@@ -19,7 +19,7 @@ from ejkernel.modules.operations.shared.packed_matrices import (
     with_checked_shapes,
     with_dequantised_matrices,
 )
-from ejkernel.modules.operations.shared.paged_arguments import as_choice, settle
+from ejkernel.modules.operations.shared.paged_arguments import as_choice, set_canonical_fields
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_float_dtype,
@@ -37,7 +37,7 @@ from ejkernel.ops.values import Condition
 from ejkernel.planning.quantized_formats import Mode
 
 
-def _refuse(interpret: Any, out_shard_callback: Any) -> None:
+def _refuse_unsupported_arguments(interpret: Any, out_shard_callback: Any) -> None:
     if interpret:
         raise NotImplementedError(
             "interpret: got True, wants False; set EJKERNEL_TPU_INTERPRET=1 to interpret the TPU kernels"
@@ -148,10 +148,10 @@ class GroupedMatmulArguments(ArgumentRecord, of=grouped_matmul):
     """The arguments of a call of `grouped_matmul`."""
 
     def __post_init__(self) -> None:
-        _refuse(self.interpret, self.out_shard_callback)
+        _refuse_unsupported_arguments(self.interpret, self.out_shard_callback)
         out_dtype = self.preferred_element_type
         set_canonical_format(self)
-        settle(
+        set_canonical_fields(
             self,
             preferred_element_type=None if out_dtype is None else as_float_dtype("preferred_element_type", out_dtype),
             transpose_rhs=as_flag("transpose_rhs", self.transpose_rhs),
@@ -215,8 +215,8 @@ def _check_groups(args: GroupedMatmulArguments, sizes: dict[str, int]) -> None:
 
 def conditions(args: GroupedMatmulArguments) -> Iterable[Condition]:
     """Yields the condition that there are rows for all groups."""
-    if has_rank(args, lhs=2, group_sizes=1):
-        yield from groups(args.group_sizes, args.lhs.shape[0], "lhs")
+    if have_ranks(args, lhs=2, group_sizes=1):
+        yield from group_size_conditions(args.group_sizes, args.lhs.shape[0], "lhs")
 
 
 def lower(args: GroupedMatmulArguments) -> Record:

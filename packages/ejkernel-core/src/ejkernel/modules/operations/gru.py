@@ -92,6 +92,6 @@ OP = Op(
     cases=cases.cases(GRUArguments, "gru"),
     tolerance=recurrent_networks.TOLERANCE,
     make_inputs=cases.make_inputs,
-    axes={name: letters for name, letters in recurrent_networks.AXES.items() if name != "initial_cell"},
+    axes={name: letters for name, letters in recurrent_networks.AXES_BY_ARGUMENT.items() if name != "initial_cell"},
 )
 GRU.op = OP

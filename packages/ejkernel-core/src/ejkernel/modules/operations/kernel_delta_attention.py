@@ -11,7 +11,7 @@ from ejkernel.modules.operations.cases import delta as delta_cases
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import KernelDeltaAttentionConfig
 from ejkernel.modules.operations.shared import delta_rule
-from ejkernel.modules.operations.shared.conditions import conditions_of_bounds, conditions_of_trees
+from ejkernel.modules.operations.shared.conditions import conditions_of_cumulative_lengths, conditions_of_trees
 from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_and_canonicalise_packing
 from ejkernel.modules.operations.shared.shapes import as_count, as_flag, as_number
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -149,7 +149,7 @@ def kda_decay(
     rate = jnp.exp(A_log.reshape(heads, *([1] if channels else [])).astype(dtype))
     bias = dt_bias.reshape(heads, *([gate.shape[-1]] if channels else [])).astype(dtype)
     if lower_bound is not None:
-        return as_number("lower_bound", lower_bound, below=0.0) * jax.nn.sigmoid(rate * (gate.astype(dtype) + bias))
+        return as_number("lower_bound", lower_bound, less_than=0.0) * jax.nn.sigmoid(rate * (gate.astype(dtype) + bias))
     return -rate * jax.nn.softplus(gate.astype(dtype) + bias)
 
 
@@ -184,7 +184,7 @@ OP = Op(
     family=linear_recurrence.FAMILY,
     validate=delta_rule.validate,
     lower=delta_rule.lower,
-    conditions=conditions_of_trees(conditions_of_bounds("cu_seqlens", "query")),
+    conditions=conditions_of_trees(conditions_of_cumulative_lengths("cu_seqlens", "query")),
     axes_of=delta_rule.axes_of,
     cases=delta_cases.kernel_delta_attention_cases(KernelDeltaAttentionArguments),
     tolerance=TOLERANCE,

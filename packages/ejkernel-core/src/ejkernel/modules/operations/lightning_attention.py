@@ -12,7 +12,7 @@ from ejkernel.modules.operations.configs import LightningAttentionConfig
 from ejkernel.modules.operations.recurrent_attention import as_recurrent
 from ejkernel.modules.operations.shared import plain_recurrence
 from ejkernel.modules.operations.shared.plain_recurrence import canonicalise
-from ejkernel.modules.operations.shared.recurrences import rank, with_state
+from ejkernel.modules.operations.shared.recurrences import always_returning_states, rank
 from ejkernel.modules.operations.shared.shapes import as_count, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -137,7 +137,7 @@ class LightningAttention(Kernel[LightningAttentionConfig, Array]):
     """Wraps `lightning_attention` in an object that an `Executor` can call."""
 
 
-OP = plain_recurrence.operation(
+OP = plain_recurrence.declare_recurrence(
     LightningAttentionArguments,
     recurrence_cases.lightning_attention_cases,
     axes=plain_recurrence.STATE_AXES,
@@ -145,4 +145,4 @@ OP = plain_recurrence.operation(
     lower=lower,
 )
 LightningAttention.op = OP
-lightning_attn = with_state(OP, "lightning_attn")
+lightning_attn = always_returning_states(OP, "lightning_attn")

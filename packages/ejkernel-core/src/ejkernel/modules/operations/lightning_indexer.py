@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32, Integer
 from ejkernel.families import lightning_indexer as family
 from ejkernel.modules.operations.cases import lightning_indexer as cases
 from ejkernel.modules.operations.configs import LightningIndexerConfig
-from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, have_ranks
 from ejkernel.modules.operations.shared.dense_arguments import check_cum_seqlens
 from ejkernel.modules.operations.shared.key_ranges import key_ranges
 from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
@@ -19,7 +19,7 @@ from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     as_number,
     as_window,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -116,13 +116,13 @@ class LightningIndexerArguments(ArgumentRecord, of=lightning_indexer):
             sliding_window=as_window("sliding_window", self.sliding_window),
         )
         # The call goes on under a trace, where no values can be seen.
-        for name, array in _sequences(self):
-            check_cumulative(name, getattr(self, name), *array.shape[:2])
+        for name, array in _cumulative_length_arguments(self):
+            check_cumulative_lengths(name, getattr(self, name), *array.shape[:2])
 
 
-def _sequences(args: LightningIndexerArguments) -> Iterable[tuple[str, Any]]:
+def _cumulative_length_arguments(args: LightningIndexerArguments) -> Iterable[tuple[str, Any]]:
     """Yields the names of the cumulative lengths of a call, with the arrays whose tokens they count."""
-    if has_rank(args, query=4, key=3):
+    if have_ranks(args, query=4, key=3):
         pairs = (("cum_seqlens_q", args.query), ("cum_seqlens_k", args.key))
         yield from ((name, array) for name, array in pairs if getattr(args, name) is not None)
 
@@ -141,7 +141,7 @@ def validate(args: LightningIndexerArguments) -> None:
 
 def conditions(args: LightningIndexerArguments) -> Iterable[Condition]:
     """Yields the conditions that cumulative lengths fit the arrays."""
-    for name, array in _sequences(args):
+    for name, array in _cumulative_length_arguments(args):
         yield from cumulative_length_conditions(name, getattr(args, name), *array.shape[:2])
 
 

@@ -94,6 +94,6 @@ OP = Op(
     cases=cases.cases(LSTMArguments, "lstm"),
     tolerance=recurrent_networks.TOLERANCE,
     make_inputs=cases.make_inputs,
-    axes=recurrent_networks.AXES,
+    axes=recurrent_networks.AXES_BY_ARGUMENT,
 )
 LSTM.op = OP

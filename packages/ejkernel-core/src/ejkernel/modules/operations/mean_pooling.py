@@ -13,10 +13,10 @@ from ejkernel.families.segment_pooling import SegmentPooling, chunk_ranges
 from ejkernel.modules.operations.cases import mean_pooling as cases
 from ejkernel.modules.operations.configs import MeanPoolingConfig
 from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions
-from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.paged_arguments import set_canonical_fields
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_shape,
@@ -28,7 +28,7 @@ from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
-CHUNK_SIZE = 32
+DEFAULT_CHUNK_SIZE = 32
 """Tokens per chunk of values with heads, where the call does not say."""
 
 AXES_BY_RANK = {2: "T C", 3: "B T C", 4: "B T H D"}
@@ -85,11 +85,11 @@ class MeanPoolingArguments(ArgumentRecord, of=mean_pooling):
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
-            settle(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
+            set_canonical_fields(self, chunk_size=as_count("chunk_size", self.chunk_size, least=1))
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and jnp.ndim(self.x) in AXES_BY_RANK:
             rows, tokens = (1, self.x.shape[0]) if jnp.ndim(self.x) == 2 else self.x.shape[:2]
-            check_cumulative("cu_seqlens", self.cu_seqlens, rows, tokens)
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, rows, tokens)
 
 
 def validate(args: MeanPoolingArguments) -> None:
@@ -165,7 +165,7 @@ def _with_row_and_head_axes(x: jax.Array) -> jax.Array:
 
 def _chunk_size(args: MeanPoolingArguments) -> int | None:
     """Returns tokens per chunk; None for whole sequences."""
-    return CHUNK_SIZE if args.chunk_size is None and args.x.ndim == 4 else args.chunk_size
+    return DEFAULT_CHUNK_SIZE if args.chunk_size is None and args.x.ndim == 4 else args.chunk_size
 
 
 def _is_packed(args: MeanPoolingArguments) -> bool:

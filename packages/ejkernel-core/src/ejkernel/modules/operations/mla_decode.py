@@ -14,7 +14,7 @@ from ejkernel.modules.operations.configuration.latent import MLADecodeConfig
 from ejkernel.modules.operations.flash_attention import flash_call
 from ejkernel.modules.operations.flash_attention import lower as lower_flash
 from ejkernel.modules.operations.flash_attention import validate as validate_flash
-from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, value_range_condition
 from ejkernel.modules.operations.shared.latent_inputs import (
     check_latent_sizes,
     check_lengths,
@@ -117,7 +117,7 @@ class MLADecodeArguments(ArgumentRecord, of=mla_decode):
             self,
             return_lse=as_flag("return_lse", self.return_lse),
             softmax_scale=None if scale is None else as_number("softmax_scale", scale),
-            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            logits_soft_cap=None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             sliding_window=as_window("sliding_window", self.sliding_window),
         )
         # The call goes on under a trace, where no values can be seen.
@@ -148,7 +148,7 @@ def conditions(args: MLADecodeArguments) -> Iterable[Condition]:
     """Yields the condition that no sequence is longer than the cache. The argument record has already checked values
     that are not traced.
     """
-    if has_rank(args, latent_cache=3, lengths=1):
+    if have_ranks(args, latent_cache=3, lengths=1):
         yield from value_range_condition(
             "lengths", args.lengths, 0, args.latent_cache.shape[1], "lengths", traced_only=True
         )

@@ -14,18 +14,18 @@ from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.pages import LANES, values_per_32_bits
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import has_rank
+from ejkernel.modules.operations.shared.conditions import have_ranks
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    check_ints,
-    check_tables,
+    check_integer_array,
+    check_page_tables,
     rounded_as_cache,
     table_axes,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
-    CanonicalTerms,
-    check_terms,
-    packed_conditions,
+    CanonicalScoreArguments,
+    check_score_arguments,
+    packed_sequence_conditions,
     score_fields,
 )
 from ejkernel.modules.operations.shared.shapes import (
@@ -151,7 +151,9 @@ def multi_latent_ragged_page_attention(
     return run_operation(OP, locals())
 
 
-class MultiLatentRaggedPageAttentionArguments(CanonicalTerms, ArgumentRecord, of=multi_latent_ragged_page_attention):
+class MultiLatentRaggedPageAttentionArguments(
+    CanonicalScoreArguments, ArgumentRecord, of=multi_latent_ragged_page_attention
+):
     """The arguments of a call of `multi_latent_ragged_page_attention`."""
 
 
@@ -171,21 +173,21 @@ def validate(args: MultiLatentRaggedPageAttentionArguments) -> None:
     if args.kv_cache.dtype != jnp.int8:
         check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
     check_same_dtype({"kv_cache": args.kv_cache, "keys_values": args.keys_values, "keys_pe": args.keys_pe})
-    tail = (values_per_32_bits(args.kv_cache.dtype), sum(columns(args)))
+    tail = (values_per_32_bits(args.kv_cache.dtype), sum(latent_and_rotary_lanes(args)))
     if args.kv_cache.shape[2:] != tail:
         raise ValueError(
             f"kv_cache: got shape {tuple(args.kv_cache.shape)}, wants [P, S / {tail[0]}, {tail[0]}, {tail[1]}] "
             f"for {args.kv_cache.dtype}, R={sizes['R']} and Dr={sizes['Dr']}"
         )
-    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_integer_array("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_tables("block_tables", args.block_tables, sizes)
-    check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
-    check_ints("distribution", args.distribution, "3", {"3": 3})
-    check_terms(args, sizes)
+    check_page_tables("block_tables", args.block_tables, sizes)
+    check_integer_array("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    check_integer_array("distribution", args.distribution, "3", {"3": 3})
+    check_score_arguments(args, sizes)
 
 
-def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
+def latent_and_rotary_lanes(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
     """Lanes of the latent vector and of the rotary part in a row of the cache."""
     latent, rotary = args.queries_nope.shape[-1], args.queries_pe.shape[-1]
     return cdiv(latent, LANES) * LANES, cdiv(rotary, LANES) * LANES
@@ -193,9 +195,9 @@ def columns(args: MultiLatentRaggedPageAttentionArguments) -> tuple[int, int]:
 
 def conditions(args: MultiLatentRaggedPageAttentionArguments) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts, tables and the numbers of sequences fit each other."""
-    if not has_rank(args, queries_nope=3, kv_cache=4):
+    if not have_ranks(args, queries_nope=3, kv_cache=4):
         return
-    yield from packed_conditions(
+    yield from packed_sequence_conditions(
         args, args.queries_nope.shape[0], args.kv_cache.shape[1] * args.kv_cache.shape[2], "distribution"
     )
 
@@ -216,7 +218,7 @@ def lower(args: MultiLatentRaggedPageAttentionArguments) -> PagedAttention:
         kv_heads=None,
         num_seqs=args.distribution[2],
         new_keys=jnp.concatenate((args.keys_values, args.keys_pe), axis=-1)[:, None],
-        latent=(args.queries_nope.shape[-1], columns(args)[0]),
+        latent=(args.queries_nope.shape[-1], latent_and_rotary_lanes(args)[0]),
         **score_fields(args, query, query.shape[-1]),
     )
 
@@ -231,7 +233,7 @@ def reference(args: MultiLatentRaggedPageAttentionArguments) -> Any:
     return finish(args, paged_attention.reference(lower(args))[0])
 
 
-AXES = {
+AXES_BY_ARGUMENT = {
     "queries_nope": "t h v",
     "queries_pe": "t h c",
     "keys_values": "t v",
@@ -257,7 +259,7 @@ OP = Op(
     reference=reference,
     cases=cases.cases(MultiLatentRaggedPageAttentionArguments),
     make_inputs=cases.make_inputs,
-    axes=AXES,
+    axes=AXES_BY_ARGUMENT,
     finish=finish,
     axes_of=table_axes,
     output=("t h v", "p s k d"),

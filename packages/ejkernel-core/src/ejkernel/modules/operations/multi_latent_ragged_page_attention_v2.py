@@ -9,7 +9,7 @@ from ejkernel.families import paged_attention
 from ejkernel.modules.operations.cases import paged_latent as cases
 from ejkernel.modules.operations.configs import MultiLatentRaggedPageAttentionV2Config
 from ejkernel.modules.operations.multi_latent_ragged_page_attention import (
-    AXES,
+    AXES_BY_ARGUMENT,
     MultiLatentRaggedPageAttentionArguments,
     conditions,
     finish,
@@ -128,7 +128,7 @@ OP = Op(
     reference=reference,
     cases=cases.cases_v2(MultiLatentRaggedPageAttentionV2Arguments),
     make_inputs=cases.make_inputs,
-    axes=AXES,
+    axes=AXES_BY_ARGUMENT,
     finish=finish,
     axes_of=FIRST.axes_of,
     output=FIRST.output,

@@ -11,20 +11,20 @@ from ejkernel.families import selected_attention
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.modules.operations.cases import native_sparse_attention as cases
 from ejkernel.modules.operations.configuration.latent import NativeSparseAttentionConfig
-from ejkernel.modules.operations.shared.conditions import conditions_of_bounds
+from ejkernel.modules.operations.shared.conditions import conditions_of_cumulative_lengths
 from ejkernel.modules.operations.shared.latent_inputs import set_canonical_values
 from ejkernel.modules.operations.shared.native_sparse_blocks import (
     TokenBlocks,
-    block_ids,
     block_means,
-    listed,
     make_token_blocks,
+    row_block_indices,
+    sequence_of_each_block,
 )
-from ejkernel.modules.operations.shared.repeated import check_repeated
+from ejkernel.modules.operations.shared.repeated import check_config_agrees_with_call
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_number,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -44,7 +44,7 @@ MIN_BLOCK_SIZE = 64  # for which every kernel has tiles
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class StaticBlockCount:
     """A number of blocks that is part of a call's structure, since shapes follow from it."""
 
     count: int
@@ -137,8 +137,8 @@ class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention)
 
     def __post_init__(self) -> None:
         counts, scale = self.block_counts, self.softmax_scale
-        if not isinstance(counts, Slots) and not hasattr(counts, "shape"):
-            counts = Slots(as_count("block_counts", counts, least=1))
+        if not isinstance(counts, StaticBlockCount) and not hasattr(counts, "shape"):
+            counts = StaticBlockCount(as_count("block_counts", counts, least=1))
         set_canonical_values(
             self,
             block_counts=counts,
@@ -148,7 +148,7 @@ class NativeSparseAttentionArguments(ArgumentRecord, of=native_sparse_attention)
         )
         # The call goes on under a trace, where no values can be seen.
         if self.cu_seqlens is not None and getattr(self.query, "ndim", 0) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, *self.query.shape[:2])
 
 
 def validate(args: NativeSparseAttentionArguments) -> None:
@@ -181,7 +181,7 @@ def _check_block_arguments(args: NativeSparseAttentionArguments, sizes: dict[str
             raise ValueError(
                 "block_indices: got None with g_cmp None, wants one of the two, which select the blocks to read"
             )
-        if not isinstance(args.block_counts, Slots):
+        if not isinstance(args.block_counts, StaticBlockCount):
             raise ValueError(
                 f"block_counts: got {got(args.block_counts)} with block_indices None, wants an int: how many blocks "
                 f"are selected is the size of an array"
@@ -189,7 +189,7 @@ def _check_block_arguments(args: NativeSparseAttentionArguments, sizes: dict[str
         return
     check_shape("block_indices", args.block_indices, "B T Hk S", sizes)
     check_dtype("block_indices", args.block_indices, jnp.integer, "an integer dtype")
-    if not isinstance(args.block_counts, Slots):
+    if not isinstance(args.block_counts, StaticBlockCount):
         check_shape("block_counts", args.block_counts, "B T Hk", sizes)
         check_dtype("block_counts", args.block_counts, jnp.integer, "an integer dtype")
 
@@ -202,7 +202,7 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
     selected = 0
     if args.block_indices is None:
         assert means is not None  # `validate` wants gates or blocks
-        assert isinstance(args.block_counts, Slots)  # `validate` wants gates or blocks
+        assert isinstance(args.block_counts, StaticBlockCount)  # `validate` wants gates or blocks
         selected = min(args.block_counts.count, means.shape[1])
     return SelectedAttention(
         query=args.query,
@@ -212,10 +212,10 @@ def lower(args: NativeSparseAttentionArguments) -> SelectedAttention:
         softmax_scale=scale,
         block_size=blocks.size,
         selected_blocks=selected,
-        block_starts=None if blocks.ranges is None else blocks.ranges[:, 0],
+        block_starts=None if blocks.token_ranges is None else blocks.token_ranges[:, 0],
         compressed_key=means,
         compressed_value=None if means is None else block_means(blocks, args.value),
-        compressed_segment_ids=None if means is None else block_ids(blocks),
+        compressed_segment_ids=None if means is None else sequence_of_each_block(blocks),
         q_segment_ids=blocks.ids,
         kv_segment_ids=blocks.ids,
         g_slc=args.g_slc,
@@ -237,8 +237,8 @@ def _block_size(args: NativeSparseAttentionArguments) -> int:
 def _given_block_indices(args: NativeSparseAttentionArguments, blocks: TokenBlocks) -> jax.Array | None:
     """Returns the caller's blocks; None where they are to be selected."""
     counts = args.block_counts
-    counts = counts.count if isinstance(counts, Slots) else counts
-    return None if args.block_indices is None else listed(blocks, args.block_indices, counts)
+    counts = counts.count if isinstance(counts, StaticBlockCount) else counts
+    return None if args.block_indices is None else row_block_indices(blocks, args.block_indices, counts)
 
 
 def reference(args: NativeSparseAttentionArguments) -> jax.Array:
@@ -251,7 +251,7 @@ def configure(
     args: NativeSparseAttentionArguments, cfg: NativeSparseAttentionConfig | None
 ) -> NativeSparseAttentionConfig | None:
     """Returns the call's own configuration, if it repeats the call's arguments."""
-    check_repeated(cfg, block_size=args.block_size)
+    check_config_agrees_with_call(cfg, block_size=args.block_size)
     return cfg
 
 
@@ -264,7 +264,7 @@ OP = Op(
     family=selected_attention.FAMILY,
     validate=validate,
     lower=lower,
-    conditions=conditions_of_bounds("cu_seqlens", "query"),
+    conditions=conditions_of_cumulative_lengths("cu_seqlens", "query"),
     reference=reference,
     cases=cases.cases(NativeSparseAttentionArguments),
     make_inputs=cases.make_inputs,

@@ -12,19 +12,23 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import has_rank, shared_prefix, value_range_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, shared_prefix_conditions, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_choice,
     as_count,
-    as_layout,
+    as_kv_layout,
     cache_axes,
     check_caches,
-    check_ints,
+    check_integer_array,
     check_query,
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_score_arguments,
+    score_fields,
+    set_canonical_score_arguments,
+)
 from ejkernel.modules.operations.shared.shapes import check_not_empty
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -129,11 +133,11 @@ class PageAttentionArguments(ArgumentRecord, of=page_attention):
     """The arguments of a call of `page_attention`."""
 
     def __post_init__(self) -> None:
-        set_canonical_terms(
+        set_canonical_score_arguments(
             self,
             num_splits=as_count("num_splits", self.num_splits, least=0) or None,
             megacore_mode=as_choice("megacore_mode", self.megacore_mode, (None, "batch", "kv_head")),
-            kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
+            kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "pshd"),
         )
 
 
@@ -143,17 +147,17 @@ def validate(args: PageAttentionArguments) -> None:
     check_query("query", args.query, "N 1 H D" if getattr(args.query, "ndim", 3) == 4 else "N H D", sizes)
     caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
-    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    check_integer_array("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_ints("block_tables", args.block_tables, "N max_blocks", sizes)
-    check_terms(args, sizes)
+    check_integer_array("block_tables", args.block_tables, "N max_blocks", sizes)
+    check_score_arguments(args, sizes)
 
 
 def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
     """Yields the conditions that no sequence is longer than its table or than `max_context_len`, and that all sequences
     have the shared prefix.
     """
-    if not has_rank(args, key_cache=4, kv_lens=1, block_tables=2):
+    if not have_ranks(args, key_cache=4, kv_lens=1, block_tables=2):
         return
     capacity = args.block_tables.shape[1] * args.key_cache.shape[args.kv_layout.index("s")]
     yield from value_range_condition("kv_lens", args.kv_lens, 0, capacity, "lengths that block_tables has pages for,")
@@ -161,7 +165,7 @@ def conditions(args: PageAttentionArguments) -> Iterable[Condition]:
         what = "lengths that max_context_len promises,"
         yield from value_range_condition("kv_lens", args.kv_lens, 0, args.max_context_len, what)
     if args.shared_prefix is not None:
-        yield from shared_prefix(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
+        yield from shared_prefix_conditions(args.shared_prefix, ("kv_lens", args.kv_lens), capacity)
 
 
 def lower(args: PageAttentionArguments) -> PagedAttention:

@@ -8,15 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, has_rank
+from ejkernel.modules.operations.shared.conditions import cumulative_length_conditions, have_ranks
 from ejkernel.modules.operations.shared.lse import with_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
 from ejkernel.ops.values import Condition, integers
 from ejkernel.types.arguments import non_default_fields
 
-_INT32 = 2**31 - 1
-_WITH_PAGES = frozenset(
+_INT32_MAX = 2**31 - 1
+_OPTIONAL_ARGUMENTS_WITH_PAGES = frozenset(
     {"block_tables", "cum_seqlens_q", "cum_seqlens_k", "softmax_scale", "softmax_aux", "causal", "sliding_window"}
     | {"logits_soft_cap", "return_lse", "dropout_prob"}
 )
@@ -56,27 +56,27 @@ def paged_call(args: Any, options: dict[str, Any]) -> tuple[Op, Any, dict[str, A
         return_lse=args.return_lse,
         **scalars,
     )
-    return _operation_with_rows(batch, tokens), record, options
+    return _operation_with_batched_output(batch, tokens), record, options
 
 
-def of_pages(args: Any) -> Iterable[Condition]:
+def page_conditions(args: Any) -> Iterable[Condition]:
     """Yields the conditions that the cumulative lengths of a call over pages fit the query rows and the tables."""
     (batch, tokens), tables, ends = args.query.shape[:2], args.block_tables, args.cum_seqlens_k
     starts = args.cum_seqlens_q
-    for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32)):
+    for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32_MAX)):
         if bounds is not None:
             now = (
                 dataclasses.replace(one, traced_only=False)
                 for one in cumulative_length_conditions(name, bounds, 1, most)
             )
             yield from now
-    if not has_rank(args, block_tables=2) or not integers(ends) or ends.shape != (tables.shape[0] + 1,):
+    if not have_ranks(args, block_tables=2) or not integers(ends) or ends.shape != (tables.shape[0] + 1,):
         return
     capacity, rows = tables.shape[1] * args.key.shape[1], () if starts is None else (starts,)
     if rows and (not integers(*rows) or rows[0].shape != ends.shape):
         return
 
-    def holds(xp: Any, keys: Any, *queries: Any) -> Any:
+    def lengths_are_valid(xp: Any, keys: Any, *queries: Any) -> Any:
         steps = keys[1:] - keys[:-1]
         least = queries[0][1:] - queries[0][:-1] if queries else tokens
         return xp.all((steps >= least) & (steps <= capacity))
@@ -84,7 +84,7 @@ def of_pages(args: Any) -> Iterable[Condition]:
     wants = (
         f"steps of at least each sequence's queries and at most the {capacity} tokens that block_tables has pages for"
     )
-    yield Condition(name="cum_seqlens_k", reads=(ends, *rows), holds=holds, wants=wants)
+    yield Condition(name="cum_seqlens_k", reads=(ends, *rows), holds=lengths_are_valid, wants=wants)
 
 
 def _check_paged_call(args: Any, options: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def _check_paged_call(args: Any, options: dict[str, Any]) -> None:
         )
     check_shape("block_tables", args.block_tables, "N max_blocks" if packed else "B max_blocks", sizes)
     check_dtype("block_tables", args.block_tables, jnp.integer, "an integer dtype")
-    unsupported = [name for name in non_default_fields(args) if name not in _WITH_PAGES]
+    unsupported = [name for name in non_default_fields(args) if name not in _OPTIONAL_ARGUMENTS_WITH_PAGES]
     unsupported += [name for name in ("mesh", "in_specs", "out_specs") if options[name] is not None]
     if unsupported:
         raise NotImplementedError(
@@ -116,7 +116,7 @@ def _check_paged_call(args: Any, options: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _operation_with_rows(batch: int, tokens: int) -> Op:
+def _operation_with_batched_output(batch: int, tokens: int) -> Op:
     """Returns the operation with rows of queries in its result."""
 
     from ejkernel.modules.operations.unified_attention import OP

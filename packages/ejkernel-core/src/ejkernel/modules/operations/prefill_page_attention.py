@@ -12,16 +12,20 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import PrefillPageAttentionConfig
-from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    as_layout,
+    as_kv_layout,
     cache_axes,
     check_caches,
-    check_ints,
+    check_integer_array,
     check_query,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_score_arguments,
+    score_fields,
+    set_canonical_score_arguments,
+)
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -110,7 +114,7 @@ class PrefillPageAttentionArguments(ArgumentRecord, of=prefill_page_attention):
     """The arguments of a call of `prefill_page_attention`."""
 
     def __post_init__(self) -> None:
-        set_canonical_terms(self, kv_layout=as_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
+        set_canonical_score_arguments(self, kv_layout=as_kv_layout(self.kv_layout, self.query, self.key_cache, "hpsd"))
 
 
 def validate(args: PrefillPageAttentionArguments) -> None:
@@ -119,14 +123,14 @@ def validate(args: PrefillPageAttentionArguments) -> None:
     check_query("query", args.query, "C H D", sizes)
     caches = {"key_cache": args.key_cache, "value_cache": args.value_cache}
     check_caches("query", caches, args.kv_layout, sizes, "kv_layout")
-    check_ints("kv_lens", args.kv_lens, "1", sizes)
-    check_ints("page_indices", args.page_indices, "n_pages", sizes)
-    check_terms(args, sizes)
+    check_integer_array("kv_lens", args.kv_lens, "1", sizes)
+    check_integer_array("page_indices", args.page_indices, "n_pages", sizes)
+    check_score_arguments(args, sizes)
 
 
 def conditions(args: PrefillPageAttentionArguments) -> Iterable[Condition]:
     """Yields the condition that the sequence is not longer than its pages."""
-    if has_rank(args, key_cache=4, kv_lens=1, page_indices=1):
+    if have_ranks(args, key_cache=4, kv_lens=1, page_indices=1):
         capacity = args.page_indices.shape[0] * args.key_cache.shape[args.kv_layout.index("s")]
         yield from value_range_condition(
             "kv_lens", args.kv_lens, 0, capacity, "a length that page_indices has pages for,"

@@ -11,7 +11,7 @@ from ejkernel.families import quantized_matmul as family
 from ejkernel.families.quantized_matmul import QuantizedMatmul as Record
 from ejkernel.modules.operations.cases import quantized_matmul as cases
 from ejkernel.modules.operations.configs import QuantizedMatmulConfig
-from ejkernel.modules.operations.shared.paged_arguments import settle, with_tuning_arguments
+from ejkernel.modules.operations.shared.paged_arguments import set_canonical_fields, with_tuning_arguments
 from ejkernel.modules.operations.shared.shapes import as_flag, as_precision, check_dtype, check_shape
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -28,7 +28,7 @@ from ejkernel.planning.quantized_formats import (
 from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
 
 # The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
-_TUNING_DEFAULTS = {
+_TUNING_ARGUMENT_DEFAULTS = {
     "gemv_mode": "auto",
     "revsplit_k": "auto",
     "revsplit_k_parts": None,
@@ -128,7 +128,7 @@ class QuantizedMatmulArguments(ArgumentRecord, of=quantized_matmul):
             wants = "'col' or None with transpose=True, 'row' or None without"
             raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
         zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
-        settle(
+        set_canonical_fields(
             self,
             zeros=zeros,
             tensor_scale=tensor_scale,
@@ -146,7 +146,11 @@ def _configure(args: QuantizedMatmulArguments, cfg: Any) -> Any:
     """Returns the configuration with the arguments that chose a kernel: they only tune, and dispatch
     chooses it here.
     """
-    chosen = {name: getattr(args, name) for name, default in _TUNING_DEFAULTS.items() if getattr(args, name) != default}
+    chosen = {
+        name: getattr(args, name)
+        for name, default in _TUNING_ARGUMENT_DEFAULTS.items()
+        if getattr(args, name) != default
+    }
     return with_tuning_arguments(QuantizedMatmulConfig, cfg, **chosen)
 
 

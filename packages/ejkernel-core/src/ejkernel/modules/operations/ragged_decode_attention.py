@@ -11,14 +11,18 @@ from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedDecodeAttentionConfig
-from ejkernel.modules.operations.shared.conditions import has_rank, value_range_condition
+from ejkernel.modules.operations.shared.conditions import have_ranks, value_range_condition
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     check_caches,
-    check_ints,
+    check_integer_array,
     check_query,
 )
-from ejkernel.modules.operations.shared.paged_terms import check_terms, score_fields, set_canonical_terms
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_score_arguments,
+    score_fields,
+    set_canonical_score_arguments,
+)
 from ejkernel.modules.operations.shared.shapes import as_window, check_not_empty, got
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
@@ -105,7 +109,7 @@ class RaggedDecodeAttentionArguments(ArgumentRecord, of=ragged_decode_attention)
                 f"sliding_window: got {got(window)}, wants (left, right): an int means (w, w) in operations on dense "
                 "keys and the newest w keys in those on a cache"
             )
-        set_canonical_terms(self, sliding_window=as_window("sliding_window", window))
+        set_canonical_score_arguments(self, sliding_window=as_window("sliding_window", window))
 
 
 def validate(args: RaggedDecodeAttentionArguments) -> None:
@@ -116,14 +120,14 @@ def validate(args: RaggedDecodeAttentionArguments) -> None:
     batch = {"P": sizes["B"], "H": sizes["H"], "D": sizes["D"]}
     check_caches("query", {"key": args.key, "value": args.value}, "pshd", batch)
     for name in ("sequence_start", "sequence_end"):
-        check_ints(name, getattr(args, name), "B", sizes)
+        check_integer_array(name, getattr(args, name), "B", sizes)
         check_not_empty(name, getattr(args, name), "B", "B")
-    check_terms(args, sizes)
+    check_score_arguments(args, sizes)
 
 
 def conditions(args: RaggedDecodeAttentionArguments) -> Iterable[Condition]:
     """Ranges of keys lie within the rows."""
-    if has_rank(args, key=4, sequence_start=1, sequence_end=1):
+    if have_ranks(args, key=4, sequence_start=1, sequence_end=1):
         keys = args.key.shape[1]
         yield from value_range_condition("sequence_start", args.sequence_start, 0, keys, "first keys")
         yield from value_range_condition("sequence_end", args.sequence_end, 0, keys, "ends")

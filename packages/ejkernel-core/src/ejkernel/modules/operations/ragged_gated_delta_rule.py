@@ -20,7 +20,13 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_parents_shape_and_dtype,
     rank,
 )
-from ejkernel.modules.operations.shared.shapes import as_count, as_flag, check_cumulative, check_dtype, check_shape
+from ejkernel.modules.operations.shared.shapes import (
+    as_count,
+    as_flag,
+    check_cumulative_lengths,
+    check_dtype,
+    check_shape,
+)
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -105,12 +111,12 @@ class RaggedGatedDeltaRuleArguments(ArgumentRecord, of=ragged_gated_delta_rule):
         object.__setattr__(self, "use_qk_l2norm", as_flag("use_qk_l2norm", self.use_qk_l2norm))
         starts: Any = self.query_start_loc
         if starts is not None and rank(self.query) == 3:
-            check_cumulative("query_start_loc", starts, 1, self.query.shape[0])
+            check_cumulative_lengths("query_start_loc", starts, 1, self.query.shape[0])
 
 
 def validate(args: RaggedGatedDeltaRuleArguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
-    sizes = delta_rule.check_delta(args, "")
+    sizes = delta_rule.check_delta_rule_arguments(args, "")
     check_shape("recurrent_state", args.recurrent_state, "slots H K V", sizes)
     check_floating("recurrent_state", args.recurrent_state, "slots H K V", sizes)
     check_shape("state_indices", args.state_indices, "N", sizes)
@@ -126,7 +132,7 @@ def validate(args: RaggedGatedDeltaRuleArguments) -> None:
 
 def lower(args: RaggedGatedDeltaRuleArguments) -> LinearRecurrence:
     """Returns the family's record of a call: one row of packed sequences, with their states in slots."""
-    row = delta_rule.delta_record(
+    row = delta_rule.delta_rule_record(
         args,
         cu_seqlens=args.query_start_loc,
         sequence_state=args.recurrent_state,
@@ -148,7 +154,7 @@ def finish(args: RaggedGatedDeltaRuleArguments, output: tuple[jax.Array, jax.Arr
 
 def axes_of(args: RaggedGatedDeltaRuleArguments) -> dict[str, Any]:
     """Returns the axis letters of a call with shared queries, and those of its results if it has trees."""
-    letters: dict[str, Any] = delta_rule.axes_of_packed(args)
+    letters: dict[str, Any] = delta_rule.axes_of_packed_call(args)
     return letters if args.parents is None else letters | {"output": ("t h v", "t h k v")}
 
 

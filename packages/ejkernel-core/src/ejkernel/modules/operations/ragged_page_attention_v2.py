@@ -15,18 +15,18 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv2Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import has_rank
+from ejkernel.modules.operations.shared.conditions import have_ranks
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
-    check_packed,
+    check_packed_sequences,
     check_query,
     with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
-    check_terms,
-    packed_conditions,
+    check_score_arguments,
+    packed_sequence_conditions,
     score_fields,
-    set_canonical_terms,
+    set_canonical_score_arguments,
 )
 from ejkernel.modules.operations.shared.shapes import (
     as_float_dtype,
@@ -138,7 +138,7 @@ class RaggedPageAttentionv2Arguments(ArgumentRecord, of=ragged_page_attention_v2
 
     def __post_init__(self) -> None:
         dtype = self.compute_dtype
-        set_canonical_terms(
+        set_canonical_score_arguments(
             self,
             num_seqs=np.int32(self.num_seqs) if isinstance(self.num_seqs, int) else self.num_seqs,
             compute_dtype=None if dtype is None else as_float_dtype("compute_dtype", dtype),
@@ -161,9 +161,9 @@ def validate(args: RaggedPageAttentionv2Arguments) -> None:
         raise ValueError(
             f"kv_pages: got shape {shape}, wants [P, S, 2 * Hk, D] with Hk a divisor of queries' {heads} heads"
         )
-    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
+    check_packed_sequences("kv_lens", "block_tables", "query_start_loc", args, sizes)
     check_num_seqs("num_seqs", args.num_seqs)
-    check_terms(args, sizes)
+    check_score_arguments(args, sizes)
 
 
 def check_num_seqs(name: str, value: Any) -> None:
@@ -180,9 +180,9 @@ def check_num_seqs(name: str, value: Any) -> None:
 
 def conditions(args: RaggedPageAttentionv2Arguments) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts, tables and the number of sequences fit each other."""
-    if not has_rank(args, queries=3, kv_pages=4, block_tables=2):
+    if not have_ranks(args, queries=3, kv_pages=4, block_tables=2):
         return
-    yield from packed_conditions(args, args.queries.shape[0], args.kv_pages.shape[1], "num_seqs")
+    yield from packed_sequence_conditions(args, args.queries.shape[0], args.kv_pages.shape[1], "num_seqs")
 
 
 def lower(args: RaggedPageAttentionv2Arguments) -> PagedAttention:
@@ -227,7 +227,7 @@ OP = Op(
     validate=validate,
     lower=lower,
     conditions=conditions,
-    conventions=conventions.of_pages,
+    conventions=conventions.page_sentences,
     cases=paged_cases.v2_cases(RaggedPageAttentionv2Arguments),
     make_inputs=paged_inputs.make_v2_inputs,
     axes={"kv_pages": "p s g d", "num_seqs": "c", "softmax_aux": "h sinks"},

@@ -17,23 +17,23 @@ from ejkernel.modules.operations.cases import paged as paged_cases
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.configs import RaggedPageAttentionv3Config
 from ejkernel.modules.operations.shared import conventions
-from ejkernel.modules.operations.shared.conditions import has_rank
+from ejkernel.modules.operations.shared.conditions import have_ranks
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.paged_arguments import (
     as_choice,
-    check_groups,
-    check_ints,
+    check_head_groups,
+    check_integer_array,
+    check_page_tables,
     check_query,
-    check_tables,
     rounded_as_cache,
     table_axes,
     with_tuning_arguments,
 )
 from ejkernel.modules.operations.shared.paged_terms import (
-    check_terms,
-    packed_conditions,
+    check_score_arguments,
+    packed_sequence_conditions,
     score_fields,
-    set_canonical_terms,
+    set_canonical_score_arguments,
 )
 from ejkernel.modules.operations.shared.shapes import (
     check_dtype,
@@ -47,7 +47,7 @@ from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.ops.values import Condition
 
-Layout = Literal["interleaved", "lanes"]
+CacheLayout = Literal["interleaved", "lanes"]
 
 
 @document_options
@@ -69,7 +69,7 @@ def ragged_page_attention_v3(
     k_scale: float | None = None,
     v_scale: float | None = None,
     vmem_limit_bytes: int | None = None,
-    kv_layout: Layout | None = None,
+    kv_layout: CacheLayout | None = None,
     alibi_slopes: Float[Array, " h"] | None = None,
     qq_bias: Float[Array, "i i"] | Float[Array, "r i i"] | Float[Array, " pairs"] | None = None,
     shared_prefix: int | Integer[Array, ""] | None = None,
@@ -160,7 +160,7 @@ class RaggedPageAttentionv3Arguments(ArgumentRecord, of=ragged_page_attention_v3
     """The arguments of a call of `ragged_page_attention_v3`."""
 
     def __post_init__(self) -> None:
-        set_canonical_terms(
+        set_canonical_score_arguments(
             self,
             kv_layout=as_choice("kv_layout", self.kv_layout, (None, "interleaved", "lanes")),
         )
@@ -173,22 +173,22 @@ def validate(args: RaggedPageAttentionv3Arguments) -> None:
     check_shape("keys", args.keys, "T Hk D", sizes)
     check_not_empty("keys", args.keys, "T Hk D", "Hk")
     check_shape("values", args.values, "T Hk D", sizes)
-    check_groups("keys", args.keys, "queries", sizes)
+    check_head_groups("keys", args.keys, "queries", sizes)
     check_shape("kv_cache", args.kv_cache, "P S x pack lanes", sizes)
     check_not_empty("kv_cache", args.kv_cache, "P S x pack lanes", "S")
     if args.kv_cache.dtype != jnp.int8:
         check_dtype("kv_cache", args.kv_cache, jnp.floating, "a floating dtype or int8")
     check_same_dtype({"kv_cache": args.kv_cache, "keys": args.keys, "values": args.values})
-    layout(args)
-    check_ints("kv_lens", args.kv_lens, "N", sizes)
+    resolve_cache_layout(args)
+    check_integer_array("kv_lens", args.kv_lens, "N", sizes)
     check_not_empty("kv_lens", args.kv_lens, "N", "N")
-    check_tables("block_tables", args.block_tables, sizes)
-    check_ints("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
-    check_ints("distribution", args.distribution, "3", {"3": 3})
-    check_terms(args, sizes)
+    check_page_tables("block_tables", args.block_tables, sizes)
+    check_integer_array("query_start_loc", args.query_start_loc, "N+1", {"N+1": sizes["N"] + 1})
+    check_integer_array("distribution", args.distribution, "3", {"3": 3})
+    check_score_arguments(args, sizes)
 
 
-def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
+def resolve_cache_layout(args: RaggedPageAttentionv3Arguments) -> CacheLayout:
     """Returns the cache's layout.
 
     Raises:
@@ -197,13 +197,15 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
     """
     (_, kv_heads, size), tail = args.keys.shape, tuple(args.kv_cache.shape[2:])
     pack = values_per_32_bits(args.kv_cache.dtype)
-    tails: dict[Layout, tuple[int, ...]] = {"interleaved": (cdiv(2 * kv_heads, pack), pack, cdiv(size, LANES) * LANES)}
+    tails: dict[CacheLayout, tuple[int, ...]] = {
+        "interleaved": (cdiv(2 * kv_heads, pack), pack, cdiv(size, LANES) * LANES)
+    }
     if 2 * size == LANES:
         tails["lanes"] = (cdiv(kv_heads, pack), pack, LANES)
-    layouts: dict[Layout, tuple[int, ...]] = {
+    layouts: dict[CacheLayout, tuple[int, ...]] = {
         name: shape for name, shape in tails.items() if args.kv_layout in (None, name)
     }
-    fitting: list[Layout] = [name for name, shape in layouts.items() if shape == tail]
+    fitting: list[CacheLayout] = [name for name, shape in layouts.items() if shape == tail]
     if len(fitting) == 1:
         return fitting[0]
     shape = tuple(args.kv_cache.shape)
@@ -219,15 +221,15 @@ def layout(args: RaggedPageAttentionv3Arguments) -> Layout:
 
 def conditions(args: RaggedPageAttentionv3Arguments) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts, tables and the numbers of sequences fit each other."""
-    if not has_rank(args, queries=3, kv_cache=5):
+    if not have_ranks(args, queries=3, kv_cache=5):
         return
-    yield from packed_conditions(args, args.queries.shape[0], args.kv_cache.shape[1], "distribution")
+    yield from packed_sequence_conditions(args, args.queries.shape[0], args.kv_cache.shape[1], "distribution")
 
 
 def lower(args: RaggedPageAttentionv3Arguments) -> PagedAttention:
     """Returns the paged-attention record of a call."""
     (pages, slots, *rows), (_, kv_heads, size), sequences = args.kv_cache.shape, args.keys.shape, args.kv_lens.shape[0]
-    lanes = args.kv_cache.shape[4] if layout(args) == "interleaved" else size
+    lanes = args.kv_cache.shape[4] if resolve_cache_layout(args) == "interleaved" else size
     combined = args.kv_cache.reshape(pages, slots, math.prod(rows) // (2 * lanes), 2, lanes)
     return PagedAttention(
         query=rounded_as_cache(args.queries, args.q_scale, args.kv_cache.dtype),

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Integer
 from ejkernel.modules.operations.cases import recurrence as recurrence_cases
 from ejkernel.modules.operations.configs import RecurrentAttentionConfig
 from ejkernel.modules.operations.shared import plain_recurrence
-from ejkernel.modules.operations.shared.recurrences import with_state
+from ejkernel.modules.operations.shared.recurrences import always_returning_states
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.operation import document_options, run_operation
@@ -111,10 +111,10 @@ class RecurrentAttention(Kernel[RecurrentAttentionConfig, Array]):
     """Wraps `recurrent_attention` in an object that an `Executor` can call."""
 
 
-OP = plain_recurrence.operation(
+OP = plain_recurrence.declare_recurrence(
     RecurrentAttentionArguments,
     recurrence_cases.recurrent_attention_cases,
     axes={**plain_recurrence.STATE_AXES, "g": "b t h k"},
 )
 RecurrentAttention.op = OP
-recurrent = with_state(OP, "recurrent")
+recurrent = always_returning_states(OP, "recurrent")

@@ -21,12 +21,12 @@ from ejkernel.modules.operations.flash_attention import validate as validate_fla
 from ejkernel.modules.operations.shared.lse import WithLse, with_lse
 from ejkernel.modules.operations.shared.ring_placement import mesh_and_specs
 from ejkernel.modules.operations.shared.shapes import (
-    as_chunk,
+    as_chunk_size,
     as_flag,
     as_number,
     as_window,
     check_dtype,
-    describe,
+    describe_axes,
     got,
 )
 from ejkernel.ops.argument_records import ArgumentRecord
@@ -146,8 +146,8 @@ class RingAttentionArguments(ArgumentRecord, of=ring_attention):
             "softmax_scale": None if scale is None else as_number("softmax_scale", scale),
             "causal": as_flag("causal", self.causal),
             "sliding_window": as_window("sliding_window", self.sliding_window),
-            "chunk_size": as_chunk("chunk_size", self.chunk_size),
-            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, above=0),
+            "chunk_size": as_chunk_size("chunk_size", self.chunk_size),
+            "logits_soft_cap": None if cap is None else as_number("logits_soft_cap", cap, greater_than=0),
             "fused_backward": as_flag("fused_backward", self.fused_backward),
         }
         for name, value in canonical.items():
@@ -160,13 +160,13 @@ def validate(args: RingAttentionArguments) -> None:
     if not isinstance(info, MaskInfo | None):
         raise ValueError(f"mask_info: got {got(info)}, wants a MaskInfo")
     validate_flash(_without_pair_arguments(args))
-    _check_pairs("bias", args.bias, args)
+    _check_pair_array("bias", args.bias, args)
     if args.bias is not None:
         check_dtype("bias", args.bias, jnp.floating, "a floating dtype")
-    _check_pairs("mask_info.attention_mask", None if info is None else info.explicit_mask, args)
+    _check_pair_array("mask_info.attention_mask", None if info is None else info.explicit_mask, args)
 
 
-def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
+def _check_pair_array(name: str, array: Any, args: RingAttentionArguments) -> None:
     """Checks an array of (query, key) pairs: its keys are those of all devices, its queries may be this one's."""
     if array is None:
         return
@@ -174,7 +174,7 @@ def _check_pairs(name: str, array: Any, args: RingAttentionArguments) -> None:
     shape = tuple(getattr(array, "shape", ()))
     accepted = ({1, b}, {1, h}, {1, t, t * parts}, {1, s * parts})
     if len(shape) != 4 or not all(size in sizes for size, sizes in zip(shape, accepted, strict=True)):
-        wants = describe(["B", "H", "T", "S"], {"B": b, "H": h, "T": t, "S": s * parts}, ["B", "H", "T", "S"])
+        wants = describe_axes(["B", "H", "T", "S"], {"B": b, "H": h, "T": t, "S": s * parts}, ["B", "H", "T", "S"])
         whole = f", S counting the keys of all {parts} devices" if parts > 1 else ""
         raise ValueError(f"{name}: got shape {shape}, wants {wants}{whole}")
 
@@ -187,8 +187,8 @@ def lower(args: RingAttentionArguments) -> Record:
     record = Record(
         **{name: getattr(dense, name) for name in same},
         axis_name=args.axis_name,
-        bias=_local_queries(args.bias, args),
-        mask=None if args.mask_info is None else _local_queries(args.mask_info.explicit_mask, args),
+        bias=_rows_of_local_queries(args.bias, args),
+        mask=None if args.mask_info is None else _rows_of_local_queries(args.mask_info.explicit_mask, args),
     )
     if args.chunk_size is not None:
         record = _with_chunk_segments(record, args.mask_info or MaskInfo(), args.chunk_size)
@@ -215,7 +215,7 @@ def _without_pair_arguments(args: RingAttentionArguments) -> FlashAttentionArgum
     )
 
 
-def _local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
+def _rows_of_local_queries(pairs: jax.Array | None, args: RingAttentionArguments) -> jax.Array | None:
     """Returns the rows of this device's queries."""
     length = args.query.shape[1]
     if pairs is None or args.axis_name is None or pairs.shape[2] in (1, length):
@@ -233,20 +233,22 @@ def _with_chunk_segments(record: Record, info: MaskInfo, size: int) -> Record:
     ]
     chunks = [jnp.broadcast_to(x, (rows, x.shape[1])) for x in chunks]
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
-        chunks = _both_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
+        chunks = _combine_segment_ids(record, (record.q_segment_ids, record.kv_segment_ids), (chunks[0], chunks[1]))
     return dataclasses.replace(record, q_segment_ids=chunks[0], kv_segment_ids=chunks[1])
 
 
-def _global_token_indices(record: Record, length: int) -> jax.Array:
+def _global_token_indices(record: Record, num_local_tokens: int) -> jax.Array:
     """Returns indices in the whole sequence of this device's tokens, [length] int32."""
-    indices = jnp.arange(length, dtype=jnp.int32)
-    return indices if axis_size(record.axis_name) == 1 else indices + lax.axis_index(record.axis_name) * length
+    indices = jnp.arange(num_local_tokens, dtype=jnp.int32)
+    return (
+        indices if axis_size(record.axis_name) == 1 else indices + lax.axis_index(record.axis_name) * num_local_tokens
+    )
 
 
 Ids = tuple[jax.Array, jax.Array]
 
 
-def _both_ids(record: Record, one: Ids, other: Ids) -> Ids:
+def _combine_segment_ids(record: Record, one: Ids, other: Ids) -> Ids:
     """Returns segment ids that are equal where both given pairs are. All devices have to number the pairs alike."""
     if axis_size(record.axis_name) == 1:
         return packing.both_ids(one, other)

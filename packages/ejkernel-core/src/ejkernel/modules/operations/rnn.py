@@ -113,6 +113,6 @@ OP = Op(
     cases=cases.cases(RNNArguments, "tanh"),
     tolerance=recurrent_networks.TOLERANCE,
     make_inputs=cases.make_inputs,
-    axes={name: letters for name, letters in recurrent_networks.AXES.items() if name != "initial_cell"},
+    axes={name: letters for name, letters in recurrent_networks.AXES_BY_ARGUMENT.items() if name != "initial_cell"},
 )
 RNN.op = OP

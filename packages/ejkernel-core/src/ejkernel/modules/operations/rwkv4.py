@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from ejkernel.families import wkv
 from ejkernel.modules.operations.cases import rwkv4 as rwkv4_cases
 from ejkernel.modules.operations.configs import RWKV4Config
-from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, wide
+from ejkernel.modules.operations.shared.recurrences import TOLERANCE, check_floating, to_float32_or_wider
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
     check_dtype,
@@ -102,7 +102,7 @@ def validate(args: RWKV4Arguments) -> None:
 def lower(args: RWKV4Arguments) -> wkv.WKV:
     """Returns the family's record of a call."""
     # exp(-exp(60)) is 0 in every dtype; an infinite decay would have a gradient of NaN.
-    decay = -jnp.exp(jnp.minimum(wide(args.w), 60.0))
+    decay = -jnp.exp(jnp.minimum(to_float32_or_wider(args.w), 60.0))
     return wkv.WKV(decay=decay, bonus=args.u, key=args.k, value=args.v, initial_state=args.state)
 
 

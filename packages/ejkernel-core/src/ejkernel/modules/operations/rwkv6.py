@@ -130,23 +130,23 @@ def finish(args: RWKV6Arguments, output: tuple[jax.Array, jax.Array]) -> Any:
 
 def _as_gated_linear_record(args: RWKV6Arguments) -> LinearRecurrence:
     """Returns the record of gated linear attention, whose tokens are in the order of the recurrence."""
-    return plain_recurrence.lower(rwkv.as_plain(args))
+    return plain_recurrence.lower(rwkv.as_recurrent_call(args))
 
 
-def _with_reads_of_first_tokens(record: LinearRecurrence, read: jax.Array) -> jax.Array:
+def _with_reads_of_first_tokens(record: LinearRecurrence, reads: jax.Array) -> jax.Array:
     """Returns the reads [B, T, H, V] with those of first tokens, which read the state before their sequence."""
     plain = with_plain_states(record)
-    bounds, query = record.cu_seqlens, record.query.astype(read.dtype)
+    bounds, query = record.cu_seqlens, record.query.astype(reads.dtype)
     if bounds is None:
         first = _read_states(record, states(plain), query[:, 0]) if plain.initial_state is not None else 0
-        return read.at[:, 0].set(first)
+        return reads.at[:, 0].set(first)
     tokens, bounds = query.shape[1], bounds.astype(jnp.int32)
     filled = jnp.diff(bounds) > 0
     # Selected before the product: an empty sequence would read with a token of another sequence, or with padding.
     query = jnp.where(filled[:, None, None], query[0, jnp.minimum(bounds[:-1], tokens - 1)], 0)
     state = jnp.where(filled[:, None, None, None], states(plain), 0)
     first = _read_states(record, state, query)
-    return read.at[0, jnp.where(filled, bounds[:-1], tokens)].set(first, mode="drop")
+    return reads.at[0, jnp.where(filled, bounds[:-1], tokens)].set(first, mode="drop")
 
 
 def _read_states(record: LinearRecurrence, state: jax.Array, query: jax.Array) -> jax.Array:
@@ -155,22 +155,22 @@ def _read_states(record: LinearRecurrence, state: jax.Array, query: jax.Array) -
     return record.softmax_scale * jnp.einsum("nhkv,nhk->nhv", state, query, precision=highest)
 
 
-def _with_bonus(record: LinearRecurrence, u: jax.Array, read: jax.Array) -> jax.Array:
+def _with_bonus(record: LinearRecurrence, u: jax.Array, reads: jax.Array) -> jax.Array:
     """Returns the reads plus each token's own term, and 0 for padding tokens."""
-    query, key, value = (x.astype(read.dtype) for x in (record.query, record.key, record.value))
+    query, key, value = (x.astype(reads.dtype) for x in (record.query, record.key, record.value))
     if record.cu_seqlens is not None:
         real = packing.packed_ids(record.cu_seqlens, query.shape[1])[0][:, :, None, None] >= 0
-        query, key, value, read = (jnp.where(real, x, 0) for x in (query, key, value, read))
+        query, key, value, reads = (jnp.where(real, x, 0) for x in (query, key, value, reads))
     shared = num_state_heads(record) // key.shape[2]
     key, value = (jnp.repeat(x, shared, axis=2) for x in (key, value))
     highest = jax.lax.Precision.HIGHEST
-    weight = record.softmax_scale * jnp.einsum("bthk,bthk->bth", query * u.astype(read.dtype), key, precision=highest)
-    return read + weight[..., None] * value
+    weight = record.softmax_scale * jnp.einsum("bthk,bthk->bth", query * u.astype(reads.dtype), key, precision=highest)
+    return reads + weight[..., None] * value
 
 
 class RWKV6(Kernel[RWKV6Config, Array]):
     """Wraps `rwkv6` in an object that an `Executor` can call."""
 
 
-OP = rwkv.operation(RWKV6Arguments, rwkv_cases.rwkv6_cases, validate=validate, lower=lower, finish=finish)
+OP = rwkv.declare_rwkv_recurrence(RWKV6Arguments, rwkv_cases.rwkv6_cases, validate=validate, lower=lower, finish=finish)
 RWKV6.op = OP

@@ -107,5 +107,5 @@ class RWKV7(Kernel[RWKV7Config, Array]):
     """Wraps `rwkv7` in an object that an `Executor` can call."""
 
 
-OP = rwkv.operation(RWKV7Arguments, rwkv_cases.rwkv7_cases, validate=validate, lower=lower)
+OP = rwkv.declare_rwkv_recurrence(RWKV7Arguments, rwkv_cases.rwkv7_cases, validate=validate, lower=lower)
 RWKV7.op = OP

@@ -102,5 +102,5 @@ class RWKV7Mul(Kernel[RWKV7MulConfig, Array]):
     """Wraps `rwkv7_mul` in an object that an `Executor` can call."""
 
 
-OP = rwkv.operation(RWKV7MulArguments, rwkv_cases.rwkv7_mul_cases, validate=validate, lower=lower)
+OP = rwkv.declare_rwkv_recurrence(RWKV7MulArguments, rwkv_cases.rwkv7_mul_cases, validate=validate, lower=lower)
 RWKV7Mul.op = OP

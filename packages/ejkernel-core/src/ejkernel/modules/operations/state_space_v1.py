@@ -15,19 +15,19 @@ from ejkernel.modules.operations.shared.conditions import conditions_of_states
 from ejkernel.modules.operations.shared.recurrences import check_packing, check_states, rank
 from ejkernel.modules.operations.shared.shapes import (
     as_flag,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_shape,
     got,
 )
-from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
+from ejkernel.modules.operations.shared.step_sizes import as_step_size_limits, check_step_size_bias, step_sizes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op, tolerances
 from ejkernel.ops.operation import document_options, run_operation
 
-AXES = {
+AXES_BY_ARGUMENT = {
     "hidden_states": "B T I",
     "A": "I E",
     "B": "B T E",
@@ -128,15 +128,15 @@ class StateSpaceV1Arguments(ArgumentRecord, of=state_space_v1):
         if self.act_fn is not None and self.gate is None:
             raise ValueError(f"act_fn: got {got(self.act_fn)} without gate, wants both or None")
         object.__setattr__(self, "dt_softplus", as_flag("dt_softplus", self.dt_softplus))
-        object.__setattr__(self, "dt_limit", as_limits(self.dt_limit))
+        object.__setattr__(self, "dt_limit", as_step_size_limits(self.dt_limit))
         if self.cu_seqlens is not None and rank(self.hidden_states) == 3:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, 1, self.hidden_states.shape[1])
 
 
 def validate(args: StateSpaceV1Arguments) -> None:
     """Raises ValueError for arrays that are wrong on every backend; the record has checked the rest."""
     sizes: dict[str, int] = {}
-    for name, axes in AXES.items():
+    for name, axes in AXES_BY_ARGUMENT.items():
         array = getattr(args, name)
         if args.cu_seqlens is not None and name == "conv_state":
             axes = axes.replace("B", "N")
@@ -145,7 +145,7 @@ def validate(args: StateSpaceV1Arguments) -> None:
             check_dtype(name, array, jnp.floating, "a floating dtype")
         if name == "hidden_states" and args.cu_seqlens is not None:
             check_packing(args.cu_seqlens, sizes)
-    check_bias(args, "I", sizes)
+    check_step_size_bias(args, "I", sizes)
     check_states(args, "I E", sizes)
     check_not_empty("hidden_states", args.hidden_states, "B T I", "T I")
     check_not_empty("A", args.A, "I E", "E")

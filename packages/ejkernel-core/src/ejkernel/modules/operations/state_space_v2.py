@@ -20,22 +20,22 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_packing,
     check_parents_shape_and_dtype,
     check_states,
-    wide,
+    to_float32_or_wider,
 )
-from ejkernel.modules.operations.shared.repeated import check_repeated
+from ejkernel.modules.operations.shared.repeated import check_config_agrees_with_call
 from ejkernel.modules.operations.shared.shapes import (
     as_count,
     as_flag,
     as_number,
     as_precision,
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_same_dtype,
     check_shape,
     got,
 )
-from ejkernel.modules.operations.shared.step_sizes import as_limits, check_bias, step_sizes
+from ejkernel.modules.operations.shared.step_sizes import as_step_size_limits, check_step_size_bias, step_sizes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -152,9 +152,9 @@ class StateSpaceV2Arguments(ArgumentRecord, of=state_space_v2):
         canonical = {
             "n_groups": None if groups is None else as_count("n_groups", groups, 1),
             "dt_softplus": as_flag("dt_softplus", self.dt_softplus),
-            "dt_limit": as_limits(self.dt_limit),
+            "dt_limit": as_step_size_limits(self.dt_limit),
             "use_gated_rmsnorm": as_flag("use_gated_rmsnorm", self.use_gated_rmsnorm),
-            "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, above=0),
+            "rmsnorm_eps": as_number("rmsnorm_eps", self.rmsnorm_eps, greater_than=0),
             "norm_before_gate": as_flag("norm_before_gate", self.norm_before_gate),
             "norm_group_size": None if size is None else as_count("norm_group_size", size, 1),
             "precision": as_precision("precision", self.precision),
@@ -162,7 +162,7 @@ class StateSpaceV2Arguments(ArgumentRecord, of=state_space_v2):
         for name, value in canonical.items():
             object.__setattr__(self, name, value)
         if self.cu_seqlens is not None and len(getattr(self.x, "shape", ())) == 4:
-            check_cumulative("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
+            check_cumulative_lengths("cu_seqlens", self.cu_seqlens, 1, self.x.shape[1])
 
 
 def validate(args: StateSpaceV2Arguments) -> None:
@@ -183,7 +183,7 @@ def validate(args: StateSpaceV2Arguments) -> None:
         check_shape(name, getattr(args, name), axes, sizes)
         check_dtype(name, getattr(args, name), jnp.floating, "a floating dtype")
     check_floating("D", args.D, "H", sizes)
-    check_bias(args, "H", sizes)
+    check_step_size_bias(args, "H", sizes)
     check_floating("gate", args.gate, "B T H*P", sizes | {"H*P": sizes["H"] * sizes["P"]})
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
@@ -208,15 +208,15 @@ def lower(args: StateSpaceV2Arguments) -> LinearRecurrence:
     """Returns the family's record of a call: C reads what B writes, and dt scales both the decay and
     what is written.
     """
-    dt = wide(step_sizes(args))
+    dt = to_float32_or_wider(step_sizes(args))
     return LinearRecurrence(
         query=args.C,
         key=args.B,
         value=args.x,
         softmax_scale=1.0,
-        decay=(wide(args.A) * dt)[..., None],
+        decay=(to_float32_or_wider(args.A) * dt)[..., None],
         dt=dt,
-        skip=None if args.D is None else wide(args.D)[None, None],
+        skip=None if args.D is None else to_float32_or_wider(args.D)[None, None],
         **_state_fields(args),
         parents=args.parents,
         transposed_states=True,
@@ -235,13 +235,13 @@ def _state_fields(args: StateSpaceV2Arguments) -> dict[str, Any]:
 def finish(args: StateSpaceV2Arguments, output: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the public results: with the skip connection, the normalisation and the gate."""
     read, state = output
-    y = wide(read)
+    y = to_float32_or_wider(read)
     rows, tokens, heads, size = y.shape
     y = y.reshape(rows, tokens, heads * size)
     if args.use_gated_rmsnorm and args.norm_before_gate:
         y = _group_rms_normalised(y, args)
     if args.gate is not None:
-        y = y * (args.act_fn or jax.nn.silu)(wide(args.gate))
+        y = y * (args.act_fn or jax.nn.silu)(to_float32_or_wider(args.gate))
     if args.use_gated_rmsnorm and not args.norm_before_gate:
         y = _group_rms_normalised(y, args)
     return y.astype(args.x.dtype), state, args.conv_state
@@ -261,7 +261,7 @@ def axes_of(args: StateSpaceV2Arguments) -> dict[str, Any]:
 def configure(args: StateSpaceV2Arguments, cfg: StateSpaceV2Config | None) -> StateSpaceV2Config | None:
     """Returns `cfg`; raises ValueError if a field of it contradicts an argument of the call."""
     repeated = {"use_gated_rmsnorm": args.use_gated_rmsnorm, "rmsnorm_eps": args.rmsnorm_eps}
-    check_repeated(cfg, n_groups=args.n_groups or args.B.shape[-2], **repeated)
+    check_config_agrees_with_call(cfg, n_groups=args.n_groups or args.B.shape[-2], **repeated)
     return cfg
 
 

@@ -15,7 +15,7 @@ from ejkernel.modules.operations.shared.mixed_batches import batch_conditions, b
 from ejkernel.modules.operations.shared.paged_arguments import (
     with_tuning_arguments,
 )
-from ejkernel.modules.operations.shared.paged_terms import CanonicalTerms, bias_axes
+from ejkernel.modules.operations.shared.paged_terms import CanonicalScoreArguments, qq_bias_axes
 from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
@@ -110,7 +110,7 @@ def unified_attention(
     return run_operation(OP, locals())
 
 
-class UnifiedAttentionArguments(CanonicalTerms, ArgumentRecord, of=unified_attention):
+class UnifiedAttentionArguments(CanonicalScoreArguments, ArgumentRecord, of=unified_attention):
     """The arguments of a call of `unified_attention`."""
 
 
@@ -135,11 +135,11 @@ OP = Op(
     validate=check_batch,
     lower=batch_record,
     conditions=batch_conditions,
-    conventions=conventions.of_pages,
+    conventions=conventions.page_sentences,
     cases=paged_cases.unified_cases(UnifiedAttentionArguments),
     make_inputs=paged_inputs.make_inputs,
     axes={"qq_bias": "i j", "softmax_aux": "h sinks"},
-    axes_of=bias_axes,
+    axes_of=qq_bias_axes,
     finish=finish,
     output="t h v",
     lse="t h",

@@ -66,14 +66,14 @@ class ScaledDotProductAttentionConfig(TiledAttentionConfig):
         kind = FwdParams if direction == "forward" else BwdParams
         return super().part(direction) or self._shared(kind)
 
-    def _shared(self, kind: type[FwdParams] | type[BwdParams]) -> FwdParams | BwdParams | None:
-        shared = kind(
+    def _shared(self, params_type: type[FwdParams] | type[BwdParams]) -> FwdParams | BwdParams | None:
+        shared = params_type(
             q_blocksize=self.block_q,
             kv_blocksize=self.block_k,
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
-        return None if shared == kind() else shared
+        return None if shared == params_type() else shared
 
 
 @dataclasses.dataclass(frozen=True)

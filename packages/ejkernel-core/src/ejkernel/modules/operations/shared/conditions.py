@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ejkernel.ops.values import Condition, integers
 
 
-def has_rank(args: Any, **ranks: int) -> bool:
+def have_ranks(args: Any, **ranks: int) -> bool:
     """Returns whether arguments, by name, are arrays of so many axes."""
     return all(len(getattr(getattr(args, name), "shape", ())) == rank for name, rank in ranks.items())
 
@@ -19,7 +19,7 @@ def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) 
     """Yields cumulative lengths start at 0, never decrease, and end within `size` tokens (each within it where rows >
     1).
 
-    The argument record checks values that can be read, by `shapes.check_cumulative`.
+    The argument record checks values that can be read, by `shapes.check_cumulative_lengths`.
     """
     if not integers(lengths) or len(lengths.shape) != 1 or not lengths.shape[0]:
         return
@@ -34,18 +34,18 @@ def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) 
     yield Condition(name=name, reads=(lengths,), holds=holds, wants=wants, traced_only=True)
 
 
-def conditions_of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
+def conditions_of_cumulative_lengths(name: str, tokens_argument: str, tokens_axis: int = 1) -> Any:
     """Returns the conditions of an operation with one array of cumulative lengths.
 
     Args:
         name: The argument that holds them.
-        array: An argument with a row or rows of tokens, [B, T, ...] or [T, ...].
+        tokens_argument: An argument with a row or rows of tokens, [B, T, ...] or [T, ...].
         tokens_axis: Its axis of tokens.
     """
 
     def conditions(args: Any) -> Iterable[Condition]:
         bounds: Any = getattr(args, name)
-        shape: Any = getattr(getattr(args, array), "shape", ())
+        shape: Any = getattr(getattr(args, tokens_argument), "shape", ())
         axis = tokens_axis % max(len(shape), 1)
         if bounds is not None and len(shape) > axis:
             yield from cumulative_length_conditions(name, bounds, shape[0] if axis else 1, shape[axis])
@@ -54,44 +54,47 @@ def conditions_of_bounds(name: str, array: str, tokens_axis: int = 1) -> Any:
 
 
 def conditions_of_states(
-    array: str, tokens_axis: int = 1, bounds: str = "cu_seqlens", states: str = "initial_state"
+    tokens_argument: str,
+    tokens_axis: int = 1,
+    lengths_argument: str = "cu_seqlens",
+    states_argument: str = "initial_state",
 ) -> Any:
     """Returns the conditions of a recurrence: its cumulative lengths, and slots of its states where it has
     `state_indices`.
 
     Args:
-        array: An argument with the tokens.
+        tokens_argument: An argument with the tokens.
         tokens_axis: Its axis of tokens.
-        bounds: The argument with the cumulative lengths.
-        states: The argument with the slots.
+        lengths_argument: The argument with the cumulative lengths.
+        states_argument: The argument with the slots.
     """
-    of_tokens = conditions_of_bounds(bounds, array, tokens_axis)
+    of_tokens = conditions_of_cumulative_lengths(lengths_argument, tokens_argument, tokens_axis)
 
     def conditions(args: Any) -> Iterable[Condition]:
         yield from of_tokens(args)
-        yield from slots(args.state_indices, getattr(args, bounds), getattr(args, states))
+        yield from slot_conditions(args.state_indices, getattr(args, lengths_argument), getattr(args, states_argument))
 
     return conditions
 
 
-def conditions_of_trees(others: Any, bounds: str = "cu_seqlens") -> Any:
-    """Returns the conditions of an operation that verifies trees of draft tokens: `others`, and that each token's
+def conditions_of_trees(other_conditions: Any, lengths_argument: str = "cu_seqlens") -> Any:
+    """Returns the conditions of an operation that verifies draft trees: `other_conditions`, and that each token's
     parent comes before it in its own request.
 
     Args:
-        others: The operation's other conditions.
-        bounds: The argument with the cumulative lengths of packed requests.
+        other_conditions: The operation's other conditions.
+        lengths_argument: The argument with the cumulative lengths of packed requests.
     """
 
     def conditions(args: Any) -> Iterable[Condition]:
-        yield from others(args)
+        yield from other_conditions(args)
         if args.parents is not None:
-            yield from trees(args.parents, getattr(args, bounds))
+            yield from tree_conditions(args.parents, getattr(args, lengths_argument))
 
     return conditions
 
 
-def trees(parents: Any, bounds: Any) -> Iterable[Condition]:
+def tree_conditions(parents: Any, bounds: Any) -> Iterable[Condition]:
     """Yields that every token's parent is an earlier token of its own request, or -1.
 
     Args:
@@ -117,20 +120,20 @@ def trees(parents: Any, bounds: Any) -> Iterable[Condition]:
 
 def conditions_of_row_lengths(args: Any) -> Iterable[Condition]:
     """Yields the conditions of a recurrent network: no row has more tokens than x."""
-    if has_rank(args, x=3, seq_lengths=1):
+    if have_ranks(args, x=3, seq_lengths=1):
         yield from value_range_condition("seq_lengths", args.seq_lengths, 0, args.x.shape[1], "lengths")
 
 
 def value_range_condition(
-    name: str, values: Any, least: int, most: int, what: str, traced_only: bool = False
+    name: str, values: Any, minimum: int, maximum: int, value_description: str, traced_only: bool = False
 ) -> Iterable[Condition]:
-    """Yields the condition that all integers of an array are from `least` to `most`."""
+    """Yields the condition that all integers of an array are from `minimum` to `maximum`."""
     if integers(values):
-        wants = f"{what} from {least} to {most}"
+        wants = f"{value_description} from {minimum} to {maximum}"
         yield Condition(
             name=name,
             reads=(values,),
-            holds=lambda xp, x: xp.all((x >= least) & (x <= most)),
+            holds=lambda xp, x: xp.all((x >= minimum) & (x <= maximum)),
             wants=wants,
             traced_only=traced_only,
         )
@@ -145,7 +148,7 @@ class PagedBatch(NamedTuple):
         tables: Pages, [N, K] or [N * K].
         rows: Query rows.
         page_size: Slots of a page.
-        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+        num_live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
     """
 
     lengths: tuple[str, Any]
@@ -153,13 +156,13 @@ class PagedBatch(NamedTuple):
     tables: tuple[str, Any]
     rows: int
     page_size: int
-    live: tuple[str, Any] | None = None
+    num_live: tuple[str, Any] | None = None
 
 
 def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
     (length_name, lengths), (start_name, starts), (table_name, tables) = call.lengths, call.starts, call.tables
-    live = () if call.live is None else (call.live[1],)
+    live = () if call.num_live is None else (call.num_live[1],)
     if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1 or 0 in (x.size for x in live):
         return
     sequences = lengths.shape[0]
@@ -167,8 +170,8 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
         return
     entries = tables.shape[1] if len(tables.shape) == 2 else tables.shape[0] // max(sequences, 1)
     capacity = entries * call.page_size
-    if call.live is not None:
-        yield from _live_count_conditions(call.live, sequences)
+    if call.num_live is not None:
+        yield from _live_count_conditions(call.num_live, sequences)
 
     def starts_in_order(xp: Any, bounds: Any, *counts: Any) -> Any:
         first, last, rest = bounds[:-1], bounds[1:], _sequences_not_live(xp, sequences, counts)
@@ -180,7 +183,7 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     def fits_page_tables(xp: Any, tokens: Any, *counts: Any) -> Any:
         return xp.all(_sequences_not_live(xp, sequences, counts) | (tokens <= capacity))
 
-    up_to = f" up to the live sequences of {call.live[0]}" if call.live else ""
+    up_to = f" up to the live sequences of {call.num_live[0]}" if call.num_live else ""
     wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
     yield Condition(name=start_name, reads=(starts, *live), holds=starts_in_order, wants=wants)
     wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
@@ -189,71 +192,72 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     yield Condition(name=length_name, reads=(lengths, *live), holds=fits_page_tables, wants=wants)
 
 
-def _sequences_not_live(xp: Any, sequences: int, counts: tuple[Any, ...]) -> Any:
-    """Returns which sequences are not live, bool [N]; `counts` is empty where all are."""
-    if not counts:
-        return xp.zeros(sequences, bool)
-    return xp.arange(sequences) >= xp.reshape(counts[0], (-1,))[-1]
+def _sequences_not_live(xp: Any, num_sequences: int, live_counts: tuple[Any, ...]) -> Any:
+    """Returns which sequences are not live, bool [N]; `live_counts` is empty where all are."""
+    if not live_counts:
+        return xp.zeros(num_sequences, bool)
+    return xp.arange(num_sequences) >= xp.reshape(live_counts[0], (-1,))[-1]
 
 
-def _live_count_conditions(live: tuple[str, Any], sequences: int) -> Iterable[Condition]:
-    name, counts = live
+def _live_count_conditions(num_live: tuple[str, Any], num_sequences: int) -> Iterable[Condition]:
+    name, counts = num_live
 
     def holds(xp: Any, values: Any) -> Any:
         values = xp.reshape(values, (-1,))
-        return (values[0] >= 0) & xp.all(values[1:] >= values[:-1]) & (values[-1] <= sequences)
+        return (values[0] >= 0) & xp.all(values[1:] >= values[:-1]) & (values[-1] <= num_sequences)
 
     ascending = "numbers that never decrease" if len(counts.shape) == 1 and counts.shape[0] > 1 else "a number"
-    wants = f"{ascending} from 0 to the {sequences} sequences"
+    wants = f"{ascending} from 0 to the {num_sequences} sequences"
     yield Condition(name=name, reads=(counts,), holds=holds, wants=wants)
 
 
-def shared_prefix(
-    prefix: Any,
+def shared_prefix_conditions(
+    prefix_length: Any,
     lengths: tuple[str, Any],
-    capacity: int,
+    table_capacity: int,
     starts: tuple[str, Any] | None = None,
-    live: tuple[str, Any] | None = None,
+    num_live: tuple[str, Any] | None = None,
 ) -> Iterable[Condition]:
     """Yields all live sequences with query rows begin with the prefix, and none of their queries is in it.
 
     Args:
-        prefix: The argument `shared_prefix`.
+        prefix_length: The argument `shared_prefix_conditions`.
         lengths: Tokens of each sequence, [N], with the argument's name.
-        capacity: Tokens that a table has pages for.
+        table_capacity: Tokens that a table has pages for.
         starts: First query row of each, [N + 1]; None where every sequence with tokens has one.
-        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+        num_live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
     """
     arrays = tuple(array for _, array in filter(None, (lengths, starts)))
-    counts = () if live is None else (live[1],)
+    counts = () if num_live is None else (num_live[1],)
     sequences = getattr(lengths[1], "shape", (0,))[0]
-    if not integers(prefix, *arrays, *counts) or (starts is not None and starts[1].shape != (sequences + 1,)):
+    if not integers(prefix_length, *arrays, *counts) or (starts is not None and starts[1].shape != (sequences + 1,)):
         return
 
     def holds(xp: Any, count: Any, tokens: Any, *others: Any) -> Any:
         rows = xp.minimum(tokens, 1) if starts is None else others[0][1:] - others[0][:-1]
         idle = _sequences_not_live(xp, sequences, others[len(arrays) - 1 :]) | (rows <= 0)
-        return (count >= 0) & (count <= capacity) & xp.all(idle | (count <= tokens - rows))
+        return (count >= 0) & (count <= table_capacity) & xp.all(idle | (count <= tokens - rows))
 
     wants = (
-        f"a number of tokens from 0 to the {capacity} of a table, and at most the {lengths[0]} of every sequence less "
+        f"a number of tokens from 0 to the {table_capacity} of a table, "
+        f"and at most the {lengths[0]} of every sequence less "
         "its query rows"
     )
-    yield Condition(name="shared_prefix", reads=(prefix, *arrays, *counts), holds=holds, wants=wants)
+    yield Condition(name="shared_prefix", reads=(prefix_length, *arrays, *counts), holds=holds, wants=wants)
 
 
 def packed_qq_bias_conditions(
-    entries: int, starts: tuple[str, Any], live: tuple[str, Any] | None
+    num_entries: int, starts: tuple[str, Any], num_live: tuple[str, Any] | None
 ) -> Iterable[Condition]:
     """Yields that a packed `qq_bias` has the table of every live sequence.
 
     Args:
-        entries: Its entries.
+        num_entries: Its entries.
         starts: First query row of each sequence, [N + 1], with the argument's name.
-        live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
+        num_live: How many of the sequences are live: a scalar, or the last entry of an array; None for all.
     """
     name, bounds = starts
-    counts = () if live is None else (live[1],)
+    counts = () if num_live is None else (num_live[1],)
     if not integers(bounds, *counts) or len(bounds.shape) != 1 or 0 in (x.size for x in counts):
         return
 
@@ -261,14 +265,14 @@ def packed_qq_bias_conditions(
         rows = xp.maximum(first[1:] - first[:-1], 0)
         rows = xp.where(_sequences_not_live(xp, first.shape[0] - 1, others), 0, rows)
         # A sequence with more rows than the root of the entries is too long alone, so no square overflows int32.
-        most = math.isqrt(entries)
-        return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= entries)
+        most = math.isqrt(num_entries)
+        return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= num_entries)
 
-    wants = f"at most {entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
+    wants = f"at most {num_entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
     yield Condition(name=name, reads=(bounds, *counts), holds=holds, wants=wants)
 
 
-def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
+def slot_conditions(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
     """Sequences with tokens have different slots; an index that is no slot may be repeated."""
     if not integers(indices, bounds) or not getattr(states, "shape", ()) or bounds.shape != (indices.shape[0] + 1,):
         return
@@ -283,7 +287,7 @@ def slots(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -
     yield Condition(name=name, reads=(indices, bounds), holds=holds, wants=wants)
 
 
-def groups(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
+def group_size_conditions(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
     """Sizes of groups are not negative, and there are rows for all of them."""
     if not integers(sizes) or len(sizes.shape) != 1:
         return

@@ -49,7 +49,7 @@ def dense_sentences(tokens_axis: int = 1) -> Any:
     return conventions
 
 
-def of_pages(args: Any) -> Iterable[str]:
+def page_sentences(args: Any) -> Iterable[str]:
     """Yields the sentences of an operation over pages: an int window counts the query's own key."""
     if args.sliding_window is not None:
         yield window_sentence(args.sliding_window, causal=False)
@@ -57,7 +57,7 @@ def of_pages(args: Any) -> Iterable[str]:
 
 def unscaled_page_sentences(args: Any) -> Iterable[str]:
     """Yields those of an operation whose scale is 1 by default."""
-    yield from of_pages(args)
+    yield from page_sentences(args)
     if args.softmax_scale == 1 and rank(args.queries) == 3:
         size = args.queries.shape[-1]
         yield f"softmax_scale=1.0, the default here, leaves scores as they are; None is {size} ** -0.5"

@@ -8,32 +8,34 @@ import jax.numpy as jnp
 from ejkernel.planning.trees import path_windows, token_trees
 
 
-def before(args: Any) -> jax.Array | None:
+def tokens_before_first(args: Any) -> jax.Array | None:
     """Returns the tokens before the first ones, [B, I, W - 1], or [N, I, W - 1] of packed sequences; None for zeros."""
-    state = _stored(args)
+    state = _initial_states(args)
     return None if state is None else state[..., state.shape[2] - (args.weight.shape[1] - 1) :]
 
 
-def after(args: Any, final: jax.Array) -> jax.Array:
+def updated_states(args: Any, last_tokens: jax.Array) -> jax.Array:
     """Returns the states of a call as its initial states are kept.
 
     Args:
         args: The argument record of `causal_conv1d`.
-        final: The last W - 1 tokens of every row or sequence, [B, I, W - 1] or [N, I, W - 1].
+        last_tokens: The last W - 1 tokens of every row or sequence, [B, I, W - 1] or [N, I, W - 1].
     """
-    state = _stored(args)
+    state = _initial_states(args)
     if state is None:
-        return final
+        return last_tokens
     if state.shape[2] == args.weight.shape[1]:
-        final = jnp.concatenate([_oldest_state_token(args, state)[..., None].astype(final.dtype), final], axis=2)
+        last_tokens = jnp.concatenate(
+            [_oldest_state_token(args, state)[..., None].astype(last_tokens.dtype), last_tokens], axis=2
+        )
     if args.state_indices is None:
-        return final
+        return last_tokens
     slots = args.initial_state
     stored = args.state_indices >= 0
     if args.cu_seqlens is not None:
         stored &= _packed_lengths(args) > 0
     target = jnp.where(stored, args.state_indices, slots.shape[0])
-    return slots.at[target].set(final.astype(slots.dtype), mode="drop")
+    return slots.at[target].set(last_tokens.astype(slots.dtype), mode="drop")
 
 
 class TreeWindows(NamedTuple):
@@ -41,35 +43,35 @@ class TreeWindows(NamedTuple):
 
     Attributes:
         x: [B * T, I], all tokens; 0 for padding tokens.
-        before: [B * T, I, S], the tokens before each, the oldest first, as many as a state has.
-        real: [B * T] bool, tokens of a request.
+        preceding_tokens: [B * T, I, S], the tokens before each, the oldest first, as many as a state has.
+        is_request_token: [B * T] bool, tokens of a request.
     """
 
     x: jax.Array
-    before: jax.Array
-    real: jax.Array
+    preceding_tokens: jax.Array
+    is_request_token: jax.Array
 
 
 def tree_windows(args: Any) -> TreeWindows:
     """Returns the windows of a call with `parents`."""
-    trees, state = token_trees(args.parents, args.cu_seqlens), _stored(args)
+    trees, state = token_trees(args.parents, args.cu_seqlens), _initial_states(args)
     real = trees.requests >= 0
     # Padding may hold NaN, and so may the slot that is read for it; neither outputs nor gradients may get that.
     x = jnp.where(real[:, None], args.x.reshape(-1, args.x.shape[2]), 0)
     if state is None:
         state = jnp.zeros((trees.starts.shape[0], x.shape[1], args.weight.shape[1] - 1), x.dtype)
-    before = jnp.where(real[:, None, None], path_windows(x, state, trees), 0)
-    return TreeWindows(x, before, real)
+    preceding_tokens = jnp.where(real[:, None, None], path_windows(x, state, trees), 0)
+    return TreeWindows(x, preceding_tokens, real)
 
 
 def states_after_tree_tokens(args: Any) -> jax.Array:
     """Returns the states after every token of a call with `parents`, [B, T, I, S], in x's dtype."""
-    x, before, real = tree_windows(args)
-    states = jnp.concatenate([before[..., 1:], x[..., None]], axis=2)
+    x, preceding_tokens, real = tree_windows(args)
+    states = jnp.concatenate([preceding_tokens[..., 1:], x[..., None]], axis=2)
     return jnp.where(real[:, None, None], states, 0).reshape(*args.x.shape, -1)
 
 
-def _stored(args: Any) -> jax.Array | None:
+def _initial_states(args: Any) -> jax.Array | None:
     """Returns the initial states of rows or sequences, out of their slots; zeros where an index is no slot."""
     slots, indices = args.initial_state, args.state_indices
     if slots is None or indices is None:

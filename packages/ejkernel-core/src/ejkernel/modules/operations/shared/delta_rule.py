@@ -13,15 +13,15 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_parents_shape_and_dtype,
     check_segments,
     check_tokens,
+    has_shared_queries,
     l2_normalised,
-    per_channel,
-    shares_queries,
+    with_channel_axis,
 )
 from ejkernel.ops.model import Op
 from ejkernel.types.integers import exact_ids
 
 
-def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
+def check_delta_rule_arguments(args: Any, rows: str = "B ") -> dict[str, int]:
     """Checks query, key, value, beta and decay, and returns the sizes of their axes.
 
     Args:
@@ -31,7 +31,7 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
     Raises:
         ValueError: One of them is wrong.
     """
-    sizes = check_tokens(args, rows, value_heads=True)
+    sizes = check_tokens(args, rows, allow_more_value_heads=True)
     if args.beta is None:
         raise ValueError(f"beta: got None, wants [{', '.join(f'{rows}T H'.split())}]")
     check_floating("beta", args.beta, f"{rows}T H", sizes)
@@ -41,7 +41,7 @@ def check_delta(args: Any, rows: str = "B ") -> dict[str, int]:
 
 def validate(args: Any) -> None:
     """Raises ValueError for arrays of either operation that are wrong on every backend."""
-    sizes = check_delta(args)
+    sizes = check_delta_rule_arguments(args)
     check_segments(args, sizes)
     if args.cu_seqlens is not None:
         check_packing(args.cu_seqlens, sizes)
@@ -52,10 +52,10 @@ def validate(args: Any) -> None:
 
 def lower(args: Any) -> LinearRecurrence:
     """Returns the family's record of a call of either operation."""
-    return delta_record(args, args.softmax_scale, **_packed_fields(args))
+    return delta_rule_record(args, args.softmax_scale, **_segment_and_state_fields(args))
 
 
-def _packed_fields(args: Any) -> dict[str, Any]:
+def _segment_and_state_fields(args: Any) -> dict[str, Any]:
     """Returns the record's fields of segments and states: of rows, of segments of rows, or of packed sequences."""
     parents = {"parents": args.parents}
     if args.cu_seqlens is not None:
@@ -66,15 +66,15 @@ def _packed_fields(args: Any) -> dict[str, Any]:
 
 def axes_of(args: Any) -> dict[str, str]:
     """Returns the axis letters of a call whose value heads share queries and keys."""
-    return {"query": "b t g k", "value": "b t h v"} if shares_queries(args) else {}
+    return {"query": "b t g k", "value": "b t h v"} if has_shared_queries(args) else {}
 
 
-def axes_of_packed(args: Any) -> dict[str, str]:
+def axes_of_packed_call(args: Any) -> dict[str, str]:
     """Returns those of a call without an axis of rows."""
     return {name: letters.removeprefix("b ") for name, letters in axes_of(args).items()}
 
 
-def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:
+def delta_rule_record(args: Any, softmax_scale: float | None = None, **fields: Any) -> LinearRecurrence:
     """Returns the family's record of a call.
 
     Args:
@@ -88,7 +88,7 @@ def delta_record(args: Any, softmax_scale: float | None = None, **fields: Any) -
         key=key,
         value=args.value,
         softmax_scale=args.query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-        decay=None if args.decay is None else per_channel(args.decay, args.beta),
+        decay=None if args.decay is None else with_channel_axis(args.decay, args.beta),
         beta=args.beta,
         **fields,
     )

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-SCORES = ("softmax", "sigmoid")
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
-MIN_WEIGHT_SUM = 1e-20
+WEIGHT_SUM_EPSILON = 1e-20
 """Added to the sum of the weights before they are divided by it, as DeepSeek V3 does."""
 
 
@@ -21,7 +21,7 @@ def scores(args: Any) -> jax.Array:
     return jax.nn.softmax(logits, axis=-1) if args.scores == "softmax" else jax.nn.sigmoid(logits)
 
 
-def choice(args: Any) -> jax.Array:
+def selection_scores(args: Any) -> jax.Array:
     """Returns what experts are chosen by, [T, E]: the logits, or biased scores that are -inf outside of the best
     groups.
     """
@@ -33,13 +33,13 @@ def choice(args: Any) -> jax.Array:
     return biased if args.n_groups is None else _mask_other_groups(args, biased)
 
 
-def _mask_other_groups(args: Any, biased: jax.Array) -> jax.Array:
+def _mask_other_groups(args: Any, biased_scores: jax.Array) -> jax.Array:
     """Returns the scores, -inf for experts of groups that are not among the best."""
-    grouped = biased.reshape(biased.shape[0], args.n_groups, -1)
+    grouped = biased_scores.reshape(biased_scores.shape[0], args.n_groups, -1)
     of_group = jax.lax.top_k(grouped, args.group_score_experts)[0].sum(axis=-1)
     best = jax.lax.top_k(of_group, args.top_groups)[1]
     chosen = (best[:, :, None] == jnp.arange(args.n_groups)).any(axis=1)
-    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(biased.shape)
+    return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(biased_scores.shape)
 
 
 def weights(args: Any, experts: jax.Array) -> jax.Array:
@@ -51,5 +51,5 @@ def weights(args: Any, experts: jax.Array) -> jax.Array:
     """
     chosen = jnp.take_along_axis(scores(args), experts, axis=1)
     if args.normalise:
-        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + MIN_WEIGHT_SUM)
+        chosen = chosen / (chosen.sum(axis=-1, keepdims=True) + WEIGHT_SUM_EPSILON)
     return chosen * args.scale

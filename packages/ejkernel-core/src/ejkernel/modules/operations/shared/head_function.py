@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
 from ejkernel.modules.operations.shared.shapes import as_count
-from ejkernel.modules.operations.shared.token_losses import check_one
+from ejkernel.modules.operations.shared.token_losses import check_exactly_one
 
 TOKENS_PER_BLOCK = 1024
 """Tokens in a block, unless the call says how many."""
@@ -31,7 +31,7 @@ def head_function_loss(loss: Callable[..., Any], arguments: dict[str, Any]) -> A
     for name in ("lm_head_weight", "lm_head_bias", "compute_dtype", "mesh", "in_specs", "out_specs"):
         if options[name] is not None:
             raise ValueError(f"{name}: got a value with lm_head_fn, wants None: the function makes the logits")
-    check_one("logits", options.pop("logits"), "hidden", hidden)
+    check_exactly_one("logits", options.pop("logits"), "hidden", hidden)
     shape, reduction = tuple(hidden.shape[:-1]), options.pop("reduction")
     size = max(1, min(as_count("chunk_size", arguments["chunk_size"]) or TOKENS_PER_BLOCK, hidden[..., 0].size))
     per_token = {name: options.pop(name) for name in TOKEN_FIELDS}

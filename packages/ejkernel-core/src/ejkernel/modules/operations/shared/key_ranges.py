@@ -31,24 +31,24 @@ def key_ranges(
     _, queries, keys = sizes
     if cum_seqlens is None:
         position = jnp.arange(queries, dtype=jnp.int32)[None] + (keys - queries)
-        return _ranges(position, jnp.int32(0), jnp.int32(keys), causal, sliding_window)
+        return _key_ranges_at_positions(position, jnp.int32(0), jnp.int32(keys), causal, sliding_window)
     position, first, length, is_token = _sequence_of_each_query(sizes, cum_seqlens)
-    starts, ends = _ranges(position, first, length, causal, sliding_window)
+    starts, ends = _key_ranges_at_positions(position, first, length, causal, sliding_window)
     return jnp.where(is_token, starts, 0), jnp.where(is_token, ends, 0)
 
 
-def _ranges(
-    position: jax.Array, first: jax.Array, length: jax.Array, causal: bool, window: Window | None
+def _key_ranges_at_positions(
+    positions: jax.Array, first_key: jax.Array, num_keys: jax.Array, causal: bool, window: Window | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns ranges of keys from positions within sequences of `length` keys that begin at key `first`."""
+    """Returns ranges of keys from positions within sequences of `num_keys` keys that begin at key `first_key`."""
     left, right = (None, None) if window is None else window
     if causal:
         right = 0 if right is None else min(right, 0)
-    start = jnp.zeros_like(position) if left is None else jnp.maximum(position - left, 0)
-    end = jnp.broadcast_to(length, position.shape)
+    start = jnp.zeros_like(positions) if left is None else jnp.maximum(positions - left, 0)
+    end = jnp.broadcast_to(num_keys, positions.shape)
     if right is not None:
-        end = jnp.minimum(end, position + (right + 1))
-    return first + start, first + jnp.maximum(end, start)
+        end = jnp.minimum(end, positions + (right + 1))
+    return first_key + start, first_key + jnp.maximum(end, start)
 
 
 def _sequence_of_each_query(sizes: tuple[int, int, int], cum_seqlens: tuple[jax.Array, jax.Array]) -> Any:

@@ -37,13 +37,13 @@ def as_logits_dtype(name: str, value: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits < 32 else jnp.dtype("float32")
 
 
-def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping[str, str]) -> dict[str, int]:
+def check_latent_sizes(args: Any, required_axes: Mapping[str, str], optional_axes: Mapping[str, str]) -> dict[str, int]:
     """Checks shapes and dtypes of the arrays of a call.
 
     Args:
         args: The argument record.
-        required: Name -> axes of the arrays that are always there; the query first.
-        optional: The same for those that may be None.
+        required_axes: Name -> axes of the arrays that are always there; the query first.
+        optional_axes: The same for those that may be None.
 
     Returns:
         The sizes of all axes.
@@ -52,11 +52,14 @@ def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping
         ValueError: A shape contradicts another, an axis is empty, or a dtype is not the query's.
     """
     sizes: dict[str, int] = {}
-    shapes = {**required, **{name: axes for name, axes in optional.items() if getattr(args, name) is not None}}
+    shapes = {
+        **required_axes,
+        **{name: axes for name, axes in optional_axes.items() if getattr(args, name) is not None},
+    }
     for name, axes in shapes.items():
         check_shape(name, getattr(args, name), axes, sizes)
         check_not_empty(name, getattr(args, name), axes, " ".join(axis for axis in axes.split() if axis != "B"))
-    lead = next(iter(required))
+    lead = next(iter(required_axes))
     check_dtype(lead, getattr(args, lead), jnp.floating, "a floating dtype")
     check_same_dtype({name: getattr(args, name) for name in shapes})
     if sizes["H"] % sizes["Hk"]:
@@ -66,16 +69,16 @@ def check_latent_sizes(args: Any, required: Mapping[str, str], optional: Mapping
     return sizes
 
 
-def check_query_size(sizes: Mapping[str, int], rotary: bool) -> None:
+def check_query_size(sizes: Mapping[str, int], has_rotary_part: bool) -> None:
     """Checks the size of a query: the size of the keys' part without rotary position, plus the size of the rotary part
-    if `rotary`.
+    if `has_rotary_part`.
 
     Raises:
         ValueError: The query has another size.
     """
-    query_size = sizes["Dn"] + (sizes["Dr"] if rotary else 0)
+    query_size = sizes["Dn"] + (sizes["Dr"] if has_rotary_part else 0)
     if sizes["Dq"] != query_size:
-        parts = f"Dn + Dr = {sizes['Dn']} + {sizes['Dr']}" if rotary else f"w_kc's Dn = {sizes['Dn']}"
+        parts = f"Dn + Dr = {sizes['Dn']} + {sizes['Dr']}" if has_rotary_part else f"w_kc's Dn = {sizes['Dn']}"
         raise ValueError(f"query: got a head size of {sizes['Dq']}, wants {parts}")
 
 
@@ -96,11 +99,15 @@ def check_self_attention_sizes(args: Any) -> dict[str, int]:
     return sizes
 
 
-def read_out_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
+def project_latent(latent: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns latent vectors [B, T, R] read out by weights [R, Hk, n]: [B, T, Hk, n] in their dtype."""
-    wide = jnp.promote_types(latent.dtype, jnp.float32)
+    accumulator_dtype = jnp.promote_types(latent.dtype, jnp.float32)
     product = jnp.einsum(
-        "btr,rgn->btgn", latent, weights, precision=product_precision(latent.dtype), preferred_element_type=wide
+        "btr,rgn->btgn",
+        latent,
+        weights,
+        precision=product_precision(latent.dtype),
+        preferred_element_type=accumulator_dtype,
     )
     return product.astype(latent.dtype)
 
@@ -115,10 +122,10 @@ def rng_seed(rng: Any) -> jax.Array:
 def with_accumulator_dtype(args: Record) -> Record:
     """Returns an argument record with its floating arrays in the accumulator's dtype: float32, or float64 for those."""
 
-    def wide(x: Any) -> Any:
+    def to_accumulator_dtype(x: Any) -> Any:
         return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return jax.tree.map(wide, args)
+    return jax.tree.map(to_accumulator_dtype, args)
 
 
 def check_lengths(name: str, lengths: Any, size: int) -> None:

@@ -6,9 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.families.paged_attention import PagedAttention
-from ejkernel.modules.operations.shared.conditions import has_rank
-from ejkernel.modules.operations.shared.paged_arguments import check_caches, check_packed, check_query
-from ejkernel.modules.operations.shared.paged_terms import check_terms, packed_conditions, score_fields
+from ejkernel.modules.operations.shared.conditions import have_ranks
+from ejkernel.modules.operations.shared.paged_arguments import check_caches, check_packed_sequences, check_query
+from ejkernel.modules.operations.shared.paged_terms import (
+    check_score_arguments,
+    packed_sequence_conditions,
+    score_fields,
+)
 from ejkernel.ops.values import Condition
 
 
@@ -21,20 +25,20 @@ def check_batch(args: Any) -> dict[str, int]:
     sizes: dict[str, int] = {}
     check_query("queries", args.queries, "T H D", sizes)
     check_caches("queries", {"key_cache": args.key_cache, "value_cache": args.value_cache}, "pshd", sizes)
-    check_packed("kv_lens", "block_tables", "query_start_loc", args, sizes)
-    check_terms(args, sizes)
+    check_packed_sequences("kv_lens", "block_tables", "query_start_loc", args, sizes)
+    check_score_arguments(args, sizes)
     return sizes
 
 
-def has_ranks(args: Any) -> bool:
+def have_expected_ranks(args: Any) -> bool:
     """Returns whether the arrays that conditions read the sizes of have their axes."""
-    return has_rank(args, queries=3, key_cache=4, block_tables=2)
+    return have_ranks(args, queries=3, key_cache=4, block_tables=2)
 
 
 def batch_conditions(args: Any) -> Iterable[Condition]:
     """Yields the conditions that lengths, starts and tables fit each other."""
-    if has_ranks(args):
-        yield from packed_conditions(args, args.queries.shape[0], args.key_cache.shape[1])
+    if have_expected_ranks(args):
+        yield from packed_sequence_conditions(args, args.queries.shape[0], args.key_cache.shape[1])
 
 
 def batch_record(args: Any, **fields: Any) -> PagedAttention:

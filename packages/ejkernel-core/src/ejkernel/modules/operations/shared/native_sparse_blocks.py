@@ -16,21 +16,21 @@ class TokenBlocks(NamedTuple):
     Attributes:
         size: Tokens per block; the last one of a sequence may have fewer.
         ids: [B, T] int32, sequence of every token, < 0 for padding; None where every row is one sequence.
-        position: [B|1, T] int32, of every token in its sequence.
-        base: [B|1, T] int32, the first block of every token's sequence.
-        ranges: [M, 2] int32, the first token of every block and the one after its last, for packed sequences.
+        position_in_sequence: [B|1, T] int32, of every token in its sequence.
+        first_block_of_sequence: [B|1, T] int32, the first block of every token's sequence.
+        token_ranges: [M, 2] int32, the first token of every block and the one after its last, for packed sequences.
     """
 
     size: int
     ids: jax.Array | None
-    position: jax.Array
-    base: jax.Array
-    ranges: jax.Array | None
+    position_in_sequence: jax.Array
+    first_block_of_sequence: jax.Array
+    token_ranges: jax.Array | None
 
     @property
     def block_of_token(self) -> jax.Array:
         """Returns [B|1, T] int32, the block of every token; -1 for padding."""
-        of_token = self.base + self.position // self.size
+        of_token = self.first_block_of_sequence + self.position_in_sequence // self.size
         return of_token if self.ids is None else jnp.where(self.ids >= 0, of_token, -1)
 
 
@@ -61,8 +61,8 @@ def block_means(blocks: TokenBlocks, x: jax.Array) -> jax.Array:
     wide = jnp.promote_types(x.dtype, jnp.float32)
     if blocks.ids is not None:
         x = jnp.where((blocks.ids >= 0)[..., None, None], x, 0)
-    if blocks.ranges is not None:
-        first, end = blocks.ranges[:, 0], blocks.ranges[:, 1]
+    if blocks.token_ranges is not None:
+        first, end = blocks.token_ranges[:, 0], blocks.token_ranges[:, 1]
         token = first[:, None] + jnp.arange(blocks.size, dtype=jnp.int32)
         inside = (token < end[:, None])[..., None, None]
         parts = jnp.where(inside, x[0, jnp.minimum(token, x.shape[1] - 1)], 0)[None]
@@ -79,19 +79,19 @@ def block_means(blocks: TokenBlocks, x: jax.Array) -> jax.Array:
     return (jnp.sum(parts, axis=2, dtype=wide) / counts[..., None, None].astype(wide)).astype(x.dtype)
 
 
-def block_ids(blocks: TokenBlocks) -> jax.Array | None:
+def sequence_of_each_block(blocks: TokenBlocks) -> jax.Array | None:
     """Returns the sequence of every block, [B, M] int32, -1 for blocks without tokens; None where rows
     are sequences.
     """
     if blocks.ids is None:
         return None
-    if blocks.ranges is None:
+    if blocks.token_ranges is None:
         return blocks.ids[:, :: blocks.size]
-    first, end = blocks.ranges[:, 0], blocks.ranges[:, 1]
+    first, end = blocks.token_ranges[:, 0], blocks.token_ranges[:, 1]
     return jnp.where(end > first, blocks.ids[0, jnp.minimum(first, blocks.ids.shape[1] - 1)], -1)[None]
 
 
-def listed(blocks: TokenBlocks, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
+def row_block_indices(blocks: TokenBlocks, indices: jax.Array, counts: int | jax.Array) -> jax.Array:
     """Returns the caller's blocks, numbered through the row, each once; -1 for those that a query cannot read.
 
     Args:
@@ -101,10 +101,10 @@ def listed(blocks: TokenBlocks, indices: jax.Array, counts: int | jax.Array) -> 
     """
     slots = jnp.arange(indices.shape[3], dtype=jnp.int32)
     indices = indices.astype(jnp.int32)
-    last = (blocks.block_of_token - blocks.base)[:, :, None, None]  # -1 at most for padding
+    last = (blocks.block_of_token - blocks.first_block_of_sequence)[:, :, None, None]  # -1 at most for padding
     count = counts if isinstance(counts, int) else counts.astype(jnp.int32)[..., None]
     real = (indices >= 0) & (indices <= last) & (slots < count)
     indices = jnp.where(real, indices, -1)
     earlier = slots[:, None] > slots
     repeated = ((indices[..., :, None] == indices[..., None, :]) & earlier).any(axis=-1)
-    return jnp.where(real & ~repeated, indices + blocks.base[:, :, None, None], -1)
+    return jnp.where(real & ~repeated, indices + blocks.first_block_of_sequence[:, :, None, None], -1)

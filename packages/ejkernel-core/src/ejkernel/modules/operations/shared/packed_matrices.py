@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.shared.paged_arguments import settle
+from ejkernel.modules.operations.shared.paged_arguments import set_canonical_fields
 from ejkernel.modules.operations.shared.shapes import check_shape
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import WORD_BITS, Format, decode, make_format, with_row_group_size
@@ -25,11 +25,13 @@ def set_canonical_format(args: Any) -> None:
     if args.rhs_mode is not None:
         form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
         zeros, tensor_scale = split_third(args.rhs_zeros, args.rhs_tensor_scale, form)
-        settle(args, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
+        set_canonical_fields(args, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
     for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
         if form is None and getattr(args, name) is not None:
             raise ValueError(f"{name}: got a value without rhs_mode, wants None")
-    settle(args, rhs_bits=None if form is None else form.bits, rhs_group_size=None if form is None else form.group_size)
+    set_canonical_fields(
+        args, rhs_bits=None if form is None else form.bits, rhs_group_size=None if form is None else form.group_size
+    )
 
 
 def with_checked_shapes(args: Record) -> Record:

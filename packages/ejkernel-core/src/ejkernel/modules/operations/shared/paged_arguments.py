@@ -31,23 +31,23 @@ def cache_axes(kv_layout: str) -> dict[str, str]:
     return {"key_cache": letters, "value_cache": letters.replace("d", "v")}
 
 
-def settle(record: Any, **values: Any) -> None:
+def set_canonical_fields(record: Any, **values: Any) -> None:
     """Gives fields of a record that is being made their canonical values."""
     for name, value in values.items():
         object.__setattr__(record, name, value)
 
 
-def as_scale(name: str, scale: Any) -> float | None:
+def as_score_scale(name: str, scale: Any) -> float | None:
     """Returns a factor on the scores; None for the default."""
     return None if scale is None else as_number(name, scale)
 
 
-def as_cap(name: str, cap: Any) -> float | None:
+def as_soft_cap(name: str, cap: Any) -> float | None:
     """Returns a soft cap > 0; None for none."""
-    return None if cap is None else as_number(name, cap, above=0)
+    return None if cap is None else as_number(name, cap, greater_than=0)
 
 
-def as_newest(name: str, window: Any) -> tuple[int | None, int | None] | None:
+def as_cache_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
     """Returns the sliding window of an operation with a cache as (left, right), inclusive.
 
     Args:
@@ -99,21 +99,23 @@ def as_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
-def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
+def as_kv_layout(value: Any, query: Any, cache: Any, usual_layout: str) -> str:
     """Returns the order of the axes of a cache whose keys and values are apart.
 
     Args:
         value: The argument `kv_layout`; None takes the order that the shapes allow.
         query: Array [..., H, D].
         cache: The argument `key_cache`.
-        usual: The order that an error is about where the shapes allow none.
+        usual_layout: The order that an error is about where the shapes allow none.
 
     Raises:
         ValueError: There is no such order; or it is None, and the shapes allow several.
     """
     if value is not None:
         return as_choice("kv_layout", value, (*LAYOUTS[:3], None))
-    fitting = {layout: heads for layout in LAYOUTS[:3] if (heads := _kv_heads(layout, query, cache)) is not None}
+    fitting = {
+        layout: heads for layout in LAYOUTS[:3] if (heads := _kv_heads_in_layout(layout, query, cache)) is not None
+    }
     if len(fitting) > 1:
         axes = {
             layout: ", ".join(AXIS_BY_LAYOUT_LETTER.get(letter, letter.upper()) for letter in layout)
@@ -126,10 +128,10 @@ def as_layout(value: Any, query: Any, cache: Any, usual: str) -> str:
         raise ValueError(
             f"kv_layout: got None with key_cache of shape {shape}, which may be {readings}; say which it is"
         )
-    return next(iter(fitting), usual)
+    return next(iter(fitting), usual_layout)
 
 
-def _kv_heads(layout: str, query: Any, cache: Any) -> int | None:
+def _kv_heads_in_layout(layout: str, query: Any, cache: Any) -> int | None:
     """Returns the KV heads of a cache if it is of a layout; None where it cannot be."""
     shape, wants = getattr(cache, "shape", ()), getattr(query, "shape", ())
     if len(shape) != 4 or len(wants) < 2 or shape[-1] != wants[-1]:
@@ -150,7 +152,9 @@ def check_query(name: str, query: Any, axes: str, sizes: dict[str, int]) -> None
     check_dtype(name, query, jnp.floating, "a floating dtype")
 
 
-def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[str, int], argument: str = "") -> None:
+def check_caches(
+    query: str, caches: dict[str, Any], layout: str, sizes: dict[str, int], layout_argument: str = ""
+) -> None:
     """Checks the key and the value cache against the query's sizes.
 
     Args:
@@ -158,13 +162,13 @@ def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[st
         caches: Key and value cache by argument name.
         layout: Order of their axes.
         sizes: Known sizes, H and D among them.
-        argument: Name of the argument that chooses the layout; empty if there is none.
+        layout_argument: Name of the argument that chooses the layout; empty if there is none.
 
     Raises:
         ValueError: A cache has a wrong shape or dtype. If the cache may have another layout, the message names the
             layout argument.
     """
-    hint = f" (as {argument}={layout!r} says)" if argument else ""
+    hint = f" (as {layout_argument}={layout!r} says)" if layout_argument else ""
     axes = " ".join(AXIS_BY_LAYOUT_LETTER[letter] for letter in layout[:-1])
     for (name, cache), last in zip(caches.items(), ("D", "Dv"), strict=True):
         try:
@@ -176,10 +180,10 @@ def check_caches(query: str, caches: dict[str, Any], layout: str, sizes: dict[st
     if keys.dtype != values.dtype:
         raise ValueError(f"{value}: got dtype {values.dtype}, wants {key}'s {keys.dtype}")
     check_not_empty(key, keys, f"{axes} D", "S Hk")
-    check_groups(key, keys, query, sizes, hint)
+    check_head_groups(key, keys, query, sizes, hint)
 
 
-def check_groups(key: str, keys: Any, query: str, sizes: dict[str, int], hint: str = "") -> None:
+def check_head_groups(key: str, keys: Any, query: str, sizes: dict[str, int], hint: str = "") -> None:
     """Checks that query heads divide into groups of one KV head.
 
     Raises:
@@ -192,7 +196,7 @@ def check_groups(key: str, keys: Any, query: str, sizes: dict[str, int], hint: s
         )
 
 
-def check_ints(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
+def check_integer_array(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
     """Checks an array of integers.
 
     Raises:
@@ -202,16 +206,16 @@ def check_ints(name: str, array: Any, axes: str, sizes: dict[str, int]) -> None:
     check_dtype(name, array, jnp.integer, "an integer dtype")
 
 
-def check_tables(name: str, tables: Any, sizes: dict[str, int]) -> None:
+def check_page_tables(name: str, tables: Any, sizes: dict[str, int]) -> None:
     """Checks tables of N sequences, [N, K] or flat [N * K].
 
     Raises:
         ValueError: The tables have another shape or no integer dtype.
     """
     if len(getattr(tables, "shape", ())) == 2:
-        check_ints(name, tables, "N K", sizes)
+        check_integer_array(name, tables, "N K", sizes)
         return
-    check_ints(name, tables, "N*K", sizes)
+    check_integer_array(name, tables, "N*K", sizes)
     if sizes["N*K"] % sizes["N"]:
         raise ValueError(f"{name}: got shape ({sizes['N*K']},), wants [N, K] or [N * K] for N={sizes['N']} sequences")
 
@@ -221,15 +225,15 @@ def table_axes(args: Any) -> dict[str, str]:
     return {"block_tables": "r k"} if len(getattr(args.block_tables, "shape", ())) == 2 else {}
 
 
-def check_packed(lengths: str, tables: str, starts: str, args: Any, sizes: dict[str, int]) -> None:
+def check_packed_sequences(lengths: str, tables: str, starts: str, args: Any, sizes: dict[str, int]) -> None:
     """Checks the lengths [N], tables [N, pages] and cumulative query lengths [N + 1] of packed sequences.
 
     Raises:
         ValueError: One is wrong.
     """
-    check_ints(lengths, getattr(args, lengths), "N", sizes)
-    check_ints(tables, getattr(args, tables), "N pages", sizes)
-    check_ints(starts, getattr(args, starts), "N+1", {"N+1": sizes["N"] + 1})
+    check_integer_array(lengths, getattr(args, lengths), "N", sizes)
+    check_integer_array(tables, getattr(args, tables), "N pages", sizes)
+    check_integer_array(starts, getattr(args, starts), "N+1", {"N+1": sizes["N"] + 1})
 
 
 def check_per_head(name: str, array: Any, sizes: dict[str, int]) -> None:

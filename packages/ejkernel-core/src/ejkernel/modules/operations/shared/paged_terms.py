@@ -28,17 +28,17 @@ from ejkernel.modules.operations.shared.conditions import (
     PagedBatch,
     packed_qq_bias_conditions,
     paged_batch_conditions,
-    shared_prefix,
+    shared_prefix_conditions,
 )
 from ejkernel.modules.operations.shared.paged_arguments import (
     accept_mask_value,
-    as_cap,
+    as_cache_window,
     as_count,
-    as_newest,
-    as_scale,
+    as_score_scale,
+    as_soft_cap,
     check_per_head,
     per_head,
-    settle,
+    set_canonical_fields,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_dtype, check_shape
 from ejkernel.modules.operations.shared.sinks import check_sinks, sink_logits
@@ -46,7 +46,7 @@ from ejkernel.ops.values import Condition
 
 
 def _as_positive_scale(name: str, scale: Any) -> float | None:
-    return None if scale is None else as_number(name, scale, above=0)
+    return None if scale is None else as_number(name, scale, greater_than=0)
 
 
 def _as_int32_prefix(name: str, prefix: Any) -> Any:
@@ -54,14 +54,14 @@ def _as_int32_prefix(name: str, prefix: Any) -> Any:
 
 
 CANONICAL_VALUE_FUNCTIONS: dict[str, Callable[[str, Any], Any]] = {
-    "softmax_scale": as_scale,
+    "softmax_scale": as_score_scale,
     "q_scale": _as_positive_scale,
     "k_scale": _as_positive_scale,
     "v_scale": _as_positive_scale,
     "shared_prefix": _as_int32_prefix,
     "chunk_size": as_count,
-    "sliding_window": as_newest,
-    "logits_soft_cap": as_cap,
+    "sliding_window": as_cache_window,
+    "logits_soft_cap": as_soft_cap,
     "mask_value": accept_mask_value,
     "return_lse": as_flag,
     "causal": as_flag,
@@ -77,7 +77,7 @@ CANONICAL_VALUE_FUNCTIONS: dict[str, Callable[[str, Any], Any]] = {
 """Argument -> (its name, what was given) -> its canonical value."""
 
 
-def set_canonical_terms(args: Any, **others: Any) -> None:
+def set_canonical_score_arguments(args: Any, **others: Any) -> None:
     """Sets the canonical values of a record that is being constructed.
 
     Args:
@@ -89,17 +89,19 @@ def set_canonical_terms(args: Any, **others: Any) -> None:
         for name, canonical in CANONICAL_VALUE_FUNCTIONS.items()
         if name not in others and hasattr(args, name)
     }
-    settle(args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others)
+    set_canonical_fields(
+        args, **{name: canonical(name, getattr(args, name)) for name, canonical in terms.items()}, **others
+    )
 
 
-class CanonicalTerms:
+class CanonicalScoreArguments:
     """Gives an argument record, as its first base, canonical values of all terms."""
 
     def __post_init__(self) -> None:
-        set_canonical_terms(self)
+        set_canonical_score_arguments(self)
 
 
-def check_terms(args: Any, sizes: dict[str, int]) -> None:
+def check_score_arguments(args: Any, sizes: dict[str, int]) -> None:
     """Checks the arrays among the terms.
 
     Args:
@@ -127,13 +129,13 @@ def _check_qq_bias(bias: Any, sizes: dict[str, int]) -> None:
     check_dtype("qq_bias", bias, jnp.floating, "a floating dtype")
 
 
-def bias_axes(args: Any) -> dict[str, str]:
+def qq_bias_axes(args: Any) -> dict[str, str]:
     """Returns the axis letters of `qq_bias` if each sequence has its own."""
     letters = {1: "pairs", 3: "r i j"}.get(len(getattr(_get(args, "qq_bias"), "shape", ())))
     return {} if letters is None else {"qq_bias": letters}
 
 
-def packed_conditions(args: Any, rows: int, page_size: int, live: str | None = None) -> Iterable[Condition]:
+def packed_sequence_conditions(args: Any, rows: int, page_size: int, live: str | None = None) -> Iterable[Condition]:
     """Yields what lengths, starts, tables, counts and the shared prefix of packed sequences have to satisfy.
 
     Args:
@@ -148,15 +150,15 @@ def packed_conditions(args: Any, rows: int, page_size: int, live: str | None = N
         tables=("block_tables", args.block_tables),
         rows=rows,
         page_size=page_size,
-        live=None if live is None else (live, getattr(args, live)),
+        num_live=None if live is None else (live, getattr(args, live)),
     )
     yield from paged_batch_conditions(batch)
     tables, sequences = getattr(batch.tables[1], "shape", ()), max(1, *getattr(batch.lengths[1], "shape", ()))
     if _get(args, "shared_prefix") is not None:
         capacity = math.prod(tables) // sequences * page_size
-        yield from shared_prefix(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.live)
+        yield from shared_prefix_conditions(args.shared_prefix, batch.lengths, capacity, batch.starts, batch.num_live)
     if len(getattr(_get(args, "qq_bias"), "shape", ())) == 1:
-        yield from packed_qq_bias_conditions(args.qq_bias.shape[0], batch.starts, batch.live)
+        yield from packed_qq_bias_conditions(args.qq_bias.shape[0], batch.starts, batch.num_live)
 
 
 def score_fields(args: Any, query: Any, size: int) -> dict[str, Any]:

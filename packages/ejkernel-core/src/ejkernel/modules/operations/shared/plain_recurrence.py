@@ -22,7 +22,7 @@ from ejkernel.modules.operations.shared.recurrences import (
     check_states,
     check_tokens,
     rank,
-    wide,
+    to_float32_or_wider,
 )
 from ejkernel.modules.operations.shared.shapes import as_flag, as_number
 from ejkernel.ops.model import Case, Op
@@ -102,7 +102,7 @@ def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
     return (read, state) if args.return_state else read
 
 
-def operation(
+def declare_recurrence(
     arguments: type,
     cases: Callable[[type], tuple[Case, ...]],
     *,
@@ -154,5 +154,5 @@ def _decay_of_key_channels(g: jax.Array | None, g_gamma: jax.Array | None, gk: j
         terms.append(gk)
     total = None
     for term in terms:
-        total = term if total is None else wide(total) + wide(term)
+        total = term if total is None else to_float32_or_wider(total) + to_float32_or_wider(term)
     return total

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules.operations.shared.shapes import (
-    check_cumulative,
+    check_cumulative_lengths,
     check_dtype,
     check_not_empty,
     check_same_dtype,
@@ -28,21 +28,24 @@ NORM_EPSILON = 1e-6
 
 
 def check_tokens(
-    args: Any, rows: str = "B ", value_heads: bool = False, names: tuple[str, str, str] = ("query", "key", "value")
+    args: Any,
+    rows: str = "B ",
+    allow_more_value_heads: bool = False,
+    names: tuple[str, str, str] = ("query", "key", "value"),
 ) -> dict[str, int]:
     """Checks query, key and value, and returns the sizes of their axes.
 
     Args:
         args: Record with the three.
         rows: The axes in front of T.
-        value_heads: Whether values may have more heads than keys, H then, where queries have as many as keys.
+        allow_more_value_heads: Whether values may have more heads, H, than queries and keys.
         names: What the operation calls the three.
 
     Raises:
         ValueError: One of them is wrong.
     """
     sizes: dict[str, int] = {}
-    grouped = value_heads and shares_queries(args)
+    grouped = allow_more_value_heads and has_shared_queries(args)
     every = ("T Hk K", "T Hk K", "T H V") if grouped else ("T H K", "T Hk K", "T Hk V")
     for name, axes in zip(names, every, strict=True):
         array = getattr(args, name)
@@ -58,7 +61,7 @@ def check_tokens(
     return sizes
 
 
-def shares_queries(args: Any) -> bool:
+def has_shared_queries(args: Any) -> bool:
     """Returns whether values have more heads than queries and keys, which are shared by groups of value heads."""
     if min(rank(args.query), rank(args.value)) < 3:
         return False
@@ -95,11 +98,11 @@ def check_log_gate(name: str, gate: Any, axes: str, sizes: dict[str, int]) -> No
     Raises:
         ValueError: The gate has another shape or dtype.
     """
-    per_channel = rank(gate) > len(axes.split())
+    is_per_channel = rank(gate) > len(axes.split())
     try:
-        check_floating(name, gate, f"{axes} K" if per_channel else axes, sizes)
+        check_floating(name, gate, f"{axes} K" if is_per_channel else axes, sizes)
     except ValueError as error:
-        other = axes if per_channel else f"{axes} K"
+        other = axes if is_per_channel else f"{axes} K"
         raise ValueError(f"{error}, or [{', '.join(other.split())}]") from None
 
 
@@ -113,7 +116,7 @@ def check_and_canonicalise_packing(args: Any) -> None:
         if args.seg_ids is not None:
             raise ValueError("seg_ids: got a value with cu_seqlens, wants one of the two")
         if rank(args.query) in (3, 4):
-            check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
+            check_cumulative_lengths("cu_seqlens", args.cu_seqlens, 1, args.query.shape[-3])
     if isinstance(args.seg_ids, np.ndarray) and np.issubdtype(args.seg_ids.dtype, np.integer):
         object.__setattr__(args, "seg_ids", exact_ids("seg_ids", args.seg_ids))  # JAX would wrap 64 bits around
 
@@ -183,7 +186,7 @@ def check_states(args: Any, axes: str, sizes: dict[str, int]) -> None:
         raise ValueError(f"initial_state: got shape {states.shape}, wants at least one slot")
 
 
-def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def always_returning_states(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns the kernel-level function of a recurrence: the operation, which always returns the states too.
 
     Args:
@@ -203,22 +206,22 @@ def with_state(op: Op, name: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return run
 
 
-def per_channel(gate: jax.Array, heads: jax.Array) -> jax.Array:
+def with_channel_axis(gate: jax.Array, heads: jax.Array) -> jax.Array:
     """Returns a gate as [..., H, K|1]: one that has the rank of `heads`, [..., H], gets a channel axis of size 1."""
     return gate[..., None] if gate.ndim == heads.ndim else gate
 
 
 def l2_normalised(x: jax.Array) -> jax.Array:
     """Returns x over its length along the last axis, `x * rsqrt(sum x^2 + 1e-6)`, in its dtype."""
-    return _normalise(wide(x)).astype(x.dtype)
+    return _normalise(to_float32_or_wider(x)).astype(x.dtype)
 
 
 @jax.custom_vjp
 def _normalise(x: jax.Array) -> jax.Array:
-    return x * _inverse_length(x)
+    return x * _inverse_norm(x)
 
 
-def _inverse_length(x: jax.Array) -> jax.Array:
+def _inverse_norm(x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
 
 
@@ -228,17 +231,17 @@ def _normalised_gradient(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]
     a matrix product, and because a vector whose cotangent is zero has a gradient of zero, whatever it holds: tokens
     that no sequence has may be NaN.
     """
-    inverse = _inverse_length(x)
+    inverse = _inverse_norm(x)
     along = jnp.einsum("...d,...d->...", x, cotangent, precision=jax.lax.Precision.HIGHEST)
     gradient = inverse * (cotangent - x * (inverse**2 * along[..., None]))
     return (jnp.where(jnp.any(cotangent != 0, axis=-1, keepdims=True), gradient, 0),)
 
 
 # Written out in the forward rule, which forward-mode derivatives of gradients go through.
-_normalise.defvjp(with_standard_promotion(lambda x: (x * _inverse_length(x), x)), _normalised_gradient)
+_normalise.defvjp(with_standard_promotion(lambda x: (x * _inverse_norm(x), x)), _normalised_gradient)
 
 
-def wide(x: jax.Array) -> jax.Array:
+def to_float32_or_wider(x: jax.Array) -> jax.Array:
     """Returns x in at least float32."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

@@ -10,7 +10,7 @@ from ejkernel.families.recurrent_network import GATES_PER_CELL, RecurrentNetwork
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_not_empty, check_shape
 from ejkernel.ops.model import tolerances
 
-AXES = {
+AXES_BY_ARGUMENT = {
     "x": "b t f",
     "weight_ih": "r g f",
     "weight_hh": "l r g u",
@@ -22,7 +22,7 @@ AXES = {
     "seq_lengths": "b",
 }
 TOLERANCE = tolerances(float64=1e-10, float32=3e-5, bfloat16=2e-2, float16=3e-3)
-_SHAPES = {
+_SHAPE_BY_ARGUMENT = {
     "weight_ih": "R G*H F",
     "weight_hh": "L R G*H H",
     "bias_ih": "L R G*H",
@@ -46,7 +46,7 @@ def validate(args: Any, cell: str) -> None:
         wants = f"[L, 1 or 2, {GATES_PER_CELL[cell]} * H, H]"
         raise ValueError(f"weight_hh: got shape {tuple(args.weight_hh.shape)}, wants {wants}")
     sizes |= {"L-1": layers - 1, "L*R": layers * directions, "R*H": directions * hidden}
-    for name, axes in _SHAPES.items():
+    for name, axes in _SHAPE_BY_ARGUMENT.items():
         array = getattr(args, name, None)
         if array is not None:
             check_shape(name, array, axes, sizes)

@@ -5,7 +5,7 @@ from typing import Any
 from ejkernel.ops.params import BaseOperationConfig
 
 
-def check_repeated(cfg: BaseOperationConfig | None, **arguments: Any) -> None:
+def check_config_agrees_with_call(cfg: BaseOperationConfig | None, **arguments: Any) -> None:
     """Refuses a configuration that contradicts the call: configurations never change an answer.
 
     Args:

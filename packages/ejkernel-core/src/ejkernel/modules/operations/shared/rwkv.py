@@ -12,7 +12,7 @@ from ejkernel.modules.operations.cases.rwkv import make_inputs
 from ejkernel.modules.operations.shared import plain_recurrence, recurrences
 from ejkernel.modules.operations.shared.conditions import conditions_of_states
 from ejkernel.modules.operations.shared.recurrences import check_floating, check_packing, check_states, rank
-from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative
+from ejkernel.modules.operations.shared.shapes import as_flag, as_number, check_cumulative_lengths
 from ejkernel.ops.model import Case, Op
 
 
@@ -23,7 +23,7 @@ def canonicalise(args: Any) -> None:
     for name in ("reverse", "return_state"):
         object.__setattr__(args, name, as_flag(name, getattr(args, name)))
     if args.cu_seqlens is not None and rank(args.r) in (3, 4):
-        check_cumulative("cu_seqlens", args.cu_seqlens, 1, args.r.shape[-3])
+        check_cumulative_lengths("cu_seqlens", args.cu_seqlens, 1, args.r.shape[-3])
 
 
 class CanonicalCall:
@@ -33,19 +33,19 @@ class CanonicalCall:
         canonicalise(self)
 
 
-def check_tokens(args: Any, vectors: tuple[str, ...] = ()) -> dict[str, int]:
+def check_tokens(args: Any, further_arguments: tuple[str, ...] = ()) -> dict[str, int]:
     """Checks the tokens, gates and states of a call, and returns the sizes of their axes.
 
     Args:
         args: Record with r, k, v, w, cu_seqlens, initial_state and state_indices.
-        vectors: Further arguments of the shape of r.
+        further_arguments: Further arguments of the shape of r.
 
     Raises:
         ValueError: One of them is wrong.
     """
     rows = "" if args.cu_seqlens is not None and rank(args.r) == 3 else "B "
     sizes = {"B": 1, **recurrences.check_tokens(args, rows, names=("r", "k", "v"))}
-    for name in ("w", *vectors):
+    for name in ("w", *further_arguments):
         if getattr(args, name) is None:
             raise ValueError(f"{name}: got None, wants [{', '.join(f'{rows}T H K'.split())}]")
         check_floating(name, getattr(args, name), f"{rows}T H K", sizes)
@@ -56,7 +56,7 @@ def check_tokens(args: Any, vectors: tuple[str, ...] = ()) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainCall:
+class RecurrentCall:
     """A call by the names that `plain_recurrence` reads, which are those of `recurrent_attention`."""
 
     query: jax.Array
@@ -75,27 +75,29 @@ class PlainCall:
     seg_ids: None = None
 
 
-def as_plain(args: Any) -> PlainCall:
+def as_recurrent_call(args: Any) -> RecurrentCall:
     """Returns the call without what is special to RWKV: the same tokens, gates and states."""
     names = ("softmax_scale", "initial_state", "cu_seqlens", "state_indices", "reverse", "return_state")
-    return PlainCall(query=args.r, key=args.k, value=args.v, gk=args.w, **{name: getattr(args, name) for name in names})
+    return RecurrentCall(
+        query=args.r, key=args.k, value=args.v, gk=args.w, **{name: getattr(args, name) for name in names}
+    )
 
 
-def low_rank_record(args: Any, write: jax.Array, read: jax.Array) -> LinearRecurrence:
+def low_rank_record(args: Any, write_vectors: jax.Array, read_vectors: jax.Array) -> LinearRecurrence:
     """Returns the family's record of a call with a low-rank term, whose vectors have the shape of r."""
-    record = plain_recurrence.lower(as_plain(args))
-    write, read = (x.reshape(record.query.shape) for x in (write, read))
+    record = plain_recurrence.lower(as_recurrent_call(args))
+    write_vectors, read_vectors = (x.reshape(record.query.shape) for x in (write_vectors, read_vectors))
     if args.reverse:
-        write, read = (jnp.flip(x, axis=1) for x in (write, read))
-    return dataclasses.replace(record, low_rank_write=write, low_rank_read=read)
+        write_vectors, read_vectors = (jnp.flip(x, axis=1) for x in (write_vectors, read_vectors))
+    return dataclasses.replace(record, low_rank_write=write_vectors, low_rank_read=read_vectors)
 
 
 def finish(args: Any, output: tuple[jax.Array, jax.Array]) -> Any:
     """Returns the public result: in the caller's order of time and rank, with the states if asked for."""
-    return plain_recurrence.finish(as_plain(args), output)
+    return plain_recurrence.finish(as_recurrent_call(args), output)
 
 
-def operation(
+def declare_rwkv_recurrence(
     arguments: type,
     cases: Callable[[type], tuple[Case, ...]],
     *,
@@ -104,7 +106,7 @@ def operation(
     finish: Callable[[Any, Any], Any] = finish,
 ) -> Op:
     """Returns the declaration of a recurrence of RWKV, whose tokens are `r`; see `plain_recurrence.operation`."""
-    return plain_recurrence.operation(
+    return plain_recurrence.declare_recurrence(
         arguments,
         cases,
         validate=validate,

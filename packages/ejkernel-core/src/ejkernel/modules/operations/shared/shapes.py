@@ -30,47 +30,47 @@ def check_shape(name: str, array: Any, axes: str, sizes: dict[str, int], *, broa
     """
     shape, names, wide = getattr(array, "shape", None), axes.split(), broadcast.split()
     if shape is None:
-        raise ValueError(f"{name}: got {got(array)}, wants an array {describe(names, sizes, wide)}")
+        raise ValueError(f"{name}: got {got(array)}, wants an array {describe_axes(names, sizes, wide)}")
     fits = len(shape) == len(names) and all(
         sizes.get(axis, size) == size or (axis in wide and size == 1) for axis, size in zip(names, shape, strict=True)
     )
     if not fits:
-        raise ValueError(f"{name}: got shape {tuple(shape)}, wants {describe(names, sizes, wide)}")
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wants {describe_axes(names, sizes, wide)}")
     sizes.update((axis, size) for axis, size in zip(names, shape, strict=True) if axis not in wide)
 
 
-def describe(names: list[str], sizes: Mapping[str, int], broadcast: list[str]) -> str:
+def describe_axes(names: list[str], sizes: Mapping[str, int], broadcast: list[str]) -> str:
     """Returns axes in words, such as `[B=2, T=8, H, D]`, with `|1` where broadcasting is allowed."""
     known = (f"{axis}={sizes[axis]}" if axis in sizes else axis for axis in names)
     return f"[{', '.join(f'{text}|1' if axis in broadcast else text for axis, text in zip(names, known, strict=True))}]"
 
 
-def check_not_empty(name: str, array: Any, axes: str, full: str) -> None:
+def check_not_empty(name: str, array: Any, axes: str, checked_axes: str) -> None:
     """Checks that some axes of an array do not have size 0.
 
     Args:
         name: Argument name for the message.
         array: Anything with a shape that fits `axes`.
         axes: Space-separated axis names.
-        full: The axes that are checked.
+        checked_axes: The axes that are checked.
 
     Raises:
         ValueError: A checked axis has size 0.
     """
     sizes = dict(zip(axes.split(), array.shape, strict=True))
-    empty = [axis for axis in full.split() if sizes[axis] == 0]
+    empty = [axis for axis in checked_axes.split() if sizes[axis] == 0]
     if empty:
         raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {' and '.join(empty)} of at least 1")
 
 
-def check_dtype(name: str, array: Any, kind: Any, wants: str) -> None:
+def check_dtype(name: str, array: Any, kind: Any, expected: str) -> None:
     """Checks the kind of an array's dtype, for example `jnp.floating`.
 
     Raises:
         ValueError: The array has a dtype of another kind.
     """
     if not jnp.issubdtype(array.dtype, kind):
-        raise ValueError(f"{name}: got dtype {array.dtype}, wants {wants}")
+        raise ValueError(f"{name}: got dtype {array.dtype}, wants {expected}")
 
 
 def check_same_dtype(arrays: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ def check_same_dtype(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got dtype {array.dtype}, wants {first}'s {lead.dtype}")
 
 
-def check_cumulative(name: str, lengths: Any, rows: int, size: int) -> None:
+def check_cumulative_lengths(name: str, lengths: Any, rows: int, size: int) -> None:
     """Checks the values of cumulative lengths, where they can be read: not under a trace.
 
     Args:
@@ -111,7 +111,7 @@ def check_cumulative(name: str, lengths: Any, rows: int, size: int) -> None:
 
 
 def as_number(
-    name: str, value: Any, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+    name: str, value: Any, *, least: float = -math.inf, greater_than: float = -math.inf, less_than: float = math.inf
 ) -> float:
     """Returns a finite Python number as float.
 
@@ -119,8 +119,8 @@ def as_number(
         name: Argument name for the message.
         value: The argument's value.
         least: Smallest accepted value.
-        above: Open lower bound.
-        below: Open upper bound.
+        greater_than: Open lower bound.
+        less_than: Open upper bound.
 
     Raises:
         ValueError: The value is not a finite number.
@@ -128,8 +128,8 @@ def as_number(
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise ValueError(f"{name}: got {got(value)}, wants a Python number")
     number = float(value)
-    if not (math.isfinite(number) and number >= least and above < number < below):
-        bounds = {">=": least, ">": above, "<": below}
+    if not (math.isfinite(number) and number >= least and greater_than < number < less_than):
+        bounds = {">=": least, ">": greater_than, "<": less_than}
         limits = [f"{sign} {bound:g}" for sign, bound in bounds.items() if math.isfinite(bound)]
         raise ValueError(f"{name}: got {value}, wants a finite number {' and '.join(limits)}".rstrip())
     return number
@@ -186,7 +186,7 @@ def as_window(name: str, window: Any) -> tuple[int | None, int | None] | None:
     return None if left is None and right is None else (left, right)
 
 
-def as_chunk(name: str, size: Any) -> int | None:
+def as_chunk_size(name: str, size: Any) -> int | None:
     """Returns a chunk size that changes results, of positions; None where all positions are one chunk.
 
     Raises:
@@ -230,21 +230,21 @@ def as_seed(value: Any) -> Any:
     return np.uint32(int(value) % 2**32) if is_int(value) else value
 
 
-def as_drawn_seed(name: str, value: Any, drops: bool) -> Any:
+def as_dropout_seed(name: str, value: Any, has_dropout: bool) -> Any:
     """Returns the seed of a call that may drop weights: as `as_seed`, and 0 where none is given to a call that does.
 
     The first such call of a process warns: without a seed, all of them drop the same pairs.
     """
-    if value is not None or not drops:
+    if value is not None or not has_dropout:
         return as_seed(value)
-    if not _warned:
-        _warned.add(name)
+    if not _warned_without_seed:
+        _warned_without_seed.add(name)
         message = f"{name}: got None, which means 0; every call drops the same pairs until a seed is given"
         warnings.warn(message, UserWarning, stacklevel=6)
     return np.uint32(0)
 
 
-_warned: set[str] = set()
+_warned_without_seed: set[str] = set()
 
 
 def got(value: Any) -> str:

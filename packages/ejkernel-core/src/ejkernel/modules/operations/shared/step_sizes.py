@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel.modules.operations.shared.recurrences import check_floating, wide
+from ejkernel.modules.operations.shared.recurrences import check_floating, to_float32_or_wider
 from ejkernel.modules.operations.shared.shapes import got
 
 
-def as_limits(limits: Any) -> tuple[float, float] | None:
+def as_step_size_limits(limits: Any) -> tuple[float, float] | None:
     """Returns the limits of step sizes as two floats; the upper one may be infinite.
 
     Raises:
@@ -29,7 +29,7 @@ def as_limits(limits: Any) -> tuple[float, float] | None:
     return lower, upper
 
 
-def check_bias(args: Any, axis: str, sizes: dict[str, int]) -> None:
+def check_step_size_bias(args: Any, axis: str, sizes: dict[str, int]) -> None:
     """Checks `dt_bias`, which has one value per channel or head.
 
     Raises:
@@ -49,7 +49,7 @@ def step_sizes(args: Any) -> jax.Array:
     """
     if args.dt_bias is None and not args.dt_softplus and args.dt_limit is None:
         return args.dt
-    dt = wide(args.dt)
+    dt = to_float32_or_wider(args.dt)
     if args.cu_seqlens is not None:
         token = jnp.arange(dt.shape[1])
         real = (token >= args.cu_seqlens[0]) & (token < args.cu_seqlens[-1])

@@ -13,7 +13,7 @@ from ejkernel.modules.operations.shared.shapes import check_dtype, got
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def as_index(name: str, value: Any) -> int:
+def as_signed_integer(name: str, value: Any) -> int:
     """Returns a Python integer of either sign.
 
     Raises:
@@ -24,7 +24,7 @@ def as_index(name: str, value: Any) -> int:
     return int(value)
 
 
-def check_one(name: str, value: Any, other: str, other_value: Any) -> None:
+def check_exactly_one(name: str, value: Any, other: str, other_value: Any) -> None:
     """Checks that a call gives one of two arguments.
 
     Raises:
@@ -34,17 +34,17 @@ def check_one(name: str, value: Any, other: str, other_value: Any) -> None:
         raise ValueError(f"{name}: got {got(value)} with {other}={got(other_value)}, wants exactly one of the two")
 
 
-def check_tokens(name: str, array: Any, tokens: tuple[int, ...], *last: int) -> None:
+def check_token_axes(name: str, array: Any, tokens: tuple[int, ...], *trailing_axes: int) -> None:
     """Checks that the axes of an array are the axes of the tokens and then the given axes.
 
     Raises:
         ValueError: The array has other axes.
     """
-    if tuple(array.shape) != (wants := (*tokens, *last)):
+    if tuple(array.shape) != (wants := (*tokens, *trailing_axes)):
         raise ValueError(f"{name}: got shape {tuple(array.shape)}, wants {wants}")
 
 
-def check_weights(args: Any, tokens: tuple[int, ...]) -> None:
+def check_token_weights(args: Any, tokens: tuple[int, ...]) -> None:
     """Checks `weights` and `attention_mask`.
 
     Raises:
@@ -52,7 +52,7 @@ def check_weights(args: Any, tokens: tuple[int, ...]) -> None:
     """
     for name in ("weights", "attention_mask"):
         if (array := getattr(args, name)) is not None:
-            check_tokens(name, array, tokens)
+            check_token_axes(name, array, tokens)
     if args.weights is not None:
         check_dtype("weights", args.weights, jnp.floating, "a floating dtype")
 
@@ -63,10 +63,10 @@ def token_weights(args: Any, dtype: Any) -> jax.Array | None:
     return functools.reduce(jnp.multiply, inputs) if inputs else None
 
 
-def average_loss(weighted: jax.Array, weights: jax.Array) -> jax.Array:
+def average_loss(weighted_sum: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns a sum divided by the sum of weights; 0 if the weights are 0."""
     total = jnp.sum(weights)
-    return jnp.where(total == 0, 0, weighted / jnp.where(total == 0, 1, total))
+    return jnp.where(total == 0, 0, weighted_sum / jnp.where(total == 0, 1, total))
 
 
 def reduce_losses(losses: jax.Array, weights: jax.Array, args: Any) -> jax.Array:
@@ -77,7 +77,7 @@ def reduce_losses(losses: jax.Array, weights: jax.Array, args: Any) -> jax.Array
     return jnp.sum(weighted) if args.reduction == "sum" else average_loss(jnp.sum(weighted), weights)
 
 
-def token_letters(rank: int) -> str:
+def token_axis_letters(rank: int) -> str:
     """Returns the axis letters of tokens with so many axes. The first is the slowest of the record's tokens, so that a
     part of it is a part of them.
     """
