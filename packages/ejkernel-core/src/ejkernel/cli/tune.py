@@ -78,11 +78,7 @@ class TuningOptions:
 )
 @click.option("--target", metavar="NAME", help=TARGET_HELP)
 @STORE_OPTION
-@click.option(
-    "--export",
-    type=click.Path(file_okay=False, path_type=Path),
-    help=EXPORT_HELP,
-)
+@click.option("--export", type=click.Path(file_okay=False, path_type=Path), help=EXPORT_HELP)
 @JSON_OPTION
 @click.pass_context
 def tune(
@@ -101,11 +97,8 @@ def tune(
     tuning_options = TuningOptions(**options)
     if tuning_options.target is not None and ctx.get_parameter_source("repeat") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--repeat has no effect with --target: a prediction needs one run")
-    calls, out, measured_store = (
-        _calls_to_tune(call_options, file),
-        open_console(stderr=tuning_options.as_json),
-        PersistentCache(path=store),
-    )
+    calls, out = _calls_to_tune(call_options, file), open_console(stderr=tuning_options.as_json)
+    measured_store = PersistentCache(path=store)
     store_of_results = measured_store.predicted if tuning_options.target else measured_store
     results: list[dict[str, Any]] = []
     failures: list[dict[str, str]] = []

@@ -29,18 +29,8 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     spec = make_spec(
         record, config.block_e, config.block_t, config.splits, bc_prefetch_distance=config.bc_prefetch_distance
     )
-    num_rows, float32 = record.x.shape[0], jnp.float32
-    operands = scan_operands(record)
-    initial_state = record.initial_state
-    scan_start_state = None if initial_state is None else jnp.swapaxes(initial_state, 1, 2).astype(float32)
-    # The initial states of packed sequences are passed as [1, N, E, I].
-    initial_states = (
-        None if scan_start_state is None else scan_start_state[None] if spec.IS_PACKED else scan_start_state[:, None]
-    )
-    if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
-        initial_states = segment_initial_states(
-            record, spec, config.num_warps, (*operands[:2], record.x), scan_start_state, reverse=False
-        )
+    num_rows, float32, operands = record.x.shape[0], jnp.float32, scan_operands(record)
+    initial_states = _initial_states(record, spec, config.num_warps, operands)
     output, states, final_states = launch(
         selective_scan_fwd_kernel,
         (
@@ -64,6 +54,22 @@ def forward(record: SelectiveScan, config: ScanForward) -> tuple[tuple[jax.Array
     if record.cu_seqlens is not None:
         final_states, states = final_states[0], packed_scan.zero_unused_states(record.cu_seqlens, states)
     return (output, jnp.swapaxes(final_states, 1, 2)), ScanResiduals(states=states)
+
+
+def _initial_states(
+    record: SelectiveScan, spec: ScanSpec, num_warps: int, operands: tuple[jax.Array, jax.Array, jax.Array]
+) -> jax.Array | None:
+    """Returns the states before all segments, [B, NUM_SEGMENTS, N, E], or of packed sequences, [1, N, E, I]; None for
+    zeros.
+    """
+    initial_state = record.initial_state
+    scan_start_state = None if initial_state is None else jnp.swapaxes(initial_state, 1, 2).astype(jnp.float32)
+    if spec.NUM_SEGMENTS > 1 and not spec.IS_PACKED:
+        segment_operands = (*operands[:2], record.x)
+        return segment_initial_states(record, spec, num_warps, segment_operands, scan_start_state, reverse=False)
+    if scan_start_state is None:
+        return None
+    return scan_start_state[None] if spec.IS_PACKED else scan_start_state[:, None]
 
 
 def packed_sequence_operands(record: SelectiveScan) -> tuple[jax.Array | None, jax.Array | None]:
@@ -119,19 +125,20 @@ def segment_initial_states(
         num_stages=1,
         constants={"REVERSE": reverse, "spec": spec},
     )
+    if scan_start_state is None:
+        scan_start_state = jnp.zeros((num_rows, spec.N, spec.E), jnp.float32)
+    return _pass_segment_states(decay_rates, end_states, dt_sums, scan_start_state, reverse=reverse)
+
+
+def _pass_segment_states(
+    decay_rates: jax.Array, end_states: jax.Array, dt_sums: jax.Array, start_state: jax.Array, *, reverse: bool
+) -> jax.Array:
+    """Returns the states before all segments, from their end states and the sums of dt over them."""
 
     def pass_state(state: jax.Array, end_state_and_dt_sum: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        end_state, step_sum = end_state_and_dt_sum
-        return jnp.exp2(decay_rates * step_sum[:, None]) * state + end_state, state
+        end_state, dt_sum = end_state_and_dt_sum
+        return jnp.exp2(decay_rates * dt_sum[:, None]) * state + end_state, state
 
     # One step per segment, in float32: an error here would reach every later segment.
-    zero_or_first_state = (
-        jnp.zeros((num_rows, spec.N, spec.E), jnp.float32) if scan_start_state is None else scan_start_state
-    )
-    states_before_segments = lax.scan(
-        pass_state,
-        zero_or_first_state,
-        (jnp.moveaxis(end_states, 1, 0), jnp.moveaxis(dt_sums, 1, 0)),
-        reverse=reverse,
-    )[1]
-    return jnp.moveaxis(states_before_segments, 0, 1)
+    segments = (jnp.moveaxis(end_states, 1, 0), jnp.moveaxis(dt_sums, 1, 0))
+    return jnp.moveaxis(lax.scan(pass_state, start_state, segments, reverse=reverse)[1], 0, 1)

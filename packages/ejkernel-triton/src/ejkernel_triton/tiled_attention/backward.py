@@ -109,11 +109,8 @@ def _key_value_gradients(
 ) -> Gradients:
     """Returns the requested gradients of key and value, by one kernel if registers suffice for both sums."""
     if len(requested_fields) == 2 and splits_key_value_gradients(record):
-        return {
-            k: x
-            for name in requested_fields
-            for k, x in _key_value_gradients(record, per_query_inputs, tile, frozenset({name})).items()
-        }
+        each = [_key_value_gradients(record, per_query_inputs, tile, frozenset({name})) for name in requested_fields]
+        return each[0] | each[1]
     from ejkernel_triton.tiled_attention.kernels.flash_bwd_dkdv import flash_bwd_dkdv_kernel
 
     # Without the keys' gradient, a tile can have twice as many queries, unless their positions take the registers.
