@@ -7,15 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel.cli.calls import (
-    CallOptions,
-    ShapeOption,
-    accepted_array_dtypes,
-    literal_arguments,
-    parse_literal,
-    parse_shape,
-    required_arrays,
-)
+from ejkernel.cli.calls import CallOptions, ShapeOption, parse_literal, parse_shape
+from ejkernel.cli.signatures import accepted_array_dtypes, literal_arguments, required_arrays
 from ejkernel.ops import registry
 from ejkernel.types.arguments import array_fields
 

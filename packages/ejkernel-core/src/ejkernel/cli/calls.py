@@ -8,8 +8,6 @@ like those of the core.
 import ast
 import dataclasses
 import functools
-import inspect
-import typing
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,9 @@ from typing import Any
 import click
 import jax
 import jax.numpy as jnp
-from jaxtyping import AbstractArray
 
 from ejkernel.cli.devices import find_devices
+from ejkernel.cli.signatures import accepted_array_dtypes, literal_arguments, required_arrays
 from ejkernel.ops.calls_file import read_calls
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.plugins import registry
@@ -307,35 +305,6 @@ _CALL_OPTION_DECORATORS = (
 )
 
 
-def required_arrays(op: Op) -> list[str]:
-    """Returns the required array arguments of an operation, in public order."""
-    optional = optional_fields(op.arguments)
-    return [name for name in accepted_array_dtypes(op) if name not in optional]
-
-
-def accepted_array_dtypes(op: Op) -> dict[str, frozenset[str]]:
-    """Returns the array arguments of an operation, with the names of the dtypes that they may have."""
-    dtypes_by_name: dict[str, frozenset[str]] = {}
-    for name, parameter in _signature_parameters(op).items():
-        dtypes = [d for array in _union_members(parameter) if _is_array(array) for d in array.dtypes]
-        if dtypes:
-            dtypes_by_name[name] = frozenset(dtypes)
-    return dtypes_by_name
-
-
-def literal_arguments(op: Op) -> list[str]:
-    """Returns the arguments of an operation that can be a literal: those that need not be an array."""
-    values = {
-        name: [m for m in _union_members(p) if m is not type(None)] for name, p in _signature_parameters(op).items()
-    }
-    plain = (bool, int, float, str, Any)
-    return [
-        name
-        for name, members in values.items()
-        if any(m in plain or typing.get_origin(m) in (tuple, typing.Literal) for m in members)
-    ]
-
-
 def parse_literal(text: str) -> Any:
     """Reads a value: a Python literal, true, false or none; any other text is the value itself."""
     if text.lower() in LITERAL_WORDS:
@@ -353,19 +322,6 @@ def one_line_errors() -> Generator[None]:
         yield
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-
-
-def _signature_parameters(op: Op) -> dict[str, inspect.Parameter]:
-    return {name: p for name, p in op.signature.parameters.items() if name not in CALL_OPTIONS}
-
-
-def _union_members(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    annotation = parameter.annotation
-    return (annotation,) if _is_array(annotation) else typing.get_args(annotation) or (annotation,)
-
-
-def _is_array(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, AbstractArray)
 
 
 def _shape_with_size(

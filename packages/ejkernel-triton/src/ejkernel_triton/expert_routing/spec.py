@@ -5,9 +5,7 @@ import dataclasses
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.expert_routing import ExpertRouting
 from ejkernel_triton.expert_routing.config import RoutingTiles
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 COUNTS_PER_STEP = 4096
 """Counts that a program of `expert_offsets_kernel` adds up at a time, with eight warps."""

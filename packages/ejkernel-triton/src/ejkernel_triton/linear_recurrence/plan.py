@@ -18,9 +18,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.linear_recurrence.config import MIN_TILE, ChunkedConfig
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec, make_spec
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 MAX_SEQUENCES_PER_PROGRAM = 1023
 """The largest number of packed sequences whose chunk index one kernel computes."""

@@ -9,9 +9,7 @@ from ejkernel.ops.chips import gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 RESIDENT_PROGRAMS_PER_SM = {True: 12, False: 21}
 """Programs of one warp that fit a multiprocessor, by whether they prefetch a tile."""

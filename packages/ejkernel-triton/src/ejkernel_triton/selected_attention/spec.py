@@ -8,9 +8,7 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import (
-    pad_to_dot_size,
-)
+from ejkernel_triton.sizes import pad_to_dot_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

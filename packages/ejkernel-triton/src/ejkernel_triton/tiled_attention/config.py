@@ -11,12 +11,19 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.families.tiled_attention import TiledAttention, causal_window_bounds
+from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.chips import KIBI, gpu_of
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
 from ejkernel_triton.sizes import pad_to_dot_size
-from ejkernel_triton.tiled_attention.spec import longest_padded_row, shared_memory_pair_bytes, shared_memory_row_bytes
+from ejkernel_triton.tiled_attention.spec import (
+    attends_to_everything,
+    has_modified_scores,
+    has_segments_or_positions,
+    longest_padded_row,
+    shared_memory_pair_bytes,
+    shared_memory_row_bytes,
+)
 
 PassName = Literal["forward", "keys", "queries"]
 MatrixUnit = Literal["hopper", "hopper, float32", "blackwell", "ampere", "float32", "no unit", "amd", "interpreter"]
@@ -315,8 +322,8 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
     itemsize = jnp.dtype(record.query.dtype).itemsize
     row_size_bytes = itemsize * longest_padded_row(record)
     matrix_unit_name, size_class = matrix_unit(device, record), min(3, max(0, (row_size_bytes // 128).bit_length() - 1))
-    unit_exceptions = SEGMENT_OR_POSITION_TILES if _has_segments_or_positions(record) else {}
-    if _has_modified_scores(record):
+    unit_exceptions = SEGMENT_OR_POSITION_TILES if has_segments_or_positions(record) else {}
+    if has_modified_scores(record):
         unit_exceptions = MODIFIED_SCORE_TILES
     exceptional_tiles = unit_exceptions.get((pass_name, matrix_unit_name), {}).get(size_class, ())
     usual_tiles = TILES_OF_PASS[pass_name][matrix_unit_name][size_class]
@@ -339,26 +346,10 @@ def _fitting_tiles(record: TiledAttention, device: DeviceInfo, pass_name: PassNa
         and itemsize <= 2
         and unit_exceptions is not MODIFIED_SCORE_TILES
         and not exceptional_tiles
-        and _attends_to_everything(record)
+        and attends_to_everything(record)
     ):
         fitting.sort(key=lambda tile: 0 if tile.stationary_rows != stationary_rows else -tile.streamed_rows)
     return tuple(fitting)
-
-
-def _has_modified_scores(record: TiledAttention) -> bool:
-    """Returns whether scores are more than scaled products of queries and keys."""
-    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
-    return any(x is not None for x in arrays) or record.dropout_prob > 0
-
-
-def _has_segments_or_positions(record: TiledAttention) -> bool:
-    """Returns whether segments or positions are in use: they mask few tiles, but take registers in all."""
-    return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
-
-
-def _attends_to_everything(record: TiledAttention) -> bool:
-    """Returns whether every query attends to every key."""
-    return causal_window_bounds(record) == (None, None) and record.pattern is None
 
 
 def _forward_config(record: TiledAttention, tile: Tile) -> TritonForward:

@@ -176,6 +176,22 @@ def _is_scaled_product(record: TiledAttention) -> bool:
     return not has_other_terms and record.logits_dtype == jnp.float32 and record.softmax_scale > 0
 
 
+def has_modified_scores(record: TiledAttention) -> bool:
+    """Returns whether scores are more than scaled products of queries and keys."""
+    arrays = (record.bias, record.mask, record.pattern, record.logits_soft_cap)
+    return any(x is not None for x in arrays) or record.dropout_prob > 0
+
+
+def has_segments_or_positions(record: TiledAttention) -> bool:
+    """Returns whether segments or positions are in use: they mask few tiles, but take registers in all."""
+    return any(x is not None for x in (record.q_segment_ids, record.q_positions, record.kv_positions))
+
+
+def attends_to_everything(record: TiledAttention) -> bool:
+    """Returns whether every query attends to every key."""
+    return causal_window_bounds(record) == (None, None) and record.pattern is None
+
+
 def longest_padded_row(record: TiledAttention) -> int:
     """Returns the padded elements of the longest row, of queries or of values."""
     return max(pad_to_dot_size(record.query.shape[3]), pad_to_dot_size(record.value.shape[3]))

@@ -17,9 +17,7 @@ from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE
 from ejkernel_triton.linear_recurrence.plan import ChunkTables, RecurrenceCall, make_call
 from ejkernel_triton.linear_recurrence.segments.forward import decayed_initial_states, pass_states
 from ejkernel_triton.linear_recurrence.spec import cast_to_compute_dtype, state_dtype
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 PADDING_TOKENS_PER_PROGRAM = 64
 PADDING_ELEMENTS_PER_STEP = 128

@@ -16,9 +16,7 @@ from ejkernel_triton.linear_recurrence.chunked.config import (
     num_sequences,
 )
 from ejkernel_triton.linear_recurrence.config import DEFAULT_WARPS, MIN_TILE, ChunkedConfig
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

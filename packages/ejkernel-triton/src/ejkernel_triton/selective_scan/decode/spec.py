@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import SelectiveScan
 from ejkernel_triton.selective_scan.decode.config import ScanDecodeTile, num_sequences
-from ejkernel_triton.sizes import (
-    pad_to_power_of_two,
-)
+from ejkernel_triton.sizes import pad_to_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from ejkernel.modules.operations.cases.tables import (
     Row,
     even_cu_seqlens,
     fill_arguments,
+    fill_mask_info,
     make_cases_of_rows,
     normal_like,
 )
@@ -383,26 +384,10 @@ def make_inputs(args: Any, key: jax.Array) -> Any:
 
 def _make_argument(args: Any, name: str, shape: Any, key: jax.Array) -> Any:
     if name == "mask_info":
-        return _make_mask_info(shape)
+        return fill_mask_info(shape)
     if name.startswith("cum_seqlens"):
         total = (args.query if name.endswith("q") else args.key).shape[1] * args.query.shape[0]
         return even_cu_seqlens(total, shape)
     if name == "dropout_seed":
         return jnp.zeros(shape.shape, shape.dtype)
     return normal_like(key, shape)
-
-
-def _make_mask_info(shapes: MaskInfo) -> MaskInfo:
-    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        if shape.dtype == jnp.bool_:
-            return jnp.ones(shape.shape, shape.dtype)
-        # Zeros are one segment; positions count along the last axis, and ids that are all alike are not told apart.
-        return jnp.zeros(shape.shape, shape.dtype)
-
-    filled = jax.tree.map(leaf, shapes)
-    counted = {
-        name: jnp.broadcast_to(jnp.arange(positions.shape[-1], dtype=positions.dtype), positions.shape)
-        for name in ("q_positions", "kv_positions")
-        if (positions := getattr(shapes, name)) is not None
-    }
-    return dataclasses.replace(filled, **counted)

@@ -2,14 +2,33 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.modules.operations.cases.paged_arguments import (
+    CHUNK_SIZE_FIELDS,
+    FLOAT8_SCALES,
+    LSE,
+    PACKED_TREE_FIELDS,
+    TREE_FIELDS,
+    TWO_SIDED_WINDOW_ARGUMENTS,
+    WINDOW_AND_SOFT_CAP,
+    bfloat16_sizes,
+    chunk_size_and_scale_arguments,
+    masking_qq_bias,
+    no_arguments,
+    packed_tree_arguments,
+    random_per_head,
+    shared_prefix_and_sink_arguments,
+    shared_sink_arguments,
+    sinks_and_lse,
+    slopes_and_qq_bias,
+    tree_arguments,
+    with_float8_cache,
+)
 from ejkernel.modules.operations.cases.paged_inputs import (
-    Arrays,
     PagedSizes,
     chunked_prefill_inputs,
     decode_inputs,
@@ -32,7 +51,6 @@ SMALL_MIXED_SIZES = PagedSizes(kv_lens=(256, 150, 50, 200), q_lens=(29, 1, 1, 1)
 SMALL_UNUSED_SEQUENCE_SIZES = PagedSizes(
     kv_lens=(256, 150, 50, 200, 1), q_lens=(29, 1, 1, 1, 0), h=8, g=2, d=128, v=128
 )
-LSE = {"return_lse": True}
 MIXED_BATCH_SIZES = PagedSizes(kv_lens=(37, 1, 0, 64, 20), q_lens=(7, 1, 0, 1, 20), query_rows=33)
 MODEL_MIXED_SIZES = PagedSizes(
     kv_lens=(4096, 2000, 1000, 3000), q_lens=(1021, 1, 1, 1), h=32, g=8, d=128, v=128, dtype=jnp.bfloat16
@@ -42,114 +60,21 @@ MODEL_UNUSED_SEQUENCE_SIZES = dataclasses.replace(
 )
 PREFIX_SIZES = PagedSizes(kv_lens=(37, 40, 50, 0), q_lens=(7, 1, 20, 0), query_rows=30)
 SHARED_KV_HEAD_SIZES = PagedSizes(kv_lens=(70, 5), h=8, g=1, d=60, v=60, s=8)
-_WINDOW_AND_SOFT_CAP: dict[str, Any] = {"sliding_window": 5, "logits_soft_cap": 1.5}
-_TWO_SIDED_WINDOW_ARGUMENTS: dict[str, Any] = {"causal": False, "sliding_window": (9, 3)}
 
-
-def no_arguments(key: jax.Array) -> dict[str, Any]:
-    """Returns an empty dictionary: the case has no further arguments."""
-    return {}
-
-
-def random_per_head(key: jax.Array, name: str, sizes: PagedSizes) -> Arrays:
-    """Returns one normal number per query head."""
-    return normal_arrays(key, jnp.float32, **{name: (sizes.h,)})
-
-
-def _sinks_and_lse(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns sinks, which are part of the lse that is returned."""
-    return {**random_per_head(key, "softmax_aux", sizes), **LSE}
-
-
-def _bfloat16_sizes(sizes: PagedSizes) -> PagedSizes:
-    return dataclasses.replace(sizes, dtype=jnp.bfloat16)
-
-
-def _slopes_and_qq_bias(key: jax.Array, sizes: PagedSizes) -> Arrays:
-    slopes, pairs = jax.random.split(key)
-    return {**random_per_head(slopes, "alibi_slopes", sizes), **normal_arrays(pairs, jnp.float32, qq_bias=(16, 16))}
-
-
-def _masking_qq_bias(key: jax.Array) -> dict[str, Any]:
-    """Returns a bias that hides pairs of new tokens with -inf, all of one query's among them."""
-    terms, hides = jax.random.split(key)
-    masked = jax.random.bernoulli(hides, 0.4, (16, 16)).at[5].set(True)
-    bias = jnp.where(masked, -jnp.inf, normal_arrays(terms, jnp.float32, qq_bias=(16, 16))["qq_bias"])
-    return {"qq_bias": bias, "logits_soft_cap": 1.5, **LSE}
-
-
-def _shared_prefix_and_sink_arguments(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns a prefix that ends within a page, and sinks."""
-    return {**random_per_head(key, "softmax_aux", sizes), "shared_prefix": jnp.int32(21)}
-
-
-def _chunk_size_and_scale_arguments(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns what combines with chunks of positions: scales of stored keys and values, and alibi."""
-    return {**random_per_head(key, "alibi_slopes", sizes), "chunk_size": 9, "k_scale": 0.5, "v_scale": 3.0, **LSE}
-
-
-_CHUNK_SIZE_FIELDS = ("chunk_size", "alibi_slopes", "value_scale")
-
-
-def _tree_arguments(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns a tree of new tokens for each sequence, with chunks and everything that combines with them."""
-    terms, rest = jax.random.split(key)
-    bias = normal_arrays(terms, jnp.float32, qq_bias=(len(sizes.kv_lens), 8, 8))["qq_bias"]
-    bias = jnp.where(jax.random.bernoulli(rest, 0.3, bias.shape), -jnp.inf, bias)
-    return {
-        **_chunk_size_and_scale_arguments(rest, sizes),
-        **_shared_prefix_and_sink_arguments(rest, sizes),
-        "qq_bias": bias,
-        "logits_soft_cap": 1.5,
-    }
-
-
-def _packed_tree_arguments(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-    """Returns a tree for each sequence of the size of its new tokens, over a shared prefix, with a window."""
-    pairs = sum(rows * rows for rows in sizes.q_lens or ())
-    terms, hidden = jax.random.split(key)
-    bias = normal_arrays(terms, jnp.float32, qq_bias=(pairs,))["qq_bias"]
-    bias = jnp.where(jax.random.bernoulli(hidden, 0.3, bias.shape), -jnp.inf, bias)
-    return {"qq_bias": bias, "shared_prefix": jnp.int32(21), "sliding_window": 30, **LSE}
-
-
-_TREE_FIELDS = ("qq_bias", "shared_prefix", *_CHUNK_SIZE_FIELDS, "softmax_aux", "logits_soft_cap")
-_PACKED_TREE_FIELDS = ("qq_bias", "shared_prefix", "sliding_window")
 _SINKS_ROW: Row[PagedSizes] = (
     "sinks, lse, bfloat16",
-    _bfloat16_sizes(MIXED_BATCH_SIZES),
-    lambda k: _sinks_and_lse(k, MIXED_BATCH_SIZES),
+    bfloat16_sizes(MIXED_BATCH_SIZES),
+    lambda k: sinks_and_lse(k, MIXED_BATCH_SIZES),
     ("softmax_aux",),
     (),
 )
 _TREE_ROW: Row[PagedSizes] = (
     "a tree per sequence, and everything",
     PREFIX_SIZES,
-    lambda k: _tree_arguments(k, PREFIX_SIZES),
-    _TREE_FIELDS,
+    lambda k: tree_arguments(k, PREFIX_SIZES),
+    TREE_FIELDS,
     ("awkward",),
 )
-
-
-def _with_float8_cache(make: Callable[[jax.Array, PagedSizes], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Returns inputs of an operation with caches of float8, keys and values divided by their scales."""
-
-    def inputs(key: jax.Array, sizes: PagedSizes) -> dict[str, Any]:
-        fields = make(key, dataclasses.replace(sizes, dtype=jnp.bfloat16))
-        stored = {name: x.astype(jnp.float8_e4m3fn) for name, x in fields.items() if name in CACHE_FIELDS}
-        return {**fields, **stored}
-
-    return inputs
-
-
-CACHE_FIELDS = ("key_cache", "value_cache", "key_buffer", "value_buffer", "keys", "values", "kv_pages")
-"""Arguments that have the dtype of a cache."""
-
-_FLOAT8_SCALES = {"k_scale": 0.5, "v_scale": 3.0}
-
-
-def _shared_sink_arguments(key: jax.Array) -> dict[str, Any]:
-    return {**normal_arrays(key, jnp.float32, softmax_aux=(3,)), "logits_soft_cap": 1.5}
 
 
 def page_cases(record_type: type) -> tuple[Case, ...]:
@@ -161,13 +86,13 @@ def page_cases(record_type: type) -> tuple[Case, ...]:
         ("multi-query, head size 60", SHARED_KV_HEAD_SIZES, no_arguments, (), ("awkward",)),
         ("one key, values wider", PagedSizes(kv_lens=(1,), g=4, v=48, s=1), no_arguments, (), ("awkward",)),
         ("window", DECODE_SIZES, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
-        ("sinks, lse", DECODE_SIZES, lambda k: _sinks_and_lse(k, DECODE_SIZES), ("softmax_aux",), ()),
+        ("sinks, lse", DECODE_SIZES, lambda k: sinks_and_lse(k, DECODE_SIZES), ("softmax_aux",), ()),
         ("soft cap", DECODE_SIZES, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         (
             "chunks, alibi and scales, lse",
             DECODE_SIZES,
-            lambda k: _chunk_size_and_scale_arguments(k, DECODE_SIZES),
-            _CHUNK_SIZE_FIELDS,
+            lambda k: chunk_size_and_scale_arguments(k, DECODE_SIZES),
+            CHUNK_SIZE_FIELDS,
             (),
         ),
         ("wide table, bfloat16", short, lambda k: {"max_context_len": 70}, (), ()),
@@ -179,14 +104,14 @@ def page_cases(record_type: type) -> tuple[Case, ...]:
         (
             "float8, scales and shared prefix",
             common,
-            lambda k: {**_shared_prefix_and_sink_arguments(k, common), **_FLOAT8_SCALES},
+            lambda k: {**shared_prefix_and_sink_arguments(k, common), **FLOAT8_SCALES},
             ("shared_prefix", "value_scale", "softmax_aux"),
             (),
         ),
     )
     return (
         *make_cases_of_rows(record_type, page_inputs, rows),
-        *make_cases_of_rows(record_type, _with_float8_cache(page_inputs), eight),
+        *make_cases_of_rows(record_type, with_float8_cache(page_inputs), eight),
     )
 
 
@@ -198,20 +123,20 @@ def unified_cases(record_type: type) -> tuple[Case, ...]:
         ("prefill and decode", MIXED_BATCH_SIZES, no_arguments, (), ()),
         ("multi-query, head size 60", long, no_arguments, (), ("awkward",)),
         ("window", MIXED_BATCH_SIZES, lambda k: {"sliding_window": 5}, ("sliding_window",), ()),
-        ("not causal, window on both sides", MIXED_BATCH_SIZES, lambda k: _TWO_SIDED_WINDOW_ARGUMENTS, ("causal",), ()),
+        ("not causal, window on both sides", MIXED_BATCH_SIZES, lambda k: TWO_SIDED_WINDOW_ARGUMENTS, ("causal",), ()),
         (
             "biases and soft cap",
             MIXED_BATCH_SIZES,
-            lambda k: {**_slopes_and_qq_bias(k, MIXED_BATCH_SIZES), "logits_soft_cap": 1.5},
+            lambda k: {**slopes_and_qq_bias(k, MIXED_BATCH_SIZES), "logits_soft_cap": 1.5},
             both,
             (),
         ),
-        ("qq_bias of -inf and soft cap, lse", MIXED_BATCH_SIZES, _masking_qq_bias, both[1:], ("awkward",)),
+        ("qq_bias of -inf and soft cap, lse", MIXED_BATCH_SIZES, masking_qq_bias, both[1:], ("awkward",)),
         _SINKS_ROW,
         (
             "shared prefix, sinks",
             PREFIX_SIZES,
-            lambda k: _shared_prefix_and_sink_arguments(k, PREFIX_SIZES),
+            lambda k: shared_prefix_and_sink_arguments(k, PREFIX_SIZES),
             ("shared_prefix", "softmax_aux"),
             (),
         ),
@@ -219,8 +144,8 @@ def unified_cases(record_type: type) -> tuple[Case, ...]:
         (
             "packed trees, shared prefix, window",
             PREFIX_SIZES,
-            lambda k: _packed_tree_arguments(k, PREFIX_SIZES),
-            _PACKED_TREE_FIELDS,
+            lambda k: packed_tree_arguments(k, PREFIX_SIZES),
+            PACKED_TREE_FIELDS,
             (),
         ),
         ("model", MODEL_MIXED_SIZES, no_arguments, (), ("bench",)),
@@ -238,7 +163,7 @@ def v2_cases(record_type: type) -> tuple[Case, ...]:
         (
             "window and soft cap",
             MIXED_BATCH_SIZES,
-            lambda k: _WINDOW_AND_SOFT_CAP,
+            lambda k: WINDOW_AND_SOFT_CAP,
             ("sliding_window", "logits_soft_cap"),
             (),
         ),
@@ -246,8 +171,8 @@ def v2_cases(record_type: type) -> tuple[Case, ...]:
         (
             "chunks, alibi and scales, lse",
             MIXED_BATCH_SIZES,
-            lambda k: _chunk_size_and_scale_arguments(k, MIXED_BATCH_SIZES),
-            _CHUNK_SIZE_FIELDS,
+            lambda k: chunk_size_and_scale_arguments(k, MIXED_BATCH_SIZES),
+            CHUNK_SIZE_FIELDS,
             (),
         ),
         ("rounded operands", MIXED_BATCH_SIZES, lambda k: {"compute_dtype": jnp.bfloat16}, ("compute_dtype",), ()),
@@ -265,21 +190,21 @@ def v3_cases(record_type: type) -> tuple[Case, ...]:
     plain = ("new_keys", "new_values", "num_seqs")
     rows: tuple[Row[PagedSizes], ...] = (
         ("prefill and decode", wide, lambda k: {"softmax_scale": 0.1}, plain, ()),
-        ("window and soft cap", wide, lambda k: _WINDOW_AND_SOFT_CAP, ("sliding_window", "logits_soft_cap"), ()),
-        ("head size 64, sinks, lse", small, lambda k: _sinks_and_lse(k, small), ("softmax_aux",), ()),
+        ("window and soft cap", wide, lambda k: WINDOW_AND_SOFT_CAP, ("sliding_window", "logits_soft_cap"), ()),
+        ("head size 64, sinks, lse", small, lambda k: sinks_and_lse(k, small), ("softmax_aux",), ()),
         ("scales", small, lambda k: scaled, ("value_scale",), ()),
         (
             "chunks, alibi and scales, lse",
             wide,
-            lambda k: _chunk_size_and_scale_arguments(k, wide),
-            _CHUNK_SIZE_FIELDS,
+            lambda k: chunk_size_and_scale_arguments(k, wide),
+            CHUNK_SIZE_FIELDS,
             (),
         ),
         ("model", MODEL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench",)),
         ("small model", SMALL_UNUSED_SEQUENCE_SIZES, no_arguments, (), ("bench_cpu",)),
     )
     halved: tuple[Row[PagedSizes], ...] = (
-        ("head size 64 in lanes, bfloat16", _bfloat16_sizes(small), lambda k: {"softmax_scale": None}, (), ()),
+        ("head size 64 in lanes, bfloat16", bfloat16_sizes(small), lambda k: {"softmax_scale": None}, (), ()),
     )
     odd = dataclasses.replace(small, h=3, g=3)
     integers = {"q_scale": 0.03, "k_scale": 0.01, "v_scale": 0.02, "softmax_scale": None}
@@ -305,7 +230,7 @@ def chunked_prefill_cases(record_type: type) -> tuple[Case, ...]:
         (
             "not causal, window on both sides",
             MIXED_BATCH_SIZES,
-            lambda k: _TWO_SIDED_WINDOW_ARGUMENTS,
+            lambda k: TWO_SIDED_WINDOW_ARGUMENTS,
             ("causal", "sliding_window"),
             (),
         ),
@@ -325,9 +250,7 @@ def chunked_prefill_cases(record_type: type) -> tuple[Case, ...]:
 
 
 def _decode_chunk_arguments(key: jax.Array) -> dict[str, Any]:
-    return {
-        name: value for name, value in _chunk_size_and_scale_arguments(key, DECODE_SIZES).items() if name not in LSE
-    }
+    return {name: value for name, value in chunk_size_and_scale_arguments(key, DECODE_SIZES).items() if name not in LSE}
 
 
 def decode_cases(record_type: type) -> tuple[Case, ...]:
@@ -339,10 +262,10 @@ def decode_cases(record_type: type) -> tuple[Case, ...]:
         ("multi-query, head size 60", SHARED_KV_HEAD_SIZES, no_arguments, (), ("awkward",)),
         ("rows of tokens, soft cap", rows_of_tokens, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
         ("window", DECODE_SIZES, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
-        ("chunks, alibi and scales", DECODE_SIZES, _decode_chunk_arguments, _CHUNK_SIZE_FIELDS, ()),
+        ("chunks, alibi and scales", DECODE_SIZES, _decode_chunk_arguments, CHUNK_SIZE_FIELDS, ()),
         (
             "sinks, bfloat16",
-            _bfloat16_sizes(DECODE_SIZES),
+            bfloat16_sizes(DECODE_SIZES),
             lambda k: random_per_head(k, "softmax_aux", DECODE_SIZES),
             ("softmax_aux",),
             (),
@@ -361,19 +284,19 @@ def prefill_cases(record_type: type) -> tuple[Case, ...]:
         ("chunk", chunk, no_arguments, (), ()),
         (
             "whole prompt, head size 60, bfloat16",
-            _bfloat16_sizes(PagedSizes(kv_lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48)),
+            bfloat16_sizes(PagedSizes(kv_lens=(63,), q_lens=(63,), h=8, g=1, d=60, v=48)),
             no_arguments,
             (),
             ("awkward",),
         ),
         ("window", chunk, lambda k: {"sliding_window": 9}, ("sliding_window",), ()),
         ("soft cap", chunk, lambda k: {"logits_soft_cap": 1.5}, ("logits_soft_cap",), ()),
-        ("sinks, lse", chunk, lambda k: _sinks_and_lse(k, chunk), ("softmax_aux",), ()),
+        ("sinks, lse", chunk, lambda k: sinks_and_lse(k, chunk), ("softmax_aux",), ()),
         (
             "chunks, alibi and scales, lse",
             chunk,
-            lambda k: _chunk_size_and_scale_arguments(k, chunk),
-            _CHUNK_SIZE_FIELDS,
+            lambda k: chunk_size_and_scale_arguments(k, chunk),
+            CHUNK_SIZE_FIELDS,
             (),
         ),
         ("model", model, no_arguments, (), ("bench",)),
@@ -400,28 +323,28 @@ def ragged_decode_cases(record_type: type) -> tuple[Case, ...]:
         (
             "sinks and soft cap, lse",
             plain,
-            lambda k: {**_shared_sink_arguments(k), **LSE},
+            lambda k: {**shared_sink_arguments(k), **LSE},
             ("softmax_aux", "logits_soft_cap"),
             (),
         ),
         (
             "chunks, alibi and scales, lse",
             plain,
-            lambda k: _chunk_size_and_scale_arguments(k, plain),
-            _CHUNK_SIZE_FIELDS,
+            lambda k: chunk_size_and_scale_arguments(k, plain),
+            CHUNK_SIZE_FIELDS,
             (),
         ),
         (
             "sinks by head, bfloat16",
-            _bfloat16_sizes(plain),
+            bfloat16_sizes(plain),
             lambda k: normal_arrays(k, jnp.float32, softmax_aux=(4, 2)),
             ("softmax_aux",),
             (),
         ),
         (
             "everything, bfloat16",
-            dataclasses.replace(_bfloat16_sizes(plain), d=64, v=64),
-            lambda k: {**_shared_sink_arguments(k), "sliding_window": (30, None)},
+            dataclasses.replace(bfloat16_sizes(plain), d=64, v=64),
+            lambda k: {**shared_sink_arguments(k), "sliding_window": (30, None)},
             ("kv_starts", "sliding_window", "softmax_aux", "logits_soft_cap"),
             (),
         ),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.model import Case
+from ejkernel.types import MaskInfo
 
 Sizes = TypeVar("Sizes")
 Row = tuple[str, Sizes, Callable[[jax.Array], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
@@ -67,3 +68,21 @@ def normal_like(key: jax.Array, shape: Any, factor: float = 1.0) -> jax.Array:
 def even_cu_seqlens(total: int, shape: Any) -> jax.Array:
     """Returns cumulative lengths of sequences of about the same length."""
     return jnp.linspace(0, total, shape.shape[0]).astype(shape.dtype)
+
+
+def fill_mask_info(shapes: MaskInfo) -> MaskInfo:
+    """Returns a mask of given shapes that hides nothing: one segment, and positions that count."""
+
+    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        if shape.dtype == jnp.bool_:
+            return jnp.ones(shape.shape, shape.dtype)
+        # Zeros are one segment; positions count along the last axis, and ids that are all alike are not told apart.
+        return jnp.zeros(shape.shape, shape.dtype)
+
+    filled = jax.tree.map(leaf, shapes)
+    counted = {
+        name: jnp.broadcast_to(jnp.arange(positions.shape[-1], dtype=positions.dtype), positions.shape)
+        for name in ("q_positions", "kv_positions")
+        if (positions := getattr(shapes, name)) is not None
+    }
+    return dataclasses.replace(filled, **counted)
