@@ -46,8 +46,8 @@ def attention(gradient: bool = False) -> Workload:
     array = jax.ShapeDtypeStruct((1, LENGTH, HEADS, SIZE), jnp.bfloat16)
     args, size = (array, array, array), HEADS * LENGTH * SIZE * 2
     if gradient:
-        return Workload(function=both, args=args, flops=3.5 * FORWARD, bytes=12 * size)
-    return Workload(function=forward, args=args, flops=FORWARD, bytes=4 * size)
+        return Workload(function=both, args=args, flops=3.5 * FORWARD, min_hbm_bytes=12 * size)
+    return Workload(function=forward, args=args, flops=FORWARD, min_hbm_bytes=4 * size)
 
 
 def selected_blocks(dense: bool = False, gradient: bool = False) -> Workload:
@@ -77,7 +77,7 @@ def selected_blocks(dense: bool = False, gradient: bool = False) -> Workload:
     size = 2 * tokens * SIZE * (2 * heads + 2) * (2.5 if gradient else 1)
     function = both if gradient else forward
     return Workload(
-        function=function, args=(query, key, key, indices), flops=4 * factor * pairs * heads * SIZE, bytes=size
+        function=function, args=(query, key, key, indices), flops=4 * factor * pairs * heads * SIZE, min_hbm_bytes=size
     )
 
 
@@ -99,9 +99,9 @@ def ring(devices: int, kv_heads: int = HEADS, gradient: bool = False) -> Workloa
         function=function,
         args=(query, key, key),
         flops=products * FORWARD * devices,  # of one device: the square of the whole length, shared among them
-        bytes=passes * 4 * LENGTH * SIZE * (HEADS + kv_heads),
-        axes={"sp": devices},
-        specs=(spec, spec, spec),
+        min_hbm_bytes=passes * 4 * LENGTH * SIZE * (HEADS + kv_heads),
+        mesh_axes={"sp": devices},
+        partition_specs=(spec, spec, spec),
     )
 
 
@@ -142,12 +142,12 @@ def _with_gradient(forward: Any, args: tuple[Any, ...], flops: float, output: in
     """A workload of a function, or of the gradients of its sum, whose forward pass then runs too."""
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in args)
     if not gradient:
-        return Workload(function=forward, args=args, flops=flops, bytes=size + output)
+        return Workload(function=forward, args=args, flops=flops, min_hbm_bytes=size + output)
 
     def both(*arrays: Any) -> Any:
         return jax.grad(lambda arrays: forward(*arrays).astype(jnp.float32).sum())(arrays)
 
-    return Workload(function=both, args=args, flops=3 * flops, bytes=3 * size + 2 * output)
+    return Workload(function=both, args=args, flops=3 * flops, min_hbm_bytes=3 * size + 2 * output)
 
 
 def recurrence(kind: str, gradient: bool = False) -> Workload:
@@ -191,8 +191,8 @@ def recurrence(kind: str, gradient: bool = False) -> Workload:
     output = tokens * heads * SIZE * 2
     flops = 4.0 * tokens * heads * SIZE * SIZE
     if gradient:
-        return Workload(function=both, args=args, flops=3 * flops, bytes=3 * size + 2 * output)
-    return Workload(function=forward, args=args, flops=flops, bytes=size + output)
+        return Workload(function=both, args=args, flops=3 * flops, min_hbm_bytes=3 * size + 2 * output)
+    return Workload(function=forward, args=args, flops=flops, min_hbm_bytes=size + output)
 
 
 def recurrent_steps(kind: str, tokens: int = 1, sequences: int = 64) -> Workload:
@@ -219,7 +219,7 @@ def recurrent_steps(kind: str, tokens: int = 1, sequences: int = 64) -> Workload
 
     size = 2 * sequences * heads * SIZE * SIZE * 4
     args = (wide, wide, wide, held, starts, indices, decay, *([by_head] if delta else []))
-    return Workload(function=function, args=args, flops=4.0 * total * heads * SIZE * SIZE, bytes=size)
+    return Workload(function=function, args=args, flops=4.0 * total * heads * SIZE * SIZE, min_hbm_bytes=size)
 
 
 def scan_steps(tokens: int = 1, sequences: int = 64) -> Workload:
@@ -239,7 +239,7 @@ def scan_steps(tokens: int = 1, sequences: int = 64) -> Workload:
 
     args = (wide, decay, narrow, narrow, skip, wide, held, starts, indices)
     states = 2 * sequences * channels * size * 4
-    return Workload(function=function, args=args, flops=6.0 * total * channels * size, bytes=states)
+    return Workload(function=function, args=args, flops=6.0 * total * channels * size, min_hbm_bytes=states)
 
 
 def pages(queries: int, page: int = 16) -> Workload:
@@ -261,7 +261,7 @@ def pages(queries: int, page: int = 16) -> Workload:
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
     size = 2 * sequences * SIZE * (2 * length * kv_heads + 2 * queries * heads)
-    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, bytes=size)
+    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, min_hbm_bytes=size)
 
 
 def experts(sizes: Any = None, of: str = "output") -> Workload:
@@ -280,8 +280,8 @@ def experts(sizes: Any = None, of: str = "output") -> Workload:
     rows, matrices, output = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((m, k), (count, k, n), (m, n)))
     size = 2 * (m * k + count * k * n + m * n)
     if of == "output":
-        return Workload(function=forward, args=(rows, matrices, groups), flops=2 * m * n * k, bytes=size)
-    return Workload(function=backward, args=(rows, matrices, output, groups), flops=2 * m * n * k, bytes=size)
+        return Workload(function=forward, args=(rows, matrices, groups), flops=2 * m * n * k, min_hbm_bytes=size)
+    return Workload(function=backward, args=(rows, matrices, output, groups), flops=2 * m * n * k, min_hbm_bytes=size)
 
 
 def gated_experts(columns: int, contracted: int = 2048, rows: int = 512, fuse: bool = True, **options: Any) -> Workload:
@@ -305,7 +305,7 @@ def gated_experts(columns: int, contracted: int = 2048, rows: int = 512, fuse: b
         function=function,
         args=(lhs, matrices, groups),
         flops=4 * count * rows * contracted * columns,
-        bytes=size,
+        min_hbm_bytes=size,
     )
 
 
@@ -319,7 +319,7 @@ def quantised(m: int, mode: str | None = "affine", bits: int | None = None, tran
             return grouped_matmul(x, matrix, sizes, preferred_element_type=jnp.bfloat16, platform="pallas")
 
         weights, sizes = jax.ShapeDtypeStruct((1, k, n), jnp.bfloat16), np.array([m], np.int32)
-        return Workload(function=dense, args=(x, weights, sizes), flops=flops, bytes=rest + 2 * k * n)
+        return Workload(function=dense, args=(x, weights, sizes), flops=flops, min_hbm_bytes=rest + 2 * k * n)
     form = make_format(mode, bits, 64)
     rows, columns = (n, k) if transpose else (k, n)
     scales = jax.ShapeDtypeStruct((rows, columns // 64), form.scale_dtype)
@@ -331,7 +331,7 @@ def quantised(m: int, mode: str | None = "affine", bits: int | None = None, tran
         return quantized_matmul(x, *weights, **options)
 
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in weights)
-    return Workload(function=function, args=(x, *weights), flops=flops, bytes=rest + size)
+    return Workload(function=function, args=(x, *weights), flops=flops, min_hbm_bytes=rest + size)
 
 
 def latent_pages(queries: int, heads: int, sequences: int = 16) -> Workload:
@@ -348,7 +348,7 @@ def latent_pages(queries: int, heads: int, sequences: int = 16) -> Workload:
     lengths, starts = np.full(sequences, length, np.int32), (np.arange(sequences + 1) * queries).astype(np.int32)
     args = (*arrays, lengths, table, starts, np.array([0, 0, sequences], np.int32))
     pairs, size = tokens * (length - (queries - 1) / 2), 2 * (sequences * length * 640 + tokens * heads * (576 + 512))
-    return Workload(function=function, args=args, flops=2 * pairs * heads * (576 + 512), bytes=size)
+    return Workload(function=function, args=args, flops=2 * pairs * heads * (576 + 512), min_hbm_bytes=size)
 
 
 def latent_dense(heads: int, caches: tuple[int, ...] = (576,)) -> Workload:
@@ -361,4 +361,4 @@ def latent_dense(heads: int, caches: tuple[int, ...] = (576,)) -> Workload:
     shapes = ((16, heads, 192), (512, heads, 128), (512, heads, 128), *((16, 2048, size) for size in caches))
     arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
     flops, size = 2 * 16 * 2048 * heads * (576 + 512), 2 * 16 * 2048 * 576
-    return Workload(function=function, args=(*arrays, np.full(16, 2048, np.int32)), flops=flops, bytes=size)
+    return Workload(function=function, args=(*arrays, np.full(16, 2048, np.int32)), flops=flops, min_hbm_bytes=size)

@@ -64,8 +64,8 @@ def _attention(forward: Any, extra: tuple[Any, ...], array: jax.ShapeDtypeStruct
 
     args = (*extra, array, array, array)
     if gradient:
-        return Workload(function=both, args=args, flops=BACKWARD, bytes=BOTH_BYTES)
-    return Workload(function=forward, args=args, flops=FORWARD, bytes=FORWARD_BYTES)
+        return Workload(function=both, args=args, flops=BACKWARD, min_hbm_bytes=BOTH_BYTES)
+    return Workload(function=forward, args=args, flops=FORWARD, min_hbm_bytes=FORWARD_BYTES)
 
 
 def grouped_matmul(tiling: Any, sizes: Any = None, of: str = "output") -> Workload:
@@ -87,7 +87,7 @@ def grouped_matmul(tiling: Any, sizes: Any = None, of: str = "output") -> Worklo
 
     made: Any = {"output": (output, rows, matrices), "lhs": (lhs, columns, matrices), "rhs": (rhs, rows, columns)}
     function, *args = made[of]
-    return Workload(function=function, args=(*args, groups), flops=2 * M * N * K, bytes=GROUPED_BYTES)
+    return Workload(function=function, args=(*args, groups), flops=2 * M * N * K, min_hbm_bytes=GROUPED_BYTES)
 
 
 def ragged_pages(queries: int, page: int = 16, pages: int = 64, q_block: int = 8) -> Workload:
@@ -116,4 +116,4 @@ def ragged_pages(queries: int, page: int = 16, pages: int = 64, q_block: int = 8
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
     size = 2 * sequences * SIZE * (2 * length * kv_heads + 2 * queries * heads)  # the cache, queries and output
-    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, bytes=size)
+    return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, min_hbm_bytes=size)

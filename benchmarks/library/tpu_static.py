@@ -214,7 +214,7 @@ def row(report: Report) -> Sequence[object]:
     return (
         report.label,
         f"{report.seconds * 1e6:.0f}" + (" (values unknown)" if doubtful else ""),
-        f"{(report.bound_seconds or 0) * 1e6:.0f}",
+        f"{(report.min_seconds_of_any_kernel or 0) * 1e6:.0f}",
         f"{report.mfu or 0:.1%}",
         f"{sum(kernel.compute_seconds for kernel in kernels) * 1e6:.0f}",
         f"{sum(kernel.memory_seconds for kernel in kernels) * 1e6:.0f}",

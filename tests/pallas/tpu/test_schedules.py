@@ -91,7 +91,7 @@ def ring(causal):
         return jax.grad(total)(arrays)
 
     array = jax.ShapeDtypeStruct((1, 4096 * 8, 2, 128), jnp.bfloat16)
-    return Workload(function=gradients, args=(array,) * 3, axes={"sp": 8}, specs=(spec,) * 3)
+    return Workload(function=gradients, args=(array,) * 3, mesh_axes={"sp": 8}, partition_specs=(spec,) * 3)
 
 
 @pytest.mark.parametrize("kind", RINGS)

@@ -108,18 +108,18 @@ def test_work_lists_have_each_row_once_with_its_matrix_and_tiles_in_order(seed):
         if 0 <= matrix + offset < len(groups):
             owner[bounds[matrix + offset] : bounds[matrix + offset + 1]] = matrix
     tiles = -(-rows // 128)
-    for visits, own in zip(map(listed, made), ("row_tile", "matrix"), strict=True):
+    for visits, own in zip(map(listed, made), ("row_tile", "matrix_index"), strict=True):
         found = np.full(rows, -1)
         for v in visits:
             assert 0 <= v.row_tile < tiles
             assert 0 <= v.loaded_row_tile < tiles
-            assert 0 <= v.matrix < matrices
+            assert 0 <= v.matrix_index < matrices
             assert bool(v.flags & WHOLE_TILE_FLAG) == (v.end_row - v.first_row == 128)
             if v.flags & HAS_WORK_FLAG:
                 part = slice(v.row_tile * 128 + v.first_row, v.row_tile * 128 + v.end_row)
                 assert v.end_row > v.first_row
                 assert (found[part] == -1).all()
-                found[part] = v.matrix
+                found[part] = v.matrix_index
         np.testing.assert_array_equal(found, owner)
         order = [getattr(v, own) for v in visits]
         assert sorted(set(order)) == list(range(tiles if own == "row_tile" else matrices))

@@ -15,7 +15,7 @@ from ejkernel.modules.operations.cases import paged_latent
 from ejkernel.modules.operations.cases.mla_decode import DecodeSizes
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.latent_attention import forward as latent_forward
-from ejkernel_pallas.tpu.latent_attention.plan import as_pages
+from ejkernel_pallas.tpu.latent_attention.plan import paged_record_of_dense_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import make_cache_layout
 from ejkernel_pallas.tpu.paged_attention import reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
@@ -90,7 +90,7 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
     (latent, one), lengths = ORDERS[order], (1100, 3, 0)
     sizes = DecodeSizes(s=1152, r=latent, has_joint_cache=one, lengths=lengths, dtype=jnp.bfloat16)
     record = lowered("mla_decode", dense_cases.make_arrays, sizes)
-    cache = make_cache_layout(as_pages(record))
+    cache = make_cache_layout(paged_record_of_dense_cache(record))
     assert (cache.tokens_along_lanes, cache.rotary_dim) == (latent == 32, 0 if one else 8)
     there = (jnp.arange(1152) < jnp.array(lengths)[:, None])[..., None, None]
     broken = {name: jnp.where(there, getattr(record, name), jnp.nan) for name in ("key", "value")}

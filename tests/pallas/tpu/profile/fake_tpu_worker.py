@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.profile import Report
 
 
 def report(case, target):
-    part, argument = case.kwargs["part"], case.kwargs["argument"]
+    part, argument = case.kwargs["config"], case.kwargs["record_or_pullback"]
     record = getattr(argument, "record", argument)
     assert isinstance(record.lhs, jax.ShapeDtypeStruct)
     assert isinstance(record.group_sizes, np.ndarray)
@@ -28,12 +28,12 @@ def report(case, target):
 
 def main(path):
     job = pickle.loads(path.read_bytes())
-    for number, case in enumerate(job.cases, start=job.first):
-        if case.kwargs["part"].block_n == 2048:
+    for number, case in enumerate(job.cases, start=job.first_case_index):
+        if case.kwargs["config"].block_n == 2048:
             os.abort()
-        temporary = job.result(number).with_suffix(".tmp")
+        temporary = job.report_path(number).with_suffix(".tmp")
         temporary.write_bytes(pickle.dumps(report(case, job.target)))
-        os.replace(temporary, job.result(number))
+        os.replace(temporary, job.report_path(number))
 
 
 if __name__ == "__main__":

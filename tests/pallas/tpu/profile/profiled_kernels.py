@@ -102,7 +102,7 @@ def neighbours(devices: int = 8) -> Workload:
         return jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
     x = jax.ShapeDtypeStruct((512 * devices, 128), jnp.float32)
-    return Workload(function=function, args=(x,), axes={"x": devices}, specs=(PartitionSpec("x"),))
+    return Workload(function=function, args=(x,), mesh_axes={"x": devices}, partition_specs=(PartitionSpec("x"),))
 
 
 LENGTHS = np.array([3, 0, 5, 1], np.int32)

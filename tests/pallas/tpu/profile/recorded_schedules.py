@@ -50,7 +50,7 @@ def figures_of(kernel: KernelReport) -> dict[str, Any]:
         "waited_cycles": simulation.waited_cycles,
         "mxu_cycles": simulation.mxu_cycles,
         "bundles": simulation.bundles,
-        "copied": dict(simulation.copied_bytes),
+        "copied": dict(simulation.copied_bytes_by_kind),
         "vmem_bytes": kernel.vmem_bytes,
         "loops": [[loop.start, loop.end, loop.depth, loop.num_trips] for loop in kernel.loops],
         "slots": {slot: round(share, 4) for slot, share in kernel.slots.items()},
@@ -65,7 +65,7 @@ def record() -> None:
     for target in CHIPS:
         cases = [Case(label=kernel, build=f"{builders}:{kernel}") for kernel in KERNELS]
         with tempfile.TemporaryDirectory() as temporary:
-            reports = profile_many(cases, target=target, keep=Path(temporary))
+            reports = profile_many(cases, target=target, dump_folder=Path(temporary))
             for number, report in enumerate(reports):
                 (kernel,) = report.kernels
                 found[f"{report.label} {target}"] = figures_of(kernel)

@@ -26,7 +26,7 @@ def bundles():
 
 def test_bundles_have_their_depth_and_regions(bundles):
     assert [bundle.depth for bundle in bundles] == [0, 1, 2, 1, 1, 0]
-    assert [bundle.regions for bundle in bundles] == [(), (7,), (), (), (), (9,)]
+    assert [bundle.started_regions for bundle in bundles] == [(), (7,), (), (), (), (9,)]
     assert [len(bundle.instructions) for bundle in bundles] == [1, 2, 1, 2, 1, 0]
 
 
@@ -57,16 +57,16 @@ def test_predicates_may_say_what_the_result_is_otherwise(bundles):
 
 def test_branches_name_a_region(bundles):
     (branch,) = bundles[4].instructions
-    assert (branch.region, branch.predicate.register, branch.predicate.is_negated) == (7, "p3", True)
+    assert (branch.branch_region, branch.predicate.register, branch.predicate.is_negated) == (7, "p3", True)
 
 
 def test_utilisation_is_a_table():
     text = "== CAPACITY:\nMXU, VLOAD:FILL\n    4     3\n== UTILIZATION:\n1 0\n3 2\n"
     found = parse_utilisation(text)
-    assert (found.slots, found.capacity, found.used) == (("MXU", "VLOAD:FILL"), (4, 3), ((1, 0), (3, 2)))
-    assert found.total("VLOAD:FILL", {0: 7, 1: 5}) == 10
-    assert found.shares({0: 1, 1: 3}) == {"MXU": 10 / 16, "VLOAD:FILL": 6 / 12}
-    assert parse_utilisation("").total("MXU", {0: 1}) == 0
+    assert (found.slots, found.slot_capacity, found.used_slots) == (("MXU", "VLOAD:FILL"), (4, 3), ((1, 0), (3, 2)))
+    assert found.count_slot_uses("VLOAD:FILL", {0: 7, 1: 5}) == 10
+    assert found.slot_shares({0: 1, 1: 3}) == {"MXU": 10 / 16, "VLOAD:FILL": 6 / 12}
+    assert parse_utilisation("").count_slot_uses("MXU", {0: 1}) == 0
 
 
 def test_allocations_have_a_space_a_size_and_a_tag():
@@ -75,16 +75,16 @@ def test_allocations_have_a_space_a_size_and_a_tag():
       #allocation7 [shape = 'u8[16384]{0}', space=vmem, size = 16384, scoped, tag = 'output window']
     """
     first, second = parse_allocations(text)
-    assert (first.name, first.space, first.size) == ("allocation0", "smem", 4)
+    assert (first.name, first.memory_space, first.size) == ("allocation0", "smem", 4)
     assert first.purpose.endswith("core index")
-    assert (second.space, second.size, second.purpose) == ("vmem", 16384, "output window")
+    assert (second.memory_space, second.size, second.purpose) == ("vmem", 16384, "output window")
 
 
 @pytest.mark.parametrize("name", recorded_schedules.NAMES)
 def test_every_recorded_bundle_is_read(name):
     text, used, _ = recorded_schedules.texts(name)
     bundles = parse_bundles(text)
-    assert len(bundles) == len(parse_utilisation(used).used)
+    assert len(bundles) == len(parse_utilisation(used).used_slots)
     slots = sum(line.count(" = ") - line.count("target = ") for line in _code(text))
     assert sum(len(bundle.instructions) for bundle in bundles) == slots
 

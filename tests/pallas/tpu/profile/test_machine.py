@@ -3,11 +3,11 @@
 import pytest
 
 from ejkernel_pallas.tpu.profile import CHIPS
-from ejkernel_pallas.tpu.profile.machine import ADDRESS_UNIT, GRANULE_BYTES, SimulatedCore, operand_address
+from ejkernel_pallas.tpu.profile.machine import ALLOCATION_ADDRESS_STRIDE, GRANULE_BYTES, SimulatedCore, operand_address
 
 V5E = CHIPS["v5e"]
 RATE = V5E.bandwidth / V5E.clock  # bytes a cycle
-READ, WRITE = V5E.latencies.dma_read, V5E.latencies.dma_write
+READ, WRITE = V5E.latencies.dma_read_latency, V5E.latencies.dma_write_latency
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def machine():
 
 
 def read(machine, cycle, granules, semaphore=1):
-    machine.start(cycle, "hbm_to_vmem", granules, semaphore, 0, 0)
+    machine.start_copy(cycle, "hbm_to_vmem", granules, semaphore, 0, 0)
 
 
 def test_a_copy_takes_its_bytes_and_a_latency(machine):
@@ -27,7 +27,7 @@ def test_a_copy_takes_its_bytes_and_a_latency(machine):
 
 def test_copies_queue_in_both_directions_and_overlap_their_latencies(machine):
     read(machine, 0, 1000, semaphore=1)
-    machine.start(0, "vmem_to_hbm", 1000, 2, 0, 0)
+    machine.start_copy(0, "vmem_to_hbm", 1000, 2, 0, 0)
     assert machine.wait(0, 2, 1000) == pytest.approx(2 * 1000 * GRANULE_BYTES / RATE + WRITE)
     assert machine.copied == {"hbm_to_vmem": 32000, "vmem_to_hbm": 32000}
 
@@ -50,15 +50,15 @@ def test_waiting_takes_the_granules_that_it_asks_for(machine):
 
 def test_copies_inside_a_core_do_not_queue_for_hbm(machine):
     read(machine, 0, 100000)
-    machine.start(0, "vmem_to_vmem", 8, 2, 0, 0)
+    machine.start_copy(0, "vmem_to_vmem", 8, 2, 0, 0)
     assert machine.wait(0, 2, 8) == pytest.approx(100 + 8 * GRANULE_BYTES / 256)
 
 
-REMOTE, SENT, ARRIVED = 1 << 14, 2 * ADDRESS_UNIT, 3 * ADDRESS_UNIT + 1
+REMOTE, SENT, ARRIVED = 1 << 14, 2 * ALLOCATION_ADDRESS_STRIDE, 3 * ALLOCATION_ADDRESS_STRIDE + 1
 
 
 def test_a_copy_inside_hbm_is_read_and_written(machine):
-    machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED, 0)
+    machine.start_copy_between(0, "hbm_to_hbm", 1000, SENT, ARRIVED, 0)
     assert machine.wait(0, ARRIVED, 1000) == pytest.approx(2 * 1000 * GRANULE_BYTES / RATE + READ)
     assert machine.copied == {"hbm_to_hbm": 32000}
 
@@ -66,7 +66,7 @@ def test_a_copy_inside_hbm_is_read_and_written(machine):
 def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine):
     link = V5E.link_bandwidth / V5E.clock
     for _ in range(2):  # the other's semaphore is named with bits that say whose it is
-        machine.start_general(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
+        machine.start_copy_between(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
     assert machine.copied == {"hbm_to_ici": 64000, "ici_to_hbm": 64000}
     one, two = (count * 1000 * GRANULE_BYTES / link + WRITE for count in (1, 2))
     assert machine.wait(0, SENT, 1000) == pytest.approx(one)
@@ -77,8 +77,8 @@ def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine)
 
 
 def test_tables_arrive_in_scalar_memory(machine):
-    machine.start(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * ADDRESS_UNIT)
-    assert [machine.load(5 * ADDRESS_UNIT + k) for k in range(3)] == [7, 8, 0]
+    machine.start_copy(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * ALLOCATION_ADDRESS_STRIDE)
+    assert [machine.load_word(5 * ALLOCATION_ADDRESS_STRIDE + k) for k in range(3)] == [7, 8, 0]
     assert machine.unknown_reads({"allocation4": 5}) == {"allocation4": 1}
 
 
@@ -95,7 +95,7 @@ def test_both_cores_of_a_v5p_share_its_bandwidth():
 
 def test_a_copy_to_scalar_memory_stores_only_the_words_of_its_block():
     machine = SimulatedCore(V5E, {1: list(range(512))})
-    machine.start(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * ADDRESS_UNIT)
-    assert [machine.load(7 * ADDRESS_UNIT + n) for n in (0, 31)] == [256, 287]
-    assert machine.load(7 * ADDRESS_UNIT + 32) == 0
+    machine.start_copy(0, "hbm_to_smem", 4, 1, operand_address(1) + 2, 7 * ALLOCATION_ADDRESS_STRIDE)
+    assert [machine.load_word(7 * ALLOCATION_ADDRESS_STRIDE + n) for n in (0, 31)] == [256, 287]
+    assert machine.load_word(7 * ALLOCATION_ADDRESS_STRIDE + 32) == 0
     assert sum(machine.unknown.values()) == 1

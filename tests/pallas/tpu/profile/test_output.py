@@ -24,9 +24,9 @@ def kernel():
         target="v6e",
         grid=(4,),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.block_entries),
+        loops=schedule.loops(simulation.entries_per_block),
         vmem_bytes=schedule.vmem_bytes,
-        known_operands=(0, 1),
+        known_operand_indices=(0, 1),
         simulation=simulation,
     )
 
@@ -43,9 +43,9 @@ def printed(report: Report) -> str:
 
 
 def test_what_goes_to_another_device_is_said(report, kernel):
-    copied = {**kernel.simulation.copied_bytes, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
-    copies = {**kernel.simulation.num_copies, "hbm_to_ici": 1, "ici_to_hbm": 1}
-    simulation = dataclasses.replace(kernel.simulation, copied_bytes=copied, num_copies=copies)
+    copied = {**kernel.simulation.copied_bytes_by_kind, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
+    copies = {**kernel.simulation.num_copies_by_kind, "hbm_to_ici": 1, "ici_to_hbm": 1}
+    simulation = dataclasses.replace(kernel.simulation, copied_bytes_by_kind=copied, num_copies_by_kind=copies)
     sending = dataclasses.replace(kernel, simulation=simulation)
     text = printed(dataclasses.replace(report, kernels=(sending,)))
     assert "to the next device   4 MB, 40 µs at 100 GB/s of a link" in text
@@ -94,9 +94,9 @@ def test_roofline_and_mfu_follow_from_the_operations(report, kernel):
 
 
 def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
-    from ejkernel_pallas.tpu.profile.plot import issued
+    from ejkernel_pallas.tpu.profile.plot import slot_shares_over_schedule
 
-    shares = issued(kernel, columns=50)
+    shares = slot_shares_over_schedule(kernel, columns=50)
     assert shares.shape == (len(kernel.utilisation.slots), 50)
     np.testing.assert_allclose(shares.mean(axis=1), list(kernel.slots.values()), rtol=1e-9)
     assert shares.min() >= 0
@@ -104,7 +104,7 @@ def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
 
 
 def test_the_plot_is_a_png(report, tmp_path):
-    from ejkernel_pallas.tpu.profile.plot import draw
+    from ejkernel_pallas.tpu.profile.plot import draw_reports
 
-    draw([report, report], tmp_path / "slots.png")
+    draw_reports([report, report], tmp_path / "slots.png")
     assert (tmp_path / "slots.png").read_bytes().startswith(b"\x89PNG")

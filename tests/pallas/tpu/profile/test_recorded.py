@@ -23,9 +23,9 @@ def profiled(name: str, operands=None) -> KernelReport:
         target=name.split()[1],
         grid=(),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.block_entries),
+        loops=schedule.loops(simulation.entries_per_block),
         vmem_bytes=schedule.vmem_bytes,
-        known_operands=tuple(given),
+        known_operand_indices=tuple(given),
         simulation=simulation,
     )
 
@@ -47,16 +47,20 @@ def test_loops_over_a_table_are_counted(target):
 @pytest.mark.parametrize("target", CHIPS)
 def test_bytes_are_those_that_the_block_specs_say(target):
     softmax, matmul = profiled(f"softmax {target}").simulation, profiled(f"matmul {target}").simulation
-    assert (softmax.hbm_read, softmax.hbm_written) == (512 * 256 * 4, 512 * 256 * 4)
+    assert (softmax.hbm_read_bytes, softmax.hbm_written_bytes) == (512 * 256 * 4, 512 * 256 * 4)
     # Two row blocks, one column block, two steps: a block of each factor for every step.
-    assert (matmul.hbm_read, matmul.hbm_written) == (2 * 4 * 256 * 256 * 2, 512 * 256 * 2)
+    assert (matmul.hbm_read_bytes, matmul.hbm_written_bytes) == (2 * 4 * 256 * 256 * 2, 512 * 256 * 2)
 
 
 @pytest.mark.parametrize("target", CHIPS)
 def test_what_goes_to_the_next_device_is_counted_and_waited_for(target):
     kernel, part = profiled(f"neighbours {target}"), 512 * 128 * 4
-    assert kernel.simulation.copied_bytes["hbm_to_ici"] == kernel.simulation.copied_bytes["ici_to_hbm"] == part
-    assert kernel.simulation.sent == part
+    assert (
+        kernel.simulation.copied_bytes_by_kind["hbm_to_ici"]
+        == kernel.simulation.copied_bytes_by_kind["ici_to_hbm"]
+        == part
+    )
+    assert kernel.simulation.sent_bytes == part
     assert kernel.link_seconds == part / CHIPS[target].link_bandwidth
     assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock < kernel.seconds
 
@@ -75,14 +79,14 @@ def test_matrix_units_are_busy_for_the_products(target):
 def test_loops_and_copies_follow_the_prefetched_values(target, lengths):
     operands = {0: pack_words(np.array(lengths, np.int32)), 1: TABLES[1]}
     kernel = profiled(f"pages {target}", operands)
-    assert kernel.simulation.copied_bytes.get("hbm_to_vmem", 0) == sum(lengths) * PAGE
-    assert kernel.simulation.copied_bytes["vmem_to_hbm"] == 4 * PAGE
+    assert kernel.simulation.copied_bytes_by_kind.get("hbm_to_vmem", 0) == sum(lengths) * PAGE
+    assert kernel.simulation.copied_bytes_by_kind["vmem_to_hbm"] == 4 * PAGE
 
 
 def test_every_page_that_is_waited_for_takes_its_latency():
     clock = CHIPS["v5e"].clock
     short, long = (profiled("pages v5e", {0: [n] * 4, 1: TABLES[1]}).simulation for n in (1, 5))
-    page = PAGE / (CHIPS["v5e"].bandwidth / clock) + CHIPS["v5e"].latencies.dma_read
+    page = PAGE / (CHIPS["v5e"].bandwidth / clock) + CHIPS["v5e"].latencies.dma_read_latency
     assert long.cycles - short.cycles >= 16 * page
     assert long.cycles - short.cycles < 16 * page * 1.1
 
@@ -99,4 +103,4 @@ def test_times_follow_from_cycles_and_bytes():
     assert kernel.memory_seconds == 2 * 512 * 256 * 4 / 819e9
     assert kernel.compute_seconds < kernel.seconds
     assert kernel.spills == kernel.fills == 0
-    assert kernel.bundles == len(kernel.utilisation.used)
+    assert kernel.bundles == len(kernel.utilisation.used_slots)

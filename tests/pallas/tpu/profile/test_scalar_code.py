@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel_pallas.tpu.profile import CHIPS
-from ejkernel_pallas.tpu.profile.machine import ADDRESS_UNIT, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.machine import ALLOCATION_ADDRESS_STRIDE, shift_left, shift_right, wrap_to_int32
 from ejkernel_pallas.tpu.profile.simulate import CompiledKernel
 
 # Copies `%s8` granules; every test puts what it computes there.
@@ -21,7 +21,7 @@ def run(*bundles: str, operands=None):
 def computed(*instructions: str, operands=None) -> int:
     """What the instructions leave in `%s8`."""
     bundles = [f"{{ {instruction} }}" for instruction in instructions]
-    return run(*bundles, COPY, operands=operands).copied_bytes["hbm_to_vmem"] // 32
+    return run(*bundles, COPY, operands=operands).copied_bytes_by_kind["hbm_to_vmem"] // 32
 
 
 GENERAL = "{ %9 = dma.general /*src=*/%s1_s0, /*size_in_granules=*/16, /*dst=*/%s2_s1, /*dst_syncflagno=*/%s4_s4, /*src_syncflagno=*/%s3_s3, /*stridedescaddr=*/[#allocation9], /*overrides=*/%s5_s5, /*dst_syncflagno_1=*/0 /* hbm-to-vmem */ }"  # noqa: E501
@@ -36,8 +36,8 @@ def test_general_copies_say_to_which_memory_and_device(device, copied):
     local = ("{ %s3_s3 = smov 0 }", "{ %s4_s4 = smov [#allocation4 + $0x1] }")
     waits = ("{ %11 = dma.done.wait [#allocation4 + $0x1], 16 }", "{ %12 = dma.done.wait [#allocation3], 16 }")
     found = run(f"{{ %s5_s5 = smov {device} }}", *(semaphores if device else local), GENERAL, *waits)
-    assert found.copied_bytes == copied
-    assert found.sent == copied.get("hbm_to_ici", 0)
+    assert found.copied_bytes_by_kind == copied
+    assert found.sent_bytes == copied.get("hbm_to_ici", 0)
     assert found.waited_cycles > 400
 
 
@@ -122,7 +122,7 @@ def test_scalar_memory_is_read_back_where_it_was_written():
 
 def test_what_nobody_wrote_is_zero_and_noted():
     found = run("{ %s8_s8 = sld [smem:[#allocation1 + $0x3]] }", COPY)
-    assert (found.copied_bytes["hbm_to_vmem"], found.unknown_reads) == (0, {"allocation1": 1})
+    assert (found.copied_bytes_by_kind["hbm_to_vmem"], found.unknown_reads) == (0, {"allocation1": 1})
 
 
 def test_operands_of_known_values_are_read():
@@ -149,10 +149,10 @@ LOOP = (
 def test_loops_run_as_often_as_they_say():
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
     found = schedule.run({})
-    assert found.num_copies == {"hbm_to_vmem": 5}
-    assert found.copied_bytes == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
-    assert [found.bundle_issues[k] for k in range(len(LOOP))] == [1] + [5] * 9
-    ((loop),) = schedule.loops(found.block_entries)
+    assert found.num_copies_by_kind == {"hbm_to_vmem": 5}
+    assert found.copied_bytes_by_kind == {"hbm_to_vmem": 32 * (0 + 1 + 2 + 3 + 4)}
+    assert [found.issues_per_bundle[k] for k in range(len(LOOP))] == [1] + [5] * 9
+    ((loop),) = schedule.loops(found.entries_per_block)
     assert (loop.start, loop.end, loop.depth, loop.num_trips, loop.bundles) == (1, 9, 1, 5, 9)
     assert found.cycles == found.compute_cycles == 1 + 5 * 9
 
@@ -165,10 +165,10 @@ def test_a_schedule_that_never_ends_is_stopped():
 
 @given(st.integers(-(2**40) + 1, 2**40 - 1))
 def test_numbers_wrap(value):
-    assert wrap(value) == int(np.array([value & 0xFFFFFFFF], np.uint32).view(np.int32)[0])
+    assert wrap_to_int32(value) == int(np.array([value & 0xFFFFFFFF], np.uint32).view(np.int32)[0])
 
 
 def test_addresses_stay():
-    address = 3 * ADDRESS_UNIT + 5
-    assert wrap(address) == shift_left(address, 4) == shift_right(address, 4) == address
+    address = 3 * ALLOCATION_ADDRESS_STRIDE + 5
+    assert wrap_to_int32(address) == shift_left(address, 4) == shift_right(address, 4) == address
     assert (shift_left(-1, 4), shift_right(-1, 28)) == (-16, 15)

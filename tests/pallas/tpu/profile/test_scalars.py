@@ -33,8 +33,8 @@ SHAPE = jax.ShapeDtypeStruct((4,), jnp.int32)
 def test_operands_that_are_given_are_found():
     ((call),) = calls(pages_of, LENGTHS, TABLE, MEMORY)
     assert (call.name, call.grid) == ("pages_kernel", (4,))
-    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
-    np.testing.assert_array_equal(call.scalars[1], TABLE)
+    np.testing.assert_array_equal(call.scalar_operands[0], LENGTHS)
+    np.testing.assert_array_equal(call.scalar_operands[1], TABLE)
 
 
 def test_what_a_program_computes_of_known_values_is_known():
@@ -45,14 +45,14 @@ def test_what_a_program_computes_of_known_values_is_known():
         return pages_of(lengths, table, memory)
 
     ((call),) = calls(program, np.array([0, 3, 3, 8, 9], np.int32), MEMORY)
-    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
-    np.testing.assert_array_equal(call.scalars[1], np.full((4, 5), 3))
+    np.testing.assert_array_equal(call.scalar_operands[0], LENGTHS)
+    np.testing.assert_array_equal(call.scalar_operands[1], np.full((4, 5), 3))
 
 
 def test_calls_with_a_batching_rule_of_their_own_are_looked_into():
     program = jax.custom_batching.sequential_vmap(lambda *args: pages_of(*args))
     ((call),) = calls(program, LENGTHS, TABLE, MEMORY)
-    np.testing.assert_array_equal(call.scalars[0], LENGTHS)
+    np.testing.assert_array_equal(call.scalar_operands[0], LENGTHS)
 
 
 def test_inputs_whose_blocks_are_in_scalar_memory_are_evaluated():
@@ -70,14 +70,14 @@ def test_inputs_whose_blocks_are_in_scalar_memory_are_evaluated():
 
     lists, memory = np.arange(256, dtype=np.int32)[None], np.zeros((8, 128), np.float32)
     ((call),) = calls(program, lists, memory)
-    np.testing.assert_array_equal(call.scalars[0], lists + 1)
-    assert call.scalars[1] is None
+    np.testing.assert_array_equal(call.scalar_operands[0], lists + 1)
+    assert call.scalar_operands[1] is None
 
 
 def test_what_depends_on_an_unknown_value_is_not():
     ((call),) = calls(lambda n, t, m: pages_of(n * 2, t + 1, m), SHAPE, TABLE, MEMORY)
-    assert call.scalars[0] is None
-    np.testing.assert_array_equal(call.scalars[1], TABLE + 1)
+    assert call.scalar_operands[0] is None
+    np.testing.assert_array_equal(call.scalar_operands[1], TABLE + 1)
 
 
 def test_unknown_values_are_looked_at_once():
@@ -88,7 +88,7 @@ def test_unknown_values_are_looked_at_once():
             lengths = lengths + lengths
         return pages_of(lengths, TABLE, memory)
 
-    assert calls(program, SHAPE, MEMORY)[0].scalars[0] is None
+    assert calls(program, SHAPE, MEMORY)[0].scalar_operands[0] is None
 
 
 def test_a_result_of_a_kernel_is_unknown_to_the_next():
@@ -97,8 +97,8 @@ def test_a_result_of_a_kernel_is_unknown_to_the_next():
         return pages_of(sums[:4, 0].astype(jnp.int32), TABLE, memory)
 
     first, second = calls(program, LENGTHS, MEMORY)
-    assert first.scalars[0] is not None
-    assert second.scalars[0] is None
+    assert first.scalar_operands[0] is not None
+    assert second.scalar_operands[0] is None
 
 
 def test_of_a_mesh_the_first_device_is_looked_at():
@@ -113,9 +113,9 @@ def test_of_a_mesh_the_first_device_is_looked_at():
 
     program = jax.shard_map(part, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
     near, far = calls(program, np.concatenate([LENGTHS, LENGTHS + 1]), MEMORY)
-    np.testing.assert_array_equal(near.scalars[0], LENGTHS)
-    np.testing.assert_array_equal(near.scalars[1], np.full((4, 5), LENGTHS[0]))
-    assert far.scalars[0] is None
+    np.testing.assert_array_equal(near.scalar_operands[0], LENGTHS)
+    np.testing.assert_array_equal(near.scalar_operands[1], np.full((4, 5), LENGTHS[0]))
+    assert far.scalar_operands[0] is None
 
 
 def test_vectors_of_words_are_themselves():

@@ -10,8 +10,9 @@ from ejkernel_pallas.tpu.profile.flow import BasicBlock
 from ejkernel_pallas.tpu.profile.scheduler import InstructionKind, RegistersPerInput, opcode_properties, time_block
 
 LATENCIES = Latencies(
-    branch_delay=4, matmul=16, matmul_f32=8, matmul_result=110, push=4, push_transposed=8, xlu=8, reduction=95,
-    rotation=100, transposition=60, transcendental=6, dma_read=900, dma_write=390,
+    branch_delay_slots=4, matmul_interval=16, matmul_f32_interval=8, matmul_result_latency=110, weight_push_interval=4,
+    transposed_weight_push_interval=8, cross_lane_interval=8, reduction_latency=95, rotation_latency=100,
+    transposition_latency=60, transcendental_latency=6, dma_read_latency=900, dma_write_latency=390,
 )  # fmt: skip
 EVEN = RegistersPerInput(1.0, 1.0)
 BF16 = "vmatmul.mubr.bf16.gmra.mxu0"
@@ -97,7 +98,7 @@ def test_registers_per_input_are_counted_over_a_kernel():
     ("opcode", "kind", "unit"),
     [
         ("vmatprep.subr.bf16.mxu1", InstructionKind.OTHER, 1),
-        ("vmatpush2.bf16.msrb.mxu3", InstructionKind.PUSH, 3),
+        ("vmatpush2.bf16.msrb.mxu3", InstructionKind.PUSH_WEIGHTS, 3),
         ("vmatmul.mubr.f32.mxu2", InstructionKind.MATMUL, 2),
         ("vmax.xlane.f32.xlu2", InstructionKind.REDUCE, 2),
         ("vpop.trf.xlu1", InstructionKind.POP_TRANSPOSED, 1),

@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
 def faked(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: find("json" if name == "libtpu" else name))
-    monkeypatch.setattr(jobs, "_WORKER", "fake_tpu_worker")
+    monkeypatch.setattr(jobs, "_WORKER_MODULE", "fake_tpu_worker")
 
 
 def test_predictions_are_stored_and_exported_under_the_devices_name(run, faked, tmp_path):

@@ -13,7 +13,7 @@ from tpu_records import interpreted, simulated
 from ejkernel.families.selected_attention import SelectedAttention, reference
 from ejkernel.ops.device import target_device
 from ejkernel.types.pullback import Pullback
-from ejkernel_pallas.tpu.selected_attention import _reasons, config
+from ejkernel_pallas.tpu.selected_attention import _refusal_reasons, config
 from ejkernel_pallas.tpu.selected_attention.backward import backward
 from ejkernel_pallas.tpu.selected_attention.config import TpuSelected
 from ejkernel_pallas.tpu.selected_attention.forward import forward
@@ -139,8 +139,8 @@ def test_memory_is_computed_and_refused_by_name():
             tiles = config.heuristic(record, None, "forward")
             assert config.vmem_bytes(record, tiles) <= config.MAX_VMEM_BYTES
             assert config.work_list_bytes(record, tiles) <= config.MAX_WORK_LIST_SMEM_BYTES
-            assert not list(_reasons(record))
-        (reason,) = _reasons(long_record(2**20, 4000))
+            assert not list(_refusal_reasons(record))
+        (reason,) = _refusal_reasons(long_record(2**20, 4000))
     assert "SMEM" in reason
-    (reason,) = _reasons(long_record(1024, 4, group=65))
+    (reason,) = _refusal_reasons(long_record(1024, 4, group=65))
     assert "65 query heads" in reason

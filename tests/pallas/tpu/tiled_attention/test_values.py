@@ -59,7 +59,7 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])
 def test_wide_matrix_units_add_weights_up(name):
     with target_device(WIDE):
-        assert make_spec(CASES[name], forward_blocks(FORWARD)).sums_on_mxu
+        assert make_spec(CASES[name], forward_blocks(FORWARD)).sums_weights_on_mxu
         check(CASES[name])
 
 
@@ -83,7 +83,7 @@ def test_large_tiles_on_and_off_the_diagonal():
     with (
         interpreted(),
         mock.patch.object(score_chunk, "MAX_UNROLLED_PAIRS", 128 * 128),
-        mock.patch.object(config, "LARGE_TILE", 256),
+        mock.patch.object(config, "LARGE_TILE_SIZE", 256),
     ):
         got, found_lse, found = both(made, cotangent)
     close(got, output, made.query.dtype)

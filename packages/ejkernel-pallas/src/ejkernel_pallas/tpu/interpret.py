@@ -14,6 +14,6 @@ def is_interpreting() -> bool:
     return os.environ.get(INTERPRET_VARIABLE, "0").lower() in ("1", "true", "yes", "on")
 
 
-def device_kinds() -> frozenset[str]:
+def served_device_kinds() -> frozenset[str]:
     """Returns the device kinds that implementations for TPUs serve."""
     return frozenset({"tpu", "cpu"}) if is_interpreting() else frozenset({"tpu"})

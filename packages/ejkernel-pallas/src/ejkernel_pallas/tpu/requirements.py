@@ -5,40 +5,43 @@ from typing import Any
 
 from ejkernel.ops import ConfigSpace, Family, Implementation, Requires
 from ejkernel_pallas.toolchain import JAX
-from ejkernel_pallas.tpu.interpret import device_kinds
+from ejkernel_pallas.tpu.interpret import served_device_kinds
 
-DTYPES = frozenset({"bfloat16", "float32"})
+SUPPORTED_DTYPES = frozenset({"bfloat16", "float32"})
 
 
 def tpu_requires(
-    *, handles: Iterable[str], extra: Callable[[Any], Iterable[str]] = lambda record: (), head_dims: range | None = None
+    *,
+    supported_fields: Iterable[str],
+    refusal_reasons: Callable[[Any], Iterable[str]] = lambda record: (),
+    head_dims: range | None = None,
 ) -> Requires:
     """Returns requirements that are met by TPUs, and by the CPU where kernels are interpreted.
 
     Args:
-        handles: Optional fields that the kernels support.
-        extra: Yields reasons to refuse a record that data cannot express.
+        supported_fields: Optional fields that the kernels support.
+        refusal_reasons: Yields reasons to refuse a record that data cannot express.
         head_dims: Head dimensions that the kernels support; None for operations without heads.
     """
     return Requires(
-        devices=device_kinds(),
+        devices=served_device_kinds(),
         modules=JAX,
-        dtypes=DTYPES,
+        dtypes=SUPPORTED_DTYPES,
         head_dims=head_dims,
-        handles=frozenset(handles),
-        extra=extra,
+        handles=frozenset(supported_fields),
+        extra=refusal_reasons,
     )
 
 
-def mosaic_tpu(
+def make_mosaic_tpu_implementation(
     family: Family,
     config: ConfigSpace,
     requires: Requires,
     *,
     folder: str = "",
     backward: bool = True,
-    without: frozenset[str] = frozenset(),
-    **others: Any,
+    fields_without_gradient: frozenset[str] = frozenset(),
+    **other_fields: Any,
 ) -> Implementation:
     """Returns an implementation whose passes are those of a folder here, `forward.py` and `backward.py`.
 
@@ -48,13 +51,16 @@ def mosaic_tpu(
         requires: What the kernels need, from `tpu_requires`.
         folder: The folder; that of the family's name unless given.
         backward: Whether there is a backward pass.
-        without: Differentiable fields that the kernels do not have.
+        fields_without_gradient: Differentiable fields that the kernels do not have.
         **others: Further fields of `Implementation`, or other values of its name and priority.
     """
     module = f"ejkernel_pallas.tpu.{folder or family.name}"
     fields: dict[str, Any] = {"name": "mosaic_tpu", "priority": 10, "forward": f"{module}.forward:forward"}
     if backward:
-        fields |= {"backward": f"{module}.backward:backward", "gradients": frozenset(family.differentiable) - without}
+        fields |= {
+            "backward": f"{module}.backward:backward",
+            "gradients": frozenset(family.differentiable) - fields_without_gradient,
+        }
     return Implementation(
-        family=family.name, platform="pallas", requires=requires, config=config, **{**fields, **others}
+        family=family.name, platform="pallas", requires=requires, config=config, **{**fields, **other_fields}
     )

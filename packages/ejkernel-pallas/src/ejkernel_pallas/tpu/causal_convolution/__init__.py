@@ -10,7 +10,7 @@ from ejkernel.families.causal_convolution import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.causal_convolution import config
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
 FILTER_WIDTHS = range(2, 9)
 """Numbers of weights per channel that the kernels support: the eight rows of a register hold the tokens before a block.
@@ -19,7 +19,7 @@ MAX_SEQUENCES = 2**16
 """Packed sequences whose bounds scalar memory holds: a quarter of its 1 MiB."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.x.size:
         yield f"x: got {record.x.shape}, the kernels take arrays that are not empty"
@@ -30,5 +30,7 @@ def _reasons(record: Any) -> Iterable[str]:
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation of this family."""
-    requires = tpu_requires(handles=optional_fields(FAMILY.record), extra=_reasons, head_dims=FILTER_WIDTHS)
-    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuConvolution), requires),)
+    requires = tpu_requires(
+        supported_fields=optional_fields(FAMILY.record), refusal_reasons=_refusal_reasons, head_dims=FILTER_WIDTHS
+    )
+    return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuConvolution), requires),)

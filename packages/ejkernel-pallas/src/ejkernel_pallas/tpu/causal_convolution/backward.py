@@ -39,7 +39,7 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
     before = jnp.zeros(states(record).shape, jnp.float32)
     if spec.computes_first_tokens_separately:
         first = plan.find_first_tokens(record)
-        first_gradients = _gradients_of_first_tokens(first, spec, outputs)
+        first_gradients = _gradients_from_first_tokens(first, spec, outputs)
         dx = plan.add_to_first_tokens(first, spec.is_packed, dx, first_gradients["x"].astype(dx.dtype))
         before = first_gradients["initial_state"]
         found = {
@@ -51,14 +51,14 @@ def backward(pullback: Pullback, config: TpuConvolution) -> Gradients:
 
 
 def _input_and_weight_gradients(
-    record: CausalConvolution, spec: ConvolutionSpec, outputs: jax.Array
+    record: CausalConvolution, spec: ConvolutionSpec, output_cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dx [B, T, C], and the gradients of the weights and the bias, float32 [W + 1, C]."""
     rows, _, channels = record.x.shape
 
-    def before(*step: Any) -> tuple[Any, ...]:
-        block = (spec.blocks_per_row - 1 - step[2]) * (spec.block_t // TOKENS_PER_REGISTER) - 1
-        return step[0], jnp.maximum(block, 0), step[1]
+    def previous_tokens_index(*grid_indices: Any) -> tuple[Any, ...]:
+        block = (spec.blocks_per_row - 1 - grid_indices[2]) * (spec.block_t // TOKENS_PER_REGISTER) - 1
+        return grid_indices[0], jnp.maximum(block, 0), grid_indices[1]
 
     sums = 8 * (spec.filter_width + 1)
     results = run(
@@ -67,34 +67,40 @@ def _input_and_weight_gradients(
         record,
         spec,
         inputs={
-            "x_before_block": Operand(record.x, (None, TOKENS_PER_REGISTER, spec.block_c), before),
-            "cotangent": block_operand(spec, outputs.astype(record.x.dtype), backwards=True),
+            "x_before_block": Operand(record.x, (None, TOKENS_PER_REGISTER, spec.block_c), previous_tokens_index),
+            "cotangent": block_operand(spec, output_cotangent.astype(record.x.dtype), reverses_token_blocks=True),
         },
         outputs={
-            "dx": block_operand(spec, jax.ShapeDtypeStruct(record.x.shape, record.x.dtype), backwards=True),
+            "dx": block_operand(spec, jax.ShapeDtypeStruct(record.x.shape, record.x.dtype), reverses_token_blocks=True),
             "dweights": Operand(
                 jax.ShapeDtypeStruct((rows, sums, channels), jnp.float32),
                 (None, sums, spec.block_c),
                 lambda *step: (step[0], 0, step[1]),
             ),
         },
-        scratch={"sum_cotangents": pltpu.VMEM((spec.block_c // LANES, spec.block_t + HALO_TOKENS, LANES), jnp.float32)},
+        scratch={
+            "convolution_sum_cotangents": pltpu.VMEM(
+                (spec.block_c // LANES, spec.block_t + HALO_TOKENS, LANES), jnp.float32
+            )
+        },
     )
     dweights = results["dweights"].reshape(rows, spec.filter_width + 1, 8, channels).sum(axis=(0, 2))
-    return results["dx"], dweights * 0.5 if spec.halves_sums else dweights
+    return results["dx"], dweights * 0.5 if spec.halves_convolution_sums else dweights
 
 
-def _gradients_of_first_tokens(first: plan.FirstTokens, spec: ConvolutionSpec, outputs: jax.Array) -> Gradients:
+def _gradients_from_first_tokens(
+    first_tokens: plan.FirstTokens, spec: ConvolutionSpec, output_cotangent: jax.Array
+) -> Gradients:
     """Returns the gradients that come from the outputs of the first tokens, in float32."""
-    record = first.row_record
+    record = first_tokens.first_tokens_record
     names = [name for name in ("x", "weight", "bias", "initial_state") if getattr(record, name) is not None]
     wide = {name: getattr(record, name).astype(jnp.float32) for name in names}
     if spec.is_packed:
-        cotangent = jnp.take(outputs[0], first.token_index, axis=0, mode="fill", fill_value=0)
+        cotangent = jnp.take(output_cotangent[0], first_tokens.token_index, axis=0, mode="fill", fill_value=0)
     else:
-        cotangent = outputs[:, : record.x.shape[1]]
+        cotangent = output_cotangent[:, : record.x.shape[1]]
 
-    def output(fields: Gradients) -> jax.Array:
-        return reference(CausalConvolution(**fields, activation=record.activation))[0][0]
+    def first_token_outputs(record_fields: Gradients) -> jax.Array:
+        return reference(CausalConvolution(**record_fields, activation=record.activation))[0][0]
 
-    return jax.vjp(output, wide)[1](cotangent.astype(jnp.float32))[0]
+    return jax.vjp(first_token_outputs, wide)[1](cotangent.astype(jnp.float32))[0]

@@ -9,8 +9,8 @@ from ejkernel.ops.params import Direction
 
 CHANNELS_PER_REGISTER, TOKENS_PER_REGISTER = 128, 16
 """Channels and tokens of a vector register of bfloat16."""
-BLOCK_TOKENS = (128, 256, 512)
-BLOCK_CHANNELS = (256, 512, 1024)
+CANDIDATE_BLOCK_TOKENS = (128, 256, 512)
+CANDIDATE_BLOCK_CHANNELS = (256, 512, 1024)
 MAX_BLOCK_ELEMENTS = 2**20
 """The largest block, in elements: 32 MiB of VMEM in the backward pass, which double-buffers three blocks and has two
 more in float32.
@@ -52,7 +52,7 @@ def heuristic(record: CausalConvolution, device: Any, direction: Direction) -> T
 
 def candidates(record: CausalConvolution, device: Any, direction: Direction) -> tuple[TpuConvolution, ...]:
     """Returns configurations worth measuring."""
-    found = (_fit_block_sizes(record, t, c) for t in BLOCK_TOKENS for c in BLOCK_CHANNELS)
+    found = (_fit_block_sizes(record, t, c) for t in CANDIDATE_BLOCK_TOKENS for c in CANDIDATE_BLOCK_CHANNELS)
     return tuple(dict.fromkeys((heuristic(record, device, direction), *found)))
 
 

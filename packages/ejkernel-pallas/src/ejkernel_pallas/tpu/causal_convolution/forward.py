@@ -42,18 +42,18 @@ def forward(record: CausalConvolution, config: TpuConvolution) -> tuple[tuple[ja
     output = results["output"]
     if spec.computes_first_tokens_separately:
         first = plan.find_first_tokens(record)
-        (rows, _), _ = reference(first.row_record)
+        (rows, _), _ = reference(first.first_tokens_record)
         output = plan.replace_first_tokens(first, spec.is_packed, output, rows)
     return (output, final_states(record)), ()
 
 
-def block_operand(spec: ConvolutionSpec, x: Any, *, backwards: bool = False) -> Operand:
+def block_operand(spec: ConvolutionSpec, x: Any, *, reverses_token_blocks: bool = False) -> Operand:
     """Returns the operand that gives a grid step its block of [B, T, C]."""
 
-    def index(row: Any, tile: Any, block: Any) -> tuple[Any, ...]:
-        return row, spec.blocks_per_row - 1 - block if backwards else block, tile
+    def block_index(batch_row: Any, channel_tile: Any, token_block: Any) -> tuple[Any, ...]:
+        return batch_row, spec.blocks_per_row - 1 - token_block if reverses_token_blocks else token_block, channel_tile
 
-    return Operand(x, (None, spec.block_t, spec.block_c), lambda *step: index(*step[:3]))
+    return Operand(x, (None, spec.block_t, spec.block_c), lambda *step: block_index(*step[:3]))
 
 
 def run(
@@ -67,7 +67,7 @@ def run(
     scratch: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
     """Runs a kernel on all blocks; x and the weights are among its inputs."""
-    backwards = bool(inputs)
+    reverses_token_blocks = bool(inputs)
     weights = Operand(
         plan.weights_and_bias(record, spec), (spec.filter_width + 1, spec.block_c), lambda *step: (0, step[1])
     )
@@ -77,12 +77,16 @@ def run(
             name=f"ejkernel_causal_convolution_{name}",
             kernel=functools.partial(kernel, spec=spec),
             refs=ConvolutionRefs,
-            grid=(record.x.shape[0], spec.channel_tiles, spec.blocks_per_row),
+            grid=(record.x.shape[0], spec.num_channel_tiles, spec.blocks_per_row),
             # Rows and channels; the blocks of a row follow each other.
             parallel=2,
             tables=plan.scalar_tables(record, spec),
-            inputs={"x": block_operand(spec, record.x, backwards=backwards), "weights": weights, **inputs},
+            inputs={
+                "x": block_operand(spec, record.x, reverses_token_blocks=reverses_token_blocks),
+                "weights": weights,
+                **inputs,
+            },
             outputs=outputs,
-            scratch={"padded_tokens": tokens, **scratch},
+            scratch={"tokens_with_halo": tokens, **scratch},
         )
     )

@@ -24,12 +24,12 @@ class FirstTokens(NamedTuple):
     """The first W - 1 tokens of every sequence.
 
     Attributes:
-        row_record: A record of N rows, or of B; zeros stand for tokens that a sequence does not have.
+        first_tokens_record: A record of N rows, or of B; zeros stand for tokens that a sequence does not have.
         token_index: int32 [N, W - 1], the index of each of these tokens in the packed row; T for a token that does not
             exist.
     """
 
-    row_record: CausalConvolution
+    first_tokens_record: CausalConvolution
     token_index: jax.Array
 
 
@@ -50,39 +50,43 @@ def find_first_tokens(record: CausalConvolution) -> FirstTokens:
     )
 
 
-def replace_first_tokens(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+def replace_first_tokens(
+    first_tokens: FirstTokens, is_packed: bool, x: jax.Array, first_token_rows: jax.Array
+) -> jax.Array:
     """Returns [B, T, C] with the rows of first tokens replaced."""
-    if not packed:
-        return x.at[:, : rows.shape[1]].set(rows)
-    return x.at[0, first.token_index].set(rows, mode="drop")
+    if not is_packed:
+        return x.at[:, : first_token_rows.shape[1]].set(first_token_rows)
+    return x.at[0, first_tokens.token_index].set(first_token_rows, mode="drop")
 
 
-def add_to_first_tokens(first: FirstTokens, packed: bool, x: jax.Array, rows: jax.Array) -> jax.Array:
+def add_to_first_tokens(
+    first_tokens: FirstTokens, is_packed: bool, x: jax.Array, first_token_rows: jax.Array
+) -> jax.Array:
     """Returns [B, T, C] with rows added to the rows of first tokens."""
-    if not packed:
-        return x.at[:, : rows.shape[1]].add(rows)
-    return x.at[0, first.token_index].add(rows, mode="drop")
+    if not is_packed:
+        return x.at[:, : first_token_rows.shape[1]].add(first_token_rows)
+    return x.at[0, first_tokens.token_index].add(first_token_rows, mode="drop")
 
 
 def scalar_tables(record: CausalConvolution, spec: ConvolutionSpec) -> dict[str, jax.Array]:
     """Returns the arrays that the kernels read as scalars.
 
     Returns:
-        `sequence_bounds`, int32 [N + 1]: the cumulative lengths, or [0, T] without packing. `first_token_sequences`,
-        int32 [2 * blocks]: the first sequence with one of its first W - 1 tokens in each block, and then the sequence
-        after the last such sequence of each block.
+        `sequence_bounds`, int32 [N + 1]: the cumulative lengths, or [0, T] without packing.
+        `first_token_sequence_ranges`, int32 [2 * blocks]: the first sequence with one of its first W - 1 tokens in each
+        block, and then the sequence after the last such sequence of each block.
     """
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
         return {
             "sequence_bounds": jnp.asarray([0, tokens], jnp.int32),
-            "first_token_sequences": jnp.zeros(2 * spec.blocks_per_row, jnp.int32),
+            "first_token_sequence_ranges": jnp.zeros(2 * spec.blocks_per_row, jnp.int32),
         }
     bounds = jnp.clip(record.cu_seqlens.astype(jnp.int32), 0, tokens)
     begin = jnp.arange(spec.blocks_per_row, dtype=jnp.int32) * spec.block_t
     first = jnp.searchsorted(bounds[:-1] + spec.filter_width - 1, begin, side="right")
     after = jnp.searchsorted(bounds[:-1], begin + spec.block_t, side="left")
-    return {"sequence_bounds": bounds, "first_token_sequences": jnp.concatenate([first, after]).astype(jnp.int32)}
+    return {"sequence_bounds": bounds, "first_token_sequence_ranges": jnp.concatenate([first, after]).astype(jnp.int32)}
 
 
 def weights_and_bias(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Array:
@@ -91,4 +95,4 @@ def weights_and_bias(record: CausalConvolution, spec: ConvolutionSpec) -> jax.Ar
     """
     bias = jnp.zeros(record.weight.shape[0], jnp.float32) if record.bias is None else record.bias.astype(jnp.float32)
     rows = jnp.concatenate([record.weight.astype(jnp.float32).T[::-1], bias[None]])
-    return rows * 0.5 if spec.halves_sums else rows
+    return rows * 0.5 if spec.halves_convolution_sums else rows

@@ -9,71 +9,75 @@ from typing import Any
 from ejkernel.families.grouped_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.grouped_matmul import config
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
+SUPPORTED_OPTIONAL_FIELDS = ("group_offset", "existing_out", "rhs_scale", "rhs_bias", "transpose_rhs", "precision")
 """Optional fields that the kernels honour."""
 
-GATED_OPTIONAL_FIELDS = frozenset({"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}) | {
-    *("alpha", "beta", "limit", "precision")
-}
+SUPPORTED_GATED_OPTIONAL_FIELDS = frozenset(
+    {"indices", "rhs_bias", "activation", "transpose_rhs", "interleaved", "gated"}
+) | {*("alpha", "beta", "limit", "precision")}
 """The optional arguments that the kernel of gated products supports."""
 
-DTYPES = ("bfloat16", "float32")
-EIGHT_BIT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+FLOAT_DTYPES = ("bfloat16", "float32")
+EIGHT_BIT_MATRIX_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if not record.lhs.shape[0]:
         yield f"lhs: got {record.lhs.shape}, the kernels take at least one row"
-    yield from _work_list_reasons(record)
-    if str(record.rhs.dtype) not in (*DTYPES, *EIGHT_BIT_DTYPES):
-        yield f"rhs: got dtype {record.rhs.dtype}, the kernels take {', '.join((*DTYPES, *EIGHT_BIT_DTYPES))}"
-    for name, dtype in (("preferred_element_type", record.out_dtype), ("existing_out", _dtype(record.existing_out))):
-        if dtype is not None and str(dtype) not in DTYPES:
-            yield f"{name}: got {dtype}, the kernels take {', '.join(DTYPES)}"
+    yield from _work_list_refusal_reasons(record)
+    if str(record.rhs.dtype) not in (*FLOAT_DTYPES, *EIGHT_BIT_MATRIX_DTYPES):
+        supported = ", ".join((*FLOAT_DTYPES, *EIGHT_BIT_MATRIX_DTYPES))
+        yield f"rhs: got dtype {record.rhs.dtype}, the kernels take {supported}"
+    for name, dtype in (
+        ("preferred_element_type", record.out_dtype),
+        ("existing_out", _dtype_or_none(record.existing_out)),
+    ):
+        if dtype is not None and str(dtype) not in FLOAT_DTYPES:
+            yield f"{name}: got {dtype}, the kernels take {', '.join(FLOAT_DTYPES)}"
 
 
-def _work_list_reasons(record: Any) -> Iterable[str]:
+def _work_list_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields a reason to refuse a record whose work list does not fit scalar memory."""
-    needed_bytes, rows = config.work_list_bytes(record), record.lhs.shape[0]
-    if needed_bytes > config.WORK_LIST_SMEM_BYTES:
+    needed_bytes, rows = config.work_list_smem_bytes(record), record.lhs.shape[0]
+    if needed_bytes > config.MAX_WORK_LIST_SMEM_BYTES:
         yield (
             f"lhs: got {rows} rows and {record.rhs.shape[0]} matrices, whose work list takes {needed_bytes} bytes of "
-            f"SMEM; the kernels take {config.WORK_LIST_SMEM_BYTES}"
+            f"SMEM; the kernels take {config.MAX_WORK_LIST_SMEM_BYTES}"
         )
 
 
-def _gated_reasons(record: Any) -> Iterable[str]:
+def _gated_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the same reasons for a gated product."""
     product = config.ungated_product_record(record)
     if not product.lhs.shape[0]:
         yield f"lhs: got {product.lhs.shape}, the kernels take at least one row"
-    if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in DTYPES:
-        yield f"rhs_bias: got dtype {record.rhs_bias.dtype}, the kernels take {', '.join(DTYPES)}"
-    yield from _work_list_reasons(product)
-    needed_bytes = config.whole_columns_bytes(record)
-    if needed_bytes > config.WHOLE_COLUMNS_VMEM_BYTES:
+    if record.rhs_bias is not None and str(record.rhs_bias.dtype) not in FLOAT_DTYPES:
+        yield f"rhs_bias: got dtype {record.rhs_bias.dtype}, the kernels take {', '.join(FLOAT_DTYPES)}"
+    yield from _work_list_refusal_reasons(product)
+    needed_bytes = config.whole_columns_vmem_bytes(record)
+    if needed_bytes > config.MAX_WHOLE_COLUMNS_VMEM_BYTES:
         half = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
         yield (
             f"rhs: the factor's columns begin at column {half}, which is no multiple of 128, so that a tile has all "
-            f"columns: it takes {needed_bytes} bytes of VMEM, the kernels take {config.WHOLE_COLUMNS_VMEM_BYTES}"
+            f"columns: it takes {needed_bytes} bytes of VMEM, the kernels take {config.MAX_WHOLE_COLUMNS_VMEM_BYTES}"
         )
 
 
-def _dtype(array: Any) -> Any:
+def _dtype_or_none(array: Any) -> Any:
     return None if array is None else array.dtype
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        mosaic_tpu(
+        make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.kind),
-            tpu_requires(handles=OPTIONAL_FIELDS, extra=_reasons),
-            without=frozenset({"lhs_scale"}),
+            ConfigSpace.of(config, forward=config.TpuMatmul, kind=config.tuned_table_key),
+            tpu_requires(supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons),
+            fields_without_gradient=frozenset({"lhs_scale"}),
         ),
         Implementation(
             family="gated_grouped_matmul",
@@ -82,7 +86,9 @@ def implementations() -> tuple[Implementation, ...]:
             forward="ejkernel_pallas.tpu.grouped_matmul.forward:gated_forward",
             backward="ejkernel_pallas.tpu.grouped_matmul.backward:gated_backward",
             gradients=frozenset({"lhs", "rhs", "rhs_bias"}),
-            requires=tpu_requires(handles=GATED_OPTIONAL_FIELDS, extra=_gated_reasons),
+            requires=tpu_requires(
+                supported_fields=SUPPORTED_GATED_OPTIONAL_FIELDS, refusal_reasons=_gated_refusal_reasons
+            ),
             config=ConfigSpace(
                 heuristic=config.gated_heuristic,
                 candidates=config.gated_candidates,

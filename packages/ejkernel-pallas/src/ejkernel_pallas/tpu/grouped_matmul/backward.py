@@ -64,7 +64,7 @@ def gated_backward(pullback: Pullback, config: TpuMatmul) -> dict[str, jax.Array
         Each requested gradient, in its field's shape and dtype.
     """
 
-    def multiply_rows(product: GroupedMatmul) -> jax.Array:
-        return forward(product, config)[0]
+    def multiply_rows(product_record: GroupedMatmul) -> jax.Array:
+        return forward(product_record, config)[0]
 
     return recompute_products_and_gradients(pullback, multiply_rows, lambda inner: backward(inner, config))

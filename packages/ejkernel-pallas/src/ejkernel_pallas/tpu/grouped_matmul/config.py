@@ -33,14 +33,14 @@ PUBLIC_FIELDS = {"block_m": "block_m", "block_k": "block_k", "block_n": "block_n
 """Maps fields of the public configuration to fields of this one."""
 
 LANES = 128
-WHOLE_COLUMNS_VMEM_BYTES = 32 * 2**20
+MAX_WHOLE_COLUMNS_VMEM_BYTES = 32 * 2**20
 """Bytes of VMEM for a tile that has to have all columns of a matrix."""
 TILE_ROW_SIZES = (1024, 512, 256, 128)
 MAX_UNROLLED_COLUMNS = 1024
-"""Columns of a forward tile whose multiplications are counted in `max_block_k`; wider tiles have a loop."""
+"""Columns of a forward tile whose multiplications are counted in `max_multiplications`; wider tiles have a loop."""
 
 
-WORK_LIST_SMEM_BYTES = 2**20 - 2**16
+MAX_WORK_LIST_SMEM_BYTES = 2**20 - 2**16
 """Bytes of SMEM for the work list: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
@@ -49,13 +49,13 @@ class TileLimits(NamedTuple):
 
     Attributes:
         candidate_vmem_bytes: Bytes of VMEM for the blocks of candidates.
-        max_block_k: The largest number of multiplications of a tile: libtpu takes seconds for more, or they need a
-            loop.
+        max_multiplications: The largest number of multiplications of a tile: libtpu takes seconds for more, or they
+            need a loop.
         default_vmem_bytes: Bytes of VMEM for default blocks: libtpu takes a minute for kernels with more.
     """
 
     candidate_vmem_bytes: int
-    max_block_k: int = 2**32
+    max_multiplications: int = 2**32
     default_vmem_bytes: int = 64 * MEBI
 
 
@@ -78,7 +78,7 @@ def heuristic(record: GroupedMatmul, device: Any, direction: Direction) -> TpuMa
 
 def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Direction) -> TpuMatmul:
     """Returns the tiles of a gated product; columns are those of the output."""
-    if direction == "forward" and whole_columns_bytes(record):
+    if direction == "forward" and whole_columns_vmem_bytes(record):
         return _largest_tiles_with_whole_columns(record)
     tiles = heuristic(ungated_product_record(record), device, direction)
     return _halve_columns(tiles) if record.gated and direction == "forward" else tiles
@@ -86,7 +86,7 @@ def gated_heuristic(record: GatedGroupedMatmul, device: Any, direction: Directio
 
 def gated_candidates(record: GatedGroupedMatmul, device: Any, direction: Direction) -> tuple[TpuMatmul, ...]:
     """Returns tiles of a gated product that are worth measuring."""
-    if direction == "forward" and whole_columns_bytes(record):
+    if direction == "forward" and whole_columns_vmem_bytes(record):
         return (_largest_tiles_with_whole_columns(record),)
     tiles = candidates(ungated_product_record(record), device, direction)
     return tuple(map(_halve_columns, tiles)) if record.gated and direction == "forward" else tiles
@@ -100,13 +100,13 @@ def ungated_product_record(record: GatedGroupedMatmul) -> GroupedMatmul:
     )
 
 
-def work_list_bytes(record: GroupedMatmul) -> int:
+def work_list_smem_bytes(record: GroupedMatmul) -> int:
     """Returns the bytes of SMEM of the work list with the smallest tiles of rows that the heuristic chooses."""
     rows, matrices = record.lhs.shape[0], record.rhs.shape[0]
     return 6 * 4 * (cdiv(rows, max(LANES, _tile_rows(record) // 2)) + matrices)
 
 
-def whole_columns_bytes(record: GatedGroupedMatmul) -> int:
+def whole_columns_vmem_bytes(record: GatedGroupedMatmul) -> int:
     """Returns the bytes of VMEM of the smallest tile with all columns of a matrix; 0 if tiles may have fewer."""
     width = record.rhs.shape[1 if record.transpose_rhs else 2]
     if not record.gated or record.interleaved or width // 2 % LANES == 0:
@@ -120,7 +120,7 @@ def _largest_tiles_with_whole_columns(record: GatedGroupedMatmul) -> TpuMatmul:
     width, most = _pad_to_lanes(columns(product)), (_tile_rows(product), min(1024, _pad_to_lanes(product.lhs.shape[1])))
     sizes = [(m, k) for k in (1024, 512, 256, LANES) for m in TILE_ROW_SIZES if m <= most[0] and k <= most[1]]
     fitting_sizes = (
-        size for size in sizes if _vmem_bytes(product, "forward", *size, width) <= WHOLE_COLUMNS_VMEM_BYTES
+        size for size in sizes if _vmem_bytes(product, "forward", *size, width) <= MAX_WHOLE_COLUMNS_VMEM_BYTES
     )
     m, k = next(fitting_sizes, (LANES, LANES))
     return TpuMatmul(block_m=m, block_k=k, block_n=_pad_to_lanes(width // 2))
@@ -136,7 +136,7 @@ def candidates(record: GroupedMatmul, device: Any, direction: Direction) -> tupl
     return tuple(_tiles_that_fit(record, TILE_LIMITS_BY_CHIP[tpu_of(device).name], direction))
 
 
-def kind(record: GroupedMatmul) -> str:
+def tuned_table_key(record: GroupedMatmul) -> str:
     """Returns the key of a shipped table entry: the matrices' sizes, and the approximate rows of each."""
     fields = (f"lhs={record.lhs.dtype}", f"rhs={record.rhs.dtype}", f"transpose_rhs={record.transpose_rhs}")
     sizes = f"k={record.lhs.shape[1]} n={columns(record)} rows={_tile_rows(record)}"
@@ -164,7 +164,7 @@ def _tiles_that_fit(record: GroupedMatmul, limits: TileLimits, direction: Direct
             tiles = (min(max(LANES, height), _pad_to_lanes(record.lhs.shape[0])), min(k, depth), min(n, width))
             unrolled_columns = tiles[2] if direction == "backward" else min(tiles[2], MAX_UNROLLED_COLUMNS)
             fits_vmem = _vmem_bytes(record, direction, *tiles) <= limits.candidate_vmem_bytes
-            fits_vmem = fits_vmem and tiles[0] * tiles[1] * unrolled_columns <= limits.max_block_k
+            fits_vmem = fits_vmem and tiles[0] * tiles[1] * unrolled_columns <= limits.max_multiplications
             if tiles not in listed_tiles and (fits_vmem or not listed_tiles):
                 listed_tiles.add(tiles)
                 yield TpuMatmul(block_m=tiles[0], block_k=tiles[1], block_n=tiles[2])
@@ -182,7 +182,7 @@ def _vmem_bytes(record: GroupedMatmul, direction: Direction, m: int, k: int, n: 
 
 
 def _estimate_seconds(record: GroupedMatmul, tpu: Tpu, tiles: TpuMatmul) -> float:
-    """Returns the larger of the time of products, including padding of tiles, and that of copies."""
+    """Returns the larger of the seconds of products, including padding of tiles, and of copies."""
     (rows, depth), width, groups = record.lhs.shape, columns(record), record.group_sizes.shape[0]
     m, k, n = tiles.block_m, tiles.block_k, tiles.block_n
     column_tiles, steps = cdiv(width, n), cdiv(depth, k)

@@ -28,11 +28,11 @@ def forward(record: GroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[
     Returns:
         [M, N] in the record's `out_dtype`. There are no residuals.
     """
-    extra = {} if record.existing_out is None else {"existing_output": record.existing_out}
+    epilogue_arrays = {} if record.existing_out is None else {"existing_output": record.existing_out}
     if record.rhs_bias is not None:
-        extra["bias"] = record.rhs_bias.astype(jnp.float32)
+        epilogue_arrays["bias"] = record.rhs_bias.astype(jnp.float32)
     spec = forward_spec(record, tile_sizes_of(config))
-    return multiply(record, record.lhs, spec, extra, record.out_dtype), ()
+    return multiply(record, record.lhs, spec, epilogue_arrays, record.out_dtype), ()
 
 
 def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Array, tuple[()]]:
@@ -49,9 +49,9 @@ def gated_forward(record: GatedGroupedMatmul, config: TpuMatmul) -> tuple[jax.Ar
         [M, F] in lhs's dtype. There are no residuals.
     """
     product = as_grouped_matmul(record, gathered_tokens(record), record.lhs.dtype)
-    spec, extra = gated_spec(record, product, tile_sizes_of(config)), dict[str, jax.Array]()
+    spec, epilogue_arrays = gated_spec(record, product, tile_sizes_of(config)), dict[str, jax.Array]()
     if record.rhs_bias is not None:
-        extra["bias"] = record.rhs_bias.astype(jnp.float32)
+        epilogue_arrays["bias"] = record.rhs_bias.astype(jnp.float32)
         if record.indices is not None:  # the product of a row without a token is the bias
-            extra["has_token"] = rows_with_a_token(record).astype(jnp.float32)
-    return multiply(product, product.lhs, spec, extra, record.lhs.dtype), ()
+            epilogue_arrays["row_has_token"] = rows_with_a_token(record).astype(jnp.float32)
+    return multiply(product, product.lhs, spec, epilogue_arrays, record.lhs.dtype), ()

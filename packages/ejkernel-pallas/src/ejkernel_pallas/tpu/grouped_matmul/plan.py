@@ -40,7 +40,7 @@ class WorkItem(NamedTuple):
     """One entry of a table, int32 scalars.
 
     Attributes:
-        matrix: Index of the matrix.
+        matrix_index: Index of the matrix.
         row_tile: Index of the tile of rows that is written.
         loaded_row_tile: Index of the tile of rows that is read; for an item without work that of a neighbouring item,
             so that nothing is copied.
@@ -49,7 +49,7 @@ class WorkItem(NamedTuple):
         flags: Sum of the constants above.
     """
 
-    matrix: Any
+    matrix_index: Any
     row_tile: Any
     loaded_row_tile: Any
     first_row: Any
@@ -72,16 +72,16 @@ def read_item(table: Any, step: Any) -> WorkItem:
     return WorkItem(*(table[step + field * most] for field in range(len(WorkItem._fields))))
 
 
-def make_item_coordinates(axis: int) -> Callable[..., tuple[Any, ...]]:
+def make_coordinate_map(item_axis: int) -> Callable[..., tuple[Any, ...]]:
     """Returns a function from grid indices, one of which is an item, and the table to the work item and the other
     indices.
     """
 
-    def where(*step: Any) -> tuple[Any, ...]:
-        *indices, table = step
-        return read_item(table, indices.pop(axis)), *indices
+    def item_coordinates(*grid_indices_and_table: Any) -> tuple[Any, ...]:
+        *indices, table = grid_indices_and_table
+        return read_item(table, indices.pop(item_axis)), *indices
 
-    return where
+    return item_coordinates
 
 
 def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
@@ -98,7 +98,7 @@ def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
     counts = jnp.concatenate([before[None], counts, (tiles - after)[None]])
     start = jnp.concatenate([jnp.zeros(1, jnp.int32), start, after[None]])
     # Neighbouring groups share at most one tile, which bounds the list and the grid.
-    matrix, tile, count = _repeat_owners(start, counts, tiles + first.shape[0] - 1)
+    matrix, tile, count = _list_owner_tiles(start, counts, tiles + first.shape[0] - 1)
     work = (matrix > 0) & (matrix <= first.shape[0])
     # An item without work refers to the blocks of the nearest one that has work.
     index = jnp.arange(first.shape[0], dtype=jnp.int32)
@@ -108,7 +108,7 @@ def work_list_by_row_tiles(record: GroupedMatmul, size: int) -> WorkList:
     matrix = jnp.where(work, matrix - 1, jnp.where(is_leading, first_nonempty, most))
     source = jnp.where(work, tile, jnp.where(is_leading, before, jnp.maximum(after - 1, 0)))
     flags = work * HAS_WORK_FLAG + is_leading * BEFORE_ALL_GROUPS_FLAG + _differs_from_previous(tile) * FIRST_ITEM_FLAG
-    return _pack_items(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
+    return _pack_work_list(WorkItem(matrix, tile, jnp.minimum(source, tiles - 1), first, end, flags), count, size)
 
 
 def work_list_by_matrices(record: GroupedMatmul, size: int) -> WorkList:
@@ -117,20 +117,24 @@ def work_list_by_matrices(record: GroupedMatmul, size: int) -> WorkList:
     tiles, nonempty = cdiv(record.lhs.shape[0], size), end > first
     counts = jnp.where(nonempty, (end - 1) // size + 1 - first // size, 1)
     start = jnp.minimum(first // size, tiles - 1)
-    matrix, tile, count = _repeat_owners(start, counts, tiles + first.shape[0])
+    matrix, tile, count = _list_owner_tiles(start, counts, tiles + first.shape[0])
     flags = jnp.take(nonempty, matrix) * HAS_WORK_FLAG + _differs_from_previous(matrix) * FIRST_ITEM_FLAG
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     flags = flags + (jnp.arange(matrix.shape[0], dtype=jnp.int32) == jnp.take(ends, matrix) - 1) * LAST_ITEM_FLAG
-    return _pack_items(WorkItem(matrix, tile, tile, first, end, flags), count, size)
+    return _pack_work_list(WorkItem(matrix, tile, tile, first, end, flags), count, size)
 
 
-def _repeat_owners(start: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists owners, each `counts` times, with consecutive tiles from its first; also returns the length of the list."""
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    step = jnp.arange(most, dtype=jnp.int32)
+def _list_owner_tiles(
+    first_tiles: jax.Array, tiles_per_owner: jax.Array, max_items: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists owners, each `tiles_per_owner` times, with consecutive tiles from its first; also returns the length of the
+    list.
+    """
+    ends = jnp.cumsum(tiles_per_owner, dtype=jnp.int32)
+    step = jnp.arange(max_items, dtype=jnp.int32)
     owner = jnp.sum(step[:, None] >= ends, axis=1, dtype=jnp.int32)
-    owner = jnp.minimum(owner, counts.shape[0] - 1)
-    return owner, jnp.take(start, owner) + step - jnp.take(ends - counts, owner), ends[-1]
+    owner = jnp.minimum(owner, tiles_per_owner.shape[0] - 1)
+    return owner, jnp.take(first_tiles, owner) + step - jnp.take(ends - tiles_per_owner, owner), ends[-1]
 
 
 def _differs_from_previous(x: jax.Array) -> jax.Array:
@@ -138,11 +142,11 @@ def _differs_from_previous(x: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.ones(1, bool), x[1:] != x[:-1]])
 
 
-def _pack_items(items: WorkItem, count: jax.Array, size: int) -> WorkList:
+def _pack_work_list(work_items: WorkItem, num_items: jax.Array, size: int) -> WorkList:
     """Returns the table of work items, whose rows are still relative to the matrices."""
     # Relative to the tile: kernels compare them with the indices of its rows.
-    low = jnp.clip(jnp.take(items.first_row, items.matrix) - items.row_tile * size, 0, size)
-    high = jnp.clip(jnp.take(items.end_row, items.matrix) - items.row_tile * size, 0, size)
-    whole = (low == 0) & (high == size) & (items.flags & HAS_WORK_FLAG != 0)
-    table = items._replace(first_row=low, end_row=high, flags=items.flags + whole * WHOLE_TILE_FLAG)
-    return WorkList(count, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))
+    low = jnp.clip(jnp.take(work_items.first_row, work_items.matrix_index) - work_items.row_tile * size, 0, size)
+    high = jnp.clip(jnp.take(work_items.end_row, work_items.matrix_index) - work_items.row_tile * size, 0, size)
+    whole = (low == 0) & (high == size) & (work_items.flags & HAS_WORK_FLAG != 0)
+    table = work_items._replace(first_row=low, end_row=high, flags=work_items.flags + whole * WHOLE_TILE_FLAG)
+    return WorkList(num_items, jnp.stack([x.astype(jnp.int32) for x in table]).reshape(-1))

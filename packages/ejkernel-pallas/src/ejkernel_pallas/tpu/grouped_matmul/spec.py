@@ -28,16 +28,17 @@ class GateLayout(enum.Enum):
     """The layout of the columns of gate and factor in a matrix, and in a tile of it.
 
     Attributes:
-        NONE: There is no gate; the activation is applied to a tile's columns.
-        HALVES: The gate's columns come first. A tile is two blocks, one of each half.
+        UNGATED: There is no gate; the activation is applied to a tile's columns.
+        TWO_HALF_BLOCKS: The gate's columns come first. A tile is two blocks, one of each half.
         INTERLEAVED: Columns of gate and factor alternate. A tile is one block with both, which the epilogue sorts.
-        WHOLE: The gate's columns come first, but half of a matrix is no whole number of lane groups. A tile has all.
+        ALL_COLUMNS_BLOCK: The gate's columns come first, but half of a matrix is no whole number of lane groups. A tile
+            has all.
     """
 
-    NONE = "none"
-    HALVES = "halves"
+    UNGATED = "ungated"
+    TWO_HALF_BLOCKS = "two_half_blocks"
     INTERLEAVED = "interleaved"
-    WHOLE = "whole"
+    ALL_COLUMNS_BLOCK = "all_columns_block"
 
 
 class Gate(NamedTuple):
@@ -52,11 +53,11 @@ class Gate(NamedTuple):
     @property
     def has_factor(self) -> bool:
         """Returns whether a tile has two columns of products for each of its output."""
-        return self.layout is not GateLayout.NONE
+        return self.layout is not GateLayout.UNGATED
 
 
-class Blocks(NamedTuple):
-    """Sizes of a tile.
+class TileSizes(NamedTuple):
+    """The sizes of a tile.
 
     Attributes:
         rows: Rows per tile.
@@ -92,7 +93,7 @@ class GroupedSpec:
     num_rows: int
     num_contracted: int
     num_columns: int
-    blocks: Blocks
+    blocks: TileSizes
     transposes_matrices: bool
     operand_dtype: Any
     precision: lax.Precision | None
@@ -106,11 +107,11 @@ class GroupedSpec:
     @property
     def block_columns(self) -> int:
         """Returns the columns of one block of a matrix."""
-        one_block = self.gate is not None and self.gate.layout in (GateLayout.INTERLEAVED, GateLayout.WHOLE)
+        one_block = self.gate is not None and self.gate.layout in (GateLayout.INTERLEAVED, GateLayout.ALL_COLUMNS_BLOCK)
         return self.blocks.columns * (2 if one_block else 1)
 
     @property
-    def contracted_steps(self) -> int:
+    def num_contracted_tiles(self) -> int:
         """Returns tiles of contracted elements."""
         return cdiv(self.num_contracted, self.blocks.contracted)
 
@@ -120,11 +121,13 @@ class GroupedSpec:
         return self.num_contracted % self.blocks.contracted != 0
 
     @property
-    def product_ranges(self) -> tuple[tuple[int, int], ...]:
+    def contracted_ranges(self) -> tuple[tuple[int, int], ...]:
         """Returns the starts and sizes of a tile's products along contracted elements; none has two scales."""
         depth = self.blocks.contracted
         per_scale = (
-            math.gcd(depth, self.contracted_per_scale) if self.scales_products and not self.scales_sum else depth
+            math.gcd(depth, self.contracted_per_scale)
+            if self.applies_scales_to_products and not self.applies_scale_to_sum
+            else depth
         )
         most = per_scale if self.mxu_accumulates else COLUMNS_PER_PRODUCT
         return tuple(
@@ -146,24 +149,24 @@ class GroupedSpec:
         return 2 * COLUMNS_PER_PRODUCT if self.has_wide_mxu else 4 * COLUMNS_PER_PRODUCT
 
     @property
-    def unrolls(self) -> bool:
+    def unrolls_products(self) -> bool:
         """Returns whether the products of a tile are unrolled; between iterations of a loop matrix units would drain.
 
         Matrix units that accumulate need less code per product.
         """
-        if self.gate is not None and self.gate.layout is GateLayout.WHOLE:  # its factor begins within a lane group
-            return True
+        if self.gate is not None and self.gate.layout is GateLayout.ALL_COLUMNS_BLOCK:
+            return True  # its factor begins within a lane group
         is_doubled = self.gate is not None and self.gate.has_factor
         return math.prod(self.blocks) * (1 + is_doubled) <= (
             2 * MAX_UNROLLED_MULTIPLICATIONS if self.mxu_accumulates else MAX_UNROLLED_MULTIPLICATIONS
         )
 
     @property
-    def sums_in_memory(self) -> bool:
+    def keeps_sums_in_memory(self) -> bool:
         """Returns whether a sum is more than one product, or is read by the epilogue of a gate."""
         return (
-            self.contracted_steps > 1
-            or len(self.product_ranges) > 1
+            self.num_contracted_tiles > 1
+            or len(self.contracted_ranges) > 1
             or (self.gate is not None and self.gate.has_factor)
         )
 
@@ -175,7 +178,7 @@ class GroupedSpec:
         Not if operands are converted after loading, which takes more registers than products do.
         """
         converted = jnp.dtype(self.operand_dtype).itemsize > 2 or (
-            self.scales_per_matrix > 0 and not self.scales_products
+            self.scales_per_matrix > 0 and not self.applies_scales_to_products
         )
         return self.has_wide_mxu and not (self.mxu_accumulates or converted)
 
@@ -186,30 +189,30 @@ class GroupedSpec:
         There are few mask registers, and those of all rows would spill. The gradient's kernel would then spill operands
         instead.
         """
-        return self.mxu_accumulates and self.unrolls and not self.is_lhs_gradient
+        return self.mxu_accumulates and self.unrolls_products and not self.is_lhs_gradient
 
     @property
-    def reloads_first(self) -> bool:
+    def reloads_first_product(self) -> bool:
         """Returns whether a sum's first product is reloaded for the next to be added, instead of kept in registers."""
         return not self.has_wide_mxu
 
     @property
-    def scales_products(self) -> bool:
+    def applies_scales_to_products(self) -> bool:
         """Returns whether products are scaled, and not the matrices."""
         whole = self.contracted_per_scale % LANES == 0 and self.blocks.contracted % LANES == 0
         return self.scales_per_matrix > 0 and not self.is_lhs_gradient and (self.scales_per_matrix == 1 or whole)
 
     @property
-    def scales_sum(self) -> bool:
+    def applies_scale_to_sum(self) -> bool:
         """Returns whether a scale holds for a whole column, so that the sum is scaled."""
-        return self.scales_products and self.scales_per_matrix == 1
+        return self.applies_scales_to_products and self.scales_per_matrix == 1
 
 
-def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+def forward_spec(record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     """Returns the constants of the output's kernel."""
     (rows, contracted), width = record.lhs.shape, columns(record)
     scales = 0 if record.rhs_scale is None else record.rhs_scale.shape[1]
-    operand, precision = product_dtype_and_precision(record, broadcasts_scales=scales > 1)
+    operand, precision = product_dtype_and_precision(record, has_more_precise_operand=scales > 1)
     return GroupedSpec(
         num_rows=rows,
         num_contracted=contracted,
@@ -225,7 +228,7 @@ def forward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     )
 
 
-def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     """Returns the constants of the gated output's kernel.
 
     Args:
@@ -239,7 +242,7 @@ def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Block
     return dataclasses.replace(
         plain_spec,
         num_columns=width,
-        blocks=plain_spec.blocks._replace(columns=gated_columns(layout, width, blocks.columns)),
+        blocks=plain_spec.blocks._replace(columns=gated_block_columns(layout, width, blocks.columns)),
         gate=Gate(layout, record.activation, record.alpha, record.beta, record.limit),
     )
 
@@ -247,24 +250,24 @@ def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: Block
 def gate_layout(record: GatedGroupedMatmul) -> GateLayout:
     """Returns the layout of a record's gate and factor columns."""
     if not record.gated:
-        return GateLayout.NONE
+        return GateLayout.UNGATED
     if record.interleaved:
         return GateLayout.INTERLEAVED
     width = record.rhs.shape[1 if record.transpose_rhs else 2] // 2
-    return GateLayout.WHOLE if width % LANES else GateLayout.HALVES
+    return GateLayout.ALL_COLUMNS_BLOCK if width % LANES else GateLayout.TWO_HALF_BLOCKS
 
 
-def gated_columns(layout: GateLayout, width: int, block: int) -> int:
+def gated_block_columns(layout: GateLayout, width: int, block: int) -> int:
     """Returns columns of the output per tile: two blocks of a matrix must begin where its halves do."""
-    if layout is GateLayout.WHOLE or block >= width:
+    if layout is GateLayout.ALL_COLUMNS_BLOCK or block >= width:
         return width
-    return math.gcd(width, block) if layout is GateLayout.HALVES and width % block else block
+    return math.gcd(width, block) if layout is GateLayout.TWO_HALF_BLOCKS and width % block else block
 
 
-def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+def backward_spec(record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     """Returns the constants of the kernel of lhs's gradient, which multiplies with transposed matrices."""
     forward = forward_spec(record, blocks)
-    operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
+    operand, precision = product_dtype_and_precision(record, has_more_precise_operand=True)
     return dataclasses.replace(
         forward,
         num_contracted=forward.num_columns,
@@ -277,27 +280,29 @@ def backward_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
     )
 
 
-def matrix_gradients_spec(record: GroupedMatmul, blocks: Blocks) -> GroupedSpec:
+def matrix_gradients_spec(record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     """Returns the constants of the kernel of the matrices' gradients."""
-    operand, precision = product_dtype_and_precision(record, broadcasts_scales=True)
+    operand, precision = product_dtype_and_precision(record, has_more_precise_operand=True)
     return dataclasses.replace(forward_spec(record, blocks), operand_dtype=operand, precision=precision)
 
 
-def product_dtype_and_precision(record: GroupedMatmul, broadcasts_scales: bool) -> tuple[Any, lax.Precision | None]:
+def product_dtype_and_precision(
+    record: GroupedMatmul, has_more_precise_operand: bool
+) -> tuple[Any, lax.Precision | None]:
     """Returns dtype and precision of products; matrix units multiply lhs's dtype, or float32 in one or six passes.
 
     Args:
         record: The record.
-        broadcasts_scales: Whether an operand has more digits than lhs: scaled matrices, or a cotangent.
+        has_more_precise_operand: Whether an operand has more digits than lhs: scaled matrices, or a cotangent.
     """
     requested_precision = product_precision(record.lhs.dtype, record.precision)
     is_exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    if record.lhs.dtype == jnp.float32 or (is_exact and broadcasts_scales):
+    if record.lhs.dtype == jnp.float32 or (is_exact and has_more_precise_operand):
         return jnp.float32, lax.Precision.HIGHEST if is_exact else requested_precision
     return record.lhs.dtype, None
 
 
-def fit_blocks_to_arrays(blocks: Blocks, contracted: int, columns: int) -> Blocks:
+def fit_blocks_to_arrays(blocks: TileSizes, contracted: int, columns: int) -> TileSizes:
     """Returns blocks no longer than the arrays; sizes that are not multiples of lanes must be the array's own.
 
     Raises:
@@ -307,7 +312,7 @@ def fit_blocks_to_arrays(blocks: Blocks, contracted: int, columns: int) -> Block
         if size % LANES:
             raise ValueError(f"cfg: got {name}={size}, wants a multiple of {LANES}")
     inner = contracted if blocks.contracted >= contracted else blocks.contracted
-    return Blocks(blocks.rows, inner, columns if blocks.columns >= columns else blocks.columns)
+    return TileSizes(blocks.rows, inner, columns if blocks.columns >= columns else blocks.columns)
 
 
 def pad_scales_to_sublanes(scale: jax.Array) -> jax.Array:
@@ -340,6 +345,6 @@ def scale_block_membership(blocks: int, first: Any, size: int, spec: GroupedSpec
     return jnp.where((index >= block) & (index < block + spec.contracted_per_scale), 1.0, 0.0)
 
 
-def tile_sizes_of(config: TpuMatmul) -> Blocks:
+def tile_sizes_of(config: TpuMatmul) -> TileSizes:
     """Returns the tile sizes of a configuration."""
-    return Blocks(config.block_m, config.block_k, config.block_n)
+    return TileSizes(config.block_m, config.block_k, config.block_n)

@@ -10,27 +10,29 @@ from ejkernel.families.tiled_attention import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu import paged_attention
 from ejkernel_pallas.tpu.latent_attention import config
-from ejkernel_pallas.tpu.latent_attention.plan import paged_shapes
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.latent_attention.plan import paged_record_shapes
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-HANDLES = frozenset(
+SUPPORTED_OPTIONAL_FIELDS = frozenset(
     {"q_segment_ids", "kv_segment_ids", "q_positions", "softmax_aux", "logits_soft_cap", "sliding_window"}
 )
 """Optional fields that the records of `mla_decode` can have."""
 
 
-def _reasons(record: Any) -> Generator[str]:
+def _refusal_reasons(record: Any) -> Generator[str]:
     """Yields the reasons to refuse a record."""
-    yield from paged_attention.reasons(paged_shapes(record))
+    yield from paged_attention.reasons(paged_record_shapes(record))
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        mosaic_tpu(
+        make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuPaged),
-            tpu_requires(head_dims=range(1, 1025), handles=HANDLES, extra=_reasons),
+            tpu_requires(
+                head_dims=range(1, 1025), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
+            ),
             folder="latent_attention",
             backward=False,
             only=frozenset({"mla_decode"}),

@@ -8,11 +8,11 @@ import jax
 
 from ejkernel.families.tiled_attention import SoftmaxResiduals, TiledAttention
 from ejkernel_pallas.tpu.latent_attention.config import TpuPaged
-from ejkernel_pallas.tpu.latent_attention.plan import as_pages
+from ejkernel_pallas.tpu.latent_attention.plan import paged_record_of_dense_cache
 from ejkernel_pallas.tpu.paged_attention.forward import forward as paged_forward
 
 
 def forward(record: TiledAttention, config: TpuPaged) -> tuple[jax.Array, SoftmaxResiduals]:
     """Returns output [B, 1, H, Dv] and residuals of a record of `mla_decode`."""
-    (output, lse), _ = paged_forward(as_pages(record), config)
+    (output, lse), _ = paged_forward(paged_record_of_dense_cache(record), config)
     return output[:, None], SoftmaxResiduals(lse=lse[:, :, None])

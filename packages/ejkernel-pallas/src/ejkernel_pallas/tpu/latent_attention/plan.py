@@ -10,11 +10,11 @@ from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.paged_layout import stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 
-SLOTS_PER_PAGE = (512, 256, 128)
+CANDIDATE_PAGE_SLOTS = (512, 256, 128)
 """Slots per page; a row of the cache must be whole pages, and larger pages take fewer copies."""
 
 
-def as_pages(record: TiledAttention) -> PagedAttention:
+def paged_record_of_dense_cache(record: TiledAttention) -> PagedAttention:
     """Returns the paged record. The first columns of a row of keys are its value: all of them, if there is one cache.
 
     Pages are views of the caches. Caches whose length is not a multiple of 128 are padded, which copies them.
@@ -27,25 +27,25 @@ def as_pages(record: TiledAttention) -> PagedAttention:
     keys, size = record.key[:, :, 0], record.value.shape[-1]
     rotary = keys.shape[-1] - size
     batch, length = keys.shape[:2]
-    length += -length % SLOTS_PER_PAGE[-1]
-    slots = next(n for n in SLOTS_PER_PAGE if length % n == 0)
+    length += -length % CANDIDATE_PAGE_SLOTS[-1]
+    slots = next(n for n in CANDIDATE_PAGE_SLOTS if length % n == 0)
     entries = length // slots
 
-    def cut(cache: jax.Array) -> jax.Array:
+    def cache_to_pages(cache: jax.Array) -> jax.Array:
         cache = jnp.pad(cache, ((0, 0), (0, length - cache.shape[1]), (0, 0)))
         return cache.reshape(batch * entries, 1, slots, cache.shape[-1])
 
     separate = rotary > 0 and size % LANES == 0 and stores_tokens_along_lanes(rotary)
     return dataclasses.replace(
         pages,
-        key_pages=cut(record.value[:, :, 0] if separate else keys),
-        value_pages=cut(keys[..., size:]) if separate else None,
+        key_pages=cache_to_pages(record.value[:, :, 0] if separate else keys),
+        value_pages=cache_to_pages(keys[..., size:]) if separate else None,
         kv_layout="phsd",
         block_tables=jnp.arange(batch * entries, dtype=jnp.int32).reshape(batch, entries),
         latent=(size, size),
     )
 
 
-def paged_shapes(record: TiledAttention) -> PagedAttention:
+def paged_record_shapes(record: TiledAttention) -> PagedAttention:
     """Returns the paged record with shapes and dtypes only."""
-    return jax.eval_shape(as_pages, record)
+    return jax.eval_shape(paged_record_of_dense_cache, record)

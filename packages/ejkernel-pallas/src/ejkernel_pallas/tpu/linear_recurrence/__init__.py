@@ -11,25 +11,25 @@ from ejkernel.families.linear_recurrence import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
 from ejkernel_pallas.tpu.linear_recurrence import config
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-UNSUPPORTED = frozenset({"low_rank_write", "low_rank_read", "parents"})
+UNSUPPORTED_FIELDS = frozenset({"low_rank_write", "low_rank_read", "parents"})
 """The fields of the family's low-rank term and of trees of draft tokens, which the kernel does not have."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if (needed := config.state_vmem_bytes(record)) > config.STATES_VMEM_BYTES:
+    if (needed := config.state_vmem_bytes_per_head(record)) > config.MAX_STATES_VMEM_BYTES:
         sizes = f"{record.query.shape[3]} x {record.value.shape[3]}"
-        yield f"query: got states of {sizes}, {needed} bytes of VMEM, the kernels take {config.STATES_VMEM_BYTES}"
-    if (needed := config.chunk_table_smem_bytes(record)) > config.CHUNK_TABLE_SMEM_BYTES:
-        limit = config.CHUNK_TABLE_SMEM_BYTES
+        yield f"query: got states of {sizes}, {needed} bytes of VMEM, the kernels take {config.MAX_STATES_VMEM_BYTES}"
+    if (needed := config.chunk_table_smem_bytes(record)) > config.MAX_CHUNK_TABLE_SMEM_BYTES:
+        limit = config.MAX_CHUNK_TABLE_SMEM_BYTES
         yield f"query: got a table of chunks of {needed} bytes of SMEM, the kernels take {limit}"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    handles = optional_fields(FAMILY.record).keys() - UNSUPPORTED
-    requires = tpu_requires(handles=handles, extra=_reasons)
+    handles = optional_fields(FAMILY.record).keys() - UNSUPPORTED_FIELDS
+    requires = tpu_requires(supported_fields=handles, refusal_reasons=_refusal_reasons)
     space = ConfigSpace.of(config, forward=config.TpuRecurrence)
-    return (mosaic_tpu(FAMILY, space, requires, without=UNSUPPORTED),)
+    return (make_mosaic_tpu_implementation(FAMILY, space, requires, fields_without_gradient=UNSUPPORTED_FIELDS),)

@@ -21,8 +21,8 @@ from ejkernel_pallas.tpu.linear_recurrence.forward import (
     token_operands,
 )
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_bwd import chunk_bwd
-from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_states
-from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import store_chunk_states
+from ejkernel_pallas.tpu.linear_recurrence.plan import ChunkPlan, make_plan
 from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec, make_spec
 from ejkernel_pallas.tpu.mosaic.launch import Operand
 
@@ -41,40 +41,47 @@ def backward(pullback: Pullback, config: TpuRecurrence) -> dict[str, jax.Array]:
     record: LinearRecurrence = pullback.record
     plan = make_plan(record, make_spec(record, config))
     arrays = token_arrays(plan, record)
-    results = _run(pullback, plan, arrays, _chunk_states(plan, arrays, states(record)))
+    results = _run(pullback, plan, arrays, _states_before_chunks(plan, arrays, states(record)))
     first = keep_states_of_empty_sequences(record, results["initial_state"], pullback.cotangent[1].astype(jnp.float32))
     found = {"initial_state": first, "sequence_state": first}
-    for name, count in plan.spec.channel_field_heads:
+    for name, count in plan.spec.channel_field_head_counts:
         if f"d{name}" in results:
-            of_heads = layout.result_by_token(plan, name, results[f"d{name}"], _num_gradient_heads(plan.spec, count))
-            found[name] = plan.unalign(of_heads)
-    if "dcolumns" in results:
-        dcolumns = layout.column_gradients(plan, record, results["dcolumns"], results.get("dlane_rows"))
-        found |= {name: plan.unalign(x) for name, x in dcolumns.items()}
-    return {name: _as_field(found[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
+            of_heads = layout.unpack_channel_result(
+                plan, name, results[f"d{name}"], _num_gradient_heads(plan.spec, count)
+            )
+            found[name] = plan.gather_from_chunks(of_heads)
+    if "dscalar_columns" in results:
+        dscalar_columns = layout.scalar_gradients(plan, record, results["dscalar_columns"], results.get("dscalar_rows"))
+        found |= {name: plan.gather_from_chunks(x) for name, x in dscalar_columns.items()}
+    return {name: _reduce_to_field_shape(found[name], getattr(record, name)) for name in sorted(pullback.grad_fields)}
 
 
-def _chunk_states(plan: Plan, arrays: dict[str, jax.Array], first: jax.Array) -> jax.Array:
+def _states_before_chunks(plan: ChunkPlan, arrays_by_ref: dict[str, jax.Array], initial_states: jax.Array) -> jax.Array:
     """Returns the states before every chunk, [B, chunks, H, K, V], from the initial states."""
     spec = plan.spec
     shape = (plan.batch_size, plan.chunks_per_row, spec.total_heads, spec.key_dim, spec.value_dim)
     results = run(
         "chunk_states",
-        chunk_states,
+        store_chunk_states,
         plan,
-        inputs={**token_operands(plan, arrays), "initial_state": layout.states_operand(plan, first, False)},
+        inputs={
+            **token_operands(plan, arrays_by_ref),
+            "initial_state": layout.sequence_states_operand(plan, initial_states, False),
+        },
         outputs={"chunk_states": layout.chunk_states_operand(plan, jax.ShapeDtypeStruct(shape, jnp.float32), False)},
     )
     return results["chunk_states"]
 
 
-def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: jax.Array) -> dict[str, jax.Array]:
+def _run(
+    pullback: Pullback, plan: ChunkPlan, arrays_by_ref: dict[str, jax.Array], states_before_chunks: jax.Array
+) -> dict[str, jax.Array]:
     """Returns the gradients that the kernel writes, and those of the initial states as `initial_state`."""
     record, (output_cotangent, final), spec = pullback.record, pullback.cotangent, plan.spec
-    output_cotangent = plan.align(output_cotangent)
+    output_cotangent = plan.gather_to_chunks(output_cotangent)
     grad_fields = frozenset(pullback.grad_fields)
     outputs: dict[str, Operand] = {}
-    for name, count in spec.channel_field_heads:
+    for name, count in spec.channel_field_head_counts:
         if name in grad_fields:
             written = _num_gradient_heads(spec, count)
             # What XLA adds up afterwards is in float32.
@@ -82,24 +89,28 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
             results = jax.ShapeDtypeStruct(
                 (plan.batch_size, plan.padded_tokens, written, spec.num_channels(name)), dtype
             )
-            outputs[f"d{name}"] = layout.wide_operand(plan, name, results, written, True)
+            outputs[f"d{name}"] = layout.channel_field_operand(plan, name, results, written, True)
     needs_decay_gradient = bool(spec.gate_sum_names) and "decay" in grad_fields
-    if needs_decay_gradient or grad_fields & set(spec.column_names):
-        results = (plan.batch_size, spec.head_steps, plan.padded_tokens, layout.column_count(spec))
-        outputs["dcolumns"] = layout.columns_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
+    if needs_decay_gradient or grad_fields & set(spec.scalar_names):
+        results = (plan.batch_size, spec.num_head_steps, plan.padded_tokens, layout.num_scalar_columns(spec))
+        outputs["dscalar_columns"] = layout.scalar_columns_operand(
+            plan, jax.ShapeDtypeStruct(results, jnp.float32), True
+        )
     if needs_decay_gradient:
-        results = (plan.batch_size, spec.head_steps, plan.chunks_per_row, spec.heads_per_step, spec.chunk_tokens)
-        outputs["dlane_rows"] = layout.lane_rows_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
-    outputs["initial_state"] = layout.states_operand(plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True)
+        results = (plan.batch_size, spec.num_head_steps, plan.chunks_per_row, spec.heads_per_step, spec.chunk_tokens)
+        outputs["dscalar_rows"] = layout.scalar_rows_operand(plan, jax.ShapeDtypeStruct(results, jnp.float32), True)
+    outputs["initial_state"] = layout.sequence_states_operand(
+        plan, jax.ShapeDtypeStruct(final.shape, jnp.float32), True
+    )
     return run(
         "chunk_bwd",
         functools.partial(chunk_bwd, grad_fields=grad_fields),
         plan,
         inputs={
-            **token_operands(plan, arrays, backwards=True),
-            "cotangent": layout.wide_operand(plan, "output", output_cotangent, spec.total_heads, True),
-            "final_state": layout.states_operand(plan, final.astype(jnp.float32), True),
-            "chunk_states": layout.chunk_states_operand(plan, before, True),
+            **token_operands(plan, arrays_by_ref, backwards=True),
+            "cotangent": layout.channel_field_operand(plan, "output", output_cotangent, spec.total_heads, True),
+            "final_state": layout.sequence_states_operand(plan, final.astype(jnp.float32), True),
+            "chunk_states": layout.chunk_states_operand(plan, states_before_chunks, True),
         },
         outputs=outputs,
     )
@@ -107,10 +118,10 @@ def _run(pullback: Pullback, plan: Plan, arrays: dict[str, jax.Array], before: j
 
 def _num_gradient_heads(spec: RecurrenceSpec, count: int) -> int:
     """Returns the number of heads of the gradient of a field: its own, or one per step if several steps read a head."""
-    return count if spec.heads_per_step * count >= spec.total_heads else spec.head_steps
+    return count if spec.heads_per_step * count >= spec.total_heads else spec.num_head_steps
 
 
-def _as_field(gradient: jax.Array, field: jax.Array) -> jax.Array:
+def _reduce_to_field_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:
     """Returns a gradient in the shape and dtype of its field: summed over the axes that the field broadcasts along."""
     if gradient.ndim < field.ndim:
         gradient = gradient[..., None]

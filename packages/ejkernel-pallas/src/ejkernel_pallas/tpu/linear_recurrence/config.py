@@ -7,13 +7,13 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, slotted_states
 from ejkernel.ops.params import Direction
 
-MIN_CHUNK = 8
+MIN_CHUNK_TOKENS = 8
 """Tokens of the shortest chunk: the rows of a register."""
-CHUNK_LENGTHS = (32, 64, 128, 256)
-HEADS_PER_STEP = (1, 2, 4, 8, 16)
-STATES_VMEM_BYTES = 24 * 2**20
+CANDIDATE_CHUNK_TOKENS = (32, 64, 128, 256)
+CANDIDATE_HEADS_PER_STEP = (1, 2, 4, 8, 16)
+MAX_STATES_VMEM_BYTES = 24 * 2**20
 """Bytes of VMEM for the states of a step's heads: one kept between chunks, and two blocks each read and written."""
-CHUNK_TABLE_SMEM_BYTES = 2**20 - 2**16
+MAX_CHUNK_TABLE_SMEM_BYTES = 2**20 - 2**16
 """Bytes of SMEM for the table of chunks: a chip has 1 MiB, of which the compiler and the pipeline take some."""
 
 
@@ -30,8 +30,8 @@ class TpuRecurrence:
     heads: int
 
     def __post_init__(self) -> None:
-        if self.chunk_size < MIN_CHUNK or self.chunk_size & (self.chunk_size - 1):
-            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two of at least {MIN_CHUNK}")
+        if self.chunk_size < MIN_CHUNK_TOKENS or self.chunk_size & (self.chunk_size - 1):
+            raise ValueError(f"chunk_size: got {self.chunk_size}, wants a power of two of at least {MIN_CHUNK_TOKENS}")
         if self.heads < 1:
             raise ValueError(f"heads: got {self.heads}, wants at least 1")
 
@@ -49,7 +49,7 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
     wide = has_decay_per_channel(record) or record.value_decay is not None
     length, heads = (64, 8) if wide else (128, 16)
     if slotted_states(record) is not None:  # a step's overhead is a large share of copying the states of few heads
-        heads = HEADS_PER_STEP[-1]
+        heads = CANDIDATE_HEADS_PER_STEP[-1]
     heads = heads if direction == "forward" else heads // 2
     return TpuRecurrence(chunk_size=min(length, _max_chunk_length(record)), heads=heads)
 
@@ -57,12 +57,12 @@ def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> Tp
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[TpuRecurrence, ...]:
     """Returns configurations worth measuring."""
     first = heuristic(record, device, direction)
-    lengths = [n for n in CHUNK_LENGTHS if n <= _max_chunk_length(record)] or [first.chunk_size]
-    found = (TpuRecurrence(chunk_size=n, heads=heads) for n in lengths for heads in HEADS_PER_STEP)
+    lengths = [n for n in CANDIDATE_CHUNK_TOKENS if n <= _max_chunk_length(record)] or [first.chunk_size]
+    found = (TpuRecurrence(chunk_size=n, heads=heads) for n in lengths for heads in CANDIDATE_HEADS_PER_STEP)
     return tuple(dict.fromkeys((first, *found)))
 
 
-def state_vmem_bytes(record: LinearRecurrence) -> int:
+def state_vmem_bytes_per_head(record: LinearRecurrence) -> int:
     """Returns the bytes of VMEM for the states of one head."""
     return 5 * 4 * record.query.shape[3] * record.value.shape[3]
 
@@ -80,5 +80,5 @@ def _max_chunk_length(record: LinearRecurrence) -> int:
     if slotted_states(record) is not None and record.cu_seqlens is not None:
         # Decode steps have few tokens a sequence; in a mixed batch, most chunks are of those.
         tokens = cdiv(tokens, max(1, record.cu_seqlens.shape[0] - 1))
-        return max(MIN_CHUNK, 1 << (tokens - 1).bit_length())
+        return max(MIN_CHUNK_TOKENS, 1 << (tokens - 1).bit_length())
     return max(16, 1 << (tokens - 1).bit_length())

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.linear_recurrence import plan as layout
 from ejkernel_pallas.tpu.linear_recurrence.config import TpuRecurrence
 from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk_fwd import chunk_fwd
 from ejkernel_pallas.tpu.linear_recurrence.kernels.refs import RecurrenceRefs
-from ejkernel_pallas.tpu.linear_recurrence.plan import Plan, make_plan
+from ejkernel_pallas.tpu.linear_recurrence.plan import ChunkPlan, make_plan
 from ejkernel_pallas.tpu.linear_recurrence.spec import make_spec
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch
 
@@ -30,93 +30,103 @@ def forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.
         place. There are no residuals: the backward pass recomputes the states between chunks.
     """
     updates_slots = slotted_states(record) is not None and not record.transposed_states
-    return _update_slots(record, config) if updates_slots else _forward(record, config)
+    return _forward_with_state_slots(record, config) if updates_slots else _forward_from_plain_states(record, config)
 
 
-def _update_slots(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def _forward_with_state_slots(
+    record: LinearRecurrence, config: TpuRecurrence
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns the output, and the slots after the packed sequences that have one."""
     return _run_forward(record, config, record.sequence_state), ()
 
 
 @forward_with_plain_states
-def _forward(record: LinearRecurrence, config: TpuRecurrence) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+def _forward_from_plain_states(
+    record: LinearRecurrence, config: TpuRecurrence
+) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
     """Returns output and final states of a record with plain states."""
     first = states(record)
     output, final = _run_forward(record, config, first)
     return (output, keep_states_of_empty_sequences(record, final, first)), ()
 
 
-def _run_forward(record: LinearRecurrence, config: TpuRecurrence, first: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, and the array of states after the kernel, whose memory is that of `first` if it is slots."""
+def _run_forward(record: LinearRecurrence, config: TpuRecurrence, initial_states: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, and the array of states after the kernel, whose memory is that of `initial_states` if it is
+    slots.
+    """
     plan = make_plan(record, make_spec(record, config))
     spec = plan.spec
     shape = (plan.batch_size, plan.padded_tokens, spec.total_heads, spec.value_dim)
     output = jax.ShapeDtypeStruct(shape, record.query.dtype)
-    final = jax.ShapeDtypeStruct(first.shape, first.dtype if plan.states_in_slots else jnp.float32)
+    final = jax.ShapeDtypeStruct(initial_states.shape, initial_states.dtype if plan.states_in_slots else jnp.float32)
     results = run(
         "chunk_fwd",
-        functools.partial(chunk_fwd, in_slots=plan.states_in_slots),
+        functools.partial(chunk_fwd, states_in_slots=plan.states_in_slots),
         plan,
         inputs={
             **token_operands(plan, token_arrays(plan, record)),
-            "initial_state": layout.states_operand(plan, first, False),
+            "initial_state": layout.sequence_states_operand(plan, initial_states, False),
         },
         outputs={
-            "output": layout.wide_operand(plan, "output", output, spec.total_heads, False),
-            "final_state": layout.states_operand(plan, final, False),
+            "output": layout.channel_field_operand(plan, "output", output, spec.total_heads, False),
+            "final_state": layout.sequence_states_operand(plan, final, False),
         },
         aliases={"initial_state": "final_state"} if plan.states_in_slots else {},
-        chunks=None if plan.token_positions is None else plan.token_positions.num_used_chunks,
+        num_chunks=None if plan.token_positions is None else plan.token_positions.num_used_chunks,
     )
-    read = layout.result_by_token(plan, "output", results["output"], spec.total_heads)
-    return plan.unalign(read), results["final_state"]
+    read = layout.unpack_channel_result(plan, "output", results["output"], spec.total_heads)
+    return plan.gather_from_chunks(read), results["final_state"]
 
 
-def token_arrays(plan: Plan, record: LinearRecurrence) -> dict[str, jax.Array]:
+def token_arrays(plan: ChunkPlan, record: LinearRecurrence) -> dict[str, jax.Array]:
     """Returns all kernels' inputs from a record's tokens, by the names of their refs."""
     shape = record.query.shape[:2]
     found: dict[str, jax.Array] = {}
-    for name, _ in plan.spec.channel_field_heads:
+    for name, _ in plan.spec.channel_field_head_counts:
         x = getattr(record, name)
-        found[name] = plan.align(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
-    if plan.spec.column_names or plan.spec.has_segment_runs:
-        found["columns"], lane_rows = layout.make_column_arrays(plan, record)
-        found |= {} if lane_rows is None else {"lane_rows": lane_rows}
+        found[name] = plan.gather_to_chunks(jnp.broadcast_to(x, (*shape, *x.shape[2:])))
+    if plan.spec.scalar_names or plan.spec.has_segment_runs:
+        found["scalar_columns"], scalar_rows = layout.make_scalar_arrays(plan, record)
+        found |= {} if scalar_rows is None else {"scalar_rows": scalar_rows}
     return found
 
 
-def token_operands(plan: Plan, arrays: dict[str, jax.Array], *, backwards: bool = False) -> dict[str, Operand]:
+def token_operands(
+    plan: ChunkPlan, arrays_by_ref: dict[str, jax.Array], *, backwards: bool = False
+) -> dict[str, Operand]:
     """Returns the arrays of `token_arrays` as operands of a kernel."""
-    counts = dict(plan.spec.channel_field_heads)
-    found = {name: layout.wide_operand(plan, name, arrays[name], counts[name], backwards) for name in counts}
-    if "columns" in arrays:
-        found["columns"] = layout.columns_operand(plan, arrays["columns"], backwards)
-    if "lane_rows" in arrays:
-        found["lane_rows"] = layout.lane_rows_operand(plan, arrays["lane_rows"], backwards)
+    counts = dict(plan.spec.channel_field_head_counts)
+    found = {
+        name: layout.channel_field_operand(plan, name, arrays_by_ref[name], counts[name], backwards) for name in counts
+    }
+    if "scalar_columns" in arrays_by_ref:
+        found["scalar_columns"] = layout.scalar_columns_operand(plan, arrays_by_ref["scalar_columns"], backwards)
+    if "scalar_rows" in arrays_by_ref:
+        found["scalar_rows"] = layout.scalar_rows_operand(plan, arrays_by_ref["scalar_rows"], backwards)
     return found
 
 
 def run(
     name: str,
     kernel: Any,
-    plan: Plan,
+    plan: ChunkPlan,
     *,
     inputs: dict[str, Operand],
     outputs: dict[str, Operand],
     aliases: dict[str, str] | None = None,
-    chunks: jax.Array | None = None,
+    num_chunks: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs one of the kernels on all chunks, or on the first `chunks` of them."""
+    """Runs one of the kernels on all chunks, or on the first `num_chunks` of them."""
     spec = plan.spec
     scratch = {"state": pltpu.VMEM((spec.heads_per_step, spec.key_dim, spec.value_dim), jnp.float32)}
     return launch(
         KernelCall(
             name=f"ejkernel_linear_recurrence_{name}",
             kernel=functools.partial(
-                kernel, spec=spec, chunks=plan.chunks_per_row, packed=plan.token_positions is not None
+                kernel, spec=spec, chunks_per_row=plan.chunks_per_row, is_packed=plan.token_positions is not None
             ),
             refs=RecurrenceRefs,
-            grid=(plan.batch_size, spec.head_steps, plan.chunks_per_row if chunks is None else chunks),
+            grid=(plan.batch_size, spec.num_head_steps, plan.chunks_per_row if num_chunks is None else num_chunks),
             # Rows and heads are parallel; the chunks of a row are sequential.
             parallel=2,
             tables={"chunk_table": plan.chunk_table},

@@ -6,11 +6,11 @@ from jax import lax
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_channel, num_state_heads
 from ejkernel.planning.precision import product_precision
-from ejkernel_pallas.tpu.linear_recurrence.config import STATES_VMEM_BYTES, TpuRecurrence, state_vmem_bytes
+from ejkernel_pallas.tpu.linear_recurrence.config import MAX_STATES_VMEM_BYTES, TpuRecurrence, state_vmem_bytes_per_head
 
 SCALAR_FIELDS = ("beta", "dt", "skip")
 """Fields with one element per token and head."""
-GATE_SUM_PARTS = ("coarse", "fine")
+GATE_SUM_NAMES = ("coarse_sums", "fine_sums")
 """The two values that represent sums of log gates that channels share; see `gates.HeadDecay`."""
 
 
@@ -20,11 +20,11 @@ class ChunkArithmetic:
 
     Attributes:
         output_scale: Factor on the outputs.
-        exact: Whether products keep float32's precision.
+        keeps_float32: Whether products keep float32's precision.
     """
 
     output_scale: float
-    exact: bool
+    keeps_float32: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class RecurrenceSpec:
         total_heads: H, the number of heads.
         key_dim: K, channels of a key.
         value_dim: V, channels of a value.
-        channel_field_heads: Pairs of a field that has channels, by name, and its number of heads.
-        column_names: Names of the elements per token and head, in the order of the array of columns.
+        channel_field_head_counts: Pairs of a field that has channels, by name, and its number of heads.
+        scalar_names: Names of the elements per token and head, in the order of the array of columns.
         gate_sum_names: Names of the values that represent sums of gates that all channels of a key share; empty for
             gates per channel.
         has_segment_runs: Whether a chunk takes one pass per run of a segment; the last column has the runs' indices.
@@ -51,18 +51,18 @@ class RecurrenceSpec:
     total_heads: int
     key_dim: int
     value_dim: int
-    channel_field_heads: tuple[tuple[str, int], ...]
-    column_names: tuple[str, ...]
+    channel_field_head_counts: tuple[tuple[str, int], ...]
+    scalar_names: tuple[str, ...]
     gate_sum_names: tuple[str, ...]
     has_segment_runs: bool
 
     @property
-    def head_steps(self) -> int:
+    def num_head_steps(self) -> int:
         """Returns the number of grid steps over heads."""
         return self.total_heads // self.heads_per_step
 
     @property
-    def num_lane_rows(self) -> int:
+    def num_scalar_rows(self) -> int:
         """Returns the number of values per token that kernels read along lanes: sums of gates, and runs of segments."""
         return len(self.gate_sum_names) * self.heads_per_step + self.has_segment_runs if self.gate_sum_names else 0
 
@@ -70,36 +70,42 @@ class RecurrenceSpec:
         """Returns the number of channels of a field."""
         return self.value_dim if name in ("value", "value_decay", "output") else self.key_dim
 
-    def block_heads(self, count: int) -> int:
+    def heads_per_block(self, count: int) -> int:
         """Returns the number of heads in a block of a field of `count` heads."""
         return max(1, self.heads_per_step * count // self.total_heads)
 
-    def has_lane_blocks(self, name: str, count: int) -> bool:
+    def has_heads_along_lanes(self, name: str, count: int) -> bool:
         """Returns whether a block of a field's heads is a block of lanes of [B, T, heads * channels]."""
-        block = self.block_heads(count)
+        block = self.heads_per_block(count)
         return block == count or block * self.num_channels(name) % 128 == 0
 
 
 def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec:
     """Returns the constants of a record's kernels."""
-    total_heads, heads_in_vmem = num_state_heads(record), max(1, STATES_VMEM_BYTES // max(1, state_vmem_bytes(record)))
+    total_heads, heads_in_vmem = (
+        num_state_heads(record),
+        max(1, MAX_STATES_VMEM_BYTES // max(1, state_vmem_bytes_per_head(record))),
+    )
     shared = record.decay is not None and not has_decay_per_channel(record)
     channel_fields = {"query": record.query, "key": record.key, "value": record.value}
     channel_fields |= {"decay": record.decay} if has_decay_per_channel(record) else {}
     channel_fields |= {"value_decay": record.value_decay} if record.value_decay is not None else {}
     head_counts = {name: x.shape[2] for name, x in channel_fields.items() if x is not None}
-    exact = product_precision(record.query.dtype, record.precision) in (lax.Precision.HIGH, lax.Precision.HIGHEST)
-    sums = GATE_SUM_PARTS[: 1 + exact] if shared else ()
+    keeps_float32 = product_precision(record.query.dtype, record.precision) in (
+        lax.Precision.HIGH,
+        lax.Precision.HIGHEST,
+    )
+    sums = GATE_SUM_NAMES[: 1 + keeps_float32] if shared else ()
     columns = sums + tuple(name for name in SCALAR_FIELDS if getattr(record, name) is not None)
     return RecurrenceSpec(
-        arithmetic=ChunkArithmetic(output_scale=record.softmax_scale, exact=exact),
+        arithmetic=ChunkArithmetic(output_scale=record.softmax_scale, keeps_float32=keeps_float32),
         chunk_tokens=config.chunk_size,
         heads_per_step=_heads_per_step(total_heads, min(config.heads, heads_in_vmem), set(head_counts.values())),
         total_heads=total_heads,
         key_dim=record.query.shape[3],
         value_dim=record.value.shape[3],
-        channel_field_heads=tuple(head_counts.items()),
-        column_names=columns,
+        channel_field_head_counts=tuple(head_counts.items()),
+        scalar_names=columns,
         gate_sum_names=sums,
         has_segment_runs=record.segment_ids is not None,
     )
@@ -108,8 +114,8 @@ def make_spec(record: LinearRecurrence, config: TpuRecurrence) -> RecurrenceSpec
 def _heads_per_step(total_heads: int, max_heads: int, head_counts: set[int]) -> int:
     """Returns the largest number of heads per step that have whole heads of every field, or one head of it."""
 
-    def fits(heads: int) -> bool:
+    def divides_heads_evenly(heads: int) -> bool:
         groups = [total_heads // count for count in head_counts]
         return total_heads % heads == 0 and all(heads % group == 0 or group % heads == 0 for group in groups)
 
-    return max(heads for heads in range(1, min(total_heads, max_heads) + 1) if fits(heads))
+    return max(heads for heads in range(1, min(total_heads, max_heads) + 1) if divides_heads_evenly(heads))

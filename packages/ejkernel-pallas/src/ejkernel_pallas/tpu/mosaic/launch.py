@@ -23,7 +23,7 @@ from ejkernel_pallas.tpu.interpret import is_interpreting
 
 Ref = Any
 """A reference to VMEM, SMEM, HBM or a semaphore, inside a kernel."""
-Index = tuple[Any, ...]
+BlockIndex = tuple[Any, ...]
 
 DEFAULT_VMEM_LIMIT_BYTES = 48 * 2**20
 """The default limit of a kernel's VMEM: that of the chip with the least VMEM, minus what XLA keeps there."""
@@ -33,7 +33,7 @@ a kernel's limit; a quarter of these if that is more.
 """
 
 
-def identity_index(*step: Any) -> Index:
+def identity_index(*step: Any) -> BlockIndex:
     """Returns the grid indices and tables themselves: the coordinates of operands whose index maps read these."""
     return step
 
@@ -53,16 +53,16 @@ class Operand:
 
     array: Any
     block: tuple[int | None, ...] | None = None
-    index: Callable[..., Index] = identity_index
+    index: Callable[..., BlockIndex] = identity_index
     table: Any = None
     memory_space: Any = None
 
     @property
-    def bytes(self) -> int:
+    def block_bytes(self) -> int:
         """Returns the bytes of one block."""
         return math.prod(size or 1 for size in self.block or ()) * jnp.dtype(self.array.dtype).itemsize
 
-    def spec(self, where: Callable[..., Index]) -> pl.BlockSpec:
+    def spec(self, where: Callable[..., BlockIndex]) -> pl.BlockSpec:
         """Returns the block's specification; `where` returns a grid step's coordinates."""
         if self.block is None:
             return pl.BlockSpec(memory_space=pl.ANY)
@@ -104,7 +104,7 @@ class KernelCall:
     inputs: Mapping[str, Operand]
     outputs: Mapping[str, Operand]
     scratch: Mapping[str, Any]
-    where: Callable[..., Index] = identity_index
+    where: Callable[..., BlockIndex] = identity_index
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     vmem_limit: int = DEFAULT_VMEM_LIMIT_BYTES
     pipelines: bool = False
@@ -124,7 +124,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
     inputs, outputs = call.inputs, list(call.outputs)
     names = (*call.tables, *inputs, *outputs, *call.scratch)
     tables = [*call.tables.values(), *(x.table for x in inputs.values() if x.table is not None)]
-    arrays = [_in_hbm(x.array) if name in call.aliases and x.block else x.array for name, x in inputs.items()]
+    arrays = [_keep_in_hbm(x.array) if name in call.aliases and x.block else x.array for name, x in inputs.items()]
     kernel_operands = _compat.as_varying([*tables, *arrays], arrays)
 
     def kernel(*refs: Any) -> None:
@@ -160,7 +160,7 @@ def launch(call: KernelCall) -> dict[str, jax.Array]:
         return dict(zip(outputs, run(*kernel_operands), strict=True))
 
 
-def _in_hbm(array: Any) -> Any:
+def _keep_in_hbm(array: Any) -> Any:
     """Returns an array that XLA does not move to VMEM, and back after the kernel, where it has room for all of it.
 
     Only an array that is updated in place needs this: the kernel copies the few blocks that it changes itself.
@@ -173,16 +173,16 @@ def _constrain_to_hbm(array: Any) -> Any:
     return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
-def _constrain_batch(axis_size: int, in_batched: list[bool], array: Any) -> tuple[Any, bool]:
+def _constrain_batch_to_hbm(axis_size: int, in_batched: list[bool], array: Any) -> tuple[Any, bool]:
     """Returns the constraint on all arrays of a batch; JAX has no rule of its own."""
     return _constrain_to_hbm(array), in_batched[0]
 
 
-_constrain_to_hbm.def_vmap(_constrain_batch)
+_constrain_to_hbm.def_vmap(_constrain_batch_to_hbm)
 
 
 def vmem_limit_bytes(operands: tuple[Operand, ...], scratch: Mapping[str, Any]) -> int:
     """Returns the bytes of VMEM for two blocks of every operand, scratch memory, and the compiler's reserve."""
     scratch_bytes = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch.values())
-    used_bytes = 2 * sum(x.bytes for x in operands) + scratch_bytes
+    used_bytes = 2 * sum(x.block_bytes for x in operands) + scratch_bytes
     return used_bytes + max(MIN_COMPILER_VMEM_BYTES, used_bytes // 4)

@@ -8,15 +8,15 @@ import numpy as np
 from jax import lax
 
 
-def fori_loop(first: Any, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def fori_loop(first_index: Any, end_index: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     """Like `lax.fori_loop`, with traced bounds.
 
     Mosaic emits a `fori_loop` with traced bounds twice, the second time for the remainder of an unrolled loop. A nest
     of such loops emits its innermost body many times, and takes as long to compile. It does not recognise this loop,
     whose bound is not carried, as a `fori_loop`.
     """
-    end = jnp.int32(end)
-    state = lax.while_loop(lambda x: x[0] < end, lambda x: (x[0] + 1, body(*x)), (jnp.int32(first), carry))
+    end_index = jnp.int32(end_index)
+    state = lax.while_loop(lambda x: x[0] < end_index, lambda x: (x[0] + 1, body(*x)), (jnp.int32(first_index), carry))
     return state[1]
 
 

@@ -32,15 +32,15 @@ class ChunkPositions(NamedTuple):
     num_used_chunks: jax.Array
 
 
-def make_chunk_positions(bounds: jax.Array, num_tokens: int, chunk_tokens: int) -> ChunkPositions:
+def make_chunk_positions(sequence_bounds: jax.Array, num_tokens: int, chunk_tokens: int) -> ChunkPositions:
     """Returns the positions of tokens that give every sequence whole chunks.
 
     Args:
-        bounds: int32 [N + 1], the first token of each sequence, and the end of the last one.
+        sequence_bounds: int32 [N + 1], the first token of each sequence, and the end of the last one.
         num_tokens: T, tokens of the packed row, with its padding.
         chunk_tokens: Tokens per chunk.
     """
-    lengths = jnp.diff(bounds)
+    lengths = jnp.diff(sequence_bounds)
     chunks_per_sequence = cdiv(lengths, chunk_tokens)
     end_chunks = jnp.cumsum(chunks_per_sequence, dtype=jnp.int32)
     # A sequence with tokens has one chunk, and one more for each `chunk_tokens` tokens after its first.
@@ -61,15 +61,17 @@ def make_chunk_positions(bounds: jax.Array, num_tokens: int, chunk_tokens: int) 
         chunk_tokens, dtype=jnp.int32
     )
     token_at_position = jnp.where(
-        offset < lengths[sequence_of_chunk][:, None], bounds[:-1][sequence_of_chunk][:, None] + offset, num_tokens
+        offset < lengths[sequence_of_chunk][:, None],
+        sequence_bounds[:-1][sequence_of_chunk][:, None] + offset,
+        num_tokens,
     ).reshape(-1)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     sequence_of_token = jnp.clip(
-        jnp.searchsorted(bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1
+        jnp.searchsorted(sequence_bounds, token, side="right").astype(jnp.int32) - 1, 0, lengths.shape[0] - 1
     )
     position_of_token = jnp.where(
-        token < bounds[-1],
-        first_chunks[sequence_of_token] * chunk_tokens + token - bounds[:-1][sequence_of_token],
+        token < sequence_bounds[-1],
+        first_chunks[sequence_of_token] * chunk_tokens + token - sequence_bounds[:-1][sequence_of_token],
         num_chunks * chunk_tokens,
     )
     return ChunkPositions(token_at_position, position_of_token, sequence_of_chunk, jnp.maximum(end_chunks[-1], 1))

@@ -55,9 +55,9 @@ def deinterleave(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return every_other_column(even), every_other_column(even + 1)
 
 
-def matrix_product(a: jax.Array, b: jax.Array, contract: tuple[int, int], precision: Any) -> jax.Array:
+def matrix_product(a: jax.Array, b: jax.Array, contracted_axes: tuple[int, int], precision: Any) -> jax.Array:
     """Returns the product of two matrices over one axis of each, accumulated in float32."""
-    dims = (((contract[0],), (contract[1],)), ((), ()))
+    dims = (((contracted_axes[0],), (contracted_axes[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -17,7 +17,7 @@ from ejkernel_pallas.tpu.mosaic.paged_layout import rows_per_token
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.paged_attention import config
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
 HANDLES = frozenset(
     {
@@ -137,10 +137,10 @@ def _latent_page_reasons(record: PagedAttention) -> Generator[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        mosaic_tpu(
+        make_mosaic_tpu_implementation(
             FAMILY,
             ConfigSpace.of(config, forward=config.TpuPaged),
-            tpu_requires(head_dims=range(1, 1025), handles=HANDLES, extra=reasons),
+            tpu_requires(head_dims=range(1, 1025), supported_fields=HANDLES, refusal_reasons=reasons),
             backward=False,
             only=SUPPORTED_OPERATIONS,
             cases="ejkernel_pallas.tpu.paged_attention.cases:cases",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_USER_MODULE = "_ejkernel_profiled"
+_IMPORTED_FILE_MODULE = "_ejkernel_profiled"
 SINGLE_DEVICE_MESH: Mapping[str, int] = {"x": 1}
 """The axes of the mesh of a single device."""
 
@@ -23,18 +23,18 @@ class Workload:
         args: Its arguments, which may be pytrees. Leaves are `jax.ShapeDtypeStruct`s, or arrays if their values decide
             what the kernel does: lengths, page tables, group sizes and masks that it prefetches.
         flops: The number of useful operations, for MFU; None if unknown.
-        bytes: The bytes that any kernel has to read from and write to HBM; None if unknown.
-        axes: Axes of the device mesh, and their sizes; one device by default. The function gets the mesh with
+        min_hbm_bytes: The bytes that any kernel has to read from and write to HBM; None if unknown.
+        mesh_axes: Axes of the device mesh, and their sizes; one device by default. The function gets the mesh with
             `jax.sharding.get_abstract_mesh()`; the device with the smallest indices is simulated.
-        specs: `PartitionSpec`s of the arguments; by default they are replicated.
+        partition_specs: `PartitionSpec`s of the arguments; by default they are replicated.
     """
 
     function: Callable[..., Any]
     args: Sequence[Any]
     flops: float | None = None
-    bytes: float | None = None
-    axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: SINGLE_DEVICE_MESH)
-    specs: Sequence[Any] | None = None
+    min_hbm_bytes: float | None = None
+    mesh_axes: Mapping[str, int] = dataclasses.field(default_factory=lambda: SINGLE_DEVICE_MESH)
+    partition_specs: Sequence[Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Case:
         operands_may_stay_in_vmem: Lets XLA keep operands in VMEM between kernels, as it does by default. Otherwise
             every kernel reads its operands from HBM, so that estimates of kernels can be compared.
         compiler_options: Further compiler options of XLA.
-        seconds: The limit on the time for simulating a kernel.
+        max_simulation_seconds: The limit on the time for simulating a kernel.
     """
 
     label: str
@@ -56,7 +56,7 @@ class Case:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     operands_may_stay_in_vmem: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    seconds: float = 120.0
+    max_simulation_seconds: float = 120.0
 
     def workload(self) -> Workload:
         """Builds the workload."""
@@ -109,10 +109,10 @@ def workload_of_function_path(
 
 
 def _import_file(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(_USER_MODULE, Path(path))
+    spec = importlib.util.spec_from_file_location(_IMPORTED_FILE_MODULE, Path(path))
     if spec is None or spec.loader is None:
         raise FileNotFoundError(path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_USER_MODULE] = module
+    sys.modules[_IMPORTED_FILE_MODULE] = module
     spec.loader.exec_module(module)
     return module

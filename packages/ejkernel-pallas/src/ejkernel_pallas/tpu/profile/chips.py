@@ -13,34 +13,34 @@ class Latencies:
     agreed with it: to 10% root mean square over sixteen kernels.
 
     Attributes:
-        branch_delay: Delay slots: bundles after a branch that are still executed.
-        matmul: From one product to the next in the matrix unit, for formats up to 16 bits.
-        matmul_f32: The same for float32.
-        matmul_result: From a product to its result.
-        push: From one push into a weight register to the next.
-        push_transposed: The same for a push that transposes.
-        xlu: From one reduction or transposition in the cross-lane unit to the next.
-        reduction: From a cross-lane reduction to its result.
-        rotation: From a rotation or permutation to its result.
-        transposition: From the end of a transposition to its results.
-        transcendental: From a transcendental function to its result.
-        dma_read: From the last byte of a copy out of HBM to its semaphore.
-        dma_write: The same for copies into HBM.
+        branch_delay_slots: Delay slots: bundles after a branch that are still executed.
+        matmul_interval: From one product to the next in the matrix unit, for formats up to 16 bits.
+        matmul_f32_interval: The same for float32.
+        matmul_result_latency: From a product to its result.
+        weight_push_interval: From one push into a weight register to the next.
+        transposed_weight_push_interval: The same for a push that transposes.
+        cross_lane_interval: From one reduction or transposition in the cross-lane unit to the next.
+        reduction_latency: From a cross-lane reduction to its result.
+        rotation_latency: From a rotation or permutation to its result.
+        transposition_latency: From the end of a transposition to its results.
+        transcendental_latency: From a transcendental function to its result.
+        dma_read_latency: From the last byte of a copy out of HBM to its semaphore.
+        dma_write_latency: The same for copies into HBM.
     """
 
-    branch_delay: int
-    matmul: int
-    matmul_f32: int
-    matmul_result: int
-    push: int = 4
-    push_transposed: int = 8
-    xlu: int
-    reduction: int
-    rotation: int
-    transposition: int
-    transcendental: int
-    dma_read: int
-    dma_write: int
+    branch_delay_slots: int
+    matmul_interval: int
+    matmul_f32_interval: int
+    matmul_result_latency: int
+    weight_push_interval: int = 4
+    transposed_weight_push_interval: int = 8
+    cross_lane_interval: int
+    reduction_latency: int
+    rotation_latency: int
+    transposition_latency: int
+    transcendental_latency: int
+    dma_read_latency: int
+    dma_write_latency: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,19 +57,28 @@ class Chip(Tpu):
 
 
 _V5E = Latencies(
-    branch_delay=4, matmul=16, matmul_f32=8, matmul_result=110, xlu=8, reduction=95, rotation=100, transposition=110,
-    transcendental=6, dma_read=900, dma_write=390,
+    branch_delay_slots=4, matmul_interval=16, matmul_f32_interval=8, matmul_result_latency=110, cross_lane_interval=8,
+    reduction_latency=95, rotation_latency=100, transposition_latency=110, transcendental_latency=6,
+    dma_read_latency=900, dma_write_latency=390,
 )  # fmt: skip
 _V6E = Latencies(
-    branch_delay=4, matmul=8, matmul_f32=4, matmul_result=190, xlu=4, reduction=125, rotation=120, transposition=130,
-    transcendental=12, dma_read=490, dma_write=390,
+    branch_delay_slots=4, matmul_interval=8, matmul_f32_interval=4, matmul_result_latency=190, cross_lane_interval=4,
+    reduction_latency=125, rotation_latency=120, transposition_latency=130, transcendental_latency=12,
+    dma_read_latency=490, dma_write_latency=390,
 )  # fmt: skip
-_V5P = dataclasses.replace(_V5E, dma_read=550, dma_write=500)
+_V5P = dataclasses.replace(_V5E, dma_read_latency=550, dma_write_latency=500)
 _V7X = dataclasses.replace(
-    _V6E, branch_delay=6, matmul_result=205, reduction=128, rotation=122, transposition=135, dma_read=580, dma_write=500
+    _V6E,
+    branch_delay_slots=6,
+    matmul_result_latency=205,
+    reduction_latency=128,
+    rotation_latency=122,
+    transposition_latency=135,
+    dma_read_latency=580,
+    dma_write_latency=500,
 )
 
-_CHIP_ESTIMATES = {
+_TOPOLOGIES_AND_LATENCIES = {
     "v5e": ("v5e:4x2", _V5E),
     "v5p": ("v5p:2x2x2", _V5P),
     "v6e": ("v6e:4x2", _V6E),
@@ -77,7 +86,7 @@ _CHIP_ESTIMATES = {
 }
 CHIPS = {
     name: Chip(**dataclasses.asdict(TPUS[name]), topology=topology, latencies=latencies)
-    for name, (topology, latencies) in _CHIP_ESTIMATES.items()
+    for name, (topology, latencies) in _TOPOLOGIES_AND_LATENCIES.items()
 }
 
 

@@ -24,9 +24,17 @@ from ejkernel_pallas.tpu.profile.text import print_report
 )  # fmt: skip
 @click.option("--gradient", is_flag=True, help="Also the kernels of the gradient.")
 @click.option("--flops", type=click.FloatRange(min=0, min_open=True), help="Useful operations of the call, for MFU.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the use of slots into a PNG file.")
 @click.option(
-    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Leave what libtpu writes in this directory."
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Draw the use of slots into a PNG file.",
+)
+@click.option(
+    "--keep",
+    "dump_folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Leave what libtpu writes in this directory.",
 )
 @click.pass_context
 def profile(
@@ -35,8 +43,8 @@ def profile(
     targets: tuple[str, ...],
     gradient: bool,
     flops: float | None,
-    plot: Path | None,
-    keep: Path | None,
+    plot_path: Path | None,
+    dump_folder: Path | None,
 ) -> None:
     """Predict how fast a call's TPU kernels are, without a TPU.
 
@@ -47,27 +55,27 @@ def profile(
     \b
     ejkernel profile flash_attention --shape 1,4096,8,128 --dtype bfloat16 -o causal=true --target v6e
     """
-    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install 'ejkernel-core[plot]'")
     call = spec.one()
     with one_line_errors():
         record = call.make_args(jax.random.key(0))
         case = make_profile_case(f"{call.op.name}: {call.label}", call.op.name, record, call.platform, gradient, flops)
-    reports = [_profile(case, target, keep) for target in targets]
+    reports = [_profile_case(case, target, dump_folder) for target in targets]
     for report in reports:
         print_report(open_console(), report)
     drawn = [report for report in reports if report.kernels]
-    if plot is not None and drawn:
-        from ejkernel_pallas.tpu.profile.plot import draw
+    if plot_path is not None and drawn:
+        from ejkernel_pallas.tpu.profile.plot import draw_reports
 
-        draw(drawn, plot)
-        click.echo(f"drawn in {plot}")
+        draw_reports(drawn, plot_path)
+        click.echo(f"drawn in {plot_path}")
     if len(drawn) < len(reports):
         ctx.exit(1)
 
 
-def _profile(case: Case, target: str, keep: Path | None) -> Report:
+def _profile_case(case: Case, target: str, dump_folder: Path | None) -> Report:
     try:
-        return profile_many([case], target=target, keep=None if keep is None else keep / target)[0]
+        return profile_many([case], target=target, dump_folder=None if dump_folder is None else dump_folder / target)[0]
     except ModuleNotFoundError as error:
         raise click.ClickException(str(error)) from error

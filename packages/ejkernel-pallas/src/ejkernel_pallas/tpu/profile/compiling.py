@@ -21,10 +21,10 @@ from ejkernel_pallas.tpu.profile.report import KernelReport, Report
 from ejkernel_pallas.tpu.profile.scalars import PallasCall, pack_words, pallas_calls
 from ejkernel_pallas.tpu.profile.simulate import CompiledKernel
 
-_KERNEL = re.compile(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"")
-_BUNDLES = "final_bundles.txt"
-_UTILISATION = "final_hlo-static-per-bundle-utilization.txt"
-_ALLOCATIONS = "pre-finalize-registers-and-allocations.txt"
+_KERNEL_NAME_PATTERN = re.compile(r"%([\w.\-]+) = [^\n]*custom_call_target=\"tpu_custom_call\"")
+_BUNDLES_SUFFIX = "final_bundles.txt"
+_UTILISATION_SUFFIX = "final_hlo-static-per-bundle-utilization.txt"
+_ALLOCATIONS_SUFFIX = "pre-finalize-registers-and-allocations.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,56 +33,56 @@ class CompiledCase:
 
     Attributes:
         hlo: Its HLO.
-        calls: Its `pallas_call`s.
+        pallas_calls: Its `pallas_call`s.
         lower_seconds: Seconds that tracing and lowering took.
         compile_seconds: Seconds that compiling took.
     """
 
     hlo: str
-    calls: Sequence[PallasCall]
+    pallas_calls: Sequence[PallasCall]
     lower_seconds: float
     compile_seconds: float
 
 
-def profile_case(chip: Chip, case: Case, dumps: Path) -> Report:
-    """Compiles a case and simulates its kernels, in a process whose libtpu writes to the folder `dumps`."""
+def profile_case(chip: Chip, case: Case, dump_folder: Path) -> Report:
+    """Compiles a case and simulates its kernels, in a process whose libtpu writes to the folder `dump_folder`."""
     workload = case.workload()
-    compiled = _compile(chip, case, workload)
+    compiled = _compile_case(chip, case, workload)
     return Report(
         label=case.label,
         target=chip.name,
-        kernels=tuple(_kernels(chip, case, compiled, dumps)),
+        kernels=tuple(_simulate_kernels(chip, case, compiled, dump_folder)),
         flops=workload.flops,
-        bytes=workload.bytes,
+        min_hbm_bytes=workload.min_hbm_bytes,
         lower_seconds=compiled.lower_seconds,
         compile_seconds=compiled.compile_seconds,
     )
 
 
 @contextlib.contextmanager
-def compiling_for(chip: Chip, axes: Mapping[str, int] = SINGLE_DEVICE_MESH) -> Generator[NamedSharding]:
+def compiling_for(chip: Chip, mesh_axes: Mapping[str, int] = SINGLE_DEVICE_MESH) -> Generator[NamedSharding]:
     """Dispatches operations for the chip inside the context, and yields a sharding that puts arrays on every device."""
-    mesh = _mesh(chip, tuple(axes.items()))
+    mesh = _make_mesh(chip, tuple(mesh_axes.items()))
     device = DeviceInfo(platform="tpu", vendor="google", kind=chip.kind)
     with target_device(device), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield NamedSharding(mesh, PartitionSpec())
 
 
 @functools.cache
-def _mesh(chip: Chip, axes: tuple[tuple[str, int], ...]) -> Mesh:
+def _make_mesh(chip: Chip, mesh_axes: tuple[tuple[str, int], ...]) -> Mesh:
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices)
-    names, sizes = zip(*axes, strict=True)
+    names, sizes = zip(*mesh_axes, strict=True)
     count = math.prod(sizes)
     if count > devices.size:
-        raise ValueError(f"axes: got {dict(axes)}, wants at most {devices.size} devices")
+        raise ValueError(f"axes: got {dict(mesh_axes)}, wants at most {devices.size} devices")
     return Mesh(devices[:count].reshape(sizes), names)
 
 
-def _compile(chip: Chip, case: Case, workload: Workload) -> CompiledCase:
+def _compile_case(chip: Chip, case: Case, workload: Workload) -> CompiledCase:
     leaves, structure = jax.tree.flatten(list(workload.args))
     values = [None if isinstance(leaf, jax.ShapeDtypeStruct) else np.asarray(leaf) for leaf in leaves]
-    with compiling_for(chip, workload.axes) as replicated:
-        shardings = [NamedSharding(replicated.mesh, spec) for spec in _specs(workload)]
+    with compiling_for(chip, workload.mesh_axes) as replicated:
+        shardings = [NamedSharding(replicated.mesh, spec) for spec in _partition_spec_per_leaf(workload)]
         argument_shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)
         ]
@@ -96,52 +96,54 @@ def _compile(chip: Chip, case: Case, workload: Workload) -> CompiledCase:
     return CompiledCase(executable.as_text() or "", calls, lowered_at - started, compiled_at - lowered_at)
 
 
-def _specs(workload: Workload) -> list[PartitionSpec]:
+def _partition_spec_per_leaf(workload: Workload) -> list[PartitionSpec]:
     """Returns the partition spec of each leaf of the arguments."""
-    specs = [PartitionSpec()] * len(workload.args) if workload.specs is None else workload.specs
+    specs = [PartitionSpec()] * len(workload.args) if workload.partition_specs is None else workload.partition_specs
     pairs = zip(specs, workload.args, strict=True)
     return [spec for spec, arg in pairs for _ in jax.tree.leaves(arg)]
 
 
-def _kernels(chip: Chip, case: Case, compiled: CompiledCase, dumps: Path) -> Generator[KernelReport]:
-    left = list(compiled.calls)
-    for name in _KERNEL.findall(compiled.hlo):
-        call = _call_of(name, left)
+def _simulate_kernels(chip: Chip, case: Case, compiled: CompiledCase, dump_folder: Path) -> Generator[KernelReport]:
+    left = list(compiled.pallas_calls)
+    for name in _KERNEL_NAME_PATTERN.findall(compiled.hlo):
+        call = _find_pallas_call(name, left)
         if call is not None:
             left.remove(call)
-        yield _kernel(chip, case, name, call, dumps)
+        yield _simulate_kernel(chip, case, name, call, dump_folder)
 
 
-def _call_of(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
+def _find_pallas_call(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
     """Returns the call that a kernel came from: the first of the same name, or else the first of all."""
     base = name.partition(".")[0]
     return next((call for call in calls if call.name == base), calls[0] if calls else None)
 
 
-def _kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dumps: Path) -> KernelReport:
-    bundles, utilisation, allocations = (_dump(dumps, name, kind) for kind in (_BUNDLES, _UTILISATION, _ALLOCATIONS))
+def _simulate_kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dump_folder: Path) -> KernelReport:
+    bundles, utilisation, allocations = (
+        _read_dump(dump_folder, name, kind) for kind in (_BUNDLES_SUFFIX, _UTILISATION_SUFFIX, _ALLOCATIONS_SUFFIX)
+    )
     if not bundles:
         raise FileNotFoundError(f"libtpu wrote no bundles of kernel {name}")
     schedule = CompiledKernel(chip, bundles, utilisation, allocations)
-    scalars = call.scalars if call else ()
+    scalars = call.scalar_operands if call else ()
     known = {number: pack_words(value) for number, value in enumerate(scalars) if value is not None}
-    simulation = schedule.run(known, seconds=case.seconds)
+    simulation = schedule.run(known, seconds=case.max_simulation_seconds)
     return KernelReport(
         name=name,
         target=chip.name,
         grid=call.grid if call else (),
         utilisation=schedule.utilisation,
-        loops=schedule.loops(simulation.block_entries),
+        loops=schedule.loops(simulation.entries_per_block),
         vmem_bytes=schedule.vmem_bytes,
-        known_operands=tuple(known),
+        known_operand_indices=tuple(known),
         simulation=simulation,
     )
 
 
-def _dump(dumps: Path, name: str, kind: str) -> str:
+def _read_dump(dump_folder: Path, name: str, file_suffix: str) -> str:
     """Returns the text of a kernel's dump, whose file is named `<time>-<kernel>-<pass>-<kind>`; empty if there is
     none.
     """
-    wanted = re.compile(rf"\d+-{re.escape(name)}-\d+-{re.escape(kind)}")
-    found = next((path for path in sorted(dumps.iterdir()) if wanted.fullmatch(path.name)), None)
+    wanted = re.compile(rf"\d+-{re.escape(name)}-\d+-{re.escape(file_suffix)}")
+    found = next((path for path in sorted(dump_folder.iterdir()) if wanted.fullmatch(path.name)), None)
     return found.read_text(errors="replace") if found else ""

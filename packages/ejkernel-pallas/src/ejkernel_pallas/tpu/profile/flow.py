@@ -13,12 +13,12 @@ class Branch:
     Attributes:
         instruction: The branch instruction.
         target: The bundle that it jumps to; None if the region does not exist.
-        delay: Delay slots: bundles after the branch that are still executed.
+        delay_slots: Delay slots: bundles after the branch that are still executed.
     """
 
     instruction: Instruction
     target: int | None
-    delay: int
+    delay_slots: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +31,13 @@ class BasicBlock:
         start: The first bundle, which identifies the block.
         end: The bundle after the last.
         branch: The bundle with the branch that ends it; None if it falls through.
-        next_bundle: The next bundle if the branch is not taken.
+        fallthrough_bundle: The next bundle if the branch is not taken.
     """
 
     start: int
     end: int
     branch: int | None
-    next_bundle: int
+    fallthrough_bundle: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +53,21 @@ class ControlFlow:
     branches: Mapping[int, Branch]
 
 
-def find_flow(bundles: Sequence[Bundle], delay: int) -> ControlFlow:
-    """Splits bundles into blocks, given that up to `delay` bundles after a branch are still executed."""
+def find_control_flow(bundles: Sequence[Bundle], max_delay_slots: int) -> ControlFlow:
+    """Splits bundles into blocks, given that up to `max_delay_slots` bundles after a branch are still executed."""
     regions: dict[int, int] = {}
     for k, bundle in enumerate(bundles):
-        for region in bundle.regions:
+        for region in bundle.started_regions:
             regions.setdefault(region, k)
     branches = {
-        k: Branch(instruction, regions.get(instruction.region), _delay_slots(bundles, k, delay))
+        k: Branch(instruction, regions.get(instruction.branch_region), _delay_slots(bundles, k, max_delay_slots))
         for k, bundle in enumerate(bundles)
         for instruction in bundle.instructions
-        if instruction.region is not None
+        if instruction.branch_region is not None
     }
     targets = {branch.target for branch in branches.values() if branch.target is not None}
     block_starts = sorted(
-        k for k in {0, *targets, *(k + branch.delay + 1 for k, branch in branches.items())} if k < len(bundles)
+        k for k in {0, *targets, *(k + branch.delay_slots + 1 for k, branch in branches.items())} if k < len(bundles)
     )
     ends = [*block_starts[1:], len(bundles)]
     blocks = {
@@ -77,19 +77,19 @@ def find_flow(bundles: Sequence[Bundle], delay: int) -> ControlFlow:
     return ControlFlow(blocks, branches)
 
 
-def _delay_slots(bundles: Sequence[Bundle], branch: int, most: int) -> int:
+def _delay_slots(bundles: Sequence[Bundle], branch: int, max_delay_slots: int) -> int:
     """Returns the number of bundles after a branch that are still executed; v7x has fewer if the next region starts
     earlier.
     """
-    after = bundles[branch + 1 : branch + 1 + most]
-    return next((count for count, bundle in enumerate(after) if bundle.regions), most)
+    after = bundles[branch + 1 : branch + 1 + max_delay_slots]
+    return next((count for count, bundle in enumerate(after) if bundle.started_regions), max_delay_slots)
 
 
 def _make_basic_block(start: int, end: int, branches: Mapping[int, Branch], count: int) -> BasicBlock:
     branch = next((k for k in reversed(range(start, end)) if k in branches), None)
     if branch is None:
         return BasicBlock(start, end, None, end)
-    after = branch + branches[branch].delay + 1
+    after = branch + branches[branch].delay_slots + 1
     end = min(max(end, after), count)
     taken_somewhere = branches[branch].target is not None
     return BasicBlock(start, end, branch, min(after, end) if taken_somewhere else end)
@@ -110,11 +110,11 @@ class LoopSpan:
     depth: int
 
 
-def find_loops(bundles: Sequence[Bundle], flow: ControlFlow) -> tuple[LoopSpan, ...]:
+def find_loops(bundles: Sequence[Bundle], control_flow: ControlFlow) -> tuple[LoopSpan, ...]:
     """Returns the loops (backward branches), outer before inner."""
     found = [
-        LoopSpan(branch.target, min(k + branch.delay, len(bundles) - 1), max(bundles[branch.target].depth, 1))
-        for k, branch in flow.branches.items()
+        LoopSpan(branch.target, min(k + branch.delay_slots, len(bundles) - 1), max(bundles[branch.target].depth, 1))
+        for k, branch in control_flow.branches.items()
         if branch.target is not None and branch.target <= k
     ]
     return tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))

@@ -18,10 +18,10 @@ from ejkernel_pallas.tpu.profile.cases import Case, function_path
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.report import Report
 
-_WORKER = "ejkernel_pallas.tpu.profile.worker"
-_LOG_LINES = 3
+_WORKER_MODULE = "ejkernel_pallas.tpu.profile.worker"
+_REPORTED_LOG_LINES = 3
 _POLL_SECONDS = 0.1
-NEEDS_LIBTPU = "profiles need libtpu's compiler: pip install 'ejkernel-pallas[aot]'"
+LIBTPU_MISSING_MESSAGE = "profiles need libtpu's compiler: pip install 'ejkernel-pallas[aot]'"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,29 +31,29 @@ class Job:
     Attributes:
         target: Name of the chip.
         cases: The cases to profile.
-        first: Index of the first case, if earlier workers have processed others.
+        first_case_index: Index of the first case, if earlier workers have processed others.
         folder: Folder for all files.
     """
 
     target: str
     cases: Sequence[Case]
-    first: int
+    first_case_index: int
     folder: Path
 
     @property
-    def dumps(self) -> Path:
+    def libtpu_folder(self) -> Path:
         """Returns the folder that libtpu writes to."""
         return self.folder / "libtpu"
 
-    def result(self, number: int) -> Path:
+    def report_path(self, case_index: int) -> Path:
         """Returns the path of the report of a case."""
-        return self.folder / f"{number}.report"
+        return self.folder / f"{case_index}.report"
 
-    def keep_dumps(self, number: int) -> None:
+    def move_dumps_of_case(self, case_index: int) -> None:
         """Moves what libtpu has written for a case to a folder of its own, before the next case."""
-        kept = self.folder / f"{number}.dumps"
+        kept = self.folder / f"{case_index}.dumps"
         kept.mkdir(exist_ok=True)
-        for path in self.dumps.iterdir():
+        for path in self.libtpu_folder.iterdir():
             path.rename(kept / path.name)
 
 
@@ -94,18 +94,18 @@ def profile_many(
     cases: Sequence[Case],
     *,
     target: str = "v5e",
-    keep: Path | None = None,
+    dump_folder: Path | None = None,
     timeout: float = 900.0,
-    progress: Callable[[Report], None] | None = None,
+    on_report: Callable[[Report], None] | None = None,
 ) -> list[Report]:
     """Profiles cases one after another, in one worker process unless the compiler aborts it.
 
     Args:
         cases: The cases to profile.
         target: `"v5e"`, `"v5p"`, `"v6e"` or `"v7x"`.
-        keep: Folder in which to keep everything that libtpu writes; a temporary one by default.
+        dump_folder: Folder in which to keep everything that libtpu writes; a temporary one by default.
         timeout: Seconds after which a worker is stopped.
-        progress: Called with each report, in order, as soon as it is available.
+        on_report: Called with each report, in order, as soon as it is available.
 
     Returns:
         A report for every case, in order; if profiling a case failed, its `error` says why.
@@ -116,29 +116,29 @@ def profile_many(
     """
     chip(target)
     if importlib.util.find_spec("libtpu") is None:
-        raise ModuleNotFoundError(NEEDS_LIBTPU)
+        raise ModuleNotFoundError(LIBTPU_MISSING_MESSAGE)
     reports: list[Report] = []
-    with _folder(keep) as folder:
+    with _open_job_folder(dump_folder) as folder:
         while len(reports) < len(cases):
             job = Job(target, cases[len(reports) :], len(reports), folder)
-            for report in _work(job, timeout):
+            for report in _run_worker(job, timeout):
                 reports.append(report)
-                if progress is not None:
-                    progress(report)
+                if on_report is not None:
+                    on_report(report)
     return reports
 
 
-def _work(job: Job, timeout: float) -> Generator[Report]:
+def _run_worker(job: Job, timeout: float) -> Generator[Report]:
     """Runs a worker and yields its reports as they arrive; if the worker died, a last report says why."""
-    shutil.rmtree(job.dumps, ignore_errors=True)  # left by a worker that died before it could move it
-    job.dumps.mkdir()
-    path = job.folder / f"{job.first}.job"
+    shutil.rmtree(job.libtpu_folder, ignore_errors=True)  # left by a worker that died before it could move it
+    job.libtpu_folder.mkdir()
+    path = job.folder / f"{job.first_case_index}.job"
     path.write_bytes(pickle.dumps(job))
-    command, end = [sys.executable, "-m", _WORKER, str(path)], time.monotonic() + timeout
+    command, end = [sys.executable, "-m", _WORKER_MODULE, str(path)], time.monotonic() + timeout
     found = 0
     with (
         (job.folder / "log").open("wb") as log,
-        subprocess.Popen(command, env=_environment(job), stdout=log, stderr=log) as worker,
+        subprocess.Popen(command, env=_worker_environment(job), stdout=log, stderr=log) as worker,
     ):
         try:
             running = True
@@ -146,20 +146,24 @@ def _work(job: Job, timeout: float) -> Generator[Report]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     worker.wait(_POLL_SECONDS)
                 running = worker.poll() is None and time.monotonic() < end
-                while (result := job.result(job.first + found)).exists():
+                while (result := job.report_path(job.first_case_index + found)).exists():
                     yield pickle.loads(result.read_bytes())
                     found += 1
         finally:
             worker.kill()
     if found < len(job.cases):  # the worker died in the case after the last one that it reported
-        yield Report(label=job.cases[found].label, target=job.target, error=_log_tail(job.folder))
+        yield Report(label=job.cases[found].label, target=job.target, error=_worker_failure(job.folder))
 
 
-def _environment(job: Job) -> Mapping[str, str]:
+def _worker_environment(job: Job) -> Mapping[str, str]:
     """Returns the worker's environment: the same module search path as this process, and no TPU for libtpu to look
     for.
     """
-    flags = (f"--xla_jf_dump_to={job.dumps}", "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final")
+    flags = (
+        f"--xla_jf_dump_to={job.libtpu_folder}",
+        "--xla_jf_dump_llo_text=true",
+        "--xla_jf_dump_llo_pass_label_regex=final",
+    )
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)]),
@@ -170,18 +174,18 @@ def _environment(job: Job) -> Mapping[str, str]:
     }
 
 
-def _log_tail(folder: Path) -> str:
+def _worker_failure(folder: Path) -> str:
     lines = (folder / "log").read_text(errors="replace").strip().splitlines()
-    return "; ".join(["the compiler's process ended without a report", *lines[-_LOG_LINES:]])
+    return "; ".join(["the compiler's process ended without a report", *lines[-_REPORTED_LOG_LINES:]])
 
 
 @contextlib.contextmanager
-def _folder(keep: Path | None) -> Generator[Path]:
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        for old in keep.glob("*.report"):
+def _open_job_folder(dump_folder: Path | None) -> Generator[Path]:
+    if dump_folder is not None:
+        dump_folder.mkdir(parents=True, exist_ok=True)
+        for old in dump_folder.glob("*.report"):
             old.unlink()
-        yield keep.resolve()
+        yield dump_folder.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="ejkernel-profile-") as temporary:
         yield Path(temporary)

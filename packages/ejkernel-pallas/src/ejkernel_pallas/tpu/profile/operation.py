@@ -25,7 +25,7 @@ def make_profile_case(
         gradient: Whether to compute the gradients of all floating arrays, too.
         flops: The number of useful operations of the call.
     """
-    kept = jax.tree.map(_kept, record)
+    kept = jax.tree.map(_shape_or_values, record)
     kwargs = {"op": op, "record": kept, "platform": platform, "gradient": gradient, "flops": flops}
     return Case(label=label, build=f"{__name__}:workload", kwargs=kwargs)
 
@@ -45,11 +45,11 @@ def workload(op: str, record: Any, platform: str | None, gradient: bool, flops: 
         leaves, structure = jax.tree.flatten(arguments)
         places = [k for k, leaf in enumerate(leaves) if _is_floating(leaf)]
 
-        def of_floating(*arrays: Any) -> Any:
+        def call_on_floating_leaves(*arrays: Any) -> Any:
             replaced = dict(zip(places, arrays, strict=True))
             return call(jax.tree.unflatten(structure, [replaced.get(k, leaf) for k, leaf in enumerate(leaves)]))
 
-        output, pull = jax.vjp(of_floating, *(leaves[k] for k in places))
+        output, pull = jax.vjp(call_on_floating_leaves, *(leaves[k] for k in places))
         return output, pull(jax.tree.map(jnp.ones_like, output))
 
     return Workload(function=call_and_gradient if gradient else call, args=(record,), flops=flops)
@@ -59,5 +59,5 @@ def _is_floating(leaf: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
 
 
-def _kept(leaf: Any) -> Any:
+def _shape_or_values(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) if _is_floating(leaf) else np.asarray(leaf)

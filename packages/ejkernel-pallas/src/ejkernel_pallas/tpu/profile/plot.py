@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from ejkernel_pallas.tpu.profile.report import KernelReport, Report
 from ejkernel_pallas.tpu.profile.text import describe_bound, microseconds
 
-_COLUMNS = 400
-_ROW_HEIGHT = 0.28
+_PLOT_COLUMNS = 400
+_INCHES_PER_SLOT_KIND = 0.28
 
 
-def draw(reports: Sequence[Report], path: Path) -> None:
+def draw_reports(reports: Sequence[Report], path: Path) -> None:
     """Draws a panel for every kernel: kinds of slots downwards, and the issued bundles to the right, in the order of
     the schedule, each as wide as the number of times that it was issued.
 
@@ -23,24 +23,26 @@ def draw(reports: Sequence[Report], path: Path) -> None:
         path: PNG file to write.
     """
     panels = [(report, kernel) for report in reports for kernel in report.kernels]
-    heights = [1.2 + _ROW_HEIGHT * len(kernel.utilisation.slots) for _, kernel in panels]
+    heights = [1.2 + _INCHES_PER_SLOT_KIND * len(kernel.utilisation.slots) for _, kernel in panels]
     # Without pyplot, which keeps figures alive and looks for a display.
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     axes = figure.subplots(len(panels), height_ratios=heights, squeeze=False)
     image: Any = None
     for axis, (report, kernel) in zip(axes[:, 0], panels, strict=True):
-        image = axis.imshow(issued(kernel), aspect="auto", vmin=0, vmax=1, cmap="viridis", extent=(0, 100, 1, 0))
-        _label(axis, report, kernel)
+        image = axis.imshow(
+            slot_shares_over_schedule(kernel), aspect="auto", vmin=0, vmax=1, cmap="viridis", extent=(0, 100, 1, 0)
+        )
+        _label_panel(axis, report, kernel)
     figure.colorbar(image, ax=list(axes[:, 0]), label="slots in use", shrink=min(1.0, 3 / sum(heights)))
     figure.savefig(path, dpi=150, format="png")
 
 
-def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any]:
+def slot_shares_over_schedule(kernel: KernelReport, columns: int = _PLOT_COLUMNS) -> np.ndarray[Any, Any]:
     """Returns the share of slots in use, [kinds of slots, columns]; every column stands for the same number of
     issued bundles.
     """
-    used = np.asarray(kernel.utilisation.used, np.float64) / np.asarray(kernel.utilisation.capacity)
-    counts = np.array([kernel.simulation.bundle_issues.get(k, 0) for k in range(len(used))], np.float64)
+    used = np.asarray(kernel.utilisation.used_slots, np.float64) / np.asarray(kernel.utilisation.slot_capacity)
+    counts = np.array([kernel.simulation.issues_per_bundle.get(k, 0) for k in range(len(used))], np.float64)
     ends = np.concatenate([[0.0], np.cumsum(counts)])
     sums = np.concatenate([np.zeros((1, used.shape[1])), np.cumsum(used * counts[:, None], axis=0)])
     edges = np.linspace(0.0, ends[-1], columns + 1)
@@ -48,14 +50,14 @@ def issued(kernel: KernelReport, columns: int = _COLUMNS) -> np.ndarray[Any, Any
     return np.diff(cumulative_slots, axis=1) / max(ends[-1] / columns, 1e-9)
 
 
-def _label(axis: Any, report: Report, kernel: KernelReport) -> None:
+def _label_panel(axis: Any, report: Report, kernel: KernelReport) -> None:
     slots = kernel.utilisation.slots
     axis.set_yticks([(k + 0.5) / len(slots) for k in range(len(slots))], slots, fontsize=8)
     axis.set_xlabel("per cent of the bundles issued, in the order of the schedule", fontsize=8)
     for loop in kernel.loops:
-        before = sum(count for k, count in kernel.simulation.bundle_issues.items() if k < loop.start)
+        before = sum(count for k, count in kernel.simulation.issues_per_bundle.items() if k < loop.start)
         share_of_loop = sum(
-            count for k, count in kernel.simulation.bundle_issues.items() if loop.start <= k <= loop.end
+            count for k, count in kernel.simulation.issues_per_bundle.items() if loop.start <= k <= loop.end
         )
         share = 100 / max(1, kernel.simulation.bundles)
         for boundary in (before * share, (before + share_of_loop) * share):

@@ -49,10 +49,10 @@ class Simulation:
         compute_cycles: Cycles that are not spent waiting for copies.
         waited_cycles: Cycles spent waiting for copies.
         mxu_cycles: Cycles for which products occupy the matrix units, divided by the number of units.
-        block_entries: How often each basic block was entered, by its first bundle.
-        bundle_issues: How often each bundle was issued.
-        copied_bytes: Bytes by kind of copy, such as `hbm_to_vmem`.
-        num_copies: The number of copies by kind.
+        entries_per_block: How often each basic block was entered, by its first bundle.
+        issues_per_bundle: How often each bundle was issued.
+        copied_bytes_by_kind: Bytes by kind of copy, such as `hbm_to_vmem`.
+        num_copies_by_kind: The number of copies by kind.
         unknown_reads: The number of reads of scalar memory with unknown values, by allocation or operand.
     """
 
@@ -61,31 +61,31 @@ class Simulation:
     compute_cycles: int
     waited_cycles: float
     mxu_cycles: float
-    block_entries: Mapping[int, int]
-    bundle_issues: Mapping[int, int]
-    copied_bytes: Mapping[str, int]
-    num_copies: Mapping[str, int]
+    entries_per_block: Mapping[int, int]
+    issues_per_bundle: Mapping[int, int]
+    copied_bytes_by_kind: Mapping[str, int]
+    num_copies_by_kind: Mapping[str, int]
     unknown_reads: Mapping[str, int]
 
     @property
-    def hbm_read(self) -> int:
+    def hbm_read_bytes(self) -> int:
         """Returns the bytes read from HBM."""
-        return sum(size for kind, size in self.copied_bytes.items() if kind.startswith("hbm_to"))
+        return sum(size for kind, size in self.copied_bytes_by_kind.items() if kind.startswith("hbm_to"))
 
     @property
-    def hbm_written(self) -> int:
+    def hbm_written_bytes(self) -> int:
         """Returns the bytes written to HBM."""
-        return sum(size for kind, size in self.copied_bytes.items() if kind.endswith("to_hbm"))
+        return sum(size for kind, size in self.copied_bytes_by_kind.items() if kind.endswith("to_hbm"))
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Returns the bytes sent to other devices."""
-        return sum(size for kind, size in self.copied_bytes.items() if kind.endswith(TO_ICI_SUFFIX))
+        return sum(size for kind, size in self.copied_bytes_by_kind.items() if kind.endswith(TO_ICI_SUFFIX))
 
     @property
     def bundles(self) -> int:
         """Returns the number of bundles issued."""
-        return sum(self.bundle_issues.values())
+        return sum(self.issues_per_bundle.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class KernelReport:
         utilisation: Slots in use, per bundle.
         loops: The loops, outer before inner.
         vmem_bytes: Bytes of VMEM that it allocates, windows of operands included.
-        known_operands: Indices of the scalar operands whose values the simulation had.
+        known_operand_indices: Indices of the scalar operands whose values the simulation had.
         simulation: The result of simulating the schedule.
     """
 
@@ -109,7 +109,7 @@ class KernelReport:
     utilisation: Utilisation
     loops: tuple[Loop, ...]
     vmem_bytes: int
-    known_operands: tuple[int, ...]
+    known_operand_indices: tuple[int, ...]
     simulation: Simulation
 
     @property
@@ -120,7 +120,7 @@ class KernelReport:
     @property
     def bundles(self) -> int:
         """Returns the number of bundles in its schedule."""
-        return len(self.utilisation.used)
+        return len(self.utilisation.used_slots)
 
     @property
     def compute_seconds(self) -> float:
@@ -130,12 +130,12 @@ class KernelReport:
     @property
     def memory_seconds(self) -> float:
         """Returns the time that the copies occupy HBM, if nothing else does."""
-        return (self.simulation.hbm_read + self.simulation.hbm_written) / self.chip.core_bandwidth
+        return (self.simulation.hbm_read_bytes + self.simulation.hbm_written_bytes) / self.chip.core_bandwidth
 
     @property
     def link_seconds(self) -> float:
         """Returns the time that copies to another device occupy one link between chips."""
-        return self.simulation.sent / self.chip.link_bandwidth
+        return self.simulation.sent_bytes / self.chip.link_bandwidth
 
     @property
     def seconds(self) -> float:
@@ -150,17 +150,17 @@ class KernelReport:
     @property
     def slots(self) -> dict[str, float]:
         """Returns the share of each kind of slot that is in use, over the bundles issued."""
-        return self.utilisation.shares(self.simulation.bundle_issues)
+        return self.utilisation.slot_shares(self.simulation.issues_per_bundle)
 
     @property
     def fills(self) -> int:
         """Returns the number of spilled vector registers that are reloaded during the whole run."""
-        return self.utilisation.total(FILL_SLOT, self.simulation.bundle_issues)
+        return self.utilisation.count_slot_uses(FILL_SLOT, self.simulation.issues_per_bundle)
 
     @property
     def spills(self) -> int:
         """Returns the number of vector registers that are spilled during the whole run."""
-        return self.utilisation.total(SPILL_SLOT, self.simulation.bundle_issues)
+        return self.utilisation.count_slot_uses(SPILL_SLOT, self.simulation.issues_per_bundle)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Report:
         target: Name of the chip.
         kernels: The kernels, in the order of the compiled program.
         flops: The number of useful operations of the case; None if unknown.
-        bytes: Bytes that any kernel has to copy from and to HBM; None if unknown.
+        min_hbm_bytes: Bytes that any kernel has to copy from and to HBM; None if unknown.
         lower_seconds: Time of tracing and lowering.
         compile_seconds: Time of libtpu's compilation.
         error: Why there is no profile; None if there is one.
@@ -182,7 +182,7 @@ class Report:
     target: str
     kernels: tuple[KernelReport, ...] = ()
     flops: float | None = None
-    bytes: float | None = None
+    min_hbm_bytes: float | None = None
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
     error: str | None = None
@@ -214,8 +214,8 @@ class Report:
         return max(self.flops / self.chip.flops, sum(kernel.memory_seconds for kernel in self.kernels))
 
     @property
-    def bound_seconds(self) -> float | None:
+    def min_seconds_of_any_kernel(self) -> float | None:
         """Returns the shortest time that is possible for any kernel on the device; None if the work is unknown."""
-        if self.flops is None or self.bytes is None:
+        if self.flops is None or self.min_hbm_bytes is None:
             return None
-        return max(self.flops / self.chip.flops, self.bytes / self.chip.bandwidth)
+        return max(self.flops / self.chip.flops, self.min_hbm_bytes / self.chip.bandwidth)

@@ -10,17 +10,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ejkernel_pallas.tpu.profile.bundles import REGISTER_PATTERN, Bundle, Instruction
-from ejkernel_pallas.tpu.profile.expressions import Names, expression
+from ejkernel_pallas.tpu.profile.expressions import SymbolTable, translate_instruction
 from ejkernel_pallas.tpu.profile.flow import BasicBlock, ControlFlow
-from ejkernel_pallas.tpu.profile.machine import SimulatedCore, multiply, multiply_high, shift_left, shift_right, wrap
+from ejkernel_pallas.tpu.profile.machine import (
+    SimulatedCore,
+    multiply,
+    multiply_high,
+    shift_left,
+    shift_right,
+    wrap_to_int32,
+)
 from ejkernel_pallas.tpu.profile.scheduler import BlockTime
 
 BlockFunction = Callable[[list[int], SimulatedCore, dict[int, int]], int]
 
-_SCALAR = re.compile(r"[sp]\d")
+_SCALAR_REGISTER_PATTERN = re.compile(r"[sp]\d")
 _PHI_OPCODES = ("sphi", "pphi")
-_COPY_SIZES = ("size_in_granules", "dst_syncflagno", "src_syncflagno", "overrides")
-_COPY_ADDRESSES = ("src", "hbm", "vmem", "smem")
+_COPY_SIZE_OPERANDS = ("size_in_granules", "dst_syncflagno", "src_syncflagno", "overrides")
+_COPY_ADDRESS_OPERANDS = ("src", "hbm", "vmem", "smem")
 
 
 class _ScalarSlice:
@@ -34,20 +41,20 @@ class _ScalarSlice:
         self._stores: list[Instruction] = []
         everything = [i for bundle in bundles for i in bundle.instructions]
         for instruction in everything:
-            if instruction.result and _SCALAR.match(instruction.result):
+            if instruction.result and _SCALAR_REGISTER_PATTERN.match(instruction.result):
                 self._definitions[instruction.result].append(instruction)
             if instruction.opcode == "sst":
                 self._stores.append(instruction)
         for instruction in everything:
-            if instruction.region is not None or instruction.opcode == "dma.done.wait":
+            if instruction.branch_region is not None or instruction.opcode == "dma.done.wait":
                 self._keep_instruction(instruction, instruction.operands)
             elif instruction.opcode.startswith("dma."):
-                names = (*_COPY_SIZES, *(_COPY_ADDRESSES if "smem" in instruction.opcode else ()))
+                names = (*_COPY_SIZE_OPERANDS, *(_COPY_ADDRESS_OPERANDS if "smem" in instruction.opcode else ()))
                 self._keep_instruction(
                     instruction,
                     [instruction.named_operands[name] for name in names if name in instruction.named_operands],
                 )
-        self._propagate()
+        self._keep_required_definitions()
 
     def _keep_instruction(self, instruction: Instruction, operands: Iterable[str]) -> None:
         if instruction in self.kept:
@@ -61,11 +68,11 @@ class _ScalarSlice:
 
     def _require_register(self, text: str) -> None:
         for name in REGISTER_PATTERN.findall(text):
-            if _SCALAR.match(name) and name not in self._wanted:
+            if _SCALAR_REGISTER_PATTERN.match(name) and name not in self._wanted:
                 self._wanted.add(name)
                 self._pending.append(name)
 
-    def _propagate(self) -> None:
+    def _keep_required_definitions(self) -> None:
         while self._pending:
             for instruction in self._definitions[self._pending.pop()]:
                 self._keep_instruction(instruction, instruction.operands)
@@ -82,19 +89,21 @@ class ScalarCode:
         functions: Maps the first bundle of a block to `(registers, machine, memory) -> first bundle of the next block`.
     """
 
-    def __init__(self, bundles: Sequence[Bundle], flow: ControlFlow, times: Mapping[int, BlockTime]) -> None:
-        self.names = Names()
+    def __init__(self, bundles: Sequence[Bundle], flow: ControlFlow, block_times: Mapping[int, BlockTime]) -> None:
+        self.symbols = SymbolTable()
         self._bundles, self._flow = bundles, flow
         self._kept = _ScalarSlice(bundles).kept
-        self._merged = self._merge_sources()
-        source = "\n".join(self._block(block, times[start]) for start, block in flow.blocks.items())
-        scope: dict[str, Any] = {f.__name__: f for f in (wrap, multiply, multiply_high, shift_left, shift_right)}
+        self._merged = self._find_phis_by_input()
+        source = "\n".join(self._translate_block(block, block_times[start]) for start, block in flow.blocks.items())
+        scope: dict[str, Any] = {
+            f.__name__: f for f in (wrap_to_int32, multiply, multiply_high, shift_left, shift_right)
+        }
         # the source is generated from parsed operands; a compiled function is a hundred times faster than an
         # interpreter
         exec(source, scope)
         self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
 
-    def _merge_sources(self) -> Mapping[str, list[str]]:
+    def _find_phis_by_input(self) -> Mapping[str, list[str]]:
         """Maps each register to the merges that have it as an input. They are assigned where the register is."""
         found = collections.defaultdict[str, list[str]](list)
         for bundle in self._bundles:
@@ -104,49 +113,53 @@ class ScalarCode:
                         found[match[1]].append(merge.result)
         return found
 
-    def _block(self, block: BasicBlock, time: BlockTime) -> str:
+    def _translate_block(self, block: BasicBlock, block_time: BlockTime) -> str:
         lines = [f"def b{block.start}(R,S,M):", "t=S.t"]
-        for k, cycle in zip(range(block.start, block.end), time.issue_cycles, strict=True):
+        for k, cycle in zip(range(block.start, block.end), block_time.issue_cycles, strict=True):
             merges = [i for i in self._bundles[k].instructions if i.opcode in _PHI_OPCODES]
             others = [i for i in self._bundles[k].instructions if i.opcode not in _PHI_OPCODES]
             for merge in merges:
-                lines += self._merge(merge.result) if merge in self._kept and merge.result else ()
+                lines += self._translate_phi(merge.result) if merge in self._kept and merge.result else ()
             for instruction in others:
-                if instruction.region is None and instruction in self._kept:
-                    lines += self._statements(instruction, cycle)
-                elif k == block.branch and instruction.region is not None:
-                    lines.append(f"taken={self._condition(instruction)}")
-        lines.append(f"S.t=t+{time.cycles}")
+                if instruction.branch_region is None and instruction in self._kept:
+                    lines += self._translate_statement(instruction, cycle)
+                elif k == block.branch and instruction.branch_region is not None:
+                    lines.append(f"taken={self._predicate_expression(instruction)}")
+        lines.append(f"S.t=t+{block_time.cycles}")
         target = None if block.branch is None else self._flow.branches[block.branch].target
-        otherwise = block.next_bundle
+        otherwise = block.fallthrough_bundle
         lines.append(f"return {otherwise}" if target is None else f"return {target} if taken else {otherwise}")
         return "\n ".join(lines)
 
-    def _merge(self, result: str) -> Iterable[str]:
-        register = self.names.register(result)
-        yield f"{register}={self.names.register(f'phi_{result}')}"
-        yield from self._inputs(result)
+    def _translate_phi(self, result: str) -> Iterable[str]:
+        register = self.symbols.register(result)
+        yield f"{register}={self.symbols.register(f'phi_{result}')}"
+        yield from self._phi_input_assignments(result)
 
-    def _inputs(self, result: str) -> Iterable[str]:
+    def _phi_input_assignments(self, result: str) -> Iterable[str]:
         """Assigns a register's value to the merges that have it as an input, such as those of an inner loop."""
-        register = self.names.register(result)
-        return [f"{self.names.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
+        register = self.symbols.register(result)
+        return [f"{self.symbols.register(f'phi_{merge}')}={register}" for merge in self._merged.get(result, ())]
 
-    def _condition(self, instruction: Instruction) -> str:
+    def _predicate_expression(self, instruction: Instruction) -> str:
         predicate = instruction.predicate
         if predicate is None:
             return "True"
-        return f"{'not ' if predicate.is_negated else ''}{self.names.register(predicate.register)}"
+        return f"{'not ' if predicate.is_negated else ''}{self.symbols.register(predicate.register)}"
 
-    def _statements(self, instruction: Instruction, cycle: int) -> Iterable[str]:
-        value = expression(instruction, self.names, cycle)
+    def _translate_statement(self, instruction: Instruction, cycle: int) -> Iterable[str]:
+        value = translate_instruction(instruction, self.symbols, cycle)
         predicate = instruction.predicate
-        guard = f"if {self._condition(instruction)}: " if predicate else ""
+        guard = f"if {self._predicate_expression(instruction)}: " if predicate else ""
         result = instruction.result
-        if result is None or not _SCALAR.match(result) or instruction.opcode.startswith(("dma", "sst")):
+        if (
+            result is None
+            or not _SCALAR_REGISTER_PATTERN.match(result)
+            or instruction.opcode.startswith(("dma", "sst"))
+        ):
             return [f"{guard}{value}"]
-        register = self.names.register(result)
+        register = self.symbols.register(result)
         if predicate and predicate.value_if_false:
-            otherwise = self.names.operand(predicate.value_if_false)
-            value, guard = f"({value}) if {self._condition(instruction)} else {otherwise}", ""
-        return [f"{guard}{register}={value}", *(guard + line for line in self._inputs(result))]
+            otherwise = self.symbols.translate_operand(predicate.value_if_false)
+            value, guard = f"({value}) if {self._predicate_expression(instruction)} else {otherwise}", ""
+        return [f"{guard}{register}={value}", *(guard + line for line in self._phi_input_assignments(result))]

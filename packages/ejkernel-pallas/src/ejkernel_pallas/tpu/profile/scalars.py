@@ -30,13 +30,13 @@ class PallasCall:
     Attributes:
         name: The name of its kernel.
         grid: The grid, innermost axis last; a bound that is not static is text.
-        scalars: Values of its operands for scalar prefetch, and of its dynamic bounds, and after them of its other
-            inputs, of which only those whose blocks are in scalar memory are evaluated; None if unknown.
+        scalar_operands: Values of its operands for scalar prefetch, and of its dynamic bounds, and after them of its
+            other inputs, of which only those whose blocks are in scalar memory are evaluated; None if unknown.
     """
 
     name: str
     grid: tuple[int | str, ...]
-    scalars: tuple[np.ndarray[Any, Any] | None, ...]
+    scalar_operands: tuple[np.ndarray[Any, Any] | None, ...]
 
 
 def pallas_calls(function: Callable[..., Any], args: Sequence[Any], values: Sequence[Any]) -> list[PallasCall]:
@@ -69,11 +69,11 @@ class _JaxprEvaluator:
             return known[variable]
 
         for equation in jaxpr.eqns:
-            outputs = self._equation(equation, [read(v) for v in equation.invars])
+            outputs = self._lazy_results_of_equation(equation, [read(v) for v in equation.invars])
             known.update(zip(equation.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[LazyValue]) -> Sequence[LazyValue]:
+    def _lazy_results_of_equation(self, equation: Any, inputs: list[LazyValue]) -> Sequence[LazyValue]:
         name, params = equation.primitive.name, equation.params
         if name == "pallas_call":
             self.calls.append(_describe_pallas_call(params, inputs))
@@ -92,8 +92,8 @@ class _JaxprEvaluator:
                     functools.partial(_first_shard, x, v.aval.shape) for x, v in zip(inputs, jaxpr.invars, strict=True)
                 ]
             return self.run(jaxpr, constants, inputs)
-        results = _cache_value(functools.partial(_evaluate, equation, inputs))
-        return [_cache_value(functools.partial(_result_item, results, k)) for k in range(len(equation.outvars))]
+        results = _cache_value(functools.partial(_evaluate_equation, equation, inputs))
+        return [_cache_value(functools.partial(_read_result, results, k)) for k in range(len(equation.outvars))]
 
 
 def _describe_pallas_call(params: Any, inputs: Sequence[LazyValue]) -> PallasCall:
@@ -104,14 +104,14 @@ def _describe_pallas_call(params: Any, inputs: Sequence[LazyValue]) -> PallasCal
     blocks = mapping.block_mappings[: len(inputs) - count]
     known = [
         *inputs[:count],
-        *(x if _is_scalar(b) else _raise_unknown for x, b in zip(inputs[count:], blocks, strict=True)),
+        *(x if _is_in_scalar_memory(b) else _raise_unknown for x, b in zip(inputs[count:], blocks, strict=True)),
     ]
-    return PallasCall(name.split(" ")[0], grid, tuple(map(_value, known)))
+    return PallasCall(name.split(" ")[0], grid, tuple(map(_value_or_none, known)))
 
 
-def _is_scalar(mapping: Any) -> bool:
+def _is_in_scalar_memory(block_mapping: Any) -> bool:
     """Returns whether the blocks of an input are copied to scalar memory."""
-    return "smem" in str(getattr(mapping.transformed_block_aval, "memory_space", ""))
+    return "smem" in str(getattr(block_mapping.transformed_block_aval, "memory_space", ""))
 
 
 def _is_collective(params: Any) -> bool:
@@ -120,19 +120,19 @@ def _is_collective(params: Any) -> bool:
     return any(isinstance(axis, str) for axis in (axes if isinstance(axes, tuple) else (axes,)))
 
 
-def _first_shard(thunk: LazyValue, shape: tuple[int, ...]) -> Any:
+def _first_shard(lazy_value: LazyValue, shape: tuple[int, ...]) -> Any:
     """Returns the first device's shard of an array."""
-    return np.asarray(thunk())[tuple(slice(size) for size in shape)]
+    return np.asarray(lazy_value())[tuple(slice(size) for size in shape)]
 
 
-def _value(thunk: LazyValue) -> np.ndarray[Any, Any] | None:
+def _value_or_none(lazy_value: LazyValue) -> np.ndarray[Any, Any] | None:
     try:
-        return np.asarray(thunk())
+        return np.asarray(lazy_value())
     except _UnknownError:
         return None
 
 
-def _evaluate(equation: Any, inputs: Sequence[LazyValue]) -> Sequence[Any]:
+def _evaluate_equation(equation: Any, inputs: Sequence[LazyValue]) -> Sequence[Any]:
     values = [thunk() for thunk in inputs]
     with equation.ctx.manager:
         bound = equation.primitive.get_bind_params(equation.params)
@@ -141,7 +141,7 @@ def _evaluate(equation: Any, inputs: Sequence[LazyValue]) -> Sequence[Any]:
     return result if equation.primitive.multiple_results else [result]
 
 
-def _cache_value(thunk: LazyValue) -> LazyValue:
+def _cache_value(lazy_value: LazyValue) -> LazyValue:
     """Caches the value of a thunk, and also that it is unknown, because programs use intermediate values more than
     once.
     """
@@ -149,7 +149,7 @@ def _cache_value(thunk: LazyValue) -> LazyValue:
     @functools.cache
     def value_and_whether_known() -> tuple[Any, bool]:
         try:
-            return thunk(), True
+            return lazy_value(), True
         except _UnknownError:
             return None, False
 
@@ -162,7 +162,7 @@ def _cache_value(thunk: LazyValue) -> LazyValue:
     return value
 
 
-def _result_item(results: LazyValue, index: int) -> Any:
+def _read_result(results: LazyValue, index: int) -> Any:
     return results()[index]
 
 
@@ -188,25 +188,25 @@ def pack_words(values: Any) -> list[int]:
     array = np.asarray(values)
     if array.dtype == np.bool_:
         array = array.astype(np.int32)
-    per_word = max(1, 4 // array.dtype.itemsize)
+    elements_per_word = max(1, 4 // array.dtype.itemsize)
     if array.ndim <= 1:
-        flat = np.pad(array.reshape(-1), (0, -array.size % per_word))
-        return _words(flat)
-    return _words(_tiled(array, per_word))
+        flat = np.pad(array.reshape(-1), (0, -array.size % elements_per_word))
+        return _to_words(flat)
+    return _to_words(_to_memory_tiles(array, elements_per_word))
 
 
-def _tiled(array: np.ndarray[Any, Any], per_word: int) -> np.ndarray[Any, Any]:
+def _to_memory_tiles(array: np.ndarray[Any, Any], elements_per_word: int) -> np.ndarray[Any, Any]:
     rows, columns = array.shape[-2:]
-    tile = _SUBLANES if rows >= _SUBLANES else max(per_word, 1 << (rows - 1).bit_length())
+    tile = _SUBLANES if rows >= _SUBLANES else max(elements_per_word, 1 << (rows - 1).bit_length())
     leading = int(np.prod(array.shape[:-2]))
     padded = np.zeros((leading, cdiv(rows, tile) * tile, cdiv(columns, _LANES) * _LANES), array.dtype)
     padded[:, :rows, :columns] = array.reshape(-1, rows, columns)
     grid = padded.reshape(leading, -1, tile, padded.shape[2] // _LANES, _LANES)
     tiles = grid.transpose(0, 1, 3, 2, 4)
-    shared = tiles.reshape(*tiles.shape[:3], tile // per_word, per_word, _LANES).swapaxes(-1, -2)
+    shared = tiles.reshape(*tiles.shape[:3], tile // elements_per_word, elements_per_word, _LANES).swapaxes(-1, -2)
     return np.ascontiguousarray(shared)
 
 
-def _words(array: np.ndarray[Any, Any]) -> list[int]:
+def _to_words(array: np.ndarray[Any, Any]) -> list[int]:
     words = array if array.dtype.itemsize == 4 else array.reshape(-1).view(np.int32)
     return words.reshape(-1).astype(np.int64).tolist()

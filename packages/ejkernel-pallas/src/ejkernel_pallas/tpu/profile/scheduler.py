@@ -22,10 +22,12 @@ class InstructionKind(enum.Enum):
     """The kinds of instructions that differ in time."""
 
     MATMUL = enum.auto()
-    PUSH = enum.auto()
-    WEIGHTS = enum.auto()  # other instructions on the weight registers, which wait for them and delay nothing else
-    POP_QUEUE = enum.auto()  # results of the matrix unit are read in order ...
-    POP_BUFFER = enum.auto()  # ... or, on newer chips, by their number
+    PUSH_WEIGHTS = enum.auto()
+    OTHER_WEIGHT_INSTRUCTION = (
+        enum.auto()
+    )  # other instructions on the weight registers, which wait for them and delay nothing else
+    POP_RESULT_QUEUE = enum.auto()  # results of the matrix unit are read in order ...
+    POP_RESULT_BUFFER = enum.auto()  # ... or, on newer chips, by their number
     POP_TRANSPOSED = enum.auto()
     POP = enum.auto()
     REDUCE = enum.auto()
@@ -42,7 +44,7 @@ class OpcodeProperties:
     Attributes:
         kind: The kind of instruction.
         unit: Index of the matrix or cross-lane unit.
-        result_slot: Index of its result in the result buffer; None if results are popped from a queue.
+        result_buffer_index: Index of its result in the result buffer; None if results are popped from a queue.
         results_per_push: Result registers per pushed register, before the correction for the chip.
         is_narrow: Whether its format has up to 16 bits.
         loads_weights: Whether it loads the weights that have been pushed.
@@ -52,7 +54,7 @@ class OpcodeProperties:
 
     kind: InstructionKind
     unit: int = 0
-    result_slot: int | None = None
+    result_buffer_index: int | None = None
     results_per_push: int = 2
     is_narrow: bool = True
     loads_weights: bool = False
@@ -63,7 +65,7 @@ class OpcodeProperties:
 @functools.cache
 def opcode_properties(opcode: str) -> OpcodeProperties:
     """Returns the properties of an opcode."""
-    kind = _matrix_kind(opcode) or _pop_kind(opcode) or _vector_kind(opcode)
+    kind = _matrix_instruction_kind(opcode) or _pop_instruction_kind(opcode) or _vector_instruction_kind(opcode)
     on_xlu = kind in (
         InstructionKind.REDUCE,
         InstructionKind.TRANSPOSE,
@@ -75,7 +77,7 @@ def opcode_properties(opcode: str) -> OpcodeProperties:
     return OpcodeProperties(
         kind=kind,
         unit=int(unit[1]) if unit else 0,
-        result_slot=int(slot[1]) if slot else None,
+        result_buffer_index=int(slot[1]) if slot else None,
         results_per_push=1 if ".f32" in opcode else 2,
         is_narrow=any(name in opcode for name in _NARROW_DTYPES),
         loads_weights="vlgmr" in opcode,
@@ -84,27 +86,27 @@ def opcode_properties(opcode: str) -> OpcodeProperties:
     )
 
 
-def _matrix_kind(opcode: str) -> InstructionKind | None:
+def _matrix_instruction_kind(opcode: str) -> InstructionKind | None:
     if opcode.startswith("vmatprep"):  # it only stages data: the following product or push accounts for the time
         return InstructionKind.OTHER
     if opcode.startswith("vmatmul"):
         return InstructionKind.MATMUL
     if opcode.startswith("vmatpush"):
-        return InstructionKind.PUSH
-    return InstructionKind.WEIGHTS if opcode.startswith("vmat") else None
+        return InstructionKind.PUSH_WEIGHTS
+    return InstructionKind.OTHER_WEIGHT_INSTRUCTION if opcode.startswith("vmat") else None
 
 
-def _pop_kind(opcode: str) -> InstructionKind | None:
+def _pop_instruction_kind(opcode: str) -> InstructionKind | None:
     if not opcode.startswith("vpop"):
         return None
     if "mrf" in opcode:
-        return InstructionKind.POP_QUEUE
+        return InstructionKind.POP_RESULT_QUEUE
     if "mrb" in opcode:
-        return InstructionKind.POP_BUFFER
+        return InstructionKind.POP_RESULT_BUFFER
     return InstructionKind.POP_TRANSPOSED if ".trf" in opcode else InstructionKind.POP
 
 
-def _vector_kind(opcode: str) -> InstructionKind:
+def _vector_instruction_kind(opcode: str) -> InstructionKind:
     if ".xlane" in opcode:
         return InstructionKind.REDUCE
     if opcode.startswith("vxpose"):
@@ -119,12 +121,12 @@ class RegistersPerInput:
     """Result registers per input register of each unit, which depend on chip and dtype and are counted in a kernel.
 
     Attributes:
-        matmul: Registers popped from the queues of the matrix units, for each one expected.
-        transposition: Registers popped from the cross-lane units, for each one pushed.
+        popped_per_result: Registers popped from the queues of the matrix units, for each one expected.
+        popped_per_transposed: Registers popped from the cross-lane units, for each one pushed.
     """
 
-    matmul: float
-    transposition: float
+    popped_per_result: float
+    popped_per_transposed: float
 
     @classmethod
     def of(cls, bundles: Sequence[Bundle]) -> "RegistersPerInput":
@@ -133,17 +135,17 @@ class RegistersPerInput:
         counts = collections.Counter(w.kind for w in found)
         expected = sum(w.results_per_push for w in found if w.kind is InstructionKind.MATMUL)
         return cls(
-            matmul=counts[InstructionKind.POP_QUEUE] / expected
-            if counts[InstructionKind.POP_QUEUE] and expected
+            popped_per_result=counts[InstructionKind.POP_RESULT_QUEUE] / expected
+            if counts[InstructionKind.POP_RESULT_QUEUE] and expected
             else 1.0,
-            transposition=counts[InstructionKind.POP_TRANSPOSED] / counts[InstructionKind.TRANSPOSE]
+            popped_per_transposed=counts[InstructionKind.POP_TRANSPOSED] / counts[InstructionKind.TRANSPOSE]
             if counts[InstructionKind.POP_TRANSPOSED] and counts[InstructionKind.TRANSPOSE]
             else 1.0,
         )
 
-    def results(self, of: OpcodeProperties) -> int:
+    def num_product_results(self, of: OpcodeProperties) -> int:
         """Returns the number of registers that a product puts into its queue."""
-        return max(1, round(of.results_per_push * self.matmul))
+        return max(1, round(of.results_per_push * self.popped_per_result))
 
 
 class Scoreboard:
@@ -159,9 +161,9 @@ class Scoreboard:
         self._buffer: dict[tuple[int, int], int] = {}
         self._transposed = collections.defaultdict[int, collections.deque[int]](collections.deque)
         self._transposing = collections.Counter[int]()
-        self._earlier = self._results_of_earlier_blocks(bundles)
+        self._earlier = self._count_results_of_earlier_blocks(bundles)
 
-    def _results_of_earlier_blocks(self, bundles: Iterable[Bundle]) -> collections.Counter[int]:
+    def _count_results_of_earlier_blocks(self, bundles: Iterable[Bundle]) -> collections.Counter[int]:
         """Returns the pops for which the block has no product: they read results of an earlier block, which are
         ready.
         """
@@ -170,12 +172,12 @@ class Scoreboard:
             for instruction in bundle.instructions:
                 properties = opcode_properties(instruction.opcode)
                 if properties.kind is InstructionKind.MATMUL:
-                    balance[properties.unit] -= self._registers_per_input.results(properties)
-                elif properties.kind is InstructionKind.POP_QUEUE:
+                    balance[properties.unit] -= self._registers_per_input.num_product_results(properties)
+                elif properties.kind is InstructionKind.POP_RESULT_QUEUE:
                     balance[properties.unit] += 1
         return +balance
 
-    def issue(self, cycle: int, bundle: Bundle) -> int:
+    def issue_bundle(self, cycle: int, bundle: Bundle) -> int:
         """Issues a bundle at `cycle` or as soon after it as possible; returns the cycle."""
         timed = [
             (i, properties)
@@ -185,7 +187,7 @@ class Scoreboard:
         for instruction, properties in timed:
             cycle = max(cycle, self._pop_results_and_find_cycle(instruction, properties))
         for instruction, properties in timed:
-            self._occupy(cycle, instruction, properties)
+            self._occupy_unit(cycle, instruction, properties)
         return cycle
 
     def _pop_results_and_find_cycle(self, instruction: Instruction, properties: OpcodeProperties) -> int:
@@ -194,12 +196,12 @@ class Scoreboard:
             return max(
                 self._matrix_free[properties.unit], self._push_free[properties.unit] if properties.loads_weights else 0
             )
-        if properties.kind in (InstructionKind.PUSH, InstructionKind.WEIGHTS):
+        if properties.kind in (InstructionKind.PUSH_WEIGHTS, InstructionKind.OTHER_WEIGHT_INSTRUCTION):
             return self._push_free[properties.unit]
-        if properties.kind is InstructionKind.POP_QUEUE:
-            return self._pop_queue(properties.unit)
-        if properties.kind is InstructionKind.POP_BUFFER:
-            return self._buffer.get((properties.unit, properties.result_slot or 0), 0)
+        if properties.kind is InstructionKind.POP_RESULT_QUEUE:
+            return self._pop_result_queue(properties.unit)
+        if properties.kind is InstructionKind.POP_RESULT_BUFFER:
+            return self._buffer.get((properties.unit, properties.result_buffer_index or 0), 0)
         if properties.kind is InstructionKind.POP_TRANSPOSED:
             return self._transposed[properties.unit].popleft() if self._transposed[properties.unit] else 0
         if properties.kind is InstructionKind.POP:
@@ -207,50 +209,54 @@ class Scoreboard:
             return max((self._ready.get(match[1], 0) for match in found if match), default=0)
         return self._cross_lane_free[properties.unit] if properties.waits_for_cross_lane_unit else 0
 
-    def _pop_queue(self, unit: int) -> int:
+    def _pop_result_queue(self, unit: int) -> int:
         if self._earlier[unit] > 0:
             self._earlier[unit] -= 1
             return 0
         return self._queue[unit].popleft() if self._queue[unit] else 0
 
-    def _occupy(self, cycle: int, instruction: Instruction, properties: OpcodeProperties) -> None:
+    def _occupy_unit(self, cycle: int, instruction: Instruction, properties: OpcodeProperties) -> None:
         """Records until when an instruction occupies its unit, and when its result is ready."""
         latencies = self._latencies
         if properties.kind is InstructionKind.MATMUL:
-            self._multiply(cycle, properties)
-        elif properties.kind is InstructionKind.PUSH:
+            self._record_product(cycle, properties)
+        elif properties.kind is InstructionKind.PUSH_WEIGHTS:
             transposes = "xpose" in instruction.opcode
-            self._push_free[properties.unit] = cycle + (latencies.push_transposed if transposes else latencies.push)
+            self._push_free[properties.unit] = cycle + (
+                latencies.transposed_weight_push_interval if transposes else latencies.weight_push_interval
+            )
         elif properties.kind is InstructionKind.REDUCE:
-            self._cross_lane_free[properties.unit] = cycle + latencies.xlu
-            self._ready[instruction.result] = cycle + latencies.reduction
+            self._cross_lane_free[properties.unit] = cycle + latencies.cross_lane_interval
+            self._ready[instruction.result] = cycle + latencies.reduction_latency
         elif properties.kind is InstructionKind.TRANSPOSE:
-            self._transpose(cycle, properties)
+            self._record_transposition(cycle, properties)
         elif properties.kind is InstructionKind.ROTATE:
             self._cross_lane_free[properties.unit] = cycle + 1
-            self._ready[instruction.result] = cycle + latencies.rotation
+            self._ready[instruction.result] = cycle + latencies.rotation_latency
         elif properties.kind is InstructionKind.TRANSCENDENTAL:
-            self._ready[instruction.result] = cycle + latencies.transcendental
+            self._ready[instruction.result] = cycle + latencies.transcendental_latency
 
-    def _multiply(self, cycle: int, properties: OpcodeProperties) -> None:
+    def _record_product(self, cycle: int, properties: OpcodeProperties) -> None:
         latencies = self._latencies
         self._matrix_free[properties.unit] = cycle + (
-            latencies.matmul if properties.is_narrow else latencies.matmul_f32
+            latencies.matmul_interval if properties.is_narrow else latencies.matmul_f32_interval
         )
-        ready = cycle + latencies.matmul_result
-        if properties.result_slot is None:
-            self._queue[properties.unit].extend([ready] * self._registers_per_input.results(properties))
+        ready = cycle + latencies.matmul_result_latency
+        if properties.result_buffer_index is None:
+            self._queue[properties.unit].extend([ready] * self._registers_per_input.num_product_results(properties))
             return
         for register in range(2 * properties.results_per_push):
-            self._buffer[properties.unit, properties.result_slot + register] = ready
+            self._buffer[properties.unit, properties.result_buffer_index + register] = ready
 
-    def _transpose(self, cycle: int, properties: OpcodeProperties) -> None:
+    def _record_transposition(self, cycle: int, properties: OpcodeProperties) -> None:
         """Records that the whole tile is ready at the end, one register per pop."""
-        self._cross_lane_free[properties.unit] = cycle + self._latencies.xlu
+        self._cross_lane_free[properties.unit] = cycle + self._latencies.cross_lane_interval
         self._transposing[properties.unit] += 1
         if properties.ends_transposition:
-            registers = max(1, round(self._transposing[properties.unit] * self._registers_per_input.transposition))
-            self._transposed[properties.unit].extend([cycle + self._latencies.transposition] * registers)
+            registers = max(
+                1, round(self._transposing[properties.unit] * self._registers_per_input.popped_per_transposed)
+            )
+            self._transposed[properties.unit].extend([cycle + self._latencies.transposition_latency] * registers)
             self._transposing[properties.unit] = 0
 
 
@@ -275,6 +281,6 @@ def time_block(
     scoreboard = Scoreboard(latencies, registers_per_input, block_bundles)
     cycle, issued = -1, list[int]()
     for bundle in block_bundles:
-        cycle = scoreboard.issue(cycle + 1, bundle)
+        cycle = scoreboard.issue_bundle(cycle + 1, bundle)
         issued.append(cycle)
     return BlockTime(cycle + 1, tuple(issued))

@@ -13,7 +13,7 @@ from ejkernel_pallas.tpu.profile.bundles import (
     parse_utilisation,
 )
 from ejkernel_pallas.tpu.profile.chips import Chip
-from ejkernel_pallas.tpu.profile.flow import find_flow, find_loops
+from ejkernel_pallas.tpu.profile.flow import find_control_flow, find_loops
 from ejkernel_pallas.tpu.profile.machine import SimulatedCore
 from ejkernel_pallas.tpu.profile.report import FILL_SLOT, SPILL_SLOT, Loop, Simulation
 from ejkernel_pallas.tpu.profile.scalar_code import ScalarCode
@@ -27,7 +27,7 @@ from ejkernel_pallas.tpu.profile.scheduler import (
 
 _TIME_CHECK_INTERVAL = 1 << 14  # blocks between checks of the time limit
 # Words that are 0: identifiers of the simulated core and device, which are the first, and the null operand.
-_ZERO_OPERANDS = ("core index", "chip ID", "partition id location", "replica id location", "null")
+_ZERO_ALLOCATION_PURPOSES = ("core index", "chip ID", "partition id location", "replica id location", "null")
 
 
 class CompiledKernel:
@@ -46,7 +46,7 @@ class CompiledKernel:
         self.utilisation: Utilisation = parse_utilisation(utilisation)
         self.allocations: Sequence[Allocation] = parse_allocations(allocations)
         latencies = chip.latencies
-        self.flow = find_flow(self.bundles, latencies.branch_delay)
+        self.flow = find_control_flow(self.bundles, latencies.branch_delay_slots)
         registers_per_input = RegistersPerInput.of(self.bundles)
         self.times: dict[int, BlockTime] = {
             start: time_block(block, self.bundles, latencies, registers_per_input)
@@ -56,7 +56,7 @@ class CompiledKernel:
     @property
     def vmem_bytes(self) -> int:
         """Returns the bytes of all allocations in VMEM."""
-        return sum(allocation.size for allocation in self.allocations if allocation.space == "vmem")
+        return sum(allocation.size for allocation in self.allocations if allocation.memory_space == "vmem")
 
     def run(self, operands: Mapping[int, Sequence[int]], seconds: float = 120.0) -> Simulation:
         """Simulates the schedule on one core.
@@ -65,64 +65,70 @@ class CompiledKernel:
             operands: Words of the operands whose values are known, by operand number, as returned by `pack_words`.
             seconds: The time limit.
         """
-        code = ScalarCode(self.bundles, self.flow, self.times)
-        machine = SimulatedCore(self.chip, operands)
+        scalar_code = ScalarCode(self.bundles, self.flow, self.times)
+        core = SimulatedCore(self.chip, operands)
         for allocation in self.allocations:
-            if allocation.purpose.endswith(_ZERO_OPERANDS):
-                machine.memory[code.names.address(allocation.name)] = 0
-        blocks, complete = self._execute(code, machine, seconds)
+            if allocation.purpose.endswith(_ZERO_ALLOCATION_PURPOSES):
+                core.memory[scalar_code.symbols.allocation_address(allocation.name)] = 0
+        blocks, complete = self._execute_blocks(scalar_code, core, seconds)
         issues = collections.Counter[int]()
         for start, count in blocks.items():
             block = self.flow.blocks[start]
             issues.update(dict.fromkeys(range(block.start, block.end), count))
         return Simulation(
             is_complete=complete,
-            cycles=machine.t,
+            cycles=core.t,
             compute_cycles=sum(count * self.times[start].cycles for start, count in blocks.items()),
-            waited_cycles=machine.waited,
+            waited_cycles=core.waited,
             mxu_cycles=self._mxu_cycles(issues),
-            block_entries=dict(blocks),
-            bundle_issues=dict(issues),
-            copied_bytes=dict(machine.copied),
-            num_copies=dict(machine.copies),
-            unknown_reads=machine.unknown_reads(code.names.allocations),
+            entries_per_block=dict(blocks),
+            issues_per_bundle=dict(issues),
+            copied_bytes_by_kind=dict(core.copied),
+            num_copies_by_kind=dict(core.copies),
+            unknown_reads=core.unknown_reads(scalar_code.symbols.allocations),
         )
 
-    def _execute(self, code: ScalarCode, machine: SimulatedCore, seconds: float) -> tuple[Mapping[int, int], bool]:
+    def _execute_blocks(
+        self, scalar_code: ScalarCode, core: SimulatedCore, seconds: float
+    ) -> tuple[Mapping[int, int], bool]:
         """Returns how often each block runs, and whether the end was reached."""
         blocks = collections.Counter[int]()
-        functions, memory, end = code.functions, machine.memory, len(self.bundles)
-        registers = [0] * len(code.names.registers)
+        functions, memory, end = scalar_code.functions, core.memory, len(self.bundles)
+        registers = [0] * len(scalar_code.symbols.registers)
         deadline, bundle, count = time.monotonic() + seconds, 0, 0
         while bundle < end:
             blocks[bundle] += 1
             count += 1
             if count % _TIME_CHECK_INTERVAL == 0 and time.monotonic() > deadline:
                 return blocks, False
-            bundle = functions[bundle](registers, machine, memory)
+            bundle = functions[bundle](registers, core, memory)
         return blocks, True
 
-    def _mxu_cycles(self, issues: Mapping[int, int]) -> float:
+    def _mxu_cycles(self, issues_per_bundle: Mapping[int, int]) -> float:
         latencies, cycles = self.chip.latencies, 0
-        for k, count in issues.items():
+        for k, count in issues_per_bundle.items():
             for instruction in self.bundles[k].instructions:
                 properties = opcode_properties(instruction.opcode)
                 if properties.kind is InstructionKind.MATMUL:
-                    cycles += count * (latencies.matmul if properties.is_narrow else latencies.matmul_f32)
+                    cycles += count * (
+                        latencies.matmul_interval if properties.is_narrow else latencies.matmul_f32_interval
+                    )
         return cycles / self.chip.mxus
 
-    def loops(self, blocks: Mapping[int, int]) -> tuple[Loop, ...]:
-        """Returns its loops, outer before inner; `blocks` has the number of times that each block was entered."""
+    def loops(self, entries_per_block: Mapping[int, int]) -> tuple[Loop, ...]:
+        """Returns its loops, outer before inner; `entries_per_block` has the number of times that each block was
+        entered.
+        """
         found = find_loops(self.bundles, self.flow)
         return tuple(
             Loop(
                 start=span.start,
                 end=span.end,
                 depth=span.depth,
-                num_trips=blocks.get(span.start, 0),
-                slots=self.utilisation.shares(once := dict.fromkeys(range(span.start, span.end + 1), 1)),
-                fills=self.utilisation.total(FILL_SLOT, once),
-                spills=self.utilisation.total(SPILL_SLOT, once),
+                num_trips=entries_per_block.get(span.start, 0),
+                slots=self.utilisation.slot_shares(once := dict.fromkeys(range(span.start, span.end + 1), 1)),
+                fills=self.utilisation.count_slot_uses(FILL_SLOT, once),
+                spills=self.utilisation.count_slot_uses(SPILL_SLOT, once),
             )
             for span in found
         )

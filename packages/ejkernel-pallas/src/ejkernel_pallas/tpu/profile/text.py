@@ -39,12 +39,13 @@ def prediction_line(report: Report) -> str:
     return ", ".join(parts)
 
 
-def kernel_facts(kernel: KernelReport) -> list[tuple[str, str]]:
+def kernel_rows(kernel: KernelReport) -> list[tuple[str, str]]:
     """Returns the facts about a kernel, except its loops and slots."""
     simulation, seconds = kernel.simulation, kernel.seconds
     waited = simulation.waited_cycles / max(1.0, simulation.cycles)
     by_kind = (
-        f"{kind} {size / 1e6:.4g} MB in {simulation.num_copies[kind]}" for kind, size in simulation.copied_bytes.items()
+        f"{kind} {size / 1e6:.4g} MB in {simulation.num_copies_by_kind[kind]}"
+        for kind, size in simulation.copied_bytes_by_kind.items()
     )
     limit = kernel.chip.vmem
     return [
@@ -56,17 +57,17 @@ def kernel_facts(kernel: KernelReport) -> list[tuple[str, str]]:
         ("bound by", describe_bound(kernel)),
         ("matrix units busy", percent(kernel.mxu)),
         ("VMEM", f"{kernel.vmem_bytes / MIB:.1f} MiB of {limit / MIB:.0f}"),
-        ("HBM", f"{simulation.hbm_read / 1e6:.4g} MB read, {simulation.hbm_written / 1e6:.4g} MB written"),
+        ("HBM", f"{simulation.hbm_read_bytes / 1e6:.4g} MB read, {simulation.hbm_written_bytes / 1e6:.4g} MB written"),
         ("copies", "; ".join(by_kind) or "none"),
-        *_describe_link(kernel),
+        *_link_rows(kernel),
         ("registers", f"{kernel.spills} spilled, {kernel.fills} reloaded"),
         ("schedule", f"{kernel.bundles} bundles, {simulation.bundles} issued"),
-        *_warnings(kernel),
+        *_warning_rows(kernel),
     ]
 
 
-def _describe_link(kernel: KernelReport) -> Iterable[tuple[str, str]]:
-    sent, rate = kernel.simulation.sent, kernel.chip.link_bandwidth
+def _link_rows(kernel: KernelReport) -> Iterable[tuple[str, str]]:
+    sent, rate = kernel.simulation.sent_bytes, kernel.chip.link_bandwidth
     if sent:
         time = f"{microseconds(kernel.link_seconds)} µs at {rate / 1e9:.0f} GB/s of a link"
         yield "to the next device", f"{sent / 1e6:.4g} MB, {time}"
@@ -81,7 +82,7 @@ def describe_bound(kernel: KernelReport) -> str:
     return "the matrix units" if kernel.mxu > 0.9 else "its schedule"
 
 
-def _warnings(kernel: KernelReport) -> Iterable[tuple[str, str]]:
+def _warning_rows(kernel: KernelReport) -> Iterable[tuple[str, str]]:
     simulation = kernel.simulation
     if not simulation.is_complete:
         yield "INCOMPLETE", "the simulation was stopped; every figure is too low"
@@ -91,22 +92,22 @@ def _warnings(kernel: KernelReport) -> Iterable[tuple[str, str]]:
 
 
 def _print_kernel(out: Console, kernel: KernelReport) -> None:
-    print_table(out, f"kernel {kernel.name}", "figure", "value", rows=kernel_facts(kernel))
+    print_table(out, f"kernel {kernel.name}", "figure", "value", rows=kernel_rows(kernel))
     slots = [slot for slot in kernel.utilisation.slots if slot not in _SPILL_SLOTS]
     headings = ("loop", "bundles", "num_trips", *slots, "spills", "fills")
     rows: list[tuple[Any, ...]] = [
-        (_loop_position(loop), loop.bundles, loop.num_trips, *_loop_slot_shares(loop, slots)) for loop in kernel.loops
+        (_bundle_range_text(loop), loop.bundles, loop.num_trips, *_loop_cells(loop, slots)) for loop in kernel.loops
     ]
     whole = [percent(kernel.slots[slot]) for slot in slots]
     rows.append(("whole run", kernel.simulation.bundles, "", *whole, kernel.spills, kernel.fills))
     print_table(out, "slots in use; a loop's over one trip", *headings, rows=rows, right_aligned_columns=headings[1:])
 
 
-def _loop_position(loop: Loop) -> str:
+def _bundle_range_text(loop: Loop) -> str:
     return f"{'  ' * (loop.depth - 1)}{loop.start}..{loop.end}"
 
 
-def _loop_slot_shares(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
+def _loop_cells(loop: Loop, slots: Sequence[str]) -> tuple[str | int, ...]:
     return (*(percent(loop.slots[slot]) for slot in slots), loop.spills, loop.fills)
 
 

@@ -15,19 +15,19 @@ from ejkernel.ops.model import load_object
 from ejkernel.types.pullback import both_passes
 from ejkernel_pallas.tpu.profile.cases import Case, Workload
 from ejkernel_pallas.tpu.profile.chips import CHIPS
-from ejkernel_pallas.tpu.profile.jobs import NEEDS_LIBTPU, profile_many
+from ejkernel_pallas.tpu.profile.jobs import LIBTPU_MISSING_MESSAGE, profile_many
 from ejkernel_pallas.tpu.profile.report import Report
 
 
 def targets() -> Mapping[str, Target]:
     """Returns the chips as targets of `ejkernel tune --target`."""
-    return {name: _target(name) for name in CHIPS}
+    return {name: _make_target(name) for name in CHIPS}
 
 
-def _target(name: str) -> Target:
+def _make_target(name: str) -> Target:
     def make_tuner(show_progress: bool) -> TunerMethods:
         if importlib.util.find_spec("libtpu") is None:
-            raise TunerError(NEEDS_LIBTPU)
+            raise TunerError(LIBTPU_MISSING_MESSAGE)
         return ProfileTuner(target=name, show_progress=show_progress)
 
     device = DeviceInfo(platform="tpu", vendor="google", kind=CHIPS[name].kind)
@@ -62,48 +62,50 @@ class ProfileTuner:
         parts = implementation.config.candidates(request.record, request.device, direction)
         unique = tuple(dict.fromkeys((request.heuristic(), *parts)))
         label = f"{request.op.name} {direction} {implementation.name}"
-        then_path = implementation.backward if direction == "both" else None
-        kwargs = {"path": path, "then_path": then_path, "argument": argument}
+        backward_path = implementation.backward if direction == "both" else None
+        kwargs = {"path": path, "backward_path": backward_path, "record_or_pullback": argument}
         cases = [
-            Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "part": part})
+            Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "config": part})
             for part in unique
         ]
-        measured = [_measurement(*pair) for pair in zip(unique, self._profiles(cases, label), strict=True)]
+        measured = [
+            _measurement_of_report(*pair) for pair in zip(unique, self._profile_cases(cases, label), strict=True)
+        ]
         ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
         if ranked[0].seconds is None:
             lines = (f"{m.part}: {m.error}" for m in ranked)
             raise TunerError("\n  ".join([f"no candidate of {label} can be predicted for {self.target}:", *lines]))
         return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
-    def _profiles(self, cases: list[Case], label: str) -> list[Report]:
+    def _profile_cases(self, cases: list[Case], label: str) -> list[Report]:
         if not self.show_progress:
             return profile_many(cases, target=self.target)
         import tqdm
 
         with tqdm.tqdm(total=len(cases), desc=f"{label} for {self.target}", unit="config") as bar:
 
-            def seen(report: Report) -> None:
+            def advance_progress_bar(report: Report) -> None:
                 bar.update()
 
-            return profile_many(cases, target=self.target, progress=seen)
+            return profile_many(cases, target=self.target, on_report=advance_progress_bar)
 
 
-def workload(path: str, argument: Any, part: Any, then_path: str | None = None) -> Workload:
-    """Builds one direction of an implementation with a configuration, or both if `then_path` names the backward
+def workload(path: str, record_or_pullback: Any, config: Any, backward_path: str | None = None) -> Workload:
+    """Builds one direction of an implementation with a configuration, or both if `backward_path` names the backward
     function, too.
     """
     kernel = load_object(path)
-    if then_path is not None:
-        kernel = functools.partial(both_passes, kernel, load_object(then_path))
-    return Workload(function=lambda argument: kernel(argument, part), args=(argument,))
+    if backward_path is not None:
+        kernel = functools.partial(both_passes, kernel, load_object(backward_path))
+    return Workload(function=lambda argument: kernel(argument, config), args=(record_or_pullback,))
 
 
-def _measurement(part: Any, report: Report) -> Measurement:
-    error = report.error or _why_unusable(report)
-    return Measurement(part, None if error else report.seconds, error)
+def _measurement_of_report(config: Any, report: Report) -> Measurement:
+    error = report.error or _reason_unusable(report)
+    return Measurement(config, None if error else report.seconds, error)
 
 
-def _why_unusable(report: Report) -> str | None:
+def _reason_unusable(report: Report) -> str | None:
     """Returns why a profile cannot be used as a prediction; None if it can."""
     if not report.kernels:
         return "it has no TPU kernels, and only these can be predicted"

@@ -18,15 +18,15 @@ from ejkernel_pallas.tpu.profile.report import Report
 def main(path: Path) -> None:
     """Profiles the cases of a job, and writes each report as soon as it is available."""
     job: Job = pickle.loads(path.read_bytes())
-    for number, case in enumerate(job.cases, start=job.first):
+    for number, case in enumerate(job.cases, start=job.first_case_index):
         try:
-            report = profile_case(chip(job.target), case, job.dumps)
+            report = profile_case(chip(job.target), case, job.libtpu_folder)
         except Exception as error:  # noqa: BLE001 - a case may fail in any way, and must not end the other cases
             report = Report(label=case.label, target=job.target, error=f"{type(error).__name__}: {error}")
-        job.keep_dumps(number)
-        temporary = job.result(number).with_suffix(".tmp")
+        job.move_dumps_of_case(number)
+        temporary = job.report_path(number).with_suffix(".tmp")
         temporary.write_bytes(pickle.dumps(report))
-        os.replace(temporary, job.result(number))
+        os.replace(temporary, job.report_path(number))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,22 @@ from typing import Any
 from ejkernel.families.quantized_matmul import FAMILY
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel_pallas.tpu.quantized_matmul import config
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 
-BITS = (4, 8)
+SUPPORTED_CODE_BITS = (4, 8)
 """Bits of the codes that the kernels unpack."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    if record.format.bits not in BITS:
+    if record.format.bits not in SUPPORTED_CODE_BITS:
         yield f"bits: got {record.format.bits}, the kernels take codes of 4 and 8"
 
 
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
-    requires = tpu_requires(handles=frozenset({"zeros", "tensor_scale", "transpose", "precision"}), extra=_reasons)
-    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuQuantized), requires),)
+    requires = tpu_requires(
+        supported_fields=frozenset({"zeros", "tensor_scale", "transpose", "precision"}),
+        refusal_reasons=_refusal_reasons,
+    )
+    return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuQuantized), requires),)

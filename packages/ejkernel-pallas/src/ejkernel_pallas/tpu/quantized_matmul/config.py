@@ -9,7 +9,7 @@ from ejkernel.ops.params import Direction
 from ejkernel.planning.quantized_formats import WORD_BITS
 
 LANES = 128
-ROWS_MULTIPLE = 16
+ROW_PADDING_MULTIPLE = 16
 """Rows of x are padded to a multiple of this: whole registers of bfloat16."""
 
 
@@ -31,9 +31,9 @@ class TpuQuantized:
 PUBLIC_FIELDS = {name.name: name.name for name in dataclasses.fields(TpuQuantized)}
 """Maps fields of the public configuration to fields of this one."""
 
-ROW_TILE_SIZES = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
+ROW_CONTRACTION_TILE_SIZES = ((1024, 256), (512, 256), (512, 512), (256, 256), (256, 128))
 """Rows and words per tile of the kernel that contracts rows of the packed matrix."""
-TRANSPOSED_TILE_SIZES = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
+WORD_CONTRACTION_TILE_SIZES = ((512, 512), (256, 512), (256, 1024), (256, 256), (128, 256))
 """Rows and words per tile of the kernel that contracts the codes along words."""
 MAX_BLOCK_VMEM_BYTES = 32 * 2**20
 """The most VMEM for blocks and the accumulator: available on every chip, with room for the compiler."""
@@ -53,11 +53,11 @@ def candidates(record: QuantizedMatmul, device: Any, direction: Direction) -> tu
     """Returns tiles worth measuring for a record on a device."""
     contracts_rows = record.transpose == (direction == "backward")
     rows, words = (cdiv(size, LANES) * LANES for size in record.packed.shape)
-    height = cdiv(record.x.shape[0], ROWS_MULTIPLE) * ROWS_MULTIPLE
+    height = cdiv(record.x.shape[0], ROW_PADDING_MULTIPLE) * ROW_PADDING_MULTIPLE
     tiles = [
         TpuQuantized(block_m=min(m, height), block_r=min(r, rows), block_w=min(w, words))
         for m in (1024, 512, 256, 128)
-        for r, w in (ROW_TILE_SIZES if contracts_rows else TRANSPOSED_TILE_SIZES)
+        for r, w in (ROW_CONTRACTION_TILE_SIZES if contracts_rows else WORD_CONTRACTION_TILE_SIZES)
     ]
     codes = WORD_BITS // record.format.bits
     quick = [x for x in tiles if x.block_m * x.block_r * x.block_w * codes <= MAX_MULTIPLICATIONS_PER_TILE]

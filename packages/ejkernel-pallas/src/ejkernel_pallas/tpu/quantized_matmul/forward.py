@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from ejkernel.families.quantized_matmul import QuantizedMatmul, apply_tensor_scale
 from ejkernel_pallas.tpu.quantized_matmul.config import TpuQuantized
-from ejkernel_pallas.tpu.quantized_matmul.kernels.matmul import multiply_rows
-from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multiply_words
+from ejkernel_pallas.tpu.quantized_matmul.kernels.matmul import multiply_packed
+from ejkernel_pallas.tpu.quantized_matmul.kernels.transposed_matmul import multiply_transposed_packed
 from ejkernel_pallas.tpu.quantized_matmul.spec import make_spec
 
 
@@ -22,7 +22,7 @@ def forward(record: QuantizedMatmul, config: TpuQuantized) -> tuple[jax.Array, t
     Returns:
         [M, N] in x's dtype. There are no residuals.
     """
-    kernel = multiply_words if record.transpose else multiply_rows
+    kernel = multiply_transposed_packed if record.transpose else multiply_packed
     return multiply(kernel, record, record.x, config), ()
 
 

@@ -16,7 +16,7 @@ from ejkernel.planning.precision import product_precision
 from ejkernel.planning.quantized_formats import WORD_BITS, Format
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.quantized_matmul.config import ROWS_MULTIPLE, TpuQuantized
+from ejkernel_pallas.tpu.quantized_matmul.config import ROW_PADDING_MULTIPLE, TpuQuantized
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class QuantizedSpec:
         operand_dtype: Dtype of the products' operands.
         output_dtype: Dtype of the output: x's, or float32 if it is still to be multiplied by a tensor scale.
         precision: Precision of the products.
-        product_size: Rows of words, and words, per product: the width of the matrix unit. More values would not fit
-            registers.
+        rows_and_words_per_product: Rows of words, and words, per product: the width of the matrix unit. More values
+            would not fit registers.
     """
 
     padded_rows: int
@@ -46,7 +46,7 @@ class QuantizedSpec:
     operand_dtype: Any
     output_dtype: Any
     precision: lax.Precision | None
-    product_size: int
+    rows_and_words_per_product: int
 
     @property
     def codes_per_word(self) -> int:
@@ -72,7 +72,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     """
     quantized_format = record.format
     most = LANES * quantized_format.group_size * quantized_format.bits // WORD_BITS
-    for name, step in (("block_m", ROWS_MULTIPLE), ("block_r", LANES), ("block_w", LANES)):
+    for name, step in (("block_m", ROW_PADDING_MULTIPLE), ("block_r", LANES), ("block_w", LANES)):
         if getattr(config, name) % step or getattr(config, name) <= 0:
             raise ValueError(f"cfg: got {name}={getattr(config, name)}, wants a multiple of {step}")
     if config.block_w > most and record.scales.shape[1] > LANES:
@@ -81,7 +81,7 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
     exact = requested_precision in (lax.Precision.HIGH, lax.Precision.HIGHEST)
     wide = record.x.dtype == jnp.float32
     return QuantizedSpec(
-        padded_rows=cdiv(record.x.shape[0], ROWS_MULTIPLE) * ROWS_MULTIPLE,
+        padded_rows=cdiv(record.x.shape[0], ROW_PADDING_MULTIPLE) * ROW_PADDING_MULTIPLE,
         packed_rows=record.packed.shape[0],
         words_per_row=record.packed.shape[1],
         groups_per_row=record.scales.shape[1],
@@ -91,11 +91,11 @@ def make_spec(record: QuantizedMatmul, config: TpuQuantized) -> QuantizedSpec:
         output_dtype=record.x.dtype if record.tensor_scale is None else jnp.dtype(jnp.float32),
         # Mosaic has products in one bfloat16 pass and in six. One pass is exact for bfloat16 operands.
         precision=lax.Precision.HIGHEST if wide and exact else requested_precision if wide else None,
-        product_size=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
+        rows_and_words_per_product=2 * LANES if has_256_wide_mxu(current_device().kind) else LANES,
     )
 
 
-def scale_bits(scales: jax.Array) -> jax.Array:
+def bitcast_float16_scales(scales: jax.Array) -> jax.Array:
     """Returns scales in the dtype that the kernels read: float16 as integers of the same bits, others unchanged."""
     if scales.dtype == jnp.float16:
         return lax.bitcast_convert_type(scales, jnp.uint16)

@@ -8,7 +8,7 @@ from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention import config as tiled_config
 from ejkernel_pallas.tpu.tiled_attention.config import PUBLIC_FIELDS, TpuBackward, TpuForward
-from ejkernel_pallas.tpu.tiled_attention.spec import Blocks
+from ejkernel_pallas.tpu.tiled_attention.spec import TileSizes
 
 __all__ = ["PUBLIC_FIELDS", "candidates", "fit_blocks_to_shard", "heuristic"]
 
@@ -30,7 +30,7 @@ def candidates(
     return tiled_config.candidates(as_tiled_attention(record), device, direction)
 
 
-def fit_blocks_to_shard(record: RingAttention, blocks: Blocks) -> Blocks:
+def fit_blocks_to_shard(record: RingAttention, blocks: TileSizes) -> TileSizes:
     """Returns the blocks, no larger than half of a shard where that can be divided into whole tiles."""
     pieces = 2 if record.causal else 1
     queries, keys = record.query.shape[1] // pieces, record.key.shape[1] // pieces

@@ -25,7 +25,7 @@ from ejkernel_pallas.tpu.interpret import is_interpreting
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.ring_attention.config import fit_blocks_to_shard
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import canonical_record
-from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, TiledSpec, make_spec
+from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, TileSizes, make_spec
 
 PairLister = Callable[[TiledAttention, TiledSpec], Any]
 MAX_LOAD_PAIRS = 2**15
@@ -46,7 +46,7 @@ def uses_remote_copies(record: RingAttention) -> bool:
         return False
     rows = (record.q_segment_ids, record.kv_segment_ids, record.q_positions, record.kv_positions)
     batch = max(1 if x is None else x.shape[0] for x in rows)
-    blocks = fit_blocks_to_shard(record, Blocks(512, 512, 512, 512))
+    blocks = fit_blocks_to_shard(record, TileSizes(512, 512, 512, 512))
     return shards * batch * cdiv(lengths[0], blocks.queries) * cdiv(lengths[1], blocks.keys) <= MAX_LOAD_PAIRS
 
 
@@ -57,47 +57,58 @@ class RingPlan:
     Attributes:
         record: The record of the device's own shard, with positions if kernels compare them.
         ring: The ring.
-        indexed: Whether causal compares indices in the shard, which is correct for the keys of the device itself.
+        causal_by_shard_index: Whether causal compares indices in the shard, which is correct for the keys of the device
+            itself.
     """
 
     record: RingAttention
     ring: Ring
-    indexed: bool
+    causal_by_shard_index: bool
 
     @classmethod
     def of(cls, record: RingAttention, ring: Ring) -> Self:
         """Returns the plan for a record, rearranged into the ring's layout."""
         local = local_record(record, ring)
-        indexed = ring.striped and record.query.shape[1] % 256 == 0 and not _compares_pairs(record)
+        causal_by_shard_index = (
+            ring.striped and record.query.shape[1] % 256 == 0 and not _masks_off_diagonal_tiles(record)
+        )
         if causal_window_bounds(as_tiled_attention(record)) == (None, None):
             return cls(dataclasses.replace(local, q_positions=None, kv_positions=None), ring, False)
-        return cls(local if indexed else _with_positions(local, ring), ring, indexed)
+        return cls(local if causal_by_shard_index else _add_positions(local, ring), ring, causal_by_shard_index)
 
-    def spec(self, shard: TiledAttention, blocks: Blocks, accumulates_for_keys: bool = False) -> TiledSpec:
+    def spec(self, shard_record: TiledAttention, blocks: TileSizes, accumulates_for_keys: bool = False) -> TiledSpec:
         """Returns the constants of the kernels of every ring step."""
-        return make_spec(shard, fit_blocks_to_shard(self.record, blocks), accumulates_for_keys=accumulates_for_keys)
-
-    def shard(self, source: jax.Array, load: TravellingKeys) -> TiledAttention:
-        """Returns the local queries and one load of keys as the record of a kernel."""
-        shard = canonical_record(step_record(self.record, self.ring, source, load))
-        return dataclasses.replace(shard, q_positions=None, kv_positions=None) if self.indexed else shard
-
-    def pairs(self, shard: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: PairLister) -> Any:
-        """Returns the tile pairs of a ring step: int32 [B|1, 1, steps]."""
-        if not self.indexed:
-            return list_pairs(shard, spec)
-        return list_pairs(self.with_positions(shard, source), spec)[..., : self._max_pairs(spec)]
-
-    def with_positions(self, shard: TiledAttention, source: jax.Array) -> TiledAttention:
-        """Returns a shard with the positions that `shard` leaves out where indices suffice."""
-        if not self.indexed:
-            return shard
-        me, length = lax.axis_index(self.ring.axis_name), shard.query.shape[1]
-        return dataclasses.replace(
-            shard, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
+        return make_spec(
+            shard_record, fit_blocks_to_shard(self.record, blocks), accumulates_for_keys=accumulates_for_keys
         )
 
-    def _max_pairs(self, spec: TiledSpec) -> int:
+    def make_shard_record(self, source: jax.Array, load: TravellingKeys) -> TiledAttention:
+        """Returns the local queries and one load of keys as the record of a kernel."""
+        shard_record = canonical_record(step_record(self.record, self.ring, source, load))
+        return (
+            dataclasses.replace(shard_record, q_positions=None, kv_positions=None)
+            if self.causal_by_shard_index
+            else shard_record
+        )
+
+    def tile_pairs(
+        self, shard_record: TiledAttention, spec: TiledSpec, source: jax.Array, list_pairs: PairLister
+    ) -> Any:
+        """Returns the tile pairs of a ring step: int32 [B|1, 1, steps]."""
+        if not self.causal_by_shard_index:
+            return list_pairs(shard_record, spec)
+        return list_pairs(self.add_shard_positions(shard_record, source), spec)[..., : self._max_pairs_per_load(spec)]
+
+    def add_shard_positions(self, shard_record: TiledAttention, source: jax.Array) -> TiledAttention:
+        """Returns a shard with the positions that `make_shard_record` leaves out where indices suffice."""
+        if not self.causal_by_shard_index:
+            return shard_record
+        me, length = lax.axis_index(self.ring.axis_name), shard_record.query.shape[1]
+        return dataclasses.replace(
+            shard_record, q_positions=self.ring.indices(me, length), kv_positions=self.ring.indices(source, length)
+        )
+
+    def _max_pairs_per_load(self, spec: TiledSpec) -> int:
         """Returns the largest number of tile pairs of any load: half of all plus the rest of the diagonal, with one
         for each tile without work.
         """
@@ -105,13 +116,13 @@ class RingPlan:
         return queries * keys // 2 + max(queries, keys)
 
 
-def _compares_pairs(record: RingAttention) -> bool:
+def _masks_off_diagonal_tiles(record: RingAttention) -> bool:
     """Returns whether tiles off the diagonal may also be masked."""
     ids = (record.q_segment_ids, record.kv_segment_ids)
     return record.mask is not None or None not in ids
 
 
-def _with_positions(record: RingAttention, ring: Ring) -> RingAttention:
+def _add_positions(record: RingAttention, ring: Ring) -> RingAttention:
     """Returns the record with positions, which travel with their keys."""
     me = lax.axis_index(ring.axis_name)
     q, k = record.q_positions, record.kv_positions
@@ -120,7 +131,7 @@ def _with_positions(record: RingAttention, ring: Ring) -> RingAttention:
     return dataclasses.replace(record, q_positions=q, kv_positions=k)
 
 
-def empty_state(record: RingAttention) -> tuple[jax.Array, jax.Array]:
+def initial_softmax_state(record: RingAttention) -> tuple[jax.Array, jax.Array]:
     """Returns the state before any key, output [B, T, H, Dv] and lse [B, H, T]. It contains the sinks, so they count
     once.
     """

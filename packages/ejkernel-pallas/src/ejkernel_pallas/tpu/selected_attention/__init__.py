@@ -9,14 +9,14 @@ from typing import Any
 from ejkernel.families.selected_attention import FAMILY, blocks_per_query
 from ejkernel.ops import ConfigSpace, Implementation
 from ejkernel.types.arguments import optional_fields
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.selected_attention import config
 
 MAX_GROUP_SIZE = 64
 """The largest number of query heads per KV head: their rows of a token are one part of a product."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     group = record.query.shape[2] // record.key.shape[2]
     if not blocks_per_query(record):
@@ -41,5 +41,5 @@ def _reasons(record: Any) -> Iterable[str]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     handles = optional_fields(FAMILY.record).keys() - {"block_indices"}
-    requires = tpu_requires(handles=handles, extra=_reasons, head_dims=range(1, 257))
-    return (mosaic_tpu(FAMILY, ConfigSpace.of(config, forward=config.TpuSelected), requires),)
+    requires = tpu_requires(supported_fields=handles, refusal_reasons=_refusal_reasons, head_dims=range(1, 257))
+    return (make_mosaic_tpu_implementation(FAMILY, ConfigSpace.of(config, forward=config.TpuSelected), requires),)

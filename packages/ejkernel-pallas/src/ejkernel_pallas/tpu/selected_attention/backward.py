@@ -80,8 +80,8 @@ def _scratch(spec: SelectedSpec) -> dict[str, Any]:
     """Returns scratch memory of both kernels."""
     shape = (spec.block_q, spec.rows_per_token, LANES)
     return {
-        "lse_rows": pltpu.VMEM(shape, jnp.float32),
-        "delta_rows": pltpu.VMEM(shape, jnp.float32),
+        "lse_in_all_lanes": pltpu.VMEM(shape, jnp.float32),
+        "delta_in_all_lanes": pltpu.VMEM(shape, jnp.float32),
         "scores": item_scratch(spec, jnp.float32),
         "dweights": item_scratch(spec, jnp.float32),
         "dscores": item_scratch(spec, spec.operand_dtype),

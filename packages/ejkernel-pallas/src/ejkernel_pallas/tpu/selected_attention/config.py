@@ -102,7 +102,7 @@ def parts_per_block_and_keys_per_part(record: SelectedAttention) -> tuple[int, i
     return splits, cdiv(record.block_size, splits)
 
 
-def padded_lanes(size: int) -> int:
+def pad_to_lanes(size: int) -> int:
     """Returns a size padded to whole lane groups."""
     return cdiv(size, LANES) * LANES
 
@@ -115,7 +115,7 @@ def key_tile_sizes(record: SelectedAttention, config: TpuSelected) -> tuple[int,
     return keys, per_tile, cdiv(parts, per_tile)
 
 
-def max_items(record: SelectedAttention, config: TpuSelected) -> int:
+def max_items_per_query_tile(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the largest number of products of a tile of queries."""
     splits, _ = parts_per_block_and_keys_per_part(record)
     entries = config.block_q * blocks_per_query(record) * splits
@@ -134,7 +134,7 @@ def header_words(tiles: int) -> int:
 def work_list_words(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the 32-bit words of the work list of a tile of queries."""
     _, _, tiles = key_tile_sizes(record, config)
-    words = header_words(tiles) + max_items(record, config) * (config.readers + 1)
+    words = header_words(tiles) + max_items_per_query_tile(record, config) * (config.readers + 1)
     return cdiv(words, LANES) * LANES
 
 
@@ -147,7 +147,7 @@ def vmem_bytes(record: SelectedAttention, config: TpuSelected) -> int:
     """Returns the bytes of VMEM of blocks and scratch memory of the largest kernel."""
     rows, itemsize = rows_per_token(record), record.query.dtype.itemsize
     row_bytes = 4 if rows < 16 else itemsize
-    width, value_width = (padded_lanes(x) for x in (record.query.shape[3], record.value.shape[3]))
+    width, value_width = (pad_to_lanes(x) for x in (record.query.shape[3], record.value.shape[3]))
     keys, per_tile, _ = key_tile_sizes(record, config)
     tile_rows = config.block_q * rows
     stages = config.readers * rows * 4 * (2 * max(keys, LANES) + LANES)

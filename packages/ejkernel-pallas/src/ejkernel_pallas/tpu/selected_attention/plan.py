@@ -82,13 +82,15 @@ def _sorted_entries(record: SelectedAttention, spec: SelectedSpec) -> tuple[jax.
     entry = jnp.where(used, token | limit << TOKEN_BITS, spec.filler_token)
     part = jnp.where(used, part, spec.num_parts)
 
-    def by_tile(x: jax.Array, fill: int) -> jax.Array:
+    def group_by_query_tile(x: jax.Array, fill_value: int) -> jax.Array:
         padding = spec.num_query_tiles * spec.block_q - spec.num_tokens
-        x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * 3), constant_values=fill)
+        x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * 3), constant_values=fill_value)
         x = x.reshape(x.shape[0], spec.num_query_tiles, spec.block_q, *x.shape[2:]).transpose(0, 3, 1, 2, 4, 5)
         return x.reshape(*x.shape[:3], -1)
 
-    first, second = lax.sort((by_tile(part, spec.num_parts), by_tile(entry, spec.filler_token)), num_keys=2)
+    first, second = lax.sort(
+        (group_by_query_tile(part, spec.num_parts), group_by_query_tile(entry, spec.filler_token)), num_keys=2
+    )
     return first, second
 
 
@@ -98,7 +100,7 @@ def _items_of_query_tile(
     """Returns the items of one tile of queries, int32 [items, 1 + readers]: the part, and the entries of its readers.
     Those before and after the items of a tile of keys have the filler token as their only reader.
     """
-    index = jnp.arange(spec.max_items, dtype=jnp.int32)
+    index = jnp.arange(spec.max_items_per_query_tile, dtype=jnp.int32)
     tile = jnp.searchsorted(header[:-1], index, side="right", method="scan_unrolled").astype(jnp.int32) - 1
     empty = (tile < 0) | (index >= header[jnp.maximum(tile, 0) + 1] - NUM_EMPTY_ITEMS)
     item = index - NUM_EMPTY_ITEMS * (tile + 1)
@@ -112,10 +114,10 @@ def _items_of_query_tile(
     return jnp.concatenate([part.astype(jnp.int32)[:, None], readers], axis=1)
 
 
-def last_key_tiles(work: jax.Array, spec: SelectedSpec) -> jax.Array:
+def last_key_tiles(packed_work_lists: jax.Array, spec: SelectedSpec) -> jax.Array:
     """Returns the last tile of keys that each tile of queries reads, int32 [B * Hk * query tiles]."""
     words = header_words(spec.num_key_tiles)
-    header = work[..., 0, :words] - NUM_EMPTY_ITEMS * jnp.arange(words, dtype=jnp.int32)
+    header = packed_work_lists[..., 0, :words] - NUM_EMPTY_ITEMS * jnp.arange(words, dtype=jnp.int32)
     return jnp.maximum(jnp.sum(header[..., :-1] < header[..., -1:], axis=-1, dtype=jnp.int32) - 1, 0).reshape(-1)
 
 
@@ -164,16 +166,18 @@ def split_keys_into_parts(x: jax.Array, record: SelectedAttention, spec: Selecte
     return jnp.pad(x, ((0, 0), (0, 0), (0, padded_parts - spec.num_parts), (0, 0), (0, width - x.shape[4])))
 
 
-def merge_key_parts(x: jax.Array, like: jax.Array, record: SelectedAttention, spec: SelectedSpec) -> jax.Array:
+def merge_key_parts(
+    x: jax.Array, keys_or_values: jax.Array, record: SelectedAttention, spec: SelectedSpec
+) -> jax.Array:
     """Returns gradients of parts of blocks, as `split_keys_into_parts` returns those, as gradients of [B, S, Hk, D]."""
-    batch, length, heads, size = like.shape
+    batch, length, heads, size = keys_or_values.shape
     x = x.transpose(0, 2, 3, 1, 4)[..., :size]
     if _is_contiguous(record, spec):
         x = x.reshape(batch, -1, heads, size)[:, :length]
         return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
     index, inside = _key_indices(record, spec)
     index = jnp.where(inside, index, length)
-    return jnp.zeros(like.shape, x.dtype).at[:, index].add(x[:, : spec.num_parts], mode="drop")
+    return jnp.zeros(keys_or_values.shape, x.dtype).at[:, index].add(x[:, : spec.num_parts], mode="drop")
 
 
 def _is_contiguous(record: SelectedAttention, spec: SelectedSpec) -> bool:

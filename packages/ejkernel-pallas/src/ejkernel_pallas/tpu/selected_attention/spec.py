@@ -35,7 +35,7 @@ class SelectedSpec:
         parts_per_tile: Parts per tile of keys.
         num_key_tiles: The number of tiles of keys.
         readers_per_product: The number of queries in one product, all of which read the same part.
-        max_items: The largest number of products of a tile of queries.
+        max_items_per_query_tile: The largest number of products of a tile of queries.
         words_per_work_list: 32-bit words of the work list of a tile of queries.
         score_scale: Factor on the scores.
         log2_scale: `score_scale` times log2(e), for scores that are exponents of two.
@@ -58,7 +58,7 @@ class SelectedSpec:
     parts_per_tile: int
     num_key_tiles: int
     readers_per_product: int
-    max_items: int
+    max_items_per_query_tile: int
     words_per_work_list: int
     score_scale: float
     log2_scale: float
@@ -85,8 +85,8 @@ def make_spec(record: SelectedAttention, config: TpuSelected) -> SelectedSpec:
         num_query_tiles=cdiv(tokens, config.block_q),
         group_size=heads // kv_heads,
         rows_per_token=rows,
-        key_width=tiles.padded_lanes(head_dim),
-        value_width=tiles.padded_lanes(value_dim),
+        key_width=tiles.pad_to_lanes(head_dim),
+        value_width=tiles.pad_to_lanes(value_dim),
         parts_per_block=splits,
         keys_per_part=size,
         padded_keys_per_part=keys,
@@ -94,7 +94,7 @@ def make_spec(record: SelectedAttention, config: TpuSelected) -> SelectedSpec:
         parts_per_tile=per_tile,
         num_key_tiles=key_tiles,
         readers_per_product=config.readers,
-        max_items=tiles.max_items(record, config),
+        max_items_per_query_tile=tiles.max_items_per_query_tile(record, config),
         words_per_work_list=tiles.work_list_words(record, config),
         score_scale=record.softmax_scale,
         log2_scale=record.softmax_scale * LOG2E,

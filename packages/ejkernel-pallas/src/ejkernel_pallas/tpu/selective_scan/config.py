@@ -52,7 +52,7 @@ def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuSc
     groups_per_step = 2 if record.state_slots is None or direction == "backward" else MAX_CHANNEL_GROUPS
     # An interpreter gains nothing from long code, and takes long to compile it.
     return TpuScan(
-        block_channels=min(groups_per_step, _num_groups(record)) * CHANNELS_PER_GROUP,
+        block_channels=min(groups_per_step, _num_channel_groups(record)) * CHANNELS_PER_GROUP,
         unroll=1 if is_interpreting() else 8,
     )
 
@@ -60,11 +60,11 @@ def heuristic(record: SelectiveScan, device: Any, direction: Direction) -> TpuSc
 def candidates(record: SelectiveScan, device: Any, direction: Direction) -> tuple[TpuScan, ...]:
     """Returns configurations worth measuring."""
     first = heuristic(record, device, direction)
-    block_sizes = (n * CHANNELS_PER_GROUP for n in (1, 2, 4) if n <= _num_groups(record))
+    block_sizes = (n * CHANNELS_PER_GROUP for n in (1, 2, 4) if n <= _num_channel_groups(record))
     configs = (dataclasses.replace(first, block_channels=n) for n in block_sizes)
     return tuple(dict.fromkeys((first, *configs)))
 
 
-def _num_groups(record: SelectiveScan) -> int:
+def _num_channel_groups(record: SelectiveScan) -> int:
     """Returns the number of groups of 1024 that all channels take."""
     return cdiv(record.x.shape[2], CHANNELS_PER_GROUP)

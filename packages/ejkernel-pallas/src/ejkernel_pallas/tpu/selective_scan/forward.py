@@ -21,17 +21,17 @@ from ejkernel_pallas.tpu.selective_scan.kernels.selective_state_update import (
     selective_state_update,
     strip_channels,
 )
-from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, sequence_of
+from ejkernel_pallas.tpu.selective_scan.kernels.tile import ScanRefs, read_sequence_of_chunk
 from ejkernel_pallas.tpu.selective_scan.plan import (
     ENTRY_SLOT_STRIDE,
-    Plan,
-    UpdatePlan,
+    ScanPlan,
+    SlotUpdatePlan,
     make_plan,
-    make_update_plan,
+    make_slot_update_plan,
 )
-from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec, UpdateSpec
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK_TOKENS, ScanSpec, UpdateSpec
 
-Blocks = dict[str, Operand]
+OperandsByName = dict[str, Operand]
 
 
 def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
@@ -47,41 +47,41 @@ def forward(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, ja
     """
     slots, slot_of_sequence, bounds = record.initial_state, record.state_slots, record.cu_seqlens
     if slots is None or slot_of_sequence is None or bounds is None:
-        return _scan(record, config)
-    plan = make_update_plan(record, bounds, slot_of_sequence, slots.shape[0], config)
+        return _scan_in_chunks(record, config)
+    plan = make_slot_update_plan(record, bounds, slot_of_sequence, slots.shape[0], config)
     # XLA computes the residuals of calls with a backward pass, and drops those of the others.
-    return _update_slots(record, plan, slots), _scan(record, config)[1]
+    return _update_slots(record, plan, slots), _scan_in_chunks(record, config)[1]
 
 
 @forward_with_slot_states
-def _scan(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
+def _scan_in_chunks(record: SelectiveScan, config: TpuScan) -> tuple[tuple[jax.Array, jax.Array], ScanResiduals]:
     """Returns the output and the final states of a record, by chunks of 64 tokens."""
     plan = make_plan(record, config)
     spec, first = plan.spec, first_state(record)
-    x = plan.align(record.x)
-    states = jax.ShapeDtypeStruct((plan.batch_size, spec.chunks, spec.state_size, spec.channels), jnp.float32)
+    x = plan.gather_to_chunks(record.x)
+    states = jax.ShapeDtypeStruct((plan.batch_size, spec.chunks_per_row, spec.state_size, spec.channels), jnp.float32)
     results = run(
         "selective_scan_fwd",
         selective_scan_fwd,
         plan,
-        inputs={**shared_operands(plan, record), "initial_state": sequence_operand(spec, first)},
+        inputs={**shared_operands(plan, record), "initial_state": sequence_states_operand(spec, first)},
         outputs={
             "output": token_operand(spec, jax.ShapeDtypeStruct(x.shape, x.dtype)),
-            "chunk_states": chunk_operand(spec, states),
-            "final_state": sequence_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
+            "chunk_states": chunk_states_operand(spec, states),
+            "final_state": sequence_states_operand(spec, jax.ShapeDtypeStruct(first.shape, jnp.float32)),
         },
         scratch={},
     )
     final, states = keep_states_of_empty_sequences(record, results["final_state"], first), results["chunk_states"]
     if record.cu_seqlens is not None:
         states = packed_scan.zero_unused_states(record.cu_seqlens, states)
-    return (plan.unalign(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
+    return (plan.gather_from_chunks(results["output"]), jnp.swapaxes(final, 1, 2)), ScanResiduals(states=states)
 
 
-def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _update_slots(record: SelectiveScan, plan: SlotUpdatePlan, slot_states: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the output, and the slots with the final states of their sequences, updated in place."""
     spec, transposed_slots = plan.spec, jnp.swapaxes(slot_states, 1, 2)
-    block, x = (None, spec.state_size, spec.channels_per_step), plan.align(record.x)
+    block, x = (None, spec.state_size, spec.channels_per_step), plan.gather_to_chunks(record.x)
     output_slots = jax.ShapeDtypeStruct(transposed_slots.shape, transposed_slots.dtype)
 
     def update_token_operand(x: Any) -> Operand:
@@ -93,19 +93,21 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
     def update_channel_operand(x: jax.Array) -> Operand:
         return Operand(x, (x.shape[0], spec.channels_per_step), lambda tile, *_: (0, tile))
 
-    columns = plan.columns(record.write, record.read)
+    columns = plan.arrange_write_and_read(record.write, record.read)
     results = launch(
         KernelCall(
             name="ejkernel_selective_scan_selective_state_update",
             kernel=functools.partial(selective_state_update, spec=spec),
             refs=UpdateRefs,
-            grid=(spec.channel_tiles, plan.token_positions.num_used_chunks),
+            grid=(spec.num_channel_tiles, plan.token_positions.num_used_chunks),
             parallel=1,
             tables={"chunk_table": plan.chunk_table},
             inputs={
                 "x": update_token_operand(x),
-                "dt": update_token_operand(plan.align(record.step)),
-                "columns": Operand(columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)),
+                "dt": update_token_operand(plan.gather_to_chunks(record.step)),
+                "write_and_read": Operand(
+                    columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)
+                ),
                 "decay": update_channel_operand(record.decay.T.astype(jnp.float32) * LOG2E),
                 "skip": update_channel_operand(record.skip.astype(jnp.float32)[None]),
                 "initial_state": Operand(transposed_slots, block, slot_index),
@@ -118,27 +120,27 @@ def _update_slots(record: SelectiveScan, plan: UpdatePlan, slot_states: jax.Arra
             aliases={"initial_state": "final_state"},
         )
     )
-    return plan.unalign(results["output"]), jnp.swapaxes(results["final_state"], 1, 2)
+    return plan.gather_from_chunks(results["output"]), jnp.swapaxes(results["final_state"], 1, 2)
 
 
 def _update_scratch(spec: UpdateSpec) -> dict[str, Any]:
     """Returns the memory that the update keeps: the state, B and C in all lanes, and the tokens' dt."""
     return {
         "state": pltpu.VMEM((spec.state_size, spec.channels_per_step), jnp.float32),
-        "columns_in_all_lanes": pltpu.VMEM((2 * spec.tokens_per_octet, spec.state_size, LANES), jnp.float32),
-        "dt_rows": pltpu.VMEM((2 * spec.tokens_per_octet, strip_channels(spec)), jnp.float32),
+        "write_and_read_in_all_lanes": pltpu.VMEM((2 * spec.tokens_per_octet, spec.state_size, LANES), jnp.float32),
+        "dt_and_dt_x_rows": pltpu.VMEM((2 * spec.tokens_per_octet, strip_channels(spec)), jnp.float32),
     }
 
 
-def shared_operands(plan: Plan, record: SelectiveScan, *, backwards: bool = False) -> Blocks:
+def shared_operands(plan: ScanPlan, record: SelectiveScan, *, backwards: bool = False) -> OperandsByName:
     """Returns the operands that both kernels read."""
     spec = plan.spec
     skip = record.skip.astype(jnp.float32)[None]
     return {
-        "x": token_operand(spec, plan.align(record.x), backwards=backwards),
-        "dt": token_operand(spec, plan.align(record.step), backwards=backwards),
-        "write": column_operand(spec, plan.columns(record.write), backwards=backwards),
-        "read": column_operand(spec, plan.columns(record.read), backwards=backwards),
+        "x": token_operand(spec, plan.gather_to_chunks(record.x), backwards=backwards),
+        "dt": token_operand(spec, plan.gather_to_chunks(record.step), backwards=backwards),
+        "write": write_or_read_operand(spec, plan.arrange_write_or_read(record.write), backwards=backwards),
+        "read": write_or_read_operand(spec, plan.arrange_write_or_read(record.read), backwards=backwards),
         "decay": Operand(
             record.decay.T.astype(jnp.float32) * LOG2E, (spec.state_size, spec.channels_per_step), _channel_tile_index
         ),
@@ -153,24 +155,24 @@ def _channel_tile_index(*step: Any) -> tuple[Any, ...]:
 
 def _chunk_index(spec: ScanSpec, chunk: Any, backwards: bool) -> Any:
     """Returns the chunk that a grid step processes; with `backwards` they are counted from the last one."""
-    return spec.chunks - 1 - chunk if backwards else chunk
+    return spec.chunks_per_row - 1 - chunk if backwards else chunk
 
 
 def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """Returns the operand that gives a grid step its chunk of tokens and its channels of [B, T, I]."""
     return Operand(
         x,
-        (None, CHUNK, spec.channels_per_step),
+        (None, CHUNK_TOKENS, spec.channels_per_step),
         lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1]),
     )
 
 
-def column_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def write_or_read_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """Returns the operand of [B, chunks, E, 64], or of an array with other last axes, with one block per chunk."""
     return Operand(x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, 0))
 
 
-def chunk_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def chunk_states_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """Returns the operand of states [B, chunks, E, I], with one block per chunk."""
     return Operand(
         x,
@@ -179,11 +181,11 @@ def chunk_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand
     )
 
 
-def sequence_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def sequence_states_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
     """Returns the operand of states [N, E, I], with the block of the chunk's row or packed sequence."""
 
     def index(row: Any, tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
-        return sequence_of(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
+        return read_sequence_of_chunk(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
 
     return Operand(x, (None, spec.state_size, spec.channels_per_step), index)
 
@@ -191,10 +193,10 @@ def sequence_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Oper
 def run(
     name: str,
     kernel: Any,
-    plan: Plan,
+    plan: ScanPlan,
     *,
-    inputs: Blocks,
-    outputs: Blocks,
+    inputs: OperandsByName,
+    outputs: OperandsByName,
     scratch: Mapping[str, Any],
 ) -> dict[str, jax.Array]:
     """Runs a kernel on all chunks."""
@@ -204,7 +206,7 @@ def run(
             name=f"ejkernel_selective_scan_{name}",
             kernel=functools.partial(kernel, spec=spec),
             refs=ScanRefs,
-            grid=(plan.batch_size, spec.channel_tiles, spec.chunks),
+            grid=(plan.batch_size, spec.num_channel_tiles, spec.chunks_per_row),
             # Rows and channels; the chunks of a row follow each other.
             parallel=2,
             tables={"chunk_table": plan.chunk_table},
@@ -231,12 +233,12 @@ def state_scratch(spec: ScanSpec) -> Any:
 
 def token_channel_scratch(spec: ScanSpec) -> Any:
     """Returns the scratch memory for one value per token and channel of a chunk."""
-    return pltpu.VMEM((spec.groups_per_step * SUBLANES * CHUNK, LANES), jnp.float32)
+    return pltpu.VMEM((spec.groups_per_step * SUBLANES * CHUNK_TOKENS, LANES), jnp.float32)
 
 
 def write_or_read_scratch(spec: ScanSpec) -> Any:
     """Returns the scratch memory for B or C of a chunk, repeated in all lanes."""
-    return pltpu.VMEM((CHUNK * spec.state_size, LANES), jnp.float32)
+    return pltpu.VMEM((CHUNK_TOKENS * spec.state_size, LANES), jnp.float32)
 
 
 def keep_states_of_empty_sequences(

@@ -7,7 +7,7 @@ from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveS
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.selective_scan.config import CHANNELS_PER_GROUP, TpuScan
 
-CHUNK = TOKENS_PER_STORED_STATE
+CHUNK_TOKENS = TOKENS_PER_STORED_STATE
 """The number of tokens of a chunk: the state before each chunk is a residual."""
 
 
@@ -20,9 +20,9 @@ class ScanSpec:
         channels: I, the number of channels.
         groups_per_step: The number of groups of 1024 channels in a grid step.
         unrolled_tokens: The number of tokens whose code is emitted one after another.
-        channel_tiles: The number of grid steps over channels.
-        tokens: T, tokens per row; the last chunk of a row that is not packed may have fewer than 64.
-        chunks: The number of chunks per row.
+        num_channel_tiles: The number of grid steps over channels.
+        tokens_per_row: T, tokens per row; the last chunk of a row that is not packed may have fewer than 64.
+        chunks_per_row: The number of chunks per row.
         is_packed: Whether a row has packed sequences, each of which begins a chunk.
     """
 
@@ -30,9 +30,9 @@ class ScanSpec:
     channels: int
     groups_per_step: int
     unrolled_tokens: int
-    channel_tiles: int
-    tokens: int
-    chunks: int
+    num_channel_tiles: int
+    tokens_per_row: int
+    chunks_per_row: int
     is_packed: bool
 
     @property
@@ -48,7 +48,7 @@ class ScanSpec:
     @property
     def has_partial_chunk(self) -> bool:
         """Returns whether the last chunk of a row has positions past the row's last token."""
-        return not self.is_packed and self.tokens % CHUNK > 0
+        return not self.is_packed and self.tokens_per_row % CHUNK_TOKENS > 0
 
 
 def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
@@ -59,9 +59,9 @@ def make_spec(record: SelectiveScan, config: TpuScan, chunks: int) -> ScanSpec:
         channels=channels,
         groups_per_step=config.block_channels // CHANNELS_PER_GROUP,
         unrolled_tokens=config.unroll,
-        channel_tiles=cdiv(channels, config.block_channels),
-        tokens=tokens,
-        chunks=chunks,
+        num_channel_tiles=cdiv(channels, config.block_channels),
+        tokens_per_row=tokens,
+        chunks_per_row=chunks,
         is_packed=record.cu_seqlens is not None,
     )
 
@@ -79,14 +79,14 @@ class UpdateSpec:
         channels_per_step: The number of channels of a grid step: all, or a multiple of 128.
         tokens_per_octet: The number of tokens in a register: 8, or fewer if chunks have fewer.
         octets_per_chunk: The number of octets in a chunk.
-        channel_tiles: The number of grid steps over channels.
+        num_channel_tiles: The number of grid steps over channels.
     """
 
     state_size: int
     channels_per_step: int
     tokens_per_octet: int
     octets_per_chunk: int
-    channel_tiles: int
+    num_channel_tiles: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -96,19 +96,19 @@ class UpdateSpec:
 
 def make_update_spec(record: SelectiveScan, config: TpuScan) -> UpdateSpec:
     """Returns the constants of the kernel for a record whose states are in slots."""
-    chunk, channels = update_chunk_tokens(record), record.x.shape[2]
+    chunk, channels = tokens_per_update_chunk(record), record.x.shape[2]
     tiles = cdiv(channels, config.block_channels)
     return UpdateSpec(
         state_size=record.decay.shape[1],
         channels_per_step=channels if tiles == 1 else cdiv(cdiv(channels, tiles), LANES) * LANES,
         tokens_per_octet=min(chunk, TOKENS_PER_OCTET),
         octets_per_chunk=max(1, chunk // TOKENS_PER_OCTET),
-        channel_tiles=tiles,
+        num_channel_tiles=tiles,
     )
 
 
-def update_chunk_tokens(record: SelectiveScan) -> int:
+def tokens_per_update_chunk(record: SelectiveScan) -> int:
     """Returns the number of tokens of a chunk: the mean length of sequences, rounded up to a power of two up to 64."""
     sequences = 1 if record.cu_seqlens is None else record.cu_seqlens.shape[0] - 1
     mean = cdiv(record.x.shape[1], max(1, sequences))
-    return min(CHUNK, 1 << (mean - 1).bit_length())
+    return min(CHUNK_TOKENS, 1 << (mean - 1).bit_length())

@@ -10,27 +10,29 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import DROPOUT_FIELDS, FAMILY, MASK_FIELDS, SOFTMAX_FIELDS, causal_window_bounds
 from ejkernel.families.tiled_attention.block_maps import pattern_refusals
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel_pallas.tpu.requirements import mosaic_tpu, tpu_requires
+from ejkernel_pallas.tpu.requirements import make_mosaic_tpu_implementation, tpu_requires
 from ejkernel_pallas.tpu.tiled_attention import config
 
-HANDLES = MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "pattern", "precision", "lse_cotangent"}
+SUPPORTED_OPTIONAL_FIELDS = (
+    MASK_FIELDS | SOFTMAX_FIELDS | DROPOUT_FIELDS | {"bias", "pattern", "precision", "lse_cotangent"}
+)
 """Optional fields that the kernels support."""
 
 MAX_TILE_PAIRS = 2**17
 """The largest number of tile pairs: their list then takes half of scalar memory."""
-MAX_TILES = 2**14
+MAX_QUERY_TILES = 2**14
 """The largest number of query tiles, and twice that of key tiles, that the bits of a list entry can hold."""
 
 
-def _reasons(record: Any) -> Iterable[str]:
+def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     yield from (f"pattern: {reason}" for reason in pattern_refusals(record))
-    yield from _pair_list_reasons(record)
+    yield from _pair_list_refusal_reasons(record)
 
 
-def _pair_list_reasons(record: Any) -> tuple[str, ...]:
+def _pair_list_refusal_reasons(record: Any) -> tuple[str, ...]:
     """Returns why the list of a record's tile pairs does not fit scalar memory with the default tile sizes."""
-    block = 512 if config.is_narrow(record) else 1024
+    block = 512 if config.prefers_small_tiles(record) else 1024
     (left, right), arrays = (
         causal_window_bounds(record),
         (record.q_segment_ids, record.q_positions, record.kv_positions),
@@ -42,8 +44,8 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
         pairs = queries * min(keys, (left + right) // block + 2)
     else:
         pairs = queries * keys if (left, right) == (None, None) else queries * (keys + 1) // 2
-    if max(queries, 2 * keys) > MAX_TILES:
-        most = f"{MAX_TILES} and {MAX_TILES // 2}"
+    if max(queries, 2 * keys) > MAX_QUERY_TILES:
+        most = f"{MAX_QUERY_TILES} and {MAX_QUERY_TILES // 2}"
         return (f"query: got {queries} tiles of queries and {keys} of keys, the kernels take at most {most}",)
     return (
         (f"query: got {pairs} tile pairs, the kernels take at most {MAX_TILE_PAIRS}, which fit scalar memory",)
@@ -55,12 +57,12 @@ def _pair_list_reasons(record: Any) -> tuple[str, ...]:
 def implementations() -> tuple[Implementation, ...]:
     """Returns the implementation."""
     return (
-        mosaic_tpu(
+        make_mosaic_tpu_implementation(
             FAMILY,
-            ConfigSpace.of(
-                config, forward=config.TpuForward, backward=config.TpuBackward, kind=config.tuned_table_kind
+            ConfigSpace.of(config, forward=config.TpuForward, backward=config.TpuBackward, kind=config.tuned_table_key),
+            tpu_requires(
+                head_dims=range(1, 257), supported_fields=SUPPORTED_OPTIONAL_FIELDS, refusal_reasons=_refusal_reasons
             ),
-            tpu_requires(head_dims=range(1, 257), handles=HANDLES, extra=_reasons),
-            without=frozenset({"relative_bias"}),
+            fields_without_gradient=frozenset({"relative_bias"}),
         ),
     )

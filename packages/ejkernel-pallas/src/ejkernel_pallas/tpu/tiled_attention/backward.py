@@ -31,7 +31,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     undo_rows_layout,
 )
 from ejkernel_pallas.tpu.tiled_attention.plan import pair_flags, pairs_by_key, pairs_by_query
-from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, Blocks, TiledSpec, make_spec
+from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec, TileSizes, make_spec
 
 Gradients = dict[str, jax.Array]
 QueryRows = tuple[jax.Array, jax.Array, jax.Array]
@@ -56,7 +56,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
         pullback.grad_fields,
     )
     cotangent, shift, products = _make_query_rows(pullback, record)
-    query_rows = cotangent, shift, kernel_delta(products, pullback, record.q_segment_ids)
+    query_rows = cotangent, shift, delta_without_padding(products, pullback, record.q_segment_ids)
     gradients: Gradients = {}
     if grad_fields & {"key", "value"}:
         gradients |= _key_gradients(
@@ -82,19 +82,21 @@ def _make_query_rows(pullback: Pullback, record: TiledAttention) -> QueryRows:
     return cotangent, jnp.maximum(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, MASKED_SCORE), delta
 
 
-def kernel_delta(products: jax.Array, pullback: Pullback, ids: jax.Array | None) -> jax.Array:
+def delta_without_padding(
+    cotangent_output_dots: jax.Array, pullback: Pullback, q_segment_ids: jax.Array | None
+) -> jax.Array:
     """Returns delta [B, H, T] for the kernels from <do, o>; padding (negative segment ids) gets a finite value."""
     if pullback.lse_cotangent is None:
-        return products
-    delta = subtract_lse_cotangent(products, pullback)
-    return delta if ids is None else jnp.where(ids[:, None] >= 0, delta, 0)
+        return cotangent_output_dots
+    delta = subtract_lse_cotangent(cotangent_output_dots, pullback)
+    return delta if q_segment_ids is None else jnp.where(q_segment_ids[:, None] >= 0, delta, 0)
 
 
 def _backward_operands(record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
     cotangent, shift, delta = query_rows
     return operands(record, spec) | {
         "cotangent": rows_operand(cotangent, spec.block_q),
-        "shift": per_query_operand(shift, spec),
+        "log2_lse": per_query_operand(shift, spec),
         "delta": per_query_operand(delta, spec),
     }
 
@@ -118,5 +120,5 @@ def _query_gradient(record: TiledAttention, query_rows: QueryRows, spec: TiledSp
 
 
 def _bias_gradient(record: TiledAttention, query_rows: QueryRows) -> jax.Array:
-    spec = make_spec(record, Blocks(256, 256, 256, 256))
+    spec = make_spec(record, TileSizes(256, 256, 256, 256))
     return bias_gradient(record, pair_flags(record, spec), _backward_operands(record, query_rows, spec), spec)

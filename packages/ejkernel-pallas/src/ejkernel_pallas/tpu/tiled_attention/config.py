@@ -9,7 +9,7 @@ from ejkernel.families.tiled_attention import kinds as attention_kinds
 from ejkernel.ops.params import Direction
 from ejkernel_pallas.tpu.generations import has_256_wide_mxu, is_v7x
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.tiled_attention.spec import Blocks, pad_head_dim
+from ejkernel_pallas.tpu.tiled_attention.spec import TileSizes, pad_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ backward kernels.
 TileShape = tuple[int, int]
 """The queries and keys of a tile or of a chunk."""
 
-LARGE_TILE = 2048
+LARGE_TILE_SIZE = 2048
 """Queries, and keys, of the largest tiles, whose prologue and epilogue take the smallest share of the time."""
-LARGE_TILE_MIN_LENGTH = 2 * LARGE_TILE
+LARGE_TILE_MIN_LENGTH = 2 * LARGE_TILE_SIZE
 """Smallest number of queries and keys for which the largest tiles are numerous enough."""
 
 
-def forward_blocks(config: TpuForward) -> Blocks:
+def forward_blocks(config: TpuForward) -> TileSizes:
     """Returns the tiles of the forward kernel; a chunk is no larger than its tile."""
     queries, keys = config.block_q, config.block_kv
-    return Blocks(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
+    return TileSizes(queries, keys, min(config.chunk_q, queries), min(config.chunk_kv, keys))
 
 
-def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
+def backward_blocks(config: TpuBackward) -> tuple[TileSizes, TileSizes]:
     """Returns the tiles of the kernel that accumulates for keys, and those of the kernel that accumulates for
     queries.
 
@@ -91,9 +91,9 @@ def backward_blocks(config: TpuBackward) -> tuple[Blocks, Blocks]:
     """
     dkv, dq = ((tile.block_q, tile.block_kv) for tile in (config.dkv, config.dq))
     chunk = min(config.chunk, *dkv, *dq)
-    by_key = (dkv[0], chunk) if dkv[1] < LARGE_TILE else (chunk, LARGE_TILE // 2)
-    by_query = (chunk, dq[1]) if dq[0] < LARGE_TILE else (LARGE_TILE // 2, chunk)
-    return Blocks(*dkv, *by_key), Blocks(*dq, *by_query)
+    by_key = (dkv[0], chunk) if dkv[1] < LARGE_TILE_SIZE else (chunk, LARGE_TILE_SIZE // 2)
+    by_query = (chunk, dq[1]) if dq[0] < LARGE_TILE_SIZE else (LARGE_TILE_SIZE // 2, chunk)
+    return TileSizes(*dkv, *by_key), TileSizes(*dq, *by_query)
 
 
 def heuristic(
@@ -113,13 +113,15 @@ def heuristic(
         max_head_dim: The largest head dimension for which VMEM has room for large tiles.
     """
     wide, v7x = has_256_wide_mxu(device.kind), is_v7x(device.kind)
-    block = 512 if is_narrow(record) else 1024
-    large = _is_long(record, max_head_dim if wide else LANES)
+    block = 512 if prefers_small_tiles(record) else 1024
+    large = _can_have_large_tiles(record, max_head_dim if wide else LANES)
     if direction == "backward":
-        return _backward(record, LARGE_TILE if large and not v7x else block, LARGE_TILE if large else block, 256)
+        return _backward_config(
+            record, LARGE_TILE_SIZE if large and not v7x else block, LARGE_TILE_SIZE if large else block, 256
+        )
     if not wide:
-        return _forward(record, LARGE_TILE if large else block, (512, 512))
-    return _forward(record, LARGE_TILE if large else block, (1024 if large and not v7x else 512, 256))
+        return _forward_config(record, LARGE_TILE_SIZE if large else block, (512, 512))
+    return _forward_config(record, LARGE_TILE_SIZE if large else block, (1024 if large and not v7x else 512, 256))
 
 
 def candidates(
@@ -128,17 +130,17 @@ def candidates(
     """Returns tile sizes worth measuring for a record on a device."""
     small, large = (
         (512, 1024)
-        if is_narrow(record) or min(_clamp_tile_size(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
-        else (1024, LARGE_TILE)
+        if prefers_small_tiles(record) or min(_clamp_tile_size(record, LARGE_TILE_MIN_LENGTH)) < LARGE_TILE_MIN_LENGTH
+        else (1024, LARGE_TILE_SIZE)
     )
     if direction == "backward":
         pairs = [(dkv, dq) for dkv in (small, large) for dq in (small, large)]
-        return tuple(dict.fromkeys(_backward(record, *pair, 256) for pair in pairs))
+        return tuple(dict.fromkeys(_backward_config(record, *pair, 256) for pair in pairs))
     chunks = ((512, 256), (1024, 256), (512, 512))
-    return tuple(dict.fromkeys(_forward(record, tile, chunk) for tile in (small, large) for chunk in chunks))
+    return tuple(dict.fromkeys(_forward_config(record, tile, chunk) for tile in (small, large) for chunk in chunks))
 
 
-def tuned_table_kind(record: TiledAttention) -> str | None:
+def tuned_table_key(record: TiledAttention) -> str | None:
     """Returns a key that long calls share if one entry of a shipped table serves them; None for others, which use
     the rule.
 
@@ -148,7 +150,7 @@ def tuned_table_kind(record: TiledAttention) -> str | None:
     return attention_kinds.call_kind(record, pad_head_dim) if long else None
 
 
-def is_narrow(record: TiledAttention) -> bool:
+def prefers_small_tiles(record: TiledAttention) -> bool:
     """Returns whether small tiles are faster."""
     arrays = (record.bias, record.mask, record.pattern)
     return (
@@ -158,27 +160,27 @@ def is_narrow(record: TiledAttention) -> bool:
     )
 
 
-def _is_long(record: TiledAttention, max_head_dim: int) -> bool:
+def _can_have_large_tiles(record: TiledAttention, max_head_dim: int) -> bool:
     """Returns whether there are enough large tiles without a remainder, VMEM has room for them, and there are no
     segments.
     """
     (_, queries, _, size), (_, keys, _, value_size) = record.query.shape, record.value.shape
     arrays = (record.q_segment_ids, record.q_positions, record.kv_positions)
-    if is_narrow(record) or not all(x is None for x in arrays):
+    if prefers_small_tiles(record) or not all(x is None for x in arrays):
         return False
     return (
         min(queries, keys) >= LARGE_TILE_MIN_LENGTH
-        and queries % LARGE_TILE == keys % LARGE_TILE == 0
+        and queries % LARGE_TILE_SIZE == keys % LARGE_TILE_SIZE == 0
         and max(size, value_size) <= max_head_dim
     )
 
 
-def _forward(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:
+def _forward_config(record: TiledAttention, tile: int, chunk: TileShape) -> TpuForward:
     queries, keys = _clamp_tile_size(record, tile)
     return TpuForward(block_q=queries, block_kv=keys, chunk_q=min(chunk[0], queries), chunk_kv=min(chunk[1], keys))
 
 
-def _backward(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackward:
+def _backward_config(record: TiledAttention, dkv: int, dq: int, chunk: int) -> TpuBackward:
     (queries, keys), (rows, columns) = _clamp_tile_size(record, dkv), _clamp_tile_size(record, dq)
     return TpuBackward(
         dkv=GradientTile(block_q=queries, block_kv=keys),

@@ -15,7 +15,7 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.operands import (
     rows_operand,
     undo_rows_layout,
 )
-from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.refs import ForwardRefs
 from ejkernel_pallas.tpu.tiled_attention.plan import pairs_by_query
 from ejkernel_pallas.tpu.tiled_attention.spec import make_spec
@@ -47,7 +47,7 @@ def forward(record: TiledAttention, config: TpuForward) -> tuple[jax.Array, Soft
     }
     table, scratch_memory = pairs_by_query(record, spec), forward_scratch(spec, record.value.dtype)
     name = "ejkernel_attention_forward"
-    results = launch(pairs_call(name, forward_kernel, ForwardRefs, table, spec, inputs, outputs, scratch_memory))
+    results = launch(tile_pairs_call(name, forward_kernel, ForwardRefs, table, spec, inputs, outputs, scratch_memory))
     return undo_rows_layout(results["output"], shape), SoftmaxResiduals(
         lse=results["lse"].reshape(batch, heads, queries)
     )

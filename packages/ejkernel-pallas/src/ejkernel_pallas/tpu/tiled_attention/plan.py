@@ -33,7 +33,7 @@ HAS_WORK_FLAG, MASKED_FLAG, FIRST_PAIR_FLAG, LAST_PAIR_FLAG = 1, 2, 4, 8
 def pairs_by_query(record: TiledAttention, spec: TiledSpec) -> Any:
     """Returns the tile pairs, ordered by query tile: int32 [B|1, H|1, steps]."""
     blocks = block_map(record, spec.block_q, spec.block_kv)
-    return _make_pair_table(blocks.any_allowed, blocks.all_allowed, blocks.xp, by_query=True)
+    return _make_pair_table(blocks.any_allowed, blocks.all_allowed, blocks.xp, ordered_by_query=True)
 
 
 def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
@@ -43,7 +43,7 @@ def pairs_by_key(record: TiledAttention, spec: TiledSpec) -> Any:
     if some.shape[1] > 1:
         groups = (some.shape[0], -1, spec.group_size, *some.shape[2:])
         some, every = some.reshape(groups).any(axis=2), every.reshape(groups).all(axis=2)
-    return _make_pair_table(some, every, blocks.xp, by_query=False)
+    return _make_pair_table(some, every, blocks.xp, ordered_by_query=False)
 
 
 def pair_flags(record: TiledAttention, spec: TiledSpec) -> Any:
@@ -60,37 +60,51 @@ def has_distinct_rows_and_heads(table: Any) -> tuple[bool, bool]:
 
 
 def pair_coordinates(
-    b: Any, h: Any, step: Any, *rest: Any, distinct: tuple[bool, bool], group: int = 1
+    b: Any,
+    h: Any,
+    pair_index: Any,
+    *group_member_and_table: Any,
+    distinct_rows_and_heads: tuple[bool, bool],
+    group: int = 1,
 ) -> tuple[Any, ...]:
     """Returns batch row, query head, query tile and key tile of a grid step.
 
     Args:
         b: Batch row.
         h: Query head, or KV head if the grid has an axis for the heads of a group.
-        step: Index of the tile pair.
-        rest: Query head of the group, if the grid has that axis, and the table.
-        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        pair_index: Index of the tile pair.
+        group_member_and_table: Query head of the group, if the grid has that axis, and the table.
+        distinct_rows_and_heads: Whether batch rows, and heads, have tile pairs of their own.
         group: Query heads per KV head.
     """
-    *member, table = rest
-    entry = entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+    *member, table = group_member_and_table
+    entry = read_pair_entry(table, distinct_rows_and_heads, b, h, pair_index, (pl.num_programs(1), pl.num_programs(2)))
     i, j = query_tile_of_entry(entry), key_tile_of_entry(entry)
     return b, h * group + member[0] if member else h, i, j
 
 
-def entry_at(table: Any, distinct: tuple[bool, bool], b: Any, h: Any, step: Any, sizes: tuple[Any, Any]) -> Any:
+def read_pair_entry(
+    table: Any,
+    distinct_rows_and_heads: tuple[bool, bool],
+    b: Any,
+    h: Any,
+    entry_index: Any,
+    num_heads_and_entries: tuple[Any, Any],
+) -> Any:
     """Returns an entry of a table [B|1, H|1, steps] that is stored as one vector.
 
     Args:
         table: The vector.
-        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        distinct_rows_and_heads: Whether batch rows, and heads, have tile pairs of their own.
         b: Batch row.
         h: Head.
-        step: Index of the entry.
-        sizes: The number of heads, and of entries per head.
+        entry_index: Index of the entry.
+        num_heads_and_entries: The number of heads, and of entries per head.
     """
-    row = (b if distinct[0] else 0) * (sizes[0] if distinct[1] else 1) + (h if distinct[1] else 0)
-    return table[row * sizes[1] + step]
+    row = (b if distinct_rows_and_heads[0] else 0) * (num_heads_and_entries[0] if distinct_rows_and_heads[1] else 1) + (
+        h if distinct_rows_and_heads[1] else 0
+    )
+    return table[row * num_heads_and_entries[1] + entry_index]
 
 
 def query_tile_of_entry(entry: Any) -> Any:
@@ -103,21 +117,31 @@ def key_tile_of_entry(entry: Any) -> Any:
     return (entry >> 4) & 0x3FFF
 
 
-def _make_pair_table(attends: Any, full: Any, xp: Any, by_query: bool) -> Any:
+def _make_pair_table(has_attending_pair: Any, is_full: Any, xp: Any, ordered_by_query: bool) -> Any:
     """Returns the list of tile pairs. A tile without any pair gets one entry, so that its result is written."""
-    rows, (q_tiles, k_tiles) = attends.shape[:2], attends.shape[2:]
-    attends, full = attends.reshape(-1, q_tiles, k_tiles), full.reshape(-1, q_tiles, k_tiles)
+    rows, (q_tiles, k_tiles) = has_attending_pair.shape[:2], has_attending_pair.shape[2:]
+    has_attending_pair, is_full = (
+        has_attending_pair.reshape(-1, q_tiles, k_tiles),
+        is_full.reshape(-1, q_tiles, k_tiles),
+    )
     if max(q_tiles, 2 * k_tiles) > 2**14:
         raise ValueError(f"tiles: got {q_tiles} of queries and {k_tiles} of keys, wants fewer: choose larger tiles")
     pairs = np.arange(q_tiles)[:, None] << 18 | np.arange(k_tiles) << 4
-    if not by_query:
-        attends, full, pairs = attends.swapaxes(1, 2), full.swapaxes(1, 2), pairs.T
-    listed = attends | ((np.arange(attends.shape[2]) == 0) & ~attends.any(axis=2, keepdims=True))
+    if not ordered_by_query:
+        has_attending_pair, is_full, pairs = has_attending_pair.swapaxes(1, 2), is_full.swapaxes(1, 2), pairs.T
+    listed = has_attending_pair | (
+        (np.arange(has_attending_pair.shape[2]) == 0) & ~has_attending_pair.any(axis=2, keepdims=True)
+    )
     count = xp.cumsum(listed, axis=2)
     first, last = listed & (count == 1), listed & (count == count[:, :, -1:])
-    flags = attends * HAS_WORK_FLAG + (attends & ~full) * MASKED_FLAG + first * FIRST_PAIR_FLAG + last * LAST_PAIR_FLAG
-    entries = (pairs | flags).reshape(attends.shape[0], -1)
-    listed = listed.reshape(attends.shape[0], -1)
+    flags = (
+        has_attending_pair * HAS_WORK_FLAG
+        + (has_attending_pair & ~is_full) * MASKED_FLAG
+        + first * FIRST_PAIR_FLAG
+        + last * LAST_PAIR_FLAG
+    )
+    entries = (pairs | flags).reshape(has_attending_pair.shape[0], -1)
+    listed = listed.reshape(has_attending_pair.shape[0], -1)
     order = xp.argsort(~listed, axis=1, stable=True)
     entries, total = xp.take_along_axis(entries, order, axis=1), listed.sum(axis=1, keepdims=True)
     final = xp.take_along_axis(entries, total - 1, axis=1) & ~(

@@ -26,7 +26,7 @@ log2(e).
 """
 
 
-class Blocks(NamedTuple):
+class TileSizes(NamedTuple):
     """Sizes of a tile and of its products; multiples of 128.
 
     Attributes:
@@ -72,8 +72,8 @@ class TiledSpec:
         cuts_diagonal_chunks: Whether chunks on the causal diagonal are cut along it, for square tiles without any other
             mask.
         may_mask_pairs: Whether band, segments, mask or pattern may mask pairs.
-        sums_on_mxu: Whether the MXU sums the weights of a row, in output columns that a product with values leaves
-            idle.
+        sums_weights_on_mxu: Whether the MXU sums the weights of a row, in output columns that a product with values
+            leaves idle.
     """
 
     num_queries: int
@@ -99,7 +99,7 @@ class TiledSpec:
     precision: lax.Precision | None
     cuts_diagonal_chunks: bool
     may_mask_pairs: bool
-    sums_on_mxu: bool
+    sums_weights_on_mxu: bool
 
     @property
     def cuts_diagonal_by_keys(self) -> bool:
@@ -124,7 +124,7 @@ class TiledSpec:
         return self.num_keys % self.block_kv != 0
 
 
-def make_spec(record: TiledAttention, blocks: Blocks, accumulates_for_keys: bool = False) -> TiledSpec:
+def make_spec(record: TiledAttention, blocks: TileSizes, accumulates_for_keys: bool = False) -> TiledSpec:
     """Returns the constants of a record's kernels with given tiles."""
     (_, queries, heads, size), (_, keys, kv_heads, value_size) = record.query.shape, record.value.shape
     block_q, block_kv = _fit_block(queries, blocks.queries), _fit_block(keys, blocks.keys)
@@ -162,7 +162,7 @@ def make_spec(record: TiledAttention, blocks: Blocks, accumulates_for_keys: bool
         and record.pattern is None
         and whole,
         may_mask_pairs=(left, right) != (None, None) or not all(x is None for x in restrictions),
-        sums_on_mxu=_sums_on_mxu(record),
+        sums_weights_on_mxu=_sums_on_mxu(record),
     )
 
 

@@ -13,10 +13,10 @@ from ejkernel_pallas.tpu.causal_convolution.kernels.tile import (
     HALO_TOKENS,
     ConvolutionRefs,
     apply_activation,
+    block_strips,
     convolve_strip,
     has_padding,
     load_tokens,
-    strips,
     zero_padding,
 )
 from ejkernel_pallas.tpu.causal_convolution.spec import ConvolutionSpec
@@ -28,16 +28,16 @@ def causal_conv_fwd(refs: ConvolutionRefs, *, spec: ConvolutionSpec) -> None:
 
     @pl.when(block == 0)
     def _() -> None:
-        refs.padded_tokens[:, :HALO_TOKENS] = jnp.zeros_like(refs.padded_tokens[:, :HALO_TOKENS])
+        refs.tokens_with_halo[:, :HALO_TOKENS] = jnp.zeros_like(refs.tokens_with_halo[:, :HALO_TOKENS])
 
     @pl.when(block > 0)
     def _() -> None:
-        refs.padded_tokens[:, :HALO_TOKENS] = refs.padded_tokens[:, size:]
+        refs.tokens_with_halo[:, :HALO_TOKENS] = refs.tokens_with_halo[:, size:]
 
     load_tokens(refs, spec)
-    for strip in strips(spec):
+    for strip in block_strips(spec):
         output = apply_activation(spec, convolve_strip(refs, spec, strip))
-        refs.output[strip.rows, strip.lanes] = output.astype(refs.output.dtype)
+        refs.output[strip.row_slice, strip.lane_slice] = output.astype(refs.output.dtype)
     if spec.is_packed:
 
         @pl.when(has_padding(refs, spec, block))

@@ -23,7 +23,7 @@ class ConvolutionRefs:
 
     Attributes:
         sequence_bounds: int32 [N + 1] of `plan.scalar_tables`, in scalar memory.
-        first_token_sequences: int32 [2 * blocks] of `plan.scalar_tables`, in scalar memory.
+        first_token_sequence_ranges: int32 [2 * blocks] of `plan.scalar_tables`, in scalar memory.
         x: [block_t, block_c], the inputs.
         weights: float32 [W + 1, block_c]; the last row is the bias.
         x_before_block: [16, block_c], the inputs before the block.
@@ -31,23 +31,23 @@ class ConvolutionRefs:
         output: [block_t, block_c].
         dx: [block_t, block_c].
         dweights: float32 [(W + 1) * 8, block_c], sums over a row's tokens: eight partial sums per weight.
-        padded_tokens: Scratch, float32 [block_c / 128, 8 + block_t, 128]: the eight tokens before the block, and its
+        tokens_with_halo: Scratch, float32 [block_c / 128, 8 + block_t, 128]: the eight tokens before the block, and its
             own. Rows of one register follow each other in memory, so a load from any row is one instruction.
-        sum_cotangents: Scratch, float32 [block_c / 128, block_t + 8, 128]: cotangents of the block's sums, and of the
-            first eight sums of the following block.
+        convolution_sum_cotangents: Scratch, float32 [block_c / 128, block_t + 8, 128]: cotangents of the block's sums,
+            and of the first eight sums of the following block.
     """
 
     sequence_bounds: Ref
-    first_token_sequences: Ref
+    first_token_sequence_ranges: Ref
     x: Ref
     weights: Ref
-    padded_tokens: Ref
+    tokens_with_halo: Ref
     x_before_block: Ref = None
     cotangent: Ref = None
     output: Ref = None
     dx: Ref = None
     dweights: Ref = None
-    sum_cotangents: Ref = None
+    convolution_sum_cotangents: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +65,17 @@ class Strip:
     num_tokens: int
 
     @property
-    def lanes(self) -> slice:
+    def lane_slice(self) -> slice:
         """Returns the range of the strip's channels."""
         return slice(LANES * self.lane_group, LANES * (self.lane_group + 1))
 
     @property
-    def rows(self) -> slice:
+    def row_slice(self) -> slice:
         """Returns the range of the strip's tokens."""
         return slice(self.first_token, self.first_token + self.num_tokens)
 
 
-def strips(spec: ConvolutionSpec) -> list[Strip]:
+def block_strips(spec: ConvolutionSpec) -> list[Strip]:
     """Returns all strips of a block."""
     return [
         Strip(group, at, min(STRIP_TOKENS, spec.block_t - at))
@@ -86,48 +86,54 @@ def strips(spec: ConvolutionSpec) -> list[Strip]:
 
 def load_tokens(refs: ConvolutionRefs, spec: ConvolutionSpec) -> None:
     """Converts a block of x into scratch memory."""
-    for strip in strips(spec):
-        x = refs.x[strip.rows, strip.lanes].astype(jnp.float32)
-        refs.padded_tokens[
+    for strip in block_strips(spec):
+        x = refs.x[strip.row_slice, strip.lane_slice].astype(jnp.float32)
+        refs.tokens_with_halo[
             strip.lane_group, HALO_TOKENS + strip.first_token : HALO_TOKENS + strip.first_token + strip.num_tokens
         ] = x
 
 
 def convolve_strip(refs: ConvolutionRefs, spec: ConvolutionSpec, strip: Strip) -> jax.Array:
     """Returns the sums before the activation for the tokens of a strip, float32; half of each sum if
-    `spec.halves_sums`.
+    `spec.halves_convolution_sums`.
     """
 
-    def tokens_before(k: int) -> jax.Array:
+    def weighted_tokens_before(k: int) -> jax.Array:
         begin = HALO_TOKENS + strip.first_token - k
         return (
-            refs.weights[k : k + 1, strip.lanes]
-            * refs.padded_tokens[strip.lane_group, begin : begin + strip.num_tokens]
+            refs.weights[k : k + 1, strip.lane_slice]
+            * refs.tokens_with_halo[strip.lane_group, begin : begin + strip.num_tokens]
         )
 
-    total = tokens_before(0) + refs.weights[spec.filter_width : spec.filter_width + 1, strip.lanes]
+    total = weighted_tokens_before(0) + refs.weights[spec.filter_width : spec.filter_width + 1, strip.lane_slice]
     for k in range(1, spec.filter_width):
-        total = total + tokens_before(k)
+        total = total + weighted_tokens_before(k)
     return total
 
 
-def apply_activation(spec: ConvolutionSpec, sums: jax.Array) -> jax.Array:
-    """Returns the activation of the sums; `sums` holds half of each sum if `spec.halves_sums`."""
-    if not spec.has_silu:
-        return sums
-    # sigmoid(p) = (1 + tanh(p / 2)) / 2
-    return sums + sums * jnp.tanh(sums) if spec.halves_sums else jax.nn.silu(sums)
-
-
-def activation_derivative(spec: ConvolutionSpec, sums: jax.Array) -> jax.Array:
-    """Returns the derivative of the activation at `sums`. If `sums` is half of the sum, the result is twice the
-    derivative at the sum.
+def apply_activation(spec: ConvolutionSpec, convolution_sums: jax.Array) -> jax.Array:
+    """Returns the activation of the sums; `convolution_sums` is half of each if
+    `spec.halves_convolution_sums`.
     """
-    if spec.halves_sums:
-        tangent = jnp.tanh(sums)
-        return (1.0 + tangent) * (1.0 + sums * (1.0 - tangent))
-    sigmoid = jax.nn.sigmoid(sums)
-    return sigmoid * (1.0 + sums * (1.0 - sigmoid))
+    if not spec.has_silu:
+        return convolution_sums
+    # sigmoid(p) = (1 + tanh(p / 2)) / 2
+    return (
+        convolution_sums + convolution_sums * jnp.tanh(convolution_sums)
+        if spec.halves_convolution_sums
+        else jax.nn.silu(convolution_sums)
+    )
+
+
+def activation_derivative(spec: ConvolutionSpec, convolution_sums: jax.Array) -> jax.Array:
+    """Returns the derivative of the activation at `convolution_sums`. If `convolution_sums` is half of the sum, the
+    result is twice the derivative at the sum.
+    """
+    if spec.halves_convolution_sums:
+        tangent = jnp.tanh(convolution_sums)
+        return (1.0 + tangent) * (1.0 + convolution_sums * (1.0 - tangent))
+    sigmoid = jax.nn.sigmoid(convolution_sums)
+    return sigmoid * (1.0 + convolution_sums * (1.0 - sigmoid))
 
 
 def has_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any) -> Any:
@@ -136,9 +142,11 @@ def has_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any) -> Any
     return (begin < refs.sequence_bounds[0]) | (begin + spec.block_t > refs.sequence_bounds[last])
 
 
-def zero_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any, x: Ref, offset: int) -> None:
-    """Zeros the rows of padding tokens, next to last axis, in an array whose row `offset` is the block's first."""
-    begin, last = block * spec.block_t - offset, refs.sequence_bounds.shape[0] - 1
+def zero_padding(refs: ConvolutionRefs, spec: ConvolutionSpec, block: Any, x: Ref, first_block_row: int) -> None:
+    """Zeros the rows of padding tokens, next to last axis, in an array whose row `first_block_row` is the block's
+    first.
+    """
+    begin, last = block * spec.block_t - first_block_row, refs.sequence_bounds.shape[0] - 1
     # `where` instead of a product with 0, because padding may hold NaN.
     token = begin + lax.broadcasted_iota(jnp.int32, x.shape, len(x.shape) - 2)
     is_real = (token >= refs.sequence_bounds[0]) & (token < refs.sequence_bounds[last])

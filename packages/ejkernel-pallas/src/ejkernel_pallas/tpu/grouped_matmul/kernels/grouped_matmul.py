@@ -32,7 +32,7 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
     HAS_WORK_FLAG,
     WHOLE_TILE_FLAG,
     WorkItem,
-    make_item_coordinates,
+    make_coordinate_map,
     read_item,
     work_list_by_row_tiles,
 )
@@ -93,7 +93,7 @@ class SubTile(NamedTuple):
 
 
 def multiply(
-    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array], dtype: Any
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, epilogue_arrays: dict[str, jax.Array], dtype: Any
 ) -> jax.Array:
     """Multiplies every row by the matrix of its group.
 
@@ -101,8 +101,8 @@ def multiply(
         record: Has the matrices, their scales, and the group sizes.
         rows: [M, K] of the product.
         spec: The kernel's constants.
-        extra: Arrays that are added to the products: `"bias"` [E, 1, N] float32 and `"existing_output"` [M, N]; and
-            `"has_token"` float32 [M] for a gated product.
+        epilogue_arrays: Arrays that are added to the products: `"bias"` [E, 1, N] float32 and `"existing_output"` [M,
+            N]; and `"row_has_token"` float32 [M] for a gated product.
         dtype: Dtype of the result.
 
     Returns:
@@ -111,29 +111,29 @@ def multiply(
     work, (height, _, width) = work_list_by_row_tiles(record, spec.blocks.rows), spec.blocks
     array = jax.ShapeDtypeStruct((spec.num_rows, spec.num_columns), dtype)
     scratch: dict[str, Any] = {}
-    if spec.sums_in_memory:
-        scratch["acc"] = pltpu.VMEM((height, _sum_lanes(spec)), jnp.float32)
-        if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
+    if spec.keeps_sums_in_memory:
+        scratch["acc"] = pltpu.VMEM((height, _num_accumulator_lanes(spec)), jnp.float32)
+        if spec.gate is not None and spec.gate.layout is GateLayout.TWO_HALF_BLOCKS:
             scratch["factor_acc"] = scratch["acc"]
         if spec.stages_last_product:
-            scratch["last_product"] = pltpu.VMEM((height, COLUMNS_PER_PRODUCT), jnp.float32)
+            scratch["staged_last_product"] = pltpu.VMEM((height, COLUMNS_PER_PRODUCT), jnp.float32)
     if spec.stages_row_mask:
         scratch["row_mask"] = pltpu.VMEM((spec.subtile_rows, LANES), jnp.int32)
-    inputs = _input_operands(record, rows, spec, extra)
+    inputs = _input_operands(record, rows, spec, epilogue_arrays)
     outputs = {"output": Operand(array, (height, width), lambda v, n, k: (v.row_tile, n))}
     results = launch(
         KernelCall(
             name=_kernel_name(spec),
             kernel=functools.partial(_kernel, spec=spec),
             refs=RowsRefs,
-            grid=(cdiv(spec.num_columns, width), work.num_items, spec.contracted_steps),
+            grid=(cdiv(spec.num_columns, width), work.num_items, spec.num_contracted_tiles),
             # Only columns are parallel: items that share a tile of rows are consecutive, since they write to one block.
             parallel=1,
             tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=make_item_coordinates(1),
+            where=make_coordinate_map(1),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
@@ -146,14 +146,14 @@ def _kernel_name(spec: GroupedSpec) -> str:
     return "ejkernel_grouped_matmul_backward_rows" if spec.is_lhs_gradient else "ejkernel_grouped_matmul"
 
 
-def _sum_lanes(spec: GroupedSpec) -> int:
+def _num_accumulator_lanes(spec: GroupedSpec) -> int:
     """Returns the lanes of a block's sums and of its bias; of interleaved ones, whole pairs of lane groups."""
     pairs = spec.gate is not None and spec.gate.layout is GateLayout.INTERLEAVED
     return cdiv(spec.block_columns, 2 * LANES) * 2 * LANES if pairs else spec.block_columns
 
 
 def _input_operands(
-    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, extra: dict[str, jax.Array]
+    record: GroupedMatmul, rows: jax.Array, spec: GroupedSpec, epilogue_arrays: dict[str, jax.Array]
 ) -> dict[str, Operand]:
     (height, depth, _), width = spec.blocks, spec.block_columns
     inputs = {
@@ -162,32 +162,34 @@ def _input_operands(
         )
     }
     if spec.transposes_matrices:
-        block, index = (None, width, depth), lambda v, n, k: (v.matrix, n, _contracted_tile_of_item(v, k, spec))
+        block, index = (None, width, depth), lambda v, n, k: (v.matrix_index, n, _contracted_tile_of_item(v, k, spec))
     else:
-        block, index = (None, depth, width), lambda v, n, k: (v.matrix, _contracted_tile_of_item(v, k, spec), n)
+        block, index = (None, depth, width), lambda v, n, k: (v.matrix_index, _contracted_tile_of_item(v, k, spec), n)
     inputs["matrices"] = Operand(record.rhs, block, index)
     if record.rhs_scale is not None:
         inputs["scales"] = _scale_operand(pad_scales_to_sublanes(record.rhs_scale), spec)
-    if "bias" in extra:
-        bias, lanes = extra["bias"], _sum_lanes(spec)
+    if "bias" in epilogue_arrays:
+        bias, lanes = epilogue_arrays["bias"], _num_accumulator_lanes(spec)
         if lanes > width:
             bias = jnp.pad(bias, ((0, 0), (0, 0), (0, lanes - width)))
-        inputs["bias"] = Operand(bias, (None, 1, lanes), lambda v, n, k: (v.matrix, 0, n))
-    if "existing_output" in extra:
-        inputs["existing_output"] = Operand(extra["existing_output"], (height, width), lambda v, n, k: (v.row_tile, n))
-    if "has_token" in extra:
-        flags = jnp.pad(extra["has_token"], (0, -spec.num_rows % height)).reshape(-1, 1, height)
-        inputs["has_token"] = Operand(flags, (None, 1, height), lambda v, n, k: (v.row_tile, 0, 0))
-    if spec.gate is not None and spec.gate.layout is GateLayout.HALVES:
+        inputs["bias"] = Operand(bias, (None, 1, lanes), lambda v, n, k: (v.matrix_index, 0, n))
+    if "existing_output" in epilogue_arrays:
+        inputs["existing_output"] = Operand(
+            epilogue_arrays["existing_output"], (height, width), lambda v, n, k: (v.row_tile, n)
+        )
+    if "row_has_token" in epilogue_arrays:
+        flags = jnp.pad(epilogue_arrays["row_has_token"], (0, -spec.num_rows % height)).reshape(-1, 1, height)
+        inputs["row_has_token"] = Operand(flags, (None, 1, height), lambda v, n, k: (v.row_tile, 0, 0))
+    if spec.gate is not None and spec.gate.layout is GateLayout.TWO_HALF_BLOCKS:
         for name in ("matrices", "bias"):
             if name in inputs:
-                inputs[f"factor_{name}"] = _other_half_operand(inputs[name], cdiv(spec.num_columns, width))
+                inputs[f"factor_{name}"] = _factor_half_operand(inputs[name], cdiv(spec.num_columns, width))
     return inputs
 
 
-def _other_half_operand(operand: Operand, blocks: int) -> Operand:
-    """Returns the same block of a matrix's, or of a bias's, other half, `blocks` blocks of columns later."""
-    return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks, k))
+def _factor_half_operand(operand: Operand, blocks_per_half: int) -> Operand:
+    """Returns the same block of a matrix's, or of a bias's, other half, `blocks_per_half` blocks of columns later."""
+    return dataclasses.replace(operand, index=lambda v, n, k: operand.index(v, n + blocks_per_half, k))
 
 
 def _contracted_tile_of_item(work_item: WorkItem, k: Any, spec: GroupedSpec) -> Any:
@@ -195,7 +197,9 @@ def _contracted_tile_of_item(work_item: WorkItem, k: Any, spec: GroupedSpec) -> 
     nothing is copied.
     """
     return jnp.where(
-        work_item.has(HAS_WORK_FLAG), k, jnp.where(work_item.has(BEFORE_ALL_GROUPS_FLAG), 0, spec.contracted_steps - 1)
+        work_item.has(HAS_WORK_FLAG),
+        k,
+        jnp.where(work_item.has(BEFORE_ALL_GROUPS_FLAG), 0, spec.num_contracted_tiles - 1),
     )
 
 
@@ -203,8 +207,8 @@ def _scale_operand(scales: jax.Array, spec: GroupedSpec) -> Operand:
     size = spec.blocks.contracted if spec.is_lhs_gradient else spec.blocks.columns
     block = (None, scales.shape[1], size)
     if spec.is_lhs_gradient:
-        return Operand(scales, block, lambda v, n, k: (v.matrix, 0, _contracted_tile_of_item(v, k, spec)))
-    return Operand(scales, block, lambda v, n, k: (v.matrix, 0, n))
+        return Operand(scales, block, lambda v, n, k: (v.matrix_index, 0, _contracted_tile_of_item(v, k, spec)))
+    return Operand(scales, block, lambda v, n, k: (v.matrix_index, 0, n))
 
 
 def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
@@ -217,20 +221,22 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
     v = read_item(refs.work_items, pl.program_id(1))
     at = TilePosition(pl.program_id(0), pl.program_id(2), v.opaque_zero)
     whole, partial = v.has(WHOLE_TILE_FLAG), (v.flags & (HAS_WORK_FLAG | WHOLE_TILE_FLAG)) == HAS_WORK_FLAG
-    last = at.contracted_tile == spec.contracted_steps - 1
-    if spec.contracted_steps > 1:
+    last = at.contracted_tile == spec.num_contracted_tiles - 1
+    if spec.num_contracted_tiles > 1:
 
         @pl.when(v.has(HAS_WORK_FLAG) & (at.contracted_tile == 0))
         def _() -> None:
-            for product_refs in refs.products:
+            for product_refs in refs.refs_per_product:
                 product_refs.acc[...] = jnp.zeros_like(product_refs.acc)
 
     if refs.acc is not None:
         # Only the last tile of contracted elements extends past them; the others need no mask.
-        for when, masks_tail in (
+        for when, masks_contracted_tail in (
             ((~last, False), (last, True)) if spec.has_partial_contracted_tile else ((True, False),)
         ):
-            add = functools.partial(_add_subtile_products_to_each_sum, refs, at, spec=spec, masks_tail=masks_tail)
+            add = functools.partial(
+                _add_subtile_products_to_each_sum, refs, at, spec=spec, masks_contracted_tail=masks_contracted_tail
+            )
             pl.when(whole & when)(functools.partial(_for_each_column_subtile, spec, spec.block_columns, 0, add))
             pl.when(partial & when)(functools.partial(_for_each_subtile, spec, spec.block_columns, v, add))
     write = functools.partial(_write_subtile, refs, at, spec=spec)
@@ -241,34 +247,36 @@ def _kernel(refs: RowsRefs, *, spec: GroupedSpec) -> None:
 
 
 def _for_each_column_subtile(
-    spec: GroupedSpec, width: int, row: Any, work: Callable[[SubTile], None], rows: int | None = None
+    spec: GroupedSpec, total_columns: int, row: Any, process_subtile: Callable[[SubTile], None], rows: int | None = None
 ) -> None:
-    """Calls `work` with subtiles of `width` columns in total that have all or `rows` rows, and few columns each, whose
-    sums fit registers.
+    """Calls `process_subtile` with subtiles of `total_columns` columns in total that have all or `rows` rows, and few
+    columns each, whose sums fit registers.
     """
     height = spec.blocks.rows
 
-    def add_columns(n: Any, carry: Any) -> Any:
-        work(
+    def process_column_subtile(n: Any, carry: Any) -> Any:
+        process_subtile(
             SubTile(
                 row, rows or height, pl.multiple_of(n * COLUMNS_PER_PRODUCT, COLUMNS_PER_PRODUCT), COLUMNS_PER_PRODUCT
             )
         )
         return carry
 
-    looped_subtiles = 0 if spec.unrolls else width // COLUMNS_PER_PRODUCT
+    looped_subtiles = 0 if spec.unrolls_products else total_columns // COLUMNS_PER_PRODUCT
     if looped_subtiles:
-        lax.fori_loop(np.int32(0), np.int32(looped_subtiles), add_columns, np.int32(0))
-    for column in range(looped_subtiles * COLUMNS_PER_PRODUCT, width, COLUMNS_PER_PRODUCT):
-        work(SubTile(row, rows or height, column, min(COLUMNS_PER_PRODUCT, width - column)))
+        lax.fori_loop(np.int32(0), np.int32(looped_subtiles), process_column_subtile, np.int32(0))
+    for column in range(looped_subtiles * COLUMNS_PER_PRODUCT, total_columns, COLUMNS_PER_PRODUCT):
+        process_subtile(SubTile(row, rows or height, column, min(COLUMNS_PER_PRODUCT, total_columns - column)))
 
 
-def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: Callable[[SubTile], None]) -> None:
-    """Calls `work` with subtiles that cover all rows of the item and few rows of other items."""
+def _for_each_subtile(
+    spec: GroupedSpec, total_columns: int, work_item: WorkItem, process_subtile: Callable[[SubTile], None]
+) -> None:
+    """Calls `process_subtile` with subtiles that cover all rows of the item and few rows of other items."""
     rows = spec.subtile_rows
 
     def process_row_subtile(n: Any, carry: Any) -> Any:
-        _for_each_column_subtile(spec, width, pl.multiple_of(n * rows, rows), work, rows)
+        _for_each_column_subtile(spec, total_columns, pl.multiple_of(n * rows, rows), process_subtile, rows)
         return carry
 
     fori_loop(
@@ -280,29 +288,29 @@ def _for_each_subtile(spec: GroupedSpec, width: int, work_item: WorkItem, work: 
 
 
 def _add_subtile_products_to_each_sum(
-    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_contracted_tail: bool
 ) -> None:
     """Adds the products of a subtile to each of the tile's sums: those of gate and factor, or one."""
-    for product_refs in refs.products:
-        _add_subtile_products(product_refs, tile_position, subtile, spec, masks_tail)
+    for product_refs in refs.refs_per_product:
+        _add_subtile_products(product_refs, tile_position, subtile, spec, masks_contracted_tail)
 
 
 def _add_subtile_products(
-    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_tail: bool
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, masks_contracted_tail: bool
 ) -> None:
-    """Adds the products of a subtile; with `masks_tail`, tiles extend past the contracted elements."""
-    for start, size in spec.product_ranges:
-        partial_sum = _subtile_product(refs, tile_position, subtile, spec, (start, size), masks_tail)
-        if start == 0 and spec.contracted_steps == 1:
+    """Adds the products of a subtile; with `masks_contracted_tail`, tiles extend past the contracted elements."""
+    for start, size in spec.contracted_ranges:
+        partial_sum = _subtile_product(refs, tile_position, subtile, spec, (start, size), masks_contracted_tail)
+        if start == 0 and spec.num_contracted_tiles == 1:
             row = (
                 opaque_offset(subtile.first_row, SUBLANES, tile_position.opaque_zero)
-                if spec.reloads_first
+                if spec.reloads_first_product
                 else subtile.first_row
             )
             refs.acc[pl.ds(row, subtile.num_rows), subtile.column_slice] = partial_sum
             continue
-        if spec.stages_last_product and (start, size) == spec.product_ranges[-1]:
-            last = refs.last_product.at[subtile.row_slice, : subtile.num_columns]
+        if spec.stages_last_product and (start, size) == spec.contracted_ranges[-1]:
+            last = refs.staged_last_product.at[subtile.row_slice, : subtile.num_columns]
             last[...] = partial_sum
             partial_sum = last[...]
         refs.acc[subtile.row_slice, subtile.column_slice] += partial_sum
@@ -313,14 +321,14 @@ def _subtile_product(
     tile_position: TilePosition,
     subtile: SubTile,
     spec: GroupedSpec,
-    piece: tuple[int, int],
-    masks_tail: bool = False,
+    contracted_range: tuple[int, int],
+    masks_contracted_tail: bool = False,
 ) -> jax.Array:
     """Returns the product over a piece of the contracted elements."""
-    start, size = piece
+    start, size = contracted_range
     inner = slice(start, start + size)
     row = subtile.first_row
-    if spec.sums_in_memory:  # their loads and stores need the registers in which rows would be kept for other columns
+    if spec.keeps_sums_in_memory:  # loads and stores of sums need the registers that would keep rows for other columns
         row = opaque_offset(row, subtile.first_column, tile_position.opaque_zero)
     rows = refs.rows[pl.ds(row, subtile.num_rows), inner]
     matrix = (
@@ -328,28 +336,28 @@ def _subtile_product(
         if spec.transposes_matrices
         else refs.matrices[inner, subtile.column_slice]
     )
-    if refs.scales is not None and not spec.scales_products:
-        matrix = matrix.astype(jnp.float32) * _matrix_scales(refs, tile_position, subtile, spec, piece)
-    if masks_tail:
+    if refs.scales is not None and not spec.applies_scales_to_products:
+        matrix = matrix.astype(jnp.float32) * _matrix_scales(refs, tile_position, subtile, spec, contracted_range)
+    if masks_contracted_tail:
         # In both operands: past the end either may hold NaN, and 0 times NaN is NaN.
         left = spec.num_contracted - tile_position.contracted_tile * spec.blocks.contracted - start
         rows = zero_outside(rows, 0, left, 1)
         matrix = zero_outside(matrix, 0, left, 1 if spec.transposes_matrices else 0)
     pair = rows.astype(spec.operand_dtype), matrix.astype(spec.operand_dtype)
     partial_sum = matrix_product(*pair, (1, 1 if spec.transposes_matrices else 0), spec.precision)
-    if refs.scales is not None and spec.scales_products and not spec.scales_sum:
+    if refs.scales is not None and spec.applies_scales_to_products and not spec.applies_scale_to_sum:
         block = divide(tile_position.contracted_tile * spec.blocks.contracted + start, spec.contracted_per_scale)
         partial_sum = partial_sum * refs.scales[pl.ds(block, 1), subtile.column_slice]
     return partial_sum
 
 
 def _matrix_scales(
-    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, piece: tuple[int, int]
+    refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, contracted_range: tuple[int, int]
 ) -> jax.Array:
     """Returns the scales of a matrix, in the shape of its subtile."""
     columns_first = spec.transposes_matrices != spec.is_lhs_gradient
     if spec.is_lhs_gradient:
-        scales = refs.scales[:, slice(piece[0], piece[0] + piece[1])]
+        scales = refs.scales[:, slice(contracted_range[0], contracted_range[0] + contracted_range[1])]
         return spread_scales_over_tile(
             scales,
             tile_position.column_tile * spec.blocks.columns + subtile.first_column,
@@ -357,8 +365,10 @@ def _matrix_scales(
             spec,
             columns_first,
         )
-    first = tile_position.contracted_tile * spec.blocks.contracted + piece[0]
-    return spread_scales_over_tile(refs.scales[:, subtile.column_slice], first, piece[1], spec, columns_first)
+    first = tile_position.contracted_tile * spec.blocks.contracted + contracted_range[0]
+    return spread_scales_over_tile(
+        refs.scales[:, subtile.column_slice], first, contracted_range[1], spec, columns_first
+    )
 
 
 def _write_unassigned_rows(refs: RowsRefs) -> None:
@@ -392,9 +402,9 @@ def _subtile_sum(refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, 
     total = (
         refs.acc[subtile.row_slice, subtile.column_slice]
         if refs.acc is not None
-        else _subtile_product(refs, tile_position, subtile, spec, spec.product_ranges[0])
+        else _subtile_product(refs, tile_position, subtile, spec, spec.contracted_ranges[0])
     )
-    if spec.scales_sum:
+    if spec.applies_scale_to_sum:
         total = total * refs.scales[:1, subtile.column_slice]
     if refs.bias is not None:
         total = total + refs.bias[:, subtile.column_slice]
@@ -407,13 +417,13 @@ def _gated_subtile_output(
     refs: RowsRefs, tile_position: TilePosition, subtile: SubTile, spec: GroupedSpec, gate: Gate
 ) -> jax.Array:
     """Returns a subtile of the output: the activation of sums, times their factors where there is a gate."""
-    if gate.layout is GateLayout.NONE:
+    if gate.layout is GateLayout.UNGATED:
         output = activate_products(gate, _subtile_sum(refs, tile_position, subtile, spec))
-    elif gate.layout is GateLayout.HALVES:
+    elif gate.layout is GateLayout.TWO_HALF_BLOCKS:
         output = activated_gate_times_factor(
-            gate, *(_subtile_sum(product_refs, tile_position, subtile, spec) for product_refs in refs.products)
+            gate, *(_subtile_sum(product_refs, tile_position, subtile, spec) for product_refs in refs.refs_per_product)
         )
-    elif gate.layout is GateLayout.WHOLE:
+    elif gate.layout is GateLayout.ALL_COLUMNS_BLOCK:
         factor = subtile._replace(first_column=subtile.first_column + spec.num_columns)
         output = activated_gate_times_factor(
             gate, _subtile_sum(refs, tile_position, subtile, spec), _subtile_sum(refs, tile_position, factor, spec)
@@ -424,11 +434,11 @@ def _gated_subtile_output(
             refs, tile_position, subtile._replace(first_column=subtile.first_column * 2, num_columns=lanes), spec
         )
         output = activated_gate_times_factor(gate, *(x[:, : subtile.num_columns] for x in deinterleave(pairs)))
-    if refs.has_token is not None:
-        has_token = repeat_lanes(
-            vectors.row_to_column(refs.has_token[:, pl.ds(subtile.first_row, subtile.num_rows)]), output.shape[1]
+    if refs.row_has_token is not None:
+        row_has_token = repeat_lanes(
+            vectors.row_to_column(refs.row_has_token[:, pl.ds(subtile.first_row, subtile.num_rows)]), output.shape[1]
         )
-        output = jnp.where(has_token != 0, output, 0.0)
+        output = jnp.where(row_has_token != 0, output, 0.0)
     return output
 
 

@@ -28,7 +28,7 @@ from ejkernel_pallas.tpu.grouped_matmul.plan import (
     LAST_ITEM_FLAG,
     WHOLE_TILE_FLAG,
     WorkItem,
-    make_item_coordinates,
+    make_coordinate_map,
     read_item,
     work_list_by_matrices,
 )
@@ -45,7 +45,7 @@ from ejkernel_pallas.tpu.mosaic.loops import fori_loop
 from ejkernel_pallas.tpu.mosaic.offsets import opaque_offset
 from ejkernel_pallas.tpu.mosaic.vectors import SUBLANES, matrix_product, zero_outside
 
-GROUP = 64
+ROWS_PER_COPY = 64
 """Rows per copy to scratch."""
 
 
@@ -65,8 +65,11 @@ def matrix_gradients(
     """
     work, products = work_list_by_matrices(record, spec.blocks.rows), bool(grad_fields & {"rhs", "rhs_scale"})
     # A bias alone needs one tile of contracted elements, of which none is read.
-    k_tiles, n_tiles = spec.contracted_steps if products else 1, cdiv(spec.num_columns, spec.blocks.columns)
-    outputs, scratch = _result_operands(record, cotangent.dtype, spec, k_tiles, grad_fields)
+    num_contracted_tiles, n_tiles = (
+        spec.num_contracted_tiles if products else 1,
+        cdiv(spec.num_columns, spec.blocks.columns),
+    )
+    outputs, scratch = _output_operands_and_scratch(record, cotangent.dtype, spec, num_contracted_tiles, grad_fields)
     inputs = (
         _input_operands(record, cotangent, spec, grad_fields)
         if products
@@ -77,14 +80,16 @@ def matrix_gradients(
             name="ejkernel_grouped_matmul_backward_matrices",
             kernel=functools.partial(_kernel, spec=spec),
             refs=MatricesRefs,
-            grid=(k_tiles, n_tiles, work.num_items) if spec.transposes_matrices else (n_tiles, k_tiles, work.num_items),
+            grid=(num_contracted_tiles, n_tiles, work.num_items)
+            if spec.transposes_matrices
+            else (n_tiles, num_contracted_tiles, work.num_items),
             # Tiles of a matrix may go to different cores; the items of a tile add to one accumulator.
             parallel=1,
             tables={"work_items": work.table},
             inputs=inputs,
             outputs=outputs,
             scratch=scratch,
-            where=make_item_coordinates(2),
+            where=make_coordinate_map(2),
             vmem_limit=vmem_limit_bytes((*inputs.values(), *outputs.values()), scratch),
         )
     )
@@ -115,8 +120,8 @@ def _matrix_operand(array: Any, spec: GroupedSpec) -> Operand:
     """Returns an array of matrices, by tiles."""
     _, depth, width = spec.blocks
     if spec.transposes_matrices:
-        return Operand(array, (None, width, depth), _index_map(spec, lambda v, k, n: (v.matrix, n, k)))
-    return Operand(array, (None, depth, width), _index_map(spec, lambda v, k, n: (v.matrix, k, n)))
+        return Operand(array, (None, width, depth), _index_map(spec, lambda v, k, n: (v.matrix_index, n, k)))
+    return Operand(array, (None, depth, width), _index_map(spec, lambda v, k, n: (v.matrix_index, k, n)))
 
 
 def _input_operands(
@@ -131,14 +136,14 @@ def _input_operands(
     if record.rhs_scale is not None:
         scales = pad_scales_to_sublanes(record.rhs_scale)
         block = (None, scales.shape[1], spec.blocks.columns)
-        inputs["scales"] = Operand(scales, block, _index_map(spec, lambda v, k, n: (v.matrix, 0, n)))
+        inputs["scales"] = Operand(scales, block, _index_map(spec, lambda v, k, n: (v.matrix_index, 0, n)))
     if "rhs_scale" in grad_fields:
         inputs["matrices"] = _matrix_operand(record.rhs, spec)
     return inputs
 
 
-def _result_operands(
-    record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, k_tiles: int, grad_fields: frozenset[str]
+def _output_operands_and_scratch(
+    record: GroupedMatmul, cotangent: Any, spec: GroupedSpec, num_contracted_tiles: int, grad_fields: frozenset[str]
 ) -> tuple[dict[str, Operand], dict[str, Any]]:
     """Returns outputs and scratch memory."""
     matrices, width = record.rhs.shape[0], spec.blocks.columns
@@ -148,8 +153,8 @@ def _result_operands(
         outputs["rhs"] = _matrix_operand(jax.ShapeDtypeStruct(record.rhs.shape, record.rhs.dtype), spec)
     if record.rhs_scale is not None and "rhs_scale" in grad_fields:
         blocks = cdiv(spec.scales_per_matrix, SUBLANES) * SUBLANES
-        array = jax.ShapeDtypeStruct((k_tiles, matrices, blocks, spec.num_columns), jnp.float32)
-        index = _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
+        array = jax.ShapeDtypeStruct((num_contracted_tiles, matrices, blocks, spec.num_columns), jnp.float32)
+        index = _index_map(spec, lambda v, k, n: (k, v.matrix_index, 0, n))
         outputs["rhs_scale"] = Operand(array, (None, None, blocks, width), index)
     if grad_fields & {"rhs", "rhs_scale"}:
         tile = (width, spec.blocks.contracted) if spec.transposes_matrices else (spec.blocks.contracted, width)
@@ -158,9 +163,9 @@ def _result_operands(
         scratch["group_cotangent_buffer"] = pltpu.VMEM((spec.subtile_rows, width), cotangent)
     if "rhs_bias" in grad_fields:
         # Every tile of contracted elements writes the same sums, maybe from different cores: each has its own block.
-        array = jax.ShapeDtypeStruct((k_tiles, matrices, 1, spec.num_columns), jnp.float32)
+        array = jax.ShapeDtypeStruct((num_contracted_tiles, matrices, 1, spec.num_columns), jnp.float32)
         outputs["rhs_bias"] = Operand(
-            array, (None, None, 1, width), _index_map(spec, lambda v, k, n: (k, v.matrix, 0, n))
+            array, (None, None, 1, width), _index_map(spec, lambda v, k, n: (k, v.matrix_index, 0, n))
         )
         scratch["bias_acc"] = pltpu.VMEM((1, width), jnp.float32)
     return outputs, scratch
@@ -212,7 +217,7 @@ def _add_item_products(
         return
     deep = spec.subtile_rows
 
-    def add_rows(n: Any, carry: Any) -> Any:
+    def add_row_subtile_products(n: Any, carry: Any) -> Any:
         row = pl.multiple_of(n * deep, deep)
         # Copied to scratch instead of masked during the products, which would take registers that the sums need.
         _copy_group_rows(refs, work_item, row, deep)
@@ -220,26 +225,31 @@ def _add_item_products(
         return carry
 
     # Loops instead of conditions, which a compiler may turn into products whose results are not used.
-    fori_loop(divide(work_item.first_row, deep), divide(work_item.end_row + (deep - 1), deep), add_rows, np.int32(0))
+    fori_loop(
+        divide(work_item.first_row, deep),
+        divide(work_item.end_row + (deep - 1), deep),
+        add_row_subtile_products,
+        np.int32(0),
+    )
 
 
 def _copy_group_rows(refs: MatricesRefs, work_item: WorkItem, first_row: Any, num_rows: int) -> None:
     """Copies some rows, with 0 in place of those of other matrices."""
 
-    def copy_rows(n: Any, carry: Any) -> Any:
-        at = pl.multiple_of(n * GROUP, GROUP)
+    def copy_row_group(n: Any, carry: Any) -> Any:
+        at = pl.multiple_of(n * ROWS_PER_COPY, ROWS_PER_COPY)
         for source, target in ((refs.rows, refs.group_rows_buffer), (refs.cotangent, refs.group_cotangent_buffer)):
-            x = source[pl.ds(pl.multiple_of(first_row + at, GROUP), GROUP)]
-            target[pl.ds(at, GROUP)] = zero_outside(
+            x = source[pl.ds(pl.multiple_of(first_row + at, ROWS_PER_COPY), ROWS_PER_COPY)]
+            target[pl.ds(at, ROWS_PER_COPY)] = zero_outside(
                 x, work_item.first_row - first_row - at, work_item.end_row - first_row - at, 0
             )
         return carry
 
-    lax.fori_loop(np.int32(0), np.int32(num_rows // GROUP), copy_rows, np.int32(0))
+    lax.fori_loop(np.int32(0), np.int32(num_rows // ROWS_PER_COPY), copy_row_group, np.int32(0))
 
 
 def _add_products(
-    refs: MatricesRefs, rows: Any, cotangent: Any, row_range: tuple[int, int], zero: Any, spec: GroupedSpec
+    refs: MatricesRefs, rows: Any, cotangent: Any, row_range: tuple[int, int], opaque_zero: Any, spec: GroupedSpec
 ) -> None:
     """Adds the products of a range of rows, strip by strip, so that sums fit the registers.
 
@@ -250,7 +260,7 @@ def _add_products(
         rows: Reference to the rows of lhs.
         cotangent: Reference to those of the cotangent.
         row_range: The first row, and their number.
-        zero: An opaque zero.
+        opaque_zero: An opaque zero.
         spec: The kernel's constants.
     """
     (height, width), (row, deep) = refs.acc.shape, row_range
@@ -260,8 +270,8 @@ def _add_products(
         for column in range(0, width, spec.columns_per_strip):
             out_columns = slice(column, min(width, column + spec.columns_per_strip))
             refs.acc[out_rows, out_columns] += matrix_product(
-                left[pl.ds(opaque_offset(row, column, zero), deep), out_rows].astype(spec.operand_dtype),
-                right[pl.ds(opaque_offset(row, row_offset, zero), deep), out_columns].astype(spec.operand_dtype),
+                left[pl.ds(opaque_offset(row, column, opaque_zero), deep), out_rows].astype(spec.operand_dtype),
+                right[pl.ds(opaque_offset(row, row_offset, opaque_zero), deep), out_columns].astype(spec.operand_dtype),
                 (0, 0),
                 spec.precision,
             )

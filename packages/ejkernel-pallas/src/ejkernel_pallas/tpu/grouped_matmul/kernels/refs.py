@@ -20,12 +20,12 @@ class RowsRefs:
         existing_output: [block_m, block_n] of an input, not aliased with `output`: added to products, and copied to
             rows that no group has.
         acc: Scratch, float32 [block_m, block_n].
-        last_product: Scratch, float32 [block_m, 256]: the last product of a sum.
+        staged_last_product: Scratch, float32 [block_m, 256]: the last product of a sum.
         row_mask: Scratch, int32 [rows of a subtile, 128]: 1 where a row belongs to the item's matrix.
         factor_matrices: The columns of a gated product's factor, like `matrices`, if they have separate blocks.
         factor_bias: Their bias, in the shape of `bias`.
         factor_acc: Their accumulator, in the shape of `acc`.
-        has_token: float32 [1, block_m]: 1 where a row of a gated product has a token.
+        row_has_token: float32 [1, block_m]: 1 where a row of a gated product has a token.
     """
 
     work_items: Ref
@@ -36,15 +36,15 @@ class RowsRefs:
     bias: Ref = None
     existing_output: Ref = None
     acc: Ref = None
-    last_product: Ref = None
+    staged_last_product: Ref = None
     row_mask: Ref = None
     factor_matrices: Ref = None
     factor_bias: Ref = None
     factor_acc: Ref = None
-    has_token: Ref = None
+    row_has_token: Ref = None
 
     @property
-    def products(self) -> "tuple[RowsRefs, ...]":
+    def refs_per_product(self) -> "tuple[RowsRefs, ...]":
         """Returns the refs of each product of a tile: of gate and factor where they have blocks of their own."""
         if self.factor_matrices is None:
             return (self,)

@@ -16,25 +16,25 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import (
-    HeadDecay,
-    KeyGates,
-    Span,
+    BlockDecayWeights,
+    HeadLogDecaySums,
+    KeyDecayWeights,
     is_split_at_level,
-    key_gates,
     last_row,
-    make_spans,
+    make_block_decay_weights,
+    make_key_decay_weights,
 )
-from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, row_and_column_indices
 from ejkernel_pallas.tpu.linear_recurrence.kernels.ut_transform import solve_unit_lower
 from ejkernel_pallas.tpu.linear_recurrence.spec import ChunkArithmetic
 
-Heads = tuple[jax.Array, ...]
+ArraysPerHead = tuple[jax.Array, ...]
 """One array per head."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokens:
+class ChunkTokens:
     """The tokens of a chunk; padding tokens have zeros.
 
     Attributes:
@@ -51,95 +51,128 @@ class Tokens:
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    decay: jax.Array | HeadDecay | None = None
+    decay: jax.Array | HeadLogDecaySums | None = None
     value_decay: jax.Array | None = None
     beta: jax.Array | None = None
     dt: jax.Array | None = None
     skip: jax.Array | None = None
 
 
-def advance_chunk(states: Heads, heads: tuple[Tokens, ...], arithmetic: ChunkArithmetic) -> tuple[Heads, Heads]:
+def advance_chunk(
+    states: ArraysPerHead, heads: tuple[ChunkTokens, ...], arithmetic: ChunkArithmetic
+) -> tuple[ArraysPerHead, ArraysPerHead]:
     """Returns outputs [C, V] and states [K, V] of some heads after a chunk.
 
     Heads are independent. Each stage is computed for all of them before the next one starts, so that one head's
     products run while another's wait for their operands.
     """
-    keys, values = _load_gates(heads)
-    writes = _compute_writes(states, heads, keys, arithmetic.exact)
+    key_weights, value_weights = _compute_decay_weights(heads)
+    writes = _compute_writes(states, heads, key_weights, arithmetic.keeps_float32)
     reads = [
-        arithmetic.output_scale * _read_state(state, x, key, value, write, arithmetic.exact)
-        for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True)
+        arithmetic.output_scale * _read_state_and_writes(state, x, key, value, write, arithmetic.keeps_float32)
+        for state, x, key, value, write in zip(states, heads, key_weights, value_weights, writes, strict=True)
     ]
     outputs = [
         read if x.skip is None else read + x.skip * x.value.astype(jnp.float32)
         for read, x in zip(reads, heads, strict=True)
     ]
-    return tuple(outputs), _state_after(states, heads, keys, values, writes, arithmetic.exact)
-
-
-def states_after_chunk(states: Heads, heads: tuple[Tokens, ...], arithmetic: ChunkArithmetic) -> Heads:
-    """Returns only the states after a chunk."""
-    keys, values = _load_gates(heads)
-    return _state_after(
-        states, heads, keys, values, _compute_writes(states, heads, keys, arithmetic.exact), arithmetic.exact
+    return tuple(outputs), _compute_states_after_chunk(
+        states, heads, key_weights, value_weights, writes, arithmetic.keeps_float32
     )
 
 
-def _load_gates(heads: tuple[Tokens, ...]) -> tuple[list[KeyGates], list[tuple[Span, ...] | None]]:
+def states_after_chunk(
+    states: ArraysPerHead, heads: tuple[ChunkTokens, ...], arithmetic: ChunkArithmetic
+) -> ArraysPerHead:
+    """Returns only the states after a chunk."""
+    key_weights, value_weights = _compute_decay_weights(heads)
+    return _compute_states_after_chunk(
+        states,
+        heads,
+        key_weights,
+        value_weights,
+        _compute_writes(states, heads, key_weights, arithmetic.keeps_float32),
+        arithmetic.keeps_float32,
+    )
+
+
+def _compute_decay_weights(
+    heads: tuple[ChunkTokens, ...],
+) -> tuple[list[KeyDecayWeights], list[tuple[BlockDecayWeights, ...] | None]]:
     """Returns the weights of all heads' gates, of keys and of values."""
-    return [key_gates(x.decay) for x in heads], [
-        None if x.value_decay is None else make_spans(x.value_decay) for x in heads
+    return [make_key_decay_weights(x.decay) for x in heads], [
+        None if x.value_decay is None else make_block_decay_weights(x.value_decay) for x in heads
     ]
 
 
-def _compute_writes(states: Heads, heads: tuple[Tokens, ...], keys: list[KeyGates], exact: bool) -> Heads:
+def _compute_writes(
+    states: ArraysPerHead, heads: tuple[ChunkTokens, ...], key_weights: list[KeyDecayWeights], keeps_float32: bool
+) -> ArraysPerHead:
     """Returns every token's write, [C, V]."""
     rhs: list[jax.Array] = []
     matrices: list[jax.Array] = []
-    for state, x, key in zip(states, heads, keys, strict=True):
+    for state, x, key in zip(states, heads, key_weights, strict=True):
         if x.beta is not None:
             # First the state before the chunk is read; the tokens' effect on each other is the triangular system.
-            rhs.append(x.beta * (x.value - key.read(x.key, state, exact)))
-            matrices.append(x.beta * key.pair_products(x.key, x.key, exact))
+            rhs.append(x.beta * (x.value - key.read_state(x.key, state, keeps_float32)))
+            matrices.append(x.beta * key.pair_products(x.key, x.key, keeps_float32))
     if not rhs:
         return tuple(x.value if x.dt is None else x.value * x.dt for x in heads)
-    return solve_unit_lower(tuple(matrices), tuple(rhs), exact)
+    return solve_unit_lower(tuple(matrices), tuple(rhs), keeps_float32)
 
 
-def _read_state(
-    state: jax.Array, x: Tokens, keys: KeyGates, values: tuple[Span, ...] | None, write: jax.Array, exact: bool
+def _read_state_and_writes(
+    state: jax.Array,
+    x: ChunkTokens,
+    key_weights: KeyDecayWeights,
+    value_weights: tuple[BlockDecayWeights, ...] | None,
+    token_writes: jax.Array,
+    keeps_float32: bool,
 ) -> jax.Array:
     """Returns the reads of tokens from the state before the chunk and from each other, [C, V]."""
-    before = keys.read(x.query, state, exact)
-    if values is None:
-        return before + dot(keys.pair_products(x.query, x.key, exact), write, (1, 0), exact)
-    return before * values[-1].decay_since_start + _decayed_reads(x, keys, write, values, exact)
+    before = key_weights.read_state(x.query, state, keeps_float32)
+    if value_weights is None:
+        return before + dot(
+            key_weights.pair_products(x.query, x.key, keeps_float32), token_writes, (1, 0), keeps_float32
+        )
+    return before * value_weights[-1].decay_since_start + _read_writes_per_channel(
+        x, key_weights, token_writes, value_weights, keeps_float32
+    )
 
 
-def _decayed_reads(x: Tokens, keys: KeyGates, write: jax.Array, values: tuple[Span, ...], exact: bool) -> jax.Array:
+def _read_writes_per_channel(
+    x: ChunkTokens,
+    key_weights: KeyDecayWeights,
+    token_writes: jax.Array,
+    value_weights: tuple[BlockDecayWeights, ...],
+    keeps_float32: bool,
+) -> jax.Array:
     """Returns the reads of tokens from each other with gates per value channel, [C, V]: one product per level."""
-    row, column = indices(write.shape[0])
-    scores = keys.pair_products(x.query, x.key, exact)
-    total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * write
-    for level, span in enumerate(values[:-1]):
+    row, column = row_and_column_indices(token_writes.shape[0])
+    scores = key_weights.pair_products(x.query, x.key, keeps_float32)
+    total = jnp.sum(x.query * x.key, axis=1, keepdims=True) * token_writes
+    for level, span in enumerate(value_weights[:-1]):
         masked_scores = jnp.where(is_split_at_level(row, column, level), scores, 0.0)
-        total = total + dot(masked_scores, write * span.decay_until_end, (1, 0), exact) * span.decay_since_start
+        total = (
+            total
+            + dot(masked_scores, token_writes * span.decay_until_end, (1, 0), keeps_float32) * span.decay_since_start
+        )
     return total
 
 
-def _state_after(
-    states: Heads,
-    heads: tuple[Tokens, ...],
-    keys: list[KeyGates],
-    values: list[tuple[Span, ...] | None],
-    writes: Heads,
-    exact: bool,
-) -> Heads:
+def _compute_states_after_chunk(
+    states: ArraysPerHead,
+    heads: tuple[ChunkTokens, ...],
+    key_weights: list[KeyDecayWeights],
+    value_weights: list[tuple[BlockDecayWeights, ...] | None],
+    writes: ArraysPerHead,
+    keeps_float32: bool,
+) -> ArraysPerHead:
     found: list[jax.Array] = []
-    for state, x, key, value, write in zip(states, heads, keys, values, writes, strict=True):
+    for state, x, key, value, write in zip(states, heads, key_weights, value_weights, writes, strict=True):
         before, written = state, write
         if value is not None:
             # Gates per value channel decay columns of the state, so they multiply the writes, not the keys.
             before, written = state * last_row(value[-1].decay_since_start), write * value[-1].decay_until_end
-        found.append(key.add(before, x.key, written, exact))
+        found.append(key.add(before, x.key, written, keeps_float32))
     return tuple(found)

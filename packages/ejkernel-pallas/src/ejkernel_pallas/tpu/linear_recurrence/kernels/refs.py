@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import Tokens
-from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import HeadDecay, last_row
+from ejkernel_pallas.tpu.linear_recurrence.kernels.chunk import ChunkTokens
+from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import HeadLogDecaySums, last_row
 from ejkernel_pallas.tpu.linear_recurrence.spec import RecurrenceSpec
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 
@@ -21,14 +21,14 @@ class RecurrenceRefs:
     """Refs of all kernels; unused fields are None.
 
     Attributes:
-        chunk_table: int32 [B * chunks] of `Plan`.
+        chunk_table: int32 [B * chunks] of `ChunkPlan`.
         query: [C, heads per step * K], or [heads per step, C, K]; the same for the other fields with channels.
         key: In the layout of `query`.
         value: In the layout of `query`, with V channels.
         decay: Log gates per key channel, in the layout of `query`.
         value_decay: Log gates per value channel, in the layout of `value`.
-        columns: float32 [C, columns of the step's heads], one element per token and head of each of its fields.
-        lane_rows: float32 [rows of the step's heads, C], tokens along lanes: sums of gates that channels share, and
+        scalar_columns: float32 [C, columns of the step's heads], one element per token and head of each of its fields.
+        scalar_rows: float32 [rows of the step's heads, C], tokens along lanes: sums of gates that channels share, and
             runs of segments.
         cotangent: Cotangent of the output.
         initial_state: float32 [heads, K, V] states before the first chunk, or their gradient.
@@ -41,8 +41,8 @@ class RecurrenceRefs:
         dvalue: Gradient of the value.
         ddecay: Gradient of the decay.
         dvalue_decay: Gradient of the value decay.
-        dcolumns: Gradient of the columns.
-        dlane_rows: [heads, C], gradient of the sums in `lane_rows`.
+        dscalar_columns: Gradient of the columns.
+        dscalar_rows: [heads, C], gradient of the sums in `scalar_rows`.
     """
 
     chunk_table: Ref
@@ -52,8 +52,8 @@ class RecurrenceRefs:
     state: Ref
     decay: Ref = None
     value_decay: Ref = None
-    columns: Ref = None
-    lane_rows: Ref = None
+    scalar_columns: Ref = None
+    scalar_rows: Ref = None
     cotangent: Ref = None
     initial_state: Ref = None
     final_state: Ref = None
@@ -64,8 +64,8 @@ class RecurrenceRefs:
     dvalue: Ref = None
     ddecay: Ref = None
     dvalue_decay: Ref = None
-    dcolumns: Ref = None
-    dlane_rows: Ref = None
+    dscalar_columns: Ref = None
+    dscalar_rows: Ref = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +86,20 @@ class GridStep:
 
 
 def grid_step_of(
-    refs: RecurrenceRefs, *, chunks: int, packed: bool, backwards: bool = False, in_slots: bool = False
+    refs: RecurrenceRefs,
+    *,
+    chunks_per_row: int,
+    is_packed: bool,
+    backwards: bool = False,
+    states_in_slots: bool = False,
 ) -> GridStep:
     """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
     chunk = pl.program_id(2)
-    chunk = chunks - 1 - chunk if backwards else chunk
-    entry = refs.chunk_table[pl.program_id(0) * chunks + chunk]
-    if packed:
-        return GridStep(1, (entry & 2) != 0, (entry & 1) != 0, (entry & 4) != 0 if in_slots else None)
-    return GridStep(entry, chunk == 0, chunk == chunks - 1)
+    chunk = chunks_per_row - 1 - chunk if backwards else chunk
+    entry = refs.chunk_table[pl.program_id(0) * chunks_per_row + chunk]
+    if is_packed:
+        return GridStep(1, (entry & 2) != 0, (entry & 1) != 0, (entry & 4) != 0 if states_in_slots else None)
+    return GridStep(entry, chunk == 0, chunk == chunks_per_row - 1)
 
 
 def head_index(ref: Ref, index: int, width: int) -> tuple[Any, ...]:
@@ -102,42 +107,42 @@ def head_index(ref: Ref, index: int, width: int) -> tuple[Any, ...]:
     return (index,) if len(ref.shape) == 3 else (slice(None), slice(index * width, (index + 1) * width))
 
 
-def load_head(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = None) -> Tokens:
+def load_head_tokens(refs: RecurrenceRefs, spec: RecurrenceSpec, head: int, dtype: Any = None) -> ChunkTokens:
     """Loads the tokens of a head of the step, unconverted or in a dtype."""
     inputs: dict[str, Any] = {}
-    for name, count in spec.channel_field_heads:
+    for name, count in spec.channel_field_head_counts:
         ref = getattr(refs, name)
-        x = ref[head_index(ref, _head_of(spec, head, count), spec.num_channels(name))]
+        x = ref[head_index(ref, _field_head_of_step_head(spec, head, count), spec.num_channels(name))]
         # Gates are multiplied, and on some chips the vector unit has float32 only.
-        needed_dtype = jnp.float32 if dtype is None and _is_weighted(spec, name) else dtype
+        needed_dtype = jnp.float32 if dtype is None and _is_multiplied_before_product(spec, name) else dtype
         inputs[name] = x if needed_dtype is None else x.astype(needed_dtype)
-    inputs |= {name: refs.columns[:, at : at + 1] for name, at in _column_of_field(spec, head)}
+    inputs |= {name: refs.scalar_columns[:, at : at + 1] for name, at in _columns_of_head(spec, head)}
     if spec.gate_sum_names:
         numbers = {name: inputs.pop(name) for name in spec.gate_sum_names}
         for number, name in enumerate(spec.gate_sum_names):
             at = number * spec.heads_per_step + head
-            numbers[f"{name}_row"] = refs.lane_rows[at : at + 1]
-        inputs["decay"] = HeadDecay(**numbers)
-    return Tokens(**inputs)
+            numbers[f"{name}_row"] = refs.scalar_rows[at : at + 1]
+        inputs["decay"] = HeadLogDecaySums(**numbers)
+    return ChunkTokens(**inputs)
 
 
-def load_all_heads(
+def load_tokens_and_states(
     refs: RecurrenceRefs, spec: RecurrenceSpec, dtype: Any = None
-) -> tuple[tuple[Tokens, ...], tuple[jax.Array, ...]]:
+) -> tuple[tuple[ChunkTokens, ...], tuple[jax.Array, ...]]:
     """Returns the tokens and the scratch states of all heads of the step."""
     heads = range(spec.heads_per_step)
-    return tuple(load_head(refs, spec, head, dtype) for head in heads), tuple(refs.state[head] for head in heads)
+    return tuple(load_head_tokens(refs, spec, head, dtype) for head in heads), tuple(refs.state[head] for head in heads)
 
 
-def _is_weighted(spec: RecurrenceSpec, name: str) -> bool:
+def _is_multiplied_before_product(spec: RecurrenceSpec, name: str) -> bool:
     """Returns whether elements of a field are multiplied before they are an operand of the matrix unit."""
-    by_channel = any(field in ("decay", "value_decay") for field, _ in spec.channel_field_heads)
+    by_channel = any(field in ("decay", "value_decay") for field, _ in spec.channel_field_head_counts)
     return by_channel or name not in ("query", "key")
 
 
-def _column_of_field(spec: RecurrenceSpec, head: int) -> list[tuple[str, int]]:
+def _columns_of_head(spec: RecurrenceSpec, head: int) -> list[tuple[str, int]]:
     """Returns the fields and column indices of a head."""
-    return [(name, number * spec.heads_per_step + head) for number, name in enumerate(spec.column_names)]
+    return [(name, number * spec.heads_per_step + head) for number, name in enumerate(spec.scalar_names)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,24 +159,24 @@ class SegmentRun:
     row_mask: jax.Array | None
     is_last: jax.Array
 
-    def select(self, x: Tokens) -> Tokens:
+    def select_tokens(self, x: ChunkTokens) -> ChunkTokens:
         """Returns the tokens of the run, with zeros for all other tokens. They are selected and not multiplied by 0,
         since other tokens may hold NaN.
         """
-        sums = x.decay if isinstance(x.decay, HeadDecay) else None
+        sums = x.decay if isinstance(x.decay, HeadLogDecaySums) else None
         x = dataclasses.replace(x, decay=None) if sums is not None else x
         found = jax.tree.map(lambda field: jnp.where(self.column_mask, field, jnp.zeros_like(field)), x)
         if sums is None or self.row_mask is None:
             return found
-        decay_sums = HeadDecay(
-            self._gate_sums(sums.coarse),
-            jnp.where(self.row_mask, sums.coarse_row, 0.0),
-            None if sums.fine is None else self._gate_sums(sums.fine),
-            None if sums.fine_row is None else jnp.where(self.row_mask, sums.fine_row, 0.0),
+        decay_sums = HeadLogDecaySums(
+            self._run_gate_sums(sums.coarse_sums),
+            jnp.where(self.row_mask, sums.coarse_sums_row, 0.0),
+            None if sums.fine_sums is None else self._run_gate_sums(sums.fine_sums),
+            None if sums.fine_sums_row is None else jnp.where(self.row_mask, sums.fine_sums_row, 0.0),
         )
         return dataclasses.replace(found, decay=decay_sums)
 
-    def _gate_sums(self, column: jax.Array) -> jax.Array:
+    def _run_gate_sums(self, column: jax.Array) -> jax.Array:
         """Returns the sums of the run's gates. Tokens of other runs get the sum at the chunk's last token, the weight
         of the whole run.
         """
@@ -198,48 +203,48 @@ class SegmentRuns:
         return SegmentRun(self.column == run, row, index == self.num_runs - 1)
 
 
-def load_runs(refs: RecurrenceRefs, spec: RecurrenceSpec, grid_step: GridStep) -> SegmentRuns | None:
+def load_segment_runs(refs: RecurrenceRefs, spec: RecurrenceSpec, grid_step: GridStep) -> SegmentRuns | None:
     """Returns the runs of a chunk's tokens; None without segments."""
     if not spec.has_segment_runs:
         return None
-    at = len(spec.column_names) * spec.heads_per_step
-    row = refs.lane_rows[spec.num_lane_rows - 1 : spec.num_lane_rows] if spec.gate_sum_names else None
-    return SegmentRuns(grid_step.num_runs, refs.columns[:, at : at + 1], row)
+    at = len(spec.scalar_names) * spec.heads_per_step
+    row = refs.scalar_rows[spec.num_scalar_rows - 1 : spec.num_scalar_rows] if spec.gate_sum_names else None
+    return SegmentRuns(grid_step.num_runs, refs.scalar_columns[:, at : at + 1], row)
 
 
-def fold_segment_runs(grid_step: GridStep, run: Callable[[Any, Any], Any], start: Any) -> Any:
-    """Calls `run` with the index of each run and the previous result, `start` for the first run."""
-    return lax.fori_loop(np.int32(0), grid_step.num_runs, run, start)
+def fold_segment_runs(grid_step: GridStep, advance_run: Callable[[Any, Any], Any], initial_carry: Any) -> Any:
+    """Calls `advance_run` with the index of each run and the previous result, `initial_carry` for the first run."""
+    return lax.fori_loop(np.int32(0), grid_step.num_runs, advance_run, initial_carry)
 
 
-def _head_of(spec: RecurrenceSpec, head: int, count: int) -> int:
+def _field_head_of_step_head(spec: RecurrenceSpec, head: int, count: int) -> int:
     """Returns the head of a field's block that a head of the step reads."""
-    return head * spec.block_heads(count) // spec.heads_per_step
+    return head * spec.heads_per_block(count) // spec.heads_per_step
 
 
 def write_token_gradients(
-    refs: RecurrenceRefs, spec: RecurrenceSpec, gradients: tuple[Tokens, ...], grad_fields: frozenset[str]
+    refs: RecurrenceRefs, spec: RecurrenceSpec, gradients: tuple[ChunkTokens, ...], grad_fields: frozenset[str]
 ) -> None:
     """Writes gradients of tokens; those of heads that share a field's head are added first."""
     totals: dict[tuple[str, int], jax.Array] = {}
     for head, found in enumerate(gradients):
-        for name, count in spec.channel_field_heads:
+        for name, count in spec.channel_field_head_counts:
             if name not in grad_fields:
                 continue
-            read_head, value = _head_of(spec, head, count), getattr(found, name)
+            read_head, value = _field_head_of_step_head(spec, head, count), getattr(found, name)
             total = totals.pop((name, read_head), None)
             value = value if total is None else total + value
-            if (head + 1) * spec.block_heads(count) // spec.heads_per_step == read_head:
+            if (head + 1) * spec.heads_per_block(count) // spec.heads_per_step == read_head:
                 totals[name, read_head] = value  # more heads of the step read it
                 continue
             ref = getattr(refs, f"d{name}")
             ref[head_index(ref, read_head, spec.num_channels(name))] = value.astype(ref.dtype)
-        sum_gradients = found.decay if isinstance(found.decay, HeadDecay) and "decay" in grad_fields else None
-        for name, at in _column_of_field(spec, head):
+        sum_gradients = found.decay if isinstance(found.decay, HeadLogDecaySums) and "decay" in grad_fields else None
+        for name, at in _columns_of_head(spec, head):
             # The coarse and the fine sum have the same gradient.
-            if name == "coarse" and sum_gradients is not None:
-                refs.dcolumns[:, at : at + 1] = sum_gradients.coarse
+            if name == "coarse_sums" and sum_gradients is not None:
+                refs.dscalar_columns[:, at : at + 1] = sum_gradients.coarse_sums
             elif name in grad_fields:
-                refs.dcolumns[:, at : at + 1] = getattr(found, name)
+                refs.dscalar_columns[:, at : at + 1] = getattr(found, name)
         if sum_gradients is not None:
-            refs.dlane_rows[head : head + 1] = sum_gradients.coarse_row
+            refs.dscalar_rows[head : head + 1] = sum_gradients.coarse_sums_row

@@ -4,37 +4,43 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel_pallas.tpu.linear_recurrence.kernels.gates import ROWS_PER_REGISTER, is_split_at_level
-from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, indices
+from ejkernel_pallas.tpu.linear_recurrence.kernels.products import dot, row_and_column_indices
 from ejkernel_pallas.tpu.mosaic.gradients import with_custom_gradient
 
-Heads = tuple[jax.Array, ...]
+ArraysPerHead = tuple[jax.Array, ...]
 
 
-def _solve_fwd(matrices: Heads, rhs: Heads, exact: bool) -> tuple[Heads, tuple[Heads, Heads]]:
-    inverse_matrices = invert_unit_lower(matrices, exact)
-    found = tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
+def _solve_fwd(
+    matrices: ArraysPerHead, rhs: ArraysPerHead, keeps_float32: bool
+) -> tuple[ArraysPerHead, tuple[ArraysPerHead, ArraysPerHead]]:
+    inverse_matrices = invert_unit_lower(matrices, keeps_float32)
+    found = tuple(dot(matrix, x, (1, 0), keeps_float32) for matrix, x in zip(inverse_matrices, rhs, strict=True))
     return found, (inverse_matrices, found)
 
 
-def _solve_bwd(exact: bool, residuals: tuple[Heads, Heads], cotangents: Heads) -> tuple[Heads, Heads]:
+def _solve_bwd(
+    keeps_float32: bool, residuals: tuple[ArraysPerHead, ArraysPerHead], cotangents: ArraysPerHead
+) -> tuple[ArraysPerHead, ArraysPerHead]:
     # Through the solution instead of the recursion: two products with the inverse, which is already computed.
     inverse_matrices, found = residuals
-    row, column = indices(inverse_matrices[0].shape[0])
-    of_rhs = tuple(dot(matrix, x, (0, 0), exact) for matrix, x in zip(inverse_matrices, cotangents, strict=True))
-    matrix_gradients = (-dot(x, y, (1, 1), exact) for x, y in zip(of_rhs, found, strict=True))
+    row, column = row_and_column_indices(inverse_matrices[0].shape[0])
+    of_rhs = tuple(
+        dot(matrix, x, (0, 0), keeps_float32) for matrix, x in zip(inverse_matrices, cotangents, strict=True)
+    )
+    matrix_gradients = (-dot(x, y, (1, 1), keeps_float32) for x, y in zip(of_rhs, found, strict=True))
     return tuple(jnp.where(row > column, x, 0.0) for x in matrix_gradients), of_rhs
 
 
-@with_custom_gradient(_solve_fwd, _solve_bwd, static=(2,))
-def solve_unit_lower(matrices: Heads, rhs: Heads, exact: bool) -> Heads:
+@with_custom_gradient(_solve_fwd, _solve_bwd, static_argnums=(2,))
+def solve_unit_lower(matrices: ArraysPerHead, rhs: ArraysPerHead, keeps_float32: bool) -> ArraysPerHead:
     """Returns x [C, V] with `(1 + matrix) x = rhs` for each head; only the part of [C, C] below the diagonal is
     read.
     """
-    inverse_matrices = invert_unit_lower(matrices, exact)
-    return tuple(dot(matrix, x, (1, 0), exact) for matrix, x in zip(inverse_matrices, rhs, strict=True))
+    inverse_matrices = invert_unit_lower(matrices, keeps_float32)
+    return tuple(dot(matrix, x, (1, 0), keeps_float32) for matrix, x in zip(inverse_matrices, rhs, strict=True))
 
 
-def invert_unit_lower(matrices: Heads, exact: bool) -> Heads:
+def invert_unit_lower(matrices: ArraysPerHead, keeps_float32: bool) -> ArraysPerHead:
     """Returns the inverses of `1 + matrix`, from diagonal blocks of 1, 2, 4, ... tokens.
 
     [[A, 0], [B, D]] has the inverse [[A', 0], [-D' B A', D']], with A' and D' the inverses of its blocks. The products
@@ -42,7 +48,7 @@ def invert_unit_lower(matrices: Heads, exact: bool) -> Heads:
     which are 0 in both, are skipped if blocks are whole registers.
     """
     size = matrices[0].shape[0]
-    row, column = indices(size)
+    row, column = row_and_column_indices(size)
     first, below_diagonal_mask = row == column, is_split_at_level(row, column, 0)
     found = [jnp.where(first, 1.0, jnp.where(below_diagonal_mask, -matrix, 0.0)) for matrix in matrices]
     for level in range(1, size.bit_length() - 1):
@@ -50,23 +56,23 @@ def invert_unit_lower(matrices: Heads, exact: bool) -> Heads:
         below_diagonal_blocks = [jnp.where(below_diagonal_mask, matrix, 0.0) for matrix in matrices]
         # All heads' first products, then all second ones: each depends on its own head's first.
         half = [
-            dot(_rows_of_second_blocks(x, length), b, (1, 0), exact)
+            dot(_rows_of_every_second_block(x, length), b, (1, 0), keeps_float32)
             for x, b in zip(found, below_diagonal_blocks, strict=True)
         ]
-        half = [dot(x, inverse, (1, 0), exact) for x, inverse in zip(half, found, strict=True)]
-        found = [_subtract_from_second_blocks(x, y, length) for x, y in zip(found, half, strict=True)]
+        half = [dot(x, inverse, (1, 0), keeps_float32) for x, inverse in zip(half, found, strict=True)]
+        found = [_subtract_from_every_second_block(x, y, length) for x, y in zip(found, half, strict=True)]
     return tuple(found)
 
 
-def _rows_of_second_blocks(x: jax.Array, length: int) -> jax.Array:
+def _rows_of_every_second_block(x: jax.Array, length: int) -> jax.Array:
     """Returns the rows of every second block; all rows if blocks are smaller than registers."""
     if length < ROWS_PER_REGISTER:
         return x
     return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
 
 
-def _subtract_from_second_blocks(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
-    """Returns x minus `y`, which has the rows of `_rows_of_second_blocks`."""
+def _subtract_from_every_second_block(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
+    """Returns x minus `y`, which has the rows of `_rows_of_every_second_block`."""
     if length < ROWS_PER_REGISTER:
         return x - y
     parts: list[jax.Array] = []

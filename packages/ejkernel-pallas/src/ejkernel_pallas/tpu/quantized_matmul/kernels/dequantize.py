@@ -35,17 +35,17 @@ def make_codebook(quantized_format: Format) -> jax.Array | None:
     return jnp.tile(jnp.asarray(NF4, jnp.float32), LANES // len(NF4))[None] if quantized_format.mode == "nf4" else None
 
 
-def decode_small_float(bits: jax.Array, exponent: int, mantissa: int) -> jax.Array:
+def decode_small_float(encoded: jax.Array, exponent_bits: int, mantissa_bits: int) -> jax.Array:
     """Decodes floats of few bits, given as int32, to float32.
 
     A subnormal is computed as its mantissa times the smallest power of two, because TPUs have no float32 subnormals.
     """
-    bias, sign = 2 ** (exponent - 1) - 1, 1 << (exponent + mantissa)
-    moved = (bits & (sign - 1)) << (23 - mantissa)
+    bias, sign = 2 ** (exponent_bits - 1) - 1, 1 << (exponent_bits + mantissa_bits)
+    moved = (encoded & (sign - 1)) << (23 - mantissa_bits)
     normal = lax.bitcast_convert_type(moved + ((127 - bias) << 23), jnp.float32)
     subnormal = lax.bitcast_convert_type(moved + ((128 - bias) << 23), jnp.float32) - 2.0 ** (1 - bias)
     value = jnp.where(moved < (1 << 23), subnormal, normal)
-    return jnp.where((bits & sign) != 0, -value, value)
+    return jnp.where((encoded & sign) != 0, -value, value)
 
 
 def decode_scales(stored: jax.Array, quantized_format: Format) -> jax.Array:
@@ -62,22 +62,22 @@ def decode_scales(stored: jax.Array, quantized_format: Format) -> jax.Array:
     return decode_small_float(bits, 4, 3)
 
 
-def spread_groups_over_words(groups: jax.Array, first: Any, spec: QuantizedSpec) -> jax.Array:
-    """Returns the values of groups [rows, 128] for each of 128 words, beginning at word `first` of the tile."""
-    word = first + lax.broadcasted_iota(jnp.int32, groups.shape, 1)
+def spread_groups_over_words(group_values: jax.Array, first_word: Any, spec: QuantizedSpec) -> jax.Array:
+    """Returns the values of groups [rows, 128] for each of 128 words, beginning at word `first_word` of the tile."""
+    word = first_word + lax.broadcasted_iota(jnp.int32, group_values.shape, 1)
     group = lax.shift_right_logical(word, jnp.int32(spec.words_per_group.bit_length() - 1)) & (LANES - 1)
-    return jnp.take_along_axis(groups, group, axis=1, mode="promise_in_bounds")
+    return jnp.take_along_axis(group_values, group, axis=1, mode="promise_in_bounds")
 
 
 def dequantize_codes(
-    words: jax.Array, n: int, factors: ScalesAndZeros, codebook: jax.Array | None, spec: QuantizedSpec
+    words: jax.Array, n: int, scales_and_zeros: ScalesAndZeros, codebook: jax.Array | None, spec: QuantizedSpec
 ) -> jax.Array:
     """Returns code n of every word, dequantized, in the dtype of products.
 
     Args:
         words: int32 [rows, 128].
         n: Index of the code in its word.
-        factors: Scales and zeros of every word.
+        scales_and_zeros: Scales and zeros of every word.
         codebook: The table, [rows, 128], for codes that are indices in one.
         spec: The kernel's constants.
     """
@@ -86,13 +86,13 @@ def dequantize_codes(
     code = lax.shift_right_logical(words, jnp.int32(n * bits)) if n else words
     if n + 1 < spec.codes_per_word:
         code = code & ((1 << bits) - 1)
-    if factors.zeros is not None:
+    if scales_and_zeros.zeros is not None:
         # Computed in float32 and rounded once, after the scale, as the reference dequantizes.
-        value = code.astype(jnp.float32) - factors.zeros
+        value = code.astype(jnp.float32) - scales_and_zeros.zeros
     elif spec.format.center is not None:
         value = (code - spec.format.center).astype(jnp.float32)
     elif codebook is not None:
         value = jnp.take_along_axis(codebook, code, axis=1, mode="promise_in_bounds")
     else:
         value = decode_small_float(code, *((4, 3) if bits == 8 else (2, 1)))
-    return (value * factors.scales).astype(spec.operand_dtype)
+    return (value * scales_and_zeros.scales).astype(spec.operand_dtype)

@@ -24,7 +24,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
-def multiply_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
+def multiply_packed(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
     """Returns x [M, R] times the packed matrix, [M, C] in `spec.output_dtype`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     outputs = run_kernel(
@@ -38,29 +38,32 @@ def multiply_rows(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) ->
             (spec.codes_per_word, m, w),
             lambda i, j, k: (0, i, j),
         ),
-        packed=lambda i, j, k: (k, j),
-        steps=cdiv(spec.packed_rows, r),
+        packed_index_map=lambda i, j, k: (k, j),
+        num_contracted_tiles=cdiv(spec.packed_rows, r),
     )
     return jnp.moveaxis(outputs, 0, 2).reshape(spec.padded_rows, spec.words_per_row * spec.codes_per_word)
 
 
-def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
+def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, num_contracted_tiles: int) -> None:
     """Processes one tile of the packed matrix, whose rows are contracted."""
     k, tile = pl.program_id(2), pl.program_id(1)
     left = spec.packed_rows - k * spec.blocks.block_r
     zero_accumulator(refs, k)
     # The tile is processed in pieces: each is unpacked just before its product, and stays in registers.
-    for row in range(0, spec.blocks.block_r, spec.product_size):
-        size = min(spec.product_size, spec.blocks.block_r - row)
-        x, factors = refs.x[:, row : row + size], load_scales_and_zeros(refs, row, size, spec)
+    for row in range(0, spec.blocks.block_r, spec.rows_and_words_per_product):
+        size = min(spec.rows_and_words_per_product, spec.blocks.block_r - row)
+        x, scales_and_zeros = refs.x[:, row : row + size], load_scales_and_zeros(refs, row, size, spec)
         if spec.packed_rows % spec.blocks.block_r:
             # Both operands are zeroed: memory past the end of either may contain NaN, which a 0 in the other does not
             # cancel.
-            x, factors = zero_outside(x, 0, left - row, 1), zero_scales_and_zeros_from(factors, left - row, 0)
+            x, scales_and_zeros = (
+                zero_outside(x, 0, left - row, 1),
+                zero_scales_and_zeros_from(scales_and_zeros, left - row, 0),
+            )
         for sub in subtiles(spec, row, size):
-            unpack = make_dequantizer(refs, factors, sub, tile, spec)
+            unpack = make_dequantizer(refs, scales_and_zeros, sub, tile, spec)
             for n in range(spec.codes_per_word):
                 refs.acc[n, :, sub.first_word : sub.first_word + sub.num_words] += matrix_product(
                     x, unpack(n), (1, 0), spec.precision
                 )
-    write_accumulator_after_last_tile(refs, k == steps - 1)
+    write_accumulator_after_last_tile(refs, k == num_contracted_tiles - 1)

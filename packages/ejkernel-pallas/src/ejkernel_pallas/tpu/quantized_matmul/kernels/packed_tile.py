@@ -35,7 +35,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.dequantize import (
     make_codebook,
     spread_groups_over_words,
 )
-from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, scale_bits
+from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec, bitcast_float16_scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,20 +69,23 @@ def run_kernel(
     name: str,
     x: Operand,
     output: Operand,
-    packed: Callable[..., tuple[Any, Any]],
-    steps: int,
+    packed_index_map: Callable[..., tuple[Any, Any]],
+    num_contracted_tiles: int,
 ) -> jax.Array:
-    """Runs one of the kernels; `packed` maps a grid step to its tile of the packed matrix."""
+    """Runs one of the kernels; `packed_index_map` maps a grid step to its tile of the packed matrix."""
     block = (spec.blocks.block_r, spec.blocks.block_w)
 
-    def scale_index_map(*step: Any) -> tuple[Any, Any]:
-        row, word = packed(*step)
+    def scale_index_map(*grid_indices: Any) -> tuple[Any, Any]:
+        row, word = packed_index_map(*grid_indices)
         return row, divide(word, spec.tiles_per_scale_block)
 
-    inputs = {"x": x, "packed_words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed)}
+    inputs = {
+        "x": x,
+        "packed_words": Operand(lax.bitcast_convert_type(record.packed, jnp.int32), block, packed_index_map),
+    }
     for label, stored in (("scales", record.scales), ("zeros", record.zeros)):
         if stored is not None:
-            inputs[label] = Operand(scale_bits(stored), (block[0], LANES), scale_index_map)
+            inputs[label] = Operand(bitcast_float16_scales(stored), (block[0], LANES), scale_index_map)
     codebook = make_codebook(spec.format)
     if codebook is not None:
         inputs["codebook"] = resident_operand(codebook)
@@ -91,9 +94,13 @@ def run_kernel(
     results = launch(
         KernelCall(
             name=name,
-            kernel=functools.partial(kernel, spec=spec, steps=steps),
+            kernel=functools.partial(kernel, spec=spec, num_contracted_tiles=num_contracted_tiles),
             refs=QuantizedRefs,
-            grid=(cdiv(spec.padded_rows, spec.blocks.block_m), cdiv(output.array.shape[-1], shape[-1]), steps),
+            grid=(
+                cdiv(spec.padded_rows, spec.blocks.block_m),
+                cdiv(output.array.shape[-1], shape[-1]),
+                num_contracted_tiles,
+            ),
             # Rows and columns are parallel; contracted tiles are sequential, as they add to one accumulator.
             parallel=2,
             tables={},
@@ -124,7 +131,7 @@ class SubTile(NamedTuple):
 
 def subtiles(spec: QuantizedSpec, row: int, rows: int) -> list[SubTile]:
     """Returns the subtiles of `rows` rows of a tile, beginning at row `row`."""
-    width, size = spec.blocks.block_w, spec.product_size
+    width, size = spec.blocks.block_w, spec.rows_and_words_per_product
     return [SubTile(row, rows, word, min(size, width - word)) for word in range(0, width, size)]
 
 
@@ -136,10 +143,10 @@ def zero_accumulator(refs: QuantizedRefs, k: Any) -> None:
         refs.acc[...] = jnp.zeros_like(refs.acc)
 
 
-def write_accumulator_after_last_tile(refs: QuantizedRefs, last: Any) -> None:
+def write_accumulator_after_last_tile(refs: QuantizedRefs, is_last_tile: Any) -> None:
     """Writes the accumulator to the output after the last tile of contracted elements."""
 
-    @pl.when(last)
+    @pl.when(is_last_tile)
     def _() -> None:
         refs.output[...] = refs.acc[...].astype(refs.output.dtype)
 
@@ -151,14 +158,14 @@ def load_scales_and_zeros(refs: QuantizedRefs, row: int, size: int, spec: Quanti
     return ScalesAndZeros(decode_scales(refs.scales[rows, :], spec.format), zeros)
 
 
-def zero_scales_and_zeros_from(factors: ScalesAndZeros, first: Any, axis: int) -> ScalesAndZeros:
+def zero_scales_and_zeros_from(scales_and_zeros: ScalesAndZeros, first: Any, axis: int) -> ScalesAndZeros:
     """Returns factors with 0 from index `first` on: memory beyond an array may contain anything, NaN included."""
-    zeros = None if factors.zeros is None else zero_outside(factors.zeros, 0, first, axis)
-    return ScalesAndZeros(zero_outside(factors.scales, 0, first, axis), zeros)
+    zeros = None if scales_and_zeros.zeros is None else zero_outside(scales_and_zeros.zeros, 0, first, axis)
+    return ScalesAndZeros(zero_outside(scales_and_zeros.scales, 0, first, axis), zeros)
 
 
 def make_dequantizer(
-    refs: QuantizedRefs, factors: ScalesAndZeros, sub: SubTile, tile: Any, spec: QuantizedSpec
+    refs: QuantizedRefs, scales_and_zeros: ScalesAndZeros, sub: SubTile, tile: Any, spec: QuantizedSpec
 ) -> Callable[[int], jax.Array]:
     """Returns a function from n to the values of code n of a subtile's words; its factors are spread once for all
     codes of a word.
@@ -168,8 +175,12 @@ def make_dequantizer(
     codebook = None if refs.codebook is None else jnp.broadcast_to(refs.codebook[...], (sub.num_rows, LANES))
     groups: list[tuple[jax.Array, ScalesAndZeros]] = []
     for lane in range(0, sub.num_words, LANES):
-        scales = spread_groups_over_words(factors.scales, first + lane, spec)
-        zeros = None if factors.zeros is None else spread_groups_over_words(factors.zeros, first + lane, spec)
+        scales = spread_groups_over_words(scales_and_zeros.scales, first + lane, spec)
+        zeros = (
+            None
+            if scales_and_zeros.zeros is None
+            else spread_groups_over_words(scales_and_zeros.zeros, first + lane, spec)
+        )
         at = sub.first_word + lane
         groups.append(
             (

@@ -25,7 +25,7 @@ from ejkernel_pallas.tpu.quantized_matmul.kernels.packed_tile import (
 from ejkernel_pallas.tpu.quantized_matmul.spec import QuantizedSpec
 
 
-def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
+def multiply_transposed_packed(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -> jax.Array:
     """Returns x [M, C] times the transposed packed matrix, [M, R] in `spec.output_dtype`."""
     m, r, w = spec.blocks.block_m, spec.blocks.block_r, spec.blocks.block_w
     output = jax.ShapeDtypeStruct((spec.padded_rows, spec.packed_rows), spec.output_dtype)
@@ -39,25 +39,25 @@ def multiply_words(record: QuantizedMatmul, x: jax.Array, spec: QuantizedSpec) -
         name="ejkernel_quantized_matmul_over_words",
         x=Operand(by_code, (spec.codes_per_word, m, w), lambda i, j, k: (0, i, k)),
         output=Operand(output, (m, r), lambda i, j, k: (i, j)),
-        packed=lambda i, j, k: (j, k),
-        steps=cdiv(spec.words_per_row, w),
+        packed_index_map=lambda i, j, k: (j, k),
+        num_contracted_tiles=cdiv(spec.words_per_row, w),
     )
 
 
-def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
+def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, num_contracted_tiles: int) -> None:
     """Processes one tile of the packed matrix, contracting the codes along its words."""
     k, ragged = pl.program_id(2), spec.words_per_row % spec.blocks.block_w != 0
     left = spec.words_per_row - k * spec.blocks.block_w
     zero_accumulator(refs, k)
-    for row in range(0, spec.blocks.block_r, spec.product_size):
-        size = min(spec.product_size, spec.blocks.block_r - row)
-        factors = load_scales_and_zeros(refs, row, size, spec)
+    for row in range(0, spec.blocks.block_r, spec.rows_and_words_per_product):
+        size = min(spec.rows_and_words_per_product, spec.blocks.block_r - row)
+        scales_and_zeros = load_scales_and_zeros(refs, row, size, spec)
         if ragged:
-            factors = zero_scales_and_zeros_from(
-                factors, spec.groups_per_row - divide(k, spec.tiles_per_scale_block) * LANES, 1
+            scales_and_zeros = zero_scales_and_zeros_from(
+                scales_and_zeros, spec.groups_per_row - divide(k, spec.tiles_per_scale_block) * LANES, 1
             )
         for sub in subtiles(spec, row, size):
-            unpack = make_dequantizer(refs, factors, sub, k, spec)
+            unpack = make_dequantizer(refs, scales_and_zeros, sub, k, spec)
             # The products of a word's codes are summed in registers before they are added to VMEM.
             total = jnp.zeros((spec.blocks.block_m, size), jnp.float32)
             for n in range(spec.codes_per_word):
@@ -65,4 +65,4 @@ def _kernel(refs: QuantizedRefs, *, spec: QuantizedSpec, steps: int) -> None:
                 x = zero_outside(x, 0, left - sub.first_word, 1) if ragged else x
                 total += matrix_product(x, unpack(n), (1, 1), spec.precision)
             refs.acc[:, row : row + size] += total
-    write_accumulator_after_last_tile(refs, k == steps - 1)
+    write_accumulator_after_last_tile(refs, k == num_contracted_tiles - 1)

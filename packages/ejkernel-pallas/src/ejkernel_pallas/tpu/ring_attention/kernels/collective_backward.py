@@ -52,7 +52,7 @@ class QueryRows(NamedTuple):
     cotangent: jax.Array
     output: jax.Array
     lse: jax.Array
-    output_products: jax.Array
+    cotangent_output_dots: jax.Array
     delta: jax.Array
     lse_cotangent: jax.Array | None
 
@@ -79,7 +79,7 @@ def backward(pullback: Pullback, config: TpuBackward) -> Gradients:
     )
     if "softmax_aux" in pullback.grad_fields:
         grads["softmax_aux"] = sinks_gradient(
-            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.output_products
+            dataclasses.replace(pullback, record=as_tiled_attention(record)), query_rows.cotangent_output_dots
         )
     return {name: unstriped_gradient(grads[name], name, record, ring) for name in sorted(pullback.grad_fields)}
 
@@ -91,7 +91,7 @@ def make_query_rows(pullback: Pullback) -> QueryRows:
     if record.q_segment_ids is not None and record.kv_segment_ids is not None:
         cotangent = jnp.where((record.q_segment_ids >= 0)[:, :, None, None], cotangent, 0)
     products = jnp.sum(cotangent.astype(jnp.float32) * pullback.output.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    delta = tiled_backward.kernel_delta(products, pullback, record.q_segment_ids)
+    delta = tiled_backward.delta_without_padding(products, pullback, record.q_segment_ids)
     cotangent, lse_cotangent = cotangent.astype(record.query.dtype), pullback.lse_cotangent
     return QueryRows(cotangent, pullback.output, pullback.residuals.lse, products, delta, lse_cotangent)
 
@@ -102,7 +102,7 @@ def stripe_query_rows(query_rows: QueryRows, ring: Ring) -> QueryRows:
         cotangent=ring.stripe(query_rows.cotangent, 1),
         output=ring.stripe(query_rows.output, 1),
         lse=ring.stripe(query_rows.lse, 2),
-        output_products=ring.stripe(query_rows.output_products, 2),
+        cotangent_output_dots=ring.stripe(query_rows.cotangent_output_dots, 2),
         delta=ring.stripe(query_rows.delta, 2),
         lse_cotangent=None if query_rows.lse_cotangent is None else ring.stripe(query_rows.lse_cotangent, 2),
     )
@@ -119,19 +119,21 @@ def _ring_gradients(
     # Gradients of keys and values travel with their keys, and are complete when they are back at their own device;
     # those of queries stay.
     travelling = {name: zeros[name] for name in ("key", "value") if name in zeros}
-    staying = {name: x for name, x in zeros.items() if name not in travelling}
+    local_gradients = {name: x for name, x in zeros.items() if name not in travelling}
 
-    def ring_step(source: jax.Array, load: TravellingKeys, staying: Gradients) -> tuple[TravellingKeys, Gradients]:
+    def ring_step(
+        source: jax.Array, load: TravellingKeys, local_gradients: Gradients
+    ) -> tuple[TravellingKeys, Gradients]:
         added = _gradients_of_ring_step(plan, source, load, query_rows, config, grad_fields)
-        if "bias" in staying:
+        if "bias" in local_gradients:
             keys = load["key"].shape[1]
-            sum_ = columns(staying["bias"], ring, source, keys) + added["bias"]
-            added["bias"] = put_key_columns(staying["bias"], sum_, ring, source, keys)
-        if "query" in staying:
-            added["query"] = staying["query"] + added["query"]
-        return {name: added[name] for name in travelling}, {name: added[name] for name in staying}
+            sum_ = columns(local_gradients["bias"], ring, source, keys) + added["bias"]
+            added["bias"] = put_key_columns(local_gradients["bias"], sum_, ring, source, keys)
+        if "query" in local_gradients:
+            added["query"] = local_gradients["query"] + added["query"]
+        return {name: added[name] for name in travelling}, {name: added[name] for name in local_gradients}
 
-    collected, stationary = ring.run_ring(travelling_keys_of(record), travelling, ring_step, staying)
+    collected, stationary = ring.run_ring(travelling_keys_of(record), travelling, ring_step, local_gradients)
     return {**collected, **stationary}
 
 
@@ -144,45 +146,47 @@ def _gradients_of_ring_step(
     grad_fields: frozenset[str],
 ) -> Gradients:
     """Returns what one load of keys adds to the gradients, float32."""
-    shard, (key_blocks, query_blocks) = plan.shard(source, load), backward_blocks(config)
+    shard_record, (key_blocks, query_blocks) = plan.make_shard_record(source, load), backward_blocks(config)
     added: Gradients = {}
     if grad_fields & {"key", "value"}:
-        spec = plan.spec(shard, key_blocks, accumulates_for_keys=True)
-        table = plan.pairs(shard, spec, source, pairs_by_key)
-        added |= _key_gradients(shard, query_rows, spec, table, grad_fields & {"key", "value"})
+        spec = plan.spec(shard_record, key_blocks, accumulates_for_keys=True)
+        table = plan.tile_pairs(shard_record, spec, source, pairs_by_key)
+        added |= _key_gradients(shard_record, query_rows, spec, table, grad_fields & {"key", "value"})
     if "query" in grad_fields:
-        spec = plan.spec(shard, query_blocks)
-        added["query"] = _query_gradient(shard, query_rows, spec, plan.pairs(shard, spec, source, pairs_by_query))
+        spec = plan.spec(shard_record, query_blocks)
+        added["query"] = _query_gradient(
+            shard_record, query_rows, spec, plan.tile_pairs(shard_record, spec, source, pairs_by_query)
+        )
     if "bias" in grad_fields:
-        added["bias"] = _bias_gradient(plan, shard, source, query_rows, config)
+        added["bias"] = _bias_gradient(plan, shard_record, source, query_rows, config)
     return added
 
 
 def _key_gradients(
-    shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any, grad_fields: frozenset[str]
+    shard_record: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any, grad_fields: frozenset[str]
 ) -> Gradients:
-    fields = {name: getattr(shard, name) for name in sorted(grad_fields)}
-    shapes = {f"d{name}": _float32(x) for name, x in fields.items()}
+    fields = {name: getattr(shard_record, name) for name in sorted(grad_fields)}
+    shapes = {f"d{name}": _float32_shape_of(x) for name, x in fields.items()}
     results = launch(
         key_gradients_call(
-            "ejkernel_ring_backward_keys", table, ring_step_operands(shard, query_rows, spec), shapes, spec
+            "ejkernel_ring_backward_keys", table, ring_step_operands(shard_record, query_rows, spec), shapes, spec
         )
     )
     return {name: undo_rows_layout(results[f"d{name}"], x.shape) for name, x in fields.items()}
 
 
-def _query_gradient(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any) -> jax.Array:
-    inputs, shape = ring_step_operands(shard, query_rows, spec), _float32(shard.query)
+def _query_gradient(shard_record: TiledAttention, query_rows: QueryRows, spec: TiledSpec, table: Any) -> jax.Array:
+    inputs, shape = ring_step_operands(shard_record, query_rows, spec), _float32_shape_of(shard_record.query)
     results = launch(query_gradient_call("ejkernel_ring_backward_queries", table, inputs, shape, spec))
     return undo_rows_layout(results["dquery"], shape.shape)
 
 
 def _bias_gradient(
-    plan: RingPlan, shard: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
+    plan: RingPlan, shard_record: TiledAttention, source: jax.Array, query_rows: QueryRows, config: TpuBackward
 ) -> jax.Array:
     """Returns the gradient of a bias's columns, with the kernel of tiled attention, which writes each tile once."""
     pullback = Pullback(
-        record=plan.with_positions(shard, source),
+        record=plan.add_shard_positions(shard_record, source),
         residuals=SoftmaxResiduals(lse=query_rows.lse),
         output=query_rows.output,
         cotangent=query_rows.cotangent,
@@ -192,17 +196,17 @@ def _bias_gradient(
     return tiled_backward.backward(pullback, config)["bias"].astype(jnp.float32)
 
 
-def ring_step_operands(shard: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
+def ring_step_operands(shard_record: TiledAttention, query_rows: QueryRows, spec: TiledSpec) -> dict[str, Operand]:
     """Returns the operands of a ring step: its keys, and its queries' rows."""
     lse = query_rows.lse
-    return operands(shard, spec) | {
+    return operands(shard_record, spec) | {
         "cotangent": rows_operand(query_rows.cotangent, spec.block_q),
-        "shift": per_query_operand(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
+        "log2_lse": per_query_operand(jnp.where(lse == -jnp.inf, 0, lse) * LOG2E, spec),
         "delta": per_query_operand(query_rows.delta, spec),
     }
 
 
-def _float32(x: jax.Array) -> jax.ShapeDtypeStruct:
+def _float32_shape_of(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jnp.float32)
 
 

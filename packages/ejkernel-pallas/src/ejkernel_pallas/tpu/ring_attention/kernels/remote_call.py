@@ -13,18 +13,18 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.families.ring_attention.schedule import Ring
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel_pallas.tpu.mosaic.launch import Operand, Ref
-from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Arrays, Channel, ChannelRefs, RingRoute
+from ejkernel_pallas.tpu.ring_attention.kernels.remote_copies import Channel, ChannelRefs, RefsByName, RingRoute
 from ejkernel_pallas.tpu.ring_attention.plan import PairLister, RingPlan
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 MAX_TABLE_PAIRS = 2**16
 """The largest number of tile pairs of all loads; scalar memory has room for their table."""
 
-Operands = dict[str, Operand]
+OperandsByName = dict[str, Operand]
 ROTATING_FIELDS = ("key", "value", "k_ids", "k_positions")
 
 
-def route_of(
+def make_route(
     ring: Ring, ring_steps: range, inputs: dict[str, Operand], carried_gradients: tuple[str, ...] = ()
 ) -> RingRoute:
     """Returns how the keys among a kernel's inputs travel, and which gradients travel with them."""
@@ -51,28 +51,32 @@ class RemoteRefs:
     scratch: dict[str, Any]
 
     @classmethod
-    def of(cls, route: RingRoute, scratch: Collection[str], *, table: Ref, neighbours: Ref, **named: Any) -> Self:
-        """Returns the refs among `named`; `scratch` has the names of the tile kernels' scratch memory."""
-        load = route.load.bind(named, neighbours)
+    def of(
+        cls, route: RingRoute, scratch: Collection[str], *, table: Ref, neighbours: Ref, **refs_by_name: Any
+    ) -> Self:
+        """Returns the refs among `refs_by_name`; `scratch` has the names of the tile kernels' scratch memory."""
+        load = route.load.bind_refs(refs_by_name, neighbours)
         carried_gradients = (
-            route.carried_gradients.bind(named, neighbours) if route.carried_gradients.array_names else None
+            route.carried_gradients.bind_refs(refs_by_name, neighbours) if route.carried_gradients.array_names else None
         )
-        scratch_memory = {name: named.pop(name) for name in scratch}
-        return cls(table=table, load=load, carried_gradients=carried_gradients, arrays=named, scratch=scratch_memory)
+        scratch_memory = {name: refs_by_name.pop(name) for name in scratch}
+        return cls(
+            table=table, load=load, carried_gradients=carried_gradients, arrays=refs_by_name, scratch=scratch_memory
+        )
 
 
-def slot_buffers_of(channel: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
+def make_slot_buffers(channel: Channel, inputs: dict[str, Operand]) -> dict[str, Operand]:
     """Returns the slots of the arrays that travel."""
     arrays = {name: inputs[name].array for name in channel.array_names}
     return {f"{name}_slots": Operand(jax.ShapeDtypeStruct((2, *x.shape), x.dtype)) for name, x in arrays.items()}
 
 
-def neighbours(ring: Ring, ring_steps: range) -> jax.Array:
+def neighbour_indices(ring: Ring, ring_steps: range) -> jax.Array:
     """Returns the devices that loads come from and go to, int32 [2]."""
     return (lax.axis_index(ring.axis_name) + jnp.asarray([-ring_steps.step, ring_steps.step], jnp.int32)) % ring.size
 
 
-def remote_options(ring: Ring, ring_steps: range) -> dict[str, Any]:
+def remote_compiler_options(ring: Ring, ring_steps: range) -> dict[str, Any]:
     """Returns the compiler parameters of a kernel that sends to other devices.
 
     Devices synchronise at a barrier semaphore, identified by a number, which differs between mesh axes and directions.
@@ -87,37 +91,37 @@ def hbm_operands(operands: dict[str, Operand]) -> dict[str, Operand]:
 
 
 def run_pipeline(
-    tile: Callable[[Arrays], None],
+    process_tile: Callable[[RefsByName], None],
     refs: RemoteRefs,
-    load: Arrays,
-    operands: tuple[Operands, Operands],
+    load: RefsByName,
+    operands: tuple[OperandsByName, OperandsByName],
     grid: tuple[Any, ...],
-    where: Callable[..., Any],
+    tile_coordinates: Callable[..., Any],
 ) -> None:
     """Runs a pipeline over a load's tiles, which prefetches the next tiles.
 
     Args:
-        tile: Called with blocks of inputs and results, and of the results' earlier values, by name.
+        process_tile: Called with blocks of inputs and results, and of the results' earlier values, by name.
         refs: The kernel's refs.
         load: Arrays of the load, which replace those of the same name.
         operands: Inputs, and results, which are read and written in place: tiles add to earlier values.
         grid: The number of steps along each axis.
-        where: Returns the coordinates of a grid step.
+        tile_coordinates: Returns the coordinates of a grid step.
     """
     inputs, results = operands
     names = (*inputs, *(f"{name}_before" for name in results), *results)
     arrays = {**refs.arrays, **load}
     arrays |= {f"{name}_before": arrays[name] for name in results}
     pltpu.emit_pipeline(
-        lambda *blocks: tile(dict(zip(names, blocks, strict=True))),
+        lambda *blocks: process_tile(dict(zip(names, blocks, strict=True))),
         grid=grid,
-        in_specs=[x.spec(where) for x in (*inputs.values(), *results.values())],
-        out_specs=[x.spec(where) for x in results.values()],
+        in_specs=[x.spec(tile_coordinates) for x in (*inputs.values(), *results.values())],
+        out_specs=[x.spec(tile_coordinates) for x in results.values()],
     )(*(arrays[name] for name in names))
 
 
-def pair_tables(
-    plan: RingPlan, spec: TiledSpec, shard: TiledAttention, ring_steps: range, list_pairs: PairLister
+def make_pair_tables(
+    plan: RingPlan, spec: TiledSpec, shard_record: TiledAttention, ring_steps: range, list_pairs: PairLister
 ) -> jax.Array:
     """Returns the tile pairs of every load: int32 [loads, B|1, 1, steps].
 
@@ -127,7 +131,7 @@ def pair_tables(
     ring = plan.ring
     sources = (lax.axis_index(ring.axis_name) - jnp.asarray(ring_steps)) % ring.size
     extremes = {
-        name: _extremes(x, spec.block_kv)
+        name: _min_and_max_per_tile(x, spec.block_kv)
         for name in ("kv_segment_ids", "kv_positions")
         if (x := getattr(plan.record, name)) is not None
     }
@@ -135,11 +139,13 @@ def pair_tables(
     tiled_spec_of_extremes = dataclasses.replace(spec, num_keys=2 * (spec.num_keys // spec.block_kv), block_kv=2)
 
     def of(source: jax.Array) -> Any:
-        if plan.indexed:
-            return plan.pairs(shard, spec, source, list_pairs)
+        if plan.causal_by_shard_index:
+            return plan.tile_pairs(shard_record, spec, source, list_pairs)
         their_extremes = {name: x[source] for name, x in every.items()}
         return list_pairs(
-            dataclasses.replace(shard, key=shard.key[:, : tiled_spec_of_extremes.num_keys], **their_extremes),
+            dataclasses.replace(
+                shard_record, key=shard_record.key[:, : tiled_spec_of_extremes.num_keys], **their_extremes
+            ),
             tiled_spec_of_extremes,
         )
 
@@ -149,7 +155,7 @@ def pair_tables(
     return listed
 
 
-def _extremes(x: jax.Array, block: int) -> jax.Array:
+def _min_and_max_per_tile(x: jax.Array, block: int) -> jax.Array:
     """Maps [B|1, S] to [B|1, 2 per tile]: the smallest and the largest value of each tile."""
     cut = x.reshape(x.shape[0], -1, block)
     return jnp.stack([cut.min(axis=2), cut.max(axis=2)], axis=2).reshape(x.shape[0], -1)

@@ -36,10 +36,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 
-Arrays = dict[str, Ref]
+RefsByName = dict[str, Ref]
 """Arrays of a load, or of the gradients that it carries, by name."""
-Work = Callable[[Any, Arrays], None]
-PREVIOUS, NEXT = 0, 1
+LoadProcessor = Callable[[Any, RefsByName], None]
+PREVIOUS_DEVICE, NEXT_DEVICE = 0, 1
 """Indices in `neighbours`: of the device that loads come from, and of the device that they go to."""
 
 
@@ -66,16 +66,16 @@ class Channel:
             f"{self.kind}_slot_free": pltpu.SemaphoreType.REGULAR,
         }
 
-    def bind(self, named: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
-        """Returns the refs of this channel; its slots and semaphores are removed from `named`."""
+    def bind_refs(self, refs_by_name: dict[str, Any], neighbours: Ref) -> "ChannelRefs":
+        """Returns the refs of this channel; its slots and semaphores are removed from `refs_by_name`."""
         return ChannelRefs(
             channel=self,
             neighbours=neighbours,
-            local_arrays=tuple(named[name] for name in self.array_names),
-            array_slots=tuple(named.pop(f"{name}_slots") for name in self.array_names),
-            send_semaphores=named.pop(f"{self.kind}_sent"),
-            receive_semaphores=named.pop(f"{self.kind}_arrived"),
-            free_slot_semaphore=named.pop(f"{self.kind}_slot_free"),
+            local_arrays=tuple(refs_by_name[name] for name in self.array_names),
+            array_slots=tuple(refs_by_name.pop(f"{name}_slots") for name in self.array_names),
+            send_semaphores=refs_by_name.pop(f"{self.kind}_sent"),
+            receive_semaphores=refs_by_name.pop(f"{self.kind}_arrived"),
+            free_slot_semaphore=refs_by_name.pop(f"{self.kind}_slot_free"),
         )
 
 
@@ -116,12 +116,12 @@ class ChannelRefs:
                 dst_ref=slots.at[1 - slot],
                 send_sem=self.send_semaphores.at[n],
                 recv_sem=self.receive_semaphores.at[1 - slot, n],
-                device_id={self.channel.axis_name: self.neighbours[NEXT]},
+                device_id={self.channel.axis_name: self.neighbours[NEXT_DEVICE]},
             )
             for n, slots in enumerate(self.array_slots)
         ]
 
-    def at(self, slot: Any) -> Arrays:
+    def at(self, slot: Any) -> RefsByName:
         """Returns the arrays in a slot."""
         return {name: slots.at[slot] for name, slots in zip(self.channel.array_names, self.array_slots, strict=True)}
 
@@ -145,48 +145,52 @@ class RingRoute:
         return self.load.scratch() | (self.carried_gradients.scratch() if self.carried_gradients.array_names else {})
 
     def for_each_load(
-        self, load: ChannelRefs, carried_gradients: ChannelRefs | None, work: Work, collect: Work
+        self,
+        load: ChannelRefs,
+        carried_gradients: ChannelRefs | None,
+        process_load: LoadProcessor,
+        process_gradients: LoadProcessor,
     ) -> None:
         """Processes one load after another.
 
         Args:
             load: The keys.
             carried_gradients: The gradients that travel after them; None if there are none.
-            work: Called with the index of a load and its arrays by name, without the carried gradients.
-            collect: Called with the same and the carried gradients, to which it adds.
+            process_load: Called with the index of a load and its arrays by name, without the carried gradients.
+            process_gradients: Called with the same and the carried gradients, to which it adds.
         """
-        self._enter_barrier([load] if carried_gradients is None else [load, carried_gradients])
+        self._copy_own_arrays_and_synchronise([load] if carried_gradients is None else [load, carried_gradients])
 
         def step(load_index: Any, carry: None) -> None:
             slot = lax.rem(load_index, 2)
-            has_more, later = load_index + 1 < self.num_loads, load_index > 0
+            has_next_load, is_later_load = load_index + 1 < self.num_loads, load_index > 0
             # Copies look the same at both ends: the receiving semaphore belongs to the slot that the load arrives in.
-            _when(later, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
-            _when(later & has_more, lambda: signal_free_slot(load))
-            _start_sending(load, slot, has_more, later)
+            _run_when(is_later_load, lambda: [copy.wait_recv() for copy in load.copies(1 - slot)])
+            _run_when(is_later_load & has_next_load, lambda: signal_free_slot(load))
+            _start_sending(load, slot, has_next_load, is_later_load)
             here = load.at(slot)
             # The load is being sent to the next device meanwhile: both only read it.
-            work(load_index, here)
+            process_load(load_index, here)
             if carried_gradients is not None:
-                _when(later, functools.partial(_wait_for_load, carried_gradients, slot))
-                _when(later & has_more, functools.partial(signal_free_slot, carried_gradients))
-                collect(load_index, {**here, **carried_gradients.at(slot)})
-                _start_sending(carried_gradients, slot, has_more, later)
+                _run_when(is_later_load, functools.partial(_wait_for_load, carried_gradients, slot))
+                _run_when(is_later_load & has_next_load, functools.partial(signal_free_slot, carried_gradients))
+                process_gradients(load_index, {**here, **carried_gradients.at(slot)})
+                _start_sending(carried_gradients, slot, has_next_load, is_later_load)
             # Hazard: the previous device writes this slot next, so the send from it must have finished.
-            _when(has_more, lambda: [copy.wait_send() for copy in load.copies(slot)])
+            _run_when(has_next_load, lambda: [copy.wait_send() for copy in load.copies(slot)])
 
         lax.fori_loop(0, self.num_loads, step, None)
 
-    def _enter_barrier(self, channels: list[ChannelRefs]) -> None:
+    def _copy_own_arrays_and_synchronise(self, channel_refs: list[ChannelRefs]) -> None:
         """Copies the device's own arrays to slot 0, and waits until the next device also runs this kernel."""
-        local = [copy for channel_refs in channels for copy in channel_refs.local_copies()]
+        local = [copy for refs in channel_refs for copy in refs.local_copies()]
         for copy in local:
             copy.start()
         if self.num_loads > 1:
             # A remote copy may start only when its target runs this kernel, so that the target's memory belongs to this
             # kernel.
             here = pltpu.get_barrier_semaphore()
-            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: channels[0].neighbours[PREVIOUS]})
+            pl.semaphore_signal(here, 1, device_id={self.load.axis_name: channel_refs[0].neighbours[PREVIOUS_DEVICE]})
             pl.semaphore_wait(here, 1)
         for copy in local:
             copy.wait()
@@ -194,7 +198,9 @@ class RingRoute:
 
 def signal_free_slot(refs: ChannelRefs) -> None:
     """Signals the device before this one that the slot which this device is not computing from is free."""
-    pl.semaphore_signal(refs.free_slot_semaphore, 1, device_id={refs.channel.axis_name: refs.neighbours[PREVIOUS]})
+    pl.semaphore_signal(
+        refs.free_slot_semaphore, 1, device_id={refs.channel.axis_name: refs.neighbours[PREVIOUS_DEVICE]}
+    )
 
 
 def wait_free_slot(refs: ChannelRefs) -> None:
@@ -202,10 +208,10 @@ def wait_free_slot(refs: ChannelRefs) -> None:
     pl.semaphore_wait(refs.free_slot_semaphore, 1)
 
 
-def _start_sending(refs: ChannelRefs, slot: Any, has_more: Any, later: Any) -> None:
+def _start_sending(refs: ChannelRefs, slot: Any, has_next_load: Any, is_later_load: Any) -> None:
     """Starts the copies to the next device, once it has a free slot."""
-    _when(later & has_more, lambda: wait_free_slot(refs))
-    _when(has_more, lambda: [copy.start() for copy in refs.copies(slot)])
+    _run_when(is_later_load & has_next_load, lambda: wait_free_slot(refs))
+    _run_when(has_next_load, lambda: [copy.start() for copy in refs.copies(slot)])
 
 
 def _wait_for_load(refs: ChannelRefs, slot: Any) -> None:
@@ -214,7 +220,7 @@ def _wait_for_load(refs: ChannelRefs, slot: Any) -> None:
         copy.wait()
 
 
-def _when(condition: Any, action: Callable[[], Any]) -> None:
+def _run_when(condition: Any, action: Callable[[], Any]) -> None:
     @pl.when(condition)
     def _() -> None:
         action()

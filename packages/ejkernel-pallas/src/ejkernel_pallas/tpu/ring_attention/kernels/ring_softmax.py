@@ -56,7 +56,7 @@ def continue_softmax(entry: Any, refs: RingForwardRefs, spec: TiledSpec) -> None
 def _load_earlier_state(refs: RingForwardRefs, spec: TiledSpec) -> None:
     lse = row_to_column(refs.lse_before[...])
     has_keys = lse > -jnp.inf
-    if not spec.sums_on_mxu:  # row_sum has a partial sum per lane, so only one lane gets the 1
+    if not spec.sums_weights_on_mxu:  # row_sum has a partial sum per lane, so only one lane gets the 1
         has_keys = has_keys & (lax.broadcasted_iota(jnp.int32, lse.shape, 1) == 0)
     refs.row_max[...] = lse * LOG2E
     refs.row_sum[...] = jnp.where(has_keys, 1.0, 0.0)

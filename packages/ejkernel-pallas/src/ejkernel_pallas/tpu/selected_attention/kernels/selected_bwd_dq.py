@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product, repeat_lanes
 from ejkernel_pallas.tpu.selected_attention.kernels.tile import (
+    ItemStage,
     ProductItem,
     SelectedRefs,
-    Stage,
     attended_keys,
     copy_statistics_to_all_lanes,
     for_each_item,
@@ -42,7 +42,7 @@ def selected_bwd_dq(refs: SelectedRefs, *, spec: SelectedSpec) -> None:
         refs.dquery[...] = (refs.acc[: spec.block_q] * spec.score_scale).astype(refs.dquery.dtype)
 
 
-def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[Stage, Stage]:
+def score_stages(refs: SelectedRefs, spec: SelectedSpec) -> tuple[ItemStage, ItemStage]:
     """Returns the first two stages of an item: its scores and the gradients of its weights, and then its weights and
     the gradients of its scores, without the scale.
     """
@@ -62,11 +62,12 @@ def _score_gradients(refs: SelectedRefs, spec: SelectedSpec, item: ProductItem) 
     queries, mask = item.queries(spec), attended_keys(item, spec)
     # Selected, not multiplied: weights of masked keys, and of the query in place of the filler token, may be infinite.
     weights = jnp.exp2(
-        refs.scores[...] - repeat_lanes(gather_token_rows(refs.lse_rows, queries), spec.padded_keys_per_part)
+        refs.scores[...] - repeat_lanes(gather_token_rows(refs.lse_in_all_lanes, queries), spec.padded_keys_per_part)
     )
     weights = jnp.where(mask, weights, 0.0)
     dscores = weights * (
-        refs.dweights[...] - repeat_lanes(gather_token_rows(refs.delta_rows, queries), spec.padded_keys_per_part)
+        refs.dweights[...]
+        - repeat_lanes(gather_token_rows(refs.delta_in_all_lanes, queries), spec.padded_keys_per_part)
     )
     refs.dscores[...] = jnp.where(mask, dscores, 0.0).astype(spec.operand_dtype)
     if refs.weights is not None:

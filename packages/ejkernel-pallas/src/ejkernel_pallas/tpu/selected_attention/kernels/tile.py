@@ -40,8 +40,8 @@ class SelectedRefs:
         row_max: Scratch [Q + 1, rows, 128], the maximum of each row in every lane.
         row_sum: Scratch [Q + 1, rows, keys], sums of weights by lane.
         acc: Scratch [Q + 1, rows, Dv or D], the output or the gradient of queries.
-        lse_rows: Scratch [Q, rows, 128], lse in every lane.
-        delta_rows: Scratch [Q, rows, 128], delta in every lane.
+        lse_in_all_lanes: Scratch [Q, rows, 128], lse in every lane.
+        delta_in_all_lanes: Scratch [Q, rows, 128], delta in every lane.
         scores: Scratch [R * rows, keys], of the item between its first and its second stage.
         dweights: Scratch [R * rows, keys], the gradients of weights of the same item.
         weights: Scratch [R * rows, keys], of the item between its second and its third stage.
@@ -64,8 +64,8 @@ class SelectedRefs:
     row_max: Ref = None
     row_sum: Ref = None
     acc: Ref = None
-    lse_rows: Ref = None
-    delta_rows: Ref = None
+    lse_in_all_lanes: Ref = None
+    delta_in_all_lanes: Ref = None
     scores: Ref = None
     dweights: Ref = None
     weights: Ref = None
@@ -92,10 +92,12 @@ class ProductItem:
         return [jnp.minimum(token, spec.block_q - 1) for token in self.tokens]
 
 
-Stage = Callable[[ProductItem], None]
+ItemStage = Callable[[ProductItem], None]
 
 
-def for_each_item(refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages: tuple[Stage, Stage, Stage]) -> None:
+def for_each_item(
+    refs: SelectedRefs, spec: SelectedSpec, key_tile: Any, stages: tuple[ItemStage, ItemStage, ItemStage]
+) -> None:
     """Calls three stages with every item of a tile of queries and a tile of keys, as a pipeline:
 
         iteration      n          n + 1      n + 2
@@ -142,12 +144,12 @@ def attended_keys(item: ProductItem, spec: SelectedSpec) -> jax.Array:
     return jnp.concatenate([key < limit for limit in item.limits], axis=0)
 
 
-def for_each_row_group(spec: SelectedSpec, work: Callable[[Any, Any], None]) -> None:
+def for_each_row_group(spec: SelectedSpec, process_rows: Callable[[Any, Any], None]) -> None:
     """Calls `work(n, tokens)` with the tokens, as a slice, of every 128 rows of a tile of queries."""
     tokens = LANES // spec.rows_per_token
 
     def step(n: Any, carry: Any) -> Any:
-        work(n, pl.ds(n * tokens, tokens))
+        process_rows(n, pl.ds(n * tokens, tokens))
         return carry
 
     lax.fori_loop(jnp.int32(0), jnp.int32(spec.block_q // tokens), step, jnp.int32(0))
@@ -156,8 +158,8 @@ def for_each_row_group(spec: SelectedSpec, work: Callable[[Any, Any], None]) -> 
 def copy_statistics_to_all_lanes(refs: SelectedRefs, spec: SelectedSpec) -> None:
     """Copies lse and delta of a tile of queries from lanes to all lanes of rows."""
 
-    def spread(n: Any, tokens: Any) -> None:
-        for source, target in ((refs.lse, refs.lse_rows), (refs.delta, refs.delta_rows)):
+    def copy_row_group(n: Any, tokens: Any) -> None:
+        for source, target in ((refs.lse, refs.lse_in_all_lanes), (refs.delta, refs.delta_in_all_lanes)):
             target[tokens] = row_to_column(source[pl.ds(n, 1), :]).reshape(-1, spec.rows_per_token, LANES)
 
-    for_each_row_group(spec, spread)
+    for_each_row_group(spec, copy_row_group)

@@ -3,7 +3,7 @@
 grid (tiles of channels, chunks that have tokens)        chunks in order; a decode step has one chunk per sequence
 HBM   slots [S, E, I]  ── the block of the chunk's slot, double buffer ──►  initial_state ─┐
       x, dt            ── double buffer ──►  up to 8 tokens per register                   ├─►  state in registers
-      B, C             ── double buffer ──►  columns_in_all_lanes                         ─┘        │
+      B, C             ── double buffer ──►  write_and_read_in_all_lanes                  ─┘        │
 HBM   output           ◄─ double buffer ──   sums over the elements of a state  ◄───────────────────┤
       slots            ◄─ double buffer ──   final_state, in the memory of initial_state ◄── state ◄┘   VMEM
 
@@ -36,29 +36,31 @@ class UpdateRefs:
         table: int32 [chunks] of `slot_table`, in scalar memory.
         x: [o, c, w], the inputs.
         dt: [o, c, w], the step sizes.
-        columns: float32 [o, E, 2 c], B of each token, and then C.
+        write_and_read: float32 [o, E, 2 c], B of each token, and then C.
         decay: float32 [E, w], A times log2 e.
         skip: float32 [1, w], D.
         initial_state: [E, w], the slot before the sequence.
         output: [o, c, w].
         final_state: [E, w], the slot after the sequence.
         state: Scratch, float32 [E, w], the state between chunks.
-        columns_in_all_lanes: Scratch, float32 [2 c, E, 128], `columns` of an octet, each element in all lanes.
-        dt_rows: Scratch, float32 [2 c, strip], dt of each token for a strip of channels, and then dt x of each.
+        write_and_read_in_all_lanes: Scratch, float32 [2 c, E, 128], `write_and_read` of an octet, each element in all
+            lanes.
+        dt_and_dt_x_rows: Scratch, float32 [2 c, strip], dt of each token for a strip of channels, and then dt x of
+            each.
     """
 
     chunk_table: Ref
     x: Ref
     dt: Ref
-    columns: Ref
+    write_and_read: Ref
     decay: Ref
     skip: Ref
     initial_state: Ref
     output: Ref
     final_state: Ref
     state: Ref
-    columns_in_all_lanes: Ref
-    dt_rows: Ref
+    write_and_read_in_all_lanes: Ref
+    dt_and_dt_x_rows: Ref
 
 
 def selective_state_update(refs: UpdateRefs, *, spec: UpdateSpec) -> None:
@@ -79,17 +81,18 @@ def selective_state_update(refs: UpdateRefs, *, spec: UpdateSpec) -> None:
 
     width = strip_channels(spec)
 
-    def update_octet(octet: Any) -> None:
-        _repeat_columns_over_lanes(refs, spec, octet)
+    def update_octet(token_octet: Any) -> None:
+        _repeat_columns_over_lanes(refs, spec, token_octet)
         if spec.channels_per_step >= width:
             for_each_index(
-                spec.channels_per_step // width, lambda n: _update_strip(refs, spec, octet, _strip_lanes(n, width))
+                spec.channels_per_step // width,
+                lambda n: _update_strip(refs, spec, token_octet, _strip_lanes(n, width)),
             )
         if spec.channels_per_step % width:
             _update_strip(
                 refs,
                 spec,
-                octet,
+                token_octet,
                 pl.ds(spec.channels_per_step - spec.channels_per_step % width, spec.channels_per_step % width),
             )
 
@@ -105,33 +108,40 @@ def strip_channels(spec: UpdateSpec) -> int:
     return LANES * max(1, STATE_REGISTERS_PER_STRIP // cdiv(spec.state_size, SUBLANES))
 
 
-def _strip_lanes(strip: Any, width: int) -> Any:
+def _strip_lanes(strip_index: Any, width: int) -> Any:
     """Returns the range of a strip's channels."""
-    return pl.ds(pl.multiple_of(strip * width, width), width)
+    return pl.ds(pl.multiple_of(strip_index * width, width), width)
 
 
-def _repeat_columns_over_lanes(refs: UpdateRefs, spec: UpdateSpec, octet: Any) -> None:
+def _repeat_columns_over_lanes(refs: UpdateRefs, spec: UpdateSpec, token_octet: Any) -> None:
     """Stores B and C of an octet's tokens with each element in all lanes."""
-    columns = refs.columns[octet]
+    columns = refs.write_and_read[token_octet]
     for token in range(2 * spec.tokens_per_octet):
-        refs.columns_in_all_lanes[token] = jnp.broadcast_to(columns[:, token : token + 1], (spec.state_size, LANES))
+        refs.write_and_read_in_all_lanes[token] = jnp.broadcast_to(
+            columns[:, token : token + 1], (spec.state_size, LANES)
+        )
 
 
-def _update_strip(refs: UpdateRefs, spec: UpdateSpec, octet: Any, lanes: Any) -> None:
+def _update_strip(refs: UpdateRefs, spec: UpdateSpec, token_octet: Any, lanes: Any) -> None:
     """Updates the states of some channels by the tokens of an octet, and stores their outputs."""
-    x, dt = (ref[octet, :, lanes].astype(jnp.float32) for ref in (refs.x, refs.dt))
+    x, dt = (ref[token_octet, :, lanes].astype(jnp.float32) for ref in (refs.x, refs.dt))
     width = lanes.size
     # A load repeats a row of memory in all rows of a register; a row of a register needs an extra instruction for that.
-    refs.dt_rows[: spec.tokens_per_octet, :width], refs.dt_rows[spec.tokens_per_octet :, :width] = dt, dt * x
+    refs.dt_and_dt_x_rows[: spec.tokens_per_octet, :width], refs.dt_and_dt_x_rows[spec.tokens_per_octet :, :width] = (
+        dt,
+        dt * x,
+    )
     log2_decays, state = refs.decay[:, lanes], refs.state[:, lanes]
     reads: list[jax.Array] = []
     for token in range(spec.tokens_per_octet):
-        dt_row, dt_x_row = (refs.dt_rows[row : row + 1, :width] for row in (token, spec.tokens_per_octet + token))
-        state = jnp.exp2(dt_row * log2_decays) * state + dt_x_row * repeat_lanes(
-            refs.columns_in_all_lanes[token], width
+        dt_row, dt_x_row = (
+            refs.dt_and_dt_x_rows[row : row + 1, :width] for row in (token, spec.tokens_per_octet + token)
         )
-        read = state * repeat_lanes(refs.columns_in_all_lanes[spec.tokens_per_octet + token], width)
+        state = jnp.exp2(dt_row * log2_decays) * state + dt_x_row * repeat_lanes(
+            refs.write_and_read_in_all_lanes[token], width
+        )
+        read = state * repeat_lanes(refs.write_and_read_in_all_lanes[spec.tokens_per_octet + token], width)
         reads.append(jnp.sum(read, axis=0, keepdims=True))
     refs.state[:, lanes] = state
     output = jnp.concatenate(reads, axis=0) + refs.skip[:, lanes] * x
-    refs.output[octet, :, lanes] = output.astype(refs.output.dtype)
+    refs.output[token_octet, :, lanes] = output.astype(refs.output.dtype)

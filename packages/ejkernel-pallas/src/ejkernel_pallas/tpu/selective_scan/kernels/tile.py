@@ -22,10 +22,15 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, SUBLANES
-from ejkernel_pallas.tpu.selective_scan.plan import ENTRY_SEQUENCE_STRIDE, HAS_TOKENS, IS_FIRST, IS_LAST
-from ejkernel_pallas.tpu.selective_scan.spec import CHUNK, ScanSpec
+from ejkernel_pallas.tpu.selective_scan.plan import (
+    ENTRY_SEQUENCE_STRIDE,
+    HAS_TOKENS_FLAG,
+    IS_FIRST_CHUNK_FLAG,
+    IS_LAST_CHUNK_FLAG,
+)
+from ejkernel_pallas.tpu.selective_scan.spec import CHUNK_TOKENS, ScanSpec
 
-OCTETS_PER_CHUNK = CHUNK // SUBLANES
+OCTETS_PER_CHUNK = CHUNK_TOKENS // SUBLANES
 """Groups of eight tokens in a chunk: registers that hold its tokens for 128 channels."""
 
 
@@ -35,7 +40,7 @@ class ScanRefs:
     but the blocks of tokens are float32.
 
     Attributes:
-        chunk_table: int32 [B * chunks] of `Plan`, in scalar memory.
+        chunk_table: int32 [B * chunks] of `ScanPlan`, in scalar memory.
         x: [64, 1024 n], the inputs of the chunk's tokens.
         dt: [64, 1024 n], their step sizes.
         write: [E, 64], B of the chunk, with tokens in lanes.
@@ -131,22 +136,28 @@ class GridStep:
 def grid_step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> GridStep:
     """Returns the grid step of a kernel whose grid is (rows, tiles, chunks)."""
     chunk = pl.program_id(2)
-    chunk = spec.chunks - 1 - chunk if backwards else chunk
-    entry = refs.chunk_table[pl.program_id(0) * spec.chunks + chunk]
-    return GridStep(pl.program_id(1), chunk, (entry & IS_FIRST) != 0, (entry & IS_LAST) != 0, (entry & HAS_TOKENS) != 0)
+    chunk = spec.chunks_per_row - 1 - chunk if backwards else chunk
+    entry = refs.chunk_table[pl.program_id(0) * spec.chunks_per_row + chunk]
+    return GridStep(
+        pl.program_id(1),
+        chunk,
+        (entry & IS_FIRST_CHUNK_FLAG) != 0,
+        (entry & IS_LAST_CHUNK_FLAG) != 0,
+        (entry & HAS_TOKENS_FLAG) != 0,
+    )
 
 
-def sequence_of(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
+def read_sequence_of_chunk(table: Ref, spec: ScanSpec, row: Any, chunk: Any) -> Any:
     """Returns the row or sequence of a chunk, for use in an index map."""
-    return lax.div(table[row * spec.chunks + chunk], jnp.int32(ENTRY_SEQUENCE_STRIDE))
+    return lax.div(table[row * spec.chunks_per_row + chunk], jnp.int32(ENTRY_SEQUENCE_STRIDE))
 
 
-def lane_tiles(spec: ScanSpec) -> Iterable[int]:
+def channel_tile_indices(spec: ScanSpec) -> Iterable[int]:
     """Returns the tiles of 128 channels of a grid step."""
     return range(spec.groups_per_step * SUBLANES)
 
 
-def lanes_of(tile: int) -> slice:
+def lanes_of_tile(tile: int) -> slice:
     """Returns the channels of a tile."""
     return slice(tile * LANES, (tile + 1) * LANES)
 
@@ -162,7 +173,7 @@ def store_octets(target: Ref, tile: int, x: jax.Array) -> None:
 def load_by_token(source: Ref, tile: int) -> jax.Array:
     """Loads a tile of a chunk's tokens, [64, 128], from scratch memory that has one token in a register."""
     group, row = divmod(tile, SUBLANES)
-    return source[pl.ds(group * SUBLANES * CHUNK + row, CHUNK, stride=SUBLANES)]
+    return source[pl.ds(group * SUBLANES * CHUNK_TOKENS + row, CHUNK_TOKENS, stride=SUBLANES)]
 
 
 def state_tile_rows(spec: ScanSpec, tile: int) -> Any:
@@ -173,14 +184,14 @@ def state_tile_rows(spec: ScanSpec, tile: int) -> Any:
 
 def states_to_scratch(spec: ScanSpec, grid_step: GridStep, source: Ref, target: Ref) -> None:
     """Stores a block [E, 1024 n] into scratch memory, with zeros past the last channel."""
-    for tile in lane_tiles(spec):
-        x = source[:, lanes_of(tile)].astype(jnp.float32)
+    for tile in channel_tile_indices(spec):
+        x = source[:, lanes_of_tile(tile)].astype(jnp.float32)
         target[state_tile_rows(spec, tile)] = (
-            jnp.where(is_channel(spec, grid_step, tile, x.shape), x, 0.0) if spec.has_partial_channel_tile else x
+            jnp.where(is_real_channel(spec, grid_step, tile, x.shape), x, 0.0) if spec.has_partial_channel_tile else x
         )
 
 
-def is_channel(spec: ScanSpec, grid_step: GridStep, tile: int, shape: tuple[int, ...]) -> jax.Array:
+def is_real_channel(spec: ScanSpec, grid_step: GridStep, tile: int, shape: tuple[int, ...]) -> jax.Array:
     """Returns whether the lanes of a tile are channels."""
     return (
         lax.broadcasted_iota(jnp.int32, shape, 1) + (grid_step.channel_tile * spec.channels_per_step + tile * LANES)
@@ -190,19 +201,19 @@ def is_channel(spec: ScanSpec, grid_step: GridStep, tile: int, shape: tuple[int,
 
 def scratch_to_states(spec: ScanSpec, source: Ref, target: Ref) -> None:
     """Stores scratch memory into a block [E, 1024 n]."""
-    for tile in lane_tiles(spec):
-        target[:, lanes_of(tile)] = source[state_tile_rows(spec, tile)].astype(target.dtype)
+    for tile in channel_tile_indices(spec):
+        target[:, lanes_of_tile(tile)] = source[state_tile_rows(spec, tile)].astype(target.dtype)
 
 
 def load_tokens(ref: Ref, spec: ScanSpec, grid_step: GridStep, tile: int) -> jax.Array:
     """Loads the tokens of a tile of a block, float32 [64, 128], with zeros past the last token and the last channel."""
-    x = ref[:, lanes_of(tile)].astype(jnp.float32)
+    x = ref[:, lanes_of_tile(tile)].astype(jnp.float32)
     is_valid = None
     if spec.has_partial_chunk:
-        token = lax.broadcasted_iota(jnp.int32, x.shape, 0) + grid_step.chunk * CHUNK
-        is_valid = token < spec.tokens
+        token = lax.broadcasted_iota(jnp.int32, x.shape, 0) + grid_step.chunk * CHUNK_TOKENS
+        is_valid = token < spec.tokens_per_row
     if spec.has_partial_channel_tile:
-        channel = is_channel(spec, grid_step, tile, x.shape)
+        channel = is_real_channel(spec, grid_step, tile, x.shape)
         is_valid = channel if is_valid is None else is_valid & channel
     # Selected, not multiplied: memory past the end of an array may hold NaN.
     return x if is_valid is None else jnp.where(is_valid, x, 0.0)
@@ -211,53 +222,58 @@ def load_tokens(ref: Ref, spec: ScanSpec, grid_step: GridStep, tile: int) -> jax
 def repeat_columns_over_lanes(spec: ScanSpec, source: Ref, target: Ref) -> None:
     """Stores B or C of a chunk, [E, 64], with each token's element in all lanes of a row, [64 * E, 128]."""
     columns = source[...]
-    for token in range(CHUNK):
+    for token in range(CHUNK_TOKENS):
         column = jnp.broadcast_to(columns[:, token : token + 1], (spec.state_size, LANES))
         target[token * spec.state_size : (token + 1) * spec.state_size] = column
 
 
 @dataclasses.dataclass(frozen=True)
-class Token:
+class ScannedToken:
     """A token of a chunk, in a loop that processes several tokens per iteration.
 
     Attributes:
-        first_of_iteration: Index in the chunk of the first token of the loop's iteration.
+        first_token_of_iteration: Index in the chunk of the first token of the loop's iteration.
         offset: Index of this token in the iteration.
     """
 
-    first_of_iteration: Any
+    first_token_of_iteration: Any
     offset: int
 
     @property
     def index(self) -> Any:
         """Returns the index of the token in the chunk."""
-        return self.first_of_iteration + self.offset
+        return self.first_token_of_iteration + self.offset
 
-    def octet_rows(self, group: int) -> Any:
+    def octet_rows(self, channel_group: int) -> Any:
         """Returns the token's rows in a layout with eight tokens of 128 channels in a register."""
-        token_octet = lax.div(self.first_of_iteration, jnp.int32(SUBLANES))
-        index = lax.rem(self.first_of_iteration, jnp.int32(SUBLANES)) + self.offset
-        return pl.ds((group * OCTETS_PER_CHUNK + token_octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES)
+        token_octet = lax.div(self.first_token_of_iteration, jnp.int32(SUBLANES))
+        index = lax.rem(self.first_token_of_iteration, jnp.int32(SUBLANES)) + self.offset
+        return pl.ds(
+            (channel_group * OCTETS_PER_CHUNK + token_octet) * SUBLANES * SUBLANES + index, SUBLANES, stride=SUBLANES
+        )
 
-    def register_rows(self, group: int) -> Any:
+    def register_rows(self, channel_group: int) -> Any:
         """Returns the token's rows in a layout with one token in a register."""
-        return pl.ds(pl.multiple_of((group * CHUNK + self.index) * SUBLANES, SUBLANES), SUBLANES)
+        return pl.ds(pl.multiple_of((channel_group * CHUNK_TOKENS + self.index) * SUBLANES, SUBLANES), SUBLANES)
 
 
-def state_element_rows(spec: ScanSpec, group: int, element: int) -> slice:
+def state_element_rows(spec: ScanSpec, channel_group: int, state_element: int) -> slice:
     """Returns the rows of the scratch memory of states that hold one element of a group's channels."""
-    begin = (group * spec.state_size + element) * SUBLANES
+    begin = (channel_group * spec.state_size + state_element) * SUBLANES
     return slice(begin, begin + SUBLANES)
 
 
 def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, backwards: bool = False) -> Any:
     """Calls `body(token, carry)` for each token of a chunk in order, or in reverse."""
-    iterations = CHUNK // spec.unrolled_tokens
+    iterations = CHUNK_TOKENS // spec.unrolled_tokens
 
-    def iterate(iteration: jax.Array, carry: Any) -> Any:
-        first_of_iteration = (iterations - 1 - iteration if backwards else iteration) * spec.unrolled_tokens
+    def scan_iteration(iteration: jax.Array, carry: Any) -> Any:
+        first_token_of_iteration = (iterations - 1 - iteration if backwards else iteration) * spec.unrolled_tokens
         for offset in range(spec.unrolled_tokens):
-            carry = body(Token(first_of_iteration, spec.unrolled_tokens - 1 - offset if backwards else offset), carry)
+            carry = body(
+                ScannedToken(first_token_of_iteration, spec.unrolled_tokens - 1 - offset if backwards else offset),
+                carry,
+            )
         return carry
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), iterate, carry)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(iterations), scan_iteration, carry)

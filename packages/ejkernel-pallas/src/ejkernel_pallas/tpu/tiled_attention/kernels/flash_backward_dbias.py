@@ -45,11 +45,11 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
     # The outer grid axes are the bias's own axes, the inner ones those along which it is broadcast: one sum per tile.
     outer = tuple(n if size > 1 else 1 for n, size in zip(counts, bias.shape, strict=True))
     inner = tuple(n // k for n, k in zip(counts, outer, strict=True))
-    result, acc = _bias_tiles(bias, spec)
+    result, acc = _bias_gradient_operand_and_acc_shape(bias, spec)
     gradient = launch(
         KernelCall(
             name="ejkernel_attention_backward_bias",
-            kernel=functools.partial(bias_gradient_kernel, spec=spec, tiles=flags.shape),
+            kernel=functools.partial(bias_gradient_kernel, spec=spec, table_shape=flags.shape),
             refs=BackwardRefs,
             grid=(*outer, *inner),
             parallel=2,
@@ -65,7 +65,7 @@ def bias_gradient(record: TiledAttention, flags: Any, inputs: dict[str, Operand]
     return gradient.astype(bias.dtype)
 
 
-def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
+def _bias_gradient_operand_and_acc_shape(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, int]]:
     """Returns the gradient's array, and the shape of the sum that becomes one of its tiles."""
     batch, heads, queries, keys = bias.shape
     if queries > 1 and keys > 1:
@@ -78,27 +78,27 @@ def _bias_tiles(bias: jax.Array, spec: TiledSpec) -> tuple[Operand, tuple[int, i
     return _bias_operand(array, (1, spec.block_kv), bias, lambda i, j: (0, j if keys > 1 else 0)), (1, spec.block_kv)
 
 
-def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, tile_index: Any) -> Operand:
+def _bias_operand(array: Any, block: tuple[int, int], bias: jax.Array, tile_index_map: Any) -> Operand:
     batch, heads = bias.shape[0] > 1, bias.shape[1] > 1
     return Operand(
-        array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *tile_index(i, j))
+        array, (None, None, *block), lambda b, h, i, j: (b if batch else 0, h if heads else 0, *tile_index_map(i, j))
     )
 
 
-def bias_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, tiles: tuple[int, ...]) -> None:
+def bias_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, table_shape: tuple[int, ...]) -> None:
     """Adds one tile pair to the sum that becomes a tile of the bias's gradient.
 
     Args:
         refs: Blocks and scratch memory; the table has the flags of every tile pair, int32
             [(B|1) * (H|1) * query tiles * key tiles].
         spec: The kernel's constants.
-        tiles: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
+        table_shape: Batch rows and heads that the table distinguishes, and tiles of queries and of keys.
     """
     # Every axis appears twice in the grid, and one of the two indices is always 0: an axis of the bias is an outer one,
     # and an axis along which it is broadcast is an inner one, whose steps are summed.
     b, h, i, j = (pl.program_id(axis) + pl.program_id(axis + 4) for axis in range(4))
-    row = (b if tiles[0] > 1 else 0) * tiles[1] + (h if tiles[1] > 1 else 0)
-    kind = refs.table[(row * tiles[2] + i) * tiles[3] + j]
+    row = (b if table_shape[0] > 1 else 0) * table_shape[1] + (h if table_shape[1] > 1 else 0)
+    kind = refs.table[(row * table_shape[2] + i) * table_shape[3] + j]
     inner_steps = [pl.program_id(axis) for axis in range(4, 8)]
     # The first and the last term of a sum: the steps where all inner axes are at their start, and at their end.
     start, end = jnp.bool_(True), jnp.bool_(True)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import kv_rows_operand
-from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     backward_scratch,
     recompute_weights,
@@ -38,7 +38,7 @@ from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec
 
 
 def key_gradients_call(
-    name: str, table: Any, inputs: dict[str, Operand], shapes: dict[str, Any], spec: TiledSpec
+    name: str, table: Any, inputs: dict[str, Operand], gradient_shapes: dict[str, Any], spec: TiledSpec
 ) -> KernelCall:
     """Returns the call of the kernel that computes the gradients of keys and values.
 
@@ -46,24 +46,24 @@ def key_gradients_call(
         name: The kernel's name.
         table: Tile pairs by key tile, int32 [B|1, Hk|1, steps].
         inputs: The operands that it reads.
-        shapes: Shape and dtype of each requested gradient, `"dkey"` and `"dvalue"`.
+        gradient_shapes: Shape and dtype of each requested gradient, `"dkey"` and `"dvalue"`.
         spec: The kernel's constants.
     """
-    outputs = {field: kv_rows_operand(x, spec) for field, x in shapes.items()}
-    scratch = backward_scratch(spec, tuple(shapes), inputs["query"].array.dtype)
-    return pairs_call(name, key_gradients_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+    outputs = {field: kv_rows_operand(x, spec) for field, x in gradient_shapes.items()}
+    scratch = backward_scratch(spec, tuple(gradient_shapes), inputs["query"].array.dtype)
+    return tile_pairs_call(name, key_gradients_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
 
 
-def key_gradients_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
+def key_gradients_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct_rows_and_heads: DistinctRowsAndHeads) -> None:
     """Adds one tile pair of a key tile to the gradients of keys and values.
 
     Args:
         refs: Blocks and scratch memory, with `dkey` and `dvalue` if they are requested; the table lists tile pairs by
             key tile, int32 [(B|1) * (Hk|1) * steps], each for every head of the group.
         spec: The kernel's constants.
-        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        distinct_rows_and_heads: Whether batch rows, and heads, have tile pairs of their own.
     """
-    entry, member = current_entry(refs.table, distinct), pl.program_id(3)
+    entry, member = current_entry(refs.table, distinct_rows_and_heads), pl.program_id(3)
     # The heads of a group are the innermost grid axis: all of them add to a key tile's accumulators before the next key
     # tile.
     first = ((entry & FIRST_PAIR_FLAG) != 0) & (member == 0)

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import matrix_product
 from ejkernel_pallas.tpu.tiled_attention.kernels.operands import rows_operand
-from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import pairs_call
+from ejkernel_pallas.tpu.tiled_attention.kernels.pair_call import tile_pairs_call
 from ejkernel_pallas.tpu.tiled_attention.kernels.recompute import (
     backward_scratch,
     recompute_weights,
@@ -43,18 +43,20 @@ def query_gradient_call(name: str, table: Any, inputs: dict[str, Operand], dquer
         {"dquery": rows_operand(dquery, spec.block_q)},
         backward_scratch(spec, ("dquery",), inputs["query"].array.dtype),
     )
-    return pairs_call(name, query_gradient_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
+    return tile_pairs_call(name, query_gradient_kernel, BackwardRefs, table, spec, inputs, outputs, scratch)
 
 
-def query_gradient_kernel(refs: BackwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
+def query_gradient_kernel(
+    refs: BackwardRefs, *, spec: TiledSpec, distinct_rows_and_heads: DistinctRowsAndHeads
+) -> None:
     """Adds one tile pair of a query tile to the gradient of the queries.
 
     Args:
         refs: Blocks and scratch memory; the table lists tile pairs by query tile, int32 [(B|1) * (H|1) * steps].
         spec: The kernel's constants.
-        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        distinct_rows_and_heads: Whether batch rows, and heads, have tile pairs of their own.
     """
-    entry = current_entry(refs.table, distinct)
+    entry = current_entry(refs.table, distinct_rows_and_heads)
     zero_accumulators(refs, (entry & FIRST_PAIR_FLAG) != 0)
 
     @pl.when((entry & FIRST_PAIR_FLAG) != 0)

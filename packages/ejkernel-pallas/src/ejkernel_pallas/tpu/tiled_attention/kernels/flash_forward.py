@@ -58,15 +58,15 @@ def forward_scratch(spec: TiledSpec, dtype: Any) -> dict[str, Any]:
     }
 
 
-def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: DistinctRowsAndHeads) -> None:
+def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct_rows_and_heads: DistinctRowsAndHeads) -> None:
     """Processes one tile pair.
 
     Args:
         refs: Blocks and scratch memory; the table is int32 [(B|1) * (H|1) * steps].
         spec: The kernel's constants.
-        distinct: Whether batch rows, and heads, have tile pairs of their own.
+        distinct_rows_and_heads: Whether batch rows, and heads, have tile pairs of their own.
     """
-    entry = current_entry(refs.table, distinct)
+    entry = current_entry(refs.table, distinct_rows_and_heads)
 
     @pl.when((entry & FIRST_PAIR_FLAG) != 0)
     def _() -> None:
@@ -83,8 +83,8 @@ def forward_kernel(refs: ForwardRefs, *, spec: TiledSpec, distinct: DistinctRows
 
 
 def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
-    """Updates the running softmax with a chunk: row_max, row_sum (partial sums per lane unless `sums_on_mxu`) and
-    acc.
+    """Updates the running softmax with a chunk: row_max, row_sum (partial sums per lane unless `sums_weights_on_mxu`)
+    and acc.
 
     Scores, weights and alpha are kept in scratch memory, because register pressure would spill them otherwise.
     """
@@ -104,7 +104,7 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
     refs.row_max[at.query_slice, :] = row_max
     refs.alpha[at.query_slice, :] = jnp.exp2(before - shift)
     weights = jnp.exp2(at.of(refs.scores)[...] - repeat_lanes(shift, at.num_keys))
-    if not spec.sums_on_mxu:
+    if not spec.sums_weights_on_mxu:
         _rescale_and_accumulate(refs.row_sum, functools.reduce(jnp.add, lane_groups(weights)), refs, at)
     # `row_sum` has the weights before dropout: the softmax is over all keys, and the weights that dropout keeps are
     # scaled at the end.
@@ -112,10 +112,10 @@ def update_softmax(refs: ForwardRefs, at: ScoreChunk) -> None:
     value = load_keys(refs.value, at)
     # Columns of ones are appended to the values: the MXU sums the weights in output columns that would be idle, which
     # saves the VPU, as busy as the MXU here, an addition per score.
-    if spec.sums_on_mxu:
+    if spec.sums_weights_on_mxu:
         value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
     weighted_values = matrix_product(at.of(refs.weights)[...], value, (1, 0), spec.precision)
-    if spec.sums_on_mxu:
+    if spec.sums_weights_on_mxu:
         weighted_values, row_sum = jnp.split(weighted_values, 2, axis=1)
         _rescale_and_accumulate(refs.row_sum, row_sum, refs, at)
     _rescale_and_accumulate(refs.acc, weighted_values, refs, at)
@@ -162,4 +162,8 @@ def _write_128_rows(refs: ForwardRefs, spec: TiledSpec, q: Any) -> None:
 def whole_row_sum(refs: ForwardRefs, spec: TiledSpec, q: Any) -> jax.Array:
     """Returns the row sums of some queries, the same in every lane."""
     row_sum = refs.row_sum[q, :]
-    return row_sum if spec.sums_on_mxu else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)
+    return (
+        row_sum
+        if spec.sums_weights_on_mxu
+        else jnp.broadcast_to(jnp.sum(row_sum, axis=1, keepdims=True), row_sum.shape)
+    )

@@ -1,6 +1,6 @@
 """Describes a record's arrays for the kernels: the layout of each, and which block a grid step reads.
 
-Index maps take the coordinates (batch row, query head, query tile, key tile).
+BlockIndex maps take the coordinates (batch row, query head, query tile, key tile).
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention, make_dropout_keys
 from ejkernel.families.tiled_attention.block_maps import PatternTiles, pattern_tiles
 from ejkernel.families.tiled_attention.tile_pairs import padding_as_segments
-from ejkernel_pallas.tpu.mosaic.launch import Index, Operand
+from ejkernel_pallas.tpu.mosaic.launch import BlockIndex, Operand
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
 from ejkernel_pallas.tpu.tiled_attention.spec import TiledSpec, pad_head_dim
 
@@ -47,8 +47,8 @@ def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
     queries = {"q_ids": record.q_segment_ids, "q_positions": record.q_positions}
     keys = {"k_ids": record.kv_segment_ids, "k_positions": record.kv_positions}
     if record.dropout_prob > 0.0 and record.dropout_seed is not None:
-        row_keys, keys["column_keys"] = _dropout_hash_keys(record)
-        inputs["row_keys"] = per_query_operand(row_keys, spec)
+        dropout_row_keys, keys["dropout_column_keys"] = _dropout_hash_keys(record)
+        inputs["dropout_row_keys"] = per_query_operand(dropout_row_keys, spec)
     inputs |= {name: _per_token_operand(x, spec.block_q, False) for name, x in queries.items() if x is not None}
     inputs |= {name: _per_token_operand(x, spec.block_kv, True) for name, x in keys.items() if x is not None}
     if record.bias is not None:
@@ -64,7 +64,7 @@ def operands(record: TiledAttention, spec: TiledSpec) -> dict[str, Operand]:
 def _pattern_operand(pattern: PatternTiles, spec: TiledSpec) -> Operand:
     heads, q_tiles, k_tiles = pattern.mask_ids.shape
 
-    def index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> Index:
+    def index(b: Any, h: Any, i: Any, j: Any, mask_ids: Any) -> BlockIndex:
         return (mask_ids[((h if heads > 1 else 0) * q_tiles + i) * k_tiles + j], 0, 0)
 
     block = (None, spec.block_q, spec.block_kv)
@@ -117,7 +117,7 @@ def _bias_or_mask_operand(name: str, x: jax.Array, spec: TiledSpec) -> dict[str,
     """Returns [B|1, H|1, T|1, S|1] by tiles; in lanes and under another name if it has only queries or only keys."""
     batch, heads, queries, keys = (n > 1 for n in x.shape)
 
-    def index(b: Any, h: Any, *tile: Any) -> Index:
+    def index(b: Any, h: Any, *tile: Any) -> BlockIndex:
         return (b if batch else 0, h if heads else 0, *tile)
 
     if queries and keys:
@@ -146,5 +146,5 @@ def _dropout_hash_keys(record: TiledAttention) -> tuple[jax.Array, jax.Array]:
 
     Only the columns' top bits are flipped. Row keys are odd, so this flips the top bit of every product, and no other.
     """
-    row_keys, column_keys = make_dropout_keys(record)
-    return row_keys.astype(jnp.int32), (column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)
+    dropout_row_keys, dropout_column_keys = make_dropout_keys(record)
+    return dropout_row_keys.astype(jnp.int32), (dropout_column_keys ^ jnp.uint32(2**31)).astype(jnp.int32)

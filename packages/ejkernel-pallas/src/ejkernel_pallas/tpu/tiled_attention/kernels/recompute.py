@@ -38,7 +38,7 @@ def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> d
     sizes = {"dquery": spec.head_dim, "dkey": spec.head_dim, "dvalue": spec.value_dim}
     stationary = spec.block_kv if spec.accumulates_for_keys else spec.block_q
     chunk = (spec.chunk_kv, spec.chunk_q) if spec.accumulates_for_keys else (spec.chunk_q, spec.chunk_kv)
-    columns = () if spec.accumulates_for_keys else ("shift_column", "delta_column")
+    columns = () if spec.accumulates_for_keys else ("log2_lse_column", "delta_column")
     return {
         **{f"{name}_acc": pltpu.VMEM((stationary, pad_head_dim(sizes[name])), jnp.float32) for name in results},
         **{name: pltpu.VMEM((spec.block_q, LANES), jnp.float32) for name in columns},
@@ -48,8 +48,8 @@ def backward_scratch(spec: TiledSpec, results: tuple[str, ...], dtype: Any) -> d
     }
 
 
-def zero_accumulators(refs: BackwardRefs, when: jax.Array) -> None:
-    @pl.when(when)
+def zero_accumulators(refs: BackwardRefs, condition: jax.Array) -> None:
+    @pl.when(condition)
     def _() -> None:
         for ref in refs.accumulators:
             ref[...] = jnp.zeros_like(ref)
@@ -61,7 +61,7 @@ def recompute_weights(
     """Writes the weights to scratch memory; returns the soft cap's slope, and the mask where products need it."""
     s, slope = scores(refs, load_keys(refs.key, at), query, at)
     # Computed from lse, so the weights are normalised without a maximum and a sum of their own.
-    weights = jnp.exp2(s - _statistic(refs.shift, refs.shift_column, at))
+    weights = jnp.exp2(s - _query_statistic(refs.log2_lse, refs.log2_lse_column, at))
     # Masked after the exponential, which may overflow for a masked score: the result is replaced, not multiplied by 0.
     at.of(refs.weights)[...] = apply_mask(weights, 0.0, refs, at) if at.needs_mask else weights
     # Products of rows of different segments may exceed float32's range, and 0 x inf is NaN.
@@ -70,7 +70,7 @@ def recompute_weights(
 
 
 def score_gradient(
-    refs: BackwardRefs, cotangent: jax.Array, slope: Any, mask: jax.Array | None, at: ScoreChunk
+    refs: BackwardRefs, cotangent: jax.Array, soft_cap_slope: Any, mask: jax.Array | None, at: ScoreChunk
 ) -> jax.Array:
     """Returns the gradient of the scaled and biased scores."""
     value = load_keys(refs.value, at)
@@ -78,14 +78,14 @@ def score_gradient(
     dweights = apply_dropout(matrix_product(*pair, (1, 1), at.spec.precision), refs, at)
     if at.spec.dropout_threshold is not None:
         dweights = dweights * at.spec.dropout_scale
-    dscores = at.of(refs.weights)[...] * (dweights - _statistic(refs.delta, refs.delta_column, at))
-    if slope is not None:
-        dscores = dscores * slope
+    dscores = at.of(refs.weights)[...] * (dweights - _query_statistic(refs.delta, refs.delta_column, at))
+    if soft_cap_slope is not None:
+        dscores = dscores * soft_cap_slope
     # Beyond the last query, delta is uninitialised memory, which may be NaN.
     return dscores if mask is None else jnp.where(mask, dscores, 0.0)
 
 
-def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
+def _query_statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
     """Returns a statistic of the chunk's queries, to be broadcast against scores."""
     return (
         row[:, at.query_slice] if at.spec.accumulates_for_keys else repeat_lanes(column[at.query_slice, :], at.num_keys)
@@ -94,5 +94,5 @@ def _statistic(row: Ref, column: Ref, at: ScoreChunk) -> jax.Array:
 
 def transpose_statistics(refs: BackwardRefs) -> None:
     """Copies the statistics of queries from lanes to sublanes, the axis of queries in scores."""
-    refs.shift_column[...] = row_to_column(refs.shift[...])
+    refs.log2_lse_column[...] = row_to_column(refs.log2_lse[...])
     refs.delta_column[...] = row_to_column(refs.delta[...])

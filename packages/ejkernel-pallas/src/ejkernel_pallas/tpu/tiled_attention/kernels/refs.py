@@ -17,11 +17,12 @@ class TileRefs:
         value: [block_kv, Dv].
         q_ids: Segment ids of queries, [1, block_q]; `k_ids` has those of keys, [1, block_kv].
         q_positions: Positions of queries, [1, block_q]; `k_positions` has those of keys, [1, block_kv].
-        row_keys: Dropout's hash keys of queries, [1, block_q]; `column_keys` has those of keys, [1, block_kv].
+        dropout_row_keys: Dropout's hash keys of queries, [1, block_q]; `dropout_column_keys` has those of keys, [1,
+            block_kv].
         bias: [block_q, block_kv]; if it is a row, `bias_per_query` [1, block_q] or `bias_per_key` [1, block_kv].
         mask: In the same three forms as the bias.
         pattern: [block_q, block_kv].
-        dropout_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, along sublanes.
+        dropout_keys_column: Scratch, [queries or keys of the accumulated tile, 128]: its hash keys, along sublanes.
     """
 
     table: Ref
@@ -32,8 +33,8 @@ class TileRefs:
     k_ids: Ref = None
     q_positions: Ref = None
     k_positions: Ref = None
-    row_keys: Ref = None
-    column_keys: Ref = None
+    dropout_row_keys: Ref = None
+    dropout_column_keys: Ref = None
     bias: Ref = None
     bias_per_query: Ref = None
     bias_per_key: Ref = None
@@ -41,7 +42,7 @@ class TileRefs:
     mask_per_query: Ref = None
     mask_per_key: Ref = None
     pattern: Ref = None
-    dropout_column: Ref = None
+    dropout_keys_column: Ref = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,20 +78,20 @@ class BackwardRefs(TileRefs):
 
     Attributes:
         cotangent: [block_q, Dv].
-        shift: Log-sum-exp as a power of two, [1, block_q].
+        log2_lse: Log-sum-exp as a power of two, [1, block_q].
         delta: <cotangent, output>, [1, block_q].
         dquery: [block_q, D].
         dkey: [block_kv, D].
         dvalue: [block_kv, Dv].
         dbias: A tile of the bias's gradient, or a row of it.
         dquery_acc: Scratch, float32; same for the other accumulators.
-        shift_column: Scratch, [block_q, 128], `shift` in every lane; same for `delta_column`.
+        log2_lse_column: Scratch, [block_q, 128], `log2_lse` in every lane; same for `delta_column`.
         weights: Scratch, two buffers of the shape of scores.
         dscores: Scratch, two buffers of the same shape.
     """
 
     cotangent: Ref
-    shift: Ref
+    log2_lse: Ref
     delta: Ref
     weights: tuple[Ref, Ref]
     dscores: tuple[Ref, Ref]
@@ -102,7 +103,7 @@ class BackwardRefs(TileRefs):
     dkey_acc: Ref = None
     dvalue_acc: Ref = None
     dbias_acc: Ref = None
-    shift_column: Ref = None
+    log2_lse_column: Ref = None
     delta_column: Ref = None
 
     @property

@@ -26,9 +26,9 @@ from ejkernel_pallas.tpu.tiled_attention.kernels.refs import TileRefs
 from ejkernel_pallas.tpu.tiled_attention.plan import (
     HAS_WORK_FLAG,
     MASKED_FLAG,
-    entry_at,
     key_tile_of_entry,
     query_tile_of_entry,
+    read_pair_entry,
 )
 from ejkernel_pallas.tpu.tiled_attention.spec import MASKED_SCORE, TiledSpec
 
@@ -88,60 +88,62 @@ class ScoreChunk(NamedTuple):
         return buffers[self.buffer_index].at[: self.shape[0], : self.shape[1]]
 
 
-def current_entry(table: Any, distinct: DistinctRowsAndHeads) -> Any:
+def current_entry(table: Any, distinct_rows_and_heads: DistinctRowsAndHeads) -> Any:
     """Returns the entry of the current step of a kernel whose grid is (batch rows, heads, tile pairs, ...)."""
     b, h, step = (pl.program_id(axis) for axis in range(3))
-    return entry_at(table, distinct, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
+    return read_pair_entry(table, distinct_rows_and_heads, b, h, step, (pl.num_programs(1), pl.num_programs(2)))
 
 
-def for_each_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
-    """Calls `work` with every chunk of a tile pair; chunks are masked if the pair is."""
+def for_each_chunk(entry: Any, spec: TiledSpec, process_chunk: Callable[[ScoreChunk], None]) -> None:
+    """Calls `process_chunk` with every chunk of a tile pair; chunks are masked if the pair is."""
 
     @pl.when((entry & (HAS_WORK_FLAG | MASKED_FLAG)) == HAS_WORK_FLAG)
     def _() -> None:
-        _for_each_unmasked_chunk(entry, spec, work)
+        _for_each_unmasked_chunk(entry, spec, process_chunk)
 
     if spec.needs_masks:
 
         @pl.when((entry & MASKED_FLAG) != 0)
         def _() -> None:
             for at in _list_chunks(entry, spec, (spec.block_q, spec.block_kv), masked=True):
-                work(at)
+                process_chunk(at)
     else:
         # Entries are positive, so this never runs. Without a second user of the scratch buffers, the compiler would
         # promote them to registers, which would then spill.
         @pl.when(entry < 0)
         def _() -> None:
             for parity in (0, 1):
-                work(ScoreChunk(entry, 0, LANES, 0, LANES, False, spec, parity))
+                process_chunk(ScoreChunk(entry, 0, LANES, 0, LANES, False, spec, parity))
 
 
-def _for_each_unmasked_chunk(entry: Any, spec: TiledSpec, work: Callable[[ScoreChunk], None]) -> None:
-    """Calls `work` with every chunk of a full tile pair; a loop over the accumulated tile limits compile time."""
+def _for_each_unmasked_chunk(entry: Any, spec: TiledSpec, process_chunk: Callable[[ScoreChunk], None]) -> None:
+    """Calls `process_chunk` with every chunk of a full tile pair; a loop over the accumulated tile limits compile
+    time.
+    """
     if spec.block_q * spec.block_kv <= MAX_UNROLLED_PAIRS:
         for at in _list_chunks(entry, spec, (spec.block_q, spec.block_kv), masked=False):
-            work(at)
+            process_chunk(at)
         return
     stationary, size = ("first_key", spec.chunk_kv) if spec.accumulates_for_keys else ("first_query", spec.chunk_q)
-    chunk_shape = (spec.block_q, size) if spec.accumulates_for_keys else (size, spec.block_kv)
+    tile_shape = (spec.block_q, size) if spec.accumulates_for_keys else (size, spec.block_kv)
 
-    def add_chunks(step: Any, carry: None) -> None:
-        for at in _list_chunks(entry, spec, chunk_shape, masked=False):
-            work(at._replace(**{stationary: pl.multiple_of(step * size, LANES)}))
+    def process_chunk_row(step: Any, carry: None) -> None:
+        for at in _list_chunks(entry, spec, tile_shape, masked=False):
+            process_chunk(at._replace(**{stationary: pl.multiple_of(step * size, LANES)}))
 
-    lax.fori_loop(0, (spec.block_kv if spec.accumulates_for_keys else spec.block_q) // size, add_chunks, None)
+    lax.fori_loop(0, (spec.block_kv if spec.accumulates_for_keys else spec.block_q) // size, process_chunk_row, None)
 
 
-def _list_chunks(entry: Any, spec: TiledSpec, chunk_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
-    """Returns the chunks of the first `chunk_shape` queries and keys of a tile pair."""
+def _list_chunks(entry: Any, spec: TiledSpec, tile_shape: tuple[int, int], masked: bool) -> list[ScoreChunk]:
+    """Returns the chunks of the first `tile_shape` queries and keys of a tile pair."""
     cut = masked and spec.cuts_diagonal_chunks
     chunk_q, chunk_kv = spec.chunk_q, spec.chunk_kv
     if cut and not spec.cuts_diagonal_by_keys and chunk_q > MAX_DIAGONAL_CHUNK_SIZE:
         chunk_q, chunk_kv = math.gcd(chunk_q, MAX_DIAGONAL_CHUNK_SIZE), math.gcd(chunk_kv, MAX_DIAGONAL_CHUNK_SIZE)
     chunks = [
         ScoreChunk(entry, query, chunk_q, key, chunk_kv, masked, spec)
-        for query in range(0, chunk_shape[0], chunk_q)
-        for key in range(0, chunk_shape[1], chunk_kv)
+        for query in range(0, tile_shape[0], chunk_q)
+        for key in range(0, tile_shape[1], chunk_kv)
     ]
     if cut:
         chunks = [_cut_diagonal_chunk(at) for at in chunks if at.first_key < at.first_query + at.num_queries]
@@ -189,7 +191,7 @@ def scores(refs: TileRefs, key: jax.Array, query: jax.Array, at: ScoreChunk) -> 
     if spec.score_is_scaled_product:
         return s * spec.log2_scale, None
     s = s * spec.score_scale
-    bias = _bias_or_mask(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
+    bias = _load_bias_or_mask(refs.bias, refs.bias_per_query, refs.bias_per_key, at)
     if bias is not None:
         s = s + bias
     if spec.soft_cap is not None:
@@ -208,10 +210,10 @@ def attending_pairs(refs: TileRefs, at: ScoreChunk) -> jax.Array:
     if spec.window_left is not None or spec.window_right is not None:
         conditions += _pairs_in_band(refs, at)
     if refs.q_ids is not None:
-        q_ids, k_ids = query_column(refs.q_ids, at), key_row(refs.k_ids, at)
+        q_ids, k_ids = broadcast_query_values(refs.q_ids, at), broadcast_key_values(refs.k_ids, at)
         conditions += [q_ids == k_ids, q_ids >= 0]
     for pair_ref, queries, keys in ((refs.mask, refs.mask_per_query, refs.mask_per_key), (refs.pattern, None, None)):
-        mask = _bias_or_mask(pair_ref, queries, keys, at)
+        mask = _load_bias_or_mask(pair_ref, queries, keys, at)
         if mask is not None:
             conditions.append(mask != 0.0)
     if spec.has_partial_key_tile:
@@ -252,14 +254,14 @@ def double_buffer(shape: tuple[int, int], dtype: Any) -> tuple[Any, Any]:
 def dropout_scratch(spec: TiledSpec) -> dict[str, Any]:
     """Returns scratch memory for dropout's hash keys of the accumulated tile."""
     stationary = spec.block_kv if spec.accumulates_for_keys else spec.block_q
-    return {} if spec.dropout_threshold is None else {"dropout_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
+    return {} if spec.dropout_threshold is None else {"dropout_keys_column": pltpu.VMEM((stationary, LANES), jnp.int32)}
 
 
 def transpose_dropout_keys(refs: TileRefs, spec: TiledSpec) -> None:
     """Copies dropout's hash keys of the accumulated tile from lanes to sublanes, the axis of that tile in scores."""
     if spec.dropout_threshold is not None:
-        refs.dropout_column[...] = row_to_column(
-            (refs.column_keys if spec.accumulates_for_keys else refs.row_keys)[...]
+        refs.dropout_keys_column[...] = row_to_column(
+            (refs.dropout_column_keys if spec.accumulates_for_keys else refs.dropout_row_keys)[...]
         )
 
 
@@ -268,52 +270,55 @@ def apply_dropout(x: jax.Array, refs: TileRefs, at: ScoreChunk) -> jax.Array:
     if at.spec.dropout_threshold is None:
         return x
     stationary, across = (
-        (at.key_slice, refs.row_keys[:, at.query_slice])
+        (at.key_slice, refs.dropout_row_keys[:, at.query_slice])
         if at.spec.accumulates_for_keys
-        else (at.query_slice, refs.column_keys[:, at.key_slice])
+        else (at.query_slice, refs.dropout_column_keys[:, at.key_slice])
     )
-    dropout_products = repeat_lanes(refs.dropout_column[stationary, :], at.shape[1]) * across
+    dropout_products = repeat_lanes(refs.dropout_keys_column[stationary, :], at.shape[1]) * across
     # An unsigned comparison in signed arithmetic: both sides have their top bit flipped. In the products the column
     # keys contribute the flip: row keys are odd, so a flipped top bit stays flipped.
     return jnp.where(dropout_products >= jnp.int32(at.spec.dropout_threshold - 2**31), x, 0.0)
 
 
-def query_column(ref: Any, at: ScoreChunk) -> jax.Array:
+def broadcast_query_values(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_q], to be broadcast against scores."""
     row = _load_row_as_32_bits(ref, at.query_slice)
     return row if at.spec.accumulates_for_keys else repeat_lanes(row_to_column(row), at.num_keys)
 
 
-def key_row(ref: Any, at: ScoreChunk) -> jax.Array:
+def broadcast_key_values(ref: Any, at: ScoreChunk) -> jax.Array:
     """Returns the chunk's part of a row [1, block_kv], to be broadcast against scores."""
     row = _load_row_as_32_bits(ref, at.key_slice)
     return repeat_lanes(row_to_column(row), at.num_queries) if at.spec.accumulates_for_keys else row
 
 
-def _load_row_as_32_bits(ref: Any, span: slice) -> jax.Array:
+def _load_row_as_32_bits(ref: Any, row_slice: slice) -> jax.Array:
     """Returns part of a row in 32 bits: not every chip broadcasts and transposes narrower types."""
-    row = ref[:, span]
+    row = ref[:, row_slice]
     return row if row.dtype.itemsize == 4 else row.astype(jnp.float32)
 
 
 def _pairs_in_band(refs: TileRefs, at: ScoreChunk) -> list[jax.Array]:
     spec = at.spec
     if refs.q_positions is not None or refs.k_positions is not None:
-        q = _query_index(at) if refs.q_positions is None else query_column(refs.q_positions, at)
-        k = _key_index(at) if refs.k_positions is None else key_row(refs.k_positions, at)
+        q = _query_index(at) if refs.q_positions is None else broadcast_query_values(refs.q_positions, at)
+        k = _key_index(at) if refs.k_positions is None else broadcast_key_values(refs.k_positions, at)
         band_masks = [] if spec.window_left is None else [k - q >= -spec.window_left]
         return band_masks if spec.window_right is None else [*band_masks, k - q <= spec.window_right]
-    band_masks = [] if spec.window_left is None else [_by_distance(at, jnp.greater_equal, -spec.window_left)]
+    band_masks = [] if spec.window_left is None else [_compare_distances(at, jnp.greater_equal, -spec.window_left)]
     return (
-        band_masks if spec.window_right is None else [*band_masks, _by_distance(at, jnp.less_equal, spec.window_right)]
+        band_masks
+        if spec.window_right is None
+        else [*band_masks, _compare_distances(at, jnp.less_equal, spec.window_right)]
     )
 
 
-def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound: int) -> jax.Array:
+def _compare_distances(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], distance_bound: int) -> jax.Array:
     """Compares key index minus query index with a bound for every pair, register by register.
 
     The differences in each vector register are those of the first register plus a constant, which is moved to the
-    bound: one comparison per register. The first depends on the table, so the compiler cannot share masks between
+    distance_bound: one comparison per register. The first depends on the table, so the compiler cannot share masks
+        between
     chunks; shared masks would stay in registers from one chunk to the next, and spill.
     """
     spec, sign = at.spec, 1 if at.spec.accumulates_for_keys else -1
@@ -326,13 +331,15 @@ def _by_distance(at: ScoreChunk, compare: Callable[[Any, Any], jax.Array], bound
     across = [lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), axis) for axis in (0, 1)]
     first = corner + sign * (across[0] - across[1])
     rows = [
-        jnp.concatenate([compare(first, bound - sign * (row - lane)) for lane in range(0, at.shape[1], LANES)], axis=1)
+        jnp.concatenate(
+            [compare(first, distance_bound - sign * (row - lane)) for lane in range(0, at.shape[1], LANES)], axis=1
+        )
         for row in range(0, at.shape[0], SUBLANES)
     ]
     return jnp.concatenate(rows, axis=0)
 
 
-def _bias_or_mask(bias_or_mask_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
+def _load_bias_or_mask(bias_or_mask_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk) -> jax.Array | None:
     """Returns a bias or mask of the chunk's pairs, in float32, to be broadcast against scores; None if there is
     none.
     """
@@ -340,8 +347,8 @@ def _bias_or_mask(bias_or_mask_ref: Ref, queries: Ref, keys: Ref, at: ScoreChunk
         x = bias_or_mask_ref[at.query_slice, at.key_slice].astype(jnp.float32)
         return x.T if at.spec.accumulates_for_keys else x
     if queries is not None:
-        return query_column(queries, at)
-    return None if keys is None else key_row(keys, at)
+        return broadcast_query_values(queries, at)
+    return None if keys is None else broadcast_key_values(keys, at)
 
 
 def _key_index(at: ScoreChunk) -> jax.Array:
