@@ -15,6 +15,9 @@ from ejkernel_pallas.tpu.profile.operation import make_profile_case
 from ejkernel_pallas.tpu.profile.report import Report
 from ejkernel_pallas.tpu.profile.text import print_report
 
+FILE_PATH_TYPE = click.Path(dir_okay=False, path_type=Path)
+FOLDER_PATH_TYPE = click.Path(file_okay=False, path_type=Path)
+
 
 @click.command()
 @add_call_options
@@ -24,18 +27,8 @@ from ejkernel_pallas.tpu.profile.text import print_report
 )  # fmt: skip
 @click.option("--gradient", is_flag=True, help="Also the kernels of the gradient.")
 @click.option("--flops", type=click.FloatRange(min=0, min_open=True), help="Useful operations of the call, for MFU.")
-@click.option(
-    "--plot",
-    "plot_path",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw the use of slots into a PNG file.",
-)
-@click.option(
-    "--keep",
-    "dump_folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Leave what libtpu writes in this directory.",
-)
+@click.option("--plot", "plot_path", type=FILE_PATH_TYPE, help="Draw the use of slots into a PNG file.")
+@click.option("--keep", "dump_folder", type=FOLDER_PATH_TYPE, help="Leave what libtpu writes in this directory.")
 @click.pass_context
 def profile(
     ctx: click.Context,

@@ -105,9 +105,7 @@ def _update_slots(record: SelectiveScan, plan: SlotUpdatePlan, slot_states: jax.
             inputs={
                 "x": update_token_operand(x),
                 "dt": update_token_operand(plan.gather_to_chunks(record.step)),
-                "write_and_read": Operand(
-                    columns, (None, *columns.shape[1:]), lambda tile, chunk, *_: (chunk, 0, 0, 0)
-                ),
+                "write_and_read": Operand(columns, (None, *columns.shape[1:]), lambda _, chunk, *__: (chunk, 0, 0, 0)),
                 "decay": update_channel_operand(record.decay.T.astype(jnp.float32) * LOG2E),
                 "skip": update_channel_operand(record.skip.astype(jnp.float32)[None]),
                 "initial_state": Operand(transposed_slots, block, slot_index),

@@ -159,7 +159,7 @@ class RingRoute:
             process_load: Called with the index of a load and its arrays by name, without the carried gradients.
             process_gradients: Called with the same and the carried gradients, to which it adds.
         """
-        self._copy_own_arrays_and_synchronise([load] if carried_gradients is None else [load, carried_gradients])
+        self._copy_local_arrays_and_synchronise([load] if carried_gradients is None else [load, carried_gradients])
 
         def step(load_index: Any, carry: None) -> None:
             slot = lax.rem(load_index, 2)
@@ -181,7 +181,7 @@ class RingRoute:
 
         lax.fori_loop(0, self.num_loads, step, None)
 
-    def _copy_own_arrays_and_synchronise(self, channel_refs: list[ChannelRefs]) -> None:
+    def _copy_local_arrays_and_synchronise(self, channel_refs: list[ChannelRefs]) -> None:
         """Copies the device's own arrays to slot 0, and waits until the next device also runs this kernel."""
         local = [copy for refs in channel_refs for copy in refs.local_copies()]
         for copy in local:
