@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 # The setting `pythonpath` of pyproject.toml is not read where tests are run from another folder.
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from suite import arrays, draws, needs, selection
+from suite import arrays, contexts, draws, needs, selection
 from suite.state import SharedStateGuard
 
 # Two runs of a test try the same examples, and a busy machine is no failure.
@@ -21,6 +21,7 @@ settings.register_profile("ejkernel", derandomize=True, database=None, deadline=
 settings.load_profile("ejkernel")
 draws.install()
 arrays.install()
+contexts.install()
 
 NOTES = "ejkernel_notes"
 _notes = pytest.StashKey[list[str]]()
@@ -59,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _select(config, items, str(command))
     config.stash[_notes] = needs.remove_tests_with_unmet_needs(items, config.getoption("--needs"))
     if (seed := config.getoption("--shuffle")) is not None:
-        selection.shuffle_files_and_tests(items, seed)
+        selection.shuffle_in_groups(items, seed)
     elif command != "all" or hasattr(config, "workerinput"):  # a process of a run in parallel
         selection.move_long_tests_first(items)
 

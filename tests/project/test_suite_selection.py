@@ -3,6 +3,7 @@
 import ast
 import json
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,29 @@ def test_processes_of_a_run_in_parallel_begin_with_long_tests(cover, request, mo
     items = [SimpleNamespace(nodeid=f"a.py::test_{name}[1]") for name in ("short", "new", "long", "longer")]
     conftest.pytest_collection_modifyitems(config, items)
     assert [item.nodeid[11:-3] for item in items] == ["longer", "long", "short", "new"]
+
+
+def shuffled(seed):
+    """The ids of some tests in the order of a seed."""
+    names = [f"{file}::test_{name}[{case}]" for file in "ab" for name in ("one", "two", "three") for case in "xyz"]
+    items = [SimpleNamespace(nodeid=name, path=Path(name[0])) for name in [*names, "a.py::test_long", "b::test_plain"]]
+    selection.shuffle_in_groups(items, seed)
+    return [item.nodeid for item in items]
+
+
+def test_shuffling_changes_every_order_and_keeps_tests_together_that_share_programs(monkeypatch):
+    """Tests of one case were apart, and their programs were compiled again: 640 s instead of 516 s."""
+    monkeypatch.setattr(selection, "known_costs", lambda: COSTS)
+    orders = {seed: shuffled(seed) for seed in range(8)}
+    for order in orders.values():
+        assert order[0] == "a.py::test_long"
+        groups = [(name[0], selection.group_id_of(SimpleNamespace(nodeid=name))) for name in order[1:]]
+        assert [key for key, _ in groupby(groups)] == list(dict.fromkeys(groups))
+        assert len({file for file, _ in groupby(file for file, _ in groups)}) == 2
+    assert orders[3] == shuffled(3)
+    for position in (1, -1):
+        assert len({order[position][0] for order in orders.values()}) == 2
+        assert len({order[position].partition("::")[2] for order in orders.values()}) > 3
 
 
 def test_costs_are_those_of_tests_that_exist_each_once():

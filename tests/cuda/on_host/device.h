@@ -6,6 +6,7 @@
 // changes the result.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -84,8 +85,9 @@ struct Block {
 };
 
 struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
+  ucontext_t context;  // of its beginning
+  jmp_buf place;  // where it goes on
+  bool begun = false;
   Block* block;
   unsigned index;
   bool done = false;
@@ -98,11 +100,21 @@ struct Thread {
 inline std::vector<std::unique_ptr<Block>> blocks;  // of a cluster
 inline Barrier cluster;
 inline Thread* current;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
+inline std::vector<std::unique_ptr<char[]>> stacks;  // of the threads of any cluster
 inline std::function<void()> body;
 inline std::vector<std::pair<const char*, size_t>> arrays;  // what kernels may read
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+// `swapcontext` would ask the kernel for the mask of signals at each switch.
+inline void yield() {
+  if (!_setjmp(current->place)) _longjmp(scheduler, 1);
+}
+inline void resume(Thread& thread) {
+  if (_setjmp(scheduler)) return;
+  if (thread.begun) _longjmp(thread.place, 1);
+  thread.begun = true;
+  setcontext(&thread.context);
+}
 inline Warp& warp() { return current->block->warps[current->index / 32]; }
 
 inline void run_thread() {
@@ -145,9 +157,9 @@ inline void run_cluster(
       auto thread = std::make_unique<Thread>();
       thread->block = &block;
       thread->index = t;
-      thread->stack = std::make_unique<char[]>(kStack);
+      if (stacks.size() == threads.size()) stacks.push_back(std::make_unique<char[]>(kStack));
       getcontext(&thread->context);
-      thread->context.uc_stack = {thread->stack.get(), 0, size_t(kStack)};
+      thread->context.uc_stack = {stacks[threads.size()].get(), 0, size_t(kStack)};
       thread->context.uc_link = nullptr;
       makecontext(&thread->context, run_thread, 0);
       threads.push_back(std::move(thread));
@@ -161,7 +173,7 @@ inline void run_cluster(
       Thread& thread = *threads[(start + i * stride) % threads.size()];
       if (thread.done) continue;
       current = &thread;
-      swapcontext(&scheduler, &thread.context);
+      resume(thread);
       if (!thread.done) continue;
       --running;
       // The multiprocessor gives the shared memory of a block that has ended to another block.

@@ -103,14 +103,35 @@ def remove_tests_of_other_command(items: list[pytest.Item], command: str) -> lis
     return left
 
 
-def shuffle_files_and_tests(items: list[pytest.Item], seed: int) -> None:
-    """Puts files in a random order, and the tests of each; the same in every process, whatever its seed of hashes."""
-    generator = random.Random(seed)
-    files = sorted({str(item.path) for item in items})
-    generator.shuffle(files)
-    place = {file: index for index, file in enumerate(files)}
+def shuffle_in_groups(items: list[pytest.Item], seed: int) -> None:
+    """Puts files in a random order, the groups of tests in each, and the tests in each group.
+
+    Tests of a group have the same parameters, and most of them share compiled programs, which a process keeps for a few
+    groups at a time. Tests of more than `LONG_TEST_SECONDS` come first, in a random order, too. The order is the same
+    in every process, whatever its seed of hashes.
+    """
+    generator, costs = random.Random(seed), known_costs()
     generator.shuffle(items)
-    items.sort(key=lambda item: place[str(item.path)])
+    places: list[dict[str, int]] = []
+    for names in ({str(item.path) for item in items}, {group_id_of(item) for item in items}):
+        ordered = sorted(names)
+        generator.shuffle(ordered)
+        places.append({name: index for index, name in enumerate(ordered)})
+    files, groups = places
+
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        return (
+            costs.get(function_id_of(item), 0.0) <= LONG_TEST_SECONDS,
+            files[str(item.path)],
+            groups[group_id_of(item)],
+        )
+
+    items.sort(key=place)
+
+
+def group_id_of(item: pytest.Item) -> str:
+    """The parameters of a test; of a test without parameters its id."""
+    return item.nodeid.partition("[")[2] or item.nodeid
 
 
 def move_long_tests_first(items: list[pytest.Item]) -> None:
