@@ -32,9 +32,9 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 # on the CPU: XLA's code for GPUs is wrong at that level), and their fusions go through the older of XLA's two code
 # generators for the CPU, which takes half the time; an XLA that no longer has it ignores the option. A program is not
 # split into parts for threads to compile: they are so small that the parts take longer. The C library keeps the memory
-# that it has, instead of asking for it again at the next program. The examples of the documentation, and the session
-# `minimal`, compile as users do. Dozens of tests start Python anew: bytecode is kept even where the environment says
-# otherwise, and `python -c "import jax"` takes 0.7 s of a processor instead of 2.4 s.
+# that it has, instead of asking for it again at the next program. The sessions `docs`, which runs the examples of the
+# documentation, and `minimal` compile as users do. Dozens of tests start Python anew: bytecode is kept even where the
+# environment says otherwise, and `python -c "import jax"` takes 0.7 s of a processor instead of 2.4 s.
 IN_ONE_PIECE = f"{DEVICES} --xla_cpu_parallel_codegen_split_count=1"
 SMALL_PROCESSES = {
     "MALLOC_TRIM_THRESHOLD_": str(2**28),
@@ -49,7 +49,7 @@ QUICK = {
     **SMALL_PROCESSES,
 }
 AS_USERS = {"XLA_FLAGS": IN_ONE_PIECE, **SMALL_PROCESSES}
-"""The same programs as users compile, for the examples of the documentation."""
+"""The same programs as users compile, for the examples of the documentation in the session `docs`."""
 
 PROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
@@ -136,9 +136,9 @@ def pytest(session: nox.Session, *args: str, **env: str) -> None:
     session.run("python", "-m", "pytest", *parallel, *args, *session.posargs, env={**QUICK, **env})
 
 
-def examples(session: nox.Session) -> None:
+def examples(session: nox.Session, compiler: dict[str, str] = QUICK) -> None:
     """Execute the fenced Python of the documentation, a page in one process: its examples share their names."""
-    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md", env=AS_USERS)
+    session.run("python", "-m", "pytest", *PROCESSES, "--dist", "loadfile", "docs", "README.md", env=compiler)
 
 
 def selects(session: nox.Session) -> bool:
@@ -365,7 +365,7 @@ def docs(session: nox.Session) -> None:
     session.run("python", ".ci/build_site.py")
     # MkDocs builds the same pages, so that the site depends on neither of the two alone.
     session.run("mkdocs", "build", "--strict", env={"EJKERNEL_DOCS_MODELS": "skip"})
-    examples(session)
+    examples(session, AS_USERS)
 
 
 # --- shipping it -----------------------------------------------------------------------------------------------------
