@@ -13,7 +13,7 @@ from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.device import target_device
 from ejkernel.types.pullback import Pullback
 from ejkernel_triton import ahead, launch
-from ejkernel_triton.token_sparse_attention import config, plan, shared_memory_reasons
+from ejkernel_triton.token_sparse_attention import config, plan, shared_memory_refusal_reasons
 from ejkernel_triton.token_sparse_attention.backward import backward
 from ejkernel_triton.token_sparse_attention.forward import forward
 from ejkernel_triton.token_sparse_attention.spec import key_tile_columns
@@ -61,7 +61,7 @@ def test_gradients_of_entries_of_one_chunk_fit_their_share_of_memory():
     record = make_record(**LATENT, tokens=4096)
     chunk = plan.queries_per_chunk(record, 576)
     assert 1 < chunk < 4096
-    assert chunk * record.indices.shape[3] * 576 * 2 <= plan.CHUNK_BYTES
+    assert chunk * record.indices.shape[3] * 576 * 2 <= plan.MAX_CHUNK_BYTES
 
 
 def make_record(*, heads, kv_heads, head_dim, value_size, has_value=True, dtype=jnp.bfloat16, tokens=1024):
@@ -118,13 +118,13 @@ def test_default_tiles_of_wide_rows_fit_the_chip(name, chip):
 
 def test_rows_that_shared_memory_cannot_hold_are_refused_by_their_sizes():
     with target_device(CHIPS["gfx942"]):
-        (reason,) = shared_memory_reasons(make_record(**LATENT))
+        (reason,) = shared_memory_refusal_reasons(make_record(**LATENT))
     assert reason.startswith("keys of 576 and values of 512 entries take")
     assert reason.endswith("gfx942 has 65536")
     with target_device(CHIPS["sm_90"]):
-        assert not list(shared_memory_reasons(make_record(**LATENT)))
+        assert not list(shared_memory_refusal_reasons(make_record(**LATENT)))
 
 
-def test_hopper_multiplies_latent_rows_on_its_own_matrix_unit():
+def test_hopper_kernels_use_wgmma_for_latent_rows():
     (call,) = (x for x in launches("sm_90", LATENT) if x.kernel.__name__ == "sparse_fwd_kernel")
     assert "wgmma" in ahead.compile_for_chip(call, "sm_90").assembly

@@ -147,17 +147,21 @@ def _vmap_rule(
     """
 
     def fold_vmapped_axis(
-        size: int, batched: list[bool], *vmapped_arrays: jax.Array
+        axis_size: int, are_vmapped: list[bool], *vmapped_arrays: jax.Array
     ) -> tuple[tuple[jax.Array, ...], tuple[bool, ...]]:
-        folded_inputs = _fold_vmapped_inputs(vmapped_arrays, size, batched, call.aliases)
+        folded_inputs = _fold_vmapped_inputs(vmapped_arrays, axis_size, are_vmapped, call.aliases)
         launch_inputs = [None if x is None else y for x, y in zip(inputs, folded_inputs, strict=True)]
         folded_outputs = [
-            x if isinstance(x, int) else ShapeDtype((size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
+            x if isinstance(x, int) else ShapeDtype((axis_size * x.shape[0], *x.shape[1:]), x.dtype) for x in outputs
         ]
         # Calls `launch` again, so that an outer vmap finds this rule too.
-        folded_options: dict[str, Any] = {**options, "batch": size * options["batch"], "grid": size * call.grid}
+        folded_options: dict[str, Any] = {
+            **options,
+            "batch": axis_size * options["batch"],
+            "grid": axis_size * call.grid,
+        }
         results = launch(call.kernel, launch_inputs, folded_outputs, **folded_options)
-        shapes = [(size, *x.shape) for x in call.outputs]
+        shapes = [(axis_size, *x.shape) for x in call.outputs]
         return tuple(x.reshape(y) for x, y in zip(results, shapes, strict=True)), (True,) * len(results)
 
     return fold_vmapped_axis
@@ -179,27 +183,27 @@ def _find_aliases(outputs: Sequence[ShapeDtype | int]) -> dict[int, int]:
 
 
 def _fold_vmapped_inputs(
-    arrays: Sequence[jax.Array], size: int, batched: Sequence[bool], aliases: Mapping[int, int]
+    arrays: Sequence[jax.Array], axis_size: int, are_vmapped: Sequence[bool], aliases: Mapping[int, int]
 ) -> list[jax.Array]:
-    """Returns the inputs of a single launch for all `size` elements of a vmapped axis, which become batch rows."""
+    """Returns the inputs of a single launch for all `axis_size` elements of a vmapped axis, which become batch rows."""
     # An array that is written needs its own copy for every element of the vmapped axis.
-    written = [n in aliases and not b for n, b in enumerate(batched)]
-    copies = [jnp.broadcast_to(x, (size, *x.shape)) if w else x for x, w in zip(arrays, written, strict=True)]
-    return [_fold_into_batch(x, size, b or w) for x, b, w in zip(copies, batched, written, strict=True)]
+    written = [n in aliases and not b for n, b in enumerate(are_vmapped)]
+    copies = [jnp.broadcast_to(x, (axis_size, *x.shape)) if w else x for x, w in zip(arrays, written, strict=True)]
+    return [_fold_into_batch(x, axis_size, b or w) for x, b, w in zip(copies, are_vmapped, written, strict=True)]
 
 
 def _shape_and_dtype(x: Any) -> ShapeDtype:
     return ShapeDtype(x.shape, x.dtype)
 
 
-def _fold_into_batch(x: jax.Array, size: int, is_vmapped: bool) -> jax.Array:
-    """Returns an array for a batch that is `size` times as large: mapped, or shared without a copy if it has one
+def _fold_into_batch(x: jax.Array, axis_size: int, is_vmapped: bool) -> jax.Array:
+    """Returns an array for a batch that is `axis_size` times as large: mapped, or shared without a copy if it has one
     row.
     """
     if not is_vmapped:
         if x.shape[0] == 1:
             return x
-        x = jnp.broadcast_to(x, (size, *x.shape))
+        x = jnp.broadcast_to(x, (axis_size, *x.shape))
     return x.reshape(-1, *x.shape[2:])
 
 

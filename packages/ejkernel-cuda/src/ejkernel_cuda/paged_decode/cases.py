@@ -69,34 +69,34 @@ def _with_quantised_cache(inputs: Any, dtype: Any, names: tuple[str, ...] = ("ke
     return make_inputs
 
 
-PAGE_ROWS: tuple[Row[PagedSizes], ...] = (
+PAGE_ATTENTION_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, bfloat16", DECODE_SIZES, _no_options, (), ()),
     ("decode, head sizes 64 and 48, float16", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
     ("decode, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
     ("decode, sinks, lse", DECODE_SIZES, _sinks_with_lse, ("softmax_aux",), ()),
 )
-QUANTISED_ROWS: tuple[Row[PagedSizes], ...] = (
+FLOAT8_E4M3_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, float8", DECODE_SIZES, _no_options, (), ()),
     ("decode, float8, window", DECODE_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
     ("decode, float8, head sizes 64 and 48", SMALL_HEAD_DIM_SIZES, _no_options, (), ()),
     ("decode, float8, 20 heads of 160 and 256", LARGE_HEAD_DIM_SIZES, _no_options, (), ("awkward",)),
 )
-FLOAT8_E5M2_ROWS: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
-UNIFIED_ROWS: tuple[Row[PagedSizes], ...] = (
+FLOAT8_E5M2_CASES: tuple[Row[PagedSizes], ...] = (("decode, float8 of 5 bits", DECODE_SIZES, _no_options, (), ()),)
+UNIFIED_ATTENTION_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, lse", ONE_QUERY_PACKED_SIZES, lambda key: {"return_lse": True}, (), ()),
     ("decode, rows of few sequences", UNEVEN_QUERY_SIZES, lambda key: WINDOW_OPTIONS, ("sliding_window",), ()),
     ("decode, not causal", UNEVEN_QUERY_SIZES, lambda key: TWO_SIDED_WINDOW_OPTIONS, ("causal",), ()),
     ("decode, soft cap", ONE_QUERY_PACKED_SIZES, lambda key: SOFT_CAP_OPTIONS, ("logits_soft_cap",), ()),
 )
-RAGGED_V2_ROWS: tuple[Row[PagedSizes], ...] = (
+RAGGED_V2_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, sequences", ONE_QUERY_PACKED_SIZES, _no_options, ("num_seqs",), ()),
 )
-WRITTEN_FIELDS = ("new_keys", "new_values", "value_scale", "num_seqs")
-RAGGED_V3_ROWS: tuple[Row[PagedSizes], ...] = (
-    ("decode, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+NEW_TOKEN_FIELDS = ("new_keys", "new_values", "value_scale", "num_seqs")
+RAGGED_V3_CASES: tuple[Row[PagedSizes], ...] = (
+    ("decode, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, NEW_TOKEN_FIELDS, ()),
 )
-FLOAT8_ROWS: tuple[Row[PagedSizes], ...] = (
-    ("decode, float8, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+FLOAT8_RAGGED_V3_CASES: tuple[Row[PagedSizes], ...] = (
+    ("decode, float8, written", ONE_QUERY_PACKED_SIZES, lambda key: SCALE_OPTIONS, NEW_TOKEN_FIELDS, ()),
     (
         "decode, float8, written, padded",
         PADDED_HEAD_DIM_SIZES,
@@ -105,10 +105,10 @@ FLOAT8_ROWS: tuple[Row[PagedSizes], ...] = (
         (),
     ),
 )
-INT8_ROWS: tuple[Row[PagedSizes], ...] = (
-    ("decode, int8, written", ONE_QUERY_PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, WRITTEN_FIELDS, ()),
+INT8_RAGGED_V3_CASES: tuple[Row[PagedSizes], ...] = (
+    ("decode, int8, written", ONE_QUERY_PACKED_SIZES, lambda key: INT8_SCALE_OPTIONS, NEW_TOKEN_FIELDS, ()),
 )
-DENSE_ROWS: tuple[Row[PagedSizes], ...] = (
+DENSE_CACHE_CASES: tuple[Row[PagedSizes], ...] = (
     (
         "decode, float8",
         DENSE_CACHE_SIZES,
@@ -117,11 +117,11 @@ DENSE_ROWS: tuple[Row[PagedSizes], ...] = (
         (),
     ),
 )
-CHUNKED_ROWS: tuple[Row[PagedSizes], ...] = (
+CHUNKED_PREFILL_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, bfloat16", ONE_QUERY_PACKED_SIZES, _no_options, ("new_keys",), ()),
     ("decode, written, rows of few sequences", UNEVEN_QUERY_SIZES, _no_options, ("new_keys", "new_values"), ()),
 )
-PREFILL_PAGE_ATTENTION_ROWS: tuple[Row[PagedSizes], ...] = (
+PREFILL_PAGE_ATTENTION_CASES: tuple[Row[PagedSizes], ...] = (
     ("decode, float8", ONE_QUERY_PREFILL_SIZES, _no_options, (), ()),
 )
 
@@ -130,32 +130,32 @@ def cases() -> dict[str, tuple[Case, ...]]:
     """Returns the conformance cases of each operation, by its name."""
     return {
         "page_attention": (
-            *make_cases_of_rows(PageAttentionArguments, page_inputs, PAGE_ROWS),
+            *make_cases_of_rows(PageAttentionArguments, page_inputs, PAGE_ATTENTION_CASES),
             *make_cases_of_rows(
-                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e4m3fn), QUANTISED_ROWS
+                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e4m3fn), FLOAT8_E4M3_CASES
             ),
             *make_cases_of_rows(
-                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), FLOAT8_E5M2_ROWS
+                PageAttentionArguments, _with_quantised_cache(page_inputs, jnp.float8_e5m2), FLOAT8_E5M2_CASES
             ),
         ),
-        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, UNIFIED_ROWS),
-        "ragged_page_attention_v2": make_cases_of_rows(RaggedPageAttentionv2Arguments, v2_inputs, RAGGED_V2_ROWS),
+        "unified_attention": make_cases_of_rows(UnifiedAttentionArguments, packed_inputs, UNIFIED_ATTENTION_CASES),
+        "ragged_page_attention_v2": make_cases_of_rows(RaggedPageAttentionv2Arguments, v2_inputs, RAGGED_V2_CASES),
         "ragged_page_attention_v3": (
-            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_inputs, RAGGED_V3_ROWS),
-            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_float8_inputs, FLOAT8_ROWS),
-            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_int8_inputs, INT8_ROWS),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_inputs, RAGGED_V3_CASES),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_float8_inputs, FLOAT8_RAGGED_V3_CASES),
+            *make_cases_of_rows(RaggedPageAttentionv3Arguments, v3_int8_inputs, INT8_RAGGED_V3_CASES),
         ),
         "chunked_prefill_paged_decode": make_cases_of_rows(
-            ChunkedPrefillPagedDecodeArguments, chunked_prefill_inputs, CHUNKED_ROWS
+            ChunkedPrefillPagedDecodeArguments, chunked_prefill_inputs, CHUNKED_PREFILL_CASES
         ),
         "ragged_decode_attention": make_cases_of_rows(
             RaggedDecodeAttentionArguments,
             _with_quantised_cache(ragged_decode_inputs, jnp.float8_e4m3fn, ("key", "value")),
-            DENSE_ROWS,
+            DENSE_CACHE_CASES,
         ),
         "prefill_page_attention": make_cases_of_rows(
             PrefillPageAttentionArguments,
             _with_quantised_cache(prefill_inputs, jnp.float8_e4m3fn),
-            PREFILL_PAGE_ATTENTION_ROWS,
+            PREFILL_PAGE_ATTENTION_CASES,
         ),
     }

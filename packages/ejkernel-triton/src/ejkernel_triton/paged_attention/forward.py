@@ -247,7 +247,7 @@ def _write_cache_array(
 
     assert record.block_tables is not None
     components = (keys,) if values is None else (keys, values)
-    spec = make_write_spec(record, components, pages, entries=work_list.shape[0], block_q=block_q)
+    spec = make_write_spec(record, components, pages, num_entries=work_list.shape[0], block_q=block_q)
     tokens = [None if x is None else x.astype(pages.dtype)[None] for x in (keys, values)]
     (written,) = launch(
         cache_write_kernel,

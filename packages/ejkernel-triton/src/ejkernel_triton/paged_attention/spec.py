@@ -235,30 +235,30 @@ def make_spec(
 
 
 def make_write_spec(
-    record: PagedAttention, components: tuple[jax.Array, ...], pages: jax.Array, *, entries: int, block_q: int
+    record: PagedAttention, kv_components: tuple[jax.Array, ...], pages: jax.Array, *, num_entries: int, block_q: int
 ) -> WriteSpec:
     """Returns the constants of the kernel that writes new tokens into one array of the cache.
 
     Args:
         record: The canonical arguments, with block tables.
-        components: The keys, or keys and values, that go into the array, [T, HK, D].
+        kv_components: The keys, or keys and values, that go into the array, [T, HK, D].
         pages: The array.
-        entries: Entries of the work list.
+        num_entries: Entries of the work list.
         block_q: Query rows per entry, at most.
     """
     assert record.block_tables is not None
-    (tokens, kv_heads, width), row_width = components[0].shape, pages.shape[-1]
+    (tokens, kv_heads, width), row_width = kv_components[0].shape, pages.shape[-1]
     first_part_width, second_part_start = record.latent or (width, width)
     layout = record.kv_layout
     return WriteSpec(
         NUM_TOKENS=tokens,
         NUM_SEQUENCES=record.kv_lens.shape[0],
         PAGES_PER_SEQUENCE=record.block_tables.shape[1],
-        NUM_ENTRIES=entries,
+        NUM_ENTRIES=num_entries,
         BLOCK_Q=block_q,
         HK=kv_heads,
         CACHE_HEADS=pages.shape[layout.index("h")] if "h" in layout else 1,
-        KV_COMPONENTS=len(components),
+        KV_COMPONENTS=len(kv_components),
         D=width,
         CACHE_ROW_WIDTH=row_width,
         PADDED_ROW_WIDTH=pad_to_dot_size(row_width),

@@ -14,7 +14,7 @@ MAX_HEAD_DIM = 1024
 """The largest rows that the tiles of a program hold."""
 
 
-def shared_memory_reasons(record: Any) -> Iterable[str]:
+def shared_memory_refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if shared_memory_refusal := config.shared_memory_refusal(record, current_device()):
         yield shared_memory_refusal
@@ -31,7 +31,7 @@ def implementations() -> tuple[Implementation, ...]:
             requires=triton_requires(
                 head_dims=range(1, MAX_HEAD_DIM + 1),
                 handles={*optional_fields(FAMILY.record), "lse_cotangent"},
-                extra_reasons=shared_memory_reasons,
+                extra_reasons=shared_memory_refusal_reasons,
             ),
             config=ConfigSpace.of(config, forward=config.SparseForward, backward=config.SparseBackward),
         ),

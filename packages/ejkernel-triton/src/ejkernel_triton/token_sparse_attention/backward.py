@@ -17,11 +17,11 @@ from ejkernel.types.pullback import Pullback
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.sizes import pad_to_power_of_two
 from ejkernel_triton.token_sparse_attention.config import SparseBackward
-from ejkernel_triton.token_sparse_attention.forward import key_inputs
+from ejkernel_triton.token_sparse_attention.forward import key_and_value_inputs
 from ejkernel_triton.token_sparse_attention.plan import entry_dtype, order_entries_by_key, queries_per_chunk
 from ejkernel_triton.token_sparse_attention.spec import make_spec, value_is_first_tile
 
-RowInputs = tuple[jax.Array, jax.Array, jax.Array]
+PerQueryInputs = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def backward(pullback: Pullback, config: SparseBackward) -> dict[str, jax.Array]:
@@ -35,22 +35,24 @@ def backward(pullback: Pullback, config: SparseBackward) -> dict[str, jax.Array]
         Each requested gradient, in its field's shape and dtype.
     """
     record, terms = pullback.record, softmax_gradient_terms(pullback)
-    row_inputs = (pullback.cotangent, terms.lse * LOG2E, terms.delta)
+    per_query_inputs = (pullback.cotangent, terms.lse * LOG2E, terms.delta)
     gradients: dict[str, Any] = {"softmax_aux": sink_gradient(record, terms)}
     if "query" in pullback.grad_fields:
-        gradients["query"] = _query_gradient(record, row_inputs, config)
+        gradients["query"] = _query_gradient(record, per_query_inputs, config)
     if pullback.grad_fields & {"key", "value"}:
-        gradients["key"], gradients["value"] = _key_gradients(record, row_inputs, config)
+        gradients["key"], gradients["value"] = _key_gradients(record, per_query_inputs, config)
     return {name: gradients[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
-def _query_gradient(record: TokenSparseAttention, row_inputs: RowInputs, config: SparseBackward) -> jax.Array:
+def _query_gradient(
+    record: TokenSparseAttention, per_query_inputs: PerQueryInputs, config: SparseBackward
+) -> jax.Array:
     from ejkernel_triton.token_sparse_attention.kernels.sparse_bwd_dq import sparse_bwd_dq_kernel
 
     spec, batch = make_spec(record), record.query.shape[0]
     (dquery,) = launch(
         sparse_bwd_dq_kernel,
-        (record.query, *key_inputs(record), record.indices, *row_inputs),
+        (record.query, *key_and_value_inputs(record), record.indices, *per_query_inputs),
         [ShapeDtype(record.query.shape, record.query.dtype)],
         batch=batch,
         grid=cdiv(spec.G, config.heads) * spec.HK * spec.T * batch,
@@ -62,50 +64,50 @@ def _query_gradient(record: TokenSparseAttention, row_inputs: RowInputs, config:
 
 
 def _key_gradients(
-    record: TokenSparseAttention, row_inputs: RowInputs, config: SparseBackward
+    record: TokenSparseAttention, per_query_inputs: PerQueryInputs, config: SparseBackward
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the gradients of key and value, float32; None for a value that is the start of its key."""
     (batch, keys, kv_heads, channels), size = record.key.shape, record.value_size
     widths = (channels,) if value_is_first_tile(record) else (channels, size)
     chunk = queries_per_chunk(record, kv_heads * sum(widths))
 
-    def add_chunk(sums: tuple[jax.Array, ...], arrays: Any) -> tuple[tuple[jax.Array, ...], None]:
+    def add_chunk_gradients(sums: tuple[jax.Array, ...], arrays: Any) -> tuple[tuple[jax.Array, ...], None]:
         query, indices, *rows = arrays
         part = dataclasses.replace(record, query=query, indices=indices)
         entry_rows = _entry_gradients(part, (rows[0], rows[1], rows[2]), widths, config)
         order = order_entries_by_key(indices, keys)
         return tuple(_add_entries(x, order, y) for x, y in zip(sums, entry_rows, strict=True)), None
 
-    arrays = (record.query, record.indices, *row_inputs)
-    chunked = tuple(_into_chunks(x, chunk, -1 if x is record.indices else 0) for x in arrays)
+    arrays = (record.query, record.indices, *per_query_inputs)
+    chunked = tuple(_split_queries_into_chunks(x, chunk, -1 if x is record.indices else 0) for x in arrays)
     start = tuple(jnp.zeros((batch, keys, kv_heads, width), jnp.float32) for width in widths)
-    (dkey, *rest), _ = lax.scan(add_chunk, start, chunked)
+    (dkey, *rest), _ = lax.scan(add_chunk_gradients, start, chunked)
     if record.value is not None:
         return dkey, rest[0]
     return (dkey.at[..., :size].add(rest[0]) if rest else dkey), None
 
 
-def _into_chunks(x: jax.Array, chunk: int, fill: int) -> jax.Array:
+def _split_queries_into_chunks(x: jax.Array, chunk: int, fill_value: int) -> jax.Array:
     """Returns [B, T, ...] as [chunks, B, chunk, ...]; the last one is filled up."""
     batch, tokens = x.shape[:2]
     missing = -tokens % chunk
-    x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+    x = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill_value)
     return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
 
 def _entry_gradients(
-    record: TokenSparseAttention, row_inputs: RowInputs, widths: tuple[int, ...], config: SparseBackward
+    record: TokenSparseAttention, per_query_inputs: PerQueryInputs, row_widths: tuple[int, ...], config: SparseBackward
 ) -> tuple[jax.Array, ...]:
     """Returns what each entry adds to the gradients of its key and value: [B, T, K, Hk, width] of each width."""
     from ejkernel_triton.token_sparse_attention.kernels.sparse_bwd_dkdv import sparse_bwd_dkdv_kernel
 
     spec, batch = make_spec(record), record.query.shape[0]
     # Without rows of values the kernel writes none, and its output for them is a single element.
-    shapes = [(batch, spec.T, spec.K, spec.HK, width) for width in widths]
-    shapes += [(batch, 1)] * (2 - len(widths))
+    shapes = [(batch, spec.T, spec.K, spec.HK, width) for width in row_widths]
+    shapes += [(batch, 1)] * (2 - len(row_widths))
     results = launch(
         sparse_bwd_dkdv_kernel,
-        (record.query, *key_inputs(record), record.indices, *row_inputs),
+        (record.query, *key_and_value_inputs(record), record.indices, *per_query_inputs),
         [ShapeDtype(shape, entry_dtype(record)) for shape in shapes],
         batch=batch,
         grid=cdiv(spec.K, config.key_block_kv) * spec.HK * spec.T * batch,
@@ -113,14 +115,14 @@ def _entry_gradients(
         num_stages=config.key_stages,
         constants={"spec": spec, "HEADS": config.key_heads, "BLOCK_KV": config.key_block_kv},
     )
-    return results[: len(widths)]
+    return results[: len(row_widths)]
 
 
-def _add_entries(sums: jax.Array, order: tuple[jax.Array, jax.Array], entry_rows: jax.Array) -> jax.Array:
+def _add_entries(sums: jax.Array, entry_order: tuple[jax.Array, jax.Array], entry_rows: jax.Array) -> jax.Array:
     """Returns sums [B, S, Hk, width] plus rows of entries, [B, T, K, Hk, width], in the memory of the sums."""
     from ejkernel_triton.token_sparse_attention.kernels.sum_listed_rows import sum_listed_rows_kernel
 
-    entries_by_key, key_bounds = order
+    entries_by_key, key_bounds = entry_order
     (batch, keys, kv_heads, width), (_, lists, entries) = sums.shape, entries_by_key.shape
     row_width = kv_heads * width // lists
     (added,) = launch(

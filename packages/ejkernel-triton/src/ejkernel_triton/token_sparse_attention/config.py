@@ -13,7 +13,7 @@ from ejkernel_triton.token_sparse_attention.spec import key_tile_columns, value_
 
 MIN_TILE = 16
 """The smallest side of a tile that `tl.dot` supports."""
-MAX_HEADS = 64
+MAX_HEADS_PER_PROGRAM = 64
 """Query heads per program: a row of WGMMA's smallest tile each, and the most whose accumulators of 512 columns fit."""
 
 
@@ -75,14 +75,14 @@ def candidates(
 ) -> tuple[SparseForward | SparseBackward, ...]:
     """Returns tile sizes worth measuring for a record on a device, the most likely first."""
     configs = _forward_configs(record) if direction == "forward" else _backward_configs(record)
-    return tuple(dict.fromkeys(fit_shared_memory(record, x, gpu_of(device)) for x in configs))
+    return tuple(dict.fromkeys(shrink_to_shared_memory(record, x, gpu_of(device)) for x in configs))
 
 
 def shared_memory_refusal(record: TokenSparseAttention, device: DeviceInfo) -> str:
     """Returns why the kernels cannot run for a record on a device; empty where they can."""
     chip = gpu_of(device)
     directions: tuple[Direction, ...] = ("forward", "backward")
-    needed_bytes = max(shared_memory(record, heuristic(record, device, x)) for x in directions)
+    needed_bytes = max(shared_memory_bytes(record, heuristic(record, device, x)) for x in directions)
     if needed_bytes <= chip.shared_memory:
         return ""
     sizes = f"keys of {record.query.shape[3]} and values of {record.value_size} entries"
@@ -90,7 +90,7 @@ def shared_memory_refusal(record: TokenSparseAttention, device: DeviceInfo) -> s
 
 
 def _forward_configs(record: TokenSparseAttention) -> list[SparseForward]:
-    heads = padded_group(record)
+    heads = padded_heads_per_program(record)
     if is_interpreting():
         return [SparseForward(heads=min(heads, MIN_TILE), block_kv=MIN_TILE, num_warps=4, num_stages=2)]
     # An H200 computes 4096 queries of 2048 keys, 64 heads with 4 KV heads of 128, in 2.21 ms with a warp and 32 keys,
@@ -98,18 +98,18 @@ def _forward_configs(record: TokenSparseAttention) -> list[SparseForward]:
     # (docs/lab/token_sparse_attention_gpu.md).
     few_heads = ((32, 1, 3), (128, 4, 2), (64, 4, 2), (64, 2, 2), (32, 2, 2))
     many_heads = ((64, 8, 2), (32, 8, 3), (32, 8, 2), (64, 4, 2), (64, 4, 3))
-    tiles = few_heads if heads == MIN_TILE and not _is_wide(record) else many_heads
+    tiles = few_heads if heads == MIN_TILE and not _has_wide_rows(record) else many_heads
     if record.query.dtype.itemsize > 2:
-        heads = min(heads, 16 if _is_wide(record) else 32)
-        tiles = ((16, 8, 1), (16, 4, 1)) if _is_wide(record) else ((32, 4, 2), (32, 4, 1), (16, 4, 2))
+        heads = min(heads, 16 if _has_wide_rows(record) else 32)
+        tiles = ((16, 8, 1), (16, 4, 1)) if _has_wide_rows(record) else ((32, 4, 2), (32, 4, 1), (16, 4, 2))
     return [SparseForward(heads=heads, block_kv=k, num_warps=w, num_stages=s) for k, w, s in tiles]
 
 
 def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
-    heads, keys = padded_group(record), _keys_of_tile(record)
+    heads, keys = padded_heads_per_program(record), _keys_per_tile(record)
     if is_interpreting():
         heads, keys = min(heads, MIN_TILE), MIN_TILE
-    is_wide = _is_wide(record)
+    is_wide = _has_wide_rows(record)
     # Rows of 576: the gradient of 4096 queries takes 18.0 ms with 32 heads and four warps, 23.6 with 64 and eight, 34.5
     # with 32 and eight; that of their keys 51 ms, 73 with two stages, 57 with 16 keys (docs/lab as above).
     default = SparseBackward(
@@ -134,38 +134,38 @@ def _backward_configs(record: TokenSparseAttention) -> list[SparseBackward]:
     ]
 
 
-def padded_group(record: TokenSparseAttention) -> int:
-    """Returns the query heads of a program: those of a KV head, padded for `tl.dot`, or MAX_HEADS."""
-    return min(pad_to_dot_size(record.query.shape[2] // record.key.shape[2]), MAX_HEADS)
+def padded_heads_per_program(record: TokenSparseAttention) -> int:
+    """Returns the query heads of a program: those of a KV head, padded for `tl.dot`, or MAX_HEADS_PER_PROGRAM."""
+    return min(pad_to_dot_size(record.query.shape[2] // record.key.shape[2]), MAX_HEADS_PER_PROGRAM)
 
 
-def _row_columns(record: TokenSparseAttention) -> int:
+def _padded_row_columns(record: TokenSparseAttention) -> int:
     """Returns the padded columns of a query's row."""
     return sum(key_tile_columns(record.query.shape[3]))
 
 
-def _is_wide(record: TokenSparseAttention) -> bool:
+def _has_wide_rows(record: TokenSparseAttention) -> bool:
     """Returns whether a row has so many columns that accumulators for it take most registers."""
-    return max(_row_columns(record), record.value_size) > 256
+    return max(_padded_row_columns(record), record.value_size) > 256
 
 
-def _keys_of_tile(record: TokenSparseAttention) -> int:
+def _keys_per_tile(record: TokenSparseAttention) -> int:
     """Returns the listed keys of a tile before shared memory is considered."""
-    return 64 if record.query.dtype.itemsize <= 2 and _row_columns(record) <= 576 else 32
+    return 64 if record.query.dtype.itemsize <= 2 and _padded_row_columns(record) <= 576 else 32
 
 
-def fit_shared_memory(record: TokenSparseAttention, config: Any, chip: Gpu) -> Any:
+def shrink_to_shared_memory(record: TokenSparseAttention, config: Any, chip: Gpu) -> Any:
     """Returns the configuration with fewer stages, keys and heads until it fits the chip; the smallest if none fits."""
     prefixes = ("", "key_") if isinstance(config, SparseBackward) else ("",)
     for prefix in prefixes:
         while _program_bytes(record, config, prefix) > chip.shared_memory:
-            if (smaller := _smaller(config, prefix)) is None:
+            if (smaller := _shrink_config(config, prefix)) is None:
                 break
             config = smaller
     return config
 
 
-def _smaller(config: Any, prefix: str) -> Any:
+def _shrink_config(config: Any, prefix: str) -> Any:
     """Returns the configuration with half the keys, a stage less or half the heads of a kernel; None for the
     smallest.
     """
@@ -180,7 +180,7 @@ def _smaller(config: Any, prefix: str) -> Any:
     return None
 
 
-def shared_memory(record: TokenSparseAttention, config: Any) -> int:
+def shared_memory_bytes(record: TokenSparseAttention, config: Any) -> int:
     """Returns the bytes of the largest program of a pass."""
     prefixes = ("", "key_") if isinstance(config, SparseBackward) else ("",)
     return max(_program_bytes(record, config, prefix) for prefix in prefixes)
@@ -189,7 +189,7 @@ def shared_memory(record: TokenSparseAttention, config: Any) -> int:
 def _program_bytes(record: TokenSparseAttention, config: Any, prefix: str) -> int:
     """Returns the bytes of a program: the rows that it keeps, tiles of those that it loops over, and weights."""
     bytes_per_element, backward = record.query.dtype.itemsize, isinstance(config, SparseBackward)
-    columns, values = _row_columns(record), pad_to_power_of_two(record.value_size, MIN_TILE)
+    columns, values = _padded_row_columns(record), pad_to_power_of_two(record.value_size, MIN_TILE)
     key_columns = columns + (0 if value_is_first_tile(record) else values)
     query_columns = columns + (values if backward else 0)
     heads, keys = getattr(config, f"{prefix}heads"), getattr(config, f"{prefix}block_kv")

@@ -27,7 +27,7 @@ def forward(record: TokenSparseAttention, config: SparseForward) -> tuple[jax.Ar
     sinks = None if record.softmax_aux is None else record.softmax_aux[None].astype(jnp.float32)
     output, lse = launch(
         sparse_fwd_kernel,
-        (record.query, *key_inputs(record), record.indices, sinks),
+        (record.query, *key_and_value_inputs(record), record.indices, sinks),
         [
             ShapeDtype((batch, spec.T, spec.H, spec.DV), record.query.dtype),
             ShapeDtype((batch, spec.H, spec.T), jnp.float32),
@@ -41,6 +41,6 @@ def forward(record: TokenSparseAttention, config: SparseForward) -> tuple[jax.Ar
     return output, SoftmaxResiduals(lse=lse)
 
 
-def key_inputs(record: TokenSparseAttention) -> tuple[jax.Array, jax.Array]:
+def key_and_value_inputs(record: TokenSparseAttention) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values; keys twice where a value is the start of its key."""
     return record.key, record.key if record.value is None else record.value

@@ -14,7 +14,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel_triton.launch import is_interpreting
 
-CHUNK_BYTES = 2**28
+MAX_CHUNK_BYTES = 2**28
 """The most memory that the gradients of a chunk's entries take, unless one query needs more."""
 
 
@@ -24,12 +24,12 @@ def entry_dtype(record: TokenSparseAttention) -> jnp.dtype:
 
 
 def queries_per_chunk(record: TokenSparseAttention, row_columns: int) -> int:
-    """Returns the queries whose entries' gradients, rows of `row_columns` elements, fit CHUNK_BYTES."""
+    """Returns the queries whose entries' gradients, rows of `row_columns` elements, fit MAX_CHUNK_BYTES."""
     batch, tokens, _, count = record.indices.shape
     if is_interpreting():
         return cdiv(tokens, 2)
     query_bytes = batch * count * row_columns * entry_dtype(record).itemsize
-    chunks = cdiv(tokens, max(1, CHUNK_BYTES // query_bytes))
+    chunks = cdiv(tokens, max(1, MAX_CHUNK_BYTES // query_bytes))
     return cdiv(tokens, chunks)
 
 

@@ -169,7 +169,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     output_block_v = 2 * max_block if has_decay_per_channel(record) and not has_small_shared_memory else max_block
     # register pressure of the pairs is too high for longer chunks
     needs_short_chunks = is_float32 or (chip.architecture == "ada" and has_decay_per_channel(record))
-    chunk, backward_chunk = _chunk_lengths(record, min(chunk, 32) if needs_short_chunks else chunk)
+    chunk, backward_chunk = _chunk_sizes_of_passes(record, min(chunk, 32) if needs_short_chunks else chunk)
     num_warps = 8 if backward_chunk > 64 else 4
     is_hopper = chip.architecture == "hopper" and not is_float32
     gradient_block_k, gradient_warps = _gradient_tile_and_warps(record, num_warps, is_hopper)
@@ -197,7 +197,7 @@ def make_chunked_config(record: LinearRecurrence, device: DeviceInfo, chunk: int
     )
 
 
-def _chunk_lengths(record: LinearRecurrence, chunk: int) -> tuple[int, int]:
+def _chunk_sizes_of_passes(record: LinearRecurrence, chunk: int) -> tuple[int, int]:
     """Returns the tokens per chunk of the forward and of the backward pass, no more than a row needs."""
     if is_interpreting():
         return (MIN_TILE if has_decay_per_channel(record) else 2 * MIN_TILE), MIN_TILE

@@ -16,7 +16,7 @@ from ejkernel_triton.linear_recurrence.segments.plan import SubSegmentPlan, plan
 from ejkernel_triton.linear_recurrence.spec import RecurrenceSpec
 from ejkernel_triton.sizes import pad_to_power_of_two
 
-WHOLE_ROW_CONSTANTS: dict[str, Any] = {
+CONSTANTS_WITHOUT_SUB_SEGMENTS: dict[str, Any] = {
     "COMPUTE_TRANSITIONS": False,
     "FIRST_SCANNED_SEGMENT": 0,
     "ROW_STARTS_FROM_ZEROS": False,
@@ -120,7 +120,7 @@ def launch_chunk_fwd_h(
             "BLOCK_V": block_v,
             "HAS_INITIAL_STATES": initial_states is not None,
             "HAS_W": w is not None,
-            **WHOLE_ROW_CONSTANTS,
+            **CONSTANTS_WITHOUT_SUB_SEGMENTS,
             **constants,
         },
     )

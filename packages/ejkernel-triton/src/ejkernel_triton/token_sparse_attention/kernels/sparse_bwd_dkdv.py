@@ -15,9 +15,9 @@ from ejkernel_triton.token_sparse_attention.kernels.tile import (
     dot_rows,
     list_address,
     load_head_rows,
+    load_head_scalars,
     load_indices,
     load_key_tiles,
-    load_per_head,
     load_query_tiles,
     load_values,
 )
@@ -78,8 +78,8 @@ def sparse_bwd_dkdv_kernel(
             first_head = kv_head * spec.G + tile * HEADS
             q, q_rest = load_query_tiles(query, token, first_head, end_head, HEADS, spec)
             do = load_head_rows(cotangent, token, first_head, end_head, spec.DV, 0, spec.BV, HEADS, spec)
-            lse_rows = load_per_head(lse, token, first_head, end_head, HEADS, spec)
-            delta_rows = load_per_head(delta, token, first_head, end_head, HEADS, spec)
+            lse_rows = load_head_scalars(lse, token, first_head, end_head, HEADS, spec)
+            delta_rows = load_head_scalars(delta, token, first_head, end_head, HEADS, spec)
             scores = dot_rows(k, k_rest, q, q_rest, spec) * spec.LOG2_SCORE_FACTOR
             # Rows of padding heads are 0 in q and do, so their weights of exp2(0) add nothing.
             weights = tl.where((index >= 0)[:, None], tl.exp2(scores - lse_rows[None, :]), 0.0)

@@ -10,9 +10,9 @@ from ejkernel_triton.token_sparse_attention.kernels.tile import (
     find_list_end,
     list_address,
     load_head_rows,
+    load_head_scalars,
     load_indices,
     load_key_tiles,
-    load_per_head,
     load_query_tiles,
     load_values,
     store_head_rows,
@@ -52,8 +52,8 @@ def sparse_bwd_dq_kernel(
     delta = batch_row_address(delta, batch, per.DELTA, spec.T * spec.H)
     q, q_rest = load_query_tiles(query, token, first_head, end_head, HEADS, spec)
     do = load_head_rows(cotangent, token, first_head, end_head, spec.DV, 0, spec.BV, HEADS, spec)
-    lse_rows = load_per_head(lse, token, first_head, end_head, HEADS, spec)
-    delta_rows = load_per_head(delta, token, first_head, end_head, HEADS, spec)
+    lse_rows = load_head_scalars(lse, token, first_head, end_head, HEADS, spec)
+    delta_rows = load_head_scalars(delta, token, first_head, end_head, HEADS, spec)
     BD: tl.constexpr = spec.BD
     BR: tl.constexpr = spec.BR
     acc = tl.zeros([HEADS, BD], tl.float32)

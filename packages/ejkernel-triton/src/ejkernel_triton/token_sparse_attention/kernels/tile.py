@@ -11,11 +11,11 @@ from ejkernel_triton.blocks import add_dot, dot
 
 
 @triton.jit
-def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS: tl.constexpr):
+def batch_row_address(array, batch, PER: tl.constexpr, ELEMENTS_PER_ENTRY: tl.constexpr):
     """Returns the address of a batch row in an array in which PER rows share one entry, in 64 bits: arrays may be
     large.
     """
-    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS
+    return array + tl.cast(batch // PER, tl.int64) * ELEMENTS_PER_ENTRY
 
 
 @triton.jit
@@ -75,10 +75,10 @@ def load_key_tiles(key, index, spec: tl.constexpr):
 
 
 @triton.jit
-def load_values(value, index, key_tile, spec: tl.constexpr):
+def load_values(value, index, first_key_tile, spec: tl.constexpr):
     """Loads [keys, BV], the values of the listed keys; the first tile of the keys where that is their value."""
     if spec.VALUE_IS_FIRST_TILE:
-        return key_tile
+        return first_key_tile
     else:
         return load_listed_rows(value, index, spec.VALUE_STRIDE, spec.DV, 0, spec.BV)
 
@@ -139,16 +139,16 @@ def load_query_tiles(query, token, first_head, end_head, HEADS: tl.constexpr, sp
 
 
 @triton.jit
-def load_per_head(base, token, first_head, end_head, HEADS: tl.constexpr, spec: tl.constexpr):
+def load_head_scalars(base, token, first_head, end_head, HEADS: tl.constexpr, spec: tl.constexpr):
     """Loads [HEADS] of an array [T, H]; 0 from `end_head` on."""
     heads = first_head + tl.arange(0, HEADS)
     return tl.load(base + tl.cast(token, tl.int64) * spec.H + heads, mask=heads < end_head, other=0.0)
 
 
 @triton.jit
-def dot_rows(a, a_rest, b, b_rest, spec: tl.constexpr):
+def dot_rows(a, a_second_tile, b, b_second_tile, spec: tl.constexpr):
     """Returns a b^T of rows of two tiles each, in float32."""
     product = dot(a, tl.trans(b), spec)
     if spec.BR:
-        product = add_dot(product, a_rest, tl.trans(b_rest), spec)
+        product = add_dot(product, a_second_tile, tl.trans(b_second_tile), spec)
     return product
