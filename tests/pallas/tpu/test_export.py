@@ -14,7 +14,7 @@ CHIP = DeviceInfo(platform="tpu", vendor="google", kind="TPU v6 lite")
 
 
 @pytest.mark.parametrize("length", [256, 300])
-def test_an_artefact_is_loaded_and_lowered_again(length):
+def test_exported_attention_is_loaded_and_lowered_again(length):
     def gradients(query, key, value, sinks):
         def total(*arrays):
             output = flash_attention(*arrays[:3], None, None, None, arrays[3], causal=True, platform="pallas")
@@ -37,7 +37,7 @@ def test_an_artefact_is_loaded_and_lowered_again(length):
 @pytest.mark.parametrize(
     ("version", "name"), [("v2", "sinks, lse, bfloat16"), ("v3", "head size 64 in lanes, bfloat16")]
 )
-def test_an_artefact_of_paged_attention_is_loaded_and_lowered_again(version, name):
+def test_exported_paged_attention_is_loaded_and_lowered_again(version, name):
     leaves, structure = jax.tree.flatten(tpu_paged_records.case(f"ragged_page_attention_{version}", name))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
 

@@ -37,7 +37,7 @@ def sentences(folder):
 
 
 @pytest.mark.parametrize(("name", "implementation"), SERVED, ids=[f"{name}-{i.name}" for name, i in SERVED])
-def test_each_refusal_names_an_argument(name, implementation):
+def test_each_tpu_refusal_names_an_argument_of_its_operation(name, implementation):
     op = registry().ops[name]
     arguments = {field.name for field in dataclasses.fields(op.arguments)}
     named = [
@@ -46,12 +46,12 @@ def test_each_refusal_names_an_argument(name, implementation):
     assert not [field for field in named if field not in arguments | FIELDS_OF_FEW_OPERATIONS]
 
 
-def test_each_folder_with_limits_of_its_own_is_read():
+def test_refusals_of_each_tpu_folder_are_found():
     """`latent_attention` refuses what the paged kernel refuses, and `ring_attention` has no limits of its own."""
     folders = {i.forward.split(".")[2] for _, i in SERVED}
     assert {folder for folder in folders if not list(sentences(folder))} == {"latent_attention", "ring_attention"}
 
 
-def test_names_of_arguments_are_those_of_some_operation():
+def test_renamed_fields_are_arguments_of_some_operation():
     arguments = {field.name for op in registry().ops.values() for field in dataclasses.fields(op.arguments)}
     assert {name for names in ARGUMENTS_OF_FIELDS.values() for name in names} <= arguments

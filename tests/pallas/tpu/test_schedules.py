@@ -41,7 +41,7 @@ def workload(causal):
 
 
 @pytest.mark.parametrize(("kind", "target"), pair_cases_with_chips(KINDS, CHIPS))
-def test_spills_and_memory(kind, target):
+def test_attention_kernels_spill_nothing_and_fit_vmem(kind, target):
     case = Case(label=kind, build=f"{__file__}:workload", kwargs={"causal": kind == "causal"})
     (report,) = profile_many([case], target=target)
     assert report.error is None
@@ -95,7 +95,7 @@ def ring(causal):
 
 
 @pytest.mark.parametrize("kind", RINGS)
-def test_a_ring_spills_nothing_backward_where_tiled_attentions_rule_does(kind):
+def test_backward_ring_kernels_spill_nothing(kind):
     case = Case(label="ring", build=f"{__file__}:ring", kwargs={"causal": kind == "causal"})
     (report,) = profile_many([case], target="v7x")
     assert report.error is None

@@ -82,7 +82,7 @@ def compare(made, got):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_without_races(name):
+def test_values_and_gradients_without_races(name):
     with simulated():
         compare(CASES[name], jax.jit(passes)(CASES[name]))
     assert not found()
@@ -100,6 +100,6 @@ def test_padding_is_not_read():
 @pytest.mark.parametrize(
     ("block_t", "block_c", "message"), [(24, 128, "block_t"), (32, 100, "block_c"), (2048, 1024, "VMEM")]
 )
-def test_configurations_are_checked(block_t, block_c, message):
+def test_invalid_configurations_are_refused(block_t, block_c, message):
     with pytest.raises(ValueError, match=message):
         TpuConvolution(block_t=block_t, block_c=block_c)

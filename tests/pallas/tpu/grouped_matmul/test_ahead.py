@@ -109,7 +109,7 @@ def gradient_of_rows():
     return Workload(function=gradient, args=(*arrays, np.full(8, 1024, np.int32)), flops=2 * 8192 * 4096**2)
 
 
-def test_matrix_units_of_v7x_drain_once_a_tile():
+def test_matrix_units_of_v7x_drain_once_per_tile():
     (report,) = profile_many([Case(label="rows", build=f"{__file__}:gradient_of_rows")], target="v7x")
     assert report.error is None
     (kernel,) = report.kernels
@@ -127,14 +127,14 @@ def shared_tiles():
     return Workload(function=multiply, args=(shaped((8192, 4096)), shaped((8, 4096, 4096)), sizes))
 
 
-def test_what_rows_a_group_has_of_a_tile_spills_nothing_on_v7x():
+def test_tiles_shared_by_groups_spill_nothing_on_v7x():
     (report,) = profile_many([Case(label="shared", build=f"{__file__}:shared_tiles")], target="v7x")
     assert report.error is None
     (kernel,) = report.kernels
     assert kernel.spills == kernel.fills == 0
 
 
-def test_an_exported_call_is_loaded_and_lowered_again():
+def test_an_exported_grouped_matmul_is_loaded_and_lowered_again():
     made, sizes = RECORDS["bfloat16"], jax.ShapeDtypeStruct((3,), "int32")
 
     def multiply(lhs, rhs, groups):

@@ -10,7 +10,7 @@ from ejkernel_pallas.tpu.grouped_matmul.backward import backward
 from ejkernel_pallas.tpu.grouped_matmul.forward import forward
 
 
-def test_grouped_matmul_has_none():
+def test_grouped_matmul_has_no_races():
     made, config = CASES["rows before the first matrix"]
     output, cotangent, gradients = answers(made)
 

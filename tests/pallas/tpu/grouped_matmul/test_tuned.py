@@ -22,7 +22,7 @@ FILES = sorted(importlib.resources.files("ejkernel_pallas").joinpath("tuned").gl
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
-def test_entries_are_of_this_version_and_kernels_can_have_their_tiles(file):
+def test_tuned_entries_are_current_and_have_valid_tiles(file):
     assert file.parent.name in {chip.kind.replace(" ", "_") for chip in CHIPS.values()}
     for key, entry in decode(file.read_bytes()).items():
         _, implementation, _, device, schema, _, _ = key.split(" | ")
@@ -38,7 +38,7 @@ PASSES.remove(("v7x", "forward"))
 
 @pytest.mark.parametrize("rows", [8192, 10240])
 @pytest.mark.parametrize(("chip", "direction"), PASSES)
-def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
+def test_a_call_finds_its_tuned_table_entry(chip, direction, rows):
     args = GroupedMatmulArguments(
         lhs=jax.ShapeDtypeStruct((rows, 4096), "bfloat16"),
         rhs=jax.ShapeDtypeStruct((8, 4096, 4096), "bfloat16"),
@@ -54,7 +54,7 @@ def test_a_call_finds_the_entry_of_its_kind(chip, direction, rows):
     assert selection.part == request.complete_with_heuristic(selection.part)
 
 
-def test_entries_have_the_tiles_that_were_predicted():
+def test_tuned_tiles_match_their_recorded_digest():
     """The digest is of the tables as they were made."""
     lines: list[str] = []
     for file in FILES:

@@ -37,7 +37,7 @@ def test_values_and_gradients(name, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
 @pytest.mark.parametrize("tiles", [TILES, ONE_STEP])
-def test_values_and_gradients_with_every_kind_of_matrix_units(kind, tiles):
+def test_values_and_gradients_with_every_width_of_matrix_units(kind, tiles):
     with target_device(DeviceInfo(platform="tpu", vendor="google", kind=kind)):
         compare(record((190, 110, 256), (556, 600, 600), dtype="bfloat16"), tiles)
 
@@ -97,7 +97,7 @@ def tables(groups, offset, rows, matrices):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_work_lists_have_each_row_once_with_its_matrix_and_tiles_in_order(seed):
+def test_work_lists_cover_each_row_once_with_its_matrix(seed):
     random = np.random.default_rng(seed)
     groups = random.integers(0, 90, size=6) * random.integers(0, 2, size=6)
     rows, matrices, offset = (300, 256)[seed % 2], (6, 2)[seed // 2 % 2], int(random.integers(-2, 8))
@@ -131,7 +131,7 @@ def test_work_lists_have_each_row_once_with_its_matrix_and_tiles_in_order(seed):
             assert ends == [bool(v.flags & LAST_ITEM_FLAG) for v in visits]
 
 
-def test_items_without_work_refer_to_the_blocks_of_the_nearest_item():
+def test_empty_work_items_reuse_the_blocks_of_the_nearest_item():
     visits = listed(tables(np.array([300, 200, 500]), np.int32(1), 1100, 1)[0])
     work = [v for v in visits if v.flags & HAS_WORK_FLAG]
     leading = [v for v in visits if v.flags & BEFORE_ALL_GROUPS_FLAG]

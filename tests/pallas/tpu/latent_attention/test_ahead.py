@@ -39,7 +39,7 @@ def paged(sharding, rows, sequences, heads=16, cache=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(("name", "cache"), [*((name, jnp.bfloat16) for name in CHIPS), ("v5p", jnp.float8_e4m3fn)])
-def test_decoding_over_pages_compiles_and_a_donated_cache_stays_where_it_is(name, cache):
+def test_decoding_compiles_and_a_donated_cache_is_not_copied(name, cache):
     with compiling_for(chip(name)) as sharding:
         step = jax.jit(functools.partial(multi_latent_ragged_page_attention, platform="pallas"), donate_argnums=4)
         made = step.trace(*paged(sharding, 16, 16, cache=cache)).lower(lowering_platforms=("tpu",)).compile()
@@ -66,7 +66,7 @@ CACHES = [*((name, (576,)) for name in CHIPS), ("v5e", (640,)), ("v5p", (512, 64
 
 
 @pytest.mark.parametrize(("name", "sizes"), CACHES)
-def test_a_step_that_writes_to_dense_caches_and_decodes_copies_none_of_them(name, sizes):
+def test_writing_to_and_decoding_dense_caches_copies_none(name, sizes):
     """XLA keeps tokens along lanes in caches of 576 and of 64; the kernel reads all caches in the order they have.
 
     They are larger than VMEM, where XLA would otherwise copy them, unseen by the sizes of what it allocates.

@@ -46,14 +46,14 @@ def test_prefill_and_decode_with_a_cache_of_8_bits(op, name):
 
 
 @pytest.mark.parametrize(("q_lens", "params"), [((20, 9), TILES), ((1, 1), SINGLE)], ids=["tiles", "decoding"])
-def test_slopes_and_chunks(q_lens, params):
+def test_alibi_slopes_and_attention_chunks(q_lens, params):
     record = lowered(
         PAGED, paged_latent.make_base_inputs, dataclasses.replace(DECODING, q_lens=q_lens, query_rows=sum(q_lens))
     )
     check(dataclasses.replace(record, alibi_slopes=jnp.array([0.5, -0.25, 0.125, 1.0]), chunk_size=48), params)
 
 
-def test_decoding_over_pages_whose_other_rows_are_nan():
+def test_decoding_over_pages_with_nan_in_unused_slots():
     """Words have two tokens each: the first of a word is the last of a sequence, and so is the second."""
     record = lowered(PAGED, paged_latent.make_base_inputs, DECODING)
     used = jnp.zeros(record.key_pages.shape[:2], bool)
@@ -70,7 +70,7 @@ def dense():
     return case("mla_decode", "one cache, window, cap, sinks, lse")
 
 
-def test_a_dense_cache_and_no_race():
+def test_a_dense_cache_decodes_without_races():
     record = dense()
     with simulated():
         output, residuals = jax.block_until_ready(jax.jit(lambda x: latent_forward.forward(x, SINGLE))(record))
@@ -85,7 +85,7 @@ ORDERS = {"rows": (120, True), "tokens along lanes": (32, True), "rows, and toke
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
+def test_dense_caches_in_every_layout_with_nan_in_unused_slots(order):
     """Pages of 128 tokens, eight a block: all keys of the first attend, in two products; the next has one page."""
     (latent, one), lengths = ORDERS[order], (1100, 3, 0)
     sizes = DecodeSizes(s=1152, r=latent, has_joint_cache=one, lengths=lengths, dtype=jnp.bfloat16)
@@ -107,6 +107,6 @@ def test_dense_caches_in_every_order_whose_other_tokens_are_nan(order):
     ({"key_pages": jax.ShapeDtypeStruct((4, 8, 200), jnp.bfloat16)}, "rows of 200 elements, rotary part at 128"),
     ({"latent": (1100, 1152)}, "the kernel takes at most 1024"),
 ])  # fmt: skip
-def test_caches_that_the_kernel_does_not_read(fields, sentence):
+def test_unsupported_caches_are_refused(fields, sentence):
     record = dataclasses.replace(case(PAGED, "window and soft cap, bfloat16"), **fields)
     assert sentence in " ".join(reasons(record))

@@ -112,20 +112,20 @@ def compare(made, got, tolerance):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name):
+def test_values_and_gradients(name):
     made = CASES[name]()
     with interpreted():
         compare(made, jax.jit(passes)(made), 3e-5)
 
 
 @pytest.mark.parametrize("name", ["a gate a head, of all strengths", "KDA, of all strengths"])
-def test_numbers_of_bfloat16(name):
+def test_values_and_gradients_of_bfloat16(name):
     made = CASES[name](dtype="bfloat16")
     with interpreted():
         compare(made, jax.jit(passes)(made), 2e-2)
 
 
-def test_a_chunk_may_be_longer_than_the_sequence():
+def test_a_chunk_longer_than_the_sequence():
     made = record(tokens=60, decay=True, beta=True)
     with interpreted():
         compare(made, jax.jit(partial(passes, config=TpuRecurrence(chunk_size=128, heads=4)))(made), 3e-5)
@@ -174,18 +174,18 @@ def compare_slots(made):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_slots(name):
+def test_states_in_slots_are_updated(name):
     with interpreted():
         compare_slots(in_slots(*STEPS[name], **RULES["gated delta rule"]))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_slots_with_every_rule(rule):
+def test_states_in_slots_with_every_update_rule(rule):
     with interpreted():
         compare_slots(in_slots(*STEPS["several tokens, some without a slot"], **RULES[rule]))
 
 
-def test_slots_of_bfloat16_keep_what_no_sequence_has():
+def test_bfloat16_slots_without_a_sequence_are_unchanged():
     made = in_slots(*STEPS["decode"], dtype="bfloat16", **RULES["KDA"])
     made = dataclasses.replace(made, sequence_state=made.sequence_state.at[4].set(jnp.nan))
     with interpreted():
@@ -195,7 +195,7 @@ def test_slots_of_bfloat16_keep_what_no_sequence_has():
     assert np.isfinite(np.asarray(jnp.delete(slots, 4, axis=0), np.float32)).all()
 
 
-def test_slots_under_vmap():
+def test_states_in_slots_under_vmap():
     made = in_slots([1, 2, 1], [3, 1, 5], **RULES["gated delta rule"])
 
     def of(slots, indices, run=forward):
@@ -220,7 +220,7 @@ def test_no_races_in_slots():
 @pytest.mark.parametrize(
     ("shape", "memory"), [((1, 64, 2, 2048), "VMEM"), ((2**19, 256, 1, 16), "SMEM"), ((1, 64, 2, 1024), None)]
 )
-def test_what_memory_has_no_room_for_is_refused(shape, memory):
+def test_states_and_tables_too_large_for_memory_are_refused(shape, memory):
     wide = jax.ShapeDtypeStruct(shape, "bfloat16")
     (implementation,) = implementations()
     reasons = list(implementation.requires.extra(LinearRecurrence(query=wide, key=wide, value=wide, softmax_scale=1.0)))
@@ -229,6 +229,6 @@ def test_what_memory_has_no_room_for_is_refused(shape, memory):
 
 
 @pytest.mark.parametrize(("field", "value"), [("chunk_size", 48), ("chunk_size", 4), ("heads", 0)])
-def test_configurations_are_checked(field, value):
+def test_invalid_configurations_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         TpuRecurrence(**{"chunk_size": 64, "heads": 8, field: value})

@@ -59,7 +59,7 @@ TERMS = {
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_slopes_and_chunks(name):
+def test_alibi_slopes_and_attention_chunks(name):
     """Several blocks of keys, tiles of queries that two chunks share, and heads that share a product."""
     params, fields = TERMS[name]
     q_lens = (20, 1, 33) if params is TILES else (1, 1, 1)

@@ -24,18 +24,18 @@ def bundles():
     return parse_bundles(TEXT)
 
 
-def test_bundles_have_their_depth_and_regions(bundles):
+def test_bundles_have_a_loop_depth_and_regions(bundles):
     assert [bundle.depth for bundle in bundles] == [0, 1, 2, 1, 1, 0]
     assert [bundle.started_regions for bundle in bundles] == [(), (7,), (), (), (), (9,)]
     assert [len(bundle.instructions) for bundle in bundles] == [1, 2, 1, 2, 1, 0]
 
 
-def test_operands_of_the_kernel_have_a_space_and_a_number(bundles):
+def test_kernel_operands_have_a_memory_space_and_an_index(bundles):
     (operand,) = bundles[0].instructions
     assert (operand.result, operand.opcode, operand.operands) == ("s1", "inlined_call_operand", ("hbm", "3"))
 
 
-def test_comments_are_no_operands(bundles):
+def test_comments_are_not_parsed_as_operands(bundles):
     add, compare = bundles[1].instructions
     assert (add.result, add.opcode, add.operands) == ("s2", "sadd.s32", ("4294967295", "%s9_s0"))
     assert (compare.result, compare.operands) == ("p3", ("%s2_s1", "0"))
@@ -49,7 +49,7 @@ def test_copies_have_named_operands_and_a_predicate(bundles):
     assert copy.named_operands == {**names, "dst_syncflagno": "[#allocation4]"}
 
 
-def test_predicates_may_say_what_the_result_is_otherwise(bundles):
+def test_predicates_may_name_the_value_if_false(bundles):
     move, store = bundles[3].instructions
     assert (move.predicate.is_negated, move.predicate.value_if_false, move.operands) == (True, "%s2_s1", ("5",))
     assert store.operands == ("[smem:[#allocation5 + %s6_s2]]", "%s2_s1")
@@ -60,7 +60,7 @@ def test_branches_name_a_region(bundles):
     assert (branch.branch_region, branch.predicate.register, branch.predicate.is_negated) == (7, "p3", True)
 
 
-def test_utilisation_is_a_table():
+def test_utilisation_table_is_parsed():
     text = "== CAPACITY:\nMXU, VLOAD:FILL\n    4     3\n== UTILIZATION:\n1 0\n3 2\n"
     found = parse_utilisation(text)
     assert (found.slots, found.slot_capacity, found.used_slots) == (("MXU", "VLOAD:FILL"), (4, 3), ((1, 0), (3, 2)))
@@ -69,7 +69,7 @@ def test_utilisation_is_a_table():
     assert parse_utilisation("").count_slot_uses("MXU", {0: 1}) == 0
 
 
-def test_allocations_have_a_space_a_size_and_a_tag():
+def test_allocations_have_a_memory_space_a_size_and_a_purpose():
     text = """
       #allocation0 [shape = 'u32[]', space=smem, size = 0x4, offset = 0x4, fixed_abs, tag = 'address 0x4 - core index']
       #allocation7 [shape = 'u8[16384]{0}', space=vmem, size = 16384, scoped, tag = 'output window']
@@ -81,7 +81,7 @@ def test_allocations_have_a_space_a_size_and_a_tag():
 
 
 @pytest.mark.parametrize("name", recorded_schedules.NAMES)
-def test_every_recorded_bundle_is_read(name):
+def test_every_recorded_bundle_is_parsed(name):
     text, used, _ = recorded_schedules.texts(name)
     bundles = parse_bundles(text)
     assert len(bundles) == len(parse_utilisation(used).used_slots)

@@ -28,29 +28,29 @@ def test_functions_are_found_in_modules_and_files():
         ("nowhere.py:f", "nowhere.py"),
     ],
 )
-def test_what_is_not_there_is_named(path, message):
+def test_missing_functions_are_named_in_the_error(path, message):
     with pytest.raises(ValueError, match=message):
         find_function(path)
 
 
-def test_functions_that_no_module_holds_are_refused():
+def test_functions_outside_modules_are_refused():
     with pytest.raises(ValueError, match="wants a function of a module"):
         profile(lambda x: x)
 
 
-def test_a_chip_that_there_is_not_is_refused():
+def test_unknown_chips_are_refused():
     with pytest.raises(ValueError, match="got 'v4', wants one of v5e, v5p, v6e, v7x"):
         profile_many([], target="v4")
 
 
-def test_without_libtpu_it_says_what_to_install(monkeypatch):
+def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "libtpu" else find(name))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'ejkernel-pallas\[aot\]'"):
         profile_many([Case(label="x", build="profiled_kernels:softmax")])
 
 
-def test_operands_are_read_from_hbm_unless_asked_for_otherwise():
+def test_operands_are_read_from_hbm_unless_vmem_is_allowed():
     case = Case(label="x", build="profiled_kernels:matmul", kwargs={"m": 256}, compiler_options={"xla_a": 1})
     assert case.options() == {"xla_msa_enable": False, "xla_a": 1}
     assert Case(label="x", build="y:z", operands_may_stay_in_vmem=True).options() == {}

@@ -19,7 +19,7 @@ def read(machine, cycle, granules, semaphore=1):
     machine.start_copy(cycle, "hbm_to_vmem", granules, semaphore, 0, 0)
 
 
-def test_a_copy_takes_its_bytes_and_a_latency(machine):
+def test_a_copy_takes_its_transfer_time_plus_a_latency(machine):
     read(machine, 100, 1000)
     assert machine.wait(100, 1, 1000) == pytest.approx(1000 * GRANULE_BYTES / RATE + READ)
     assert machine.waited == pytest.approx(1000 * GRANULE_BYTES / RATE + READ)
@@ -32,12 +32,12 @@ def test_copies_queue_in_both_directions_and_overlap_their_latencies(machine):
     assert machine.copied == {"hbm_to_vmem": 32000, "vmem_to_hbm": 32000}
 
 
-def test_what_has_arrived_is_not_waited_for(machine):
+def test_arrived_copies_are_not_waited_for(machine):
     read(machine, 0, 10)
     assert machine.wait(1e6, 1, 10) == 0
 
 
-def test_waiting_takes_the_granules_that_it_asks_for(machine):
+def test_a_wait_consumes_the_granules_that_it_asks_for(machine):
     read(machine, 0, 10)
     read(machine, 0, 10)
     one, two = (k * 10 * GRANULE_BYTES / RATE + READ for k in (1, 2))
@@ -63,7 +63,7 @@ def test_a_copy_inside_hbm_is_read_and_written(machine):
     assert machine.copied == {"hbm_to_hbm": 32000}
 
 
-def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine):
+def test_copies_to_the_next_device_queue_for_the_link(machine):
     link = V5E.link_bandwidth / V5E.clock
     for _ in range(2):  # the other's semaphore is named with bits that say whose it is
         machine.start_copy_between(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
@@ -76,13 +76,13 @@ def test_copies_to_the_next_device_queue_for_the_link_and_as_much_comes(machine)
     assert machine.wait(0, 1, 10) == pytest.approx(10 * GRANULE_BYTES / RATE + READ)  # HBM's queue is another
 
 
-def test_tables_arrive_in_scalar_memory(machine):
+def test_tables_are_copied_to_scalar_memory(machine):
     machine.start_copy(0, "hbm_to_smem", 16, 1, operand_address(0), 5 * ALLOCATION_ADDRESS_STRIDE)
     assert [machine.load_word(5 * ALLOCATION_ADDRESS_STRIDE + k) for k in range(3)] == [7, 8, 0]
     assert machine.unknown_reads({"allocation4": 5}) == {"allocation4": 1}
 
 
-def test_an_operand_of_unknown_value_is_named_by_its_number(machine):
+def test_reads_of_unknown_operands_are_counted_by_index(machine):
     assert machine.scalar_operand(0) == 7
     assert machine.scalar_operand(3) == 0
     assert machine.unknown_reads({}) == {"operand 3": 1}

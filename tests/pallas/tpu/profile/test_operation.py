@@ -16,7 +16,7 @@ def made(name: str, gradient: bool):
 
 
 @pytest.mark.parametrize("name", ["causal", "segments with padding"])
-def test_shapes_of_floating_arrays_are_kept_and_values_of_others(name):
+def test_a_case_keeps_values_of_integer_arrays_only(name):
     record, case = made(name, False)
     given, kept = jax.tree.leaves(record), jax.tree.leaves(case.workload().args)
     for before, after in zip(given, kept, strict=True):
@@ -28,7 +28,7 @@ def test_shapes_of_floating_arrays_are_kept_and_values_of_others(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "segments with padding"])
-def test_the_workload_is_the_call(name):
+def test_the_workload_computes_the_call(name):
     record, case = made(name, False)
     workload = case.workload()
     assert workload.flops == 1e9
@@ -36,7 +36,7 @@ def test_the_workload_is_the_call(name):
     np.testing.assert_allclose(got, OP.reference(record), rtol=1e-4, atol=1e-4)
 
 
-def test_the_gradient_is_that_of_all_floating_arrays():
+def test_the_workload_computes_gradients_of_all_floating_arrays():
     record, case = made("causal", True)
     output, gradients = jax.jit(case.workload().function)(record)
     wanted = jax.grad(lambda arrays: OP.reference(arrays).sum())(record)

@@ -42,7 +42,7 @@ def printed(report: Report) -> str:
     return out.getvalue()
 
 
-def test_what_goes_to_another_device_is_said(report, kernel):
+def test_bytes_sent_to_another_device_are_printed(report, kernel):
     copied = {**kernel.simulation.copied_bytes_by_kind, "hbm_to_ici": 4_000_000, "ici_to_hbm": 4_000_000}
     copies = {**kernel.simulation.num_copies_by_kind, "hbm_to_ici": 1, "ici_to_hbm": 1}
     simulation = dataclasses.replace(kernel.simulation, copied_bytes_by_kind=copied, num_copies_by_kind=copies)
@@ -52,7 +52,7 @@ def test_what_goes_to_another_device_is_said(report, kernel):
     assert "the link to the next device" in text
 
 
-def test_the_report_has_all_that_was_found(report, kernel):
+def test_the_printed_report_has_every_figure(report, kernel):
     text = printed(report)
     first, last = kernel.loops
     for part in (
@@ -71,20 +71,20 @@ def test_the_report_has_all_that_was_found(report, kernel):
     assert "INCOMPLETE" not in text
 
 
-def test_what_makes_a_prediction_worthless_is_printed(report, kernel):
+def test_incomplete_simulations_and_unknown_reads_are_printed(report, kernel):
     simulation = dataclasses.replace(kernel.simulation, is_complete=False, unknown_reads={"allocation5": 4})
     text = printed(dataclasses.replace(report, kernels=(dataclasses.replace(kernel, simulation=simulation),)))
     assert "the simulation was stopped; every figure is too low" in text
     assert "allocation5 (4 times): read as 0, so the prediction means nothing" in text
 
 
-def test_failures_and_programs_without_kernels_are_a_line():
+def test_errors_and_reports_without_kernels_are_printed_as_a_line():
     failed = Report(label="big", target="v5e", error="RESOURCE_EXHAUSTED: [vmem]")
     assert printed(failed).strip() == "big, on v5e: RESOURCE_EXHAUSTED: [vmem]"
     assert "no Pallas kernel; XLA computes it all" in printed(Report(label="plain", target="v5e"))
 
 
-def test_roofline_and_mfu_follow_from_the_operations(report, kernel):
+def test_roofline_and_mfu_are_computed_from_flops(report, kernel):
     assert report.seconds == kernel.seconds
     assert report.mfu == pytest.approx(1e6 / kernel.seconds / 918e12)
     assert report.roofline_seconds == kernel.memory_seconds
@@ -93,7 +93,7 @@ def test_roofline_and_mfu_follow_from_the_operations(report, kernel):
     assert dataclasses.replace(report, flops=None).roofline_seconds is None
 
 
-def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
+def test_plot_columns_are_slot_shares_of_issued_bundles(kernel):
     from ejkernel_pallas.tpu.profile.plot import slot_shares_over_schedule
 
     shares = slot_shares_over_schedule(kernel, columns=50)
@@ -103,7 +103,7 @@ def test_columns_of_the_plot_are_shares_of_what_is_issued(kernel):
     assert shares.max() <= 1 + 1e-9
 
 
-def test_the_plot_is_a_png(report, tmp_path):
+def test_the_plot_is_written_as_png(report, tmp_path):
     from ejkernel_pallas.tpu.profile.plot import draw_reports
 
     draw_reports([report, report], tmp_path / "slots.png")

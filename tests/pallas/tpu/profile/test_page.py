@@ -11,7 +11,7 @@ from ejkernel_pallas.tpu.profile.command import profile
 PAGE = (Path(__file__).parents[4] / "docs" / "tpu_profile.md").read_text()
 
 
-def test_help_is_as_written(monkeypatch):
+def test_profile_help_in_the_docs_is_current(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     names = {"help_option_names": ["-h", "--help"]}  # the command line's own, which a command inherits
     shown = CliRunner().invoke(profile, ["--help"], prog_name="ejkernel profile", **names).output
@@ -20,7 +20,7 @@ def test_help_is_as_written(monkeypatch):
 
 
 @pytest.mark.parametrize("target", CHIPS)
-def test_chips_are_as_written(target):
+def test_chip_figures_in_the_docs_are_current(target):
     chip = CHIPS[target]
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{target}` |"))
     for figure in (

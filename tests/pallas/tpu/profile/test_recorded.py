@@ -31,7 +31,7 @@ def profiled(name: str, operands=None) -> KernelReport:
 
 
 @pytest.mark.parametrize("name", recorded_schedules.NAMES)
-def test_figures_are_those_of_the_calibrated_model(name):
+def test_simulated_figures_match_the_recorded_ones(name):
     kernel = profiled(name)
     assert kernel.simulation.is_complete
     assert kernel.simulation.unknown_reads == {}
@@ -39,13 +39,13 @@ def test_figures_are_those_of_the_calibrated_model(name):
 
 
 @pytest.mark.parametrize("target", CHIPS)
-def test_loops_over_a_table_are_counted(target):
+def test_trips_of_loops_over_a_table_are_counted(target):
     """v7x ends the delay slots of a branch early, where the next region starts."""
     assert [loop.num_trips for loop in profiled(f"pages {target}").loops] == [5, 9]
 
 
 @pytest.mark.parametrize("target", CHIPS)
-def test_bytes_are_those_that_the_block_specs_say(target):
+def test_copied_bytes_match_the_block_specs(target):
     softmax, matmul = profiled(f"softmax {target}").simulation, profiled(f"matmul {target}").simulation
     assert (softmax.hbm_read_bytes, softmax.hbm_written_bytes) == (512 * 256 * 4, 512 * 256 * 4)
     # Two row blocks, one column block, two steps: a block of each factor for every step.
@@ -53,7 +53,7 @@ def test_bytes_are_those_that_the_block_specs_say(target):
 
 
 @pytest.mark.parametrize("target", CHIPS)
-def test_what_goes_to_the_next_device_is_counted_and_waited_for(target):
+def test_copies_to_the_next_device_are_counted_and_waited_for(target):
     kernel, part = profiled(f"neighbours {target}"), 512 * 128 * 4
     assert (
         kernel.simulation.copied_bytes_by_kind["hbm_to_ici"]
@@ -66,7 +66,7 @@ def test_what_goes_to_the_next_device_is_counted_and_waited_for(target):
 
 
 @pytest.mark.parametrize("target", CHIPS)
-def test_matrix_units_are_busy_for_the_products(target):
+def test_busy_cycles_of_matrix_units_match_the_products(target):
     """The units do 512 x 512 x 256 products; the table says how many a cycle, at the clock that gives the peak."""
     chip = CHIPS[target]
     products_a_second = chip.flops / chip.cores / 2
@@ -83,7 +83,7 @@ def test_loops_and_copies_follow_the_prefetched_values(target, lengths):
     assert kernel.simulation.copied_bytes_by_kind["vmem_to_hbm"] == 4 * PAGE
 
 
-def test_every_page_that_is_waited_for_takes_its_latency():
+def test_each_awaited_page_costs_its_copy_latency():
     clock = CHIPS["v5e"].clock
     short, long = (profiled("pages v5e", {0: [n] * 4, 1: TABLES[1]}).simulation for n in (1, 5))
     page = PAGE / (CHIPS["v5e"].bandwidth / clock) + CHIPS["v5e"].latencies.dma_read_latency
@@ -91,13 +91,13 @@ def test_every_page_that_is_waited_for_takes_its_latency():
     assert long.cycles - short.cycles < 16 * page * 1.1
 
 
-def test_values_that_decide_are_missed_and_others_are_not():
+def test_unknown_lengths_are_reported_and_unknown_pages_are_not():
     assert set(profiled("pages v5e", {}).simulation.unknown_reads) == {"allocation5"}
     # Where a page lies in HBM makes no difference to the time that it takes.
     assert profiled("pages v5e", {0: TABLES[0]}).simulation == profiled("pages v5e").simulation
 
 
-def test_times_follow_from_cycles_and_bytes():
+def test_predicted_seconds_are_computed_from_cycles_and_bytes():
     kernel = profiled("softmax v5e")
     assert kernel.seconds == kernel.simulation.cycles / 1.5e9
     assert kernel.memory_seconds == 2 * 512 * 256 * 4 / 819e9

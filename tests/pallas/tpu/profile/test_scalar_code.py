@@ -30,7 +30,7 @@ GENERAL = "{ %9 = dma.general /*src=*/%s1_s0, /*size_in_granules=*/16, /*dst=*/%
 @pytest.mark.parametrize(
     ("device", "copied"), [(0, {"hbm_to_vmem": 512}), (16384 + 3, {"hbm_to_ici": 512, "ici_to_vmem": 512})]
 )
-def test_general_copies_say_to_which_memory_and_device(device, copied):
+def test_general_copies_count_their_memories_and_devices(device, copied):
     """Both semaphores of one to another device are waited for: as much comes as goes."""
     semaphores = ("{ %s3_s3 = smov [#allocation3] }", "{ %s4_s4 = sor.u32 16384, [#allocation4 + $0x1] }")
     local = ("{ %s3_s3 = smov 0 }", "{ %s4_s4 = smov [#allocation4 + $0x1] }")
@@ -41,7 +41,7 @@ def test_general_copies_say_to_which_memory_and_device(device, copied):
     assert found.waited_cycles > 400
 
 
-def test_a_merge_takes_what_another_merge_gives():
+def test_a_phi_reads_the_value_of_another_phi():
     """As where an inner loop begins with what the outer one carries."""
     assert computed("%s1_s1 = smov 5", "%s2_s2 = sphi %s1_s1, %s5_s5", "%s8_s8 = sphi %s2_s2, %s7_s7") == 5
 
@@ -64,7 +64,7 @@ INTEGER = st.integers(-(2**31), 2**31 - 1)
 )
 @settings(max_examples=10, deadline=None)
 @given(a=INTEGER, b=INTEGER)
-def test_arithmetic_is_that_of_32_bits(opcode, numpy_function, a, b):
+def test_scalar_arithmetic_matches_32_bit_numpy(opcode, numpy_function, a, b):
     with np.errstate(over="ignore"):
         want = int(numpy_function(np.array([a], np.int32), np.array([b], np.int32))[0])
     unsigned = [value & 0xFFFFFFFF for value in (a, b)]
@@ -88,7 +88,7 @@ def test_arithmetic_is_that_of_32_bits(opcode, numpy_function, a, b):
         ("scalar_lea.vmem 40, 2", 42),
     ],
 )
-def test_other_instructions(opcode, want):
+def test_shifts_and_other_scalar_instructions(opcode, want):
     assert computed(f"%s8_s8 = {opcode}") == want
 
 
@@ -96,36 +96,36 @@ def test_other_instructions(opcode, want):
     ("comparison", "want"),
     [("eq.s32", 0), ("ne.s32", 1), ("lt.s32", 1), ("ge.s32", 0), ("lt.u32", 0), ("gt.u32", 1), ("le.s32", 1)],
 )
-def test_comparisons_know_signs(comparison, want):
+def test_comparisons_are_signed_or_unsigned(comparison, want):
     compare = f"%p2_p0 = scmp.{comparison}.totalorder 4294967295, 3"
     select = "%s8_s8 = scalar_select /*predicate=*/%p2_p0, /*on_true=*/1, /*on_false=*/0"
     assert computed(compare, select) == want
 
 
 @pytest.mark.parametrize(("operation", "want"), [("por", 1), ("pand", 0), ("pnand", 1), ("pnor", 0), ("pxor", 1)])
-def test_predicates_are_combined(operation, want):
+def test_predicate_operations_are_evaluated(operation, want):
     compares = "%p1_p1 = scmp.eq.s32.totalorder 1, 1", "%p2_p2 = scmp.eq.s32.totalorder 1, 2"
     select = "%s8_s8 = scalar_select /*predicate=*/%p3_p3, /*on_true=*/1, /*on_false=*/0"
     assert computed(*compares, f"%p3_p3 = {operation} %p1_p1, %p2_p2", select) == want
 
 
-def test_a_predicate_leaves_the_other_value():
+def test_a_false_predicate_gives_the_other_value():
     compare = "%p2_p0 = scmp.eq.s32.totalorder 1, 2"
     assert computed(compare, "%s8_s8 = smov (%p2_p0, 4), 9") == 4
     assert computed(compare, "%s8_s8 = smov (!%p2_p0, 4), 9") == 9
 
 
-def test_scalar_memory_is_read_back_where_it_was_written():
+def test_scalar_stores_are_read_back():
     store = "%5 = sst [smem:[#allocation1 + %s2_s2]] 77"
     assert computed("%s2_s2 = smov 3", store, "%s8_s8 = sld [smem:[#allocation1 + $0x3]]") == 77
 
 
-def test_what_nobody_wrote_is_zero_and_noted():
+def test_unwritten_scalar_memory_reads_as_zero_and_is_counted():
     found = run("{ %s8_s8 = sld [smem:[#allocation1 + $0x3]] }", COPY)
     assert (found.copied_bytes_by_kind["hbm_to_vmem"], found.unknown_reads) == (0, {"allocation1": 1})
 
 
-def test_operands_of_known_values_are_read():
+def test_known_scalar_operands_are_read():
     operand = "%s1_s0 = inlined_call_operand.smem [shape: s32[4], index: 2, kind: input, shape index: {}]"
     assert computed(operand, "%s8_s8 = sld [smem:[%s1_s0 + $0x1]]", operands={2: [5, 6, 7]}) == 6
     scalar = "%s8_s8 = inlined_call_operand.<no memory space> [shape: s32[], index: 1, kind: input, shape index: {}]"
@@ -146,7 +146,7 @@ LOOP = (
 )
 
 
-def test_loops_run_as_often_as_they_say():
+def test_loops_run_for_their_trip_count():
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   : > {bundle}\n" for k, bundle in enumerate(LOOP)))
     found = schedule.run({})
     assert found.num_copies_by_kind == {"hbm_to_vmem": 5}
@@ -157,18 +157,18 @@ def test_loops_run_as_often_as_they_say():
     assert found.cycles == found.compute_cycles == 1 + 5 * 9
 
 
-def test_a_schedule_that_never_ends_is_stopped():
+def test_an_endless_schedule_is_stopped_at_the_time_limit():
     forever = ("{ %s1_s0 = smov 0 } /* Start region 1 */", "{ %6 = sbr.rel target = $region1 }", *["{}"] * 4)
     schedule = CompiledKernel(CHIPS["v5e"], "".join(f"   {k:#x}   :  {bundle}\n" for k, bundle in enumerate(forever)))
     assert not schedule.run({}, seconds=0.01).is_complete
 
 
 @given(st.integers(-(2**40) + 1, 2**40 - 1))
-def test_numbers_wrap(value):
+def test_integers_wrap_to_32_bits(value):
     assert wrap_to_int32(value) == int(np.array([value & 0xFFFFFFFF], np.uint32).view(np.int32)[0])
 
 
-def test_addresses_stay():
+def test_addresses_do_not_wrap():
     address = 3 * ALLOCATION_ADDRESS_STRIDE + 5
     assert wrap_to_int32(address) == shift_left(address, 4) == shift_right(address, 4) == address
     assert (shift_left(-1, 4), shift_right(-1, 28)) == (-16, 15)

@@ -30,14 +30,14 @@ LENGTHS, TABLE = profiled_kernels.LENGTHS, profiled_kernels.TABLE
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.int32)
 
 
-def test_operands_that_are_given_are_found():
+def test_concrete_scalar_operands_are_found():
     ((call),) = calls(pages_of, LENGTHS, TABLE, MEMORY)
     assert (call.name, call.grid) == ("pages_kernel", (4,))
     np.testing.assert_array_equal(call.scalar_operands[0], LENGTHS)
     np.testing.assert_array_equal(call.scalar_operands[1], TABLE)
 
 
-def test_what_a_program_computes_of_known_values_is_known():
+def test_operands_computed_from_known_values_are_evaluated():
     @jax.jit
     def program(starts, memory):
         lengths = jax.lax.cond(starts[0] == 0, lambda s: s[1:] - s[:-1], lambda s: s[:-1], starts)
@@ -49,7 +49,7 @@ def test_what_a_program_computes_of_known_values_is_known():
     np.testing.assert_array_equal(call.scalar_operands[1], np.full((4, 5), 3))
 
 
-def test_calls_with_a_batching_rule_of_their_own_are_looked_into():
+def test_calls_with_a_custom_batching_rule_are_traversed():
     program = jax.custom_batching.sequential_vmap(lambda *args: pages_of(*args))
     ((call),) = calls(program, LENGTHS, TABLE, MEMORY)
     np.testing.assert_array_equal(call.scalar_operands[0], LENGTHS)
@@ -74,13 +74,13 @@ def test_inputs_whose_blocks_are_in_scalar_memory_are_evaluated():
     assert call.scalar_operands[1] is None
 
 
-def test_what_depends_on_an_unknown_value_is_not():
+def test_operands_computed_from_unknown_values_are_unknown():
     ((call),) = calls(lambda n, t, m: pages_of(n * 2, t + 1, m), SHAPE, TABLE, MEMORY)
     assert call.scalar_operands[0] is None
     np.testing.assert_array_equal(call.scalar_operands[1], TABLE + 1)
 
 
-def test_unknown_values_are_looked_at_once():
+def test_unknown_values_are_evaluated_once():
     """Without a memory of failures this takes 2 to the power of 60 steps."""
 
     def program(lengths, memory):
@@ -91,7 +91,7 @@ def test_unknown_values_are_looked_at_once():
     assert calls(program, SHAPE, MEMORY)[0].scalar_operands[0] is None
 
 
-def test_a_result_of_a_kernel_is_unknown_to_the_next():
+def test_results_of_a_kernel_are_unknown_operands():
     def program(lengths, memory):
         sums = pages_of(lengths, TABLE, memory)
         return pages_of(sums[:4, 0].astype(jnp.int32), TABLE, memory)
@@ -101,7 +101,7 @@ def test_a_result_of_a_kernel_is_unknown_to_the_next():
     assert second.scalar_operands[0] is None
 
 
-def test_of_a_mesh_the_first_device_is_looked_at():
+def test_operands_are_those_of_the_first_device_of_a_mesh():
     """It knows its index and its part of an array, and nothing that another has."""
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
 
@@ -118,23 +118,23 @@ def test_of_a_mesh_the_first_device_is_looked_at():
     assert far.scalar_operands[0] is None
 
 
-def test_vectors_of_words_are_themselves():
+def test_32_bit_vectors_are_packed_unchanged():
     assert pack_words(np.array([1, -2, 3], np.int32)) == [1, -2, 3]
     assert pack_words(np.array([1, 2**31], np.uint32)) == [1, 2**31]
 
 
-def test_scalars_and_flags_are_words():
+def test_scalars_and_booleans_are_packed_as_words():
     assert pack_words(np.int32(-7)) == [-7]
     assert pack_words(np.array([True, False])) == [1, 0]
 
 
-def test_small_numbers_share_words():
+def test_narrow_integers_share_words():
     assert pack_words(np.array([1, 2, -1], np.int8)) == [1 | 2 << 8 | 0xFF << 16]
     assert pack_words(np.array([1, -1, 5], np.int16)) == [(1 | 0xFFFF << 16) - (1 << 32), 5]
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 8)])
-def test_tables_lie_in_tiles(rows, tile):
+def test_matrices_are_packed_in_tiles(rows, tile):
     table = np.arange(rows * 200, dtype=np.int32).reshape(rows, 200)
     words = pack_words(table)
     assert len(words) == -(-rows // tile) * tile * 256
@@ -143,12 +143,12 @@ def test_tables_lie_in_tiles(rows, tile):
         assert words[place] == table[row, column]
 
 
-def test_rows_of_small_numbers_share_words():
+def test_rows_of_narrow_integers_share_words():
     table = np.arange(8 * 128, dtype=np.int16).reshape(8, 128)
     words = pack_words(table)
     assert words[:128] == [int(table[0, c]) | int(table[1, c]) << 16 for c in range(128)]
 
 
-def test_leading_dimensions_are_tiles_of_their_own():
+def test_leading_dimensions_are_packed_as_separate_tiles():
     table = np.arange(3 * 2 * 128, dtype=np.int32).reshape(3, 2, 128)
     assert pack_words(table) == table.reshape(-1).tolist()

@@ -33,41 +33,41 @@ def instruction(text: str) -> Instruction:
     return Instruction(result or None, opcode, None, tuple(operands), {})
 
 
-def test_bundles_that_need_nothing_are_issued_one_a_cycle():
+def test_independent_bundles_are_issued_every_cycle():
     assert issued(("v1=vadd.f32",), (), ("v2=vmul.f32 %v1",)) == [0, 1, 2]
 
 
-def test_products_wait_for_their_unit_alone():
+def test_products_wait_only_for_their_matrix_unit():
     assert issued((BF16,), (BF16.replace("mxu0", "mxu1"),), (BF16,), (BF16,)) == [0, 1, 16, 32]
 
 
-def test_products_of_float32_keep_their_unit_for_another_time():
+def test_float32_products_occupy_their_unit_for_their_own_interval():
     assert issued((F32,), (F32,)) == [0, 8]
 
 
-def test_results_are_popped_in_order_when_they_are_there():
+def test_product_results_are_popped_in_order_when_ready():
     pop = "v1=vpop.f32.mrf.mxu0"
     # Two registers a product: the second product's first result is the third pop.
     assert issued((BF16,), (BF16,), (pop,), (pop,), (pop,)) == [0, 16, 110, 111, 126]
 
 
-def test_results_of_an_earlier_block_are_there():
+def test_results_of_an_earlier_block_are_ready():
     pop = "v1=vpop.f32.mrf.mxu0"
     assert issued((pop,), (BF16,), (pop,), (pop,)) == [0, 1, 111, 112]
 
 
-def test_numbered_results_are_waited_for_by_number():
+def test_pops_from_the_result_buffer_wait_for_their_slot():
     push, pop = "vmatmul.mubr.bf16.vlgmr.gmra.mrb[4].mxu0", "v1=vpop.f32.mrb[{}].mxu0"
     assert issued((push,), (pop.format(0),), (pop.format(7),)) == [0, 1, 110]
 
 
-def test_products_that_take_weights_in_wait_for_their_pushes():
+def test_products_that_load_weights_wait_for_their_pushes():
     pushes = ("vmatpush.bf16.msra.mxu0",), ("vmatpush.bf16.xpose.msra.mxu0",)
     assert issued(*pushes, ("vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0",)) == [0, 4, 12]
     assert issued(*pushes, (BF16,)) == [0, 4, 5]
 
 
-def test_reductions_wait_for_the_unit_and_their_result_is_late():
+def test_reductions_occupy_their_unit_and_have_a_result_latency():
     first, second = "2=vadd.xlane.f32.xlu0 %v0", "3=vadd.xlane.f32.xlu0 %v1"
     assert issued((first,), (second,), ("v4=vpop.xlane.xlu0 %2",), ("v5=vpop.xlane.xlu0 %3",)) == [0, 8, 95, 103]
 
@@ -76,16 +76,16 @@ def test_rotations_are_issued_every_cycle():
     assert issued(("2=vrot.lane.xlu1 %v0",), ("3=vrot.lane.xlu1 %v1",), ("v4=vpop.permute.xlu1 %3",)) == [0, 1, 101]
 
 
-def test_transposed_registers_come_out_after_the_end():
+def test_transposed_registers_are_ready_after_the_last_push():
     start, end, pop = "1=vxpose.xlu0.b32.start", "2=vxpose.xlu0.b32.end", "v1=vpop.trf.xlu0"
     assert issued((start,), (end,), (pop,), (pop,)) == [0, 8, 68, 69]
 
 
-def test_transcendental_results_are_popped():
+def test_pops_of_transcendental_results_wait_for_their_latency():
     assert issued(("1=vpow2.f32 %v0",), ("v2=vpop.eup %1",)) == [0, 6]
 
 
-def test_registers_per_input_are_counted_over_a_kernel():
+def test_result_registers_per_input_are_counted_over_a_kernel():
     pops = [instruction("v1=vpop.f32.mrf.mxu0")] * 3
     bundles = [Bundle(0, (), (instruction(BF16), instruction(BF16), instruction(BF16), *pops))]
     assert RegistersPerInput.of(bundles) == RegistersPerInput(0.5, 1.0)
@@ -106,9 +106,9 @@ def test_registers_per_input_are_counted_over_a_kernel():
         ("vadd.f32", InstructionKind.OTHER, 0),
     ],
 )
-def test_opcodes_are_told_apart(opcode, kind, unit):
+def test_opcodes_are_classified_by_kind(opcode, kind, unit):
     assert (opcode_properties(opcode).kind, opcode_properties(opcode).unit) == (kind, unit)
 
 
-def test_latencies_are_complete():
+def test_every_chip_has_every_latency():
     assert all(getattr(LATENCIES, field.name) > 0 for field in dataclasses.fields(LATENCIES))

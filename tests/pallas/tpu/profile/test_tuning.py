@@ -42,7 +42,7 @@ def faked(monkeypatch):
     monkeypatch.setattr(jobs, "_WORKER_MODULE", "fake_tpu_worker")
 
 
-def test_predictions_are_stored_and_exported_under_the_devices_name(run, faked, tmp_path):
+def test_predictions_are_exported_under_the_device_kind(run, faked, tmp_path):
     output = run(*SHAPES, "--target", "v6e", "--export", str(tmp_path / "tuned"))
     assert "grouped_matmul, forward, mosaic_tpu predicted for TPU v6 lite" in output
     assert "grouped_matmul, backward, mosaic_tpu predicted for TPU v6 lite" in output
@@ -70,33 +70,33 @@ def _shape(text):
     return jax.ShapeDtypeStruct(sizes, "int32" if len(sizes) == 1 else "bfloat16")
 
 
-def test_what_depends_on_unknown_values_is_no_prediction(run, faked):
+def test_schedules_with_unknown_values_are_not_predicted(run, faked):
     small = ("--shape", "lhs=1024,4096", "--shape", "rhs=4,4096,4096", "--shape", "group_sizes=4")
     output = run(*small, "--target", "v5e", "--direction", "forward")
     assert "depends on values that are not known: operand 0" in output
 
 
-def test_a_pass_that_nobody_serves_is_an_error_with_the_reasons(run, faked):
+def test_tuning_an_unsupported_pass_is_an_error_with_reasons(run, faked):
     output = run(*SMALL, "--target", "v5p", "--platform", "triton", status=1)
     assert "platform='triton' was asked for" in output
     assert "no implementation supports the forward pass" in output
 
 
-def test_a_target_that_nobody_offers_is_refused(run):
+def test_unknown_tuning_targets_are_refused(run):
     assert "--target: got 'v4', there are v5e, v5p, v6e, v7x" in run(*SMALL, "--target", "v4", status=2)
 
 
-def test_repetitions_of_a_prediction_are_refused(run):
+def test_repeat_is_refused_with_a_predicted_target(run):
     assert "--repeat has no effect with --target" in run(*SMALL, "--target", "v5e", "--repeat", "3", status=2)
 
 
-def test_without_libtpu_it_says_what_to_install(run, monkeypatch):
+def test_without_libtpu_the_error_says_what_to_install(run, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "libtpu" else find(name))
     assert "pip install 'ejkernel-pallas[aot]'" in run(*SMALL, "--target", "v5e", status=1)
 
 
-def test_values_are_made_of_what_decides_and_shapes_of_the_rest():
+def test_large_arrays_are_described_by_shape_only():
     import jax
     import jax.numpy as jnp
 
@@ -106,7 +106,7 @@ def test_values_are_made_of_what_decides_and_shapes_of_the_rest():
 
 
 @pytest.mark.needs("libtpu")
-def test_with_the_compiler(run, tmp_path):
+def test_candidates_are_predicted_with_libtpu(run, tmp_path):
     output = run(*SMALL, "--target", "v7x", "--export", str(tmp_path))
     assert "predicted for TPU7x" in output
     entries = json.loads((tmp_path / "TPU7x" / "grouped_matmul.json").read_text())["entries"]

@@ -30,7 +30,7 @@ def abort():
     os.abort()
 
 
-def test_every_case_is_answered_whatever_happens_to_the_others():
+def test_every_case_gets_a_report_even_if_others_fail():
     cases = [
         Case(label="matmul", build=f"{BUILDERS}:matmul"),
         Case(label="wrong", build=f"{BUILDERS}:matmul", kwargs={"tile": 3}),
@@ -57,7 +57,7 @@ def test_every_case_is_answered_whatever_happens_to_the_others():
         assert kernel.simulation.cycles == pytest.approx(recorded["cycles"], rel=0.2)
 
 
-def test_functions_take_arguments_that_are_no_arrays():
+def test_profiled_functions_take_static_arguments():
     report = profile(f"{__file__}:doubled", profiled_kernels.LENGTHS, target="v5e", block=3)
     assert (report.error, report.kernels) == (None, ())
 
@@ -101,7 +101,7 @@ CALL = ("flash_attention", "--shape", "1,256,2,128", "--dtype", "bfloat16")
 
 
 @pytest.mark.usefixtures("backend")
-def test_the_command_profiles_the_kernel_that_the_dispatch_chooses_on_the_target(tmp_path, monkeypatch):
+def test_the_profile_command_profiles_the_dispatched_kernel(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     plot, keep = tmp_path / "slots.png", tmp_path / "kept"
     arguments = (
@@ -127,7 +127,7 @@ def test_the_command_profiles_the_kernel_that_the_dispatch_chooses_on_the_target
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_says_that_a_call_has_no_kernel(monkeypatch):
+def test_the_profile_command_reports_calls_without_kernels(monkeypatch):
     monkeypatch.setenv("EJKERNEL_PLUGINS", "xla")
     plugins.reload()
     try:

@@ -75,7 +75,7 @@ def test_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("scale", [6e-8, 3e-5])
-def test_scales_of_float16_are_those_that_are_stored_subnormal_ones_too(scale):
+def test_float16_scales_are_decoded_exactly_including_subnormals(scale):
     made = CASES["int4, transposed"]()
     made = dataclasses.replace(made, scales=jnp.full_like(made.scales, scale), x=made.x.astype(jnp.float32))
     with interpreted():
@@ -90,7 +90,7 @@ def test_the_kernels_have_no_races():
     compare(made, got, cotangent_of(made))
 
 
-def test_tiles_that_no_kernel_can_have_are_refused():
+def test_invalid_quantized_tiles_are_refused():
     made = CASES["int8"]()
     with pytest.raises(ValueError, match="block_w=100, wants a multiple of 128"):
         forward(made, TpuQuantized(block_m=16, block_r=128, block_w=100))

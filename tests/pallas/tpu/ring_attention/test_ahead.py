@@ -91,7 +91,7 @@ def test_a_ring_with_ids_and_positions_compiles(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_compiles_in_linear_memory(way):
+def test_attention_of_a_model_compiles_in_linear_memory(way):
     """A shard of Llama 3's attention over eight devices: no array of queries by keys, nor the keys of all devices."""
     length = 2048 * 8
     shapes = {field: ((1, length, heads, 128), "bfloat16") for field, heads in (("query", 8), ("key", 2), ("value", 2))}

@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_four_devices(name):
+def test_a_ring_of_four_devices_has_no_races(name):
     given, options = CASES[name]
     with simulated():
         got = both(forward, backward, 4, given, **options)
@@ -39,7 +39,7 @@ def test_four_devices(name):
     alike(got, answers(4, given, **options))
 
 
-def test_six_devices():
+def test_a_ring_of_six_devices_has_no_races():
     """In a process with more host devices, hence threads, than the ring has: all of them wait for one another."""
     flags = "--xla_force_host_platform_device_count=12"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -48,7 +48,7 @@ def test_six_devices():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_slot_that_is_written_too_early_is_found():
+def test_a_slot_written_too_early_is_reported_as_a_race():
     with (
         mock.patch.object(remote_copies, "signal_free_slot"),
         mock.patch.object(remote_copies, "wait_free_slot"),

@@ -91,11 +91,11 @@ def program(tokens, devices=4, **options):
         ({"tokens": 512, "mask_info": MASK}, False),
     ],
 )
-def test_keys_travel_by_remote_copies_where_parts_are_whole_tiles(call, remote):
+def test_remote_copies_are_used_where_shards_are_whole_tiles(call, remote):
     assert ("ejkernel_ring_forward_remote" in program(**call)) is remote
 
 
-def test_programs_for_tpus_are_exported_where_there_is_none():
+def test_ring_programs_are_exported_without_a_tpu():
     """Both passes, under `jax.checkpoint` in a loop, for chips that a mesh describes."""
     chip = AbstractDevice("TPU v6 lite", 1, "tpu")
     mesh = AbstractMesh((8,), ("sp",), (AxisType.Auto,), abstract_device=chip)

@@ -17,7 +17,7 @@ T = 600
 @pytest.mark.parametrize(
     ("case", "name"), on_chips([("bfloat16", 16, 64), ("float32", 8, 32), ("bfloat16", 4, 100), ("bfloat16", 2, 200)])
 )
-def test_both_passes(case, name):
+def test_both_passes_compile(case, name):
     dtype, group, block_size = case
 
     def both(query, key, value, indices):

@@ -110,7 +110,7 @@ def test_no_races():
     assert not found()
 
 
-def test_lists_change_without_a_compilation():
+def test_new_block_lists_do_not_recompile():
     record, tiles = CASES["bfloat16"]
     other = dataclasses.replace(record, block_indices=jnp.where(jnp.arange(4) == 1, -1, record.block_indices))
     with interpreted():
@@ -132,7 +132,7 @@ def long_record(tokens, listed, group=16):
     )
 
 
-def test_memory_is_computed_and_refused_by_name():
+def test_memory_limits_are_computed_and_refused():
     """Tiles shrink until they fit; what fits no tile is refused before a compilation."""
     with target_device("v7x"):
         for record in (long_record(16384, 16), long_record(2**20, 16), long_record(16384, 200, 64)):

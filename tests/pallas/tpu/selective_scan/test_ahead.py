@@ -15,7 +15,7 @@ T, C, E = 200, 1536, 16
 
 
 @pytest.mark.parametrize("name", CHIPS)
-def test_both_passes_and_the_states_stay_where_they_are(name):
+def test_both_passes_compile_and_copy_no_states(name):
     def both(x, decay, write, read, skip, step, states, bounds):
         def call(x, decay, write, read, skip, step, states):
             return state_space_v1(
@@ -40,7 +40,7 @@ def test_both_passes_and_the_states_stay_where_they_are(name):
 
 
 @pytest.mark.parametrize(("tokens", "name"), on_chips([1, 8]))
-def test_steps_update_donated_slots_without_a_copy(tokens, name):
+def test_scan_steps_update_donated_slots_without_a_copy(tokens, name):
     def step(x, decay, write, read, skip, step, slots, starts, indices):
         states = {"initial_state": slots, "cu_seqlens": starts, "state_indices": indices}
         return state_space_v1(x, decay, write, read, skip, step, **states, platform="pallas")[:2]

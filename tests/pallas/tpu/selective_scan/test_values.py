@@ -85,7 +85,7 @@ def compare(made, got):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_numbers(name):
+def test_values_and_gradients(name):
     with interpreted():
         compare(CASES[name], jax.jit(passes)(CASES[name]))
 
@@ -106,12 +106,12 @@ def check_update(made):
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_updates_of_slots(name):
+def test_values_of_updated_slots(name):
     with interpreted():
         check_update(UPDATES[name])
 
 
-def test_no_races_in_updates_of_slots():
+def test_slot_updates_have_no_races():
     with simulated():
         check_update(UPDATES["no slot, an empty sequence, padding"])
     assert not found()
@@ -125,6 +125,6 @@ def test_no_races():
 
 
 @pytest.mark.parametrize(("field", "value"), [("block_channels", 512), ("block_channels", 8192), ("unroll", 3)])
-def test_configurations_are_checked(field, value):
+def test_invalid_configurations_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
         TpuScan(**{"block_channels": 1024, "unroll": 8, field: value})

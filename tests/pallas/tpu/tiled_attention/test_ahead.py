@@ -72,7 +72,7 @@ def test_all_fields_compile_at_awkward_shapes(name):
         assert "tpu_custom_call" in made.as_text()
 
 
-def test_a_model_compiles_in_linear_memory():
+def test_attention_of_a_model_compiles_in_linear_memory():
     """Llama 3's attention: no array of queries by keys, and nothing that the kernels would have to be fed from.
 
     The tiles that every chip gets by default are compiled for it in `test_schedules.py`.

@@ -12,7 +12,7 @@ from ejkernel_pallas.tpu.tiled_attention.backward import backward
 from ejkernel_pallas.tpu.tiled_attention.forward import forward
 
 
-def test_attention_has_none():
+def test_tiled_attention_has_no_races():
     made = CASES["causal"]
     output, _, cotangent, gradients = answers(made)
 
@@ -30,7 +30,7 @@ def test_attention_has_none():
         close(back[name], gradient, made.query.dtype)
 
 
-def test_a_planted_one_is_found():
+def test_a_planted_race_is_found():
     def reads_too_early(x, out, buffer, arrived):
         copy = pltpu.make_async_copy(x, buffer, arrived)
         copy.start()

@@ -20,7 +20,7 @@ def reasons(length=256, size=64, dtype="bfloat16", device=CHIP, **fields):
     return list(refusals(FAMILY, IMPLEMENTATION, record, device, "auto", "forward", frozenset()))
 
 
-def test_a_plain_call_is_served():
+def test_plain_calls_are_not_refused():
     assert reasons() == reasons(causal=True, length=2**18) == reasons(sliding_window=(1024, 0), length=2**22) == []
 
 
@@ -40,5 +40,5 @@ def test_a_plain_call_is_served():
         ),
     ],
 )
-def test_refusals(call, sentence):
+def test_refused_calls_name_their_reason(call, sentence):
     assert reasons(**call) == [sentence]

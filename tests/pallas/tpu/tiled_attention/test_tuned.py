@@ -39,7 +39,7 @@ def chosen(chip, made, direction):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.parent.name)
-def test_kernels_can_have_the_tiles_of_every_entry(file):
+def test_tiles_of_tuned_entries_are_valid(file):
     assert file.parent.name in {chip.kind.replace(" ", "_") for chip in CHIPS.values()}
     for key, entry in decode(file.read_bytes()).items():
         direction = key.split(" | ")[2]
@@ -51,7 +51,7 @@ def test_kernels_can_have_the_tiles_of_every_entry(file):
 
 
 @pytest.mark.parametrize(("chip", "direction"), SHIPPED)
-def test_a_long_call_finds_its_entry_and_a_short_one_the_rule(chip, direction):
+def test_long_calls_use_tuned_entries_and_short_ones_the_heuristic(chip, direction):
     for size in (64, 128, 256):
         for causal in (True, False):
             assert chosen(chip, record(4096, size, causal=causal), direction)[1] == PREDICTED
@@ -59,7 +59,7 @@ def test_a_long_call_finds_its_entry_and_a_short_one_the_rule(chip, direction):
 
 
 @pytest.mark.parametrize(("chip", "direction"), SHIPPED)
-def test_heads_of_64_have_the_tiles_of_128(chip, direction):
+def test_heads_of_64_use_the_tiles_of_heads_of_128(chip, direction):
     """The kernels have them padded."""
     assert chosen(chip, record(4096, 64), direction) == chosen(chip, record(4096, 128), direction)
 
@@ -70,7 +70,7 @@ def tile(chip, made, direction="forward"):
     return FLASH.config.heuristic(made, device, direction).block_q
 
 
-def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
+def test_wide_heads_get_large_tiles_on_wide_matrix_units():
     """Rings keep smaller ones: a kernel of theirs has tiles of both backward passes in memory."""
     long = record(8192, 256, causal=True)
     assert {chip: tile(chip, long) for chip in CHIPS} == {"v5e": 1024, "v5p": 1024, "v6e": 2048, "v7x": 2048}
@@ -79,7 +79,7 @@ def test_wide_heads_have_large_tiles_on_chips_that_gain_by_them():
     assert config.heuristic(long, device, "backward", max_head_dim=128).dkv.block_q == 1024
 
 
-def test_entries_have_the_tiles_that_were_predicted():
+def test_tuned_tiles_match_their_recorded_digest():
     """The digest is of the tables as they were made: of tiles, products and, of the backward pass, both kernels."""
     lines: list[str] = []
     for file in FILES:

@@ -57,13 +57,13 @@ def test_values_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, padding and sinks"])
-def test_wide_matrix_units_add_weights_up(name):
+def test_wide_matrix_units_sum_the_weights(name):
     with target_device(WIDE):
         assert make_spec(CASES[name], forward_blocks(FORWARD)).sums_weights_on_mxu
         check(CASES[name])
 
 
-def test_large_tiles_on_and_off_the_diagonal():
+def test_values_of_large_tiles_on_and_off_the_diagonal():
     """Whole square tiles, which are cut along the diagonal, and beside it loops go through their products."""
     made = record((1, 512, 512, 2, 1, 128, 128), causal=True)
     params = TpuForward(block_q=256, block_kv=256, chunk_q=128, chunk_kv=128)
@@ -92,7 +92,7 @@ def test_large_tiles_on_and_off_the_diagonal():
         close(found[field], gradients[field], made.query.dtype)
 
 
-def test_products_on_the_diagonal_divide_their_tile():
+def test_diagonal_products_divide_their_tile():
     """384 tokens are one tile, of which a product of 256 queries would be more than there are."""
     made = record((1, 384, 384, 1, 1, 64, 64), causal=True)
     output, lse, _, _ = answers(made)
@@ -102,7 +102,7 @@ def test_products_on_the_diagonal_divide_their_tile():
     close(residuals.lse, lse, made.query.dtype)
 
 
-def test_products_of_large_tiles():
+def test_product_sizes_of_large_backward_tiles():
     """Their sides are the other way around: of what a kernel owns there is a loop's step, of what it visits little."""
     large = TpuBackward(dkv=GradientTile(block_q=2048, block_kv=2048), dq=GradientTile(block_q=2048, block_kv=2048))
     products = [
