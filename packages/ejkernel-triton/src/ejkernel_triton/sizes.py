@@ -1,6 +1,34 @@
-"""Powers of two that tiles have for sizes."""
+"""Powers of two that tiles have for sizes, and the sizes that the constants of all attention kernels include."""
 
+import dataclasses
 from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Sizes of the arrays of attention and of its tiles, among the constants of the kernels.
+
+    Attributes:
+        T: Queries.
+        S: Keys.
+        H: Query heads.
+        HK: KV heads.
+        G: Query heads per KV head.
+        D: Head dimension of queries and keys.
+        DV: Head dimension of values.
+        BD: Columns of a tile of queries or keys: D, padded to a size that `tl.dot` supports, unless a spec says others.
+        BV: Columns of a tile of values: DV, padded the same way.
+    """
+
+    T: int
+    S: int
+    H: int
+    HK: int
+    G: int
+    D: int
+    DV: int
+    BD: int
+    BV: int
 
 
 def require_powers_of_two(config: Any, *names: str) -> None:

@@ -8,24 +8,15 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.selected_attention import SelectedAttention, blocks_per_query, num_listable_blocks
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_dot_size
+from ejkernel_triton.sizes import AttentionSizes, pad_to_dot_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SelectedSpec:
+class SelectedSpec(AttentionSizes):
     """Constants of the kernels; the letters are those of the record.
 
     Attributes:
-        T: Queries.
-        S: Keys.
-        H: Query heads.
-        HK: KV heads.
-        G: Query heads per KV head.
         BG: G, padded to a power of two that `tl.dot` takes, at least 16.
-        D: Head dimension of queries and keys.
-        DV: Head dimension of values.
-        BD: D, padded to a power of two of at least 16.
-        BV: DV, padded to a power of two of at least 16.
         NUM_LISTED_BLOCKS: N, listed blocks per query.
         BS: N, padded to a power of two.
         M: Blocks.
@@ -39,16 +30,7 @@ class SelectedSpec:
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
-    T: int
-    S: int
-    H: int
-    HK: int
-    G: int
     BG: int
-    D: int
-    DV: int
-    BD: int
-    BV: int
     NUM_LISTED_BLOCKS: int
     BS: int
     M: int

@@ -11,7 +11,7 @@ from ejkernel.families.tiled_attention import TiledAttention, causal_window_boun
 from ejkernel.ops.device import current_device
 from ejkernel.planning import dropout
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_dot_size
+from ejkernel_triton.sizes import AttentionSizes, pad_to_dot_size
 
 LOWEST_LOG2_SCORE = -3e38
 """The lowest score in base 2: scores that a bias sets to the lowest float must stay finite."""
@@ -20,19 +20,10 @@ Strides = tuple[int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TiledSpec:
+class TiledSpec(AttentionSizes):
     """Constants of a kernel; the letters are those of the record.
 
     Attributes:
-        T: Queries.
-        S: Keys.
-        H: Query heads.
-        HK: KV heads.
-        G: Query heads per KV head.
-        D: Head dimension of queries and keys.
-        DV: Head dimension of values.
-        BD: D, padded to a size that `tl.dot` supports.
-        BV: DV, padded the same way.
         SCALE: Factor on the scores.
         SCORES_ARE_ONLY_SCALED: Whether a score is a product times a positive factor, which is then part of
             `LOG2_SCORE_FACTOR`.
@@ -60,15 +51,6 @@ class TiledSpec:
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
-    T: int
-    S: int
-    H: int
-    HK: int
-    G: int
-    D: int
-    DV: int
-    BD: int
-    BV: int
     SCALE: float
     SCORES_ARE_ONLY_SCALED: bool
     LOG2_SCORE_FACTOR: float

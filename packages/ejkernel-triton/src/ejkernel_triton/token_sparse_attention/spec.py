@@ -8,24 +8,16 @@ from ejkernel.arithmetic import LOG2E
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.device import current_device
 from ejkernel_triton.launch import is_interpreting
-from ejkernel_triton.sizes import pad_to_dot_size, pad_to_power_of_two
+from ejkernel_triton.sizes import AttentionSizes, pad_to_dot_size, pad_to_power_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseSpec:
+class SparseSpec(AttentionSizes):
     """Constants of the kernels; the letters are those of the record.
 
     Attributes:
-        T: Queries.
-        S: Keys.
-        H: Query heads.
-        HK: KV heads.
-        G: Query heads per KV head.
-        D: Head dimension of queries and keys.
-        DV: Head dimension of values.
         BD: Columns of the first tile of a key, a power of two.
         BR: Columns of the second tile, a power of two; 0 where the first has all D columns.
-        BV: DV, padded to a power of two that `tl.dot` supports.
         K: Listed keys per query.
         NUM_LISTS: Lists per query: one for all heads, or one for each KV head.
         VALUE_STRIDE: Elements between the values of two keys: HK DV, or HK D where a value is the start of its key.
@@ -37,16 +29,7 @@ class SparseSpec:
         WIDEN_TO_FLOAT32: Whether operands are converted first: the interpreter multiplies the bits of bfloat16.
     """
 
-    T: int
-    S: int
-    H: int
-    HK: int
-    G: int
-    D: int
-    DV: int
-    BD: int
     BR: int
-    BV: int
     K: int
     NUM_LISTS: int
     VALUE_STRIDE: int
