@@ -15,6 +15,7 @@ from triton_chips import H200
 
 from ejkernel.families.grouped_matmul import GroupedMatmul
 from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention.shared_prefix import split_prefix
 from ejkernel.families.selected_attention import SelectedAttention
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops import chips
@@ -25,7 +26,7 @@ from ejkernel_triton.grouped_matmul import config as grouped
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
 from ejkernel_triton.paged_attention import config as paged_config
 from ejkernel_triton.paged_attention.config import query_heads_per_tile, shared_memory_bytes, shrink_to_shared_memory
-from ejkernel_triton.paged_attention.plan import prefix_config, split_prefix
+from ejkernel_triton.paged_attention.plan import prefix_config
 from ejkernel_triton.selected_attention import config as selected_config
 from ejkernel_triton.selected_attention.config import shared_memory_bytes as of_selected
 from ejkernel_triton.tiled_attention import config as tiled_config

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 from ejkernel.families.paged_attention import PagedAttention, qq_bias_starts
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns, rotary_columns_of
+from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_triton.launch import ShapeDtype, launch
 from ejkernel_triton.paged_attention.config import PagedForward
 from ejkernel_triton.paged_attention.plan import (
-    SharedPrefix,
     copy_prefix,
     make_paged_spec,
     plan_work,
     prefix_config,
     should_copy_prefix,
-    split_prefix,
 )
 from ejkernel_triton.paged_attention.spec import PagedSpec, make_write_spec
 

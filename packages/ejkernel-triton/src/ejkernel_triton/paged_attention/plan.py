@@ -1,12 +1,4 @@
-"""The work list of a call and the programs' shares of it; and the split of a batch with a common prefix.
-
-The keys of a common prefix are read once for the whole batch, by two calls of the kernels, merged by log-sum-exp:
-
-    prefix   0 ........... S        all query rows of the batch as those of one sequence: tiles of many rows
-    suffix                 S ... n  each sequence's rows against the keys after the prefix: tiles of few rows
-
-Source: Ye et al. 2025, arXiv:2501.01005 (FlashInfer: composable formats for shared prefixes).
-"""
+"""The work list of a call and the programs' shares of it; and the copy of a shared prefix in the query's dtype."""
 
 import dataclasses
 
@@ -14,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
+from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel.families.paged_attention.latent_pages import RotaryColumns
 from ejkernel.families.paged_attention.work import KeyTileRanges, WorkList, distribute_key_tiles, make_work_list
@@ -104,84 +96,6 @@ MIN_TILES_TO_COPY_PREFIX = 4
 
 MIN_CACHE_PAGES_PER_TABLE_ENTRY = 8
 """A prefix is copied only if the cache has at least this many pages per entry of a table."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SharedPrefix:
-    """The keys of a shared prefix, as those of one sequence to which all query rows of the batch belong.
-
-    Attributes:
-        record: The record.
-        row_positions_and_contexts: [T, 2] int32, position and context of each query row in its own sequence; None if
-            no term reads them.
-    """
-
-    record: PagedAttention
-    row_positions_and_contexts: jax.Array | None
-
-
-def split_prefix(record: PagedAttention) -> tuple[SharedPrefix, PagedAttention]:
-    """Returns the prefix of a record and the record of the keys after it, which also has the new tokens."""
-    assert record.shared_prefix is not None
-    assert record.kv_starts is None
-    sequences = record.kv_lens.shape[0]
-    position_terms = (record.sliding_window, record.chunk_size, record.alibi_slopes)
-    # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
-    row_positions_and_contexts = (
-        None
-        if record.query_start is not None and position_terms == (None, None, None)
-        else _row_positions_and_contexts(record)
-    )
-    suffix = dataclasses.replace(
-        record, kv_starts=jnp.broadcast_to(record.shared_prefix, sequences), shared_prefix=None
-    )
-    prefix = dataclasses.replace(
-        record,
-        block_tables=None if record.block_tables is None else record.block_tables[:1],
-        kv_lens=record.shared_prefix[None],
-        kv_starts=None
-        if row_positions_and_contexts is None
-        else _first_visible_key(record, row_positions_and_contexts),
-        query_start=_query_range_of_batch(record),
-        num_seqs=None,
-        new_keys=None,
-        new_values=None,
-        softmax_aux=None,  # a sink joins the denominator once
-        qq_bias=None,  # pairs of queries are after the prefix
-        causal=row_positions_and_contexts is not None,
-        shared_prefix=None,
-    )
-    return SharedPrefix(prefix, row_positions_and_contexts), suffix
-
-
-def _query_range_of_batch(record: PagedAttention) -> jax.Array:
-    """Returns the first query row of the whole batch and one more than the last, [2]."""
-    if record.query_start is None:
-        return jnp.array([0, record.query.shape[0]], jnp.int32)
-    num_live_sequences = record.kv_lens.shape[0] if record.num_seqs is None else paged_cache.num_live_sequences(record)
-    return jnp.stack((record.query_start[0], record.query_start[num_live_sequences]))
-
-
-def _row_positions_and_contexts(record: PagedAttention) -> jax.Array:
-    """Returns position and context of each query row, [T, 2] int32; rows of no sequence are at -1."""
-    kv_lens = record.kv_lens.astype(jnp.int32)
-    if record.query_start is None:
-        return jnp.stack((kv_lens - 1, kv_lens - 1), axis=1)
-    sequence, position = paged_cache.token_sequences_and_positions(record)
-    context = (kv_lens - paged_cache.query_ranges(record)[1])[jnp.maximum(sequence, 0)]
-    return jnp.stack((jnp.where(sequence < 0, -1, position), context), axis=1)
-
-
-def _first_visible_key(record: PagedAttention, positions: jax.Array) -> jax.Array | None:
-    """Returns the first key of the prefix that window and chunks leave to any query row, [1]; None for 0."""
-    (left, _), size = causal_window_bounds(record), record.chunk_size
-    if left is None and size is None:
-        return None
-    position = positions[:, 0]
-    # Rows without a token attend to nothing.
-    first = jnp.min(jnp.where(position < 0, jnp.iinfo(jnp.int32).max, position))
-    starts = [0 if left is None else first - left, 0 if size is None else first // size * size]
-    return jnp.clip(jnp.maximum(*starts), 0, record.shared_prefix)[None]
 
 
 def should_copy_prefix(record: PagedAttention) -> bool:

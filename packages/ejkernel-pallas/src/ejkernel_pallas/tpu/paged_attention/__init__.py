@@ -30,6 +30,8 @@ HANDLES = frozenset(
         "new_keys",
         "new_values",
         "num_seqs",
+        "qq_bias",
+        "shared_prefix",
         "sliding_window",
         "softmax_aux",
         "value_scale",
@@ -80,7 +82,7 @@ def reasons(record: PagedAttention) -> Generator[str]:
         yield "block_tables: the kernel does not read a cache without pages"
         return
     tiles, entries = _max_query_tiles(record), record.block_tables.size
-    if record.alibi_slopes is not None:
+    if record.alibi_slopes is not None or record.qq_bias is not None:
         entries += record.kv_lens.size  # tokens before each sequence's queries
     if entries + tiles * len(ITEM_FIELDS) > MAX_TABLE_SMEM_WORDS:
         yield (

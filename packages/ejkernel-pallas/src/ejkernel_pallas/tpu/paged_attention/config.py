@@ -7,6 +7,7 @@ from typing import Any
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.paged_attention import PagedAttention
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -54,6 +55,15 @@ def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
     """Returns the default tile sizes for a record on a device, from the static profile."""
     parts = 2 if device.kind in TWO_CORE_DEVICE_KINDS else 1
     return TpuPaged(block_q=default_tile_tokens(record), block_kv=_default_block_keys(record, device.kind), parts=parts)
+
+
+def prefix_config(record: PagedAttention) -> TpuPaged:
+    """Returns the tile sizes of a record of the keys of a shared prefix: a tile for each core, if the batch is small."""
+    kind = current_device().kind
+    parts = 2 if kind in TWO_CORE_DEVICE_KINDS else 1
+    queries = min(default_tile_tokens(record), cdiv(record.query.shape[0], parts))
+    # A tile of one token has the mask of one sequence, and rows of a prefix have positions of their own.
+    return TpuPaged(block_q=max(2, queries), block_kv=_default_block_keys(record, kind), parts=parts)
 
 
 def candidates(record: PagedAttention, device: Any, direction: Any) -> tuple[TpuPaged, ...]:

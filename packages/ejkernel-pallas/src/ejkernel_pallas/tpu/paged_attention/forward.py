@@ -1,5 +1,6 @@
 """The forward pass of paged attention on TPUs."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,12 +10,14 @@ from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.paged_attention import PagedAttention
+from ejkernel.families.paged_attention import PagedAttention, band
 from ejkernel.families.paged_attention import pages as paged_cache
+from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, row_positions_and_contexts, split_prefix
+from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, tile_sizes_of
+from ejkernel_pallas.tpu.paged_attention.config import TpuPaged, prefix_config, tile_sizes_of
 from ejkernel_pallas.tpu.paged_attention.kernels import operands
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS_PER_STEP
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
@@ -22,7 +25,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import NUM_PRODU
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, WorkList, make_work_list
-from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, make_spec
+from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, RowTerms, make_spec
 
 # Page indices are valid, and a bounds check takes longer than starting a copy.
 COMPILER_OPTIONS = {"disable_bounds_checks": True}
@@ -40,32 +43,82 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
     """
     # Tokens share words in a latent cache. A copy cannot write half a word, so XLA writes them, in place.
     record, written = paged_cache.write_new_tokens(record) if record.latent is not None else (record, ())
-    spec = make_spec(record, tile_sizes_of(config))
-    work = make_work_list(record, spec)
-    # A mapped call runs sequentially: scalar memory has room for the tables of one.
-    run = custom_batching.sequential_vmap(lambda record, work: tuple(_run_kernel(record, spec, work)))
-    output, lse, *pages = run(record, work)
-    shape = None if record.value_pages is not None else record.key_pages.shape
-    pages = [x if shape is None else x.reshape(shape) for x in pages]
-    results = (operands.unpack_outputs(record, spec, work, output), operands.unpack_lse(record, spec, work, lse))
+    sizes = tile_sizes_of(config)
+    if record.shared_prefix is None:
+        output, lse, *pages = _attend(record, make_spec(record, sizes))
+        return (output, lse, *pages, *written), None
+    prefix, suffix = split_prefix(record, masks_empty_sequences=False)
+    output, lse, *pages = _attend(suffix, make_spec(suffix, sizes, output_dtype=jnp.float32))
+    # After the write, which is in place only if nothing reads the pages as they were.
+    caches = dict(zip(("key_pages", "value_pages"), pages, strict=False))
+    prefix = dataclasses.replace(prefix, record=dataclasses.replace(prefix.record, **caches))
+    results = _merge_prefix(record, _attend_prefix(prefix), (output, lse))
     return (*results, *pages, *written), None
 
 
-def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list[jax.Array]:
+def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
+    """Returns output and lse of all query rows over the keys of a shared prefix."""
+    record = prefix.record
+    masks = band(record)[0] is not None or record.chunk_size is not None
+    if not masks:  # all keys come before all queries
+        record = dataclasses.replace(record, causal=False, sliding_window=None)
+    by_row = RowTerms(positions=masks, contexts=record.alibi_slopes is not None)
+    spec = make_spec(record, tile_sizes_of(prefix_config(record)), by_row=by_row, output_dtype=jnp.float32)
+    output, lse = _attend(record, spec, prefix.row_positions)
+    return output, lse
+
+
+def _merge_prefix(
+    record: PagedAttention, prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Merges output [T, H, Dv] and lse [T, H] over a shared prefix and over the keys after it."""
+    is_query = row_positions_and_contexts(record)[:, 0] >= 0
+    lse = jnp.where(is_query[:, None], prefix[1], -jnp.inf)
+    output, lse = merge(*(PartialAttention(x[None], y.T[None]) for x, y in ((prefix[0], lse), suffix)))
+    return output[0].astype(record.query.dtype), lse[0].T
+
+
+def _attend(record: PagedAttention, spec: PagedSpec, row_positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """Returns output [T, H, Dv], lse [T, H] and the updated pages, if the kernel writes new tokens.
+
+    Args:
+        record: The record, without a shared prefix.
+        spec: The kernel's constants.
+        row_positions: [T, 2] int32, position and context of each query row, if the spec has terms by row.
+    """
+    positions = None if row_positions is None or not spec.has_row_positions else row_positions[:, 0]
+    work = make_work_list(record, spec, positions)
+    if not (spec.has_row_positions or spec.has_row_contexts):
+        row_positions = None
+    # A mapped call runs sequentially: scalar memory has room for the tables of one.
+    run = custom_batching.sequential_vmap(lambda *arrays: tuple(_run_kernel(spec, *arrays)))
+    output, lse, *pages = run(record, work, row_positions)
+    shape = None if record.value_pages is not None else record.key_pages.shape
+    pages = [x if shape is None else x.reshape(shape) for x in pages]
+    return operands.unpack_outputs(record, spec, work, output), operands.unpack_lse(record, spec, work, lse), *pages
+
+
+def _run_kernel(
+    spec: PagedSpec, record: PagedAttention, work: WorkList, row_positions: jax.Array | None
+) -> list[jax.Array]:
     """Runs the kernel: output [Hk, rows, Dv], lse [items, Hk, 1, rows of a tile], and the updated caches."""
     caches_by_name: dict[str, jax.Array] = dict(zip(("keys", "values"), caches_as_stored(record), strict=False))
     tokens = dict(zip(("new_keys", "new_values"), operands.pack_new_tokens(record), strict=False))
     query = operands.pack_queries(record, spec, work)
+    terms = {} if row_positions is None else operands.pack_row_terms(row_positions, spec, work)
+    if spec.pair_bias_columns:
+        terms["pair_bias"] = operands.pack_pair_bias(record, spec, work)
     # lse is written in whole rows of 128 lanes.
     lanes = cdiv(spec.rows_per_tile, LANES) * LANES
     outputs = {
-        "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), record.query.dtype),
+        "output": jax.ShapeDtypeStruct((*query.shape[:2], spec.value_dim), spec.output_dtype),
         "lse": jax.ShapeDtypeStruct((work.work_items.size // len(ITEM_FIELDS), spec.kv_heads, 1, lanes), jnp.float32),
     }
     written = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in caches_by_name.items()} if tokens else {}
     # A cache that the kernel writes to is an input that shares memory with an output; the kernel uses only the output's
     # ref.
     cache_inputs = {f"{name}_before" if written else name: x for name, x in caches_by_name.items()}
+    in_hbm = {"query": query, **terms, **tokens, **cache_inputs}
     constants = {name: resident_operand(x) for name, x in _resident_operands(record, spec).items()}
     results = launch(
         KernelCall(
@@ -75,20 +128,25 @@ def _run_kernel(record: PagedAttention, spec: PagedSpec, work: WorkList) -> list
             # One grid step per core; the loop over work items is inside the kernel.
             grid=(spec.num_cores,),
             parallel=1,
-            tables={
-                "work_items": work.work_items,
-                "first_item_of_core": work.first_item_of_core,
-                "page_table": work.page_table,
-            }
-            | ({} if work.context_lengths is None else {"context_lengths": work.context_lengths}),
-            inputs=constants | {name: Operand(x) for name, x in {"query": query, **tokens, **cache_inputs}.items()},
+            tables=_tables(work),
+            inputs=constants | {name: Operand(x) for name, x in in_hbm.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
-            scratch=_scratch(record, spec, lanes, caches_by_name, bool(tokens)),
+            scratch=_scratch(spec, lanes, caches_by_name, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
             options=COMPILER_OPTIONS,
         )
     )
     return list(results.values())
+
+
+def _tables(work: WorkList) -> dict[str, jax.Array]:
+    """Returns the arrays in scalar memory."""
+    tables = {
+        "work_items": work.work_items,
+        "first_item_of_core": work.first_item_of_core,
+        "page_table": work.page_table,
+    }
+    return tables if work.context_lengths is None else {**tables, "context_lengths": work.context_lengths}
 
 
 def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax.Array]:
@@ -97,24 +155,21 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
     if record.softmax_aux is not None:
         constants["sinks"] = operands.head_values_by_row(record.softmax_aux.astype(jnp.float32) * LOG2E, spec)
     if record.alibi_slopes is not None:
-        # Added to scores as powers of two, or to the argument of the soft cap.
-        factor = LOG2E if spec.soft_cap is None else 1 / spec.soft_cap
-        constants["alibi_slopes"] = operands.head_values_by_row(record.alibi_slopes.astype(jnp.float32) * factor, spec)
-    if spec.tokens_per_tile > 1:
+        slopes = record.alibi_slopes.astype(jnp.float32) * operands.score_unit(spec)
+        constants["alibi_slopes"] = operands.head_values_by_row(slopes, spec)
+    if spec.tokens_per_tile > 1 and not spec.has_row_positions:
         tokens = jnp.arange(spec.rows_per_tile, dtype=jnp.int32) // spec.group_size
         constants["token_of_row"] = jnp.broadcast_to(tokens[:, None], (spec.rows_per_tile, LANES))
     return constants
 
 
-def _scratch(
-    record: PagedAttention, spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Array], writes: bool
-) -> dict[str, Any]:
+def _scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Array], writes: bool) -> dict[str, Any]:
     """Returns the kernel's scratch memory."""
     heads, cache = spec.kv_heads, spec.cache_layout
     state = (heads, spec.rows_per_tile, LANES)
     scratch: dict[str, Any] = {
         "query_buffer": pltpu.VMEM((2, heads, spec.rows_per_tile, spec.head_dim), spec.operand_dtype),
-        "output_buffer": pltpu.VMEM((2, heads, spec.rows_per_tile, spec.value_dim), record.query.dtype),
+        "output_buffer": pltpu.VMEM((2, heads, spec.rows_per_tile, spec.value_dim), spec.output_dtype),
         "lse_buffer": pltpu.VMEM((2, heads, 1, lanes), jnp.float32),
         "row_max": pltpu.VMEM(state, jnp.float32),
         "row_sum": pltpu.VMEM(state, jnp.float32),
@@ -139,10 +194,28 @@ def _scratch(
     if spec.rows_per_tile > spec.small_rows:
         scratch["head_keys"] = pltpu.VMEM((heads, spec.part_kv, spec.head_dim), spec.operand_dtype)
         scratch["head_values"] = pltpu.VMEM((heads, spec.part_kv, spec.value_dim), spec.weights_dtype)
+    scratch |= _scratch_of_row_terms(spec)
     scratch |= {name: pltpu.SemaphoreType.DMA((2,)) for name in ("query_arrived", "results_sent")}
     scratch["pages_arrived"] = pltpu.SemaphoreType.DMA((PREFETCHED_BLOCKS + 1,))
     if writes:
         scratch |= {"write_counts": pltpu.SMEM((2,), jnp.int32), "tokens_written": pltpu.SemaphoreType.DMA}
+    return scratch
+
+
+def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
+    """Returns the scratch memory of the bias for pairs, and of what each row has for itself."""
+    scratch: dict[str, Any] = {}
+    if spec.pair_bias_columns:
+        size = operands.pair_bias_rows_per_copy(spec)
+        tokens = cdiv(spec.tokens_per_tile, size) * size
+        scratch["pair_bias_buffer"] = pltpu.VMEM((PREFETCHED_BLOCKS + 1, tokens, 1, spec.block_kv + LANES), jnp.float32)
+        rows = 1 if spec.tokens_per_tile == 1 else spec.rows_per_tile
+        scratch["row_bias"] = pltpu.VMEM((spec.chunks_per_step, rows, spec.chunk_kv), jnp.float32)
+        scratch["pair_bias_arrived"] = pltpu.SemaphoreType.DMA((PREFETCHED_BLOCKS + 1,))
+    if spec.has_row_positions:
+        scratch["position_buffer"] = pltpu.VMEM((2, spec.rows_per_tile, LANES), jnp.int32)
+    if spec.has_row_contexts:
+        scratch["context_buffer"] = pltpu.VMEM((2, spec.rows_per_tile, LANES), jnp.float32)
     return scratch
 
 

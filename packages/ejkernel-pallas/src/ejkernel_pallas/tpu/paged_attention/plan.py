@@ -51,21 +51,33 @@ class WorkList(NamedTuple):
     context_lengths: jax.Array | None = None
 
 
-def make_work_list(record: PagedAttention, spec: PagedSpec) -> WorkList:
-    """Returns the work list of a record."""
+def make_work_list(record: PagedAttention, spec: PagedSpec, row_positions: jax.Array | None = None) -> WorkList:
+    """Returns the work list of a record.
+
+    Args:
+        record: The record.
+        spec: The kernel's constants.
+        row_positions: int32 [T], the position of each query row, if the rows of a tile belong to several sequences and
+            the mask reads them; -1 for rows of no sequence.
+    """
     starts, lengths = paged_cache.query_ranges(record)
     first_item, total, sequence, num_skipped, tokens, position = paged_cache.query_tiles(record, spec.tokens_per_tile)
     # Each sequence begins at a row where a copy may begin, so packed queries have gaps.
     padded = cdiv(lengths, spec.token_align) * spec.token_align
     base = jnp.cumsum(padded, dtype=jnp.int32) - padded
-    low, high = _key_range(record, spec, sequence, position, tokens)
+    last_position = position + tokens - 1
+    if row_positions is not None:
+        row = starts[sequence] + num_skipped
+        position, last_position = _position_range_of_rows(row_positions, row, tokens, spec.tokens_per_tile)
+    low, high = _key_range(record, spec, sequence, (position, last_position), tokens)
     tables = _page_tables(record)
     first = (num_skipped == 0) & (tokens > 0)
     fields = {
         "sequence": sequence,
         "first_row": (base[sequence] + num_skipped) * spec.group_size,
         "num_tokens": tokens,
-        "first_position": position,
+        # Positions of rows are then relative to the sequence.
+        "first_position": position if row_positions is None else jnp.zeros_like(position),
         "first_key": low,
         "end_key": high,
         "first_page": low // spec.cache_layout.slots_per_page,
@@ -82,12 +94,15 @@ def make_work_list(record: PagedAttention, spec: PagedSpec) -> WorkList:
         work_items=jnp.concatenate([fields[name].astype(jnp.int32) for name in ITEM_FIELDS]),
         # The fixed cost of an item is estimated as that of one more chunk of keys.
         first_item_of_core=_item_ranges_by_core(
-            spec, first, jnp.where(tokens > 0, high - low + spec.chunk_kv, 0), total
+            spec,
+            first if record.new_keys is not None else tokens > 0,
+            jnp.where(tokens > 0, high - low + spec.chunk_kv, 0),
+            total,
         ),
         # The kernel looks up several pages at once, which may go beyond the last sequence's pages.
         page_table=jnp.pad(tables.reshape(-1), (0, spec.pages_per_block), constant_values=-1),
         token_at_index=_token_of_packed_row(record, spec, base + padded, starts - base, base + lengths),
-        context_lengths=record.kv_lens.astype(jnp.int32) - lengths if spec.has_slopes else None,
+        context_lengths=record.kv_lens.astype(jnp.int32) - lengths if spec.reads_context_lengths else None,
         **_token_fields(record, spec, starts, base, first_item),
     )
 
@@ -107,20 +122,38 @@ def _token_fields(
     }
 
 
-def _key_range(
-    record: PagedAttention, spec: PagedSpec, sequence: jax.Array, position: jax.Array, tokens: jax.Array
+def _position_range_of_rows(
+    row_positions: jax.Array, first_row: jax.Array, tokens: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the first key, and one more than the last key, of tiles of `tokens` rows that begin at `position`."""
-    low = jnp.zeros_like(position) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
+    """Returns the smallest and the largest position of the query rows of tiles of `tokens` rows, at most `size`."""
+    offset = jnp.arange(size, dtype=jnp.int32)
+    positions = row_positions.at[first_row[:, None] + offset].get(mode="fill", fill_value=-1)
+    is_query = (offset < tokens[:, None]) & (positions >= 0)
+    largest = jnp.max(jnp.where(is_query, positions, 0), axis=1)
+    return jnp.min(jnp.where(is_query, positions, largest[:, None]), axis=1), largest
+
+
+def _key_range(
+    record: PagedAttention,
+    spec: PagedSpec,
+    sequence: jax.Array,
+    positions: tuple[jax.Array, jax.Array],
+    tokens: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the first key, and one more than the last key, of tiles of `tokens` rows with these first and last
+    positions.
+    """
+    first, last = positions
+    low = jnp.zeros_like(first) if record.kv_starts is None else record.kv_starts.astype(jnp.int32)[sequence]
     high = jnp.minimum(record.kv_lens.astype(jnp.int32)[sequence], paged_cache.max_sequence_len(record))
     if spec.window_left is not None:
-        low = jnp.maximum(low, position - spec.window_left)
+        low = jnp.maximum(low, first - spec.window_left)
     if spec.window_right is not None:
-        high = jnp.minimum(high, position + tokens + spec.window_right)
+        high = jnp.minimum(high, last + spec.window_right + 1)
     if spec.attention_chunk is not None:
         size = spec.attention_chunk
-        low = jnp.maximum(low, position // size * size)
-        high = jnp.minimum(high, ((position + tokens - 1) // size + 1) * size)
+        low = jnp.maximum(low, first // size * size)
+        high = jnp.minimum(high, (last // size + 1) * size)
     low = jnp.maximum(low, 0)
     return low, jnp.where(tokens > 0, jnp.maximum(high, low), low)
 
@@ -143,16 +176,18 @@ def _has_missing_pages(
     return (num_absent[sequence, end] - num_absent[sequence, jnp.minimum(first, end)]) > 0
 
 
-def _item_ranges_by_core(spec: PagedSpec, first: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
-    """Returns the first item of each core's part: always the first of a sequence, chosen so that parts cost about
-    the same.
+def _item_ranges_by_core(spec: PagedSpec, can_begin: jax.Array, cost: jax.Array, live: jax.Array) -> jax.Array:
+    """Returns the first item of each core's part, an item where a part can begin, chosen so that parts cost about the
+    same.
+
+    Where tokens are written, a part begins with a sequence, since the tokens that its first item writes are read by its
+    other items.
     """
     before = jnp.cumsum(cost) - cost
     entry = jnp.arange(cost.shape[0], dtype=jnp.int32)
     share = jnp.sum(cost) / spec.num_cores
-    # Parts begin with a sequence, since the tokens that its first item writes are read by its other items.
     begins = [
-        jnp.min(jnp.where(first & (before >= part * share), entry, live), initial=live)
+        jnp.min(jnp.where(can_begin & (before >= part * share), entry, live), initial=live)
         for part in range(1, spec.num_cores)
     ]
     return jnp.stack([jnp.int32(0), *(x.astype(jnp.int32) for x in begins), live])

@@ -4,7 +4,7 @@ numbers.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -74,6 +74,11 @@ class PagedSpec:
         attention_chunk: Positions per chunk of chunked attention, whose queries and keys attend within their chunk
             alone; None without chunks.
         has_slopes: Whether scores have ALiBi's term.
+        pair_bias_columns: Columns of the bias for pairs of new tokens; 0 without it.
+        has_row_positions: Whether the mask reads a position of each row, since rows of a tile belong to several
+            sequences.
+        has_row_contexts: Whether ALiBi's term reads a context length of each row, for the same reason.
+        output_dtype: Dtype of the output.
         value_scale: Factor on the output.
         num_cores: Cores of the chip that work on the list, each on items of its own.
     """
@@ -110,6 +115,10 @@ class PagedSpec:
     window_right: int | None
     attention_chunk: int | None
     has_slopes: bool
+    pair_bias_columns: int
+    has_row_positions: bool
+    has_row_contexts: bool
+    output_dtype: Any
     value_scale: float
     num_cores: int
 
@@ -122,6 +131,11 @@ class PagedSpec:
     def bounds_last(self) -> bool:
         """Returns whether a key has a last token that attends it."""
         return self.window_left is not None or self.attention_chunk is not None
+
+    @property
+    def reads_context_lengths(self) -> bool:
+        """Returns whether the kernel reads how many tokens each sequence has before its queries."""
+        return self.pair_bias_columns > 0 or (self.has_slopes and not self.has_row_contexts)
 
     @property
     def pages_per_block(self) -> int:
@@ -161,13 +175,53 @@ class PagedTiles:
     parts: int
 
 
+class RowTerms(NamedTuple):
+    """What rows of a tile have for themselves, since they belong to several sequences.
+
+    Attributes:
+        positions: Whether the mask reads a position of each row.
+        contexts: Whether ALiBi's term reads a context length of each row.
+    """
+
+    positions: bool = False
+    contexts: bool = False
+
+
+NO_ROW_TERMS = RowTerms()
+
+
+def pair_bias_columns(record: PagedAttention) -> int:
+    """Returns an upper bound on the columns of the bias for pairs of new tokens; 0 without it."""
+    bias, tokens = record.qq_bias, record.query.shape[0]
+    if bias is None:
+        return 0
+    columns = math.isqrt(bias.shape[0]) if bias.ndim == 1 else bias.shape[-1]
+    return max(1, min(columns, tokens))
+
+
 def shares_products(record: PagedAttention) -> bool:
-    """Returns whether keys of several heads share one product if every sequence has one query."""
-    return make_cache_layout(record).kv_heads_can_share_products and _operand_dtype(record).itemsize == 2
+    """Returns whether keys of several heads share one product if every sequence has one query.
+
+    A bias for pairs has one column per key, so its keys are in the order of positions, head by head.
+    """
+    return (
+        record.qq_bias is None
+        and make_cache_layout(record).kv_heads_can_share_products
+        and _operand_dtype(record).itemsize == 2
+    )
 
 
-def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
-    """Returns the constants of a record's kernel with given tiles."""
+def make_spec(
+    record: PagedAttention, sizes: PagedTiles, *, by_row: RowTerms = NO_ROW_TERMS, output_dtype: Any = None
+) -> PagedSpec:
+    """Returns the constants of a record's kernel with given tiles.
+
+    Args:
+        record: The record.
+        sizes: The tiles.
+        by_row: The terms that each row has for itself.
+        output_dtype: Dtype of the output; None for the query's.
+    """
     cache = make_cache_layout(record)
     left, right = causal_window_bounds(record)
     operand = _operand_dtype(record)
@@ -201,6 +255,10 @@ def make_spec(record: PagedAttention, sizes: PagedTiles) -> PagedSpec:
         window_right=right,
         attention_chunk=record.chunk_size,
         has_slopes=record.alibi_slopes is not None,
+        pair_bias_columns=pair_bias_columns(record),
+        has_row_positions=by_row.positions,
+        has_row_contexts=by_row.contexts,
+        output_dtype=jnp.dtype(record.query.dtype if output_dtype is None else output_dtype),
         value_scale=record.value_scale,
         num_cores=sizes.parts,
     )

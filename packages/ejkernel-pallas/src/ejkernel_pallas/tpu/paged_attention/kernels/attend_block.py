@@ -27,6 +27,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     key_offsets_from_context,
     make_score_mask,
     store_key_mask,
+    store_row_bias,
     update_softmax,
 )
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
@@ -66,7 +67,7 @@ def attend_block(
     in_one_step = jnp.bool_(False)
     if spec.whole_blocks:
         in_one_step = _needs_no_mask(
-            block.item, block.index_in_sequence * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
+            refs, block.item, block.index_in_sequence * spec.block_kv, spec.chunk_kv * spec.chunks_per_step, spec
         )
         if spec.copy_slices:
             in_one_step = in_one_step & (prefetch.item.missing_pages == 0) & (prefetch.page_range(spec)[0] == 0)
@@ -81,6 +82,9 @@ def attend_block(
     def _() -> None:
         copies.start_page_copies(refs, prefetch, spec)
 
+    if spec.pair_bias_columns:
+        pl.when(prefetch_exists)(lambda: copies.copy_pair_bias(refs, prefetch, spec, wait=False))
+        copies.copy_pair_bias(refs, block, spec, wait=True)
     copies.wait_for_page_copies(refs, block, (first * size, end * size), spec)
 
     if spec.whole_blocks:
@@ -108,8 +112,12 @@ def _key_chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, s
     ]
 
 
-def _needs_no_mask(item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
-    """Returns whether all rows of an item attend all of the `size` keys from `key` on, so that no mask is needed."""
+def _needs_no_mask(refs: PagedRefs, item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
+    """Returns whether all rows of an item attend all of the `size` keys from `key` on and have no bias there, so that no
+    mask is needed.
+    """
+    if spec.has_row_positions:  # rows of a tile have windows and chunks of their own
+        return jnp.bool_(False)
     last, end = item.first_position + item.num_tokens - 1, key + size
     low = item.first_key if spec.window_left is None else jnp.maximum(item.first_key, last - spec.window_left)
     high = (
@@ -121,7 +129,10 @@ def _needs_no_mask(item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
         size_of_chunk = spec.attention_chunk
         low = jnp.maximum(low, divide(last, size_of_chunk) * size_of_chunk)
         high = jnp.minimum(high, (divide(item.first_position, size_of_chunk) + 1) * size_of_chunk)
-    return (key >= low) & (end <= high) & (item.missing_pages == 0)
+    plain = (key >= low) & (end <= high) & (item.missing_pages == 0)
+    if spec.pair_bias_columns:
+        plain &= jnp.logical_not(copies.pair_bias_overlaps(refs, item, key, size, spec))
+    return plain
 
 
 def _attend_chunks(
@@ -130,24 +141,33 @@ def _attend_chunks(
     """Attends to chunks; `chunks` is the first key and the number of chunks."""
     item, (start, count) = block.item, chunks
     # A scalar test per chunk decides whether to mask: the mask costs more than the test.
-    plain = _needs_no_mask(item, block.index_in_sequence * spec.block_kv + start, count * spec.chunk_kv, spec)
+    first_key, num_keys = block.index_in_sequence * spec.block_kv + start, count * spec.chunk_kv
+    plain = _needs_no_mask(refs, item, first_key, num_keys, spec)
 
-    def attend_few_rows(masked: bool) -> None:
-        _attend_few_rows(
-            refs, block, buffer_slot, _key_chunks_of_step(block, start, count, masked, spec), iter(()), spec
-        )
+    def attend_few_rows(masked: bool, biased: bool = False) -> None:
+        step = _key_chunks_of_step(block, start, count, masked, spec)
+        step = [chunk._replace(has_pair_bias=biased) for chunk in step]
+        _attend_few_rows(refs, block, buffer_slot, step, iter(()), spec)
+
+    def attend_few_masked_rows() -> None:
+        if not spec.pair_bias_columns:
+            attend_few_rows(True)
+            return
+        biased = copies.pair_bias_overlaps(refs, item, first_key, num_keys, spec)
+        pl.when(biased)(lambda: attend_few_rows(True, True))
+        pl.when(jnp.logical_not(biased))(lambda: attend_few_rows(True))
 
     if spec.rows_per_tile == spec.small_rows:
         if not spec.whole_blocks:
             pl.when(plain)(lambda: attend_few_rows(False))
-        pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(lambda: attend_few_rows(True))
+        pl.when(jnp.logical_not(plain & (not spec.whole_blocks)))(attend_few_masked_rows)
         return
 
     @pl.when(item.num_tokens * spec.group_size > spec.small_rows)
     def _() -> None:
         _attend_whole_tile(refs, block, buffer_slot, start, spec)
 
-    pl.when(item.num_tokens * spec.group_size <= spec.small_rows)(lambda: attend_few_rows(True))
+    pl.when(item.num_tokens * spec.group_size <= spec.small_rows)(attend_few_masked_rows)
 
 
 def _attend_few_rows(
@@ -164,6 +184,9 @@ def _attend_few_rows(
     rows = ProductRows(buffer_slot, 0, spec.small_rows, block.item.first_position)
     if chunks[0].needs_mask and spec.tokens_per_tile == 1:
         store_key_mask(refs, block.item, chunks, spec)
+    if chunks[0].has_pair_bias:
+        for n, chunk in enumerate(chunks):
+            store_row_bias(refs, block.item, chunk, n, spec)
     chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     chunk_columns = [key_offsets_from_context(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // head_groups(spec)
@@ -174,17 +197,18 @@ def _attend_few_rows(
                 refs.buffers, k, at, spec, values=values, between=lambda: next(copy_starts, _do_nothing)()
             )
 
-        def head_chunks(at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None) -> list[HeadChunk]:
+        def head_chunks(step: int, at: KeyChunk, mask: ScoreMask | None, columns: jax.Array | None) -> list[HeadChunk]:
+            bias = step if at.has_pair_bias else None
             keys, values = (functools.cache(partial(load_tiles, at, is_values)) for is_values in (False, True))
             rotary = partial(load_rotary, refs.buffers, at, spec) if spec.cache_layout.rotary_dim else None
             return [
                 HeadChunk(
-                    k * heads + n, rows, _load_one_head(keys, n), _load_one_head(values, n), mask, rotary, columns
+                    k * heads + n, rows, _load_one_head(keys, n), _load_one_head(values, n), mask, rotary, columns, bias
                 )
                 for n in range(heads)
             ]
 
-        chunks_with_masks = zip(chunks, chunk_masks, chunk_columns, strict=True)
+        chunks_with_masks = zip(range(len(chunks)), chunks, chunk_masks, chunk_columns, strict=True)
         lookahead = spec.masked_lookahead if chunks[0].needs_mask else spec.lookahead
         update_softmax(
             refs,
@@ -233,13 +257,19 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
         def _() -> None:
             for_each_index(head_groups(spec), head_group)
             # In a tile with few tokens a large product would be spent mostly on rows without a token.
-            plain = _needs_no_mask(item, at.first_key, at.num_keys, spec) & (
+            plain = _needs_no_mask(refs, item, at.first_key, at.num_keys, spec) & (
                 2 * item.num_tokens * spec.group_size > spec.row_block
             )
-            for masked, condition in ((False, plain), (True, jnp.logical_not(plain))):
-                pl.when(condition)(
-                    partial(_attend_contiguous_heads, refs, item, buffer_slot, at._replace(needs_mask=masked), spec)
-                )
+            biased = jnp.bool_(False)
+            if spec.pair_bias_columns:
+                biased = copies.pair_bias_overlaps(refs, item, at.first_key, at.num_keys, spec)
+                pl.when(biased)(lambda: store_row_bias(refs, item, at, 0, spec))
+                attend(at._replace(needs_mask=True, has_pair_bias=True), biased)
+            attend(at._replace(needs_mask=False), plain)
+            attend(at._replace(needs_mask=True), jnp.logical_not(plain | biased))
+
+    def attend(at: KeyChunk, condition: Any) -> None:
+        pl.when(condition)(partial(_attend_contiguous_heads, refs, item, buffer_slot, at, spec))
 
     for_each_index(spec.chunk_kv // spec.part_kv, product)
 
@@ -261,10 +291,19 @@ def _attend_contiguous_heads(
                 key_offsets_from_context(refs, item, key_chunk, spec),
             )
             heads = [k * heads_per_step + head for head in range(heads_per_step)]
+            bias = 0 if key_chunk.has_pair_bias else None
             update_softmax(
                 refs,
                 [
-                    HeadChunk(x, rows, partial(get, keys, x), partial(get, values, x), mask, key_offsets=columns)
+                    HeadChunk(
+                        x,
+                        rows,
+                        partial(get, keys, x),
+                        partial(get, values, x),
+                        mask,
+                        key_offsets=columns,
+                        bias_index=bias,
+                    )
                     for x in heads
                 ],
                 lookahead,

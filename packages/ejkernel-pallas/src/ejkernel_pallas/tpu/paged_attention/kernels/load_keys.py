@@ -43,6 +43,7 @@ class KeyChunk(NamedTuple):
         attended_end: One more than the last position that any row attends.
         needs_mask: Whether some row may not attend some key.
         num_keys: The number of keys.
+        has_pair_bias: Whether some of the keys are new tokens that have a bias.
     """
 
     buffer_slot: Any
@@ -52,6 +53,7 @@ class KeyChunk(NamedTuple):
     attended_end: Any
     needs_mask: bool
     num_keys: int
+    has_pair_bias: bool = False
 
 
 def key_and_head_of_index(index: jax.Array, size: int, spec: PagedSpec) -> tuple[jax.Array, jax.Array | None]:

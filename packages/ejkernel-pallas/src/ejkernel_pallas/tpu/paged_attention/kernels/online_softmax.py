@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
+from ejkernel_pallas.tpu.paged_attention.kernels import copies
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, key_and_head_of_index
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
@@ -77,6 +79,7 @@ class HeadChunk(NamedTuple):
         load_rotary: Loads the rotary part of the keys, [Dr, n]; None if it is in the same rows as the keys.
         key_offsets: float32 [1, n], the keys' positions less the length of the sequence's context, for ALiBi's term;
             None without that term.
+        bias_index: Index in `row_bias` of the keys' bias for pairs; None without it.
     """
 
     head: Any
@@ -86,6 +89,7 @@ class HeadChunk(NamedTuple):
     apply_mask: ScoreMask | None
     load_rotary: Callable[[], jax.Array] | None = None
     key_offsets: jax.Array | None = None
+    bias_index: int | None = None
 
 
 def init_softmax(refs: PagedRefs, head: Any, count: int) -> None:
@@ -115,6 +119,24 @@ def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec
     for_each_index(len(chunks), one)
 
 
+def store_row_bias(refs: PagedRefs, item: WorkItem, at: KeyChunk, n: int, spec: PagedSpec) -> None:
+    """Stores the bias of each row and key of the n-th chunk: that of the row's token, with its columns moved to the
+    lanes of their keys.
+
+    The columns of a lane group's keys begin anywhere in a lane group of the bias, so one more is loaded and rotated.
+    """
+    size, rows = at.num_keys + LANES, 1 if spec.tokens_per_tile == 1 else spec.group_size
+    shift = jnp.where(copies.pair_bias_lane_shift(refs, item) == 0, 0, size - copies.pair_bias_lane_shift(refs, item))
+    lanes = pl.ds(pl.multiple_of(at.start_in_buffer, LANES), size)
+
+    def token(t: Any, carry: Any) -> Any:
+        bias = pltpu.roll(refs.pair_bias_buffer[at.buffer_slot, t, :, lanes], shift, 1)[:, : at.num_keys]
+        refs.row_bias[n, pl.ds(t * rows, rows), : at.num_keys] = jnp.broadcast_to(bias, (rows, at.num_keys))
+        return carry
+
+    fori_loop(jnp.int32(0), 1 if spec.tokens_per_tile == 1 else item.num_tokens, token, jnp.int32(0))
+
+
 def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:
     """Returns which keys of a chunk any row attends, bool [1, n], and every key's offset in the chunk."""
     offset, _ = key_and_head_of_index(
@@ -125,15 +147,16 @@ def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpe
 
 
 def key_offsets_from_context(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> jax.Array | None:
-    """Returns the positions of a chunk's keys less those of the tokens before the queries, float32 [1, n]; None if no
-    term of the scores needs them.
+    """Returns the positions of a chunk's keys, float32 [1, n], less the tokens before the queries unless each row has
+    its own number of these; None if no term of the scores needs them.
     """
     if not spec.has_slopes:
         return None
+    context = 0 if spec.has_row_contexts else refs.context_lengths[item.sequence]
     offset, _ = key_and_head_of_index(
         lax.broadcasted_iota(jnp.int32, (1, at.num_keys * spec.heads_per_product), 1), at.num_keys, spec
     )
-    return (offset + (at.first_key - refs.context_lengths[item.sequence])).astype(jnp.float32)
+    return (offset + (at.first_key - context)).astype(jnp.float32)
 
 
 def make_score_mask(
@@ -234,7 +257,11 @@ def _attending_pairs(
 ) -> jax.Array:
     """Returns which pairs of a lane group attend, from the first and last token of the tile that attend each key."""
     shape = (rows.num_rows, LANES)
-    token = refs.token_of_row[rows.span, :]
+    token = (
+        refs.position_buffer[rows.buffer_slot, rows.span, :]
+        if spec.has_row_positions
+        else refs.token_of_row[rows.span, :]
+    )
     mask = token >= jnp.broadcast_to(first, shape)
     return mask & (token <= jnp.broadcast_to(last, shape)) if spec.bounds_last else mask
 
@@ -365,8 +392,18 @@ def _scores(refs: PagedRefs, chunk: HeadChunk, spec: PagedSpec) -> jax.Array:
     s = s * (spec.score_scale * LOG2E if spec.soft_cap is None else spec.score_scale / spec.soft_cap)
     if chunk.key_offsets is not None:
         slopes = refs.alibi_slopes[chunk.head, chunk.rows.span, :]
-        s += jnp.concatenate([slopes * columns for columns in lane_groups(chunk.key_offsets)], axis=1)
-    return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
+        columns = lane_groups(chunk.key_offsets)
+        if spec.has_row_contexts:
+            context = refs.context_buffer[chunk.rows.buffer_slot, chunk.rows.span, :]
+            columns = [x - context for x in columns]
+        s += jnp.concatenate([slopes * x for x in columns], axis=1)
+    if chunk.bias_index is None:
+        return s if spec.soft_cap is None else jnp.tanh(s) * (spec.soft_cap * LOG2E)
+    rows = pl.ds(0, 1) if spec.tokens_per_tile == 1 else chunk.rows.span
+    bias = jnp.broadcast_to(refs.row_bias[chunk.bias_index, rows, : s.shape[1]], s.shape)
+    s += bias
+    # tanh(-inf) is -1, so pairs that a bias of -inf masks are masked again.
+    return s if spec.soft_cap is None else jnp.where(bias == -jnp.inf, bias, jnp.tanh(s) * (spec.soft_cap * LOG2E))
 
 
 def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int], dtype: Any, spec: PagedSpec) -> jax.Array:

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from ejkernel.arithmetic import cdiv
-from ejkernel.families.paged_attention import PagedAttention, round_to_compute_dtype
+from ejkernel.arithmetic import LOG2E, cdiv
+from ejkernel.families.paged_attention import PagedAttention, pair_bias, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
+from ejkernel_pallas.tpu.paged_attention.kernels.copies import pair_bias_rows_per_copy
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
@@ -25,6 +26,62 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
     query = jnp.pad(query, ((0, 0), (0, spec.heads - query.shape[1]), (0, spec.head_dim - query.shape[2])))
     query = query.astype(spec.operand_dtype).reshape(-1, spec.kv_heads, spec.group_size, spec.head_dim).swapaxes(0, 1)
     return query.reshape(spec.kv_heads, -1, spec.head_dim)
+
+
+def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
+    """Returns the bias for pairs of new tokens of each token of the packed queries, float32 [tokens, 1, columns], in the
+    unit of scores.
+
+    An axis of size 1 after the tokens lets a copy begin at any token. Columns of zeros on both sides let a copy have
+    the columns of a whole block of keys.
+    """
+    sequence, position = paged_cache.token_sequences_and_positions(record)
+    rows_of = paged_cache.query_ranges(record)[1]
+    owner = jnp.maximum(sequence, 0)
+    row = jnp.where(sequence < 0, -1, position - (record.kv_lens.astype(jnp.int32) - rows_of)[owner])
+    bias = _pair_bias_rows(record, spec, rows_of, owner, row).astype(jnp.float32)
+    # A finite bias stays finite, since one of -inf masks.
+    limit = jnp.finfo(jnp.float32).max
+    scaled = jnp.clip(bias * score_unit(spec), -limit, limit)
+    bias = jnp.where(jnp.isfinite(bias), scaled, bias).at[work.token_at_index].get(mode="fill", fill_value=0)
+    columns = cdiv(spec.pair_bias_columns, LANES) * LANES
+    after = spec.block_kv + LANES + columns - spec.pair_bias_columns
+    bias = jnp.pad(bias, ((0, pair_bias_rows_per_copy(spec)), (spec.block_kv, after)))
+    return bias[:, None]
+
+
+def _pair_bias_rows(
+    record: PagedAttention, spec: PagedSpec, rows_of: jax.Array, sequence: jax.Array, row: jax.Array
+) -> jax.Array:
+    """Returns the rows of the bias [T, columns] of tokens, given the sequence and the row of each; 0 for row -1."""
+    bias, size = record.qq_bias, spec.pair_bias_columns
+    assert bias is not None  # the spec has columns
+    if bias.ndim == 1:
+        columns = pair_bias(record, rows_of, sequence[:, None], row[:, None], jnp.arange(size, dtype=jnp.int32))
+        assert columns is not None  # the record has a bias
+        return columns
+    # Whole rows are gathered at once, which is faster than elements. Negative indices would count from the end.
+    row = jnp.where(row < 0, bias.shape[-2], row)
+    at = row if bias.ndim == 2 else (sequence, row)
+    return bias[..., :size].at[at].get(mode="fill", fill_value=0)
+
+
+def score_unit(spec: PagedSpec) -> float:
+    """Returns the factor on what is added to scores, which are powers of two or arguments of the soft cap."""
+    return LOG2E if spec.soft_cap is None else 1 / spec.soft_cap
+
+
+def pack_row_terms(row_positions: jax.Array, spec: PagedSpec, work: WorkList) -> dict[str, jax.Array]:
+    """Returns what each row of the packed queries has for itself, [rows, 128], of positions and contexts [T, 2]."""
+    packed = row_positions.at[work.token_at_index].get(mode="fill", fill_value=-1)
+    rows = jnp.repeat(packed, spec.group_size, axis=0)
+    position, context = (jnp.broadcast_to(rows[:, n, None], (rows.shape[0], LANES)) for n in (0, 1))
+    terms: dict[str, jax.Array] = {}
+    if spec.has_row_positions:
+        terms["row_positions"] = position
+    if spec.has_row_contexts:
+        terms["row_contexts"] = context.astype(jnp.float32)
+    return terms
 
 
 def unpack_outputs(record: PagedAttention, spec: PagedSpec, work: WorkList, output: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
     computed              copies in flight (DMA)                                  buffers in VMEM
     -----------------     ------------------------------------------------------  ------------------------------
     item i, block n       pages of blocks n+1 and n+2, of this item or the next   keys_buffer[PREFETCH + 1 slots]
+                          their columns of the bias for pairs, if they have some  pair_bias_buffer, as many
                           queries of item i+1                                     query_buffer[2]
                           output and lse of item i-1                              output_buffer[2], lse_buffer[2]
                           new tokens of item i+2, into their pages                none: from HBM to HBM
@@ -49,7 +50,7 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
         # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
         def prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
             block = _block_of_cursor(refs, cursor, slot, end)
-            pl.when(cursor.item_index < end)(lambda: copies.start_page_copies(refs, block, spec))
+            pl.when(cursor.item_index < end)(lambda: copies.start_block_copies(refs, block, spec))
             pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
             return cursor.after(refs.work_items, end)
 

@@ -41,6 +41,10 @@ class PagedRefs:
             added.
         context_lengths: int32 [N], tokens of each sequence before its queries, in scalar memory.
         token_of_row: int32 [rows of a tile, 128]: the token of each row, in the tile.
+        pair_bias: float32 [tokens, 1, columns], in HBM: the bias for pairs of new tokens, a row per token of the packed
+            queries, in the unit of scores. `PagedSpec.pair_bias_columns` follow `block_kv` columns of zeros.
+        row_positions: int32 [rows, 128], in HBM: the position of each row in its sequence, the same in every lane.
+        row_contexts: float32 [rows, 128], in HBM: the tokens before the queries of each row's sequence.
         query_buffer: Scratch, [2, Hk, rows of a tile, D]; same for `output_buffer` and `lse_buffer`.
         row_max: Scratch, [Hk, rows of a tile, 128], the same in every lane.
         row_sum: Scratch, [Hk, rows of a tile, 128]; a partial sum in every lane.
@@ -50,10 +54,16 @@ class PagedRefs:
         score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
+        pair_bias_buffer: Scratch, float32 [3, tokens of a tile, 1, block_kv + 128]: the columns of the bias that the keys
+            of a block have, from a multiple of 128 on.
+        row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row per
+            chunk if a tile has one token.
+        position_buffer: Scratch, int32 [2, rows of a tile, 128]; same for `context_buffer`.
         head_keys: Scratch, [Hk, part, D]; same for `head_values`.
         query_arrived: DMA semaphores, one per query buffer.
         results_sent: DMA semaphores, one per output buffer.
         pages_arrived: DMA semaphores, one per block buffer.
+        pair_bias_arrived: DMA semaphores, one per block buffer.
         write_counts: int32 [2] in scalar memory: how many pages and how many single tokens have copies to the cache
             that have started.
         tokens_written: DMA semaphore.
@@ -88,10 +98,18 @@ class PagedRefs:
     alibi_slopes: Ref = None
     context_lengths: Ref = None
     token_of_row: Ref = None
+    pair_bias: Ref = None
+    row_positions: Ref = None
+    row_contexts: Ref = None
     score_limits: Ref = None
     key_mask: Ref = None
+    pair_bias_buffer: Ref = None
+    row_bias: Ref = None
+    position_buffer: Ref = None
+    context_buffer: Ref = None
     head_keys: Ref = None
     head_values: Ref = None
+    pair_bias_arrived: Ref = None
     write_counts: Ref = None
     tokens_written: Ref = None
 
