@@ -242,13 +242,16 @@ def scan_steps(tokens: int = 1, sequences: int = 64) -> Workload:
     return Workload(function=function, args=args, flops=6.0 * total * channels * size, min_hbm_bytes=states)
 
 
-def pages(queries: int, page: int = 16) -> Workload:
-    """Ragged paged attention: 16 sequences with 2048 tokens in the cache, of which `queries` are new."""
+def pages(queries: int, page: int = 16, trees: bool = False, prefix: int = 0) -> Workload:
+    """Ragged paged attention: 16 sequences with 2048 tokens in the cache, of which `queries` are new, in a tree per
+    sequence if there are `trees`. The first `prefix` tokens are the same for all sequences.
+    """
     sequences, length, heads, kv_heads = 16, 2048, 32, 8
     per_sequence = length // page
 
     def function(*args: Any) -> Any:
-        return ragged_page_attention_v2(*args, platform="pallas")
+        *args, bias = args if trees else (*args, None)
+        return ragged_page_attention_v2(*args, qq_bias=bias, shared_prefix=prefix or None, platform="pallas")
 
     table = np.random.default_rng(0).permutation(sequences * per_sequence).astype(np.int32)
     args = (
@@ -258,9 +261,11 @@ def pages(queries: int, page: int = 16) -> Workload:
         table.reshape(sequences, per_sequence),
         (np.arange(sequences + 1) * queries).astype(np.int32),
         np.array([sequences], np.int32),
+        *([jax.ShapeDtypeStruct((sequences, queries, queries), jnp.float32)] if trees else []),
     )
     pairs = sequences * queries * (length - (queries - 1) / 2)
-    size = 2 * sequences * SIZE * (2 * length * kv_heads + 2 * queries * heads)
+    keys = prefix + sequences * (length - prefix)
+    size = 2 * SIZE * (2 * keys * kv_heads + 2 * sequences * queries * heads)
     return Workload(function=function, args=args, flops=4 * pairs * heads * SIZE, min_hbm_bytes=size)
 
 

@@ -104,6 +104,25 @@ LAYOUTS = {
         alibi_slopes=np.zeros(32, np.float32),
         chunk_size=48,
     ),
+    "v2, a tree and a prefix": functools.partial(
+        lowered,
+        "ragged_page_attention_v2",
+        paged_inputs.v2_inputs,
+        _sized(**WIDE),
+        qq_bias=np.zeros((3, 20, 20), np.float32),
+        shared_prefix=4,
+    ),
+    "unified, a prefix by row": functools.partial(
+        lowered,
+        "unified_attention",
+        paged_inputs.packed_inputs,
+        _sized(**SMALL_HEADS),
+        qq_bias=np.zeros(600, np.float32),
+        shared_prefix=4,
+        sliding_window=40,
+        alibi_slopes=SINKS,
+        logits_soft_cap=1.5,
+    ),
     "written apart": functools.partial(
         lowered, "chunked_prefill_paged_decode", paged_inputs.chunked_prefill_inputs, _sized(**WIDE)
     ),

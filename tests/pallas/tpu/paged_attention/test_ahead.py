@@ -20,6 +20,7 @@ from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.profile.chips import chip
 from ejkernel_pallas.tpu.profile.compiling import compiling_for
 
+EVERY_CHIP = ("v2", "v3", "v3, 8 bits", "v2, a tree and a prefix")
 pytestmark = pytest.mark.needs("libtpu")
 
 
@@ -27,7 +28,7 @@ def attend(record):
     return forward(record, config.heuristic(record, current_device(), "forward"))[0]
 
 
-@pytest.mark.parametrize(("lies", "name"), on_chips(["v2", "v3", "v3, 8 bits"]))
+@pytest.mark.parametrize(("lies", "name"), on_chips(EVERY_CHIP))
 def test_every_chip(lies, name):
     made = compiled(attend, (layout(lies),), name)
     assert "tpu_custom_call" in made.as_text()
@@ -76,7 +77,7 @@ def test_tables_that_just_fit_into_scalar_memory():
     assert "tpu_custom_call" in compiled(attend, (record(most),), "v5e").as_text()
 
 
-@pytest.mark.parametrize("lies", sorted(LAYOUTS.keys() - {"v2", "v3", "v3, 8 bits"}))
+@pytest.mark.parametrize("lies", sorted(LAYOUTS.keys() - set(EVERY_CHIP)))
 def test_every_layout(lies):
     record = layout(lies)
     assert list(reasons(record)) == []

@@ -16,7 +16,7 @@ from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
 from ejkernel_pallas.tpu.paged_attention.forward import forward
-from ejkernel_pallas.tpu.paged_attention.kernels import copies, load_keys
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, load_keys, pair_bias
 
 PARAMS = TpuPaged(block_q=8, block_kv=128)
 
@@ -44,12 +44,30 @@ def records():
         "slopes and chunks": lowered(
             "unified_attention", paged_inputs.packed_inputs, sizes, alibi_slopes=jnp.array([0.5, -0.25]), chunk_size=48
         ),
+        "trees": lowered(
+            "unified_attention",
+            paged_inputs.packed_inputs,
+            dataclasses.replace(sizes, lens=(150, 40, 39)),
+            qq_bias=jnp.where(jnp.arange(3 * 9 * 9).reshape(3, 9, 9) % 4 == 1, -jnp.inf, 0.5),
+        ),
+        # The call's last kernel, which is the one that is watched, attends to the prefix.
+        "a prefix": lowered(
+            "unified_attention",
+            paged_inputs.packed_inputs,
+            dataclasses.replace(sizes, lens=(150, 40, 39)),
+            shared_prefix=19,
+            sliding_window=(130, None),
+            alibi_slopes=jnp.array([0.5, -0.25]),
+        ),
         "absent pages": lowered("unified_attention", paged_inputs.packed_inputs, sizes, block_tables=absent),
         "written": lowered("ragged_page_attention_v3", paged_inputs.v3_inputs, new),
     }
 
 
-@pytest.mark.parametrize("name", ["decoding", "several blocks", "slopes and chunks", "absent pages", "written"])
+NAMES = ("decoding", "several blocks", "slopes and chunks", "trees", "a prefix", "absent pages", "written")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_there_is_none(name, monkeypatch):
     record = records()[name]
     monkeypatch.setattr(load_keys, "_load_words", read_words)
@@ -66,6 +84,23 @@ def test_reading_pages_before_their_tokens_are_there_is_one(monkeypatch):
     monkeypatch.setattr(copies, "wait_for_cache_writes", lambda refs, spec: None)
     # A copy that nobody waits for is made nonetheless.
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager")
+    with pltpu.force_tpu_interpret_mode(params):
+        jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
+    assert found()
+
+
+def test_reading_a_bias_before_it_is_there_is_one(monkeypatch):
+    record = records()["trees"]
+    monkeypatch.setattr(load_keys, "_load_words", read_words)
+    copy_pair_bias = pair_bias.copy_pair_bias
+
+    def copy(refs, block, spec, *, wait):
+        if not wait:
+            copy_pair_bias(refs, block, spec, wait=False)
+
+    monkeypatch.setattr(pair_bias, "copy_pair_bias", copy)
+    # With clocks as large as by default, a later copy of pages would nearly always hide the race.
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=512)
     with pltpu.force_tpu_interpret_mode(params):
         jax.block_until_ready(jax.jit(lambda record: forward(record, PARAMS)[0])(record))
     assert found()

@@ -1,6 +1,7 @@
 """The paged-attention kernel's numbers, interpreted, against the family's meaning; and what it refuses."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from ejkernel.families.paged_attention import reference
 from ejkernel.modules.operations.cases import paged_inputs
 from ejkernel.modules.operations.cases.paged_inputs import PagedSizes
 from ejkernel.ops.device import DeviceInfo, target_device
+from ejkernel_pallas.tpu.mosaic.launch import DEFAULT_VMEM_LIMIT_BYTES, MIN_COMPILER_VMEM_BYTES
+from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.paged_attention import MAX_TABLE_SMEM_WORDS, config, reasons
 from ejkernel_pallas.tpu.paged_attention.config import TpuPaged
-from ejkernel_pallas.tpu.paged_attention.forward import forward
+from ejkernel_pallas.tpu.paged_attention.forward import forward, kernel_scratch
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS
 from ejkernel_pallas.tpu.paged_attention.spec import make_spec
 
@@ -69,6 +72,83 @@ def test_alibi_slopes_and_attention_chunks(name):
     record = dataclasses.replace(record, **arrays)
     assert not list(reasons(record))
     check(record, params)
+
+
+def tree(*shape):
+    """A bias that hides pairs, some of them by the least number that there is, which hides like -inf."""
+    random = np.random.default_rng(3)
+    bias = random.normal(size=shape).astype(np.float32)
+    bias[random.random(shape) < 0.3] = -np.inf
+    bias.reshape(-1)[::7] = np.finfo(np.float32).min
+    return bias
+
+
+COMMON = {"shared_prefix": np.int32(37)}
+TREES_AND_PREFIXES = {
+    "one tree for all, rows without a column": (TILES, {"qq_bias": tree(16, 16)}),
+    "a tree per sequence, soft cap, sinks": (
+        TILES,
+        {"qq_bias": tree(3, 24, 24), "logits_soft_cap": 1.5, "softmax_aux": SLOPES},
+    ),
+    "packed trees, not causal, slopes": (
+        TILES,
+        {"qq_bias": tree(20**2 + 1 + 33**2), "causal": False, "alibi_slopes": SLOPES},
+    ),
+    "tiles of one token": (SINGLE, {"qq_bias": tree(3, 40, 40), "causal": False}),
+    "prefix that ends within a page, sinks": (TILES, COMMON | {"softmax_aux": SLOPES}),
+    "prefix, slopes, soft cap": (SINGLE, COMMON | {"alibi_slopes": SLOPES, "logits_soft_cap": 1.5}),
+    "prefix, chunks, window, tree, slopes": (
+        TILES,
+        COMMON | {"chunk_size": 24, "sliding_window": (90, 2), "qq_bias": tree(3, 24, 24), "alibi_slopes": SLOPES},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TREES_AND_PREFIXES)
+def test_trees_and_prefixes(name):
+    """Sequences whose contexts and queries begin anywhere in blocks, pages and lanes."""
+    params, fields = TREES_AND_PREFIXES[name]
+    q_lens = (20, 1, 33) if "qq_bias" in fields or params is TILES else (1, 1, 1)
+    sizes = PagedSizes(lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    record = lowered(V2, paged_inputs.v2_inputs, sizes)
+    fields = {name: jnp.asarray(x) if isinstance(x, np.ndarray | np.int32) else x for name, x in fields.items()}
+    record = dataclasses.replace(record, **fields)
+    assert not list(reasons(record))
+    check(record, params)
+
+
+def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():
+    """The pages of the prefix are those of the first sequence, and no row attends to what another table lists there."""
+    sizes = PagedSizes(lens=(300, 0, 130), dtype=jnp.bfloat16, g=2, h=4)
+    record = lowered("page_attention", paged_inputs.page_inputs, sizes)
+    tables = np.array(record.block_tables)
+    pages = 36 // record.key_pages.shape[record.kv_layout.index("s")]
+    tables[1:, :pages] = -1
+    record = dataclasses.replace(record, block_tables=jnp.asarray(tables), shared_prefix=jnp.int32(36))
+    check(record, SINGLE)
+
+
+def test_new_tokens_after_a_prefix_and_between_draft_tokens():
+    """The call that is written to has scales of 8 bits, too; the part of the prefix is read after the write."""
+    sizes = PagedSizes(lens=(41, 25, 60), q_lens=(3, 4, 5), h=4, g=2, d=128, s=8)
+    record = lowered(V3, paged_inputs.v3_integers, sizes, q_scale=0.03, k_scale=0.01, v_scale=0.02, softmax_scale=None)
+    check(dataclasses.replace(record, shared_prefix=jnp.int32(20), qq_bias=jnp.asarray(tree(3, 5, 5))), TILES)
+
+
+def test_a_mapped_call_has_trees_and_prefixes_of_its_own():
+    sizes = PagedSizes(lens=(60, 40), q_lens=(5, 3), h=2, g=1, d=32, v=32, s=16)
+    record = lowered("unified_attention", paged_inputs.packed_inputs, sizes)
+    biases, prefixes = jnp.asarray(tree(2, 5, 5)), jnp.array([16, 24], jnp.int32)
+
+    def attend(bias, prefix):
+        return forward(dataclasses.replace(record, qq_bias=bias, shared_prefix=prefix), TILES)[0]
+
+    with interpreted():
+        got = jax.jit(jax.vmap(attend), compiler_options=QUICKLY)(biases, prefixes)
+    for n in range(2):
+        wanted = reference(dataclasses.replace(record, qq_bias=biases[n], shared_prefix=prefixes[n]))[0]
+        for x, y in zip(got, wanted, strict=True):
+            close(x[n], y, jnp.float32)
 
 
 @pytest.mark.parametrize(("op", "make", "params", "fields"), [
@@ -132,6 +212,30 @@ def test_new_tokens_fill_whole_pages_and_parts_of_them():
     check(dataclasses.replace(record, block_tables=jnp.asarray(tables)), TILES)
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(32, 8, 128), (8, 8, 128), (8, 1, 128), (1, 1, 64), (16, 8, 256)]
+)
+def test_default_tiles_with_trees_and_a_prefix_fit_vmem(heads, kv_heads, size):
+    """What the kernel takes, without the compiler's own use of VMEM."""
+    shapes = {"query": (2048, heads, size), "key_pages": (2048, 16, kv_heads, 2, size), "block_tables": (4, 128)}
+    shapes |= {"kv_lens": (4,), "query_start": (5,), "qq_bias": (2048, 2048)}
+    dtypes = {"query": jnp.bfloat16, "key_pages": jnp.bfloat16, "qq_bias": jnp.float32}
+    arrays = {name: jax.ShapeDtypeStruct(x, dtypes.get(name, jnp.int32)) for name, x in shapes.items()}
+    record = dataclasses.replace(case(V2, "rounded operands"), compute_dtype=None, num_seqs=None, **arrays)
+    device = DeviceInfo(platform="tpu", vendor="google", kind="TPU v5 lite")
+    with target_device(device):
+        params = config.heuristic(record, device, "forward")
+        spec = make_spec(record, config.tile_sizes_of(params), output_dtype=jnp.float32)
+    stored = dict(zip(("keys", "values"), jax.eval_shape(caches_as_stored, record), strict=False))
+    scratch = jax.tree.leaves(
+        kernel_scratch(spec, spec.rows_per_tile, stored, False), is_leaf=lambda x: hasattr(x, "shape")
+    )
+    arrays = [x for x in scratch if jnp.issubdtype(x.dtype, jnp.number)]
+    assert len(arrays) > 10
+    used = sum(jnp.dtype(x.dtype).itemsize * math.prod(x.shape) for x in arrays)
+    assert used <= DEFAULT_VMEM_LIMIT_BYTES - MIN_COMPILER_VMEM_BYTES // 2
+
+
 def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields):
     places = {"p": 6, "s": slots, "h": heads, "d": size}
     pages = jax.ShapeDtypeStruct(tuple(places[x] for x in layout), dtype)
@@ -139,13 +243,13 @@ def paged(dtype=jnp.float32, layout="pshd", slots=16, heads=4, size=64, **fields
     return dataclasses.replace(record, key_pages=pages, value_pages=pages, kv_layout=layout, **fields)
 
 
-def with_slopes(record):
-    """The slopes need one more word of scalar memory per sequence: the table alone would just fit."""
+def with_contexts(record, **fields):
+    """Slopes and trees need one more word of scalar memory per sequence: the table alone would just fit."""
     entries = MAX_TABLE_SMEM_WORDS - record.kv_lens.size * len(ITEM_FIELDS)
     tables = jax.ShapeDtypeStruct((record.kv_lens.size, entries // record.kv_lens.size), jnp.int32)
     record = dataclasses.replace(record, block_tables=tables)
     assert not list(reasons(record))
-    return dataclasses.replace(record, alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32))
+    return dataclasses.replace(record, **fields)
 
 
 def written(dtype, heads, size):
@@ -167,7 +271,8 @@ def written(dtype, heads, size):
     (lambda: paged(block_tables=None), "without pages"),
     (lambda: paged(block_tables=jax.ShapeDtypeStruct((4, 2**16), jnp.int32)), "scalar memory"),
     (lambda: paged(compute_dtype=jnp.float16), "compute_dtype"),
-    (lambda: with_slopes(paged()), "scalar memory"),
+    (lambda: with_contexts(paged(), alibi_slopes=jax.ShapeDtypeStruct((4,), jnp.float32)), "scalar memory"),
+    (lambda: with_contexts(paged(), qq_bias=jax.ShapeDtypeStruct((1, 1), jnp.float32)), "scalar memory"),
 ])  # fmt: skip
 def test_refusals_name_what_is_refused(record, word):
     (reason,) = reasons(record())

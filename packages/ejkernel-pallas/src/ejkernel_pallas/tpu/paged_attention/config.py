@@ -11,7 +11,7 @@ from ejkernel.ops.device import current_device
 from ejkernel_pallas.tpu.generations import is_v7x
 from ejkernel_pallas.tpu.mosaic.paged_layout import MEMORY_TILE_ROWS, stores_tokens_along_lanes
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.spec import PagedTiles, shares_products
+from ejkernel_pallas.tpu.paged_attention.spec import KEYS_PER_CHUNK, PREFETCHED_BLOCKS, PagedTiles, shares_products
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ Half as many if every sequence has one query and heads share products. Copies th
 smaller last block leaves less to compute once its copy has arrived.
 """
 
+MAX_PAIR_BIAS_VMEM_BYTES = 4 * 2**20
+"""Bytes of VMEM for the bias for pairs of new tokens: the blocks in flight, and the rows of a product."""
+
 MAX_TILE_ROWS, MAX_TILE_ELEMENTS = 1024, 2**20
 """The largest number of query rows per KV head in a tile, and of 16-bit elements of its rows over all heads."""
 
@@ -58,7 +61,7 @@ def heuristic(record: PagedAttention, device: Any, direction: Any) -> TpuPaged:
 
 
 def prefix_config(record: PagedAttention) -> TpuPaged:
-    """Returns the tile sizes of a record of the keys of a shared prefix: a tile for each core, if the batch is small."""
+    """Returns the tile sizes for the keys of a shared prefix: a small batch has one tile per core."""
     kind = current_device().kind
     parts = 2 if kind in TWO_CORE_DEVICE_KINDS else 1
     queries = min(default_tile_tokens(record), cdiv(record.query.shape[0], parts))
@@ -108,4 +111,16 @@ def _default_block_keys(record: PagedAttention, kind: str) -> int:
     keys = 128
     while keys < 4096 and 2 * keys * token <= most:
         keys *= 2
-    return min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)
+    keys = min(keys, cdiv(paged_cache.max_sequence_len(record), 128) * 128)
+    while keys > 128 and _pair_bias_vmem_bytes(record, keys) > MAX_PAIR_BIAS_VMEM_BYTES:
+        keys = cdiv(keys // 2, 128) * 128
+    return keys
+
+
+def _pair_bias_vmem_bytes(record: PagedAttention, keys: int) -> int:
+    """Returns bytes of VMEM for the bias for pairs with blocks of so many keys."""
+    if record.qq_bias is None:
+        return 0
+    tokens = default_tile_tokens(record)
+    rows = tokens * record.query.shape[1] // paged_cache.kv_heads(record)
+    return 4 * ((PREFETCHED_BLOCKS + 1) * tokens * (keys + LANES) + rows * min(keys, KEYS_PER_CHUNK))

@@ -23,6 +23,7 @@ from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import HEADS_PER_S
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import head_groups
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import NUM_PRODUCT_BUFFERS, product_buffers
 from ejkernel_pallas.tpu.paged_attention.kernels.paged_attention import paged_attention_kernel
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import rows_per_copy
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
 from ejkernel_pallas.tpu.paged_attention.plan import ITEM_FIELDS, WorkList, make_work_list
 from ejkernel_pallas.tpu.paged_attention.spec import PREFETCHED_BLOCKS, PagedSpec, RowTerms, make_spec
@@ -131,7 +132,7 @@ def _run_kernel(
             tables=_tables(work),
             inputs=constants | {name: Operand(x) for name, x in in_hbm.items()},
             outputs={name: Operand(x) for name, x in {**outputs, **written}.items()},
-            scratch=_scratch(spec, lanes, caches_by_name, bool(tokens)),
+            scratch=kernel_scratch(spec, lanes, caches_by_name, bool(tokens)),
             aliases={f"{name}_before": name for name in written},
             options=COMPILER_OPTIONS,
         )
@@ -163,7 +164,7 @@ def _resident_operands(record: PagedAttention, spec: PagedSpec) -> dict[str, jax
     return constants
 
 
-def _scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Array], writes: bool) -> dict[str, Any]:
+def kernel_scratch(spec: PagedSpec, lanes: int, caches_by_name: dict[str, jax.Array], writes: bool) -> dict[str, Any]:
     """Returns the kernel's scratch memory."""
     heads, cache = spec.kv_heads, spec.cache_layout
     state = (heads, spec.rows_per_tile, LANES)
@@ -206,7 +207,7 @@ def _scratch_of_row_terms(spec: PagedSpec) -> dict[str, Any]:
     """Returns the scratch memory of the bias for pairs, and of what each row has for itself."""
     scratch: dict[str, Any] = {}
     if spec.pair_bias_columns:
-        size = operands.pair_bias_rows_per_copy(spec)
+        size = rows_per_copy(spec)
         tokens = cdiv(spec.tokens_per_tile, size) * size
         scratch["pair_bias_buffer"] = pltpu.VMEM((PREFETCHED_BLOCKS + 1, tokens, 1, spec.block_kv + LANES), jnp.float32)
         rows = 1 if spec.tokens_per_tile == 1 else spec.rows_per_tile

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
-from ejkernel_pallas.tpu.paged_attention.kernels import copies
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, load_head_group, load_rotary
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
@@ -27,7 +27,6 @@ from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import (
     key_offsets_from_context,
     make_score_mask,
     store_key_mask,
-    store_row_bias,
     update_softmax,
 )
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs
@@ -83,8 +82,8 @@ def attend_block(
         copies.start_page_copies(refs, prefetch, spec)
 
     if spec.pair_bias_columns:
-        pl.when(prefetch_exists)(lambda: copies.copy_pair_bias(refs, prefetch, spec, wait=False))
-        copies.copy_pair_bias(refs, block, spec, wait=True)
+        pl.when(prefetch_exists)(lambda: pair_bias.copy_pair_bias(refs, prefetch, spec, wait=False))
+        pair_bias.copy_pair_bias(refs, block, spec, wait=True)
     copies.wait_for_page_copies(refs, block, (first * size, end * size), spec)
 
     if spec.whole_blocks:
@@ -113,9 +112,7 @@ def _key_chunks_of_step(block: KeyBlock, start: Any, count: int, masked: bool, s
 
 
 def _needs_no_mask(refs: PagedRefs, item: WorkItem, key: Any, size: int, spec: PagedSpec) -> Any:
-    """Returns whether all rows of an item attend all of the `size` keys from `key` on and have no bias there, so that no
-    mask is needed.
-    """
+    """Returns whether all rows of an item attend all of the `size` keys from `key` on, without a bias for pairs."""
     if spec.has_row_positions:  # rows of a tile have windows and chunks of their own
         return jnp.bool_(False)
     last, end = item.first_position + item.num_tokens - 1, key + size
@@ -131,7 +128,7 @@ def _needs_no_mask(refs: PagedRefs, item: WorkItem, key: Any, size: int, spec: P
         high = jnp.minimum(high, (divide(item.first_position, size_of_chunk) + 1) * size_of_chunk)
     plain = (key >= low) & (end <= high) & (item.missing_pages == 0)
     if spec.pair_bias_columns:
-        plain &= jnp.logical_not(copies.pair_bias_overlaps(refs, item, key, size, spec))
+        plain &= jnp.logical_not(pair_bias.overlaps(refs, item, key, size, spec))
     return plain
 
 
@@ -153,7 +150,7 @@ def _attend_chunks(
         if not spec.pair_bias_columns:
             attend_few_rows(True)
             return
-        biased = copies.pair_bias_overlaps(refs, item, first_key, num_keys, spec)
+        biased = pair_bias.overlaps(refs, item, first_key, num_keys, spec)
         pl.when(biased)(lambda: attend_few_rows(True, True))
         pl.when(jnp.logical_not(biased))(lambda: attend_few_rows(True))
 
@@ -186,7 +183,7 @@ def _attend_few_rows(
         store_key_mask(refs, block.item, chunks, spec)
     if chunks[0].has_pair_bias:
         for n, chunk in enumerate(chunks):
-            store_row_bias(refs, block.item, chunk, n, spec)
+            pair_bias.store_row_bias(refs, block.item, chunk, n, spec)
     chunk_masks = [make_score_mask(refs, block.item, rows, at, n, spec) for n, at in enumerate(chunks)]
     chunk_columns = [key_offsets_from_context(refs, block.item, at, spec) for at in chunks]
     heads = spec.kv_heads // head_groups(spec)
@@ -262,8 +259,8 @@ def _attend_whole_tile(refs: PagedRefs, block: KeyBlock, buffer_slot: Any, start
             )
             biased = jnp.bool_(False)
             if spec.pair_bias_columns:
-                biased = copies.pair_bias_overlaps(refs, item, at.first_key, at.num_keys, spec)
-                pl.when(biased)(lambda: store_row_bias(refs, item, at, 0, spec))
+                biased = pair_bias.overlaps(refs, item, at.first_key, at.num_keys, spec)
+                pl.when(biased)(lambda: pair_bias.store_row_bias(refs, item, at, 0, spec))
                 attend(at._replace(needs_mask=True, has_pair_bias=True), biased)
             attend(at._replace(needs_mask=False), plain)
             attend(at._replace(needs_mask=True), jnp.logical_not(plain | biased))

@@ -1,7 +1,6 @@
 """The kernel's DMA: copies pages and queries to VMEM, results to HBM, and new tokens into pages.
 
     start_pages / sliced_starts ─► pages_arrived[slot] ─► wait_pages     HBM pages   ─► keys_buffer[slot]
-    pair_bias(wait=False) ───────► pair_bias_arrived[slot] ► (wait=True) HBM columns ─► pair_bias_buffer[slot]
     queries(wait=False) ─────────► query_arrived[slot] ─► (wait=True)    HBM rows    ─► query_buffer[slot]
     results(wait=False) ─────────► results_sent[slot] ──► (wait=True)    output_buffer[slot] ─► HBM rows
     start_writes ────────────────► tokens_written ──────► wait_writes    new tokens  ─► HBM pages
@@ -33,9 +32,6 @@ COPIES_PER_STEP = 8
 """The number of pages whose copies start without a branch in between: a branch costs the scalar unit more than a
 predicated copy.
 """
-
-PAIR_BIAS_ROWS_PER_COPY = 8
-"""The largest number of tokens whose bias is copied together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +99,6 @@ class PrefetchCursor(NamedTuple):
         index = jnp.where(has_next_block, self.item_index, self.item_index + 1)
         next_item = WorkItem(items, jnp.minimum(index, end - 1))
         return PrefetchCursor(index, jnp.where(has_next_block, self.block_index + 1, next_item.first_block))
-
-
-def start_block_copies(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
-    """Starts the copies of a block: of its pages, and of its columns of the bias for pairs."""
-    start_page_copies(refs, block, spec)
-    if spec.pair_bias_columns:
-        copy_pair_bias(refs, block, spec, wait=False)
 
 
 def start_page_copies(refs: PagedRefs, block: KeyBlock, spec: PagedSpec) -> None:
@@ -274,49 +263,6 @@ def _page_copies(refs: PagedRefs, page_id: Any, slot: Any, page: Any, spec: Page
             pairs = [(source.at[(page_id, *part)], target.at[slot, group, page]) for group, part in enumerate(parts)]
         copies += [pltpu.make_async_copy(x, y, refs.pages_arrived.at[slot]) for x, y in pairs]
     return copies
-
-
-def pair_bias_rows_per_copy(spec: PagedSpec) -> int:
-    """Returns the number of tokens whose bias is copied together."""
-    return min(PAIR_BIAS_ROWS_PER_COPY, spec.tokens_per_tile)
-
-
-def pair_bias_overlaps(refs: PagedRefs, item: WorkItem, first_key: Any, num_keys: int, spec: PagedSpec) -> Any:
-    """Returns whether some of the `num_keys` keys from `first_key` on have a column in the bias for pairs."""
-    column = first_key - refs.context_lengths[item.sequence]
-    return (column < spec.pair_bias_columns) & (column + num_keys > 0) & (first_key < item.end_key)
-
-
-def pair_bias_lane_shift(refs: PagedRefs, item: WorkItem) -> Any:
-    """Returns how many lanes after a multiple of 128 the column of the first key of each lane group is."""
-    # A bitwise and is a remainder that is not negative; keys of lane groups begin at multiples of 128.
-    return -refs.context_lengths[item.sequence] & (LANES - 1)
-
-
-def copy_pair_bias(refs: PagedRefs, block: KeyBlock, spec: PagedSpec, *, wait: bool) -> None:
-    """Starts the copy of the bias between an item's queries and the keys of a block, or waits for it, if the block has
-    such keys.
-    """
-    item, first_key = block.item, block.index_in_sequence * spec.block_kv
-    size = pair_bias_rows_per_copy(spec)
-
-    @pl.when(pair_bias_overlaps(refs, item, first_key, spec.block_kv, spec))
-    def _() -> None:
-        column = first_key - refs.context_lengths[item.sequence] - pair_bias_lane_shift(refs, item)
-        # `block_kv` zeros come before the first column.
-        lanes = pl.ds(pl.multiple_of(column + spec.block_kv, LANES), spec.block_kv + LANES)
-        first_token = divide(item.first_row, spec.group_size)
-
-        def rows(k: jax.Array, carry: jax.Array) -> jax.Array:
-            copy = pltpu.make_async_copy(
-                refs.pair_bias.at[pl.ds(first_token + k * size, size), :, lanes],
-                refs.pair_bias_buffer.at[block.buffer_slot, pl.ds(k * size, size)],
-                refs.pair_bias_arrived.at[block.buffer_slot],
-            )
-            copy.wait() if wait else copy.start()
-            return carry
-
-        fori_loop(jnp.int32(0), divide(item.num_tokens + size - 1, size), rows, jnp.int32(0))
 
 
 def _query_copies(refs: PagedRefs, item: WorkItem, slot: Any, spec: PagedSpec, copy: Any) -> None:

@@ -18,14 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E
 from ejkernel_pallas.tpu.mosaic.division import divide
 from ejkernel_pallas.tpu.mosaic.launch import Ref
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
 from ejkernel_pallas.tpu.mosaic.vectors import LANES, column_to_row, lane_groups, matrix_product, repeat_lanes
-from ejkernel_pallas.tpu.paged_attention.kernels import copies
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.load_keys import KeyChunk, head_groups, key_and_head_of_index
 from ejkernel_pallas.tpu.paged_attention.kernels.refs import PagedRefs, ProductBuffers
@@ -117,24 +115,6 @@ def store_key_mask(refs: PagedRefs, item: WorkItem, chunks: list[KeyChunk], spec
         refs.key_mask[pl.ds(n, 1), :] = jnp.where(exists, 0.0, -jnp.inf)
 
     for_each_index(len(chunks), one)
-
-
-def store_row_bias(refs: PagedRefs, item: WorkItem, at: KeyChunk, n: int, spec: PagedSpec) -> None:
-    """Stores the bias of each row and key of the n-th chunk: that of the row's token, with its columns moved to the
-    lanes of their keys.
-
-    The columns of a lane group's keys begin anywhere in a lane group of the bias, so one more is loaded and rotated.
-    """
-    size, rows = at.num_keys + LANES, 1 if spec.tokens_per_tile == 1 else spec.group_size
-    shift = jnp.where(copies.pair_bias_lane_shift(refs, item) == 0, 0, size - copies.pair_bias_lane_shift(refs, item))
-    lanes = pl.ds(pl.multiple_of(at.start_in_buffer, LANES), size)
-
-    def token(t: Any, carry: Any) -> Any:
-        bias = pltpu.roll(refs.pair_bias_buffer[at.buffer_slot, t, :, lanes], shift, 1)[:, : at.num_keys]
-        refs.row_bias[n, pl.ds(t * rows, rows), : at.num_keys] = jnp.broadcast_to(bias, (rows, at.num_keys))
-        return carry
-
-    fori_loop(jnp.int32(0), 1 if spec.tokens_per_tile == 1 else item.num_tokens, token, jnp.int32(0))
 
 
 def _attended_keys(refs: PagedRefs, item: WorkItem, at: KeyChunk, spec: PagedSpec) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ from ejkernel.families.paged_attention import PagedAttention, pair_bias, round_t
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
-from ejkernel_pallas.tpu.paged_attention.kernels.copies import pair_bias_rows_per_copy
+from ejkernel_pallas.tpu.paged_attention.kernels.pair_bias import rows_per_copy
 from ejkernel_pallas.tpu.paged_attention.plan import WorkList
 from ejkernel_pallas.tpu.paged_attention.spec import PagedSpec
 
@@ -29,8 +29,8 @@ def pack_queries(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax
 
 
 def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> jax.Array:
-    """Returns the bias for pairs of new tokens of each token of the packed queries, float32 [tokens, 1, columns], in the
-    unit of scores.
+    """Returns the bias for pairs of each token of the packed queries, float32 [tokens, 1, columns], in the unit of
+    scores.
 
     An axis of size 1 after the tokens lets a copy begin at any token. Columns of zeros on both sides let a copy have
     the columns of a whole block of keys.
@@ -46,7 +46,7 @@ def pack_pair_bias(record: PagedAttention, spec: PagedSpec, work: WorkList) -> j
     bias = jnp.where(jnp.isfinite(bias), scaled, bias).at[work.token_at_index].get(mode="fill", fill_value=0)
     columns = cdiv(spec.pair_bias_columns, LANES) * LANES
     after = spec.block_kv + LANES + columns - spec.pair_bias_columns
-    bias = jnp.pad(bias, ((0, pair_bias_rows_per_copy(spec)), (spec.block_kv, after)))
+    bias = jnp.pad(bias, ((0, rows_per_copy(spec)), (spec.block_kv, after)))
     return bias[:, None]
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ejkernel_pallas.tpu.mosaic.loops import for_each_index, fori_loop
-from ejkernel_pallas.tpu.paged_attention.kernels import copies
+from ejkernel_pallas.tpu.paged_attention.kernels import copies, pair_bias
 from ejkernel_pallas.tpu.paged_attention.kernels.attend_block import attend_block, call_with_row_count
 from ejkernel_pallas.tpu.paged_attention.kernels.copies import KeyBlock, PrefetchCursor, WorkItem
 from ejkernel_pallas.tpu.paged_attention.kernels.online_softmax import ProductRows, init_softmax, write_results
@@ -50,7 +50,10 @@ def paged_attention_kernel(refs: PagedRefs, *, spec: PagedSpec) -> None:
         # Prologue: fill all pipeline stages but the one that the first iteration of the main loop fills.
         def prefetch(slot: Any, cursor: PrefetchCursor) -> PrefetchCursor:
             block = _block_of_cursor(refs, cursor, slot, end)
-            pl.when(cursor.item_index < end)(lambda: copies.start_block_copies(refs, block, spec))
+            exists = cursor.item_index < end
+            pl.when(exists)(lambda: copies.start_page_copies(refs, block, spec))
+            if spec.pair_bias_columns:
+                pl.when(exists)(lambda: pair_bias.copy_pair_bias(refs, block, spec, wait=False))
             pl.when(slot == 0)(lambda: copies.copy_queries(refs, item, 0, spec, wait=False))
             return cursor.after(refs.work_items, end)
 

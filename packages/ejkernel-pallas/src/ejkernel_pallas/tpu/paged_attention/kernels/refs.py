@@ -54,10 +54,10 @@ class PagedRefs:
         score_limits: Scratch, float32: upper limits of scores, -inf where a key belongs to another head than the row.
         key_mask: Scratch, float32 [rounds, keys]: additive mask of items that have one token.
         keys_buffer: Scratch, blocks of keys; `values_buffer` has blocks of values.
-        pair_bias_buffer: Scratch, float32 [3, tokens of a tile, 1, block_kv + 128]: the columns of the bias that the keys
-            of a block have, from a multiple of 128 on.
-        row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row per
-            chunk if a tile has one token.
+        pair_bias_buffer: Scratch, float32 [3, tokens of a tile, 1, block_kv + 128]: the columns of the bias that the
+            keys of a block have, from a multiple of 128 on.
+        row_bias: Scratch, float32 [chunks, rows of a tile, keys]: the bias of each row and key of a product; one row
+            per chunk if a tile has one token.
         position_buffer: Scratch, int32 [2, rows of a tile, 128]; same for `context_buffer`.
         head_keys: Scratch, [Hk, part, D]; same for `head_values`.
         query_arrived: DMA semaphores, one per query buffer.
