@@ -45,7 +45,7 @@ def split_prefix(record: PagedAttention, *, masks_empty_sequences: bool = True) 
     reads_positions = (record.sliding_window, record.chunk_size, record.alibi_slopes) != (None, None, None)
     # A query row per sequence: a sequence without tokens has one too, which must not attend to the prefix.
     reads_positions |= masks_empty_sequences and record.query_start is None
-    row_positions_and_contexts = positions_and_contexts_of_rows(record) if reads_positions else None
+    by_row = positions_and_contexts_of_rows(record) if reads_positions else None
     suffix = dataclasses.replace(
         record, kv_starts=jnp.broadcast_to(record.shared_prefix, sequences), shared_prefix=None
     )
@@ -53,17 +53,19 @@ def split_prefix(record: PagedAttention, *, masks_empty_sequences: bool = True) 
         record,
         block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
-        kv_starts=None if row_positions_and_contexts is None else _first_visible_key(record, row_positions_and_contexts),
+        kv_starts=None
+        if row_positions_and_contexts is None
+        else _first_visible_key(record, row_positions_and_contexts),
         query_start=_query_range_of_batch(record),
         num_seqs=None,
         new_keys=None,
         new_values=None,
         softmax_aux=None,  # a sink joins the denominator once
         qq_bias=None,  # pairs of queries are after the prefix
-        causal=row_positions_and_contexts is not None,
+        causal=by_row is not None,
         shared_prefix=None,
     )
-    return SharedPrefix(prefix, row_positions_and_contexts), suffix
+    return SharedPrefix(prefix, by_row), suffix
 
 
 def positions_and_contexts_of_rows(record: PagedAttention) -> jax.Array:

@@ -10,9 +10,9 @@ from jax import custom_batching
 from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.paged_attention import PagedAttention, band
+from ejkernel.families.paged_attention import PagedAttention, causal_window_bounds
 from ejkernel.families.paged_attention import pages as paged_cache
-from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, row_positions_and_contexts, split_prefix
+from ejkernel.families.paged_attention.shared_prefix import SharedPrefix, positions_and_contexts_of_rows, split_prefix
 from ejkernel.planning.softmax_merge import PartialAttention, merge
 from ejkernel_pallas.tpu.mosaic.launch import KernelCall, Operand, launch, resident_operand
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
@@ -60,12 +60,12 @@ def forward(record: PagedAttention, config: TpuPaged) -> tuple[tuple[jax.Array, 
 def _attend_prefix(prefix: SharedPrefix) -> tuple[jax.Array, jax.Array]:
     """Returns output and lse of all query rows over the keys of a shared prefix."""
     record = prefix.record
-    masks = band(record)[0] is not None or record.chunk_size is not None
+    masks = causal_window_bounds(record)[0] is not None or record.chunk_size is not None
     if not masks:  # all keys come before all queries
         record = dataclasses.replace(record, causal=False, sliding_window=None)
     by_row = RowTerms(positions=masks, contexts=record.alibi_slopes is not None)
     spec = make_spec(record, tile_sizes_of(prefix_config(record)), by_row=by_row, output_dtype=jnp.float32)
-    output, lse = _attend(record, spec, prefix.row_positions)
+    output, lse = _attend(record, spec, prefix.row_positions_and_contexts)
     return output, lse
 
 
@@ -73,7 +73,7 @@ def _merge_prefix(
     record: PagedAttention, prefix: tuple[jax.Array, jax.Array], suffix: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Merges output [T, H, Dv] and lse [T, H] over a shared prefix and over the keys after it."""
-    is_query = row_positions_and_contexts(record)[:, 0] >= 0
+    is_query = positions_and_contexts_of_rows(record)[:, 0] >= 0
     lse = jnp.where(is_query[:, None], prefix[1], -jnp.inf)
     output, lse = merge(*(PartialAttention(x[None], y.T[None]) for x, y in ((prefix[0], lse), suffix)))
     return output[0].astype(record.query.dtype), lse[0].T

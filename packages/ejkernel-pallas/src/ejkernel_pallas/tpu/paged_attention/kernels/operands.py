@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.arithmetic import LOG2E, cdiv
-from ejkernel.families.paged_attention import PagedAttention, pair_bias, round_to_compute_dtype
+from ejkernel.families.paged_attention import PagedAttention, qq_bias_of_pairs, round_to_compute_dtype
 from ejkernel.families.paged_attention import pages as paged_cache
 from ejkernel_pallas.tpu.mosaic.paged_layout import caches_as_stored
 from ejkernel_pallas.tpu.mosaic.vectors import LANES
@@ -57,7 +57,7 @@ def _pair_bias_rows(
     bias, size = record.qq_bias, spec.pair_bias_columns
     assert bias is not None  # the spec has columns
     if bias.ndim == 1:
-        columns = pair_bias(record, rows_of, sequence[:, None], row[:, None], jnp.arange(size, dtype=jnp.int32))
+        columns = qq_bias_of_pairs(record, rows_of, sequence[:, None], row[:, None], jnp.arange(size, dtype=jnp.int32))
         assert columns is not None  # the record has a bias
         return columns
     # Whole rows are gathered at once, which is faster than elements. Negative indices would count from the end.
