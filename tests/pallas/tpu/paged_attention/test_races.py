@@ -47,14 +47,14 @@ def records():
         "trees": lowered(
             "unified_attention",
             paged_inputs.packed_inputs,
-            dataclasses.replace(sizes, lens=(150, 40, 39)),
+            dataclasses.replace(sizes, kv_lens=(150, 40, 39)),
             qq_bias=jnp.where(jnp.arange(3 * 9 * 9).reshape(3, 9, 9) % 4 == 1, -jnp.inf, 0.5),
         ),
         # The call's last kernel, which is the one that is watched, attends to the prefix.
         "a prefix": lowered(
             "unified_attention",
             paged_inputs.packed_inputs,
-            dataclasses.replace(sizes, lens=(150, 40, 39)),
+            dataclasses.replace(sizes, kv_lens=(150, 40, 39)),
             shared_prefix=19,
             sliding_window=(130, None),
             alibi_slopes=jnp.array([0.5, -0.25]),

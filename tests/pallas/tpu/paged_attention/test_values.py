@@ -109,7 +109,7 @@ def test_trees_and_prefixes(name):
     """Sequences whose contexts and queries begin anywhere in blocks, pages and lanes."""
     params, fields = TREES_AND_PREFIXES[name]
     q_lens = (20, 1, 33) if "qq_bias" in fields or params is TILES else (1, 1, 1)
-    sizes = PagedSizes(lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(kv_lens=(300, 40, 130), q_lens=q_lens, dtype=jnp.bfloat16, g=2, h=4)
     record = lowered(V2, paged_inputs.v2_inputs, sizes)
     fields = {name: jnp.asarray(x) if isinstance(x, np.ndarray | np.int32) else x for name, x in fields.items()}
     record = dataclasses.replace(record, **fields)
@@ -119,7 +119,7 @@ def test_trees_and_prefixes(name):
 
 def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():
     """The pages of the prefix are those of the first sequence, and no row attends to what another table lists there."""
-    sizes = PagedSizes(lens=(300, 0, 130), dtype=jnp.bfloat16, g=2, h=4)
+    sizes = PagedSizes(kv_lens=(300, 0, 130), dtype=jnp.bfloat16, g=2, h=4)
     record = lowered("page_attention", paged_inputs.page_inputs, sizes)
     tables = np.array(record.block_tables)
     pages = 36 // record.key_pages.shape[record.kv_layout.index("s")]
@@ -130,13 +130,13 @@ def test_tables_without_entries_of_a_prefix_and_a_sequence_without_tokens():
 
 def test_new_tokens_after_a_prefix_and_between_draft_tokens():
     """The call that is written to has scales of 8 bits, too; the part of the prefix is read after the write."""
-    sizes = PagedSizes(lens=(41, 25, 60), q_lens=(3, 4, 5), h=4, g=2, d=128, s=8)
+    sizes = PagedSizes(kv_lens=(41, 25, 60), q_lens=(3, 4, 5), h=4, g=2, d=128, s=8)
     record = lowered(V3, paged_inputs.v3_integers, sizes, q_scale=0.03, k_scale=0.01, v_scale=0.02, softmax_scale=None)
     check(dataclasses.replace(record, shared_prefix=jnp.int32(20), qq_bias=jnp.asarray(tree(3, 5, 5))), TILES)
 
 
 def test_a_mapped_call_has_trees_and_prefixes_of_its_own():
-    sizes = PagedSizes(lens=(60, 40), q_lens=(5, 3), h=2, g=1, d=32, v=32, s=16)
+    sizes = PagedSizes(kv_lens=(60, 40), q_lens=(5, 3), h=2, g=1, d=32, v=32, s=16)
     record = lowered("unified_attention", paged_inputs.packed_inputs, sizes)
     biases, prefixes = jnp.asarray(tree(2, 5, 5)), jnp.array([16, 24], jnp.int32)
 

@@ -53,9 +53,7 @@ def split_prefix(record: PagedAttention, *, masks_empty_sequences: bool = True) 
         record,
         block_tables=None if record.block_tables is None else record.block_tables[:1],
         kv_lens=record.shared_prefix[None],
-        kv_starts=None
-        if row_positions_and_contexts is None
-        else _first_visible_key(record, row_positions_and_contexts),
+        kv_starts=None if by_row is None else _first_visible_key(record, by_row),
         query_start=_query_range_of_batch(record),
         num_seqs=None,
         new_keys=None,
