@@ -83,7 +83,7 @@ class HopperFp8:
         split_by_columns: Whether a warpgroup has all rows of a tile and half of its columns, if these are two products.
             Tiles of at most 64 rows then take half of the products, and tensor cores never accumulate over all steps.
         dynamic_schedule: Whether blocks get their next tile from an atomic counter; otherwise they take every
-            `blocks`-th tile.
+            `num_blocks`-th tile.
     """
 
     block_n: int

@@ -160,7 +160,7 @@ class GroupedSpec:
 
     @property
     def dynamic_schedule(self) -> bool:
-        """Returns whether blocks get their next tile from a counter; otherwise they take every `blocks`-th tile."""
+        """Returns whether blocks get their next tile from a counter; otherwise they take every `num_blocks`-th tile."""
         return self.scale_constants is not None and self.scale_constants.dynamic_schedule
 
     @property

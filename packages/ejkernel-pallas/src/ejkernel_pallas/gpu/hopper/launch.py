@@ -68,7 +68,7 @@ def wgmma_transforms(swizzle_bytes: int = 128, itemsize: int = 2) -> tuple[Any, 
     """Returns the layout of WGMMA operands in shared memory, of `itemsize` bytes per element, with a swizzle of
     `swizzle_bytes` bytes.
     """
-    # Swizzle atoms: eight rows of `swizzle` bytes. WGMMA's descriptors address shared memory in these units.
+    # Swizzle atoms: eight rows of `swizzle_bytes`. WGMMA's descriptors address shared memory in these units.
     return plgpu.TilingTransform((8, swizzle_bytes // itemsize)), plgpu.SwizzleTransform(swizzle_bytes)
 
 

@@ -47,7 +47,7 @@ ELEMENT_BYTES_BY_PTX_TYPE = {"bf16": 2, "f16": 2, "e4m3": 1}
 
 
 def issue_scores(queries: Any, keys: Any, *further_operand_pairs: tuple[Any, Any]) -> jax.Array:
-    """Issues a product; returns its accumulator registers, which must not be read before `wait`.
+    """Issues a product; returns its accumulator registers, which must not be read before `wait_for_products`.
 
     Args:
         queries: Reference to bfloat16, float16 or float8_e4m3fn [64, D] in shared memory.
@@ -55,7 +55,7 @@ def issue_scores(queries: Any, keys: Any, *further_operand_pairs: tuple[Any, Any
         further_operand_pairs: References to further columns of both.
 
     Returns:
-        Float32 [64, keys], not valid until `wait`.
+        Float32 [64, keys], not valid until `wait_for_products`.
     """
     return _issue_products(None, [queries, keys, *(ref for pair in further_operand_pairs for ref in pair)])
 
@@ -68,7 +68,7 @@ def add_to_scores(scores: jax.Array, *further_operand_pairs: tuple[Any, Any]) ->
         further_operand_pairs: References to queries and keys, as there.
 
     Returns:
-        The same registers, not valid until `wait`.
+        The same registers, not valid until `wait_for_products`.
     """
     return _issue_products(scores, [ref for pair in further_operand_pairs for ref in pair])
 
@@ -106,11 +106,11 @@ def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: An
 
     Args:
         scores: Accumulator registers of `issue_scores`.
-        queries: 16-bit elements [64, 64] in an accumulator's layout; they must not change before `wait`.
+        queries: 16-bit elements [64, 64] in an accumulator's layout; they must not change before `wait_for_products`.
         keys: Reference to [keys, 64] of the same dtype.
 
     Returns:
-        The registers of `scores`, not valid until `wait`.
+        The registers of `scores`, not valid until `wait_for_products`.
     """
     return _issue_accumulation(
         scores,
@@ -126,7 +126,7 @@ def add_to_scores_from_registers(scores: jax.Array, queries: jax.Array, keys: An
 
 def accumulate_product(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
     """Issues weights times values, added to an accumulator; returns its registers, which must not be read before
-    `wait`.
+    `wait_for_products`.
 
     Args:
         acc: Float32 [64, C * 64].
@@ -146,7 +146,7 @@ def accumulate_product(acc: jax.Array, weights: Any, values: Any) -> jax.Array:
 
 def accumulate_transposed_product(acc: jax.Array, rows: Any, matrix: Any) -> jax.Array:
     """Issues rows times a matrix whose contracted axis is contiguous, added to an accumulator; returns its registers,
-    which must not be read before `wait`.
+    which must not be read before `wait_for_products`.
 
     Args:
         acc: Float32 [64, N].

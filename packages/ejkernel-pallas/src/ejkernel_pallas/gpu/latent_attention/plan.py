@@ -89,8 +89,8 @@ def key_limits(record: PagedAttention, kv_lens: Any, position: Any, kv_starts: A
 def make_schedule(record: PagedAttention, spec: LatentSpec) -> LatentSchedule:
     """Returns the items of a record, and the programs' shares."""
     sequence_of_row, keys, low = make_row_key_extents(record, spec)
-    # Steps start at multiples of UNIT, so that a block is inside one page or consists of whole pages. Keys before `low`
-    # are masked.
+    # Steps start at multiples of KEYS_PER_STEP, so that a block is inside one page or consists of whole pages. Keys
+    # before `low` are masked.
     steps = jnp.maximum(cdiv(keys, KEYS_PER_STEP) - low // KEYS_PER_STEP, 1)  # an item without keys has an output, too
     ends = jnp.cumsum(steps, dtype=jnp.int32)
     total = ends[-1]

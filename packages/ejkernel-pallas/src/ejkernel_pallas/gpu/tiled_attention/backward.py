@@ -353,7 +353,9 @@ def _packed_query_vectors_scratch(tile: BackwardTile) -> dict[str, Any]:
 
 
 def _add_query_vector_views(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Returns named views of packed arrays. After the ids of queries is a row for `pairs`, or the tile's index."""
+    """Returns named views of packed arrays. The row after the ids of queries holds the tile's index and, in a cluster, its
+    mbarriers.
+    """
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]
     return buffers | {"shift": rows.at[0], "delta": rows.at[1], "q_ids": words, "pair": last, "number": last}

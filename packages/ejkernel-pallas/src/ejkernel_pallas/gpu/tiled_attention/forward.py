@@ -183,7 +183,7 @@ def _scratch(spec: HopperSpec, tile: ForwardTile, paged_key_access: PagedKeyAcce
         # One arrival per copy; TMA counts the bytes of each.
         "q_full": plgpu.Barrier(num_arrivals=1 + spec.has_segments + spec.has_dropout, num_barriers=queries),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
-        # A block of pages has one more arrival, for its word in `present`.
+        # A block of pages has one more arrival, for its word in `valid_key_words`.
         "k_full": plgpu.Barrier(
             num_arrivals=copies + spec.has_dropout + spec.keys_in_pages, num_barriers=tile.kv_stages
         ),

@@ -7,8 +7,8 @@
                                                              |
                      registers -> slots of shared memory -> TMA (module `epilogue`)
 
-A block takes every `blocks`-th tile of the list, or the next one of a counter (module `work_queue`). Each warpgroup has
-64 rows with any first row, so the rows of A are copied separately for each. In a group's last tile the 64 rows end with
+A block takes every `num_blocks`-th tile of the list, or the next one of a counter (module `work_queue`). Each warpgroup
+has 64 rows with any first row, so the rows of A are copied separately for each. In a group's last tile the 64 rows end with
 the group: rows that are in two tiles are stored twice, with the same values, so that bulk copies of 64 rows can be
 used. Only groups of fewer than 64 rows are stored row by row.
 """
@@ -99,7 +99,7 @@ def run_row_kernel(
     first_tile = lax.axis_index("block")
 
     def for_each_tile(process_tile: Any, num_tile_rows: Any, *state: Any, includes_split_tiles: bool = False) -> Any:
-        # A block's first tile has the block's index; `work` returns the index of the next.
+        # A block's first tile has the block's index; `work_queue` has the index of the next.
         limit = num_cluster_tile_rows(spec, num_tile_rows) * spec.num_column_tiles
         if includes_split_tiles:
             limit = limit + num_split_tiles(call, num_tile_rows)

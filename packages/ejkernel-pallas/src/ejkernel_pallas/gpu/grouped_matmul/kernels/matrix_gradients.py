@@ -108,7 +108,7 @@ def matrix_gradients_kernel(call: Call) -> None:
 def _locate_tile(call: Call, tile_index: Any) -> GradientTile:
     """Returns the tile with an index: matrix by matrix, each in bands of tile rows, in a band column by column.
 
-    Matrices are ordered by their groups' rows, the largest first. Each block has one tile per `blocks` tiles,
+    Matrices are ordered by their groups' rows, the largest first. Each block has one tile per `num_blocks` tiles,
     alternately from either end, so that two consecutive tiles take about as long for all blocks, for any group sizes.
     """
     spec = call.spec

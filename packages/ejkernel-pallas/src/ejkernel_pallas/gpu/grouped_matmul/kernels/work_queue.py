@@ -1,4 +1,4 @@
-"""The tile scheduler of a block: the next tile comes from a counter that all blocks share, or is the `blocks`-th
+"""The tile scheduler of a block: the next tile comes from a counter that all blocks share, or is the `num_blocks`-th
 after it.
 
     producer         request | copies of a tile ............... | publish | request | copies of the next tile ...

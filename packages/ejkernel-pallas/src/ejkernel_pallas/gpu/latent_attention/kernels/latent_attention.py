@@ -279,7 +279,7 @@ def _issue_scores_of_piece(
     pl.when(limits.is_partial & block_exists)(lambda: _zero_masked_rows([keys.at[chunk] for chunk in chunks], limits))
     chunk_indices = {chunk: half * CHUNKS_PER_HALF + chunk for chunk in chunks}
     pairs = [(shared.query_chunks.at[n], keys.at[chunk]) for chunk, n in chunk_indices.items() if n not in queries]
-    # One group of products, as `wait` counts them.
+    # One group of products, as `wait_for_products` counts them.
     scores_in_flight: jax.Array = (
         wgmma.issue_scores(*pairs[0], *pairs[1:]) if scores is None else wgmma.add_to_scores(scores, *pairs)
     )

@@ -51,7 +51,7 @@ def _copy_key_or_value_block(
     key_blocks_done: Any,
     full_barrier: Any = None,
 ) -> None:
-    """Copies a block of keys or of values once its stage is free; the first `stages` are free from the start."""
+    """Copies a block of keys or of values once its stage is free; the first `kv_stages` are free from the start."""
     shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     buffer, full, free = (getattr(shared, f"{operand_name}{part}") for part in ("", "_full", "_free"))
     pl.when(key_blocks_done >= call.tile.kv_stages)(lambda: plgpu.barrier_wait(free.at[slot]))

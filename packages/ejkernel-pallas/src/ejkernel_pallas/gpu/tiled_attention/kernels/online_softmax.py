@@ -50,7 +50,7 @@ def exponentiate(spec: HopperSpec, scores: Any, row_max: Any, row_sum: Any, is_f
         else:
             weights = jnp.exp2(scores * spec.softmax_scale_log2)
             sums = _thread_row_sum(weights)
-        # No alpha: with a fixed maximum `rescale` does nothing, so any value will do.
+        # No alpha: with a fixed maximum `rescale_accumulator` does nothing, so any value will do.
         return row_max, row_sum + sums, weights, row_max
     new_max = jnp.maximum(row_max, scores.max(axis=1) * spec.softmax_scale_log2)
     if spec.rescales_lazily:

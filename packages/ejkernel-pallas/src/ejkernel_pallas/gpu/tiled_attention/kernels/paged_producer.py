@@ -64,7 +64,7 @@ def produce(call: Call, carry: Any) -> Any:
 def _copy_keys(
     call: Call, item: tile_scheduler.WorkTile, tile: PagedTile, pages: tuple[Any, ...], block: Any, key_blocks_done: Any
 ) -> None:
-    """Copies a block of keys once its stage is free; the first `stages` are free from the start."""
+    """Copies a block of keys once its stage is free; the first `kv_stages` are free from the start."""
     assert call.paged_key_access is not None
     shared, slot = call.shared, call.stage_of_key_block(key_blocks_done)
     full = shared.k_full.at[slot]
