@@ -353,8 +353,8 @@ def _packed_query_vectors_scratch(tile: BackwardTile) -> dict[str, Any]:
 
 
 def _add_query_vector_views(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Returns named views of packed arrays. The row after the ids of queries holds the tile's index and, in a cluster, its
-    mbarriers.
+    """Returns named views of packed arrays. The row after the ids of queries holds the tile's index and, in a cluster,
+    its mbarriers.
     """
     rows, words = buffers["rows"], buffers["words"]
     last = words.at[words.shape[0] - 1]

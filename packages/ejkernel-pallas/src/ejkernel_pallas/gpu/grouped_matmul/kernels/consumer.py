@@ -8,8 +8,8 @@
                      registers -> slots of shared memory -> TMA (module `epilogue`)
 
 A block takes every `num_blocks`-th tile of the list, or the next one of a counter (module `work_queue`). Each warpgroup
-has 64 rows with any first row, so the rows of A are copied separately for each. In a group's last tile the 64 rows end with
-the group: rows that are in two tiles are stored twice, with the same values, so that bulk copies of 64 rows can be
+has 64 rows with any first row, so the rows of A are copied separately for each. In a group's last tile the 64 rows end
+with the group: rows that are in two tiles are stored twice, with the same values, so that bulk copies of 64 rows can be
 used. Only groups of fewer than 64 rows are stored row by row.
 """
 
