@@ -41,8 +41,7 @@ def make_schedule(
     low = jnp.maximum(low, 0)
     keys = jnp.where((tiles.rows > 0) & (keys > low), keys, 0)
     low = jnp.where(keys > 0, low, 0)
-    # As in the latent kernel's plan: steps start at multiples of KEYS_PER_STEP, and programs have equal shares of all
-    # of them.
+    # As in the latent kernel's plan: steps start at multiples of KEYS_PER_STEP, and programs get equal shares of them.
     steps = jnp.maximum(cdiv(keys, KEYS_PER_STEP) - low // KEYS_PER_STEP, 1)  # an item without keys has an output, too
     # Tiles past the last one have no tokens, and no program processes them.
     steps = jnp.where(jnp.arange(steps.shape[0]) < tiles.total, steps, 0)
