@@ -189,15 +189,15 @@ def kernel(name: str, config: Any) -> Callable[[LinearRecurrence], Any]:
 
 
 def _differentiable(forward: Any, backward: Any, config: Any) -> Callable[[LinearRecurrence], Any]:
-    from ejkernel.types.pullback import Pullback, Results, differentiating
+    from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
 
     @jax.custom_vjp
     def run(record: LinearRecurrence) -> Any:
-        return Results(*forward(record, config)).output
+        return ForwardResults(*forward(record, config)).output
 
     def saved(record: LinearRecurrence) -> Any:
-        with differentiating():
-            made = Results(*forward(record, config))
+        with tracing_differentiated_call():
+            made = ForwardResults(*forward(record, config))
         return made.output, Pullback(record=record, cotangent=None, grad_fields=_floats(record), **made._asdict())
 
     def pull(start: Any, cotangent: Any) -> Any:

@@ -30,7 +30,7 @@ import numpy as np
 from ejkernel.modules import state_space_v1
 from ejkernel.ops.device import current_device
 from ejkernel.ops.plugins import registry
-from ejkernel.types.pullback import Pullback, both_passes
+from ejkernel.types.pullback import Pullback, run_both_passes
 
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
@@ -143,7 +143,7 @@ def both(first: tuple[Any, Any], second: tuple[Any, Any], record: Any, weights: 
         cotangent=(weights, jnp.zeros(record.decay.shape)[None].repeat(weights.shape[0], 0)),
         grad_fields=frozenset(("x", "step", "decay", "write", "read", "skip")),
     )
-    run = functools.partial(both_passes, lambda r, _: first[0](r, first[1]))
+    run = functools.partial(run_both_passes, lambda r, _: first[0](r, first[1]))
     (output, _), found = run(lambda pullback, _: second[0](pullback, second[1]), start, None)
     return output, *(found[name] for name in ("x", "decay", "write", "read", "skip", "step"))
 

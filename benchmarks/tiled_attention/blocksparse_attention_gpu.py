@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.modules import blocksparse_attention
-from ejkernel.types.sparse_masks import CausalMask, LocalMask, Mask, Tiles, TileSpans
+from ejkernel.types.sparse_masks import CausalMask, LocalMask, Mask, TileOccupancy, TileSpans
 
 sys.path.append(str(Path(__file__).parents[1]))
 import shared.report
@@ -46,10 +46,10 @@ class BlockPattern(Mask):
         q = query + jnp.arange(sizes[0], dtype=jnp.int32)[:, None]
         return self.cell.attends(q // BLOCK, (key + jnp.arange(sizes[1], dtype=jnp.int32)) // BLOCK)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         ends = [(q[:, None] // BLOCK, k // BLOCK) for q in (queries.low, queries.high) for k in (keys.low, keys.high)]
         seen = [self.cell.attends(*both) for both in ends]  # no tile is longer than two blocks
-        return Tiles(np.any(seen, axis=0), np.all(seen, axis=0))
+        return TileOccupancy(np.any(seen, axis=0), np.all(seen, axis=0))
 
 
 def blocksparse(cell: Cell, platform: str) -> Callable[..., jax.Array]:

@@ -9,13 +9,13 @@ import ejkernel
 from ejkernel.compat.differences import differences, upstream_surface
 from ejkernel.compat.paths import OLD_NAMES
 from ejkernel.compat.surface import describe
-from ejkernel.compat.upstream import coming_from_upstream_page, handwritten_tables, unexplained
+from ejkernel.compat.upstream import coming_from_upstream_page, handwritten_tables, unexplained_differences
 
 TABLES = handwritten_tables()
 
 
 def test_every_missing_name_and_argument_has_a_reason():
-    assert unexplained() == {}
+    assert unexplained_differences() == {}
 
 
 def test_no_reason_is_left_over():

@@ -9,7 +9,7 @@ from gradients_of import gradients_of
 
 from ejkernel.families.linear_recurrence import LinearRecurrence, reference
 from ejkernel.ops.device import current_device
-from ejkernel.types.pullback import differentiating
+from ejkernel.types.pullback import tracing_differentiated_call
 from ejkernel_triton.linear_recurrence.chunked import backward as chunked_backward
 from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
 from ejkernel_triton.linear_recurrence.chunked import forward as chunked_forward
@@ -44,7 +44,7 @@ def checked(record, forward, backward, heuristic):
 
     @jax.jit
     def run(record):
-        with differentiating():
+        with tracing_differentiated_call():
             results = forward(record, chosen)
         return results[0], gradients_of(record, results, backward, chosen, names, cotangent)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops.device import target_device
-from ejkernel.types.pullback import Pullback, differentiating
+from ejkernel.types.pullback import Pullback, tracing_differentiated_call
 from ejkernel_triton import launch
 from ejkernel_triton.linear_recurrence.delta import backward as delta_backward
 from ejkernel_triton.linear_recurrence.delta import config as delta_config
@@ -40,7 +40,7 @@ def delta_launches(record, device, chosen=None):
     chosen = chosen or delta_config.heuristic(record, device, "forward")
 
     def run(record):
-        with differentiating():
+        with tracing_differentiated_call():
             output, residuals, kept = delta_forward.forward(record, chosen)
         saved = Pullback(
             record=record,

@@ -22,7 +22,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence
 from ejkernel.ops import dispatch
 from ejkernel.ops.device import target_device
 from ejkernel.ops.plugins import registry
-from ejkernel.types.pullback import differentiating
+from ejkernel.types.pullback import tracing_differentiated_call
 from ejkernel_triton import ahead, launch
 from ejkernel_triton.linear_recurrence import config as recurrence_config
 from ejkernel_triton.linear_recurrence.chunked import config as chunked_config
@@ -88,7 +88,7 @@ def launches_of(record, device):
     chosen = chunked_config.heuristic(record, device, "forward")
 
     def run(record):
-        with differentiating():
+        with tracing_differentiated_call():
             results = forward(record, chosen)
         return gradients_of(record, results, backward, chosen, wanted)
 
@@ -311,7 +311,7 @@ def test_few_rows_and_heads_are_scanned_in_segments():
 
 def test_segments_of_the_delta_rule_fit_the_chip_and_spill_nothing():
     record = one_row(delta_record("channels"), 65536)
-    with differentiating():
+    with tracing_differentiated_call():
         calls = delta_launches(record, "sm_90", delta_config.heuristic(record, H200, "both"))
     states = [call for call in calls if call.kernel.__name__ == "chunk_fwd_h_kernel"]
     # Ends and transitions of segments, then the states, which the backward pass reads too.
@@ -333,7 +333,7 @@ def test_a_delta_rule_that_is_differentiated_stores_what_its_gradients_read():
     record = delta_record("channels")
     chosen = delta_config.heuristic(record, H200, "both")
     assert chosen.fused
-    with differentiating():
+    with tracing_differentiated_call():
         made = [call.kernel.__name__ for call in delta_launches(record, "sm_90", chosen)]
     assert "fused_chunk_scan_kernel" not in made
     assert made.count("chunk_fwd_h_kernel") == 1

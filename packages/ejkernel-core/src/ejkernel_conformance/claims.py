@@ -15,7 +15,7 @@ from ejkernel.ops.model import Case, Implementation, Op
 from ejkernel.ops.params import Direction
 from ejkernel.ops.plugins import registry
 from ejkernel.types.arguments import array_fields, non_default_fields, optional_fields
-from ejkernel.types.pullback import Pullback, Results
+from ejkernel.types.pullback import ForwardResults, Pullback
 from ejkernel_conformance import running
 from ejkernel_conformance.compare import assert_same_shapes, close
 from ejkernel_conformance.shards import abstract_last_shard, last_shard
@@ -147,7 +147,7 @@ def _gradients(op: Op, implementation: Implementation, record: Any, grad_fields:
     def run(record: Any) -> dict[str, Any]:
         # A paired backward function follows its own forward function only.
         forward = implementation.function("forward")(record, part) if implementation.paired else None
-        made = Results(*(op.family.reference(record) if forward is None else forward))
+        made = ForwardResults(*(op.family.reference(record) if forward is None else forward))
         pullback = Pullback(record=record, cotangent=made.output, grad_fields=grad_fields, **made._asdict())
         return implementation.function("backward")(pullback, part)
 

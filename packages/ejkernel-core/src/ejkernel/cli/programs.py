@@ -13,7 +13,7 @@ from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.params import Direction, given_values
 from ejkernel.types.arguments import array_fields
-from ejkernel.types.pullback import Pullback, Results
+from ejkernel.types.pullback import ForwardResults, Pullback
 
 PASSES = ("forward", "forward + backward")
 REFERENCE = "reference"
@@ -110,7 +110,7 @@ def _output_and_gradients(
     forward: Any, backward: Any, grad_fields: frozenset[str], record: Any
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the output, and the gradients of its sum."""
-    results = Results(*forward(record))
+    results = ForwardResults(*forward(record))
     cotangent = jax.tree.map(jnp.ones_like, results.output)
     saved = Pullback(record=record, cotangent=cotangent, grad_fields=grad_fields, **results._asdict())
     return results.output, {name: gradient for name, gradient in backward(saved).items() if name in grad_fields}

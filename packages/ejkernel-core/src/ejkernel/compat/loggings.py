@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ColorFormatter", "LazyLogger", "ProgressLogger", "get_logger"]
 
-ENVIRONMENT_VARIABLE = "LOGGING_LEVEL_ED"
+LEVEL_ENVIRONMENT_VARIABLE = "LOGGING_LEVEL_ED"
 DEFAULT_LEVEL = "INFO"
 LEVEL_STYLES = {"DEBUG": "blue", "INFO": "cyan", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
@@ -104,8 +104,8 @@ def get_logger(name: str, level: int | str | None = None) -> LazyLogger:
 
 
 def _level_number(argument: int | str | None) -> int:
-    source = "level" if argument is not None else ENVIRONMENT_VARIABLE
-    level = os.environ.get(ENVIRONMENT_VARIABLE, DEFAULT_LEVEL) if argument is None else argument
+    source = "level" if argument is not None else LEVEL_ENVIRONMENT_VARIABLE
+    level = os.environ.get(LEVEL_ENVIRONMENT_VARIABLE, DEFAULT_LEVEL) if argument is None else argument
     if isinstance(level, str):
         known = logging.getLevelNamesMapping()
         if level.strip().upper() not in known:

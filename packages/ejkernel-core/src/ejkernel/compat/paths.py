@@ -17,7 +17,7 @@ from typing import Any
 _DELTA_RULE_MODULE = "ejkernel.compat.delta_rule"
 _ENGINE_MODULE = "ejkernel.compat.engine"
 _QUANTIZED_ARRAY_MODULE = "ejkernel.compat.quantized_array"
-_RUNTIME = "ejkernel.compat.quantization_runtime"
+_QUANTIZATION_RUNTIME_MODULE = "ejkernel.compat.quantization_runtime"
 
 OLD_PATHS = {
     "ejkernel.benchmarks": "ejkernel.compat.benchmarks",
@@ -47,7 +47,7 @@ OLD_PATHS = {
     "ejkernel.ops.utils.fingerprint": _ENGINE_MODULE,
     "ejkernel.ops.utils.serialize": _ENGINE_MODULE,
     "ejkernel.quantization.quantized_array": _QUANTIZED_ARRAY_MODULE,
-    "ejkernel.quantization.runtime": _RUNTIME,
+    "ejkernel.quantization.runtime": _QUANTIZATION_RUNTIME_MODULE,
     "ejkernel.utils": "ejkernel.compat.utils",
     "ejkernel.xla_utils": "ejkernel.compat.xla_utils",
     "ejkernel.xla_utils.shardings": "ejkernel.compat.xla_utils.sharding",
@@ -94,7 +94,7 @@ OLD_NAMES: dict[str, dict[str, str]] = {
         ),
         _QUANTIZED_ARRAY_MODULE,
     )
-    | {"QuantRuntimeConfig": _RUNTIME},
+    | {"QuantRuntimeConfig": _QUANTIZATION_RUNTIME_MODULE},
 }
 """Module -> old name -> module that has it."""
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 __all__ = ["QuantRuntimeConfig", "resolve_runtime_config"]
 
-Width = Literal["bf16", "fp16", "fp32"]
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+FloatDtypeName = Literal["bf16", "fp16", "fp32"]
+DTYPE_BY_NAME = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,9 @@ class QuantRuntimeConfig:
     enable_threshold_codebook: bool = True
     enable_parity_fallback: bool = False
     strict_shape_alignment: bool = True
-    prefer_compute_dtype: Width = "fp32"
-    affine_metadata_dtype: Literal["input", Width] = "input"
-    dequant_output_dtype: Literal["compute", Width] = "fp32"
+    prefer_compute_dtype: FloatDtypeName = "fp32"
+    affine_metadata_dtype: Literal["input", FloatDtypeName] = "input"
+    dequant_output_dtype: Literal["compute", FloatDtypeName] = "fp32"
     dequant_unpack_policy: Literal["auto", "fast", "generic"] = "auto"
     minifloat_decode_policy: Literal["auto", "table", "arith"] = "auto"
 
@@ -69,7 +69,7 @@ class QuantRuntimeConfig:
             backend: Name of a JAX backend; None for the default one.
             keep_fp32_output: Whether dequantised weights are float32.
         """
-        width: Width = "bf16" if (backend or jax.default_backend()).lower() == "tpu" else "fp16"
+        width: FloatDtypeName = "bf16" if (backend or jax.default_backend()).lower() == "tpu" else "fp16"
         return cls(
             prefer_compute_dtype=width,
             affine_metadata_dtype=width,
@@ -80,21 +80,21 @@ class QuantRuntimeConfig:
     def output_dtype(self) -> Any:
         """Returns the dtype of dequantised weights."""
         width = self.dequant_output_dtype
-        return DTYPES[self.prefer_compute_dtype if width == "compute" else width]
+        return DTYPE_BY_NAME[self.prefer_compute_dtype if width == "compute" else width]
 
-    def scale_dtype(self, weights: Any, mode: str, supported: Sequence[str]) -> Any:
+    def scale_dtype(self, weights: Any, mode: str, supported_dtypes: Sequence[str]) -> Any:
         """Returns the dtype of scales; None for the format's own.
 
         Args:
             weights: Dtype of the weights.
             mode: Format of the codes.
-            supported: Dtypes that scales of the format may have.
+            supported_dtypes: Dtypes that scales of the format may have.
         """
         if mode != "affine":
             return None
         width = self.affine_metadata_dtype
-        name = jnp.dtype(weights if width == "input" else DTYPES[width]).name
-        return name if name in supported else "float32"
+        name = jnp.dtype(weights if width == "input" else DTYPE_BY_NAME[width]).name
+        return name if name in supported_dtypes else "float32"
 
 
 def resolve_runtime_config(config: QuantRuntimeConfig | None) -> QuantRuntimeConfig:

@@ -235,31 +235,31 @@ def input_helper(
 
 
 def _arrays(
-    shapes: Sequence[tuple[int, ...]], axis: int, dtype: DTypeLike, numbered: bool, seed: int
+    shapes: Sequence[tuple[int, ...]], axis: int, dtype: DTypeLike, fill_with_token_index: bool, seed: int
 ) -> list[jax.Array]:
     """Returns one array a shape: normal, or filled with the index along the axis of the tokens."""
     kind = as_float_dtype("dtype", dtype)
-    if numbered:
+    if fill_with_token_index:
         return [jax.lax.broadcasted_iota(jnp.float32, shape, axis).astype(kind) for shape in shapes]
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape).astype(kind) for key, shape in zip(keys, shapes, strict=True)]
 
 
 def random_blocks(
-    key: jax.Array, available: jax.Array, blocks: int, sizes: tuple[int, int, int]
+    key: jax.Array, num_available_blocks: jax.Array, blocks: int, sizes: tuple[int, int, int]
 ) -> Int32[Array, "b q h s"]:
     """Returns a random subset of the first blocks for every query, in ascending order.
 
     Args:
         key: PRNG key.
-        available: [Q] int, how many blocks each query may choose from.
+        num_available_blocks: [Q] int, how many blocks each query may choose from.
         blocks: Blocks there are; also stands in the slots that are left over, at the end.
         sizes: Rows, heads and slots per query.
     """
     names = ("batch", "heads", "selected_blocks")
     batch, heads, slots = (as_count(name, size, least=1) for name, size in zip(names, sizes, strict=True))
-    order = jax.random.uniform(key, (batch, available.shape[0], heads, blocks))
-    allowed = jnp.arange(blocks) < available[:, None, None]
+    order = jax.random.uniform(key, (batch, num_available_blocks.shape[0], heads, blocks))
+    allowed = jnp.arange(blocks) < num_available_blocks[:, None, None]
     ranked = jnp.argsort(jnp.where(allowed, order, 2), axis=-1)[..., :slots]
     chosen = jnp.where(jnp.take_along_axis(jnp.broadcast_to(allowed, order.shape), ranked, axis=-1), ranked, blocks)
     spare = ((0, 0), (0, 0), (0, 0), (0, slots - chosen.shape[-1]))

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-Described = dict[str, str] | str
+ObjectDescription = dict[str, str] | str
 """A function's parameters; a class as name -> parameters, with those of its constructor under `""`; or `"value"`."""
 
-NOT_CALLABLE = "value"
+VALUE_DESCRIPTION = "value"
 SAME_CLASS_PREFIX = "="
 """Begins what is said of a class that another module has too."""
 PARAMETER_KIND_MARKS = {"POSITIONAL_ONLY": "/", "POSITIONAL_OR_KEYWORD": "", "KEYWORD_ONLY": "=", "VAR_POSITIONAL": "*"}
@@ -68,7 +68,7 @@ def _public_names(module: ModuleType) -> list[str]:
     return sorted(n for n in (defined if listed is None else listed) if not n.startswith("_"))
 
 
-def _describe_object(value: Any) -> Described:
+def _describe_object(value: Any) -> ObjectDescription:
     if inspect.isclass(value):
         members = {"": _describe_signature(value)}
         owners = [kind for kind in value.__mro__ if kind.__module__.startswith("ejkernel")]
@@ -77,17 +77,17 @@ def _describe_object(value: Any) -> Described:
             bound = getattr(value, member, None)
             simple = isinstance(static, property) or not callable(bound) or inspect.isclass(bound)
             members[member] = (
-                NOT_CALLABLE if simple else _describe_signature(bound, is_method=inspect.isfunction(static))
+                VALUE_DESCRIPTION if simple else _describe_signature(bound, is_method=inspect.isfunction(static))
             )
         return members
-    return _describe_signature(value) if callable(value) else NOT_CALLABLE
+    return _describe_signature(value) if callable(value) else VALUE_DESCRIPTION
 
 
 def _describe_signature(value: Any, is_method: bool = False) -> str:
     try:
         parameters = list(inspect.signature(value).parameters.values())
     except (TypeError, ValueError):
-        return NOT_CALLABLE
+        return VALUE_DESCRIPTION
     older = {name: f"|{old}" for old, name in getattr(value, "also_called", {}).items()}
     shown = parameters[1:] if is_method else parameters
     return " ".join(f"{p.name}{older.get(p.name, '')}{PARAMETER_KIND_MARKS.get(p.kind.name, '**')}" for p in shown)

@@ -134,7 +134,7 @@ def _markdown_table(column_titles: tuple[str, ...], rows: list[Any]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows), ""])
 
 
-def unexplained() -> dict[str, str]:
+def unexplained_differences() -> dict[str, str]:
     """Returns the differences without a reason."""
     reasons = handwritten_tables()["reason"]
     return {name: text for name, text in differences().items() if reason(name, reasons) is None}
@@ -145,7 +145,7 @@ def main(*options: str) -> int:
     if "--strict" not in options:
         print(coming_from_upstream_page())
         return 0
-    remaining = unexplained()
+    remaining = unexplained_differences()
     print("\n".join(f"{name}: {text}" for name, text in remaining.items()) or "Every difference has a reason.")
     return int(bool(remaining))
 

@@ -26,7 +26,7 @@ from ejkernel.ops.params import BaseOperationConfig, Direction
 from ejkernel.ops.second import backward_pass, forward_pass, run_refusing_derivatives
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types.arguments import arguments, array_fields, static
-from ejkernel.types.pullback import Pullback, Results, differentiating
+from ejkernel.types.pullback import ForwardResults, Pullback, tracing_differentiated_call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class CallPlan:
             override=self.cfg,
         )
 
-    def forward(self, record: Any, choice: Choice | None = None) -> Results:
+    def forward(self, record: Any, choice: Choice | None = None) -> ForwardResults:
         """Runs the forward pass.
 
         Args:
@@ -102,7 +102,7 @@ class CallPlan:
         """
         choice = self.choose(record, "forward") if choice is None else choice
         isolate = None if self.op.padding_only or not self.isolates else self.op.family.request_isolation
-        results = Results(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
+        results = ForwardResults(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
         return _checked(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
@@ -133,7 +133,7 @@ class CallPlan:
         return self._apply_lowered(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 
-def _checked(choice: Choice, results: Results) -> Results:
+def _checked(choice: Choice, results: ForwardResults) -> ForwardResults:
     """Returns the results of a forward pass.
 
     Raises:
@@ -175,7 +175,7 @@ def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
     if backward.implementation is None:
         raise NoImplementationError(backward)
     forward = plan.choice_with_config(forward, record)
-    with differentiating():
+    with tracing_differentiated_call():
         results = plan.differentiated(lambda record: plan.forward(record, forward), forward, record)
     assert forward.implementation is not None  # it has run
     # The caller gets the output that carries the name. If a layer used the unnamed one, `jax.checkpoint` would run the
@@ -196,9 +196,9 @@ OUTPUT_CHECKPOINT_NAME, LSE_CHECKPOINT_NAME, STATE_CHECKPOINT_NAME, PRIVATE_RESI
 """Names of the results of a forward pass, for the policies of `jax.checkpoint`."""
 
 
-def _name_results(results: Results) -> Results:
+def _name_results(results: ForwardResults) -> ForwardResults:
     """Names the results, so that policies of `jax.checkpoint` can save them."""
-    return Results(
+    return ForwardResults(
         output=jax.tree.map(functools.partial(checkpoint_name, name=OUTPUT_CHECKPOINT_NAME), results.output),
         residuals=jax.tree_util.tree_map_with_path(_name_residual, results.residuals),
         private_residuals=jax.tree.map(

@@ -21,7 +21,7 @@ import numpy as np
 from ejkernel.families.contract import Family
 from ejkernel.ops.model import Implementation
 from ejkernel.promotion import with_standard_promotion
-from ejkernel.types.pullback import Pullback, Results
+from ejkernel.types.pullback import ForwardResults, Pullback
 
 Run = Callable[[Any], Any]
 
@@ -123,7 +123,7 @@ def _untransposable_primitive() -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def forward_pass(family: Family, run: Run, record: Any) -> Results:
+def forward_pass(family: Family, run: Run, record: Any) -> ForwardResults:
     """Returns `run(record)`, a forward pass, with the reference's derivatives.
 
     Args:
@@ -136,10 +136,12 @@ def forward_pass(family: Family, run: Run, record: Any) -> Results:
 
 @forward_pass.defjvp
 @with_standard_promotion
-def _forward_tangent(family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]) -> tuple[Results, Results]:
+def _forward_tangent(
+    family: Family, run: Run, primals: tuple[Any], tangents: tuple[Any]
+) -> tuple[ForwardResults, ForwardResults]:
     results = forward_pass(family, run, *primals)
     _, (output, residuals) = jax.jvp(family.reference, primals, tangents)
-    return results, Results(output, residuals, jax.tree.map(_zero_tangent, results.private_residuals))
+    return results, ForwardResults(output, residuals, jax.tree.map(_zero_tangent, results.private_residuals))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -15,7 +15,7 @@ from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.params import Direction
 from ejkernel.types.arguments import array_fields
-from ejkernel.types.pullback import Pullback, Results
+from ejkernel.types.pullback import ForwardResults, Pullback
 
 BOTH_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
@@ -122,7 +122,7 @@ def _tuning_argument_of_pair(plan: CallPlan, record: Any, choice: Choice) -> Pul
     grad_fields = pair_gradients(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
-    output = jax.eval_shape(lambda r: Results(*function(r, config)).output, record)
+    output = jax.eval_shape(lambda r: ForwardResults(*function(r, config)).output, record)
     cotangent = _random_cotangent(output) if grad_fields else None
     return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=grad_fields)
 
@@ -147,7 +147,7 @@ def _random_pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: 
     assert forward.implementation is not None  # the caller has looked
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    results = jax.jit(lambda r: Results(*kernel(r, config)))(record)
+    results = jax.jit(lambda r: ForwardResults(*kernel(r, config)))(record)
     return Pullback(
         record=record, cotangent=_random_cotangent(results.output), grad_fields=grad_fields, **results._asdict()
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
-from ejkernel.types.mask_parts import BAKED_IN_FLAGS, CU_SEQLENS_FIELDS, SEGMENT_ID_FIELDS, STATIC_FIELDS, Info
+from ejkernel.types.mask_parts import BAKED_IN_FLAGS, CU_SEQLENS_FIELDS, SEGMENT_ID_FIELDS, STATIC_FIELDS, MaskType
 
 _FIELDS_BY_PART = {
     "attention_mask": ("_attention_mask", *CU_SEQLENS_FIELDS),
@@ -18,7 +18,7 @@ _FIELDS_BY_PART = {
 
 
 def replace(
-    info: Info,
+    info: MaskType,
     *,
     attention_mask: Any = None,
     q_segment_ids: Any = None,
@@ -26,7 +26,7 @@ def replace(
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     **fields: Any,
-) -> Info:
+) -> MaskType:
     """Returns a copy with some parts changed. What is None is kept; `without` clears a part.
 
     A new mask replaces what the stored parts say about pairs: the stored ids go with the old mask, unless ids of
@@ -78,7 +78,7 @@ def replace(
     return dataclasses.replace(info, **changes, **fields)
 
 
-def without(info: Info, *names: str) -> Info:
+def without(info: MaskType, *names: str) -> MaskType:
     """Returns a copy without some of its parts.
 
     Cumulative lengths go with the mask and with the ids. With the mask go the `*_baked_in` flags, since what was
@@ -108,7 +108,7 @@ def without(info: Info, *names: str) -> Info:
     return dataclasses.replace(info, **cleared, **flags)
 
 
-def materialize_attention_mask(info: Info, dtype: DTypeLike = jnp.bool_) -> Info:
+def materialize_attention_mask(info: MaskType, dtype: DTypeLike = jnp.bool_) -> MaskType:
     """Returns a MaskInfo of the same meaning that stores an explicit mask in `dtype`.
 
     Raises:
@@ -124,7 +124,7 @@ def materialize_attention_mask(info: Info, dtype: DTypeLike = jnp.bool_) -> Info
     )
 
 
-def materialize_segment_ids(info: Info, per_head: bool = False) -> Info:
+def materialize_segment_ids(info: MaskType, per_head: bool = False) -> MaskType:
     """Returns a MaskInfo of the same meaning that stores segment ids, if need be those of `mask_to_segment_ids`.
 
     Args:

@@ -95,11 +95,11 @@ def check_number(name: str, value: Any, minimum: int) -> None:
     """Raises ValueError unless `value` is one integer, possibly traced; a Python one must be at least `minimum`."""
     if isinstance(value, int | np.integer):
         check_static_size(name, value, minimum)
-    elif integer_array(name, value).ndim:
+    elif as_int32_array(name, value).ndim:
         raise ValueError(f"{name}: got shape {jnp.shape(value)}, wants a single number")
 
 
-def integer_array(name: str, value: Any) -> jax.Array:
+def as_int32_array(name: str, value: Any) -> jax.Array:
     """Returns `value` as int32, values beyond it as its ends; raises ValueError for booleans and floats."""
     return jnp.asarray(clamp_to_int32(checked_integers(name, value)))
 
@@ -112,9 +112,9 @@ def checked_integers(name: str, value: Any) -> Any:
     return array
 
 
-def per_row(name: str, value: Any, batch_size: int) -> jax.Array:
+def as_per_row_integers(name: str, value: Any, batch_size: int) -> jax.Array:
     """Returns an int or an int array of shape [] or [batch] as int32 of shape [batch]; raises ValueError for others."""
-    array = integer_array(name, value)
+    array = as_int32_array(name, value)
     if array.shape not in ((), (batch_size,)):
         raise ValueError(f"{name}: got shape {array.shape}, wants a single number or [batch={batch_size}]")
     return jnp.broadcast_to(array, (batch_size,))

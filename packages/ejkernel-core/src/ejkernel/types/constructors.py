@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ejkernel.types.checks import check_rank, check_static_size, checked_integers, integer_array
+from ejkernel.types.checks import as_int32_array, check_rank, check_static_size, checked_integers
 from ejkernel.types.cu_seqlens import as_cu_seqlens, cu_seqlens_to_segment_ids
 from ejkernel.types.debug import check_mask_values
 from ejkernel.types.integers import as_array, exact_segment_ids
-from ejkernel.types.mask_parts import AxisNames, Info
+from ejkernel.types.mask_parts import AxisNames, MaskType
 from ejkernel.types.segments import (
     as_bool_mask,
     padding_segment_ids,
@@ -25,7 +25,7 @@ KV_PADDING_POSITION = int(jnp.iinfo(jnp.int32).max)
 
 
 def from_segments(  # noqa: PLR0913 - a public constructor
-    cls: type[Info],
+    cls: type[MaskType],
     q_segment_ids: ArrayLike,
     kv_segment_ids: ArrayLike | None = None,
     q_positions: ArrayLike | None = None,
@@ -35,7 +35,7 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
     is_attn_mask: bool = False,
-) -> Info:
+) -> MaskType:
     """Makes a mask from segment ids. Only the ids are stored.
 
     Args:
@@ -65,8 +65,8 @@ def from_segments(  # noqa: PLR0913 - a public constructor
     return cls(
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        **_positions(q_positions, kv_positions),
-        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
+        **_position_fields(q_positions, kv_positions),
+        **_axis_name_fields(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
@@ -82,19 +82,19 @@ def _checked_segment_ids(queries: Any, keys: Any) -> tuple[jax.Array, jax.Array]
     return q_array, q_array if kv_ids is q_ids else jnp.asarray(kv_ids)
 
 
-def _positions(queries: Any, keys: Any) -> dict[str, Any]:
+def _position_fields(queries: Any, keys: Any) -> dict[str, Any]:
     """Returns the fields of positions, whose values have been checked."""
     given = {"q_positions": queries, "kv_positions": keys}
-    return {name: None if value is None else integer_array(name, value) for name, value in given.items()}
+    return {name: None if value is None else as_int32_array(name, value) for name, value in given.items()}
 
 
-def _axis_names(batch: AxisNames, qheads: AxisNames, kvheads: AxisNames, sequence: AxisNames) -> dict[str, Any]:
+def _axis_name_fields(batch: AxisNames, qheads: AxisNames, kvheads: AxisNames, sequence: AxisNames) -> dict[str, Any]:
     """Returns the fields that name axes of a mesh."""
     names = {"batch": batch, "qheads": qheads, "kvheads": kvheads, "sequence": sequence}
     return {f"{name}_axis_name": axes for name, axes in names.items()}
 
 
-def decode(cls: type[Info], queries: int, keys: int, kv_lens: ArrayLike | None = None) -> Info:
+def decode(cls: type[MaskType], queries: int, keys: int, kv_lens: ArrayLike | None = None) -> MaskType:
     """Makes the positions of queries that are the last tokens of their keys: with causal=True, bottom-right alignment.
 
     The last query is at the position of the last key, as in a step of decoding or a chunk of a prompt over a cache.
@@ -140,7 +140,7 @@ def decode(cls: type[Info], queries: int, keys: int, kv_lens: ArrayLike | None =
 
 
 def from_attention_mask(  # noqa: PLR0913 - a public constructor
-    cls: type[Info],
+    cls: type[MaskType],
     attention_mask: ArrayLike,
     q_positions: ArrayLike | None = None,
     kv_positions: ArrayLike | None = None,
@@ -150,7 +150,7 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> Info:
+) -> MaskType:
     """Makes a mask from a boolean array.
 
     A 2-D validity mask is stored as ids alone. A pairwise mask is stored as it is, together with ids that carry its
@@ -184,13 +184,13 @@ def from_attention_mask(  # noqa: PLR0913 - a public constructor
         _attention_mask=pairwise,
         _q_segment_ids=q_ids,
         _kv_segment_ids=kv_ids,
-        **_positions(q_positions, kv_positions),
-        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
+        **_position_fields(q_positions, kv_positions),
+        **_axis_name_fields(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
 def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
-    cls: type[Info],
+    cls: type[MaskType],
     cu_seqlens_q: ArrayLike,
     *,
     max_q_len: int,
@@ -202,7 +202,7 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> Info:
+) -> MaskType:
     """Makes the mask of one packed row: sequences one after the other, each attending to itself.
 
     The vectors and the ids made of them are stored. If the keys have lengths of their own, an index no longer says
@@ -240,13 +240,13 @@ def from_cu_seqlens(  # noqa: PLR0913 - a public constructor
         _kv_segment_ids=kv_ids,
         _cu_seqlens_q=cu_q,
         _cu_seqlens_kv=cu_kv,
-        **_positions(q_positions, kv_positions),
-        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
+        **_position_fields(q_positions, kv_positions),
+        **_axis_name_fields(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
 def from_random(  # noqa: PLR0913 - a public constructor
-    cls: type[Info],
+    cls: type[MaskType],
     batch_size: int,
     q_len: int,
     kv_len: int | None = None,
@@ -258,7 +258,7 @@ def from_random(  # noqa: PLR0913 - a public constructor
     qheads_axis_name: AxisNames = "tp",
     kvheads_axis_name: AxisNames = "tp",
     sequence_axis_name: AxisNames = "sp",
-) -> Info:
+) -> MaskType:
     """Makes a random mask, for tests: every pair attends with probability `1 - sparsity`. No ids are stored.
 
     Args:
@@ -282,19 +282,19 @@ def from_random(  # noqa: PLR0913 - a public constructor
     shape = (batch_size, 1, q_len, q_len if kv_len is None else kv_len)
     return cls(
         _attention_mask=jax.random.bernoulli(jax.random.key(seed), 1.0 - sparsity, shape),
-        **_positions(q_positions, kv_positions),
-        **_axis_names(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
+        **_position_fields(q_positions, kv_positions),
+        **_axis_name_fields(batch_axis_name, qheads_axis_name, kvheads_axis_name, sequence_axis_name),
     )
 
 
 def dynamic_init(
-    cls: type[Info],
+    cls: type[MaskType],
     *,
-    mask_info: Info | None = None,
+    mask_info: MaskType | None = None,
     input_ids: ArrayLike | None = None,
     inputs_embeds: ArrayLike | None = None,
     attention_mask: ArrayLike | None = None,
-) -> Info:
+) -> MaskType:
     """Makes a mask from the arguments of a model; the first of the following arguments that is not None decides.
 
     Args:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ejkernel.types.checks import check_choice, check_rank, check_static_size, integer_array
+from ejkernel.types.checks import as_int32_array, check_choice, check_rank, check_static_size
 from ejkernel.types.debug import check_cu_seqlens_values, check_left_aligned
 from ejkernel.types.segments import as_bool_mask
 
@@ -27,7 +27,7 @@ _HEAD_REDUCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def as_cu_seqlens(name: str, value: Any, max_len: int | None = None) -> jax.Array:
     """Returns `value` as int32 [sequences + 1]; raises ValueError if it is no such vector."""
     check_cu_seqlens_values(name, value, max_len)
-    cu_seqlens = integer_array(name, value)
+    cu_seqlens = as_int32_array(name, value)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name}: got shape {cu_seqlens.shape}, wants [sequences + 1]")
     return cu_seqlens
@@ -77,7 +77,7 @@ def segment_ids_to_cu_seqlens(
         ValueError: `max_segments` is not a static size.
     """
     max_segments = check_static_size("max_segments", max_segments)
-    ids = integer_array("segment_ids", segment_ids).reshape(-1)
+    ids = as_int32_array("segment_ids", segment_ids).reshape(-1)
     # Negative indices would count from the end, so padding is sent past it, where it is dropped.
     counts = jnp.zeros(max_segments, dtype).at[jnp.where(ids < 0, max_segments, ids)].add(1, mode="drop")
     return lengths_to_cu_seqlens(counts, dtype)

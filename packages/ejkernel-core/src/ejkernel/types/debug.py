@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-_ENVIRONMENT_VARIABLE = "EJKERNEL_MASK_DEBUG"
+_DEBUG_ENVIRONMENT_VARIABLE = "EJKERNEL_MASK_DEBUG"
 _TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
 
 # None follows the environment variable, which is read at every call so that setting it after the import works.
-_override: bool | None = None
+_debug_mode_override: bool | None = None
 
 
 def get_debug_mode() -> bool:
@@ -26,9 +26,9 @@ def get_debug_mode() -> bool:
     Returns:
         What `set_debug_mode` was last given, else whether `EJKERNEL_MASK_DEBUG` is one of 1, true, yes, on.
     """
-    if _override is not None:
-        return _override
-    return os.environ.get(_ENVIRONMENT_VARIABLE, "").strip().lower() in _TRUE_WORDS
+    if _debug_mode_override is not None:
+        return _debug_mode_override
+    return os.environ.get(_DEBUG_ENVIRONMENT_VARIABLE, "").strip().lower() in _TRUE_WORDS
 
 
 def set_debug_mode(enabled: bool | None) -> None:
@@ -37,8 +37,8 @@ def set_debug_mode(enabled: bool | None) -> None:
     Args:
         enabled: True or False; None goes back to what `EJKERNEL_MASK_DEBUG` says.
     """
-    global _override
-    _override = None if enabled is None else bool(enabled)
+    global _debug_mode_override
+    _debug_mode_override = None if enabled is None else bool(enabled)
 
 
 def is_traced(value: Any) -> bool:
@@ -46,17 +46,17 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def checkable_values(value: Any, on_device: bool = False) -> np.ndarray | None:
+def checkable_values(value: Any, wait_for_device: bool = False) -> np.ndarray | None:
     """Returns the numbers of `value` if they may be read now, else None (see the module's rule).
 
     Args:
         value: An array, or what can be made one.
-        on_device: Whether a device is waited for outside of debug mode too.
+        wait_for_device: Whether a device is waited for outside of debug mode too.
     """
     parts = jax.tree.leaves(value)
     if not parts or any(is_traced(part) or isinstance(part, jax.ShapeDtypeStruct) for part in parts):
         return None
-    may_block = on_device or get_debug_mode()
+    may_block = wait_for_device or get_debug_mode()
     if any(isinstance(part, jax.Array) and not (may_block and part.is_fully_addressable) for part in parts):
         return None
     return np.asarray(value)
@@ -64,7 +64,7 @@ def checkable_values(value: Any, on_device: bool = False) -> np.ndarray | None:
 
 def check_cu_seqlens_values(name: str, value: Any, max_len: int | None = None) -> None:
     """Raises ValueError if readable `value` is not 0 = c0 <= c1 <= ... <= cN (<= `max_len` if given)."""
-    values = checkable_values(value, on_device=True)
+    values = checkable_values(value, wait_for_device=True)
     if values is None or values.size == 0 or values.ndim != 1:
         return
     if values[0] != 0:

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from ejkernel.types.constructors import KV_PADDING_POSITION
 from ejkernel.types.cu_seqlens import segment_ids_to_cu_seqlens
 from ejkernel.types.mask_parts import MaskParts
-from ejkernel.types.segments import mask_to_segment_ids, segment_ids_to_positions, segment_rule
+from ejkernel.types.segments import mask_to_segment_ids, same_segment_mask, segment_ids_to_positions
 
-_EMPTY = "an empty MaskInfo says nothing about tokens; make it with a mask or with segment ids"
+_EMPTY_MASK_ERROR = "an empty MaskInfo says nothing about tokens; make it with a mask or with segment ids"
 
 
 def get_or_compute_attention_mask(info: MaskParts, dtype: DTypeLike = jnp.bool_) -> jax.Array:
@@ -31,10 +31,10 @@ def get_or_compute_attention_mask(info: MaskParts, dtype: DTypeLike = jnp.bool_)
     """
     mask, q_ids, kv_ids = info.explicit_mask, info.explicit_q_segment_ids, info.explicit_kv_segment_ids
     if q_ids is not None and kv_ids is not None:
-        same = segment_rule(q_ids, kv_ids)[:, None]
+        same = same_segment_mask(q_ids, kv_ids)[:, None]
         mask = same if mask is None else mask & same
     if mask is None:
-        raise ValueError(_EMPTY)
+        raise ValueError(_EMPTY_MASK_ERROR)
     return mask.astype(dtype)
 
 

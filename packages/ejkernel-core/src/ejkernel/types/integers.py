@@ -145,11 +145,11 @@ def _exact_ids_on_host(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarra
         known = sorted({int(one) for ids in everything for one in ids if one >= 0})
         number = {one: index for index, one in enumerate(known)}
 
-        def renumber(ids: np.ndarray) -> np.ndarray:
+        def renumbered_ids(ids: np.ndarray) -> np.ndarray:
             values, inverse = np.unique(ids, return_inverse=True)
             return np.array([number.get(int(one), -1) for one in values], np.int32)[inverse].reshape(ids.shape)
 
-        narrowed = renumber(queries), renumber(keys)
+        narrowed = renumbered_ids(queries), renumbered_ids(keys)
     return (narrowed[0], narrowed[0]) if queries is keys else narrowed
 
 
@@ -171,14 +171,14 @@ def _as_jax_ids(name: str, ids: Any) -> jax.Array:
 
 
 def _check_ids_not_sharded(name: str, ids: Any) -> None:
-    if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _manual_axes():
+    if isinstance(ids, Tracer) and not fits_int32(ids.dtype) and _has_manual_axes():
         raise ValueError(
             f"{name}: got {ids.dtype} in shard_map, wants int32: shards cannot be renumbered alike; make the MaskInfo "
             "outside of shard_map, or cast ids that int32 holds"
         )
 
 
-def _manual_axes() -> bool:
+def _has_manual_axes() -> bool:
     mesh: Any = jax.sharding.get_abstract_mesh()
     return bool(getattr(mesh, "manual_axes", ()))
 

@@ -35,7 +35,7 @@ STATIC_FIELDS = (
     "sequence_axis_name",
 )
 
-Info = TypeVar("Info", bound="MaskParts")
+MaskType = TypeVar("MaskType", bound="MaskParts")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

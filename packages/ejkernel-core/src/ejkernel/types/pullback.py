@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ejkernel.types.arguments import arguments, static
 
 
-class Results(NamedTuple):
+class ForwardResults(NamedTuple):
     """The results of a forward implementation.
 
     Attributes:
@@ -50,27 +50,27 @@ class Pullback:
     lse_cotangent: Any = None
 
 
-_differentiating: contextvars.ContextVar[bool] = contextvars.ContextVar("differentiating", default=False)
+_is_tracing_differentiated_call: contextvars.ContextVar[bool] = contextvars.ContextVar("differentiating", default=False)
 
 
 @contextlib.contextmanager
-def differentiating() -> Generator[None]:
+def tracing_differentiated_call() -> Generator[None]:
     """Tells the forward implementations that are traced in the block that a backward pass follows."""
-    token = _differentiating.set(True)
+    token = _is_tracing_differentiated_call.set(True)
     try:
         yield
     finally:
-        _differentiating.reset(token)
+        _is_tracing_differentiated_call.reset(token)
 
 
 def is_differentiated() -> bool:
     """Returns whether a backward pass follows the forward pass that is traced: what it is given need
     not be made again.
     """
-    return _differentiating.get()
+    return _is_tracing_differentiated_call.get()
 
 
-def both_passes(
+def run_both_passes(
     forward: Callable[[Any, Any], Any], backward: Callable[[Any, Any], Any], start: Pullback, config: Any
 ) -> Any:
     """Returns the output and the requested gradients of an implementation's two passes with one configuration.
@@ -82,8 +82,8 @@ def both_passes(
         config: The configuration of both.
     """
     if not start.grad_fields:
-        return Results(*forward(start.record, config)).output
-    with differentiating():
-        results = Results(*forward(start.record, config))
+        return ForwardResults(*forward(start.record, config)).output
+    with tracing_differentiated_call():
+        results = ForwardResults(*forward(start.record, config))
     gradients = backward(dataclasses.replace(start, **results._asdict()), config)
     return results.output, {name: gradients[name] for name in start.grad_fields}

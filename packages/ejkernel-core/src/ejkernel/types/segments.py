@@ -44,7 +44,7 @@ def padding_segment_ids(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return validity_to_segment_ids(attends.any(axis=-1)), validity_to_segment_ids(attends.any(axis=-2))
 
 
-def segment_rule(q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:
+def same_segment_mask(q_segment_ids: jax.Array, kv_segment_ids: jax.Array) -> jax.Array:
     """Returns [..., q_len, kv_len] booleans: ids [..., q_len] and [..., kv_len] are equal and not negative."""
     q_ids, kv_ids = q_segment_ids[..., :, None], kv_segment_ids[..., None, :]
     return (q_ids == kv_ids) & (q_ids >= 0)
@@ -112,7 +112,7 @@ def _find_blocks(attends: jax.Array) -> tuple[jax.Array, jax.Array]:
     opens = (opener == jnp.arange(attends.shape[0])) & (q_ids >= 0)
     block = (jnp.cumsum(opens) - 1).astype(jnp.int32)[opener]
     blocks = jnp.where(q_ids >= 0, block, -1), jnp.where(kv_ids >= 0, block[first_query], -1)
-    exact = (segment_rule(*blocks) == attends).all()
+    exact = (same_segment_mask(*blocks) == attends).all()
     return jnp.where(exact, blocks[0], q_ids), jnp.where(exact, blocks[1], kv_ids)
 
 
@@ -140,7 +140,7 @@ def segment_ids_to_mask(
     q_ids, kv_ids = _exact_id_pair(*pair)
     check_rank("segment_ids", q_ids.shape, _SEGMENT_SHAPES)
     check_rank("kv segment_ids", kv_ids.shape, {q_ids.ndim: _SEGMENT_SHAPES[q_ids.ndim]})
-    mask = segment_rule(q_ids, kv_ids).astype(dtype)
+    mask = same_segment_mask(q_ids, kv_ids).astype(dtype)
     mask = mask[:, None] if q_ids.ndim == 2 else mask
     return ((q_ids >= 0).astype(dtype), (kv_ids >= 0).astype(dtype), mask) if return_separate_masks else mask
 

@@ -30,7 +30,7 @@ class TileSpans(NamedTuple):
     high: np.ndarray
 
 
-class Tiles(NamedTuple):
+class TileOccupancy(NamedTuple):
     """Two bool arrays [rows, columns]: for every tile, whether some pair may attend (False: no pair does), and whether
     every pair does.
 
@@ -84,7 +84,7 @@ class Mask(abc.ABC):
         """
 
     @abc.abstractmethod
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         """Sorts tiles, on the host; nothing as large as `shape` is made but by masks that hold it already.
 
         Args:
@@ -107,41 +107,41 @@ class FullMask(Mask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return jnp.ones(sizes, bool)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         ones = np.ones((queries.low.size, keys.low.size), bool)
-        return Tiles(ones, ones)
+        return TileOccupancy(ones, ones)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Band(Mask, abc.ABC):
+class _DiagonalBandMask(Mask, abc.ABC):
     """`offset - left <= key - query <= offset + right`; None is unbounded."""
 
     @property
     @abc.abstractmethod
-    def band(self) -> tuple[int | None, int | None]:
+    def diagonal_range(self) -> tuple[int | None, int | None]:
         """Returns smallest and largest `key - query`."""
 
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
-        least, most = self.band
+        least, most = self.diagonal_range
         steps = key - query + jnp.arange(sizes[1], dtype=jnp.int32) - jnp.arange(sizes[0], dtype=jnp.int32)[:, None]
         inside = jnp.ones(sizes, bool)
         inside = inside if least is None else inside & (steps >= least)
         return inside if most is None else inside & (steps <= most)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
-        least, most = self.band
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
+        least, most = self.diagonal_range
         low, high = keys.low - queries.high[:, None], keys.high - queries.low[:, None]
         some = every = np.ones(low.shape, bool)
         if least is not None:
             some, every = some & (high >= least), every & (low >= least)
         if most is not None:
             some, every = some & (low <= most), every & (high <= most)
-        return Tiles(some, every)
+        return TileOccupancy(some, every)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class CausalMask(_Band):
+class CausalMask(_DiagonalBandMask):
     """Keys up to the query's own index.
 
     Attributes:
@@ -157,13 +157,13 @@ class CausalMask(_Band):
         object.__setattr__(self, "offset", as_offset(self.offset))
 
     @property
-    def band(self) -> tuple[int | None, int | None]:
+    def diagonal_range(self) -> tuple[int | None, int | None]:
         return None, self.offset
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class LocalMask(_Band):
+class LocalMask(_DiagonalBandMask):
     """Keys from `left` before to `right` after the query's own index, inclusive.
 
     Attributes:
@@ -186,7 +186,7 @@ class LocalMask(_Band):
         object.__setattr__(self, "window_size", tuple(map(limit_or_none, window)))
 
     @property
-    def band(self) -> tuple[int | None, int | None]:
+    def diagonal_range(self) -> tuple[int | None, int | None]:
         left, right = self.window_size
         return None if left is None else self.offset - left, None if right is None else self.offset + right
 
@@ -212,13 +212,13 @@ class ChunkedCausalMask(Mask):
         k = key + jnp.arange(sizes[1], dtype=jnp.int32)
         return (q // self.chunk_size == k // self.chunk_size) & (k <= q)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         q_low, q_high, k_low, k_high = queries.low[:, None], queries.high[:, None], keys.low, keys.high
         first, last = (np.minimum(q_low, k_low), np.maximum(q_high, k_high))
         one = first // self.chunk_size == last // self.chunk_size
         # The closest causal pairs are those of the last index of one tile and the first index of the other.
         some = (k_low <= q_high) & (k_high // self.chunk_size >= q_low // self.chunk_size)
-        return Tiles(some, one & (k_high <= q_low))
+        return TileOccupancy(some, one & (k_high <= q_low))
 
 
 @final
@@ -257,7 +257,7 @@ class NumpyMask(Mask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return lax.dynamic_slice(jnp.asarray(self.array), (jnp.int32(query), jnp.int32(key)), sizes)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         some = np.zeros((queries.low.size, keys.low.size), bool)
         every = some.copy()
         for row, (low, high) in enumerate(zip(*queries, strict=True)):
@@ -266,7 +266,7 @@ class NumpyMask(Mask):
             for column, (start, end) in enumerate(zip(*keys, strict=True)):
                 some[row, column] = some_pairs[start : end + 1].any()
                 every[row, column] = all_pairs[start : end + 1].all()
-        return Tiles(some, every)
+        return TileOccupancy(some, every)
 
 
 @final
@@ -315,10 +315,10 @@ class MultiHeadMask(Mask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         raise ValueError("a MultiHeadMask allows different pairs in different heads; ask the mask of one of them")
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         """Returns the tiles in which a pair of some head attends, and those in which all pairs of all heads do."""
         parts = [mask.tiles(queries, keys) for mask in self.distinct_masks]
-        return Tiles(
+        return TileOccupancy(
             np.any([part.any_allowed for part in parts], axis=0), np.all([part.all_allowed for part in parts], axis=0)
         )
 
@@ -342,9 +342,9 @@ class _IntersectionMask(_CombinedMask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return self.one.allowed(query, key, sizes) & self.other.allowed(query, key, sizes)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
-        return Tiles(one.any_allowed & other.any_allowed, one.all_allowed & other.all_allowed)
+        return TileOccupancy(one.any_allowed & other.any_allowed, one.all_allowed & other.all_allowed)
 
 
 @final
@@ -353,12 +353,12 @@ class _UnionMask(_CombinedMask):
     def allowed(self, query: Any, key: Any, sizes: Shape) -> jax.Array:
         return self.one.allowed(query, key, sizes) | self.other.allowed(query, key, sizes)
 
-    def tiles(self, queries: TileSpans, keys: TileSpans) -> Tiles:
+    def tiles(self, queries: TileSpans, keys: TileSpans) -> TileOccupancy:
         one, other = self.one.tiles(queries, keys), self.other.tiles(queries, keys)
-        return Tiles(one.any_allowed | other.any_allowed, one.all_allowed | other.all_allowed)
+        return TileOccupancy(one.any_allowed | other.any_allowed, one.all_allowed | other.all_allowed)
 
 
-def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
+def diagonal_range_of(mask: Mask) -> tuple[int | None, int | None] | None:
     """Returns smallest and largest `key - query` of a pattern that is one band, None where a side is open; None for any
     other.
 
@@ -366,11 +366,11 @@ def band_of(mask: Mask) -> tuple[int | None, int | None] | None:
     """
     if isinstance(mask, FullMask):
         return None, None
-    if isinstance(mask, _Band):
-        return mask.band
+    if isinstance(mask, _DiagonalBandMask):
+        return mask.diagonal_range
     if not isinstance(mask, _IntersectionMask):
         return None
-    one, other = band_of(mask.one), band_of(mask.other)
+    one, other = diagonal_range_of(mask.one), diagonal_range_of(mask.other)
     if one is None or other is None:
         return None
     (least, most), (other_least, other_most) = one, other

@@ -16,19 +16,19 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ejkernel.promotion import with_standard_promotion
 from ejkernel.types import changes
-from ejkernel.types.checks import check_choice, check_number, check_static_size, checked_integers, per_row
+from ejkernel.types.checks import as_per_row_integers, check_choice, check_number, check_static_size, checked_integers
 from ejkernel.types.derived import get_or_compute_attention_mask, get_or_compute_segment_ids
 from ejkernel.types.integers import NO_LIMIT, clamp_positions, clamp_to_int32, exact_segment_ids, limit_or_none
-from ejkernel.types.mask_parts import Info, MaskParts
-from ejkernel.types.segments import segment_rule
+from ejkernel.types.mask_parts import MaskParts, MaskType
+from ejkernel.types.segments import same_segment_mask
 
 # The token types whose zeros match nothing, by zero_policy: (of the queries, of the keys).
-_ZEROS_DISABLED = {"q": (True, False), "kv": (False, True), "both": (True, True), "none": (False, False)}
+_ZERO_TYPE_DISABLED_BY_POLICY = {"q": (True, False), "kv": (False, True), "both": (True, True), "none": (False, False)}
 _COMBINE_MODES = ("union", "intersect", "replace")
 _WINDOW_MODES = (None, "default", "decode", "prefill")
 
 
-def apply_causal(info: Info, offset: ArrayLike = 0) -> Info:
+def apply_causal(info: MaskType, offset: ArrayLike = 0) -> MaskType:
     """Keeps the keys whose place is at most that of the query plus `offset`.
 
     Args:
@@ -42,19 +42,19 @@ def apply_causal(info: Info, offset: ArrayLike = 0) -> Info:
         ValueError: The mask is empty, or `offset` has another shape.
     """
     mask = get_or_compute_attention_mask(info)
-    q_positions, kv_positions = _positions(info)
-    causal = kv_positions <= q_positions + _offset_by_row(offset, mask)
+    q_positions, kv_positions = _broadcast_positions(info)
+    causal = kv_positions <= q_positions + _offset_of_each_row(offset, mask)
     return _restrict_mask(info, mask & causal, causal_mask_baked_in=True)
 
 
 def apply_sliding_window(
-    info: Info,
+    info: MaskType,
     sliding_window: ArrayLike | tuple[ArrayLike | None, ArrayLike | None],
     *,
     offset: ArrayLike = 0,
     mode: Literal["default", "decode", "prefill"] | None = None,
     index: ArrayLike | None = None,
-) -> Info:
+) -> MaskType:
     """Keeps the keys from `left` places before a query to `right` places after it, both included.
 
     Args:
@@ -81,8 +81,8 @@ def apply_sliding_window(
             check_number("sliding_window", side, minimum=0)
     left_distance, right_distance = (None if side is None else _int32_window_side(side) for side in (left, right))
     mask = get_or_compute_attention_mask(info)
-    q_positions, kv_positions = _positions(info)
-    q_positions = q_positions + _offset_by_row(offset, mask)
+    q_positions, kv_positions = _broadcast_positions(info)
+    q_positions = q_positions + _offset_of_each_row(offset, mask)
     if left_distance is not None:
         mask = mask & (kv_positions >= q_positions - left_distance)
     if right_distance is not None:
@@ -101,7 +101,7 @@ def apply_sliding_window(
     return windowed_info
 
 
-def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> Info:
+def apply_chunked(info: MaskType, chunk_size: ArrayLike, offset: ArrayLike = 0) -> MaskType:
     """Keeps the keys of the query's own chunk that are causal: place at most that of the query plus `offset`.
 
     Args:
@@ -118,10 +118,10 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
     """
     check_number("chunk_size", chunk_size, minimum=1)
     mask = get_or_compute_attention_mask(info)
-    q_positions, kv_positions = _positions(info)
+    q_positions, kv_positions = _broadcast_positions(info)
     size = chunk_size if isinstance(chunk_size, jax.Array) else min(int(np.asarray(chunk_size)), NO_LIMIT)
     q_chunk_index, kv_chunk_index = q_positions // size, kv_positions // size
-    mask = mask & (q_chunk_index == kv_chunk_index) & (kv_positions <= q_positions + _offset_by_row(offset, mask))
+    mask = mask & (q_chunk_index == kv_chunk_index) & (kv_positions <= q_positions + _offset_of_each_row(offset, mask))
     q_ids, kv_ids = get_or_compute_segment_ids(info)
     return changes.replace(
         info,
@@ -134,13 +134,13 @@ def apply_chunked(info: Info, chunk_size: ArrayLike, offset: ArrayLike = 0) -> I
 
 @with_standard_promotion
 def apply_kv_lengths(
-    info: Info,
+    info: MaskType,
     kv_lengths: ArrayLike,
     *,
     q_len: int | None = None,
     end_index: ArrayLike | None = None,
     sliding_window: int | None = None,
-) -> Info:
+) -> MaskType:
     """Keeps what a step with a KV cache sees: the keys that are filled, and the rows of the newest queries.
 
     Args:
@@ -164,7 +164,7 @@ def apply_kv_lengths(
     batch_size, _, rows, columns = mask.shape
     if check_static_size("q_len", q_len) > rows:
         raise ValueError(f"q_len is {q_len}, but the mask has only {rows} rows")
-    lengths = per_row("kv_lengths", kv_lengths, batch_size)
+    lengths = as_per_row_integers("kv_lengths", kv_lengths, batch_size)
     filled = jnp.arange(columns) < lengths[:, None]
     limited_info = _restrict_mask(info, mask & filled[:, None, None, :])
     if info.explicit_kv_segment_ids is not None:
@@ -173,19 +173,19 @@ def apply_kv_lengths(
     width = columns if sliding_window is None else min(check_static_size("sliding_window", sliding_window), columns)
     return _cut(
         limited_info,
-        rows=_IndexSpan(per_row("end_index", end_index, batch_size) - q_len, q_len),
+        rows=_IndexSpan(as_per_row_integers("end_index", end_index, batch_size) - q_len, q_len),
         columns=_IndexSpan(lengths - width, width),
     )
 
 
 def apply_token_type_ids(
-    info: Info,
+    info: MaskType,
     token_type_ids: ArrayLike | tuple[ArrayLike, ArrayLike],
     *,
     combine: Literal["union", "intersect", "replace"] = "union",
     zero_policy: Literal["q", "kv", "both", "none"] = "q",
     update_segment_ids: bool | None = None,
-) -> Info:
+) -> MaskType:
     """Lets tokens of the same type attend to each other, or only those.
 
     Args:
@@ -205,19 +205,19 @@ def apply_token_type_ids(
         ValueError: The mask is empty, a choice is unknown, shapes do not fit, or the ids of a union are to be updated.
     """
     check_choice("combine", combine, _COMBINE_MODES)
-    check_choice("zero_policy", zero_policy, tuple(_ZEROS_DISABLED))
+    check_choice("zero_policy", zero_policy, tuple(_ZERO_TYPE_DISABLED_BY_POLICY))
     update = combine != "union" if update_segment_ids is None else update_segment_ids
     if update and combine == "union":
         raise ValueError('update_segment_ids=True with combine="union": segment ids cannot express a union')
     mask = get_or_compute_attention_mask(info)
-    q_types, kv_types = _token_types(info, token_type_ids, _ZEROS_DISABLED[zero_policy])
-    same = segment_rule(q_types, kv_types)[:, None]
+    q_types, kv_types = _token_types(info, token_type_ids, _ZERO_TYPE_DISABLED_BY_POLICY[zero_policy])
+    same = same_segment_mask(q_types, kv_types)[:, None]
     ids = _stored_ids(info)
     if update:
         ids = {"q_segment_ids": q_types, "kv_segment_ids": kv_types}
     elif combine != "intersect" and info.explicit_q_segment_ids is not None:
-        ids = {"q_segment_ids": _ids_of_padding(info.explicit_q_segment_ids)}
-        ids["kv_segment_ids"] = _ids_of_padding(info.explicit_kv_segment_ids)
+        ids = {"q_segment_ids": _padding_only_ids(info.explicit_q_segment_ids)}
+        ids["kv_segment_ids"] = _padding_only_ids(info.explicit_kv_segment_ids)
     new_mask = {"union": mask | same, "intersect": mask & same, "replace": same}[combine]
     return changes.replace(info, attention_mask=new_mask, token_type_ids_baked_in=True, **ids)
 
@@ -251,7 +251,7 @@ class _IndexSpan(NamedTuple):
     size: int
 
 
-def _restrict_mask(info: Info, mask: jax.Array, **fields: Any) -> Info:
+def _restrict_mask(info: MaskType, mask: jax.Array, **fields: Any) -> MaskType:
     """Returns a new mask over the same tokens; unlike with `replace` ids and cumulative lengths stay, as the sequences
     do.
     """
@@ -265,7 +265,7 @@ def _stored_ids(info: MaskParts) -> dict[str, jax.Array | None]:
     return {"q_segment_ids": info.explicit_q_segment_ids, "kv_segment_ids": info.explicit_kv_segment_ids}
 
 
-def _positions(info: MaskParts) -> tuple[jax.Array, jax.Array]:
+def _broadcast_positions(info: MaskParts) -> tuple[jax.Array, jax.Array]:
     """Returns the places of the queries [batch or 1, 1, q_len, 1] and of the keys [batch or 1, 1, 1, kv_len]."""
     q_positions = _column_indices(info.q_len) if info.q_positions is None else clamp_positions(info.q_positions)
     kv_positions = _column_indices(info.kv_len) if info.kv_positions is None else clamp_positions(info.kv_positions)
@@ -276,8 +276,8 @@ def _column_indices(length: int | None) -> jax.Array:
     return jnp.arange(length or 0, dtype=jnp.int32)[None]
 
 
-def _offset_by_row(offset: Any, mask: jax.Array) -> jax.Array:
-    return clamp_positions(per_row("offset", offset, mask.shape[0]))[:, None, None, None]
+def _offset_of_each_row(offset: Any, mask: jax.Array) -> jax.Array:
+    return clamp_positions(as_per_row_integers("offset", offset, mask.shape[0]))[:, None, None, None]
 
 
 def _int32_window_side(side: Any) -> Any:
@@ -295,16 +295,16 @@ def _window_width(left: Any, right: Any) -> int:
     return check_static_size("sliding_window", left) + check_static_size("sliding_window", right) + 1
 
 
-def _mask_of_decode_row(info: Info, left: Any, right: Any, offset: Any, index: Any) -> Info:
+def _mask_of_decode_row(info: MaskType, left: Any, right: Any, offset: Any, index: Any) -> MaskType:
     if index is None:
         raise ValueError('mode="decode" needs index, the query whose row is kept')
     batch_size, _, rows, columns = get_or_compute_attention_mask(info).shape
-    row = jnp.clip(per_row("index", index, batch_size), 0, rows - 1)
-    first = row + per_row("offset", offset, batch_size) - left
+    row = jnp.clip(as_per_row_integers("index", index, batch_size), 0, rows - 1)
+    first = row + as_per_row_integers("offset", offset, batch_size) - left
     return _cut(info, rows=_IndexSpan(row, 1), columns=_IndexSpan(first, min(_window_width(left, right), columns)))
 
 
-def _cut(info: Info, *, rows: _IndexSpan | None = None, columns: _IndexSpan | None = None) -> Info:
+def _cut(info: MaskType, *, rows: _IndexSpan | None = None, columns: _IndexSpan | None = None) -> MaskType:
     """Cuts every stored leaf to the given rows and columns; a span that sticks out is moved inside."""
     mask = get_or_compute_attention_mask(info)
     q_side = {"q_segment_ids": info.explicit_q_segment_ids, "q_positions": info.q_positions}
@@ -324,7 +324,7 @@ def _slice_span(leaf: jax.Array, span: _IndexSpan, axis: int) -> jax.Array:
     return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, span.size, axis - 1))(rows, start)
 
 
-def _ids_of_padding(ids: jax.Array | None) -> jax.Array | None:
+def _padding_only_ids(ids: jax.Array | None) -> jax.Array | None:
     return None if ids is None else jnp.where(ids < 0, -1, 0)
 
 

@@ -140,19 +140,19 @@ def _attended_fractions(mask: Any, rows: _PictureAxis, columns: _PictureAxis) ->
     return fractions
 
 
-def _draw_cells(fractions: np.ndarray, blocks: str, width: int) -> list[str]:
+def _draw_cells(attended_fractions: np.ndarray, blocks: str, width: int) -> list[str]:
     empty, partial, full = blocks
-    marks = np.where(fractions == 0, empty, np.where(fractions == 1, full, partial))
+    marks = np.where(attended_fractions == 0, empty, np.where(attended_fractions == 1, full, partial))
     return ["".join(mark * width for mark in line) for line in marks.tolist()]
 
 
-def _add_segments(lines: list[str], rows: _PictureAxis, columns: _PictureAxis, width: int) -> list[str]:
+def _add_segments(cell_lines: list[str], rows: _PictureAxis, columns: _PictureAxis, width: int) -> list[str]:
     words = {_PADDING_LABEL: "pad", _SEVERAL_SEGMENTS_LABEL: "mix"}
     labels = [words.get(label, str(label)) for label in rows.segment_labels()]
     margin = max((len(label) for label in labels), default=0)
     digits = {_PADDING_LABEL: "-", _SEVERAL_SEGMENTS_LABEL: "?"}
     ruler = "".join(digits.get(i, _SEGMENT_DIGITS[i % len(_SEGMENT_DIGITS)]) * width for i in columns.segment_labels())
-    drawn = [f"{label:>{margin}} {line}" for label, line in zip(labels, lines, strict=True)]
+    drawn = [f"{label:>{margin}} {line}" for label, line in zip(labels, cell_lines, strict=True)]
     return [" " * (margin + 1) + ruler, *drawn]
 
 

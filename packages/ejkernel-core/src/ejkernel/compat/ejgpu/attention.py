@@ -118,8 +118,8 @@ def flash_attn_varlen(
         output = lowering.dense_attention(sides.arrays, b, alibi_slopes, None, options)
         return output if layout == "bshd" else output.swapaxes(1, 2)
     if b is None and (alibi_slopes is None or causal):
-        return lowering.packed(sides.arrays, sides.cu_seqlens, alibi_slopes, options)[0]
-    widths = _padded_row_widths(sides, sides.cu_seqlens, (1, 1) if b is None else b.shape[2:])
+        return lowering.packed_attention(sides.arrays, sides.cu_seqlens, alibi_slopes, options)[0]
+    widths = _padded_row_lengths(sides, sides.cu_seqlens, (1, 1) if b is None else b.shape[2:])
     return lowering.attention_in_padded_rows(sides.arrays, sides.cu_seqlens, widths, (b, alibi_slopes), options)
 
 
@@ -204,12 +204,14 @@ def _mask_fields(attention_mask: Any, q: jax.Array, k: jax.Array, varlen_mode: b
     return {"_q_segment_ids": ids if varlen_mode else jnp.zeros((rows, queries), jnp.int32), "_kv_segment_ids": ids}
 
 
-def _padded_row_widths(
-    sides: QueriesAndKeys, cu_seqlens: tuple[jax.Array, jax.Array], bias_widths: tuple[int, ...]
+def _padded_row_lengths(
+    queries_and_keys: QueriesAndKeys, cu_seqlens: tuple[jax.Array, jax.Array], bias_row_lengths: tuple[int, ...]
 ) -> tuple[int, int]:
     """Returns tokens of a padded row of queries and of keys: as given, as a bias has them, or the longest there are."""
     widths: list[int] = []
-    for side, bound, size, lengths in zip("qk", sides.max_seqlens, bias_widths, cu_seqlens, strict=True):
+    for side, bound, size, lengths in zip(
+        "qk", queries_and_keys.max_seqlens, bias_row_lengths, cu_seqlens, strict=True
+    ):
         longest = _longest_sequence(lengths)
         width = bound if bound is not None else size if size > 1 else longest
         if width is None:
@@ -266,7 +268,7 @@ def _checked_max_seqlens(max_seqlens: tuple[int | None, int | None]) -> tuple[in
 def _packed_queries_and_keys(
     arrays: tuple[jax.Array, jax.Array, jax.Array],
     cu_seqlens: tuple[jax.Array | None, jax.Array | None],
-    bounds: tuple[int | None, int | None],
+    max_seqlens: tuple[int | None, int | None],
 ) -> QueriesAndKeys:
     cu_q, cu_k = cu_seqlens
     if cu_q is None:
@@ -277,7 +279,9 @@ def _packed_queries_and_keys(
         )
     sizes: dict[str, int] = {}
     per_side: list[jax.Array] = []
-    for side, lengths, array, bound in zip("qk", (cu_q, cu_q if cu_k is None else cu_k), arrays, bounds, strict=False):
+    for side, lengths, array, bound in zip(
+        "qk", (cu_q, cu_q if cu_k is None else cu_k), arrays, max_seqlens, strict=False
+    ):
         name = f"cu_seqlens_{side}"
         check_shape(name, lengths, "N+1", sizes)
         check_dtype(name, lengths, jnp.integer, "an integer dtype")
@@ -291,7 +295,7 @@ def _packed_queries_and_keys(
     q, k, v = (x[None] for x in arrays)
     # One array for both sides says that they are packed alike, which `packed` makes use of.
     pair = (per_side[0], per_side[0] if cu_k is None or cu_k is cu_q else per_side[1])
-    return QueriesAndKeys(arrays=(q, k, v), cu_seqlens=pair, max_seqlens=bounds, sequences=sizes["N+1"] - 1)
+    return QueriesAndKeys(arrays=(q, k, v), cu_seqlens=pair, max_seqlens=max_seqlens, sequences=sizes["N+1"] - 1)
 
 
 def _longest_sequence(cu_seqlens: Any) -> int | None:
@@ -301,13 +305,15 @@ def _longest_sequence(cu_seqlens: Any) -> int | None:
     return int(np.diff(np.asarray(cu_seqlens)).max(initial=0))
 
 
-def _check_bias_and_slopes(sides: QueriesAndKeys, bias: Any, slopes: Any) -> None:
-    heads = sides.arrays[0].shape[2]
+def _check_bias_and_slopes(queries_and_keys: QueriesAndKeys, bias: Any, slopes: Any) -> None:
+    heads = queries_and_keys.arrays[0].shape[2]
     if bias is not None:
-        sizes = {"N": sides.sequences, "H": heads}
-        sizes |= {axis: bound for axis, bound in zip("TS", sides.max_seqlens, strict=True) if bound is not None}
+        sizes = {"N": queries_and_keys.sequences, "H": heads}
+        sizes |= {
+            axis: bound for axis, bound in zip("TS", queries_and_keys.max_seqlens, strict=True) if bound is not None
+        }
         check_shape("b", bias, "N H T S", sizes, broadcast="N H T S")
         check_dtype("b", bias, jnp.floating, "a floating dtype")
     if slopes is not None:
-        check_shape("alibi_slopes", slopes, "N H", {"N": sides.sequences, "H": heads})
+        check_shape("alibi_slopes", slopes, "N H", {"N": queries_and_keys.sequences, "H": heads})
         check_dtype("alibi_slopes", slopes, jnp.floating, "a floating dtype")

@@ -44,7 +44,9 @@ def dense_attention(
     return modules.flash_attention(*arrays, bias, mask_info=MaskInfo(**mask) if mask else None, **options)
 
 
-def packed(arrays: QueryKeyValue, cu_seqlens: QueryAndKeyArrays, slopes: Any, options: dict[str, Any]) -> jax.Array:
+def packed_attention(
+    arrays: QueryKeyValue, cu_seqlens: QueryAndKeyArrays, slopes: Any, options: dict[str, Any]
+) -> jax.Array:
     """Returns attention of packed sequences in their layout, [1, total_q, H, V], in memory linear in the lengths.
 
     Among the keys that a causal query sees, `-slope * (i + L_k - L_q - j)` is `slope * j` and a number that all of them
@@ -73,32 +75,37 @@ def packed(arrays: QueryKeyValue, cu_seqlens: QueryAndKeyArrays, slopes: Any, op
 def attention_in_padded_rows(
     arrays: QueryKeyValue,
     cu_seqlens: QueryAndKeyArrays,
-    widths: tuple[int, int],
-    extras: tuple[Any, Any],
+    padded_row_lengths: tuple[int, int],
+    bias_and_slopes: tuple[Any, Any],
     options: dict[str, Any],
 ) -> jax.Array:
     """Returns attention of packed sequences, each in a padded row of its own, [total_q, H, V].
 
     Args:
-        arrays: As of `packed`.
-        cu_seqlens: As of `packed`.
-        widths: Tokens of a row of queries and of keys.
-        extras: Bias [N|1, H|1, T|1, S|1] and slopes [N, H], or None.
+        arrays: As of `packed_attention`.
+        cu_seqlens: As of `packed_attention`.
+        padded_row_lengths: Tokens of a row of queries and of keys.
+        bias_and_slopes: Bias [N|1, H|1, T|1, S|1] and slopes [N, H], or None.
         options: Of `flash_attention`.
     """
     cu_q, cu_k = cu_seqlens
     query, key, value = (
         _padded_rows(x, cu, width)
-        for x, cu, width in zip(arrays, (cu_q, cu_k, cu_k), (widths[0], widths[1], widths[1]), strict=True)
+        for x, cu, width in zip(
+            arrays,
+            (cu_q, cu_k, cu_k),
+            (padded_row_lengths[0], padded_row_lengths[1], padded_row_lengths[1]),
+            strict=True,
+        )
     )
-    output = dense_attention((query, key, value), *extras, (jnp.diff(cu_q), jnp.diff(cu_k)), options)
+    output = dense_attention((query, key, value), *bias_and_slopes, (jnp.diff(cu_q), jnp.diff(cu_k)), options)
     ids, positions = (x[0] for x in packed_ids(cu_q, arrays[0].shape[1]))
     return jnp.where((ids >= 0)[:, None, None], output[jnp.maximum(ids, 0), positions], 0)
 
 
-def _padded_rows(x: jax.Array, cu_seqlens: jax.Array, width: int) -> jax.Array:
+def _padded_rows(x: jax.Array, cu_seqlens: jax.Array, row_length: int) -> jax.Array:
     """Returns [N, width, ...] from [1, total, ...]; what lies after a sequence is somebody else's, and masked."""
-    token = cu_seqlens[:-1, None] + jnp.arange(width, dtype=jnp.int32)
+    token = cu_seqlens[:-1, None] + jnp.arange(row_length, dtype=jnp.int32)
     return x[0][jnp.minimum(token, x.shape[1] - 1)]
 
 

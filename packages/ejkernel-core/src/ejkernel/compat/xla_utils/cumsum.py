@@ -131,7 +131,7 @@ def _check_rank_and_dtype(name: str, values: Any, cu_seqlens: Any, axes: str) ->
 
 def _sums_within_chunks(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
     """Returns sums within chunks, [B, T, ...]."""
-    return _tokens_from_chunks(_rows(values, bounds, size, backwards), bounds, size, values.shape[1])
+    return _tokens_from_chunks(_sums_of_chunk_rows(values, bounds, size, backwards), bounds, size, values.shape[1])
 
 
 def _sums_within_sequences(values: jax.Array, bounds: jax.Array, backwards: bool) -> jax.Array:
@@ -141,7 +141,7 @@ def _sums_within_sequences(values: jax.Array, bounds: jax.Array, backwards: bool
     """
     tokens = values.shape[1]
     size = max(1, math.isqrt(tokens))
-    sums = _rows(values, bounds, size, backwards)
+    sums = _sums_of_chunk_rows(values, bounds, size, backwards)
     # A sum starts anew with the first chunk of a sequence, or, backwards, after its last one.
     ranges = chunk_ranges(bounds, size, tokens)
     begins = jnp.isin(ranges[:, 1], bounds[1:]) if backwards else jnp.isin(ranges[:, 0], bounds[:-1])
@@ -156,7 +156,7 @@ def _sums_within_sequences(values: jax.Array, bounds: jax.Array, backwards: bool
     return _tokens_from_chunks(sums + jnp.moveaxis(before, 0, 1)[:, :, None], bounds, size, tokens)
 
 
-def _rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
+def _sums_of_chunk_rows(values: jax.Array, bounds: jax.Array, size: int, backwards: bool) -> jax.Array:
     """Returns sums within chunks of packed sequences, a row each: [B, M, size, ...]."""
     first, end = chunk_ranges(bounds, size, values.shape[1]).T[..., None]
     token = first + jnp.arange(size, dtype=jnp.int32)

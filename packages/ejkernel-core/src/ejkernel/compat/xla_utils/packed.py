@@ -182,14 +182,18 @@ def _cumulative_lengths_and_total(cu_seqlens: ArrayLike, total: int | None) -> t
     return lengths, _checked_size("total", total, lengths, "the number of tokens")
 
 
-def _checked_size(name: str, requested: int | None, ends: jax.Array, what: str) -> int:
-    """Returns the size of a result: as given, or the last of `ends`, which may not exceed it where it can be read."""
-    if _compat.is_tracer(ends):
+def _checked_size(name: str, requested: int | None, cumulative_sizes: jax.Array, counted_things: str) -> int:
+    """Returns the size of a result: as given, or the last of `cumulative_sizes`, which may not exceed it if it can
+    be read.
+    """
+    if _compat.is_tracer(cumulative_sizes):
         if requested is None:
-            raise ValueError(f"{name}: got None with a traced cu_seqlens, wants {what} as an int: it sets a shape")
+            raise ValueError(
+                f"{name}: got None with a traced cu_seqlens, wants {counted_things} as an int: it sets a shape"
+            )
         return as_count(name, requested)
-    needed = int(ends[-1])
+    needed = int(cumulative_sizes[-1])
     size = needed if requested is None else as_count(name, requested)
     if size < needed:
-        raise ValueError(f"{name}: got {size}, wants at least {needed}, {what} that cu_seqlens describes")
+        raise ValueError(f"{name}: got {size}, wants at least {needed}, {counted_things} that cu_seqlens describes")
     return size

@@ -35,7 +35,7 @@ from ejkernel.ops.operation import document_options, run_operation
 from ejkernel.planning import packing
 from ejkernel.types import MaskInfo
 from ejkernel.types.integers import clamp_positions
-from ejkernel.types.sparse_masks import Mask, MultiHeadMask, band_of
+from ejkernel.types.sparse_masks import Mask, MultiHeadMask, diagonal_range_of
 
 
 def _refuse_unsupported_arguments(qkv_layouts: Any, sequence_axis: Any) -> None:
@@ -253,7 +253,7 @@ def _pattern_fields(record: TiledAttention, pattern: Mask | None) -> dict[str, A
 
     A band goes by indices, as the window does where the record has no positions.
     """
-    band = None if pattern is None else band_of(pattern)
+    band = None if pattern is None else diagonal_range_of(pattern)
     if band is None or record.q_positions is not None or record.kv_positions is not None:
         return {"pattern": pattern}
     least, most = band

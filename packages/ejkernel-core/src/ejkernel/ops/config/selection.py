@@ -11,7 +11,7 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op
 from ejkernel.ops.params import BaseOperationConfig, Direction, piece
 from ejkernel.ops.plugins import registry
-from ejkernel.types.pullback import both_passes
+from ejkernel.types.pullback import run_both_passes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Request:
         """
         if self.direction == "both":
             forward, backward = self.implementation.function("forward"), self.implementation.function("backward")
-            return functools.partial(both_passes, forward, backward)
+            return functools.partial(run_both_passes, forward, backward)
         return self.implementation.function(self.direction)
 
     def kind(self) -> str | None:

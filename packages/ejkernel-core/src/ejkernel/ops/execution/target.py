@@ -22,7 +22,7 @@ from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.params import Direction
 from ejkernel.ops.tuning import BOTH_DIRECTIONS, pair_gradients, passes
 from ejkernel.types.arguments import array_fields
-from ejkernel.types.pullback import Pullback, Results
+from ejkernel.types.pullback import ForwardResults, Pullback
 
 GROUP = "ejkernel.targets"
 
@@ -94,7 +94,7 @@ def _abstract_kernel_argument(plan: CallPlan, record: Any, choice: Choice, forwa
         return record
     kernel = forward.implementation.function("forward")
     config = plan.chain.choose(plan.request(forward, record)).part
-    results = jax.eval_shape(lambda record: Results(*kernel(record, config)), record)
+    results = jax.eval_shape(lambda record: ForwardResults(*kernel(record, config)), record)
     if is_paired:
         grad_fields = pair_gradients(plan, record, choice)
         return Pullback(record=record, residuals=None, output=None, cotangent=results.output, grad_fields=grad_fields)

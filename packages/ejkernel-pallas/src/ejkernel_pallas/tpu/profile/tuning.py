@@ -12,7 +12,7 @@ from ejkernel.ops.config.measurement import Measurement, TuningResult
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.execution.target import Target
 from ejkernel.ops.model import load_object
-from ejkernel.types.pullback import both_passes
+from ejkernel.types.pullback import run_both_passes
 from ejkernel_pallas.tpu.profile.cases import Case, Workload
 from ejkernel_pallas.tpu.profile.chips import CHIPS
 from ejkernel_pallas.tpu.profile.jobs import LIBTPU_MISSING_MESSAGE, profile_many
@@ -96,7 +96,7 @@ def workload(path: str, record_or_pullback: Any, config: Any, backward_path: str
     """
     kernel = load_object(path)
     if backward_path is not None:
-        kernel = functools.partial(both_passes, kernel, load_object(backward_path))
+        kernel = functools.partial(run_both_passes, kernel, load_object(backward_path))
     return Workload(function=lambda argument: kernel(argument, config), args=(record_or_pullback,))
 
 
