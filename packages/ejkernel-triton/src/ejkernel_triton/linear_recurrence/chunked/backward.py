@@ -46,7 +46,7 @@ def backward(pullback: Pullback, config: ChunkedConfig) -> Gradients:
         pullback.grad_fields,
         pullback.private_residuals,
     )
-    call = make_call(record, config, config.backward_chunk, residuals.gates, residuals.scores)
+    call = make_call(record, config, config.backward_chunk, residuals.gate_cumsum, residuals.scores)
     if call.scores is None:
         call = dataclasses.replace(call, scores=intra_chunk_scores(call))
     cotangent = pullback.cotangent[0].astype(record.query.dtype)

@@ -29,13 +29,13 @@ class ChunkedResiduals(NamedTuple):
     None.
 
     Attributes:
-        gates: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, cumulative gates.
+        gate_cumsum: [B|1, H, NUM_CHUNKS * CHUNK_SIZE, GATE_CHANNELS] float32, cumulative gates.
         scores: [B, H, NUM_CHUNKS * CHUNK_SIZE, CHUNK_SIZE], scores of pairs of tokens with gates per key channel.
         states: [B, H, NUM_CHUNKS, K, V], the states before the chunks.
         initial_segment_states: [B, NUM_SEQUENCES, H, K, V] float32, the initial states of the segments of a long row.
     """
 
-    gates: jax.Array | None = None
+    gate_cumsum: jax.Array | None = None
     scores: jax.Array | None = None
     states: jax.Array | None = None
     initial_segment_states: jax.Array | None = None
