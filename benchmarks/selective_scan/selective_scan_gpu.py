@@ -118,7 +118,7 @@ def configured(arrays: Arrays, weights: jax.Array | None, pattern: str) -> dict[
     record = op.lower(op.arguments(**dict(zip(NAMES, arrays, strict=True))))
     direction = "forward" if weights is None else "backward"
     kernels = [i for i in registry().implementations[op.name] if i.name in ("cuda", "triton")]
-    kernels.sort(key=lambda i: i.usual_rank is not None)
+    kernels.sort(key=lambda i: i.constant_priority is not None)
     first = kernels[0].function("forward"), kernels[0].config.heuristic(record, device, "forward")
     for kernel in kernels:
         for config in kernel.config.candidates(record, device, direction) if getattr(kernel, direction) else ():

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from ejkernel.ops import evidence
-from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence, Tally
+from ejkernel.ops.evidence import CarriedEvidence, Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel_conformance.confirm import carrying, programs
 from ejkernel_conformance.confirm.command import main
 from ejkernel_conformance.confirm.programs.cpp_sources import sources_of
@@ -69,7 +69,7 @@ def test_the_same_programs_renew_the_digest_of_every_toolchain_and_say_so(tree):
     assert (result.refused, [path.name for path in result.written]) == (0, ["fast.json"])
     assert result.lines == ("attention/fast: carried from d1 to d2, 2 programs are the same",)
     for found in families(tree):
-        assert (found.digest, found.stale, found.carried) == ("d2", False, Carried(digest="d1", programs=2))
+        assert (found.digest, found.stale, found.carried) == ("d2", False, CarriedEvidence(digest="d1", programs=2))
         assert found.operations == FOUND.operations
 
 
@@ -189,7 +189,7 @@ def test_a_renamed_implementation_takes_its_evidence_along(tree):
 def test_cases_that_are_new_keep_nothing_from_being_carried(tree):
     before = programs_of("d1", cases={"attention/fast": ["flash, a", "flash, b"]})
     result = carrying.carry(before, change(programs_of("d2"), "new"), {})
-    assert (result.refused, families(tree)[0].carried) == (0, Carried(digest="d1", programs=2))
+    assert (result.refused, families(tree)[0].carried) == (0, CarriedEvidence(digest="d1", programs=2))
 
 
 def test_where_two_became_one_the_evidence_of_the_renamed_one_counts(tree):

@@ -10,7 +10,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ejkernel.modules import grouped_matmul, quantized_matmul
-from ejkernel.planning.quantized_formats import E2M1, MAX_ZERO_POINTS, MODES, NF4, integer_scales, make_format
+from ejkernel.planning.quantized_formats import (
+    E2M1_MAGNITUDES,
+    MAX_ZERO_POINTS,
+    MODES,
+    NF4,
+    integer_scales,
+    make_format,
+)
 from ejkernel.quantization import dequantize, quantize
 
 GROUP = 32
@@ -18,8 +25,8 @@ E4M3 = np.arange(128, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
 CODES = {
     "fp8": E4M3,
     "nf4": np.array(NF4),
-    "mxfp4": np.array(E2M1),
-    "nvfp4": np.array(E2M1),
+    "mxfp4": np.array(E2M1_MAGNITUDES),
+    "nvfp4": np.array(E2M1_MAGNITUDES),
     "mxfp8": E4M3,
     "nvfp8": E4M3,
 }
@@ -198,7 +205,7 @@ E8M0 = np.array([0, 1, 120, 127, 133, 254], np.uint8)
 def mx(mode):
     """One row for each byte of `E8M0`: all codes of a group, and their values in float64."""
     codes = np.arange(32, dtype=np.uint8) % 16 if mode == "mxfp4" else np.arange(32, dtype=np.uint8) * 3 + 20
-    values = np.array([*E2M1, *(-x for x in E2M1)])[codes] if mode == "mxfp4" else E4M3[codes]
+    values = np.array([*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES)])[codes] if mode == "mxfp4" else E4M3[codes]
     bits = 4 if mode == "mxfp4" else 8
     stream = sum(int(code) << (bits * i) for i, code in enumerate(codes))
     words = np.array([(stream >> (32 * i)) & 0xFFFFFFFF for i in range(bits)], np.uint32)

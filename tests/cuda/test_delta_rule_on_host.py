@@ -127,7 +127,7 @@ def test_unsupported_calls_are_refused():
     ],
 )
 def test_priority_is_above_triton_if_enough_blocks_are_busy(heads, batch, tokens, values, first):
-    rank = IMPLEMENTATION.rank(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
+    rank = IMPLEMENTATION.priority_for(abstract(heads, batch=batch, tokens=tokens, values=values), H200)
     assert (10 < rank < 20) if first else (0 <= rank < 10)
 
 

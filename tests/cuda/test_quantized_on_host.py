@@ -163,7 +163,7 @@ def test_conformance_cases_are_served():
             record = jax.eval_shape(OP.lower, jax.eval_shape(case.make, jax.random.key(0)))
             assert not list(served.requires.extra(record)), case.name
             # The cases without transpose are too narrow to come before Triton.
-            ranks = (x.rank(record, H200, "forward") for x in (served, triton))
+            ranks = (x.priority_for(record, H200, "forward") for x in (served, triton))
             assert (next(ranks) > next(ranks)) == record.transpose, case.name
 
 
@@ -197,7 +197,7 @@ def test_wide_matrices_are_served(changes):
 
 def ranks(**changes):
     record = jax.eval_shape(OP.lower, sizes(**changes))
-    return {i.name: i.rank(record, H200) for i in registry().implementations[OP.name]}
+    return {i.name: i.priority_for(record, H200) for i in registry().implementations[OP.name]}
 
 
 def test_priority_of_narrow_matrices_is_below_triton():

@@ -8,7 +8,7 @@ import pytest
 
 import ejkernel_cuda
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.refusal_names import name_argument
+from ejkernel.ops.refusal_names import name_public_argument
 
 FOLDERS = (
     "delta_rule",
@@ -52,5 +52,5 @@ def test_each_refusal_names_an_argument_of_each_operation(folder, name):
     # What a chip lacks is a property of the device, not of an argument.
     texts = [text for text in refusals(folder) if not text.startswith("compute capability")]
     assert texts
-    names = [name_argument(op, text).partition(":")[0] for text in texts]
+    names = [name_public_argument(op, text).partition(":")[0] for text in texts]
     assert not [name for name in names if name not in {*arguments, ANY_ARGUMENT, *FIELDS_OF_FEW_OPERATIONS}]

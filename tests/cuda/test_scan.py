@@ -95,8 +95,8 @@ def test_unsupported_gradients_are_refused_with_the_argument_name(changes, sente
 def test_priority_of_gradients_of_few_rows_or_small_states_is_below_triton(changes, first):
     [implementation] = IMPLEMENTATIONS
     assert reasons("backward", **changes) == []
-    assert (implementation.rank(record(**changes), H200, "backward") > 10) == first
-    assert implementation.rank(record(**changes), H200, "forward") > 10
+    assert (implementation.priority_for(record(**changes), H200, "backward") > 10) == first
+    assert implementation.priority_for(record(**changes), H200, "forward") > 10
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def _is_chosen(op: str, one: Implementation) -> bool:
     """
     needed = one.evidence is not None and "tpu" not in one.requires.devices
     confirmed = any(not found.problem or found.stale for found in evidence.evidence_summaries(one, op))
-    return (one.usual_rank is None or one.usual_rank >= 0) and (confirmed or not needed)
+    return (one.constant_priority is None or one.constant_priority >= 0) and (confirmed or not needed)
 
 
 def table() -> str:

@@ -17,7 +17,7 @@ from ejkernel.modules import (
 from ejkernel.modules.operations import configs
 from ejkernel.ops.call import call, decide
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import BaseOperationConfig, given_leaves
+from ejkernel.ops.params import BaseOperationConfig, set_leaf_fields
 from ejkernel.ops.plugins import registry
 
 OPS = sorted(name for name, op in registry().ops.items() if op.function.__module__.startswith("ejkernel."))
@@ -29,7 +29,7 @@ def fields(config: type) -> typing.Iterator[tuple[str, typing.Any]]:
     for field in dataclasses.fields(config):
         choices = typing.get_args(hints[field.name])
         literals = [x for kind in choices if typing.get_origin(kind) is typing.Literal for x in typing.get_args(kind)]
-        if field.name in getattr(config, "about_call", ()):
+        if field.name in getattr(config, "call_argument_fields", ()):
             continue
         parts = [kind for kind in choices if dataclasses.is_dataclass(kind)]
         if parts:
@@ -49,7 +49,7 @@ def test_all_public_fields_together_are_served_by_the_same_kernel(name):
     cfg = op.config(**dict(fields(op.config)))
     tuned = decide(op, record, cfg=cfg).forward
     assert tuned.implementation is plain.implementation
-    unread = plain.implementation.config.unread(cfg.part("forward"), "forward")
+    unread = plain.implementation.config.unread_fields(cfg.part("forward"), "forward")
     assert not unread or f"{', '.join(unread)}: no effect, {plain.implementation.name} does not read it" in str(tuned)
 
 
@@ -81,7 +81,9 @@ def pairs(name: str) -> list[tuple[str, BaseOperationConfig]]:
     config = registry().op(name).config
     alone = [config(**{field: value}) for field, value in fields(config)]
     parts = [(cfg.part("forward") or cfg.part("backward"), cfg) for cfg in alone]
-    return [(leaf, cfg) for part, cfg in parts for leaf in given_leaves(part) if leaf not in config.about_call]
+    return [
+        (leaf, cfg) for part, cfg in parts for leaf in set_leaf_fields(part) if leaf not in config.call_argument_fields
+    ]
 
 
 def test_the_table_of_fields_that_nothing_reads_is_that_of_the_kernels():

@@ -40,7 +40,7 @@ class Counting:
 
     asked = 0
 
-    def tune(self, request: Any, argument: Any) -> TuningResult:
+    def tune(self, request: Any, kernel_argument: Any) -> TuningResult:
         self.asked += 1
         part = request.implementation.config.candidates(request.record, request.device, request.direction)[0]
         return TuningResult(request.key(), request.implementation.name, (Measurement(part, 1.0),))

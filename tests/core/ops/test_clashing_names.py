@@ -35,7 +35,10 @@ def test_a_built_in_implementation_keeps_its_name_against_third_parties(use, dis
 
     assert names(registry) == [f"{distribution}:xla", "xla"]
     assert registry.versions["toy", "xla"] == "3.0"
-    assert registry.providers == {("toy", "xla"): "ejkernel-xla", ("toy", f"{distribution}:xla"): distribution}
+    assert registry.plugin_by_implementation == {
+        ("toy", "xla"): "ejkernel-xla",
+        ("toy", f"{distribution}:xla"): distribution,
+    }
     sentence = (
         f"implementation 'xla' of {distribution} is named '{distribution}:xla', because ejkernel-xla has an "
         "implementation 'xla'"
@@ -91,11 +94,11 @@ def test_implementation_names_get_a_distribution_prefix_only_in_clashing_operati
 
     registry = use(toy.entry_point("core", Hooks), plugin("aaa", toy.implementation("xla")))
     assert names(registry) == ["own", "xla"]
-    assert registry.renamed == {}
+    assert registry.renaming_notes == {}
 
 
 def test_a_shipped_table_is_found_under_the_name_that_its_package_gave():
     kwargs = {"op": "toy@1", "direction": "forward", "device": "cpu", "schema": "0", "call": "x"}
     qualified = ConfigKey(implementation="aaa:xla@3.0", **kwargs)
-    assert qualified.shipped() == ConfigKey(implementation="xla@3.0", **kwargs).shipped()
+    assert qualified.as_shipped_key() == ConfigKey(implementation="xla@3.0", **kwargs).as_shipped_key()
     assert str(qualified) != str(ConfigKey(implementation="xla@3.0", **kwargs))

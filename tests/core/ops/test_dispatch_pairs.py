@@ -140,7 +140,7 @@ def test_explain_says_that_a_pair_was_chosen(use, x):
     for choice in (decision.forward, decision.backward):
         assert choice.implementation.name == "private"
         assert choice.verdicts[0].remark == "paired: serves both passes with one configuration"
-    assert decision.differentiated is None
+    assert decision.differentiated_forward is None
     assert str(decision).count("paired: serves both passes with one configuration") == 2
 
 
@@ -150,7 +150,7 @@ def test_explain_says_why_a_pair_was_not_chosen(use, x):
     decision = ejkernel.explain("toy", x, x)
 
     assert decision.forward.implementation.name == "private"
-    assert decision.differentiated.implementation.name == decision.backward.implementation.name == "other"
+    assert decision.differentiated_forward.implementation.name == decision.backward.implementation.name == "other"
     assert "where the call is differentiated, toy forward on" in str(decision)
     assert "paired, and its backward refuses: gives no gradient for bias" in str(decision)
 
@@ -170,7 +170,7 @@ def test_tuning_measures_both_passes_and_stores_one_entry(use, x, store):
     assert {part.q_blocksize for _, direction, part in toy.SEEN if direction == "backward"} == {2, 3, 64}
     assert None not in private_residuals.PRIVATE
     assert list(made.persistent.entries()) == [str(results[0].key)]
-    best = results[0].best.part
+    best = results[0].fastest.part
     toy.SEEN.clear()
     jax.grad(lambda x: call(x, chain=made).sum())(x)
     call(x, chain=made)
@@ -196,8 +196,8 @@ def test_an_eager_call_under_an_autotune_policy_tunes_the_pair(use, x):
     plan = make_plan(toy.OP, toy.ToyArguments(x=x), None, None, chain)
     record = toy.ToyArguments(x=x)
     forward, backward = plan.choose_both_passes(record, frozenset({"x"}))
-    assert chain.known(plan.request(forward, record))
-    assert chain.known(plan.request(backward, record))
+    assert chain.has_stored_config(plan.request(forward, record))
+    assert chain.has_stored_config(plan.request(backward, record))
 
 
 def test_a_pair_whose_backward_refuses_is_tuned_by_its_forward_pass(use, x, chain):

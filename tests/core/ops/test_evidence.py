@@ -36,7 +36,7 @@ def forget():
         evidence.shipped,
         evidence._unconfirmed_reason,
         evidence._confirmed_text,
-        evidence._is_allowed,
+        evidence._are_unconfirmed_kernels_allowed,
         model._shipped_folder,
     )
     for cached in caches:
@@ -46,7 +46,7 @@ def forget():
 @pytest.fixture
 def ship(tmp_path, monkeypatch, use):
     """Makes the confirmations given all that the backend `fast` ships; it comes before XLA by priority."""
-    monkeypatch.delenv(evidence.VARIABLE, raising=False)
+    monkeypatch.delenv(evidence.UNCONFIRMED_VARIABLE, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "shipping/evidence").mkdir(parents=True)
     (tmp_path / "shipping/__init__.py").touch()
@@ -77,13 +77,13 @@ def sentence(device=H200):
     found = choice(device)
     assert [v.implementation.name for v in found.verdicts] == ["xla", "fast"]
     assert found.implementation.name == "xla"
-    assert found.verdicts[1].unconfirmed in str(found)
-    return found.verdicts[1].unconfirmed
+    assert found.verdicts[1].unconfirmed_reason in str(found)
+    return found.verdicts[1].unconfirmed_reason
 
 
 def confirmed(device=H200):
     found = choice(device)
-    return found.implementation.name == "fast" and not any(verdict.unconfirmed for verdict in found.verdicts)
+    return found.implementation.name == "fast" and not any(verdict.unconfirmed_reason for verdict in found.verdicts)
 
 
 def test_a_kernel_without_evidence_ranks_after_xla(ship):
@@ -165,7 +165,7 @@ def test_evidence_edited_by_hand_is_ignored(ship):
 
 
 def test_environment_variable_lets_unconfirmed_kernels_be_chosen_by_priority(ship, monkeypatch):
-    monkeypatch.setenv(evidence.VARIABLE, "allow")
+    monkeypatch.setenv(evidence.UNCONFIRMED_VARIABLE, "allow")
     forget()
     assert confirmed()
 

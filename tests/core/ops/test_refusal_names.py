@@ -3,7 +3,7 @@
 import pytest
 
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.refusal_names import name_argument
+from ejkernel.ops.refusal_names import name_public_argument
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from ejkernel.ops.refusal_names import name_argument
     ],
 )
 def test_refusals_name_the_public_argument_of_a_record_field(operation, reason, named):
-    assert name_argument(registry().ops[operation], reason) == named
+    assert name_public_argument(registry().ops[operation], reason) == named

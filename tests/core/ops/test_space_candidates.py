@@ -49,6 +49,6 @@ def test_every_candidate_of_flash_attention_gives_the_same_output_and_gradients(
 def test_no_argument_that_changes_results_is_a_config_field(op):
     parts = [op.config, *op.config.part_types.values()]
     tunable = {field.name for part in parts for field in dataclasses.fields(part)}
-    tunable -= op.config.about_call  # those repeat arguments, may not contradict them, and reach no kernel
+    tunable -= op.config.call_argument_fields  # those repeat arguments, may not contradict them, and reach no kernel
 
     assert not tunable & {field.name for field in dataclasses.fields(op.family.record)}

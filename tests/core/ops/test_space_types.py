@@ -24,7 +24,7 @@ from ejkernel.ops import (
     overlay_cache,
 )
 from ejkernel.ops.config.table import Entry, entry_config_part
-from ejkernel.ops.params import given_values
+from ejkernel.ops.params import set_fields_as_text
 
 PARTS = {
     "forward": OwnForward(block_rows=4),
@@ -107,9 +107,9 @@ def loops():
 
 
 def test_a_public_field_sets_all_nested_config_fields_it_maps_to(loops):
-    found = loops.completed(LOOPS, BwdParams(q_blocksize=4), "backward")
+    found = loops.complete_part(LOOPS, BwdParams(q_blocksize=4), "backward")
     assert found == TwoLoops(dkv=Loop(rows=4, stages=2), dq=Loop(rows=4, stages=2))
-    assert loops.unread(BwdParams(q_blocksize=4, kv_blocksize=4), "backward") == ["kv_blocksize"]
+    assert loops.unread_fields(BwdParams(q_blocksize=4, kv_blocksize=4), "backward") == ["kv_blocksize"]
     assert loops.part_in_public_fields(ToyConfig, found, "backward") == BwdParams(q_blocksize=4, num_stages=2)
     assert loops.part_in_public_fields(ToyConfig, LOOPS, "backward") == LOOPS
 
@@ -120,4 +120,4 @@ def test_nested_config_fields_round_trip_and_unknown_ones_are_damage():
     strange = Entry({**entry.config, "dq": {"rows": 16, "stages": 2, "warps": 4}}, 1.0)
     with pytest.warns(StoreWarning, match=r"no field dq\.warps"):
         assert entry_config_part(strange, TwoLoops, "there") is None
-    assert given_values(LOOPS) == "dkv.rows=8, dkv.stages=2, dq.rows=16, dq.stages=2"
+    assert set_fields_as_text(LOOPS) == "dkv.rows=8, dkv.stages=2, dq.rows=16, dq.stages=2"

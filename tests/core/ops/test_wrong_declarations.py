@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ejkernel.ops.declarations import declaration_errors, object_problem, wrong_declarations
+from ejkernel.ops.declarations import declaration_errors, object_path_error, wrong_declarations
 from ejkernel.ops.plugins import registry
 from ejkernel_xla.segment_pooling import IMPLEMENTATIONS
 
@@ -70,8 +70,8 @@ def test_names_defined_by_a_module_are_read_without_importing_it(tmp_path, monke
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("p", "A", "B", "C", "D", "e", "F", "G", "no_such_toolchain"):
-        assert object_problem(f"declared_source:{name}") is None
-    assert "has no 'H'" in object_problem("declared_source:H")
+        assert object_path_error(f"declared_source:{name}") is None
+    assert "has no 'H'" in object_path_error("declared_source:H")
 
 
 def test_modules_with_star_imports_or_missing_toolchains_pass_the_name_check(tmp_path, monkeypatch):
@@ -79,6 +79,6 @@ def test_modules_with_star_imports_or_missing_toolchains_pass_the_name_check(tmp
     (tmp_path / "needs_toolchain").mkdir()
     (tmp_path / "needs_toolchain" / "__init__.py").write_text("import no_such_toolchain\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert object_problem("starred_source:anything") is None
-    assert object_problem("needs_toolchain.kernels:anything") is None
-    assert object_problem("math:cos") is None
+    assert object_path_error("starred_source:anything") is None
+    assert object_path_error("needs_toolchain.kernels:anything") is None
+    assert object_path_error("math:cos") is None

@@ -224,7 +224,7 @@ def request(chain: Any, x: Any, direction: Any = "forward", **options: Any) -> A
     """What a chain is asked about `toy(x)`."""
     record = ToyArguments(x=x)
     plan = make_plan(OP, record, options.get("platform"), options.get("cfg"), chain)
-    return plan.request(plan.pick(record, direction), record)
+    return plan.request(plan.choose_implementation(record, direction), record)
 
 
 class Toy(Kernel[ToyConfig, jax.Array]):

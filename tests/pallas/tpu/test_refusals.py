@@ -8,7 +8,7 @@ import pytest
 
 import ejkernel_pallas
 from ejkernel.ops.plugins import registry
-from ejkernel.ops.refusal_names import ARGUMENTS_OF_FIELDS, name_argument
+from ejkernel.ops.refusal_names import ARGUMENTS_OF_FIELDS, name_public_argument
 
 TPU = Path(ejkernel_pallas.__file__).parent / "tpu"
 FIELDS_OF_FEW_OPERATIONS = {"compute_dtype", "pattern", "rhs_bias", "existing_out", "preferred_element_type", "{name}"}
@@ -41,7 +41,8 @@ def test_each_tpu_refusal_names_an_argument_of_its_operation(name, implementatio
     op = registry().ops[name]
     arguments = {field.name for field in dataclasses.fields(op.arguments)}
     named = [
-        name_argument(op, sentence).partition(":")[0] for sentence in sentences(implementation.forward.split(".")[2])
+        name_public_argument(op, sentence).partition(":")[0]
+        for sentence in sentences(implementation.forward.split(".")[2])
     ]
     assert not [field for field in named if field not in arguments | FIELDS_OF_FEW_OPERATIONS]
 

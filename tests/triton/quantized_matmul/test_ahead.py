@@ -26,7 +26,7 @@ def test_decoding_fits_the_chip_and_spills_nothing(chip, transpose, mode):
     rows, columns = (14336, 4096) if transpose else (4096, 14336)
     record = QuantizedMatmul(
         x=shape((16, 4096), jnp.bfloat16),
-        packed=shape((rows, form.words(columns)), jnp.uint32),
+        packed=shape((rows, form.words_per_row(columns)), jnp.uint32),
         scales=shape((rows, columns // 64), form.scale_dtype),
         zeros=shape((rows, columns // 64), jnp.float16) if mode == "affine" else None,
         format=form,

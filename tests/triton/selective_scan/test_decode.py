@@ -77,4 +77,7 @@ def test_calls_with_too_many_tokens_are_refused_by_argument_name():
 
 def test_decode_steps_have_priority_over_the_scan():
     found = registry().implementations["state_space_v1"]
-    assert max(found, key=lambda implementation: implementation.rank(record_of(tokens=5), H200)).name == "triton_decode"
+    assert (
+        max(found, key=lambda implementation: implementation.priority_for(record_of(tokens=5), H200)).name
+        == "triton_decode"
+    )

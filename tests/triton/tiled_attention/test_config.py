@@ -115,11 +115,11 @@ def test_public_tile_sizes_apply_to_both_backward_kernels():
     (implementation,) = implementations()
     rule = config.heuristic(record(256, 256), H200, "backward")
     public = BwdParams(q_blocksize=16, num_stages=4)
-    found = implementation.config.completed(rule, public, "backward")
+    found = implementation.config.complete_part(rule, public, "backward")
     for kernel in ("dkv", "dq"):
         wanted = dataclasses.replace(getattr(rule, kernel), block_q=16, num_stages=4)
         assert getattr(found, kernel) == wanted
-    assert implementation.config.unread(BwdParams(blocksize_k=2), "backward") == ["blocksize_k"]
+    assert implementation.config.unread_fields(BwdParams(blocksize_k=2), "backward") == ["blocksize_k"]
 
 
 @pytest.mark.parametrize(

@@ -95,50 +95,56 @@ def quantize(
     Raises:
         ValueError: An argument is wrong; the message names it.
     """
-    form = make_format(mode, bits, group_size)
+    quantized_format = make_format(mode, bits, group_size)
     _check_axis(axis)
     if getattr(w, "ndim", 0) < 2 or not jnp.issubdtype(w.dtype, jnp.floating):
         raise ValueError(f"w: got {getattr(w, 'dtype', type(w))}{list(getattr(w, 'shape', ()))}, wants floating [N, K]")
-    dtype = _scale_dtype(scale_dtype, form, w.dtype)
+    dtype = _scale_dtype(scale_dtype, quantized_format, w.dtype)
     with np.errstate(over="ignore"):  # float64 beyond float32 is refused below
         w = jnp.asarray(w)
     rows = jnp.swapaxes(w, -1, -2) if axis == "row" else w
-    form = with_row_group_size(form, rows.shape[-1])
-    if rows.shape[-1] == 0 or rows.shape[-1] % form.group_size:
+    quantized_format = with_row_group_size(quantized_format, rows.shape[-1])
+    if rows.shape[-1] == 0 or rows.shape[-1] % quantized_format.group_size:
         name = "N" if axis == "row" else "K"
         raise ValueError(
             f"w: got shape {tuple(w.shape)} with axis={axis!r}, "
-            f"wants {name} in multiples of group_size {form.group_size}"
+            f"wants {name} in multiples of group_size {quantized_format.group_size}"
         )
-    _check_finite_and_scales_fit(rows, form, dtype)
-    return _quantize_rows(rows, form, dtype)
+    _check_finite_and_scales_fit(rows, quantized_format, dtype)
+    return _quantize_rows(rows, quantized_format, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize_rows(rows: jax.Array, form: Format, dtype: Any) -> QuantizedArrays:
-    encoded = encode(rows, form, dtype)
+def _quantize_rows(rows: jax.Array, quantized_format: Format, dtype: Any) -> QuantizedArrays:
+    encoded = encode(rows, quantized_format, dtype)
     optional = (encoded.zeros, encoded.tensor_scale)
-    return pack(encoded.codes, form.bits), encoded.scales, *(array for array in optional if array is not None)
+    return (
+        pack(encoded.codes, quantized_format.bits),
+        encoded.scales,
+        *(array for array in optional if array is not None),
+    )
 
 
-def _scale_dtype(scale_dtype: Any, form: Format, unquantised_dtype: Any) -> Any:
+def _scale_dtype(scale_dtype: Any, quantized_format: Format, unquantised_dtype: Any) -> Any:
     """Returns the dtype of scales that `scale_dtype` asks for, by itself or as a `QuantRuntimeConfig`."""
     if hasattr(scale_dtype, "affine_metadata_dtype"):
-        scale_dtype = scale_dtype.scale_dtype(unquantised_dtype, form.mode, form.scale_dtypes)
-    name = jnp.dtype(form.scale_dtype if scale_dtype is None else scale_dtype).name
-    if name not in form.scale_dtypes:
-        raise ValueError(f"scale_dtype: got {name}, wants {' or '.join(form.scale_dtypes)} for {form.mode}")
+        scale_dtype = scale_dtype.scale_dtype(unquantised_dtype, quantized_format.mode, quantized_format.scale_dtypes)
+    name = jnp.dtype(quantized_format.scale_dtype if scale_dtype is None else scale_dtype).name
+    if name not in quantized_format.scale_dtypes:
+        raise ValueError(
+            f"scale_dtype: got {name}, wants {' or '.join(quantized_format.scale_dtypes)} for {quantized_format.mode}"
+        )
     return jnp.dtype(name)
 
 
-def _check_finite_and_scales_fit(rows: jax.Array, form: Format, dtype: Any) -> None:
+def _check_finite_and_scales_fit(rows: jax.Array, quantized_format: Format, dtype: Any) -> None:
     """Refuses weights that are not finite or need scales that `dtype` cannot hold, where values can be read."""
     if _compat.is_tracer(rows) or not rows.is_fully_addressable or not rows.size:
         return
-    finite, largest = jax.device_get(_finite_and_largest_scale(rows, form, dtype))
+    finite, largest = jax.device_get(_finite_and_largest_scale(rows, quantized_format, dtype))
     if not finite:
         raise ValueError("w: got values that are not finite in float32, wants finite weights")
-    if not form.integers and form.mode != "fp8":
+    if not quantized_format.integers and quantized_format.mode != "fp8":
         return
     # A step of less than four of float16's smallest would be up to a quarter larger than needed.
     smallest = 2.0**-22 if dtype == jnp.float16 else 0.0
@@ -148,12 +154,18 @@ def _check_finite_and_scales_fit(rows: jax.Array, form: Format, dtype: Any) -> N
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _finite_and_largest_scale(rows: jax.Array, form: Format, dtype: Any) -> tuple[jax.Array, jax.Array | int]:
+def _finite_and_largest_scale(
+    rows: jax.Array, quantized_format: Format, dtype: Any
+) -> tuple[jax.Array, jax.Array | int]:
     """Returns whether all weights are finite, and the largest scale that affine codes need."""
     values = rows.astype(jnp.float32)
-    groups = values.reshape(*rows.shape[:-1], -1, form.group_size)
+    groups = values.reshape(*rows.shape[:-1], -1, quantized_format.group_size)
     # The largest scale of fp8 is that of the largest weight.
-    largest = integer_scales(groups, form, dtype).max() if form.integers else jnp.abs(values).max() / 448
+    largest = (
+        integer_scales(groups, quantized_format, dtype).max()
+        if quantized_format.integers
+        else jnp.abs(values).max() / 448
+    )
     return jnp.isfinite(values).all(), largest
 
 
@@ -188,12 +200,12 @@ def dequantize(
     Raises:
         ValueError: An argument is wrong; the message names it.
     """
-    form = make_format(mode, bits, group_size)
+    quantized_format = make_format(mode, bits, group_size)
     _check_axis(axis)
-    form = with_row_group_size(form, packed.shape[-1] * WORD_BITS // form.bits)
-    zeros, tensor_scale = split_third(zeros, tensor_scale, form)
-    check_quantized(packed, scales, zeros, form, tensor_scale=tensor_scale)
-    rows = _decode(as_words(packed), as_stored(scales), zeros, form, tensor_scale)
+    quantized_format = with_row_group_size(quantized_format, packed.shape[-1] * WORD_BITS // quantized_format.bits)
+    zeros, tensor_scale = split_zeros_and_tensor_scale(zeros, tensor_scale, quantized_format)
+    check_quantized(packed, scales, zeros, quantized_format, tensor_scale=tensor_scale)
+    rows = _decode(as_uint32_words(packed), as_stored_scales(scales), zeros, quantized_format, tensor_scale)
     rows = rows.astype(getattr(dtype, "output_dtype", jnp.float32 if dtype is None else dtype))
     return jnp.swapaxes(rows, -1, -2) if axis == "row" else rows
 
@@ -220,19 +232,19 @@ def prepack_quantized_weights(
     return quantize(w, group_size, bits, mode, ("row" if transpose else "col") if axis is None else axis, scale_dtype)
 
 
-def as_words(packed: jax.Array) -> jax.Array:
+def as_uint32_words(packed: jax.Array) -> jax.Array:
     """Returns packed codes as uint32; checkpoints store the same bits as int32."""
     return lax.bitcast_convert_type(packed, jnp.uint32) if packed.dtype == jnp.int32 else packed
 
 
-def as_stored(scales: jax.Array) -> jax.Array:
+def as_stored_scales(scales: jax.Array) -> jax.Array:
     """Returns scales of 8 bits as uint8, and other scales unchanged."""
     return lax.bitcast_convert_type(scales, jnp.uint8) if scales.dtype.itemsize == 1 else scales
 
 
-def split_third(zeros: Any, tensor_scale: Any, form: Format) -> tuple[Any, Any]:
+def split_zeros_and_tensor_scale(zeros: Any, tensor_scale: Any, quantized_format: Format) -> tuple[Any, Any]:
     """Returns zeros and tensor scale, where the third array of `quantize` may have been passed for zeros."""
-    if form.has_tensor_scale and tensor_scale is None:
+    if quantized_format.has_tensor_scale and tensor_scale is None:
         return None, zeros
     return zeros, tensor_scale
 
@@ -241,7 +253,7 @@ def check_quantized(
     packed: Any,
     scales: Any,
     zeros: Any,
-    form: Format,
+    quantized_format: Format,
     names: tuple[str, str, str, str] = ("w", "scales", "zeros", "tensor_scale"),
     tensor_scale: Any = None,
 ) -> None:
@@ -252,22 +264,25 @@ def check_quantized(
     """
     if packed.dtype not in (jnp.uint32, jnp.int32) or packed.ndim < 2:
         raise ValueError(f"{names[0]}: got {packed.dtype}{list(packed.shape)}, wants packed codes uint32 [rows, words]")
-    accepted = (*form.scale_dtypes, *_float8_scale_dtypes(form))
+    accepted = (*quantized_format.scale_dtypes, *_float8_scale_dtypes(quantized_format))
     if scales.dtype.name not in accepted:
-        raise ValueError(f"{names[1]}: got dtype {scales.dtype}, wants {' or '.join(accepted)} for {form.mode}")
-    words = form.words(scales.shape[-1] * form.group_size) if scales.ndim else 0
+        raise ValueError(
+            f"{names[1]}: got dtype {scales.dtype}, wants {' or '.join(accepted)} for {quantized_format.mode}"
+        )
+    words = quantized_format.words_per_row(scales.shape[-1] * quantized_format.group_size) if scales.ndim else 0
     if scales.shape[:-1] != packed.shape[:-1] or words != packed.shape[-1]:
-        columns = packed.shape[-1] * 32 // form.bits
-        wants = f"[{', '.join(map(str, packed.shape[:-1]))}, {columns // form.group_size}]"
+        columns = packed.shape[-1] * 32 // quantized_format.bits
+        wants = f"[{', '.join(map(str, packed.shape[:-1]))}, {columns // quantized_format.group_size}]"
         raise ValueError(
             f"{names[1]}: got shape {tuple(scales.shape)}, wants {wants} for {names[0]} of shape "
-            f"{tuple(packed.shape)}, {form.bits} bits and groups of {form.group_size}"
+            f"{tuple(packed.shape)}, {quantized_format.bits} bits and groups of {quantized_format.group_size}"
         )
-    _check_tensor_scale(tensor_scale, packed.shape[:-2], form, names[3])
-    if (zeros is None) != (form.mode != "affine"):
-        wants = "zeros of the scales' shape" if form.mode == "affine" else "None"
+    _check_tensor_scale(tensor_scale, packed.shape[:-2], quantized_format, names[3])
+    if (zeros is None) != (quantized_format.mode != "affine"):
+        wants = "zeros of the scales' shape" if quantized_format.mode == "affine" else "None"
         raise ValueError(
-            f"{names[2]}: got {'None' if zeros is None else 'an array'} with mode {form.mode!r}, wants {wants}"
+            f"{names[2]}: got {'None' if zeros is None else 'an array'} with mode {quantized_format.mode!r}, "
+            f"wants {wants}"
         )
     if zeros is not None and (zeros.shape != scales.shape or zeros.dtype != scales.dtype):
         raise ValueError(
@@ -275,18 +290,20 @@ def check_quantized(
         )
 
 
-def _float8_scale_dtypes(form: Format) -> tuple[str, ...]:
+def _float8_scale_dtypes(quantized_format: Format) -> tuple[str, ...]:
     """Returns floating dtypes of 8 bits that scales may have where they are stored in a uint8."""
-    if form.exponents:
+    if quantized_format.has_power_of_two_scales:
         return ("float8_e8m0fnu",)
-    return ("float8_e4m3fn",) if form.has_tensor_scale else ()
+    return ("float8_e4m3fn",) if quantized_format.has_tensor_scale else ()
 
 
-def _check_tensor_scale(tensor_scale: Any, shape: tuple[int, ...], form: Format, name: str) -> None:
+def _check_tensor_scale(tensor_scale: Any, shape: tuple[int, ...], quantized_format: Format, name: str) -> None:
     if tensor_scale is None:
         return
-    if not form.has_tensor_scale:
-        raise ValueError(f"{name}: got an array with mode {form.mode!r}, wants None; only nvfp4 and nvfp8 have one")
+    if not quantized_format.has_tensor_scale:
+        raise ValueError(
+            f"{name}: got an array with mode {quantized_format.mode!r}, wants None; only nvfp4 and nvfp8 have one"
+        )
     if tensor_scale.shape != shape or tensor_scale.dtype != jnp.float32:
         raise ValueError(
             f"{name}: got {tensor_scale.dtype}{list(tensor_scale.shape)}, wants float32{list(shape)}, one per matrix"

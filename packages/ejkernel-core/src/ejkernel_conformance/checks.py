@@ -155,7 +155,7 @@ def _with_part(subject: Subject, direction: Direction, part: Any) -> CallPlan:
     The public configuration need not have all of the kernel's fields: its own part is put where measured ones are.
     """
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), chain=ConfigSelectorChain())
-    choice = plan.pick(subject.record, direction if direction == "backward" else "forward")
+    choice = plan.choose_implementation(subject.record, direction if direction == "backward" else "forward")
     plan.chain.cache.put(dataclasses.replace(plan.request(choice, subject.record), direction=direction).key(), part)
     return plan
 

@@ -8,7 +8,7 @@ from ejkernel.errors import NoImplementationError
 from ejkernel.ops.device import current_device
 from ejkernel.ops.dispatch import hardware_refusals
 from ejkernel.ops.model import Case, Implementation, Op
-from ejkernel.ops.refusal_names import name_argument
+from ejkernel.ops.refusal_names import name_public_argument
 from ejkernel_conformance import claims, running
 from ejkernel_conformance.subjects import Subject, abstract_args, abstract_record, pinned_plan
 
@@ -24,7 +24,7 @@ def check_refusals(implementation: Implementation, cases: claims.Cases) -> None:
     for op, case in cases:
         record = abstract_record(op, case)
         refused = claims.record_refusals(op, implementation, record)
-        expected = (*device_reasons, *(name_argument(op, reason) for reason in refused))
+        expected = (*device_reasons, *(name_public_argument(op, reason) for reason in refused))
         reasons = _reasons(op, implementation, record)
         if reasons != expected:
             raise AssertionError(f"{implementation.name} on {op.name}, {case.name}: got {reasons}, wants {expected}")
@@ -36,7 +36,7 @@ def check_refusals(implementation: Implementation, cases: claims.Cases) -> None:
 
 
 def _reasons(op: Op, implementation: Implementation, record: Any) -> tuple[str, ...]:
-    choice = pinned_plan(op, implementation).pick(record, "forward")
+    choice = pinned_plan(op, implementation).choose_implementation(record, "forward")
     # By name: the plugins may have been loaded again since the tests were collected.
     return next(v.reasons for v in choice.verdicts if v.implementation.name == implementation.name)
 

@@ -72,14 +72,14 @@ def forward_and_backward(subject: Subject) -> Callable[[Any, Any], tuple[Any, Gr
 @functools.lru_cache(maxsize=KEPT)
 def on_records(subject: Subject, isolates: bool = False) -> Callable[[Any], Any]:
     """Returns the compiled family call: record -> output; `isolates` makes it under `isolate_sequences`."""
-    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates=isolates)
+    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates_sequences=isolates)
     return jax.jit(lambda record: differentiable_call(plan, record))
 
 
 @functools.lru_cache(maxsize=KEPT)
 def on_records_with_gradients(subject: Subject, isolates: bool = False) -> Callable[[Any, Any], tuple[Any, Gradients]]:
     """Returns the compiled family call: (record, cotangent) -> (output, gradients)."""
-    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates=isolates)
+    plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), isolates_sequences=isolates)
     names = tuple(sorted(differentiable_fields(subject.op.family, subject.record)))
     return jax.jit(with_gradients(lambda record: differentiable_call(plan, record), names))
 

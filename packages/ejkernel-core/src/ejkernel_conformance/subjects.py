@@ -108,7 +108,7 @@ class PinnedPlan(CallPlan):
 
     def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = NONE) -> Choice:
         """Returns the implementation, or its refusal."""
-        choice = super().pick(record, direction, grad_fields)
+        choice = super().choose_implementation(record, direction, grad_fields)
         found = next(v for v in choice.verdicts if v.implementation.name == self.implementation)
         if direction == "backward" and found.implementation.backward is None:
             return choice
@@ -145,7 +145,9 @@ def refusal(
     returns_lse = subject.op.returns_residual_lse(abstract_args(subject.case))
     plan = dataclasses.replace(pinned_plan(subject.op, subject.implementation), returns_lse=returns_lse)
     choice = (
-        plan.choose_both_passes(record, grad_fields)[1] if direction == "backward" else plan.pick(record, direction)
+        plan.choose_both_passes(record, grad_fields)[1]
+        if direction == "backward"
+        else plan.choose_implementation(record, direction)
     )
     if choice.implementation is not None:
         return ""

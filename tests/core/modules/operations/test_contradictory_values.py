@@ -104,7 +104,7 @@ def test_the_cases_of_an_operation_satisfy_its_conditions(op):
     for case in op.cases[:2]:
         for condition in op.conditions(case.make(jax.random.key(0))):
             for xp in (np, jnp):
-                assert condition.holds(xp, *map(xp.asarray, condition.reads)), (case.name, condition.name)
+                assert condition.holds(xp, *map(xp.asarray, condition.arrays)), (case.name, condition.name)
 
 
 def dense_mistakes():

@@ -56,7 +56,10 @@ def of_passes(op: Op, case: Case) -> set[lax.Precision | None]:
     record = abstract_record(op, case)
     asked = products(functools.partial(call, plan), jax.eval_shape(case.make, KEY))
     names = tuple(sorted(differentiable_fields(op.family, record)))
-    if any(v.status == "chosen" for v in plan.pick(record, "backward", frozenset(names)).verdicts) and names:
+    if (
+        any(v.status == "chosen" for v in plan.choose_implementation(record, "backward", frozenset(names)).verdicts)
+        and names
+    ):
         run = functools.partial(differentiable_call, plan)
         asked |= products(with_gradients(run, names), record, jax.eval_shape(run, record))
     return asked

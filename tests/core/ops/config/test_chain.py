@@ -42,7 +42,7 @@ def shipping(use, tmp_path, monkeypatch):
         file.parent.mkdir(parents=True)
         (package / "__init__.py").touch()
         entry = {"config": {"q_blocksize": 5, "kv_blocksize": 5}, "seconds": 1.0}
-        shipped = json.dumps({"entries": {request.key().shipped(): entry}, "format": 1})
+        shipped = json.dumps({"entries": {request.key().as_shipped_key(): entry}, "format": 1})
         file.write_text(shipped if content is None else content)
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(__import__("sys").modules, "toy_tables", raising=False)

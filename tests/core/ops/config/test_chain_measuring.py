@@ -31,7 +31,7 @@ def test_config_keys_include_static_field_values_except_floats(plain, x, chain):
     def key(**fields):
         record = ToyArguments(x=x, **fields)
         plan = make_plan(OP, record, None, None, chain)
-        return plan.request(plan.pick(record, "forward"), record).key()
+        return plan.request(plan.choose_implementation(record, "forward"), record).key()
 
     assert key(power=3) == key(power=3)
     assert key(power=3) != key(power=4)

@@ -41,13 +41,13 @@ def tile(size):
 
 def result(*measured, rule):
     ranked = sorted(measured, key=lambda m: m.seconds)
-    return TuningResult(key=None, implementation="plain", measurements=tuple(ranked), rule=rule)
+    return TuningResult(key=None, implementation="plain", measurements=tuple(ranked), heuristic_part=rule)
 
 
 def test_tuning_keeps_the_heuristic_config_within_timing_noise():
     rule, other = (Measurement(tile(size), seconds, spread=0.1) for size, seconds in ((8, 1.05), (16, 1.0)))
     assert result(rule, other, rule=tile(8)).winner is rule
-    assert result(rule, other, rule=tile(8)).best is other
+    assert result(rule, other, rule=tile(8)).fastest is other
 
 
 def test_a_candidate_faster_by_more_than_the_spread_wins():
@@ -62,7 +62,7 @@ def test_tuning_compares_with_the_larger_spread_of_both_configs():
 
 def test_any_measured_candidate_beats_a_heuristic_config_that_failed():
     rule, other = Measurement(tile(8), None, "too large"), Measurement(tile(16), 1.0, spread=0.5)
-    assert TuningResult(None, "plain", (other, rule), rule=tile(8)).winner is other
+    assert TuningResult(None, "plain", (other, rule), heuristic_part=tile(8)).winner is other
 
 
 def test_timing_spread_is_the_interquartile_range():
@@ -82,7 +82,7 @@ def test_stored_entries_hold_timing_spread_and_sample_count(plain, x, store):
 class Guess:
     """Predicts 16."""
 
-    def tune(self, request, argument):
+    def tune(self, request, kernel_argument):
         return TuningResult(request.key(), request.implementation.name, (Measurement(tile(16), 1e-9),))
 
 

@@ -111,8 +111,8 @@ def test_a_key_holds_versions_device_and_schema(plain, x, chain):
 def test_shipped_config_keys_omit_package_versions():
     newer = dataclasses.replace(KEY, implementation="plain@2.0", core="9.9")
 
-    assert newer.shipped() == KEY.shipped()
-    assert dataclasses.replace(KEY, schema="1").shipped() != KEY.shipped()
+    assert newer.as_shipped_key() == KEY.as_shipped_key()
+    assert dataclasses.replace(KEY, schema="1").as_shipped_key() != KEY.as_shipped_key()
 
 
 def schema_of(**defaults: object) -> str:

@@ -71,7 +71,7 @@ def test_tuner_measures_device_time_rather_than_dispatch_time(use):
 
     result = QUICK.tune(toy.request(chain, x), ToyArguments(x=x))
 
-    assert result.best.part == fast
+    assert result.fastest.part == fast
 
 
 def test_time_of_a_candidate_is_the_median_of_its_samples(monkeypatch):
@@ -101,7 +101,9 @@ def race(monkeypatch):
             order.append(name)
 
         contenders = [
-            tuner_module._Contender(part=name, run=functools.partial(call, name, *np.atleast_1d(took)), alone=False)
+            tuner_module._CandidateRun(
+                part=name, run=functools.partial(call, name, *np.atleast_1d(took)), waits_for_each_call=False
+            )
             for name, took in seconds.items()
         ]
         Tuner(warmup_iterations=0, **options)._measure_interleaved(contenders, lambda step: None)
@@ -200,7 +202,7 @@ def test_forward_and_backward_are_tuned_and_stored_separately(plain, x):
     results = tune_call(make_plan(toy.OP, args, None, None, chain), args)
 
     assert [result.key.direction for result in results] == ["forward", "backward"]
-    assert [type(result.best.part).__name__ for result in results] == ["FwdParams", "BwdParams"]
+    assert [type(result.fastest.part).__name__ for result in results] == ["FwdParams", "BwdParams"]
     assert [chain.cache.get(result.key) for result in results] == [result.winner.part for result in results]
 
 

@@ -33,7 +33,7 @@ from ejkernel.ops.config.measurement import Measurement, TuningResult
 class Favouring:
     """A tuner that measures nothing and finds 16 fastest."""
 
-    def tune(self, request, argument):
+    def tune(self, request, kernel_argument):
         part = request.implementation.config.candidates(request.record, request.device, request.direction)[0]
         return TuningResult(request.key(), request.implementation.name, (Measurement(part, 1.0),))
 

@@ -6,7 +6,7 @@ from ejkernel_pallas.tpu.profile import CHIPS
 from ejkernel_pallas.tpu.profile.machine import ALLOCATION_ADDRESS_STRIDE, GRANULE_BYTES, SimulatedCore, operand_address
 
 V5E = CHIPS["v5e"]
-RATE = V5E.bandwidth / V5E.clock  # bytes a cycle
+RATE = V5E.bandwidth / V5E.clock_hz  # bytes a cycle
 READ, WRITE = V5E.latencies.dma_read_latency, V5E.latencies.dma_write_latency
 
 
@@ -64,7 +64,7 @@ def test_a_copy_inside_hbm_is_read_and_written(machine):
 
 
 def test_copies_to_the_next_device_queue_for_the_link(machine):
-    link = V5E.link_bandwidth / V5E.clock
+    link = V5E.link_bandwidth / V5E.clock_hz
     for _ in range(2):  # the other's semaphore is named with bits that say whose it is
         machine.start_copy_between(0, "hbm_to_hbm", 1000, SENT, ARRIVED | REMOTE | 1 << 13, REMOTE | 5)
     assert machine.copied == {"hbm_to_ici": 64000, "ici_to_hbm": 64000}

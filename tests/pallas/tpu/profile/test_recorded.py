@@ -62,7 +62,7 @@ def test_copies_to_the_next_device_are_counted_and_waited_for(target):
     )
     assert kernel.simulation.sent_bytes == part
     assert kernel.link_seconds == part / CHIPS[target].link_bandwidth
-    assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock < kernel.seconds
+    assert kernel.link_seconds < kernel.simulation.waited_cycles / CHIPS[target].clock_hz < kernel.seconds
 
 
 @pytest.mark.parametrize("target", CHIPS)
@@ -70,7 +70,7 @@ def test_busy_cycles_of_matrix_units_match_the_products(target):
     """The units do 512 x 512 x 256 products; the table says how many a cycle, at the clock that gives the peak."""
     chip = CHIPS[target]
     products_a_second = chip.flops / chip.cores / 2
-    want = 512 * 512 * 256 / (products_a_second / chip.clock)
+    want = 512 * 512 * 256 / (products_a_second / chip.clock_hz)
     assert profiled(f"matmul {target}").simulation.mxu_cycles == pytest.approx(want, rel=0.01)
 
 
@@ -84,7 +84,7 @@ def test_loops_and_copies_follow_the_prefetched_values(target, lengths):
 
 
 def test_each_awaited_page_costs_its_copy_latency():
-    clock = CHIPS["v5e"].clock
+    clock = CHIPS["v5e"].clock_hz
     short, long = (profiled("pages v5e", {0: [n] * 4, 1: TABLES[1]}).simulation for n in (1, 5))
     page = PAGE / (CHIPS["v5e"].bandwidth / clock) + CHIPS["v5e"].latencies.dma_read_latency
     assert long.cycles - short.cycles >= 16 * page

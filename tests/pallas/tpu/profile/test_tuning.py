@@ -12,7 +12,7 @@ from ejkernel.ops.call import decide, default_chain
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import DIRECTORY_VARIABLE, PersistentCache
 from ejkernel.ops.device import target_device
-from ejkernel.ops.execution.target import describe
+from ejkernel.ops.execution.target import make_with_abstract_floats
 from ejkernel_pallas.tpu.profile import jobs
 from ejkernel_pallas.tpu.profile.tuning import targets
 
@@ -100,7 +100,7 @@ def test_large_arrays_are_described_by_shape_only():
     import jax
     import jax.numpy as jnp
 
-    made = describe(lambda: {"large": jnp.zeros((2**20, 2**20)), "lengths": jnp.arange(3)})
+    made = make_with_abstract_floats(lambda: {"large": jnp.zeros((2**20, 2**20)), "lengths": jnp.arange(3)})
     assert made["large"] == jax.ShapeDtypeStruct((2**20, 2**20), "float32")
     assert made["lengths"].tolist() == [0, 1, 2]
 

@@ -22,7 +22,7 @@ def record(m, k, n, mode="affine", bits=None, group_size=64, transpose=False, dt
     scales = shaped((rows, columns // form.group_size), stored or form.scale_dtype)
     return QuantizedMatmul(
         x=shaped((m, k), dtype),
-        packed=shaped((rows, form.words(columns)), "uint32"),
+        packed=shaped((rows, form.words_per_row(columns)), "uint32"),
         scales=scales,
         zeros=scales if mode == "affine" else None,
         tensor_scale=shaped((), "float32") if form.has_tensor_scale else None,

@@ -20,7 +20,7 @@ def print_json(value: Any) -> None:
 
 def decision_to_dict(decision: Decision) -> dict[str, Any]:
     """Converts both directions of a decision to plain data."""
-    differentiated = decision.differentiated
+    differentiated = decision.differentiated_forward
     return {
         "forward": choice_to_dict(decision.forward),
         "backward": choice_to_dict(decision.backward),
@@ -65,6 +65,6 @@ def _verdict_to_dict(verdict: Verdict) -> dict[str, Any]:
         "status": verdict.status,
         "reasons": list(verdict.reasons),
         "remark": verdict.remark,
-        "unconfirmed": verdict.unconfirmed or None,
-        "confirmed": verdict.confirmed or None,
+        "unconfirmed": verdict.unconfirmed_reason or None,
+        "confirmed": verdict.confirmed_on or None,
     }

@@ -212,7 +212,7 @@ def _time_programs(call: Call, timing_options: TimingOptions, out: Console) -> l
         plan = make_plan(call.op, args, call.platform, None, default_chain())
         call.op.validate(args)
     record = jax.jit(call.op.lower)(args)
-    choice = plan.pick(record, "forward")
+    choice = plan.choose_implementation(record, "forward")
     if choice.implementation is None:
         print_choice(out, choice)
         return []

@@ -108,7 +108,7 @@ def _implementation_to_dict(implementation: Implementation, devices_here: set[De
     return {
         "name": implementation.name,
         "platform": implementation.platform,
-        "priority": implementation.usual_rank,
+        "priority": implementation.constant_priority,
         "gradient": implementation.backward is not None,
         "devices": sorted(requires.devices),
         "device_here": any(requires.devices & device.names for device in devices_here),
@@ -142,7 +142,7 @@ def _print_devices(out: Console, devices: collections.Counter[DeviceInfo], no_de
 def _count_implementations(registered: Registry) -> collections.Counter[str]:
     """Counts the implementations of each plugin; one that serves several operations counts once."""
     declared = {
-        (registered.providers[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
+        (registered.plugin_by_implementation[op, one.name], one.family, one.name.rpartition(":")[2], one.only)
         for op, implementations in registered.implementations.items()
         for one in implementations
     }
@@ -201,7 +201,7 @@ def _implementation_row(implementation: Implementation, devices_here: set[Device
     return (
         implementation.name,
         implementation.platform,
-        "by call" if implementation.usual_rank is None else implementation.usual_rank,
+        "by call" if implementation.constant_priority is None else implementation.constant_priority,
         "yes" if implementation.backward else "no",
         (f"{', '.join(sorted(requires.devices))}{'' if serves else ' (not here)'}", "green" if serves else "red"),
         (toolchain, "red" if missing else "green"),

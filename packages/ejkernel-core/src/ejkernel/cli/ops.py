@@ -77,7 +77,7 @@ def _operation_to_dict(op: Op, implementations: tuple[Implementation, ...], note
                 "name": one.name,
                 **{label: describe(one) for label, describe in IMPLEMENTATION_FACTS.items()},
                 "evidence": [msgspec.to_builtins(summary) for summary in evidence.evidence_summaries(one, op.name)],
-                "priority": one.usual_rank,
+                "priority": one.constant_priority,
                 "backward": one.backward is not None,
                 "fields": {name: _field_support(op.family, one, name) for name in names},
             }
@@ -161,7 +161,7 @@ def _implementation_notes(registered: Registry, name: str, implementations: Iter
     """
     kernels = {kind for one in implementations for kind in one.requires.devices if not one.instead_of_kernel}
     missing = {kind: reason for one in implementations for kind, reason in one.instead_of_kernel.items()}
-    renamed = [sentence for (op, _), sentence in registered.renamed.items() if op == name]
+    renamed = [sentence for (op, _), sentence in registered.renaming_notes.items() if op == name]
     return renamed + [
         f"no kernel for {kind.upper()}s: {reason}" for kind, reason in missing.items() if kind not in kernels
     ]
@@ -227,7 +227,7 @@ def _backward_support(implementation: Implementation) -> str:
 
 IMPLEMENTATION_FACTS: dict[str, Callable[[Implementation], str]] = {
     "platform": lambda one: one.platform,
-    "priority": lambda one: "by call" if one.usual_rank is None else str(one.usual_rank),
+    "priority": lambda one: "by call" if one.constant_priority is None else str(one.constant_priority),
     "devices": _requirements_describer(lambda requires: ", ".join(sorted(requires.devices))),
     "modules": _requirements_describer(lambda requires: ", ".join(requires.modules)),
     "compute capability": _requirements_describer(_min_compute_capability),

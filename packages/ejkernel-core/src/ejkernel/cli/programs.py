@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ejkernel.cli.baselines import baselines, with_gradients
 from ejkernel.ops.dispatch import Choice, Verdict
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.params import Direction, given_values
+from ejkernel.ops.params import Direction, set_fields_as_text
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import ForwardResults, Pullback
 
@@ -71,12 +71,12 @@ def _baseline_programs(plan: CallPlan, record: Any, passes: set[str]) -> Iterato
 def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Program]:
     """Yields both passes of every implementation that supports the call."""
     grad_fields = _grad_fields(plan, record)
-    backward = plan.pick(record, "backward", grad_fields)
+    backward = plan.choose_implementation(record, "backward", grad_fields)
     for verdict in choice.verdicts:
         if verdict.status == "refused":
             continue
         piece, forward = _configured_kernel(plan, record, _choice_of_verdict(choice, verdict))
-        name, config = verdict.implementation.name, given_values(piece)
+        name, config = verdict.implementation.name, set_fields_as_text(piece)
         output_only = functools.partial(_run_output_only, forward)
         yield Program(implementation=name, passes=PASSES[0], config=config, function=output_only)
         follower = _backward_verdict(backward, verdict)
@@ -85,7 +85,7 @@ def _kernel_programs(plan: CallPlan, record: Any, choice: Choice) -> Iterator[Pr
         back_piece, pull = _configured_kernel(plan, record, _choice_of_verdict(backward, follower))
         both = functools.partial(_output_and_gradients, forward, pull, grad_fields)
         names = " + ".join(dict.fromkeys((name, follower.implementation.name)))
-        config = config if follower.implementation.paired else f"{config}; {given_values(back_piece)}"
+        config = config if follower.implementation.paired else f"{config}; {set_fields_as_text(back_piece)}"
         yield Program(implementation=names, passes=PASSES[1], config=config, function=both)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ejkernel.ops.dispatch import Choice, Decision
-from ejkernel.ops.params import given_values
+from ejkernel.ops.params import set_fields_as_text
 from ejkernel.suggestion import did_you_mean
 
 UNLIMITED_WIDTH = 1 << 16  # where the output has no known width: lines in a file, a pipe or a log are not broken
@@ -97,9 +97,9 @@ def _print_as_paragraphs(out: Console, columns: Sequence[str], rows: Sequence[Se
 def print_decision(out: Console, decision: Decision) -> None:
     """Prints both directions of a decision."""
     print_choice(out, decision.forward)
-    if decision.differentiated is not None:
+    if decision.differentiated_forward is not None:
         print_unmarked_text(out, "If the call is differentiated, another implementation runs its forward pass:")
-        print_choice(out, decision.differentiated)
+        print_choice(out, decision.differentiated_forward)
     print_choice(out, decision.backward)
 
 
@@ -125,7 +125,7 @@ def print_choice(out: Console, choice: Choice) -> None:
     if choice.implementation is None:
         print_unmarked_text(out, f"No implementation supports the {choice.direction} pass.\n", "red")
         return
-    print_unmarked_text(out, f"Configuration from {choice.tier}: {given_values(choice.config)}")
+    print_unmarked_text(out, f"Configuration from {choice.tier}: {set_fields_as_text(choice.config)}")
     for step in choice.trail:
         print_unmarked_text(out, f"  {step}", "dim")
     out.print()

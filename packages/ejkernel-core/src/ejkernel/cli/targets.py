@@ -5,7 +5,7 @@ import importlib.metadata
 import click
 
 from ejkernel.ops.device import DEVICES_BY_SHORT_NAME, DeviceInfo, find_device
-from ejkernel.ops.execution.target import GROUP, Target
+from ejkernel.ops.execution.target import TARGET_ENTRY_POINT_GROUP, Target
 from ejkernel.suggestion import did_you_mean
 
 
@@ -46,7 +46,9 @@ def _load_targets() -> tuple[dict[str, Target], list[str]]:
     """Loads the targets of installed distributions; a sentence for each distribution that fails."""
     targets: dict[str, Target] = {}
     problems: list[str] = []
-    for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+    for entry_point in sorted(
+        importlib.metadata.entry_points(group=TARGET_ENTRY_POINT_GROUP), key=lambda e: (e.name, e.value)
+    ):
         try:
             targets = {**entry_point.load()(), **targets}
         except Exception as error:  # noqa: BLE001 - a plugin may fail in any way, and must not take others along

@@ -94,12 +94,12 @@ def _confirmed_kernels(
     confirmed = collections.Counter[str]()
     unconfirmed_by_reason: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for one, op in kernels:
-        reason = _refusal_reason(one, versions) or evidence.unconfirmed_with(one, op, device, versions)
+        reason = _refusal_reason(one, versions) or evidence.unconfirmed_reason_with_versions(one, op, device, versions)
         if reason:
             unconfirmed_by_reason[_reason_without_counts(reason)][one.name] += 1
         else:
             confirmed[one.name] += 1
-    words = ", ".join(f"{name} {versions[name]}" for name in evidence.MODULES_SHOWN if name in versions)
+    words = ", ".join(f"{name} {versions[name]}" for name in evidence.TOOLCHAIN_MODULES if name in versions)
     return ConfirmedKernels(
         toolchain,
         chip,
@@ -116,7 +116,7 @@ def _refusal_reason(one: Implementation, versions: Mapping[str, str]) -> str:
     for needed in one.requires.modules:
         module, accepted = split_requirement(needed)
         version = versions.get(module)
-        if version is None and module in evidence.MODULES_SHOWN:
+        if version is None and module in evidence.TOOLCHAIN_MODULES:
             return f"module {module} is not installed"
         if version is not None and not SpecifierSet(accepted).contains(version, prereleases=True):
             return f"{module} {version} is refused, needs {accepted}"

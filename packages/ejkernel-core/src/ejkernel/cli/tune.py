@@ -27,9 +27,9 @@ from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.table import Entry, table_name
 from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import target_device
-from ejkernel.ops.execution.target import Target, tune_described
+from ejkernel.ops.execution.target import Target, tune_by_prediction
 from ejkernel.ops.grad import CallPlan
-from ejkernel.ops.params import Direction, given_values
+from ejkernel.ops.params import Direction, set_fields_as_text
 from ejkernel.ops.tuning import tune_call
 
 TARGET_HELP = (
@@ -188,7 +188,7 @@ def _result_to_dict(plan: CallPlan, result: TuningResult) -> dict[str, Any]:
         "device": result.key.device,
         "key": str(result.key),
         "winner": msgspec.to_builtins(result.winner.part),
-        "rule": None if result.rule is None else msgspec.to_builtins(result.rule),
+        "rule": None if result.heuristic_part is None else msgspec.to_builtins(result.heuristic_part),
         "measurements": [
             {
                 "config": msgspec.to_builtins(m.part),
@@ -232,7 +232,7 @@ def _tune_by_predicting(
         chain = ConfigSelectorChain(tuner=target.tuner(sys.stderr.isatty()), persistent=measured_store)
         with target_device(target.device):
             plan = make_plan(call.op, call.abstract_args, call.platform, None, chain)
-        results = tune_described(plan, call.make_args, DIRECTIONS[direction])
+        results = tune_by_prediction(plan, call.make_args, DIRECTIONS[direction])
     with target_device(target.device):
         _check_served(plan, call, direction, results, out)
     return results, plan
@@ -258,16 +258,18 @@ def _check_served(plan: CallPlan, call: Call, direction: str, results: list[Tuni
 
 
 def _print_result(out: Console, call: Call, result: TuningResult, preposition: str) -> None:
-    key, best, winner = result.key, result.best.seconds or 0.0, result.winner
+    key, best, winner = result.key, result.fastest.seconds or 0.0, result.winner
     rows: list[tuple[Any, ...]] = []
     for rank, measured in enumerate(result.measurements, 1):
         style = "bold green" if measured is winner else ""
         if measured.seconds is None:
-            rows.append(("-", given_values(measured.part), ("failed", "red"), "", "", measured.error))
+            rows.append(("-", set_fields_as_text(measured.part), ("failed", "red"), "", "", measured.error))
             continue
         spread = format_milliseconds(measured.spread) if measured.samples else "-"
         times = format_milliseconds(measured.seconds), spread, f"{measured.seconds / best:.2f}"
-        rows.append(((rank, style), (given_values(measured.part), style), *times, _candidate_note(result, measured)))
+        rows.append(
+            ((rank, style), (set_fields_as_text(measured.part), style), *times, _candidate_note(result, measured))
+        )
     title = f"{call.op.name}, {key.direction}, {result.implementation} {preposition} {key.device}"
     headings = ("rank", "configuration", "ms", "spread", "relative", "note")
     print_table(
@@ -282,9 +284,9 @@ def _print_result(out: Console, call: Call, result: TuningResult, preposition: s
 
 def _candidate_note(result: TuningResult, measurement: Measurement) -> str:
     """Marks the candidate that the heuristic chooses, and says why it is stored if it is not the fastest."""
-    if measurement.part != result.rule:
+    if measurement.part != result.heuristic_part:
         return ""
-    keeps_config = measurement is result.winner and measurement is not result.best
+    keeps_config = measurement is result.winner and measurement is not result.fastest
     return "heuristic, stored: the fastest is not faster by more than the spread" if keeps_config else "heuristic"
 
 
@@ -295,7 +297,9 @@ def _table_to_ship(store: PersistentCache, results: list[TuningResult]) -> dict[
     if not_stored:
         raise click.ClickException(f"the measurements could not be stored: {store.path} cannot be written")
     return {
-        r.key.shipped(r.kind): msgspec.structs.replace(stored[str(r.key)], config=_non_default_fields(r.winner.part))
+        r.key.as_shipped_key(r.kind): msgspec.structs.replace(
+            stored[str(r.key)], config=_non_default_fields(r.winner.part)
+        )
         for r in results
     }
 

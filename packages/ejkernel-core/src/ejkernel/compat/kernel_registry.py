@@ -45,7 +45,8 @@ def list_implementations(algorithm: str) -> list[KernelSpec]:
     """
     name = registry().op(algorithm).name
     return [
-        KernelSpec(i.platform, i.backend, name, i.name, i.usual_rank) for i in registry().implementations.get(name, ())
+        KernelSpec(i.platform, i.backend, name, i.name, i.constant_priority)
+        for i in registry().implementations.get(name, ())
     ]
 
 

@@ -112,7 +112,12 @@ def unread_fields(registered: Registry) -> dict[str, list[str]]:
     unread: dict[str, list[str]] = {}
     for name, op in sorted(registered.ops.items()):
         spaces = [implementation.config for implementation in registered.implementations.get(name, ())]
-        read = {field for space in spaces for role in ("forward", "backward", "both") for field in space.read(role)}
+        read = {
+            field
+            for space in spaces
+            for role in ("forward", "backward", "both")
+            for field in space.readable_public_fields(role)
+        }
         fields = sorted(_public_fields(op.config) - read)
         if fields:
             unread[op.config.__name__] = fields
@@ -126,7 +131,7 @@ def _unread_row(config: str, fields: list[str]) -> tuple[str, str]:
 def _public_fields(config: type[BaseOperationConfig]) -> set[str]:
     """Returns the fields of a configuration, or of its two parts."""
     parts = set(config.part_types.values()) or {config}
-    return {field for part in parts for field in leaf_names(part)} - set(config.about_call)
+    return {field for part in parts for field in leaf_names(part)} - set(config.call_argument_fields)
 
 
 def _markdown_table(column_titles: tuple[str, ...], rows: list[Any]) -> str:

@@ -255,7 +255,9 @@ def _exchange_gradients(
     elif final_states_cotangent is not None:
         local = jnp.where(token_shards.broadcast_flags(packed.ends, final_states_cotangent), final_states_cotangent, 0)
         # Where the sequence that enters also ends here, its final state depends on the state that enters.
-        added = added + token_shards.applied_transposed(summary.factor, local[packed.entering_sequence][None], matrices)
+        added = added + token_shards.apply_transposed_factor(
+            summary.factor, local[packed.entering_sequence][None], matrices
+        )
     leaving, first = token_shards.carried_gradients(exchanged.transitions, shards.gather(added), last, matrices)
     leaving = leaving[shards.index()]
     if packed is not None:

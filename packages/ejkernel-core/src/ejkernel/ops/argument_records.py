@@ -14,7 +14,7 @@ from ejkernel.ops.model import CALL_OPTIONS
 from ejkernel.types import MaskInfo
 from ejkernel.types.arguments import arguments, static
 
-FIELD_TREE_TYPES = (jax.Array, AbstractArray, MaskInfo)
+PYTREE_CHILD_TYPES = (jax.Array, AbstractArray, MaskInfo)
 """The types of arguments that are children of the record's pytree: arrays, and `MaskInfo`, which holds arrays."""
 
 
@@ -42,13 +42,13 @@ class ArgumentRecord:
         parameters = [parameter for name, parameter in signature.parameters.items() if name not in CALL_OPTIONS]
         cls.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         for parameter in parameters:
-            default, child = _default(parameter), holds_arrays(parameter.annotation)
+            default, child = _field_default(parameter), holds_arrays(parameter.annotation)
             setattr(cls, parameter.name, dataclasses.field(default=default) if child else static(default))
         cls.public_function = staticmethod(of)
         arguments(cls)
 
 
-def _default(parameter: inspect.Parameter) -> Any:
+def _field_default(parameter: inspect.Parameter) -> Any:
     """Returns the default of a field. One that may be None can be left out of a record, though a caller has to say
     None.
     """
@@ -64,4 +64,4 @@ def holds_arrays(annotation: Any) -> bool:
     inner = typing.get_args(annotation)
     if inner:
         return any(map(holds_arrays, inner))
-    return isinstance(annotation, type) and issubclass(annotation, FIELD_TREE_TYPES)
+    return isinstance(annotation, type) and issubclass(annotation, PYTREE_CHILD_TYPES)

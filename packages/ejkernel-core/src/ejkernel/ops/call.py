@@ -16,12 +16,12 @@ from ejkernel.ops.config.tuner import Tuner
 from ejkernel.ops.device import DeviceInfo, current_device
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.grad import CallPlan, differentiable_call
-from ejkernel.ops.isolation import NOT_ISOLATED_NOTE, sequences_isolated
+from ejkernel.ops.isolation import NOT_ISOLATED_NOTE, are_sequences_isolated
 from ejkernel.ops.model import CALL_OPTIONS, Op
 from ejkernel.ops.params import BaseOperationConfig, Platform
 from ejkernel.ops.plugins import registry
 from ejkernel.ops.second import second_derivatives_enabled
-from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_of_types
+from ejkernel.ops.sharding import record_on_shard, run_sharded, specs_from_array_types
 from ejkernel.ops.suspicions import suspicious_argument_warnings
 from ejkernel.types.arguments import array_fields
 
@@ -34,7 +34,7 @@ class CallSettings:
     mesh: Any
     in_specs: tuple[Any, ...] | None
     out_specs: Any
-    generation: int
+    cache_generation: int
 
 
 @functools.cache
@@ -82,7 +82,7 @@ def call(
     specs = None if in_specs is None else _as_specs(in_specs)
     if plan.tunes_on_miss and not _is_traced_call(args) and _mesh_and_specs(plan.op, args, mesh, specs)[0] is None:
         tuning.tune_missing(plan, args)
-    options = CallSettings(plan, mesh, specs, out_specs, chain.cache.generation)
+    options = CallSettings(plan, mesh, specs, out_specs, chain.cache.cache_generation)
     outer = caller_arguments.set(args)
     try:
         return _compiled_function(options, args)
@@ -112,14 +112,14 @@ def make_plan(op: Op, args: Any, platform: str | None, cfg: Any, chain: ConfigSe
         chain=chain,
         returns_lse=op.returns_residual_lse(args),
         differentiable_twice=second_derivatives_enabled(),
-        isolates=sequences_isolated(),
+        isolates_sequences=are_sequences_isolated(),
     )
 
 
 def isolation_notes(plan: CallPlan, record: Any) -> tuple[str, ...]:
     """Returns what `explain` says where sequences of a call may reach each other."""
     isolate = plan.op.family.request_isolation
-    if isolate is None or plan.isolates or plan.op.padding_only or not isolate.may_share_tiles(record):
+    if isolate is None or plan.isolates_sequences or plan.op.padding_only or not isolate.may_share_tiles(record):
         return ()
     return (NOT_ISOLATED_NOTE,)
 
@@ -140,7 +140,7 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
     op = plan.op
     decisions: list[Decision] = []
 
-    def note_record(record: Any) -> Any:
+    def explain_record(record: Any) -> Any:
         grad_fields = frozenset(op.family.differentiable) & set(array_fields(record))
         forward = plan.choose(record, "forward")
         notes = (*forward.notes, *suspicious_argument_warnings(op, args), *isolation_notes(plan, record))
@@ -151,21 +151,21 @@ def decide(op: Op, args: Any, **options: Any) -> Decision:
             Decision(
                 forward=forward,
                 backward=plan.choice_with_config(backward, record),
-                differentiated=plan.choice_with_config(first, record) if other else None,
+                differentiated_forward=plan.choice_with_config(first, record) if other else None,
             )
         )
         return record
 
-    def trace_call(args: Any) -> Any:
+    def explain_traced_call(args: Any) -> Any:
         op.validate(args)
         placed, specs = _mesh_and_specs(op, args, mesh, in_specs)
         if placed is not None:
-            return record_on_shard(op, args, placed, _as_specs(specs), out_specs, note_record)
-        return note_record(op.lower(args))
+            return record_on_shard(op, args, placed, _as_specs(specs), out_specs, explain_record)
+        return explain_record(op.lower(args))
 
     outer = caller_arguments.set(args)
     try:
-        jax.eval_shape(trace_call, args)
+        jax.eval_shape(explain_traced_call, args)
     finally:
         caller_arguments.reset(outer)
     return decisions[0]
@@ -186,7 +186,7 @@ def _compiled_function(options: CallSettings, args: Any) -> Any:
 
 def _mesh_and_specs(op: Op, args: Any, mesh: Any, in_specs: Any) -> tuple[Any, Any]:
     """Returns the mesh and the specs of a call: its own or, where it has none, those of its arrays' types."""
-    return (mesh, in_specs) if mesh is not None else specs_of_types(op, args)
+    return (mesh, in_specs) if mesh is not None else specs_from_array_types(op, args)
 
 
 def _check_mesh(mesh: Any, in_specs: Any, out_specs: Any) -> None:
@@ -228,7 +228,7 @@ def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
         return NotImplementedError(
             f"{op.name} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.linearize): use jax.grad or jax.vjp"
         )
-    symbolic = {name: x.shape for name, x in array_fields(args).items() if _is_symbolic(x)}
+    symbolic = {name: x.shape for name, x in array_fields(args).items() if _has_symbolic_size(x)}
     if symbolic:
         shapes = ", ".join(f"{name} {list(map(str, shape))}" for name, shape in symbolic.items())
         return NotImplementedError(
@@ -238,7 +238,7 @@ def _explain_jax_error(op: Op, args: Any, error: Exception) -> Exception:
     return _name_unhashable_argument(op, args, error)
 
 
-def _is_symbolic(value: Any) -> bool:
+def _has_symbolic_size(value: Any) -> bool:
     return not all(isinstance(size, int) for size in getattr(value, "shape", ()))
 
 

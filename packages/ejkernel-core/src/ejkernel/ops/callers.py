@@ -15,7 +15,7 @@ caller_arguments: contextvars.ContextVar[Any] = contextvars.ContextVar("ejkernel
 """The argument record of the call that is being carried out; None outside of calls."""
 
 
-def passed_tracer(value: Any) -> bool:
+def was_tracer_for_caller(value: Any) -> bool:
     """Returns whether `value` was a tracer in the caller's code. In the validation, every array of an eager call is a
     tracer.
     """

@@ -30,7 +30,7 @@ from ejkernel.ops.recording import RecordedCall, get_recorded
 from ejkernel.suggestion import did_you_mean
 from ejkernel.types import MaskInfo
 
-PLAIN = (bool, int, float, str, type(None))
+JSON_SCALAR_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +116,7 @@ def _call_to_json(call: RecordedCall) -> dict[str, Any]:
 
 def _value_to_json(name: str, value: Any) -> Any:
     """Returns a value as JSON: words that can be mistaken for nothing else where JSON has no such type."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, JSON_SCALAR_TYPES):
         return value
     if isinstance(value, tuple | list):
         items: Iterable[Any] = value
@@ -138,7 +138,7 @@ def _value_to_json(name: str, value: Any) -> Any:
 
 
 def _call_from_json(call: Any) -> WrittenCall:
-    _check_keys(call)
+    _check_call_keys(call)
     op = registry().op(call["op"])
     args = _argument_record(op, {name: _value_from_json(value) for name, value in call["arguments"].items()})
     sizes, specs = call.get("mesh"), call.get("in_specs")
@@ -151,7 +151,7 @@ def _call_from_json(call: Any) -> WrittenCall:
     )
 
 
-def _check_keys(call: Any) -> None:
+def _check_call_keys(call: Any) -> None:
     """Refuses a call that is not written as the module says."""
     if not isinstance(call, dict):
         raise ValueError(f"got {call!r}, wants an object with the keys op and arguments")

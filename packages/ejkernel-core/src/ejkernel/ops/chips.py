@@ -22,7 +22,7 @@ class Gpu:
 
     Attributes:
         target: The name that compilers use: `sm_90`, `gfx942`.
-        product: The product that has these figures.
+        product_name: The product that has these figures.
         architecture: The generation of the chip. Consumer Blackwell (sm_120) counts as `ada`, since it has Ada's matrix
             instructions.
         multiprocessors: How many it has.
@@ -33,7 +33,7 @@ class Gpu:
     """
 
     target: str
-    product: str
+    product_name: str
     architecture: Architecture
     multiprocessors: int
     total_shared_memory: int
@@ -64,7 +64,7 @@ class Tpu:
     Attributes:
         name: Its short name.
         kind: JAX's `device_kind`.
-        clock: Cycles a second: `flops` over the operations a cycle of the matrix units.
+        clock_hz: Cycles a second: `flops` over the operations a cycle of the matrix units.
         flops: Dense bfloat16 operations per second of a device.
         bandwidth: HBM bytes per second of a device.
         link_bandwidth: Bytes a second that a link between chips takes in one direction: the vendor's figure for a chip,
@@ -76,7 +76,7 @@ class Tpu:
 
     name: str
     kind: str
-    clock: float
+    clock_hz: float
     flops: float
     bandwidth: float
     link_bandwidth: float

@@ -19,14 +19,14 @@ from ejkernel.suggestion import did_you_mean
 from ejkernel.types.arguments import optional_fields
 
 DEVICE_NAMES = frozenset({"cpu", "gpu", "nvidia", "amd", "tpu"})
-PULLBACK_PIECES = frozenset({"lse_cotangent"})  # what a backward pass may handle in addition to record fields
+OPTIONAL_PULLBACK_FIELDS = frozenset({"lse_cotangent"})  # what a backward pass may handle in addition to record fields
 
 
 def wrong_declarations(registry: Registry) -> dict[str, list[str]]:
     """Returns the error messages of each plugin whose implementations declare names that do not exist."""
     families = {op.family.name: op.family for op in registry.ops.values()}
     by_plugin: dict[str, list[str]] = {}
-    for (op, name), plugin in registry.providers.items():
+    for (op, name), plugin in registry.plugin_by_implementation.items():
         implementation = next(one for one in registry.implementations[op] if one.name == name)
         sentences = by_plugin.setdefault(plugin, [])
         for problem in declaration_errors(implementation, families[implementation.family]):
@@ -45,7 +45,7 @@ def declaration_errors(implementation: Implementation, family: Family) -> Iterat
             yield from _requirement_problems(field, requires, family)
     for field in ("forward", "backward", "cases"):
         path = getattr(implementation, field)
-        problem = None if path is None else object_problem(path)
+        problem = None if path is None else object_path_error(path)
         if problem is not None:
             yield f"{field}: {problem}"
     if implementation.package is not None and importlib.util.find_spec(implementation.package) is None:
@@ -53,11 +53,11 @@ def declaration_errors(implementation: Implementation, family: Family) -> Iterat
 
 
 def _requirement_problems(field: str, requires: Requires, family: Family) -> Iterator[str]:
-    optional = set(optional_fields(family.record)) | PULLBACK_PIECES
+    optional = set(optional_fields(family.record)) | OPTIONAL_PULLBACK_FIELDS
     yield from _unknown_name_errors(f"{field}.handles", requires.handles, optional)
     yield from _unknown_name_errors(f"{field}.devices", requires.devices, DEVICE_NAMES)
     for dtype in sorted(requires.dtypes):
-        reason = _dtype_problem(dtype)
+        reason = _dtype_name_error(dtype)
         if reason:
             yield f"{field}.dtypes: {reason}"
     for module in requires.modules:
@@ -73,7 +73,7 @@ def _unknown_name_errors(field: str, names: Iterable[str], known: Iterable[str])
         yield f"{field}: there is no {name!r}{did_you_mean(name, known) or '; there are ' + ', '.join(known)}"
 
 
-def _dtype_problem(name: str) -> str:
+def _dtype_name_error(name: str) -> str:
     """Returns why a name is no dtype's; empty if it is."""
     try:
         real = jnp.dtype(name).name
@@ -82,7 +82,7 @@ def _dtype_problem(name: str) -> str:
     return "" if real == name else f"got {name!r}, wants {real!r}"
 
 
-def object_problem(path: str) -> str | None:
+def object_path_error(path: str) -> str | None:
     """Returns why `"module:attribute"` cannot be what it names; None if it can, as far as its source tells."""
     module, colon, attribute = path.partition(":")
     if not (module and colon and attribute):
@@ -99,14 +99,14 @@ def object_problem(path: str) -> str | None:
         return f"{path!r}: there is no module {module!r}"
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    names = _module_names(Path(spec.origin))
+    names = _names_defined_by_module(Path(spec.origin))
     if names is None or attribute in names:
         return None
     return f"{path!r}: module {module!r} has no {attribute!r}{did_you_mean(attribute, names)}"
 
 
 @functools.cache
-def _module_names(path: Path) -> frozenset[str] | None:
+def _names_defined_by_module(path: Path) -> frozenset[str] | None:
     """Returns the names that a module defines at its top level; None if its source does not tell."""
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -134,4 +134,4 @@ def _import_time_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _import_time_statements(block)
 
 
-__all__ = ["declaration_errors", "object_problem", "wrong_declarations"]
+__all__ = ["declaration_errors", "object_path_error", "wrong_declarations"]

@@ -26,22 +26,22 @@ def config_class_from_annotation(function: Callable[..., Any]) -> type[BaseOpera
     raise ValueError(f"cfg: got the annotation {annotation!r} in {function.__name__}, wants a configuration class")
 
 
-def axes_of(function: Callable[..., Any], other: Mapping[str, str]) -> dict[str, str]:
-    """Returns the axis letters of the positional arrays in public order. Letters in `other` replace annotated
-    letters.
+def axes_of(function: Callable[..., Any], replacement_letters: Mapping[str, str]) -> dict[str, str]:
+    """Returns the axis letters of the positional arrays in public order. Letters in `replacement_letters` replace
+    annotated letters.
 
     Raises:
-        ValueError: An annotation has a size that is no letter, and `other` does not have the argument.
+        ValueError: An annotation has a size that is no letter, and `replacement_letters` does not have the argument.
     """
     letters: dict[str, str] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        axes = other.get(name, next(_shape_annotations(parameter.annotation), None))
+        axes = replacement_letters.get(name, next(_shape_annotations(parameter.annotation), None))
         if parameter.kind is parameter.KEYWORD_ONLY or axes is None:
             continue
-        if name not in other and any(len(axis) != 1 or not axis.isalpha() for axis in axes.split()):
+        if name not in replacement_letters and any(len(axis) != 1 or not axis.isalpha() for axis in axes.split()):
             raise ValueError(f"axes: {name} of {function.__name__} is annotated {axes!r}, wants letters; give its axes")
         letters[name] = axes
-    return letters | {name: axes for name, axes in other.items() if name not in letters}
+    return letters | {name: axes for name, axes in replacement_letters.items() if name not in letters}
 
 
 def _array_types_of_annotation(annotation: Any) -> Iterator[type[AbstractArray]]:
@@ -99,11 +99,13 @@ def _shapes_of_arrays(function: Callable[..., Any]) -> tuple[dict[str, list[str]
     return required, optional
 
 
-def _record_with_array(make: Callable[[Any], Any], required: Any, name: str, axes: list[str], key: jax.Array) -> Any:
+def _record_with_array(
+    make: Callable[[Any], Any], required_axes: Any, name: str, axes: list[str], key: jax.Array
+) -> Any:
     """Returns the record of a case with one more array of normal numbers, whose sizes follow from the others'."""
     record = make(key)
     sizes: dict[str, int] = {}
-    for argument, letters in required.items():
+    for argument, letters in required_axes.items():
         shape = getattr(getattr(record, argument), "shape", ())
         sizes |= dict(zip(letters, shape, strict=True)) if len(shape) == len(letters) else {}
     key = jax.random.fold_in(key, zlib.crc32(name.encode()))

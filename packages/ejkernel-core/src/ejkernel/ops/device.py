@@ -84,13 +84,13 @@ def find_device(device: Any) -> DeviceInfo:
         return match
     if not isinstance(device, DeviceInfo):
         raise ValueError(f"device: got {device!r}, wants a DeviceInfo or one of {', '.join(DEVICES_BY_SHORT_NAME)}")
-    reason = next(_description_errors(device), None)
+    reason = next(_device_description_errors(device), None)
     if reason is not None:
         raise ValueError(f"device: got {device!r}, {reason}; known kinds are {', '.join(DEVICES_BY_SHORT_NAME)}")
     return device
 
 
-def _description_errors(device: DeviceInfo) -> Generator[str]:
+def _device_description_errors(device: DeviceInfo) -> Generator[str]:
     """Yields what is wrong with the description of a device; the engine would not match such a device
     with any kernel.
     """

@@ -16,9 +16,9 @@ from ejkernel.ops import evidence
 from ejkernel.ops.config.selection import foreign_part_reason
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation, Op, Requires
-from ejkernel.ops.params import BaseOperationConfig, Direction, given_values
+from ejkernel.ops.params import BaseOperationConfig, Direction, set_fields_as_text
 from ejkernel.ops.plugins import Plugin, registry
-from ejkernel.ops.refusal_names import name_argument
+from ejkernel.ops.refusal_names import name_public_argument
 from ejkernel.ops.toolchain import missing_module_reason
 from ejkernel.types.arguments import array_fields, non_default_fields
 
@@ -34,8 +34,8 @@ class Verdict:
         status: "chosen"; "usable" for one that could serve but comes later in the order; or "refused".
         reasons: Why it is refused; empty otherwise.
         remark: Why it is chosen, if there is another reason than the order of choice; empty otherwise.
-        unconfirmed: Why it comes after all implementations with evidence for the device; empty if it does not.
-        confirmed: The device and the toolchain on which all its tests have passed; empty without evidence.
+        unconfirmed_reason: Why it comes after all implementations with evidence for the device; empty if it does not.
+        confirmed_on: The device and the toolchain on which all its tests have passed; empty without evidence.
         priority: Its priority for the call; None if the priority depends on the call and the kernels cannot compute it.
     """
 
@@ -43,14 +43,14 @@ class Verdict:
     status: Status
     reasons: tuple[str, ...] = ()
     remark: str = ""
-    unconfirmed: str = ""
-    confirmed: str = ""
+    unconfirmed_reason: str = ""
+    confirmed_on: str = ""
     priority: int | None = None
 
     @property
     def remarks(self) -> str:
         """Returns the reasons of a refusal, or else the remarks on its place in the order of choice."""
-        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed, self.confirmed)))
+        return "; ".join(self.reasons or filter(None, (self.remark, self.unconfirmed_reason, self.confirmed_on)))
 
     def __str__(self) -> str:
         i, reasons = self.implementation, self.remarks
@@ -99,7 +99,7 @@ class Choice:
         lines += [f"  {note}" for note in self.notes]
         lines += [f"  plugin {p.name} ({p.distribution}) not loaded: {p.error}" for p in self.failed_plugins]
         if self.tier:
-            lines.append(f"  config from {self.tier}: {given_values(self.config)}")
+            lines.append(f"  config from {self.tier}: {set_fields_as_text(self.config)}")
             lines += [f"    {step}" for step in self.trail]
         return "\n".join(lines)
 
@@ -111,20 +111,20 @@ class Decision:
     Attributes:
         forward: The forward choice of a call that is not differentiated.
         backward: The backward choice, as if every differentiable argument were differentiated.
-        differentiated: The forward choice of the differentiated call, where another implementation serves it: a
+        differentiated_forward: The forward choice of the differentiated call, where another implementation serves it: a
             paired implementation takes both passes or neither. None otherwise.
         conventions: One sentence for each point of the call that libraries define differently.
     """
 
     forward: Choice
     backward: Choice
-    differentiated: Choice | None = None
+    differentiated_forward: Choice | None = None
     conventions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         choices = [str(self.forward), str(self.backward)]
-        if self.differentiated is not None:
-            choices.insert(1, f"where the call is differentiated, {self.differentiated}")
+        if self.differentiated_forward is not None:
+            choices.insert(1, f"where the call is differentiated, {self.differentiated_forward}")
         return "\n".join([*choices, *self.conventions])
 
 
@@ -153,9 +153,9 @@ def choose(
     # All are judged, not only those up to the first usable one: `explain` and the error show the whole table.
     for implementation in registered.implementations.get(op.name, ()):
         found = refusals(op.family, implementation, record, device, platform, direction, grad_fields)
-        reasons = tuple(name_argument(op, reason) for reason in found)
+        reasons = tuple(name_public_argument(op, reason) for reason in found)
         reasons += _foreign_config(op, implementation, direction, cfg)
-        verdicts.append(_verdict(op, implementation, record, device, direction, reasons))
+        verdicts.append(_make_verdict(op, implementation, record, device, direction, reasons))
     return Choice(
         op=op.name,
         direction=direction,
@@ -163,11 +163,11 @@ def choose(
         platform=platform,
         verdicts=with_first_chosen(sorted(verdicts, key=_order_of_choice_key)),
         failed_plugins=registered.failed,
-        notes=tuple(sentence for (name, _), sentence in registered.renamed.items() if name == op.name),
+        notes=tuple(sentence for (name, _), sentence in registered.renaming_notes.items() if name == op.name),
     )
 
 
-def _verdict(
+def _make_verdict(
     op: Op,
     implementation: Implementation,
     record: Any,
@@ -179,16 +179,16 @@ def _verdict(
     # for records that they can compute, on this device or on another.
     knows_priority = (
         not reasons
-        or implementation.usual_rank is not None
+        or implementation.constant_priority is not None
         or can_compute(op.family, implementation, record, direction)
     )
     return Verdict(
         implementation,
         "refused" if reasons else "usable",
         reasons,
-        unconfirmed=evidence.unconfirmed(implementation, op.name, device),
-        confirmed=evidence.confirmed(implementation, op.name, device),
-        priority=implementation.rank(record, device, direction) if knows_priority else None,
+        unconfirmed_reason=evidence.unconfirmed(implementation, op.name, device),
+        confirmed_on=evidence.confirmed(implementation, op.name, device),
+        priority=implementation.priority_for(record, device, direction) if knows_priority else None,
     )
 
 
@@ -196,7 +196,7 @@ def _order_of_choice_key(verdict: Verdict) -> tuple[bool, int, str]:
     """Returns the key of the order of choice: evidence, then priority, then name."""
     # An unconfirmed kernel may be wrong on this device, so it comes after a slower one that is known to be right. The
     # name breaks ties: the order in which plugins load must not decide which kernel a call runs.
-    return bool(verdict.unconfirmed), -(verdict.priority or 0), verdict.implementation.name
+    return bool(verdict.unconfirmed_reason), -(verdict.priority or 0), verdict.implementation.name
 
 
 def _foreign_config(
@@ -212,12 +212,12 @@ def _foreign_config(
     return (f"cfg: {foreign}",) if foreign else ()
 
 
-def require_handles(choice: Choice, piece: str) -> Choice:
+def require_handles(choice: Choice, pullback_field: str) -> Choice:
     """Returns a choice among the backward passes that honour a piece of the `Pullback`, such as `lse_cotangent`."""
     verdicts = [
         v
-        if piece in v.implementation.requires_for(choice.direction).handles
-        else dataclasses.replace(v, status="refused", reasons=(*v.reasons, f"{piece} is not handled"))
+        if pullback_field in v.implementation.requires_for(choice.direction).handles
+        else dataclasses.replace(v, status="refused", reasons=(*v.reasons, f"{pullback_field} is not handled"))
         for v in choice.verdicts
     ]
     return dataclasses.replace(choice, verdicts=with_first_chosen(verdicts))

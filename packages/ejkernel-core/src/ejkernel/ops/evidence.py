@@ -23,10 +23,10 @@ from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.toolchain import split_requirement
 
-FORMAT = 1
-VARIABLE = "EJKERNEL_UNCONFIRMED"
+EVIDENCE_FORMAT_VERSION = 1
+UNCONFIRMED_VARIABLE = "EJKERNEL_UNCONFIRMED"
 """With the value `allow` in the environment, dispatch goes by priority alone, evidence or not."""
-MODULES_SHOWN = ("jax", "jax_triton", "triton")
+TOOLCHAIN_MODULES = ("jax", "jax_triton", "triton")
 """The versions that tell toolchains apart, in the order in which they are printed."""
 
 
@@ -58,7 +58,7 @@ class Tally(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.passed + self.refused + len(self.failed) + len(self.not_run)
 
 
-class Carried(msgspec.Struct, frozen=True):
+class CarriedEvidence(msgspec.Struct, frozen=True):
     """Why evidence is valid for sources that no chip has run: they lower to the same programs as sources that a chip
     has run.
 
@@ -87,7 +87,7 @@ class FamilyEvidence(msgspec.Struct, frozen=True, omit_defaults=True):
     operations: Mapping[str, Tally]
     claims: Tally = Tally()
     stale: bool = False
-    carried: Carried | None = None
+    carried: CarriedEvidence | None = None
 
 
 class Confirmation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -128,7 +128,7 @@ class EvidenceFile(msgspec.Struct, frozen=True, omit_defaults=True):
     confirmations: tuple[Confirmation, ...]
     kind: Literal["device", "interpreted"] = "device"
     checksum: str = ""
-    format: int = FORMAT
+    format: int = EVIDENCE_FORMAT_VERSION
 
 
 def chip_of(device: DeviceInfo) -> str:
@@ -140,9 +140,9 @@ def chip_of(device: DeviceInfo) -> str:
     return (device.kind or device.platform).replace(" ", "_").replace("/", "_")
 
 
-def encode(file: EvidenceFile) -> bytes:
+def encode(evidence_file: EvidenceFile) -> bytes:
     """Returns an evidence file as text that people can read and compare, with its checksum."""
-    return msgspec.json.format(msgspec.json.encode(_with_checksum(file), order="sorted"), indent=1) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(_with_checksum(evidence_file), order="sorted"), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> EvidenceFile:
@@ -152,16 +152,16 @@ def decode(data: bytes) -> EvidenceFile:
         ValueError: The data is not an evidence file, has another version, or was changed by hand.
     """
     file = msgspec.json.decode(data, type=EvidenceFile)
-    if file.format != FORMAT:
-        raise ValueError(f"has format {file.format}, this version reads {FORMAT}")
+    if file.format != EVIDENCE_FORMAT_VERSION:
+        raise ValueError(f"has format {file.format}, this version reads {EVIDENCE_FORMAT_VERSION}")
     if _with_checksum(file).checksum != file.checksum:
         raise ValueError("its checksum does not fit its content: evidence is written by runs, not by hand")
     return file
 
 
-def _with_checksum(file: EvidenceFile) -> EvidenceFile:
-    content = msgspec.json.encode(msgspec.structs.replace(file, checksum=""), order="sorted")
-    return msgspec.structs.replace(file, checksum=hashlib.sha256(content).hexdigest()[:16])
+def _with_checksum(evidence_file: EvidenceFile) -> EvidenceFile:
+    content = msgspec.json.encode(msgspec.structs.replace(evidence_file, checksum=""), order="sorted")
+    return msgspec.structs.replace(evidence_file, checksum=hashlib.sha256(content).hexdigest()[:16])
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def evidence_files(folder: str) -> list[Traversable]:
 
 def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
     """Returns why an implementation comes after all that are confirmed, in a sentence; empty where it does not."""
-    if implementation.evidence is None or device.platform != "gpu" or _is_allowed():
+    if implementation.evidence is None or device.platform != "gpu" or _are_unconfirmed_kernels_allowed():
         return ""
     if not implementation.requires.devices & device.names:  # it is refused there
         return ""
@@ -206,13 +206,15 @@ def unconfirmed(implementation: Implementation, op: str, device: DeviceInfo) -> 
 
 
 @functools.cache
-def _is_allowed() -> bool:
-    return os.environ.get(VARIABLE) == "allow"
+def _are_unconfirmed_kernels_allowed() -> bool:
+    return os.environ.get(UNCONFIRMED_VARIABLE) == "allow"
 
 
 @functools.cache
 def _unconfirmed_reason(implementation: Implementation, op: str, device: DeviceInfo) -> str:
-    return unconfirmed_with(implementation, op, device, installed_versions(implementation.requires.modules))
+    return unconfirmed_reason_with_versions(
+        implementation, op, device, installed_versions(implementation.requires.modules)
+    )
 
 
 def confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> str:
@@ -225,13 +227,15 @@ def confirmed(implementation: Implementation, op: str, device: DeviceInfo) -> st
 @functools.cache
 def _confirmed_text(implementation: Implementation, op: str, device: DeviceInfo) -> str:
     versions = installed_versions(implementation.requires.modules)
-    if unconfirmed_with(implementation, op, device, versions):
+    if unconfirmed_reason_with_versions(implementation, op, device, versions):
         return ""
     latest = _latest_confirmation(implementation, device, versions)
     return "" if latest is None else f"confirmed on {latest.device} with {latest.toolchain}"
 
 
-def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo, versions: Mapping[str, str]) -> str:
+def unconfirmed_reason_with_versions(
+    implementation: Implementation, op: str, device: DeviceInfo, versions: Mapping[str, str]
+) -> str:
     """Returns the same for a toolchain with the given versions of modules."""
     family, chip = implementation.family, chip_of(device)
     files = shipped(implementation.evidence or "", implementation.name)
@@ -240,7 +244,7 @@ def unconfirmed_with(implementation: Implementation, op: str, device: DeviceInfo
         return f"not confirmed on {chip}: no run of its tests there is known"
     latest = _latest_confirmation(implementation, device, versions)
     if latest is None:
-        needed = _versions_needed(implementation, versions)
+        needed = _needed_versions(implementation, versions)
         others = "; ".join(dict.fromkeys(_versions_in_words(x.versions, 2, needed) for x in on_chip))
         return f"not confirmed with {_versions_in_words(needed, 2)} on {chip}, but with {others}"
     problem = not_confirmed_reason(latest.families[family], op)
@@ -253,7 +257,7 @@ def _latest_confirmation(
     """Returns the last run with a toolchain on a chip, and on the same kind of device where there is one; None without
     any.
     """
-    chip, family, needed = chip_of(device), implementation.family, _versions_needed(implementation, versions)
+    chip, family, needed = chip_of(device), implementation.family, _needed_versions(implementation, versions)
     files = shipped(implementation.evidence or "", implementation.name)
     on_chip = [x for file in files if file.chip == chip for x in file.confirmations if family in x.families]
     matching = [x for x in on_chip if _minor_versions(x.versions, needed) == _minor_versions(needed, needed)]
@@ -261,40 +265,40 @@ def _latest_confirmation(
     return max(same_kind or matching, key=lambda x: x.at, default=None)
 
 
-def _versions_needed(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
+def _needed_versions(implementation: Implementation, versions: Mapping[str, str]) -> dict[str, str]:
     """Returns the versions of what an implementation needs, and of JAX."""
     names = {"jax", *(split_requirement(module)[0] for module in implementation.requires.modules)}
     return {name: version for name, version in versions.items() if name in names}
 
 
-def not_confirmed_reason(results: FamilyEvidence, op: str) -> str:
+def not_confirmed_reason(family_evidence: FamilyEvidence, op: str) -> str:
     """Returns what keeps evidence from confirming an operation; empty where it does."""
-    tally = results.operations.get(op, Tally())
-    if results.stale:
+    tally = family_evidence.operations.get(op, Tally())
+    if family_evidence.stale:
         return "the sources have changed since"
     if tally.failed:
         return f"{len(tally.failed)} of {tally.count} tests of {op} fail"
-    if results.claims.failed:
-        return f"{len(results.claims.failed)} of {results.claims.count} tests of its claims fail"
-    missing = len(tally.not_run) + len(results.claims.not_run)
+    if family_evidence.claims.failed:
+        return f"{len(family_evidence.claims.failed)} of {family_evidence.claims.count} tests of its claims fail"
+    missing = len(tally.not_run) + len(family_evidence.claims.not_run)
     if missing:
-        return f"{missing} of {tally.count + results.claims.count} tests of {op} have not run"
-    if tally.passed or (tally.refused and _passed_elsewhere(results)):
+        return f"{missing} of {tally.count + family_evidence.claims.count} tests of {op} have not run"
+    if tally.passed or (tally.refused and _all_tests_of_family_passed(family_evidence)):
         return ""
     return f"no test of {op} has run"
 
 
-def _passed_elsewhere(results: FamilyEvidence) -> bool:
+def _all_tests_of_family_passed(family_evidence: FamilyEvidence) -> bool:
     """Returns whether tests of the family's operations ran, and none failed or is left.
 
     Kernels get records of the family, whichever operation made them. So where an operation has no case that an
     implementation serves, the cases of its kin speak for the calls that it does serve.
     """
-    tallies = results.operations.values()
+    tallies = family_evidence.operations.values()
     return any(tally.passed for tally in tallies) and not any(tally.failed or tally.not_run for tally in tallies)
 
 
-class Summary(msgspec.Struct, frozen=True):
+class EvidenceSummary(msgspec.Struct, frozen=True):
     """The evidence of one run about one operation of an implementation.
 
     Attributes:
@@ -315,12 +319,12 @@ class Summary(msgspec.Struct, frozen=True):
         return f"{self.chip}, {self.toolchain}" + (f" ({self.problem})" if self.problem else "")
 
 
-def evidence_summaries(implementation: Implementation, op: str) -> list[Summary]:
+def evidence_summaries(implementation: Implementation, op: str) -> list[EvidenceSummary]:
     """Returns what is known of an operation of an implementation, of every chip and toolchain."""
     if implementation.evidence is None:
         return []
     return [
-        Summary(
+        EvidenceSummary(
             file.chip,
             one.device,
             one.toolchain,
@@ -365,7 +369,9 @@ def _minor_versions(versions: Mapping[str, str], names: Iterable[str]) -> dict[s
     return {name: ".".join(versions.get(name, "").split(".")[:2]) for name in names}
 
 
-def _versions_in_words(versions: Mapping[str, str], length: int, names: Iterable[str] = MODULES_SHOWN) -> str:
-    """Returns versions in words, each cut to `length` numbers."""
-    shown = [name for name in MODULES_SHOWN if name in versions and name in names]
-    return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:length])}" for name in shown)
+def _versions_in_words(
+    versions: Mapping[str, str], num_version_parts: int, names: Iterable[str] = TOOLCHAIN_MODULES
+) -> str:
+    """Returns versions in words, each cut to `num_version_parts` numbers."""
+    shown = [name for name in TOOLCHAIN_MODULES if name in versions and name in names]
+    return ", ".join(f"{name} {'.'.join(versions[name].split('.')[:num_version_parts])}" for name in shown)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel.ops.call import decide
-from ejkernel.ops.config.agreement import only_looking
+from ejkernel.ops.config.agreement import explain_only
 from ejkernel.ops.dispatch import Decision
 from ejkernel.ops.plugins import registry
 
@@ -27,7 +27,7 @@ def explain(operation: Any, *args: Any, **kwargs: Any) -> Decision:
     """
     op = registry().op(operation)
     record, options = op.bind(args, kwargs)
-    with only_looking():
+    with explain_only():
         decision = decide(op, record, **options)
     sentences = () if op.conventions is None else tuple(op.conventions(record))
     return dataclasses.replace(decision, conventions=sentences)

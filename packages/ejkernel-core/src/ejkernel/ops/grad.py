@@ -41,7 +41,7 @@ class CallPlan:
         chain: Chooses the configuration.
         returns_lse: Whether the call returns `(output, lse)`, with the residuals' lse, instead of the output.
         differentiable_twice: Whether the call was made in a `second_derivatives` block.
-        isolates: Whether the call was made in an `isolate_sequences` block.
+        isolates_sequences: Whether the call was made in an `isolate_sequences` block.
     """
 
     op: Op
@@ -51,21 +51,23 @@ class CallPlan:
     chain: ConfigSelectorChain
     returns_lse: bool = False
     differentiable_twice: bool = False
-    isolates: bool = False
+    isolates_sequences: bool = False
 
     @property
     def tunes_on_miss(self) -> bool:
         """Returns whether the current policy measures calls for which no tier has a configuration."""
         return effective_policy(self.chain.policy, self.chain).tunes_on_miss
 
-    def pick(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
+    def choose_implementation(
+        self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()
+    ) -> Choice:
         """Chooses an implementation."""
         choice = choose(self.op, record, self.device, self.platform, direction, grad_fields, self.cfg)
         return require_handles(choice, "lse_cotangent") if self.returns_lse and direction == "backward" else choice
 
     def choose(self, record: Any, direction: Direction, grad_fields: frozenset[str] = frozenset()) -> Choice:
         """Chooses an implementation and, if one serves the call, its configuration."""
-        return self.choice_with_config(self.pick(record, direction, grad_fields), record)
+        return self.choice_with_config(self.choose_implementation(record, direction, grad_fields), record)
 
     def choice_with_config(self, choice: Choice, record: Any) -> Choice:
         """Returns a choice with the configuration of its implementation, if it has one."""
@@ -76,7 +78,9 @@ class CallPlan:
 
     def choose_both_passes(self, record: Any, grad_fields: frozenset[str]) -> tuple[Choice, Choice]:
         """Chooses the forward and the backward implementation of a call that is differentiated."""
-        return choose_pair(self.pick(record, "forward"), self.pick(record, "backward", grad_fields))
+        return choose_pair(
+            self.choose_implementation(record, "forward"), self.choose_implementation(record, "backward", grad_fields)
+        )
 
     def request(self, choice: Choice, record: Any) -> Request:
         """Returns the request to the configuration chain for the chosen implementation."""
@@ -103,7 +107,7 @@ class CallPlan:
         choice = self.choose(record, "forward") if choice is None else choice
         isolate = None if self.op.padding_only or not self.isolates else self.op.family.request_isolation
         results = ForwardResults(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
-        return _checked(choice, results)
+        return _check_private_residuals(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
         """Runs a forward pass of a record, or a backward pass of a pullback, so that it can be differentiated again.
@@ -118,7 +122,7 @@ class CallPlan:
         rule = forward_pass if choice.direction == "forward" else backward_pass
         return rule(self.op.family, run, argument)
 
-    def _apply_lowered(self, choice: Choice, argument: Any) -> Any:
+    def _run_implementation(self, choice: Choice, argument: Any) -> Any:
         if choice.implementation is None:
             raise NoImplementationError(choice)
         # The scope names the kernel in profiles. JAX cannot infer over which mesh axes a kernel's results vary, so the
@@ -129,11 +133,11 @@ class CallPlan:
 
     def backward(self, pullback: Pullback, choice: Choice) -> dict[str, Any]:
         """Runs the backward pass of a configured choice, and returns gradients by field name."""
-        isolate = self.op.family.request_isolation if self.isolates else None
-        return self._apply_lowered(choice, pullback if isolate is None else isolate.pullback(pullback))
+        isolate = self.op.family.request_isolation if self.isolates_sequences else None
+        return self._run_implementation(choice, pullback if isolate is None else isolate.pullback(pullback))
 
 
-def _checked(choice: Choice, results: ForwardResults) -> ForwardResults:
+def _check_private_residuals(choice: Choice, results: ForwardResults) -> ForwardResults:
     """Returns the results of a forward pass.
 
     Raises:
@@ -169,7 +173,7 @@ def _forward_only(plan: CallPlan, record: Any) -> Any:
 def _forward(plan: CallPlan, marked: Any) -> tuple[Any, _SavedForBackward]:
     record = jax.tree.map(lambda x: x.value, marked, is_leaf=_is_custom_vjp_primal)
     # JAX marks the arrays that are differentiated, so a kernel computes no gradient that is not needed.
-    grad_fields = _grad_fields(plan.op, marked)
+    grad_fields = _differentiated_record_fields(plan.op, marked)
     # The backward pass runs later but is chosen now, so that a call without one fails at its own line.
     forward, backward = plan.choose_both_passes(record, grad_fields)
     if backward.implementation is None:
@@ -214,23 +218,24 @@ def _name_residual(path: Any, value: Any) -> Any:
 
 
 @with_standard_promotion
-def _backward(plan: CallPlan, from_forward: _SavedForBackward, cotangent: Any) -> tuple[Any]:
-    saved, lse_cotangent = from_forward.pullback, None
+def _backward(plan: CallPlan, saved_for_backward: _SavedForBackward, cotangent: Any) -> tuple[Any]:
+    saved, lse_cotangent = saved_for_backward.pullback, None
     if plan.returns_lse:
         cotangent, lse_cotangent = cotangent
         lse_cotangent = None if _is_symbolic_zero(lse_cotangent) else lse_cotangent
     cotangent = jax.tree.map(_zeros_for_symbolic, cotangent, is_leaf=_is_symbolic_zero)
     # The choice depends on shapes and the device alone, so this is the implementation that the forward pass chose.
     _, backward = plan.choose_both_passes(saved.record, saved.grad_fields)
-    if from_forward.config is None:
+    if saved_for_backward.config is None:
         backward = plan.choice_with_config(backward, saved.record)
     else:
         # A paired kernel must use one configuration in both passes: its private residuals have its tile sizes.
-        backward = dataclasses.replace(backward, config=from_forward.config)
+        backward = dataclasses.replace(backward, config=saved_for_backward.config)
     pullback = dataclasses.replace(saved, cotangent=cotangent, lse_cotangent=lse_cotangent)
     gradients = plan.differentiated(functools.partial(_select_gradients, plan, backward), backward, pullback)
     # JAX takes None as a cotangent of zeros. Fields without a gradient, such as integer ids, get None. A differentiated
-    # field never gets None: `_grad_fields` has raised an error for a differentiated field without a gradient.
+    # field never gets None: `_differentiated_record_fields` has raised an error for a differentiated field without a
+    # gradient.
     cotangents = {name: gradients[name] if name in saved.grad_fields else None for name in array_fields(saved.record)}
     return (dataclasses.replace(saved.record, **cotangents),)
 
@@ -243,7 +248,7 @@ def _select_gradients(plan: CallPlan, choice: Choice, pullback: Pullback) -> dic
     return {name: gradients[name] for name in sorted(pullback.grad_fields)}
 
 
-def _grad_fields(op: Op, marked: Any) -> frozenset[str]:
+def _differentiated_record_fields(op: Op, marked: Any) -> frozenset[str]:
     """Returns the record fields that are being differentiated.
 
     Raises:

@@ -42,6 +42,6 @@ def isolate_sequences() -> Generator[None]:
         yield
 
 
-def sequences_isolated() -> bool:
+def are_sequences_isolated() -> bool:
     """Returns whether an `isolate_sequences` block is around."""
     return _isolated_context.value

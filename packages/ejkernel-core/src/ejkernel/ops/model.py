@@ -56,11 +56,11 @@ class Case:
     exercises: frozenset[str] = frozenset()
 
 
-def _as_it_is(args: Any, value: Any) -> Any:
+def _unchanged_value(args: Any, value: Any) -> Any:
     return value
 
 
-def _unstated_function(*args: Any, **kwargs: Any) -> Any:
+def _missing_function(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError
 
 
@@ -112,16 +112,16 @@ class Op:
     lower: Callable[[Any], Any]
     cases: tuple[Case, ...]
     axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    function: Callable[..., Any] = _unstated_function
+    function: Callable[..., Any] = _missing_function
     name: str = ""
     config: type[BaseOperationConfig] = BaseOperationConfig
-    reference: Callable[[Any], Any] = _unstated_function
+    reference: Callable[[Any], Any] = _missing_function
     tolerance: Mapping[str, Tolerance] = dataclasses.field(default_factory=lambda: TOLERANCE)
     make_inputs: Callable[[Any, Any], Any] = normal_inputs
-    finish: Callable[[Any, Any], Any] = _as_it_is
+    finish: Callable[[Any, Any], Any] = _unchanged_value
     output: str | tuple[str, ...] | None = None
     lse: str | None = None
-    configure: Callable[[Any, Any], Any] = _as_it_is
+    configure: Callable[[Any, Any], Any] = _unchanged_value
     route: "Callable[[Any, dict[str, Any]], tuple[Op, Any, dict[str, Any]]] | None" = None
     axes_of: Callable[[Any], Mapping[str, Any]] | None = None
     conditions: Conditions | None = None
@@ -131,7 +131,7 @@ class Op:
 
     def __post_init__(self) -> None:
         function = (
-            getattr(self.arguments, "public_function", None) if self.function is _unstated_function else self.function
+            getattr(self.arguments, "public_function", None) if self.function is _missing_function else self.function
         )
         if function is None:
             raise ValueError(f"function: got none, and {self.arguments.__name__} has its fields from no function")
@@ -144,7 +144,7 @@ class Op:
         derived["config"] = (
             config_class_from_annotation(function) if self.config is BaseOperationConfig else self.config
         )
-        derived["reference"] = self._lowered_reference if self.reference is _unstated_function else self.reference
+        derived["reference"] = self._lowered_reference if self.reference is _missing_function else self.reference
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -298,12 +298,12 @@ class Implementation:
         """Returns the requirements of one direction."""
         return self.backward_requires or self.requires if direction == "backward" else self.requires
 
-    def rank(self, record: Any, device: DeviceInfo, direction: Direction = "forward") -> int:
+    def priority_for(self, record: Any, device: DeviceInfo, direction: Direction = "forward") -> int:
         """Returns the priority of the implementation for one direction of a call."""
         return self.priority(record, device, direction) if callable(self.priority) else self.priority
 
     @property
-    def usual_rank(self) -> int | None:
+    def constant_priority(self) -> int | None:
         """Returns the priority of the implementation for every call; None if it depends on the call."""
         return None if callable(self.priority) else self.priority
 

@@ -24,7 +24,7 @@ def dispatched_forward(op: str, record: Any) -> tuple[Any, Any]:
         NoImplementationError: No implementation serves it.
     """
     plan = _plan_of_nested_call(op)
-    choice = exclude_paired(plan.pick(record, "forward"))
+    choice = exclude_paired(plan.choose_implementation(record, "forward"))
     results = plan.forward(record, plan.choice_with_config(choice, record))
     return results.output, results.residuals
 
@@ -40,7 +40,7 @@ def dispatched_backward(op: str, pullback: Pullback) -> dict[str, Any]:
         NoImplementationError: No implementation serves it.
     """
     plan = _plan_of_nested_call(op)
-    choice = exclude_paired(plan.pick(pullback.record, "backward", pullback.grad_fields))
+    choice = exclude_paired(plan.choose_implementation(pullback.record, "backward", pullback.grad_fields))
     if choice.implementation is None:
         raise NoImplementationError(choice)
     return plan.backward(pullback, plan.choice_with_config(choice, pullback.record))

@@ -21,8 +21,8 @@ def choose_pair(forward: Choice, backward: Choice) -> tuple[Choice, Choice]:
     backwards = {v.implementation.name: v for v in backward.verdicts}
     unpaired = any(v.status != "refused" and not v.implementation.paired for v in backward.verdicts)
     forward_verdicts = [_verdict_before_backward(v, backwards, unpaired) for v in forward.verdicts]
-    pair = _first_pair(forward_verdicts, backward)
-    forward_verdicts = with_first_chosen([_unless_pair(v, pair) for v in forward_verdicts])
+    pair = _first_usable_pair(forward_verdicts, backward)
+    forward_verdicts = with_first_chosen([_refuse_unless_pair(v, pair) for v in forward_verdicts])
     chosen = next((v.implementation for v in forward_verdicts if v.status == "chosen"), None)
     second = [_verdict_after_forward(v, forwards, chosen) for v in backward.verdicts]
     if chosen is None or not chosen.paired:
@@ -45,34 +45,36 @@ def exclude_paired(choice: Choice) -> Choice:
     return dataclasses.replace(choice, verdicts=with_first_chosen(verdicts))
 
 
-def _verdict_before_backward(verdict: Verdict, backwards: Mapping[str, Verdict], unpaired: bool) -> Verdict:
+def _verdict_before_backward(verdict: Verdict, backward_verdicts: Mapping[str, Verdict], unpaired: bool) -> Verdict:
     """Returns the verdict on a forward pass if a backward pass has to follow it."""
     if verdict.status == "refused":
         return verdict
     if not verdict.implementation.paired:
         reasons = () if unpaired else ("no backward pass serves after it",)
     else:
-        same = backwards[verdict.implementation.name]
+        same = backward_verdicts[verdict.implementation.name]
         reasons = tuple(f"paired, and its backward refuses: {reason}" for reason in same.reasons)
     return dataclasses.replace(verdict, status="refused", reasons=reasons) if reasons else verdict
 
 
-def _first_pair(forwards: Sequence[Verdict], backward: Choice) -> Implementation | None:
+def _first_usable_pair(forward_verdicts: Sequence[Verdict], backward: Choice) -> Implementation | None:
     """Returns the paired implementation whose backward pass is the first that can follow some forward pass; None if
     that pass is not paired, or if another forward pass that has a backward pass comes before its own.
     """
-    usable = {v.implementation.name for v in forwards if v.status != "refused"}
+    usable = {v.implementation.name for v in forward_verdicts if v.status != "refused"}
     following = (
         v.implementation
         for v in backward.verdicts
         if v.status != "refused" and (not v.implementation.paired or v.implementation.name in usable)
     )
     first = next(following, None)
-    forward = next((v.implementation for v in forwards if v.status != "refused" and not _is_forward_only(v)), None)
+    forward = next(
+        (v.implementation for v in forward_verdicts if v.status != "refused" and not _is_forward_only(v)), None
+    )
     return first if first is not None and first.paired and first is forward else None
 
 
-def _unless_pair(verdict: Verdict, pair: Implementation | None) -> Verdict:
+def _refuse_unless_pair(verdict: Verdict, pair: Implementation | None) -> Verdict:
     """Returns the verdict on a forward pass; an implementation of that pass alone is refused if there is a pair."""
     if verdict.status == "refused" or pair is None or not _is_forward_only(verdict):
         return verdict
@@ -84,12 +86,14 @@ def _is_forward_only(verdict: Verdict) -> bool:
     return not verdict.implementation.paired and verdict.implementation.backward is None
 
 
-def _verdict_after_forward(verdict: Verdict, forwards: Mapping[str, Verdict], chosen: Implementation | None) -> Verdict:
+def _verdict_after_forward(
+    verdict: Verdict, forward_verdicts: Mapping[str, Verdict], chosen_forward: Implementation | None
+) -> Verdict:
     """Returns the verdict on a backward pass, now that the forward pass is chosen."""
     implementation = verdict.implementation
-    if verdict.status == "refused" or not implementation.paired or implementation is chosen:
+    if verdict.status == "refused" or not implementation.paired or implementation is chosen_forward:
         return verdict
-    same = forwards.get(implementation.name)
+    same = forward_verdicts.get(implementation.name)
     reasons = tuple(f"paired, and its forward refuses: {reason}" for reason in (same.reasons if same else ()))
     reasons = reasons or ("paired, and another forward pass is chosen",)
     return dataclasses.replace(verdict, status="refused", reasons=reasons)

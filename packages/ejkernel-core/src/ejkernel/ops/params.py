@@ -79,7 +79,7 @@ def _canonicalise(params: FwdParams | BwdParams) -> None:
         object.__setattr__(params, field.name, operator.index(value))
 
 
-def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
+def set_leaf_fields(part: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the fields of a configuration part that are set; those of a field that has fields of its
     own with a dot.
     """
@@ -87,15 +87,15 @@ def given_leaves(part: Any, prefix: str = "") -> dict[str, Any]:
     for field in dataclasses.fields(part):
         name, value = f"{prefix}{field.name}", getattr(part, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            values |= given_leaves(value, f"{name}.")
+            values |= set_leaf_fields(value, f"{name}.")
         elif value is not None:
             values[name] = value
     return values
 
 
-def given_values(part: Any) -> str:
+def set_fields_as_text(part: Any) -> str:
     """Returns the fields of a configuration part that are set: `q_blocksize=128, kv_blocksize=64`."""
-    return ", ".join(f"{name}={value}" for name, value in given_leaves(part).items()) or "nothing"
+    return ", ".join(f"{name}={value}" for name, value in set_leaf_fields(part).items()) or "nothing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,12 @@ class BaseOperationConfig:
         platform: Toolchain the call must run on, a `Platform` or a third party's own word; `"auto"` leaves it to
             dispatch.
         backend: Device kind the configuration was made for; `"any"` for all.
-        about_call: Names of the fields that repeat arguments of the call or describe no kernel; kernels never see them.
+        call_argument_fields: Names of the fields that repeat arguments of the call or describe no kernel; kernels never
+            see them.
         part_types: The type of each direction's part, where the configuration has parts.
     """
 
-    about_call: ClassVar[frozenset[str]] = frozenset({"platform", "backend"})
+    call_argument_fields: ClassVar[frozenset[str]] = frozenset({"platform", "backend"})
     part_types: ClassVar[dict[str, type]] = {}
 
     platform: str = "auto"

@@ -60,8 +60,8 @@ class Registry:
         implementations: Operation name -> implementations, best first.
         plugins: All entry points, in the order in which they were loaded.
         versions: (operation, implementation name) -> version of the distribution it came from.
-        providers: (operation, implementation name) -> name of the plugin it came from.
-        renamed: (operation, new implementation name) -> a sentence, for each implementation whose name another
+        plugin_by_implementation: (operation, implementation name) -> name of the plugin it came from.
+        renaming_notes: (operation, new implementation name) -> a sentence, for each implementation whose name another
             distribution has already taken.
     """
 
@@ -69,27 +69,29 @@ class Registry:
     implementations: dict[str, tuple[Implementation, ...]]
     plugins: tuple[Plugin, ...]
     versions: dict[tuple[str, str], str]
-    providers: dict[tuple[str, str], str]
-    renamed: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict[tuple[str, str], str])
+    plugin_by_implementation: dict[tuple[str, str], str]
+    renaming_notes: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict[tuple[str, str], str])
 
     @property
     def failed(self) -> tuple[Plugin, ...]:
         """Plugins with an error: not loaded, or with a declaration that was not accepted."""
         return tuple(plugin for plugin in self.plugins if plugin.error)
 
-    def op(self, what: Any) -> Op:
+    def op(self, operation: Any) -> Op:
         """Returns the operation named by its id, its public function, its Kernel class or instance, or itself.
 
         Raises:
             ValueError: No such operation is registered.
         """
-        what = getattr(what, "op", what)
+        operation = getattr(operation, "op", operation)
         for op in self.ops.values():
-            if what is op or what is op.function or what == op.name:
+            if operation is op or operation is op.function or operation == op.name:
                 return op
-        if isinstance(what, str):
-            raise ValueError(f"op: {no_such_name_message('operation', what, self.ops)}")
-        raise ValueError(f"op: got {what!r}, wants one of {', '.join(sorted(self.ops))}, its function or its class")
+        if isinstance(operation, str):
+            raise ValueError(f"op: {no_such_name_message('operation', operation, self.ops)}")
+        raise ValueError(
+            f"op: got {operation!r}, wants one of {', '.join(sorted(self.ops))}, its function or its class"
+        )
 
 
 loaded_registries: list[Registry] = []
@@ -132,12 +134,12 @@ class _DeclaredImplementation:
 
     implementation: Implementation
     plugin: str
-    owner: str
+    distribution_name: str
     version: str
 
     def with_qualified_name(self) -> "_DeclaredImplementation":
         """Returns it with a name that no other distribution can have."""
-        name = f"{self.owner}:{self.implementation.name}"
+        name = f"{self.distribution_name}:{self.implementation.name}"
         return dataclasses.replace(self, implementation=dataclasses.replace(self.implementation, name=name))
 
 
@@ -194,34 +196,34 @@ class _CollectedDeclarations:
                     renamed[name, entry] = _renaming_note(declared, entry, by_op[name])
                 elif not entry:
                     notes.append(f"implementation {declared.implementation.name!r} of {name} is already declared")
-            notes += self._unserved(declared.implementation, served)
+            notes += self._unknown_names(declared.implementation, served)
         entries = {(name, key): declared for name in by_op for key, declared in by_op[name].items()}
         return Registry(
             ops=self.ops,
-            implementations={name: _statically_ordered(declared.values()) for name, declared in by_op.items()},
+            implementations={name: _in_static_order(declared.values()) for name, declared in by_op.items()},
             plugins=tuple(
                 _plugin_with_errors(plugin, problems.get(plugin.name, []), entries, renamed) for plugin in self.plugins
             ),
             versions={key: declared.version for key, declared in entries.items()},
-            providers={key: declared.plugin for key, declared in entries.items()},
-            renamed=renamed,
+            plugin_by_implementation={key: declared.plugin for key, declared in entries.items()},
+            renaming_notes=renamed,
         )
 
-    def _unserved(self, implementation: Implementation, served: list[str]) -> list[str]:
+    def _unknown_names(self, implementation: Implementation, operation_names: list[str]) -> list[str]:
         """Returns the family and the operations that an implementation names and that do not exist."""
         if all(op.family.name != implementation.family for op in self.ops.values()):
             return [f"implementation {implementation.name!r}: no operation has the family {implementation.family!r}"]
-        missing = ", ".join(sorted((implementation.only or frozenset()) - set(served)))
+        missing = ", ".join(sorted((implementation.only or frozenset()) - set(operation_names)))
         return [f"implementation {implementation.name!r}: {implementation.family} has no {missing}"] if missing else []
 
 
-def _statically_ordered(declared: Iterable[_DeclaredImplementation]) -> tuple[Implementation, ...]:
+def _in_static_order(declared: Iterable[_DeclaredImplementation]) -> tuple[Implementation, ...]:
     """Returns the implementations in the order of choice, as far as it does not depend on the call."""
-    return tuple(sorted((d.implementation for d in declared), key=_static_order))
+    return tuple(sorted((d.implementation for d in declared), key=_static_order_key))
 
 
-def _static_order(implementation: Implementation) -> tuple[bool, int, str]:
-    usual = implementation.usual_rank
+def _static_order_key(implementation: Implementation) -> tuple[bool, int, str]:
+    usual = implementation.constant_priority
     return usual is not None, -(usual or 0), implementation.name
 
 
@@ -233,7 +235,7 @@ def _add_implementation(entries: dict[str, _DeclaredImplementation], declared: _
         return True
     qualified = declared.with_qualified_name()
     new_name = qualified.implementation.name
-    if entries[name].owner == declared.owner or new_name in entries:
+    if entries[name].distribution_name == declared.distribution_name or new_name in entries:
         return False
     entries[new_name] = qualified
     return new_name
@@ -242,19 +244,19 @@ def _add_implementation(entries: dict[str, _DeclaredImplementation], declared: _
 def _renaming_note(declared: _DeclaredImplementation, name: str, entries: Mapping[str, _DeclaredImplementation]) -> str:
     short = declared.implementation.name
     return (
-        f"implementation {short!r} of {declared.owner} is named {name!r}, because {entries[short].owner} has an "
-        f"implementation {short!r}"
+        f"implementation {short!r} of {declared.distribution_name} is named {name!r}, because "
+        f"{entries[short].distribution_name} has an implementation {short!r}"
     )
 
 
 def _plugin_with_errors(
     plugin: Plugin,
-    problems: list[str],
+    declaration_errors: list[str],
     entries: Mapping[tuple[str, str], _DeclaredImplementation],
     renamed: Mapping[tuple[str, str], str],
 ) -> Plugin:
     """Returns a plugin with the errors of its implementations and the notes on their names."""
-    error = "; ".join([*filter(None, [plugin.error]), *problems]) or None
+    error = "; ".join([*filter(None, [plugin.error]), *declaration_errors]) or None
     ops: dict[str, list[str]] = {}
     for key, sentence in renamed.items():
         if entries[key].plugin == plugin.name:

@@ -38,7 +38,7 @@ class RecordedCall:
     in_specs: Any = None
 
     @property
-    def identity(self) -> Hashable:
+    def tuning_identity(self) -> Hashable:
         """Returns a key that is equal for calls that share the results of tuning."""
         return self.plan, self.mesh, self.in_specs, signature(self.args)
 
@@ -52,13 +52,13 @@ def record_calls() -> Generator[None]:
 
 def record_call(plan: Any, args: Any, mesh: Any = None, in_specs: Any = None) -> None:
     """Records a call if recording is on, or if the policy would tune the call but the call is traced."""
-    if not (_recording_context.value or (plan.tunes_on_miss and _leaves_fields_to_chain(plan.cfg))):
+    if not (_recording_context.value or (plan.tunes_on_miss and _leaves_fields_unset(plan.cfg))):
         return
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.dtypes.result_type(x)), args)
     call = RecordedCall(dataclasses.replace(plan, cfg=None), abstract, mesh, in_specs)
     if len(_recorded_calls) < MAX_RECORDED_CALLS:
-        _recorded_calls.setdefault(call.identity, call)
-    elif call.identity not in _recorded_calls:
+        _recorded_calls.setdefault(call.tuning_identity, call)
+    elif call.tuning_identity not in _recorded_calls:
         message = f"{MAX_RECORDED_CALLS} distinct calls are recorded; no more will be before they are tuned or cleared"
         warnings.warn(message, RecordingWarning, stacklevel=2)
 
@@ -70,7 +70,7 @@ def get_recorded() -> tuple[RecordedCall, ...]:
 
 def forget_call(call: RecordedCall) -> None:
     """Forgets one call."""
-    _recorded_calls.pop(call.identity, None)
+    _recorded_calls.pop(call.tuning_identity, None)
 
 
 def clear_recorded() -> None:
@@ -78,6 +78,6 @@ def clear_recorded() -> None:
     _recorded_calls.clear()
 
 
-def _leaves_fields_to_chain(cfg: Any) -> bool:
+def _leaves_fields_unset(cfg: Any) -> bool:
     """Returns whether a call's own configuration leaves something to the chain."""
     return cfg is None or cfg.part("forward") is None or cfg.part("backward") is None

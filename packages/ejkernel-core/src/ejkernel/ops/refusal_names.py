@@ -10,17 +10,17 @@ from collections.abc import Mapping
 
 from ejkernel.ops.model import Op
 
-_CACHES = ("kv_pages", "kv_cache", "key_cache", "key_buffer", "latent_cache")
-_QUERIES = ("query", "queries", "queries_nope", "r", "C")
+_CACHE_ARGUMENT_NAMES = ("kv_pages", "kv_cache", "key_cache", "key_buffer", "latent_cache")
+_QUERY_ARGUMENT_NAMES = ("query", "queries", "queries_nope", "r", "C")
 ARGUMENTS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "key_pages": _CACHES,
-    "key_cache": (*_CACHES, "key"),
-    "kv_cache": (*_CACHES, "key"),
+    "key_pages": _CACHE_ARGUMENT_NAMES,
+    "key_cache": (*_CACHE_ARGUMENT_NAMES, "key"),
+    "kv_cache": (*_CACHE_ARGUMENT_NAMES, "key"),
     "block_tables": ("page_indices", "req_to_tokens", "lengths"),
-    "query": _QUERIES,
-    "queries": _QUERIES,
-    "key": (*_CACHES, "key_value", "k", "B"),
-    "value": (*_CACHES, "key_value", "v", "x"),
+    "query": _QUERY_ARGUMENT_NAMES,
+    "queries": _QUERY_ARGUMENT_NAMES,
+    "key": (*_CACHE_ARGUMENT_NAMES, "key_value", "k", "B"),
+    "value": (*_CACHE_ARGUMENT_NAMES, "key_value", "v", "x"),
     "decay": ("g", "w", "slopes", "A"),
     "initial_state": ("recurrent_state",),
     "cu_seqlens": ("query_start_loc",),
@@ -31,7 +31,7 @@ ARGUMENTS_OF_FIELDS: Mapping[str, tuple[str, ...]] = {
 """The arguments that a field of a record may come from; an operation has at most one of them, or the first counts."""
 
 
-def name_argument(op: Op, reason: str) -> str:
+def name_public_argument(op: Op, reason: str) -> str:
     """Returns a refusal with the operation's own argument in place of a field that it has under another name.
 
     Args:

@@ -13,27 +13,27 @@ from ejkernel.ops.space import ConfigSpace
 from ejkernel.types.arguments import non_default_fields
 
 
-def ring_implementation(tiled: Implementation, *, forward: str, backward: str) -> Implementation:
+def ring_implementation(tiled_implementation: Implementation, *, forward: str, backward: str) -> Implementation:
     """Returns the implementation of ring attention whose steps are calls of a tiled attention.
 
     It serves what the tiled one serves of every step: an argument that a step has and the kernel does not honour, such
     as the positions of a causal ring with unequal parts, refuses the call by name.
 
     Args:
-        tiled: The backend's implementation of the family `tiled_attention`.
+        tiled_implementation: The backend's implementation of the family `tiled_attention`.
         forward: `"module:function"` that calls `ring_loop.forward` with its kernels.
         backward: `"module:function"` that calls `ring_loop.backward`.
     """
-    needs = tiled.backward_requires
+    needs = tiled_implementation.backward_requires
     return dataclasses.replace(
-        tiled,
+        tiled_implementation,
         family=FAMILY.name,
         forward=forward,
         backward=backward,
-        gradients=tiled.gradients & set(FAMILY.differentiable),
-        requires=_ring_requirements(tiled.requires),
+        gradients=tiled_implementation.gradients & set(FAMILY.differentiable),
+        requires=_ring_requirements(tiled_implementation.requires),
         backward_requires=None if needs is None else _ring_requirements(needs),
-        config=_config_space_of_remote_step(tiled.config),
+        config=_config_space_of_remote_step(tiled_implementation.config),
     )
 
 

@@ -74,20 +74,20 @@ def run_refusing_derivatives(op: str, implementation: Implementation, run: Run, 
     if implementation.platform == "xla":
         return jax.tree.map(functools.partial(_guard_floating, _refuse_reverse_mode, message), run(argument))
     # Leaf by leaf, so that what the kernel does not read is not kept for it.
-    return run(jax.tree.map(functools.partial(_guard_floating, _refusing_derivatives, message), argument))
+    return run(jax.tree.map(functools.partial(_guard_floating, _identity_refusing_derivatives, message), argument))
 
 
-def _guard_floating(guard: Callable[[str, Any], Any], message: str, x: Any) -> Any:
-    return guard(message, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+def _guard_floating(guard_function: Callable[[str, Any], Any], message: str, x: Any) -> Any:
+    return guard_function(message, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _refusing_derivatives(message: str, x: jax.Array) -> jax.Array:
+def _identity_refusing_derivatives(message: str, x: jax.Array) -> jax.Array:
     """Returns x, so that differentiating it is an error."""
     return x
 
 
-@_refusing_derivatives.defjvp
+@_identity_refusing_derivatives.defjvp
 def _refuse_tangent(message: str, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(message)
 

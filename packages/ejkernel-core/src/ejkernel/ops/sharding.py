@@ -71,7 +71,7 @@ def axis_letters_of(op: Op, args: Any) -> AxisLetters:
 
 
 def split_axes(
-    letters: AxisLetters, in_specs: tuple[Any, ...], mesh: Any, keep_single: bool = False
+    letters: AxisLetters, in_specs: tuple[Any, ...], mesh: Any, keep_size_one_axes: bool = False
 ) -> dict[str, MeshAxes]:
     """Returns which mesh axes split which letter of the operation's axes.
 
@@ -79,7 +79,7 @@ def split_axes(
         letters: The letters of a call.
         in_specs: Partition specs of its first arguments.
         mesh: The mesh whose axes they name.
-        keep_single: Whether to keep mesh axes of size 1, which split nothing.
+        keep_size_one_axes: Whether to keep mesh axes of size 1, which split nothing.
 
     Raises:
         ValueError: There are fewer specs than required arguments, or more than arguments; an entry is not a spec; a
@@ -97,7 +97,7 @@ def split_axes(
             )
         for letter, axes in zip(axis_letters.split(), entries, strict=False):
             _check_known_axes(argument, axes, mesh)
-            axes = axes if keep_single else _axes_with_devices(axes, mesh)
+            axes = axes if keep_size_one_axes else _axes_with_devices(axes, mesh)
             _check_shardable(letters, argument, letter, axes)
             # An argument that is not split along this letter is replicated by the caller. The split of another argument
             # decides, and `shard_map` then slices the replicated array.
@@ -109,7 +109,7 @@ def split_axes(
     return {letter: axes for letter, (axes, _) in split.items()}
 
 
-def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
+def specs_from_array_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns the mesh and the specs in the types of a call's arrays; None and no specs if they have no explicit axis.
 
     Types have explicit axes under `jax.set_mesh`, and for arrays that were put on such a mesh. Inside of the caller's
@@ -123,7 +123,7 @@ def specs_of_types(op: Op, args: Any) -> tuple[Any, tuple[Any, ...]]:
     return mesh, tuple(jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else None for x in arrays)
 
 
-def record_specs(letters: AxisLetters, record: Any, split: Mapping[str, MeshAxes], mesh: Any) -> Any:
+def record_specs(letters: AxisLetters, record: Any, mesh_axes_by_letter: Mapping[str, MeshAxes], mesh: Any) -> Any:
     """Returns a record of partition specs, one for every leaf of `record`.
 
     Raises:
@@ -137,9 +137,12 @@ def record_specs(letters: AxisLetters, record: Any, split: Mapping[str, MeshAxes
             if size != 1:  # an axis of size 1 broadcasts: it is not split, and is not the size of the letter
                 sizes[letter] = size
         specs[name] = PartitionSpec(
-            *(_spec_entry(split.get(letter, ()), size) for letter, size in zip(axis_letters, value.shape, strict=True))
+            *(
+                _spec_entry(mesh_axes_by_letter.get(letter, ()), size)
+                for letter, size in zip(axis_letters, value.shape, strict=True)
+            )
         )
-    for letter, axes in split.items():
+    for letter, axes in mesh_axes_by_letter.items():
         parts = math.prod(mesh.shape[axis] for axis in axes)
         # An axis may have size 1 in the record and more in the arguments, such as KV heads that share latent vectors.
         size = sizes.get(letter, letters.sizes.get(letter, 1))
@@ -147,16 +150,16 @@ def record_specs(letters: AxisLetters, record: Any, split: Mapping[str, MeshAxes
             raise ValueError(f"in_specs: axis {letter!r} of size {size} does not divide into {parts} parts")
     # A shard must hold the KV heads that its query heads read, so such axes are split over the same mesh axes.
     for one, other in letters.aligned:
-        if split.get(one, ()) != split.get(other, ()) and sizes.get(other, 1) > 1:
+        if mesh_axes_by_letter.get(one, ()) != mesh_axes_by_letter.get(other, ()) and sizes.get(other, 1) > 1:
             raise ValueError(
                 f"in_specs: axes {one!r} and {other!r} of {letters.op.name} must be split alike, got "
-                f"{split.get(one, ())} and {split.get(other, ())}"
+                f"{mesh_axes_by_letter.get(one, ())} and {mesh_axes_by_letter.get(other, ())}"
             )
     leaves, structure = jax.tree.flatten(record)
     return jax.tree.unflatten(structure, [specs[name] for name in array_fields(record)] if leaves else [])
 
 
-def check_output(letters: AxisLetters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
+def check_out_specs(letters: AxisLetters, split: Mapping[str, MeshAxes], out_specs: Any, mesh: Any) -> None:
     """Checks `out_specs` against the split that follows from the inputs; mesh axes of size 1 do not count.
 
     Raises:
@@ -200,7 +203,7 @@ def run_sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_spe
                 run, local, _token_shards_of_call(letters, token_sharding.token_axis_letter, local, split, mesh)
             )
 
-        return op.finish(args, _shard_mapped(letters, op.lower(args), mesh, split, parts, on_shard))
+        return op.finish(args, _run_under_shard_map(letters, op.lower(args), mesh, split, parts, on_shard))
 
     def shardings() -> Any:
         untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
@@ -213,19 +216,21 @@ def run_sharded(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_spe
     return _with_automatic_axes(run_on_mesh, mesh, args, shardings)
 
 
-def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, note: Any) -> Any:
-    """Calls `note(record)` with the record of one shard; the result is unused."""
+def record_on_shard(
+    op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any, receive_record: Any
+) -> Any:
+    """Calls `receive_record(record)` with the record of one shard; the result is unused."""
     letters = axis_letters_of(op, args)
     split = _checked_split(letters, mesh, in_specs, out_specs)
 
     token_sharding = _token_shard_functions(letters, split, mesh)
 
     def run(local: Any) -> Any:
-        note(local if token_sharding is None else token_sharding.kernel_record_for_explain(local))
+        receive_record(local if token_sharding is None else token_sharding.kernel_record_for_explain(local))
         return jnp.zeros(())
 
     def run_on_mesh(mesh: Any, args: Any) -> Any:
-        return _shard_mapped(letters, op.lower(args), mesh, split, PartitionSpec(), run)
+        return _run_under_shard_map(letters, op.lower(args), mesh, split, PartitionSpec(), run)
 
     return _with_automatic_axes(run_on_mesh, mesh, args, lambda: NamedSharding(mesh, PartitionSpec()))
 
@@ -233,10 +238,10 @@ def record_on_shard(op: Op, args: Any, mesh: Any, in_specs: tuple[Any, ...], out
 def _checked_split(letters: AxisLetters, mesh: Any, in_specs: tuple[Any, ...], out_specs: Any) -> dict[str, MeshAxes]:
     if out_specs is not None:
         split = split_axes(letters, in_specs, mesh)
-        check_output(letters, split, out_specs, mesh)
+        check_out_specs(letters, split, out_specs, mesh)
         return split
     try:  # mesh axes of size 1 stay in the types of the results, unless the arrays disagree about them
-        return split_axes(letters, in_specs, mesh, keep_single=True)
+        return split_axes(letters, in_specs, mesh, keep_size_one_axes=True)
     except ValueError:
         pass
     try:
@@ -245,7 +250,7 @@ def _checked_split(letters: AxisLetters, mesh: Any, in_specs: tuple[Any, ...], o
         raise ValueError(f"{error}; without mesh=, in_specs are the shardings in the arrays' types") from error
 
 
-def _shard_mapped(
+def _run_under_shard_map(
     letters: AxisLetters, record: Any, mesh: Any, split: Mapping[str, MeshAxes], out_specs: Any, run: Any
 ) -> Any:
     specs = record_specs(letters, record, split, mesh)
@@ -271,16 +276,16 @@ def _token_shard_functions(
 
 
 def _token_shards_of_call(
-    letters: AxisLetters, letter: str, local: Any, split: Mapping[str, MeshAxes], mesh: Any
+    letters: AxisLetters, token_letter: str, local_record: Any, split: Mapping[str, MeshAxes], mesh: Any
 ) -> TokenShards:
     """Returns how the tokens of a call, whose axis has a letter, are split, from the record of one device."""
     tokens = max(
         size
-        for name, value in array_fields(local).items()
+        for name, value in array_fields(local_record).items()
         for each, size in zip(letters.record[name].split(), value.shape, strict=True)
-        if each == letter
+        if each == token_letter
     )
-    axes = _axes_with_devices(split[letter], mesh)
+    axes = _axes_with_devices(split[token_letter], mesh)
     return TokenShards(axes=axes, sizes=tuple(mesh.shape[axis] for axis in axes), tokens=tokens)
 
 

@@ -44,11 +44,11 @@ def source_digest(implementation: Implementation) -> str:
     refusals = {implementation.requires_for(direction).extra: None for direction in ("forward", "backward")}
     for function in (space.heuristic, space.candidates, *refusals):
         closure.add_function(function)
-    pieces = [*closure.pieces(), *_declared_claims(implementation)]
+    pieces = [*closure.source_texts(), *_declared_requirements(implementation)]
     return hashlib.sha256("\n".join(pieces).encode()).hexdigest()[:16]
 
 
-def _declared_claims(implementation: Implementation) -> Iterator[str]:
+def _declared_requirements(implementation: Implementation) -> Iterator[str]:
     """Yields what an implementation says that it serves: new claims have yet to be confirmed."""
     for direction in ("forward", "backward"):
         requires: Requires = implementation.requires_for(direction)
@@ -86,7 +86,7 @@ class _SourceClosure:
         for each in names:
             self.add(module, each)
 
-    def pieces(self) -> Iterator[str]:
+    def source_texts(self) -> Iterator[str]:
         """Yields the texts of all definitions and C++ sources, in an order that depends on their names alone."""
         for module, name in sorted(self.texts):
             yield f"{module}:{name} {self.texts[module, name]}"

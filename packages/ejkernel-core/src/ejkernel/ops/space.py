@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, given_leaves
+from ejkernel.ops.params import BaseOperationConfig, BwdParams, Direction, FwdParams, set_leaf_fields
 
 PUBLIC_CONFIG_TYPES = (FwdParams, BwdParams, BaseOperationConfig)
 """The public configuration classes. A kernel may use one of these classes as its own configuration type."""
@@ -97,19 +97,19 @@ class ConfigSpace:
         """Returns whether a part has the kernel's own fields, not public fields."""
         return isinstance(part, self.kernel_type(direction)) and not isinstance(part, PUBLIC_CONFIG_TYPES)
 
-    def completed(self, ruled: Any, part: Any, direction: Direction) -> Any:
+    def complete_part(self, heuristic_part: Any, part: Any, direction: Direction) -> Any:
         """Returns a part that a rule made, with the fields replaced that another part sets, public or the
         kernel's own.
         """
-        settings = given_leaves(part)
+        settings = set_leaf_fields(part)
         if not self.is_kernel_type(part, direction):
             public = self._public_fields(direction)
             settings = {field: value for name, value in settings.items() for field in public.get(name, ())}
         for path, value in settings.items():
-            ruled = _replace_nested_field(ruled, path.split("."), value)
-        return ruled
+            heuristic_part = _replace_nested_field(heuristic_part, path.split("."), value)
+        return heuristic_part
 
-    def unread(self, part: Any, direction: Direction) -> list[str]:
+    def unread_fields(self, part: Any, direction: Direction) -> list[str]:
         """Returns the fields that a public part sets and that the kernel does not have.
 
         A public configuration without parts sets both directions, and a field needs to be that of one.
@@ -117,14 +117,19 @@ class ConfigSpace:
         if self.is_kernel_type(part, direction):
             return []
         if not isinstance(part, BaseOperationConfig):
-            return sorted(given_leaves(part).keys() - self.read(direction))
-        return sorted(given_leaves(part).keys() - part.about_call - self.read("forward") - self.read("backward"))
+            return sorted(set_leaf_fields(part).keys() - self.readable_public_fields(direction))
+        return sorted(
+            set_leaf_fields(part).keys()
+            - part.call_argument_fields
+            - self.readable_public_fields("forward")
+            - self.readable_public_fields("backward")
+        )
 
-    def read(self, direction: Direction) -> frozenset[str]:
+    def readable_public_fields(self, direction: Direction) -> frozenset[str]:
         """Returns the public fields that the kernel has, by the names they are set by."""
         return frozenset(self._public_fields(direction))
 
-    def public(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
+    def to_public_config(self, config: type[BaseOperationConfig], forward: Any, backward: Any) -> Any:
         """Returns the public configuration for the chosen parts of the two directions.
 
         A part that the public fields cannot express is held as it is by classes that have a part for each direction.
@@ -142,7 +147,7 @@ class ConfigSpace:
             return part
         public_type = config.part_types.get(direction, config)
         has = {field.name for field in dataclasses.fields(public_type)}
-        values, shown, expressed = given_leaves(part), dict[str, Any](), set[str]()
+        values, shown, expressed = set_leaf_fields(part), dict[str, Any](), set[str]()
         for name, fields in self._public_fields(direction).items():
             choices = {values[field] for field in fields if field in values}
             if name in has and len(choices) == 1 and not expressed.issuperset(fields):

@@ -12,10 +12,10 @@ def suspicious_argument_warnings(op: Op, args: Any) -> tuple[str, ...]:
         op: The operation.
         args: The call's argument record.
     """
-    return tuple(_heads_first(op, args))
+    return tuple(_arrays_with_more_heads_than_tokens(op, args))
 
 
-def _heads_first(op: Op, args: Any) -> list[str]:
+def _arrays_with_more_heads_than_tokens(op: Op, args: Any) -> list[str]:
     """Returns the arrays [B, T, H, D] that have fewer tokens than heads, and so may be [B, H, T, D]. An array with one
     token is a decoding step and is not suspicious.
     """

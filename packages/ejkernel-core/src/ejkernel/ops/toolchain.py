@@ -12,11 +12,13 @@ import re
 _REQUIREMENT_PATTERN = re.compile(r"\s*([\w.]+)\s*(.*)")
 
 
-def split_requirement(needed: str) -> tuple[str, str]:
+def split_requirement(requirement: str) -> tuple[str, str]:
     """Returns the module of `"jax_triton>=0.3.1,<0.5"`, and the versions of it that will do; none are all."""
-    match = _REQUIREMENT_PATTERN.fullmatch(needed)
+    match = _REQUIREMENT_PATTERN.fullmatch(requirement)
     if match is None:
-        raise ValueError(f"modules: got {needed!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'")
+        raise ValueError(
+            f"modules: got {requirement!r}, wants a module and versions of it, such as 'jax_triton>=0.3.1'"
+        )
     return match[1], match[2]
 
 

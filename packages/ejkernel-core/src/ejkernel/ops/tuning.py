@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.errors import TunerError
 from ejkernel.ops.config.measurement import TuningResult
-from ejkernel.ops.config.tuner import traced
+from ejkernel.ops.config.tuner import is_under_trace
 from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.lowering import lowered_record
@@ -66,24 +66,24 @@ def tune_call(
     Raises:
         TunerError: In the same cases as in `Tuner.tune`, or if the policy forbids tuning.
     """
-    if traced(args):
+    if is_under_trace(args):
         raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
     record, _ = _record_and_choice(plan, args, mesh, in_specs)
     results: list[TuningResult | None] = []
-    for choice, forward in passes(plan, record, directions):
+    for choice, forward in choices_to_tune(plan, record, directions):
         make = functools.partial(tuning_argument_of, plan, record, choice, forward)
         results.append(plan.chain.tune(plan.request(choice, record), make))
     return [result for result in results if result is not None]
 
 
-def passes(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
+def choices_to_tune(plan: CallPlan, record: Any, directions: tuple[Direction, ...]) -> Iterator[tuple[Choice, Choice]]:
     """Yields the choices to tune, each with the forward choice that it follows; a pair is one choice, whichever pass is
     asked for.
     """
     grad_fields = _grad_fields(plan, record)
     forward, backward = plan.choose_both_passes(record, grad_fields)
     if "backward" not in directions or not grad_fields or backward.implementation is None:
-        forward, backward = plan.pick(record, "forward"), None
+        forward, backward = plan.choose_implementation(record, "forward"), None
     if forward.implementation is None:
         return
     if "forward" in directions or forward.implementation.paired:
@@ -119,7 +119,7 @@ def _grad_fields(plan: CallPlan, record: Any) -> frozenset[str]:
 
 def _tuning_argument_of_pair(plan: CallPlan, record: Any, choice: Choice) -> Pullback:
     """Returns the argument to measure a pair with; without a cotangent if its backward pass lacks a gradient."""
-    grad_fields = pair_gradients(plan, record, choice)
+    grad_fields = gradient_fields_of_pair(plan, record, choice)
     assert choice.implementation is not None  # callers have looked
     function, config = choice.implementation.function("forward"), plan.request(choice, record).heuristic()
     output = jax.eval_shape(lambda r: ForwardResults(*function(r, config)).output, record)
@@ -127,12 +127,12 @@ def _tuning_argument_of_pair(plan: CallPlan, record: Any, choice: Choice) -> Pul
     return Pullback(record=record, residuals=None, output=None, cotangent=cotangent, grad_fields=grad_fields)
 
 
-def pair_gradients(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
+def gradient_fields_of_pair(plan: CallPlan, record: Any, choice: Choice) -> frozenset[str]:
     """Returns the fields whose gradient a pair is measured with: all that have one, or none where it does not serve
     them.
     """
     grad_fields = _grad_fields(plan, record)
-    verdicts = plan.pick(record, "backward", grad_fields).verdicts
+    verdicts = plan.choose_implementation(record, "backward", grad_fields).verdicts
     serving = [v for v in verdicts if v.implementation is choice.implementation and v.status != "refused"]
     return grad_fields if serving else frozenset()
 
@@ -155,4 +155,4 @@ def _random_pullback(plan: CallPlan, record: Any, forward: Choice, grad_fields: 
 
 def _record_and_choice(plan: CallPlan, args: Any, mesh: Any = None, in_specs: Any = None) -> tuple[Any, Choice]:
     record = jax.jit(lambda args: lowered_record(plan.op, args, mesh, in_specs))(args)
-    return record, plan.pick(record, "forward")
+    return record, plan.choose_implementation(record, "forward")

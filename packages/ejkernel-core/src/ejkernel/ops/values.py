@@ -28,17 +28,17 @@ class Condition:
 
     Attributes:
         name: The argument that is wrong where the condition does not hold.
-        reads: The arrays it is about, that argument's first.
+        arrays: The arrays it is about, that argument's first.
         holds: (`numpy` or `jax.numpy`, the arrays) -> bool scalar. The arrays are int32 or int64.
         wants: The rest of the message after "wants".
-        traced_only: Whether the argument record has checked values that can be read.
+        is_checked_by_record: Whether the argument record has checked values that can be read.
     """
 
     name: str
-    reads: tuple[Any, ...]
+    arrays: tuple[Any, ...]
     holds: Callable[..., Any]
     wants: str
-    traced_only: bool = False
+    is_checked_by_record: bool = False
 
 
 Conditions = Callable[[Any], Iterable[Condition]]
@@ -87,21 +87,21 @@ def check(conditions: Conditions | None, args: Any, validate: Callable[[Any], ob
     """
     _check_numpy_width(args)
     stated = () if conditions is None else tuple(conditions(args))
-    arrays = {id(array): array for condition in stated for array in condition.reads}
+    arrays = {id(array): array for condition in stated for array in condition.arrays}
     readable = {key: array for key, array in arrays.items() if _is_readable_on_host(array)}
     for array in readable.values():
         if isinstance(array, jax.Array):
             array.copy_to_host_async()  # all copies are under way before the first is waited for
     host: dict[int, Any] = {}
     for condition in stated:
-        if readable.keys() >= set(map(id, condition.reads)):
-            if not condition.traced_only:
-                _check_now(condition, [_host_values(host, array) for array in condition.reads], args, validate)
-        elif _checked.value and any(map(_compat.is_tracer, condition.reads)):
-            _check_later(condition)
+        if readable.keys() >= set(map(id, condition.arrays)):
+            if not condition.is_checked_by_record:
+                _check_now(condition, [_host_values(host, array) for array in condition.arrays], args, validate)
+        elif _checked.value and any(map(_compat.is_tracer, condition.arrays)):
+            _check_at_run_time(condition)
 
 
-def integers(*arrays: Any) -> bool:
+def are_integer_arrays(*arrays: Any) -> bool:
     """Returns whether all are arrays of integers, so that conditions on them can be stated."""
     return all(x is not None and hasattr(x, "shape") and jnp.issubdtype(x.dtype, jnp.integer) for x in arrays)
 
@@ -112,12 +112,13 @@ def _is_readable_on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray | np.generic)
 
 
-def _host_values(host: dict[int, Any], array: Any) -> np.ndarray:
-    """Returns the numbers of an array, in 32 bits with a sign or more; `host` has those that were fetched before."""
-    value = host.get(id(array))
+def _host_values(fetched_values: dict[int, Any], array: Any) -> np.ndarray:
+    """Returns the numbers of an array, in 32 bits with a sign or more; `fetched_values` has those that were fetched
+    before."""
+    value = fetched_values.get(id(array))
     if value is None:
         value = np.asarray(array)
-        value = host[id(array)] = value if value.dtype in _READABLE_DTYPES else value.astype(np.int64)
+        value = fetched_values[id(array)] = value if value.dtype in _READABLE_DTYPES else value.astype(np.int64)
     return value
 
 
@@ -129,10 +130,10 @@ def _check_now(condition: Condition, values: list[np.ndarray], args: Any, valida
         raise ValueError(f"{condition.name}: got {shown}, wants {condition.wants}")
 
 
-def _check_later(condition: Condition) -> None:
+def _check_at_run_time(condition: Condition) -> None:
     from jax.experimental import checkify
 
-    arrays = [jnp.asarray(clamp_to_int32(x)) for x in condition.reads]
+    arrays = [jnp.asarray(clamp_to_int32(x)) for x in condition.arrays]
     wants = condition.wants.replace("{", "{{").replace("}", "}}")
     message = f"{condition.name}: got {{values}}, wants {wants}"
     checkify.check(jnp.all(condition.holds(jnp, *arrays)), message, values=arrays[0])

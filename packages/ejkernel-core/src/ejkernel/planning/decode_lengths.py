@@ -13,7 +13,7 @@ step processes the tokens of a sequence, or chunks of eight, one after another.
 """
 
 
-def length_reasons(name: str, tokens: int, cu_seqlens: jax.Array | None) -> Iterable[str]:
+def length_refusals(name: str, tokens: int, cu_seqlens: jax.Array | None) -> Iterable[str]:
     """Yields the reasons why a decode step refuses a call with so many tokens.
 
     Args:

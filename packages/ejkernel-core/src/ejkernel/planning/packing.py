@@ -58,13 +58,13 @@ def both_ids(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array
     return ranks[:, :queries], ranks[:, queries:]
 
 
-def _pair_ranks(first: jax.Array, second_ids: jax.Array) -> jax.Array:
+def _pair_ranks(first_ids: jax.Array, second_ids: jax.Array) -> jax.Array:
     """Returns dense ranks of the pairs (first, second) within each row: equal pairs, equal ranks. [B, N] -> [B, N]
     int32.
     """
-    order = jnp.lexsort((second_ids, first), axis=1)
-    ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first, second_ids)]
+    order = jnp.lexsort((second_ids, first_ids), axis=1)
+    ordered = [jnp.take_along_axis(ids, order, axis=1) for ids in (first_ids, second_ids)]
     changes = jnp.logical_or(*(ids[:, 1:] != ids[:, :-1] for ids in ordered))
     ranks = jnp.cumsum(jnp.pad(changes, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-    rows = jnp.arange(first.shape[0])[:, None]
-    return jnp.zeros(first.shape, jnp.int32).at[rows, order].set(ranks)
+    rows = jnp.arange(first_ids.shape[0])[:, None]
+    return jnp.zeros(first_ids.shape, jnp.int32).at[rows, order].set(ranks)

@@ -37,7 +37,7 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 WORD_BITS = 32
 """Bits of a word."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of e2m1; its highest bit is the sign."""
 NF4 = (
     -1.0,
@@ -106,12 +106,12 @@ class Format:
         return self.mode in ("affine", "symmetric")
 
     @property
-    def center(self) -> int | None:
+    def symmetric_zero_point(self) -> int | None:
         """Returns the zero point of symmetric codes, which all share; None for other codes."""
         return 2 ** (self.bits - 1) if self.mode == "symmetric" else None
 
     @property
-    def exponents(self) -> bool:
+    def has_power_of_two_scales(self) -> bool:
         """Returns whether scales are e8m0: powers of two."""
         return self.mode.startswith("mx")
 
@@ -120,7 +120,7 @@ class Format:
         """Returns whether there may be a second scale, one for the whole matrix."""
         return self.mode.startswith("nv")
 
-    def words(self, columns: int) -> int:
+    def words_per_row(self, columns: int) -> int:
         """Returns words of a row of that many columns."""
         return cdiv(columns * self.bits, WORD_BITS)
 
@@ -165,60 +165,60 @@ class EncodedMatrix(NamedTuple):
     tensor_scale: jax.Array | None = None
 
 
-def with_row_group_size(form: Format, columns: int) -> Format:
+def with_row_group_size(quantized_format: Format, columns: int) -> Format:
     """Returns the format; if a group is a whole row, with the number of columns as group size.
 
     Raises:
         ValueError: Rows with this number of columns cannot be one group.
     """
-    if form.group_size != WHOLE_ROW:
-        return form
+    if quantized_format.group_size != WHOLE_ROW:
+        return quantized_format
     if columns % WORD_BITS:
         raise ValueError(f"group_size: got -1 with rows of {columns} codes, wants rows in multiples of {WORD_BITS}")
-    return dataclasses.replace(form, group_size=columns)
+    return dataclasses.replace(quantized_format, group_size=columns)
 
 
 def split_row_groups(
-    scales: jax.Array, zeros: jax.Array | None, form: Format
+    scales: jax.Array, zeros: jax.Array | None, quantized_format: Format
 ) -> tuple[jax.Array, jax.Array | None, Format]:
     """Returns scales, zeros and format with groups that kernels take: those of whole rows are repeated for parts of
     them.
     """
-    if form.group_size in GROUP_SIZES:
-        return scales, zeros, form
-    group = next(group for group in reversed(GROUP_SIZES) if form.group_size % group == 0)
-    count = form.group_size // group
+    if quantized_format.group_size in GROUP_SIZES:
+        return scales, zeros, quantized_format
+    group = next(group for group in reversed(GROUP_SIZES) if quantized_format.group_size % group == 0)
+    count = quantized_format.group_size // group
     zeros = None if zeros is None else jnp.repeat(zeros, count, axis=-1)
-    return jnp.repeat(scales, count, axis=-1), zeros, dataclasses.replace(form, group_size=group)
+    return jnp.repeat(scales, count, axis=-1), zeros, dataclasses.replace(quantized_format, group_size=group)
 
 
-def encode(weights: jax.Array, form: Format, scale_dtype: Any = jnp.float16) -> EncodedMatrix:
+def encode(weights: jax.Array, quantized_format: Format, scale_dtype: Any = jnp.float16) -> EncodedMatrix:
     """Quantises a matrix [..., R, C]; `scale_dtype` is that of affine codes' scales and zeros."""
-    groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group_size)
-    if form.integers:
-        return _encode_integers(groups, form, scale_dtype)
+    groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, quantized_format.group_size)
+    if quantized_format.integers:
+        return _encode_integers(groups, quantized_format, scale_dtype)
     tensor_scale = None
-    if form.has_tensor_scale:
-        tensor_scale = _tensor_scale(groups, form)
+    if quantized_format.has_tensor_scale:
+        tensor_scale = _tensor_scale(groups, quantized_format)
         groups = _divide_by_normal(groups, tensor_scale[..., None, None, None])
-    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), form, scale_dtype)
-    scaled = _divide_by_normal(groups, scale_values(scales, form)[..., None])
-    if form.mode == "nf4":
+    scales = _stored_scales(jnp.max(jnp.abs(groups), axis=-1), quantized_format, scale_dtype)
+    scaled = _divide_by_normal(groups, scale_values(scales, quantized_format)[..., None])
+    if quantized_format.mode == "nf4":
         codes = _nearest_indices(scaled, NF4)
-    elif form.bits == 4:
-        codes = _nearest_indices(jnp.abs(scaled), E2M1) | (jnp.signbit(scaled).astype(jnp.uint8) << 3)
+    elif quantized_format.bits == 4:
+        codes = _nearest_indices(jnp.abs(scaled), E2M1_MAGNITUDES) | (jnp.signbit(scaled).astype(jnp.uint8) << 3)
     else:
         clipped = jnp.clip(scaled, -MAX_E4M3, MAX_E4M3)
         codes = lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
-    if form.mode != "nf4":
+    if quantized_format.mode != "nf4":
         # The next code towards zero, where rounding up left the range of float32.
-        values = code_values(codes, form) * scale_values(scales, form)[..., None]
+        values = code_values(codes, quantized_format) * scale_values(scales, quantized_format)[..., None]
         values = values if tensor_scale is None else values * tensor_scale[..., None, None, None]
         codes -= jnp.isinf(values).astype(jnp.uint8)
     return EncodedMatrix(codes.reshape(weights.shape), scales, tensor_scale=tensor_scale)
 
 
-def integer_scales(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
+def integer_scales(groups: jax.Array, quantized_format: Format, scale_dtype: Any) -> jax.Array:
     """Returns the scales that groups of integer codes need, float32 and not yet rounded; 0 for groups of zeros.
 
     A group far from zero has a zero point that needs more digits than its dtype has. Its scale is then larger, so that
@@ -226,29 +226,31 @@ def integer_scales(groups: jax.Array, form: Format, scale_dtype: Any) -> jax.Arr
     """
     low, high = groups.min(axis=-1), groups.max(axis=-1)
     farthest = jnp.maximum(jnp.abs(low), jnp.abs(high))
-    if form.center is not None:
-        steps = jnp.maximum(-low / form.center, high / (form.center - 1))
+    if quantized_format.symmetric_zero_point is not None:
+        steps = jnp.maximum(
+            -low / quantized_format.symmetric_zero_point, high / (quantized_format.symmetric_zero_point - 1)
+        )
     else:
         # Half of each, because the difference of two finite numbers may be infinite.
-        between = (high * 0.5 - low * 0.5) / (2**form.bits - 1) * 2
+        between = (high * 0.5 - low * 0.5) / (2**quantized_format.bits - 1) * 2
         steps = jnp.maximum(between, farthest / MAX_ZERO_POINTS[jnp.dtype(scale_dtype).name])
     return jnp.where(farthest == 0, 0, jnp.maximum(steps, MIN_NORMAL))
 
 
-def _encode_integers(groups: jax.Array, form: Format, scale_dtype: Any) -> EncodedMatrix:
+def _encode_integers(groups: jax.Array, quantized_format: Format, scale_dtype: Any) -> EncodedMatrix:
     # The zero point of weights at the end of float32 is rounded, too, and must not leave its range.
     end = MAX_FLOAT32 * (1 - 1 / MAX_ZERO_POINTS[jnp.dtype(scale_dtype).name])
     groups = jnp.clip(groups, -end, end)
-    steps = integer_scales(groups, form, scale_dtype)
+    steps = integer_scales(groups, quantized_format, scale_dtype)
     scales = jnp.where(steps == 0, 1, _round_up_to_dtype(steps, scale_dtype))
     # Zeros and codes are computed from the scale as it is stored, so that its rounding adds no error.
     exact = scales.astype(jnp.float32)
     zeros = None
-    if form.center is None:
+    if quantized_format.symmetric_zero_point is None:
         zeros = _round_to_dtype(_divide_by_normal(-groups.min(axis=-1), exact), scale_dtype)
-    offset: Any = form.center if zeros is None else zeros.astype(jnp.float32)[..., None]
+    offset: Any = quantized_format.symmetric_zero_point if zeros is None else zeros.astype(jnp.float32)[..., None]
     codes = jnp.round(_divide_by_normal(groups, exact[..., None]) + offset)
-    codes = jnp.clip(codes, 0, 2**form.bits - 1)
+    codes = jnp.clip(codes, 0, 2**quantized_format.bits - 1)
     # The next code towards zero, where rounding up left the range of float32.
     values = (codes - offset) * exact[..., None]
     codes = (codes - jnp.where(jnp.isinf(values), jnp.sign(values), 0)).astype(jnp.uint8)
@@ -280,25 +282,25 @@ def _round_to_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def _tensor_scale(groups: jax.Array, form: Format) -> jax.Array:
+def _tensor_scale(groups: jax.Array, quantized_format: Format) -> jax.Array:
     """Returns the tensor scale that gives the group with the largest magnitude the largest e4m3 for a scale."""
     largest = jnp.max(jnp.abs(groups), axis=(-3, -2, -1), initial=0)
-    return jnp.where(largest == 0, 1, jnp.maximum(largest / (MAX_E4M3 * _largest_code(form)), MIN_NORMAL))
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / (MAX_E4M3 * _largest_code(quantized_format)), MIN_NORMAL))
 
 
-def _largest_code(form: Format) -> float:
+def _largest_code(quantized_format: Format) -> float:
     """Returns the largest magnitude of a floating code."""
-    return MAX_E2M1 if form.bits == 4 else MAX_E4M3
+    return MAX_E2M1 if quantized_format.bits == 4 else MAX_E4M3
 
 
-def _stored_scales(largest: jax.Array, form: Format, scale_dtype: Any) -> jax.Array:
+def _stored_scales(largest_magnitudes: jax.Array, quantized_format: Format, scale_dtype: Any) -> jax.Array:
     """Returns the scales, as they are stored, for groups with these largest magnitudes; 1 for groups of zeros."""
-    if form.mode == "nf4":
-        return jnp.where(largest > 0, largest, 1)
-    needed = jnp.where(largest > 0, largest / _largest_code(form), 1)
-    if form.mode == "fp8":
+    if quantized_format.mode == "nf4":
+        return jnp.where(largest_magnitudes > 0, largest_magnitudes, 1)
+    needed = jnp.where(largest_magnitudes > 0, largest_magnitudes / _largest_code(quantized_format), 1)
+    if quantized_format.mode == "fp8":
         return _round_up_to_dtype(jnp.maximum(needed, MIN_NORMAL), scale_dtype)
-    if form.exponents:
+    if quantized_format.has_power_of_two_scales:
         # log2 rounded up: the exponent field of a float32, plus 1 if the mantissa is not 0.
         bits = lax.bitcast_convert_type(needed, jnp.int32)
         scale_exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
@@ -315,24 +317,24 @@ def _nearest_indices(x: jax.Array, table: tuple[float, ...]) -> jax.Array:
     return jnp.searchsorted(jnp.asarray(between, jnp.float32), x, method="compare_all").astype(jnp.uint8)
 
 
-def scale_values(scales: jax.Array, form: Format) -> jax.Array:
+def scale_values(scales: jax.Array, quantized_format: Format) -> jax.Array:
     """Returns scales as float32 factors; 2 ** -127 of e8m0 is 2 ** -126 here, see `decode`."""
-    if form.exponents:
+    if quantized_format.has_power_of_two_scales:
         # The byte is the exponent field of a float32; 255 stands for infinity there.
         bits = jnp.maximum(scales, 1).astype(jnp.int32) << 23
         return jnp.where(scales == 255, jnp.nan, lax.bitcast_convert_type(bits, jnp.float32))
-    if form.mode.startswith("nv"):
+    if quantized_format.mode.startswith("nv"):
         return lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)
     return scales.astype(jnp.float32)
 
 
-def code_values(codes: jax.Array, form: Format) -> jax.Array:
+def code_values(codes: jax.Array, quantized_format: Format) -> jax.Array:
     """Returns codes as float32, before zeros and scales."""
-    if form.integers:
+    if quantized_format.integers:
         return codes.astype(jnp.float32)
-    if form.bits == 8:
+    if quantized_format.bits == 8:
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-    table = NF4 if form.mode == "nf4" else (*E2M1, *(-x for x in E2M1))
+    table = NF4 if quantized_format.mode == "nf4" else (*E2M1_MAGNITUDES, *(-x for x in E2M1_MAGNITUDES))
     return jnp.asarray(table, jnp.float32)[codes]
 
 
@@ -340,7 +342,7 @@ def decode(
     packed: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
-    form: Format,
+    quantized_format: Format,
     tensor_scale: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the matrix [..., R, C] float32 of its words [..., R, words].
@@ -349,18 +351,18 @@ def decode(
         packed: Words.
         scales: [..., R, C / group_size], as they are stored.
         zeros: Of the scales' shape; None of codes without.
-        form: The format.
+        quantized_format: The format.
         tensor_scale: float32 [...]; None for 1.
     """
-    columns = scales.shape[-1] * form.group_size
-    values = code_values(unpack(packed, form.bits, columns), form)
-    groups = values.reshape(*values.shape[:-1], -1, form.group_size)
+    columns = scales.shape[-1] * quantized_format.group_size
+    values = code_values(unpack(packed, quantized_format.bits, columns), quantized_format)
+    groups = values.reshape(*values.shape[:-1], -1, quantized_format.group_size)
     if zeros is not None:
         groups = groups - zeros.astype(jnp.float32)[..., None]
-    elif form.center is not None:
-        groups = groups - form.center
-    groups = groups * scale_values(scales, form)[..., None]
-    if form.exponents:
+    elif quantized_format.symmetric_zero_point is not None:
+        groups = groups - quantized_format.symmetric_zero_point
+    groups = groups * scale_values(scales, quantized_format)[..., None]
+    if quantized_format.has_power_of_two_scales:
         # 2 ** -127 in two steps: it is subnormal in float32, and devices may flush it to zero.
         groups = groups * jnp.where(scales == 0, 0.5, 1)[..., None]
     if tensor_scale is not None:

@@ -149,27 +149,27 @@ def carried_states(
 
 
 def carried_gradients(
-    transitions: Transitions, added: jax.Array, last: jax.Array, matrices: bool
+    transitions: Transitions, added: jax.Array, last_state_gradient: jax.Array, matrices: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of the states that leave the shards, [P, B, ...], and of the one that enters the first.
 
     Args:
         transitions: What shards do to the state that enters.
         added: [P, B, ...], what the outputs of each shard give the gradient of the state that enters it.
-        last: [B, ...], the gradient of the state that leaves the last shard.
+        last_state_gradient: [B, ...], the gradient of the state that leaves the last shard.
         matrices: Whether the factors are matrices.
     """
 
     def fold_shard(gradient: jax.Array, step: tuple[Transitions, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transition, added = step
-        kept = _select_rows(transition.spans_shard, applied_transposed(transition.factor, gradient, matrices))
+        kept = _select_rows(transition.spans_shard, apply_transposed_factor(transition.factor, gradient, matrices))
         return _select_rows(transition.enters, kept + added), gradient
 
-    first, gradients = lax.scan(fold_shard, last, (transitions, added), reverse=True)
+    first, gradients = lax.scan(fold_shard, last_state_gradient, (transitions, added), reverse=True)
     return gradients, first
 
 
-def applied_transposed(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
+def apply_transposed_factor(factor: jax.Array, gradient: jax.Array, matrices: bool) -> jax.Array:
     """Returns the gradient of a state from that of its product with a factor."""
     return _apply_factor(factor.swapaxes(-1, -2) if matrices else factor, gradient, matrices)
 

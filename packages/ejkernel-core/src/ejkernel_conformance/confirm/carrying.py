@@ -10,7 +10,7 @@ import msgspec
 
 from ejkernel.ops import evidence
 from ejkernel.ops.device import find_device, target_device
-from ejkernel.ops.evidence import Carried, Confirmation, EvidenceFile, FamilyEvidence, Tally
+from ejkernel.ops.evidence import CarriedEvidence, Confirmation, EvidenceFile, FamilyEvidence, Tally
 from ejkernel.ops.model import Implementation
 from ejkernel.ops.plugins import registry
 from ejkernel_conformance.confirm import listing, merging, programs
@@ -192,7 +192,7 @@ class _Judge:
         line = f"{name}: carried from {began} to {self.current[new]}, {count} programs are the same"
         left = [f"its tests have not run: {label}, which {what}" for label, what in differences.items()]
         self.lines[key] = _listed(line, left)
-        carried = None if began == self.current[new] else Carried(digest=began, programs=count)
+        carried = None if began == self.current[new] else CarriedEvidence(digest=began, programs=count)
         return msgspec.structs.replace(found, digest=self.current[new], stale=False, carried=carried)
 
     def _without(self, found: FamilyEvidence, key: str, calls: Mapping[str, str]) -> FamilyEvidence:
@@ -297,7 +297,7 @@ def only_pinned(key: str, label: str, chip: str) -> bool:
     case = next(case for case in (*op.cases, *implementation.cases_of(op)) if case.name == case_name)
     with target_device(chip):
         direction = "backward" if label.endswith(programs.GRADIENTS) else "forward"
-        return implementation.rank(abstract_record(op, case), find_device(chip), direction) < 0
+        return implementation.priority_for(abstract_record(op, case), find_device(chip), direction) < 0
 
 
 def _without_tests(tally: Tally, tests: Mapping[str, bool], field: str) -> Tally:

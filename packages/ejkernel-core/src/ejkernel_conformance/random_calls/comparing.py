@@ -121,7 +121,7 @@ def _chosen(program: Program, args: Any, differentiated: bool) -> str:
     decision = decide(program.op, args)
     choices = [decision.forward]
     if differentiated:
-        choices = [decision.differentiated or decision.forward, decision.backward]
+        choices = [decision.differentiated_forward or decision.forward, decision.backward]
     return ", ".join("none" if x.implementation is None else x.implementation.name for x in choices)
 
 

@@ -8,7 +8,7 @@ from ejkernel.families.linear_recurrence import LinearRecurrence, has_decay_per_
 from ejkernel.ops import Implementation
 from ejkernel.ops.device import DeviceInfo
 from ejkernel.ops.params import Direction
-from ejkernel.planning.decode_lengths import length_reasons
+from ejkernel.planning.decode_lengths import length_refusals
 from ejkernel_cuda.requirements import cuda_requires
 
 HANDLED_FIELDS = frozenset(
@@ -30,7 +30,7 @@ VALUE_CHANNELS_PER_WARP, VALUE_CHANNELS_PER_BLOCK = 32, 128
 
 def _refusal_reasons(record: LinearRecurrence) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
-    yield from length_reasons("query", record.query.shape[1], record.cu_seqlens)
+    yield from length_refusals("query", record.query.shape[1], record.cu_seqlens)
     if record.cu_seqlens is not None and record.cu_seqlens.shape[0] == 1:
         yield "cu_seqlens: there is no sequence"
     dtypes = {str(x.dtype) for x in (record.query, record.key, record.value)}

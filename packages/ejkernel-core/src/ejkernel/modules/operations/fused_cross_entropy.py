@@ -34,7 +34,7 @@ from ejkernel.ops.argument_records import ArgumentRecord
 from ejkernel.ops.execution.kernel import Kernel
 from ejkernel.ops.model import Op
 from ejkernel.ops.operation import document_options, run_operation
-from ejkernel.ops.values import Condition, integers
+from ejkernel.ops.values import Condition, are_integer_arrays
 
 CHUNK_STRATEGIES = ("vocab", "token", "block")
 
@@ -231,7 +231,7 @@ def _local_vocab_size(args: FusedCrossEntropyArguments) -> int:
 def conditions(args: FusedCrossEntropyArguments) -> Iterable[Condition]:
     """Yields that targets are entries of the vocabulary, where that is not split."""
     split, matrix = args.vocab_parallel_axis is not None, args.logits if args.hidden is None else args.lm_head_weight
-    if args.targets is None or split or not integers(args.targets) or not getattr(matrix, "shape", ()):
+    if args.targets is None or split or not are_integer_arrays(args.targets) or not getattr(matrix, "shape", ()):
         return  # `validate` refuses what is missing or wrong
     entries = matrix.shape[-1]
 
@@ -239,7 +239,7 @@ def conditions(args: FusedCrossEntropyArguments) -> Iterable[Condition]:
         return xp.all(((targets >= 0) & (targets < entries)) | (targets == args.ignore_index))
 
     wants = f"entries from 0 to {entries - 1}, or ignore_index={args.ignore_index}"
-    yield Condition(name="targets", reads=(args.targets,), holds=targets_are_valid, wants=wants)
+    yield Condition(name="targets", arrays=(args.targets,), holds=targets_are_valid, wants=wants)
 
 
 def _weight_per_token(args: FusedCrossEntropyArguments) -> jax.Array:

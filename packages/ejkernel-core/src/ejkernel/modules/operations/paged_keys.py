@@ -12,7 +12,7 @@ from ejkernel.modules.operations.shared.conditions import cumulative_length_cond
 from ejkernel.modules.operations.shared.lse import with_lse
 from ejkernel.modules.operations.shared.shapes import check_dtype, check_shape, got
 from ejkernel.ops.model import Op
-from ejkernel.ops.values import Condition, integers
+from ejkernel.ops.values import Condition, are_integer_arrays
 from ejkernel.types.arguments import non_default_fields
 
 _INT32_MAX = 2**31 - 1
@@ -66,14 +66,14 @@ def page_conditions(args: Any) -> Iterable[Condition]:
     for name, bounds, most in (("cum_seqlens_q", starts, batch * tokens), ("cum_seqlens_k", ends, _INT32_MAX)):
         if bounds is not None:
             now = (
-                dataclasses.replace(one, traced_only=False)
+                dataclasses.replace(one, is_checked_by_record=False)
                 for one in cumulative_length_conditions(name, bounds, 1, most)
             )
             yield from now
-    if not have_ranks(args, block_tables=2) or not integers(ends) or ends.shape != (tables.shape[0] + 1,):
+    if not have_ranks(args, block_tables=2) or not are_integer_arrays(ends) or ends.shape != (tables.shape[0] + 1,):
         return
     capacity, rows = tables.shape[1] * args.key.shape[1], () if starts is None else (starts,)
-    if rows and (not integers(*rows) or rows[0].shape != ends.shape):
+    if rows and (not are_integer_arrays(*rows) or rows[0].shape != ends.shape):
         return
 
     def lengths_are_valid(xp: Any, keys: Any, *queries: Any) -> Any:
@@ -84,7 +84,7 @@ def page_conditions(args: Any) -> Iterable[Condition]:
     wants = (
         f"steps of at least each sequence's queries and at most the {capacity} tokens that block_tables has pages for"
     )
-    yield Condition(name="cum_seqlens_k", reads=(ends, *rows), holds=lengths_are_valid, wants=wants)
+    yield Condition(name="cum_seqlens_k", arrays=(ends, *rows), holds=lengths_are_valid, wants=wants)
 
 
 def _check_paged_call(args: Any, options: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from ejkernel.planning.quantized_formats import (
     split_row_groups,
     with_row_group_size,
 )
-from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+from ejkernel.quantization import as_stored_scales, as_uint32_words, check_quantized, split_zeros_and_tensor_scale
 
 # The arguments that choose a kernel elsewhere, with what leaves the choice open. They are fields of the configuration.
 _TUNING_ARGUMENT_DEFAULTS = {
@@ -127,7 +127,7 @@ class QuantizedMatmulArguments(ArgumentRecord, of=quantized_matmul):
         if self.axis not in (None, "col" if transpose else "row"):
             wants = "'col' or None with transpose=True, 'row' or None without"
             raise ValueError(f"axis: got {self.axis!r} with transpose={transpose}, wants {wants}")
-        zeros, tensor_scale = split_third(self.zeros, self.tensor_scale, form)
+        zeros, tensor_scale = split_zeros_and_tensor_scale(self.zeros, self.tensor_scale, form)
         set_canonical_fields(
             self,
             zeros=zeros,
@@ -179,10 +179,10 @@ def _weight_format(args: QuantizedMatmulArguments) -> Format:
 
 def lower(args: QuantizedMatmulArguments) -> Record:
     """Returns the quantised-matmul record of a call."""
-    scales, zeros, form = split_row_groups(as_stored(args.scales), args.zeros, _weight_format(args))
+    scales, zeros, form = split_row_groups(as_stored_scales(args.scales), args.zeros, _weight_format(args))
     return Record(
         x=args.x.reshape(-1, args.x.shape[-1]),
-        packed=as_words(args.w),
+        packed=as_uint32_words(args.w),
         scales=lax.stop_gradient(scales),
         zeros=None if zeros is None else lax.stop_gradient(zeros),
         tensor_scale=None if args.tensor_scale is None else lax.stop_gradient(args.tensor_scale),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ejkernel.ops.config.policy import AutotunePolicy, forward_autotune_only, policy_override
     from ejkernel.ops.params import BaseOperationConfig, BwdParams, FwdParams
 
-_NAMES_BY_MODULE = {
+_EXPORTED_NAMES_BY_MODULE = {
     "ejkernel.errors": ("NoConfigError",),
     "ejkernel.ops.config.chain": ("ConfigSelectorChain", "Request", "Selection"),
     "ejkernel.ops.config.key": ("ConfigKey",),
@@ -23,7 +23,7 @@ _NAMES_BY_MODULE = {
     "ejkernel.ops.config.persistent": ("PersistentCache", "StoreWarning"),
     "ejkernel.ops.config.policy": ("AutotunePolicy", "forward_autotune_only", "policy_override"),
 }
-_MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+_MODULE_BY_EXPORTED_NAME = {name: module for module, names in _EXPORTED_NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "AutotunePolicy",
@@ -45,6 +45,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF_NAME:
+    if name not in _MODULE_BY_EXPORTED_NAME:
         return importlib.import_module("ejkernel.compat.paths").resolve_old_name(__name__, name)
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    return getattr(importlib.import_module(_MODULE_BY_EXPORTED_NAME[name]), name)

@@ -26,7 +26,7 @@ from ejkernel.ops.config.selection import Selection
 TIMEOUT_VARIABLE = "EJKERNEL_AGREEMENT_TIMEOUT_S"
 
 _chain_serial_numbers = itertools.count()
-_only_looking: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
+_explain_only_context: contextvars.ContextVar[bool] = contextvars.ContextVar("looking", default=False)
 
 
 class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,20 +36,20 @@ class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 @contextlib.contextmanager
-def only_looking() -> Generator[None]:
+def explain_only() -> Generator[None]:
     """Returns a context in which chains neither decide for other processes nor wait for them, so that a single process
     can explain a call.
     """
-    token = _only_looking.set(True)
+    token = _explain_only_context.set(True)
     try:
         yield
     finally:
-        _only_looking.reset(token)
+        _explain_only_context.reset(token)
 
 
-def looking() -> bool:
-    """Returns whether an `only_looking` block is active."""
-    return _only_looking.get()
+def is_explain_only() -> bool:
+    """Returns whether an `explain_only` block is active."""
+    return _explain_only_context.get()
 
 
 def is_single_process() -> bool:
@@ -69,33 +69,35 @@ class Agreement:
         self._serial: int | None = None
         self._lock = threading.RLock()
 
-    def known(self, key: ConfigKey) -> Selection | None:
+    def known_decision(self, key: ConfigKey) -> Selection | None:
         """Returns the decision for `key` if this process already knows one."""
         return self._decided.get(key)
 
-    def decide(self, key: ConfigKey, part: type, propose: Callable[[], Selection], anew: bool = False) -> Selection:
+    def decide(
+        self, key: ConfigKey, part: type, choose_locally: Callable[[], Selection], restart_agreement: bool = False
+    ) -> Selection:
         """Returns the selection that process 0 makes for `key`.
 
         Args:
             key: The call.
             part: Type of its configuration part.
-            propose: Makes the selection. Runs only in process 0, and only if there is no decision yet.
-            anew: Ends the current decision. Every process must pass True in the same call.
+            choose_locally: Makes the selection. Runs only in process 0, and only if there is no decision yet.
+            restart_agreement: Ends the current decision. Every process must pass True in the same call.
 
         Raises:
             AgreementError: Process 0 has not asked for this key within `EJKERNEL_AGREEMENT_TIMEOUT_S` (600) seconds,
                 or could not decide.
         """
         if is_single_process():
-            return propose()
+            return choose_locally()
         with self._lock:
-            if anew:
+            if restart_agreement:
                 self._start_next_round(key)
             if key in self._decided:
                 return self._decided[key]
             name = self._message_key(key)
             if jax.process_index() == 0:
-                return self._decide_and_publish(name, key, propose)
+                return self._decide_and_publish(name, key, choose_locally)
         selection = self._wait_for_decision(name, key, part)  # without the lock: other calls need not wait for this one
         self._decided[key] = selection
         return selection

@@ -24,7 +24,7 @@ import msgspec
 
 from ejkernel.errors import EjkernelRuntimeError, NoConfigError, TunerError
 from ejkernel.ops.config import overlay
-from ejkernel.ops.config.agreement import Agreement, looking
+from ejkernel.ops.config.agreement import Agreement, is_explain_only
 from ejkernel.ops.config.key import ConfigKey
 from ejkernel.ops.config.measurement import TunerWarning, TuningResult
 from ejkernel.ops.config.memory import ConfigCache
@@ -33,7 +33,7 @@ from ejkernel.ops.config.policy import AutotunePolicy, effective_policy
 from ejkernel.ops.config.selection import Request, Selection, foreign_part_reason, op_label
 from ejkernel.ops.config.table import Entry, shipped_part
 from ejkernel.ops.config.tuner import Tuner
-from ejkernel.ops.params import given_values
+from ejkernel.ops.params import set_fields_as_text
 
 MEASURED_TIERS = frozenset({"memory", "persistent", "autotune"})
 """The tiers whose answers were measured, on this machine or another. No other answers are stored."""
@@ -51,7 +51,7 @@ _EVENT_BY_TIER: dict[str, tuple[str, dict[str, str]]] = {
 class TunerMethods(Protocol):
     """The methods of a tuner that a chain calls."""
 
-    def tune(self, request: Request, argument: Any) -> TuningResult:
+    def tune(self, request: Request, kernel_argument: Any) -> TuningResult:
         """Measures the candidates of one direction of a call."""
         ...
 
@@ -108,43 +108,43 @@ class ConfigSelectorChain:
         trail: list[str] = []
         # The configuration that the caller wrote wins under every policy. It holds for this call alone, so it is not
         # stored: another call of these shapes must not inherit it.
-        explicit = self._override_or_overlay(request, trail)
+        explicit = self._select_override_or_overlay(request, trail)
         if explicit is not None:
             self._report_selection(explicit, request)
             return explicit
         key = request.key()
-        if looking():  # `explain` must not measure, store, or wait for other processes
-            return self._agreement.known(key) or self._first_later_tier(key, request, None, trail)
+        if is_explain_only():  # `explain` must not measure, store, or wait for other processes
+            return self._agreement.known_decision(key) or self._select_from_later_tiers(key, request, None, trail)
 
         def propose() -> Selection:
-            return self._first_later_tier(key, request, argument, trail)
+            return self._select_from_later_tiers(key, request, argument, trail)
 
         # Process 0 decides for all processes of a job: they must compile the same program, or their collectives hang.
-        selection = self._agreement.decide(key, request.part_type(), propose, anew=argument is not None)
-        self._keep_measured(key, selection)
+        selection = self._agreement.decide(key, request.part_type(), propose, restart_agreement=argument is not None)
+        self._cache_if_measured(key, selection)
         self.cache.note_selected_part(key, selection.part)
         self._report_selection(selection, request)
         return selection
 
-    def event(self, name: str, operation: str, **details: Any) -> None:
+    def report_event(self, name: str, operation: str, **details: Any) -> None:
         """Reports an event to `on_event`."""
-        if self.on_event is not None and not looking():
+        if self.on_event is not None and not is_explain_only():
             self.on_event(name, operation, **details)
 
     def _report_selection(self, selection: Selection, request: Request) -> None:
         """Reports the tier of an answer; a measurement was reported when it ended."""
         name, details = _EVENT_BY_TIER.get(selection.tier, (None, {}))
         if name is not None:
-            self.event(name, request.op.name, direction=request.direction, **details)
+            self.report_event(name, request.op.name, direction=request.direction, **details)
 
     def tune(
-        self, request: Request, make_argument: Callable[[], Any], *, predicted: bool = False
+        self, request: Request, make_kernel_argument: Callable[[], Any], *, predicted: bool = False
     ) -> TuningResult | None:
         """Measures a call, even if a tier already has a configuration, and stores the fastest candidate.
 
         Args:
             request: The call.
-            make_argument: Returns the argument of the implementation's function.
+            make_kernel_argument: Returns the argument of the implementation's function.
             predicted: Whether the tuner predicts times instead of measuring them. Predictions have a store
                 of their own, and replace the rule only.
 
@@ -159,18 +159,18 @@ class ConfigSelectorChain:
         key, results = request.key(), list[TuningResult]()
 
         def propose() -> Selection:
-            results.append(self._measure_candidates(request, make_argument(), predicted))
+            results.append(self._measure_candidates(request, make_kernel_argument(), predicted))
             if predicted:
                 return Selection(results[0].winner.part, "heuristics", ("heuristics: predicted on request",))
             return Selection(results[0].winner.part, "autotune", ("autotune: measured on request",))
 
-        self._keep_measured(key, self._agreement.decide(key, request.part_type(), propose, anew=True))
+        self._cache_if_measured(key, self._agreement.decide(key, request.part_type(), propose, restart_agreement=True))
         return results[0] if results else None
 
-    def known(self, request: Request) -> bool:
+    def has_stored_config(self, request: Request) -> bool:
         """Returns whether a tier before autotune has a configuration."""
         return (
-            self._override_or_overlay(request, []) is not None
+            self._select_override_or_overlay(request, []) is not None
             or self._select_stored(request.key(), request, []) is not None
         )
 
@@ -196,35 +196,41 @@ class ConfigSelectorChain:
             config = msgspec.to_builtins(part)
             self.persistent.predicted.update({str(key): Entry(config, seconds, predicted_at, predicted=True)})
 
-    def _keep_measured(self, key: ConfigKey, selection: Selection) -> None:
+    def _cache_if_measured(self, key: ConfigKey, selection: Selection) -> None:
         # The answer of a rule is not stored: it would hide the answer of a later version of the rule.
         if selection.tier in MEASURED_TIERS:
             self.cache.put(key, selection.part)
 
-    def _override_or_overlay(self, request: Request, trail: list[str]) -> Selection | None:
+    def _select_override_or_overlay(self, request: Request, trail: list[str]) -> Selection | None:
         cfg = request.override
         part = None if cfg is None else cfg.part_of(request.direction)
         if cfg is not None and part is not None:
-            elsewhere = overlay.setting_mismatch(cfg, request.serves())
+            elsewhere = overlay.setting_mismatch(cfg, request.platform_and_backend())
             remark = f" ({elsewhere})" if elsewhere else ""
             if request.direction == "both" and cfg.part("backward") not in (None, part):
                 remark += f" (its backward part has no meaning for {request.implementation.name}, which is paired)"
-            trail.append(f"override: cfg= gives {given_values(part)}{remark}{_remark_on_unread_fields(part, request)}")
+            trail.append(
+                f"override: cfg= gives {set_fields_as_text(part)}{remark}{_remark_on_unread_fields(part, request)}"
+            )
             return Selection(request.complete_with_heuristic(part), "override", tuple(trail))
         trail.append("override: none given" if cfg is None else f"override: cfg= leaves the {request.direction} open")
-        part, remark = overlay.find(request.key(), request.serves()) if overlay.overlays() else (None, "none active")
+        part, remark = (
+            overlay.find_overlay_part(request.key(), request.platform_and_backend())
+            if overlay.overlays()
+            else (None, "none active")
+        )
         foreign = (
             None if part is None else foreign_part_reason(request.op, request.implementation, part, request.direction)
         )
         if foreign:
             part, remark = None, f"skipped, {foreign}"
         if part is not None:
-            trail.append(f"overlay: {remark} gives {given_values(part)}{_remark_on_unread_fields(part, request)}")
+            trail.append(f"overlay: {remark} gives {set_fields_as_text(part)}{_remark_on_unread_fields(part, request)}")
             return Selection(request.complete_with_heuristic(part), "overlay", tuple(trail))
         trail.append(f"overlay: {remark}")
         return None
 
-    def _first_later_tier(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
+    def _select_from_later_tiers(self, key: ConfigKey, request: Request, argument: Any, trail: list[str]) -> Selection:
         """Returns the answer of the first tier after `cfg=` and overlays that has one.
 
         A stored measurement comes before a new one, which takes seconds. Both come before a rule, which is a guess.
@@ -243,7 +249,7 @@ class ConfigSelectorChain:
         part = self.persistent.get(key, request.part_type()) if self.persistent is not None else None
         source = "user store"
         if part is None:
-            part, source = _shipped_entry(key, request)
+            part, source = _shipped_config_part(key, request)
         if part is None:
             trail.append("persistent: no entry in the user store or a shipped table")
             return None
@@ -274,7 +280,7 @@ class ConfigSelectorChain:
     def _measure_candidates(self, request: Request, argument: Any, predicted: bool = False) -> TuningResult:
         if self.forbid_reautotune and request.key() in self._measured_keys:
             raise EjkernelRuntimeError(f"forbid_reautotune: got True, and {request.key()} was measured already")
-        self.event("autotune_start", request.op.name, direction=request.direction)
+        self.report_event("autotune_start", request.op.name, direction=request.direction)
         result = (self.tuner or Tuner()).tune(request, argument)
         winner, now = result.winner, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         assert winner.seconds is not None  # a tuner raises if no candidate ran
@@ -284,30 +290,30 @@ class ConfigSelectorChain:
             spread, samples = winner.spread, winner.samples
             self.store(result.key, winner.part, winner.seconds, now, spread=spread, samples=samples)
         self._measured_keys.add(result.key)
-        self.event("autotune_finish", request.op.name, direction=request.direction, part=winner.part)
+        self.report_event("autotune_finish", request.op.name, direction=request.direction, part=winner.part)
         self._untunable.pop(result.key, None)
         return result
 
     def _select_by_heuristic(self, key: ConfigKey, request: Request, trail: list[str]) -> Selection:
         if not effective_policy(self.policy, self).allow_heuristics:
-            self.event("error", request.op.name, direction=request.direction)
+            self.report_event("error", request.op.name, direction=request.direction)
             steps = "\n  ".join((*trail, "heuristics: not allowed by the policy"))
             raise NoConfigError(f"no configuration for {key}\n  {steps}")
-        part, source = self._predicted(key, request)
+        part, source = self._predicted_part(key, request)
         if part is None:
             return Selection(request.heuristic(), "heuristics", (*trail, "heuristics: the implementation's rule"))
         step = f"heuristics: predicted and not measured, {source}"
         return Selection(request.complete_with_heuristic(part), "heuristics", (*trail, step))
 
-    def _predicted(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
+    def _predicted_part(self, key: ConfigKey, request: Request) -> tuple[Any | None, str]:
         """Returns the configuration that was predicted to be fastest, and where the prediction is stored."""
         if key in self._predictions:
             return self._predictions[key], "in this process"
         part = self.persistent.predicted.get(key, request.part_type()) if self.persistent is not None else None
-        return (part, "user store") if part is not None else _shipped_entry(key, request, predicted=True)
+        return (part, "user store") if part is not None else _shipped_config_part(key, request, predicted=True)
 
 
-def _shipped_entry(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
+def _shipped_config_part(key: ConfigKey, request: Request, predicted: bool = False) -> tuple[Any | None, str]:
     """Returns the entry of a shipped table, and the name of the table.
 
     A kernel gets a record and does not know the operation, so a measurement holds for all operations of the family.
@@ -323,7 +329,7 @@ def _shipped_entry(key: ConfigKey, request: Request, predicted: bool = False) ->
 def _remark_on_unread_fields(part: Any, request: Request) -> str:
     """Returns a remark on fields that are set and that the chosen kernel does not read."""
     implementation = request.implementation
-    unread = implementation.config.unread(part, request.direction)
+    unread = implementation.config.unread_fields(part, request.direction)
     return f" ({', '.join(unread)}: no effect, {implementation.name} does not read it)" if unread else ""
 
 

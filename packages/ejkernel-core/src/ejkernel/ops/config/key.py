@@ -40,7 +40,7 @@ class ConfigKey:
     def __str__(self) -> str:
         return " | ".join(getattr(self, f.name) for f in dataclasses.fields(self))
 
-    def shipped(self, kind: str | None = None) -> str:
+    def as_shipped_key(self, kind: str | None = None) -> str:
         """Returns the key in a table that ships inside a backend: without the versions, which the package itself fixes.
 
         Args:

@@ -43,14 +43,14 @@ class TuningResult:
         implementation: The implementation of the candidates.
         measurements: The candidates.
         kind: The kind of the calls that share its entry in a shipped table, if there are others.
-        rule: What the heuristics would have taken; None without a rule.
+        heuristic_part: What the heuristics would have taken; None without a rule.
     """
 
     key: ConfigKey
     implementation: str
     measurements: tuple[Measurement, ...]
     kind: str | None = None
-    rule: Any = None
+    heuristic_part: Any = None
 
     @property
     def winner(self) -> Measurement:
@@ -60,13 +60,15 @@ class TuningResult:
         Noise alone puts some candidate first. If its time cannot be told from the heuristic's, the heuristic's
         configuration stays, so that two machines of a fleet do not disagree for nothing.
         """
-        of_rule = next((m for m in self.measurements if m.part == self.rule and m.seconds is not None), self.best)
+        of_rule = next(
+            (m for m in self.measurements if m.part == self.heuristic_part and m.seconds is not None), self.fastest
+        )
         assert of_rule.seconds is not None  # `next` has looked, and a tuner raises where nothing ran
-        assert self.best.seconds is not None
-        gain = of_rule.seconds - self.best.seconds
-        return self.best if gain > max(of_rule.spread, self.best.spread) else of_rule
+        assert self.fastest.seconds is not None
+        gain = of_rule.seconds - self.fastest.seconds
+        return self.fastest if gain > max(of_rule.spread, self.fastest.spread) else of_rule
 
     @property
-    def best(self) -> Measurement:
+    def fastest(self) -> Measurement:
         """Returns the fastest candidate."""
         return self.measurements[0]

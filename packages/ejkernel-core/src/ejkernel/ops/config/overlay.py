@@ -42,19 +42,19 @@ def overlays() -> tuple[_Overlay, ...]:
     return _overlay_context.value
 
 
-def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
+def find_overlay_part(key: ConfigKey, platform_and_backend: Mapping[str, str]) -> tuple[Any | None, str]:
     """Returns the part that the innermost overlay knowing this call has for it, or None; and a remark.
 
     Args:
         key: The call.
-        serves: `platform` and `backend` of the call's implementation and device.
+        platform_and_backend: `platform` and `backend` of the call's implementation and device.
     """
     op_name, remark = key.op.rpartition("@")[0], "none active for this call"
     for overlay in map(dict, overlays()):
         if key in overlay:
             return overlay[key], "entry for this very call"
         config = overlay.get(op_name)
-        mismatch = None if config is None else setting_mismatch(config, serves)
+        mismatch = None if config is None else setting_mismatch(config, platform_and_backend)
         if mismatch:
             remark = f"skipped, {mismatch}"
         elif config is not None and (part := config.part_of(key.direction)) is not None:
@@ -62,9 +62,9 @@ def find(key: ConfigKey, serves: Mapping[str, str]) -> tuple[Any | None, str]:
     return None, remark
 
 
-def setting_mismatch(config: BaseOperationConfig, serves: Mapping[str, str]) -> str:
+def setting_mismatch(config: BaseOperationConfig, platform_and_backend: Mapping[str, str]) -> str:
     """Returns the setting of a configuration that does not fit the call, such as its platform; empty if all fit."""
-    for name, value in serves.items():
+    for name, value in platform_and_backend.items():
         setting = getattr(config, name)
         if setting not in ("auto", "any", value):
             return f"made for {name} {setting}, not {value}"

@@ -47,7 +47,7 @@ def default_path() -> Path:
     return folder / FILE_NAME
 
 
-def _is_word(name: str | os.PathLike[str]) -> bool:
+def _is_operation_name(name: str | os.PathLike[str]) -> bool:
     """Returns whether this names an operation and not a file: a text without a directory or an ending."""
     return isinstance(name, str) and Path(name).name == name and not Path(name).suffix and not name.startswith("~")
 
@@ -80,7 +80,7 @@ class PersistentCache:
         if loader is not None or dumper is not None:
             raise NotImplementedError("loader, dumper: got a function, wants None; the files have one format")
         if path is None and opname is not None:
-            path = default_path().with_name(f"{opname}.json") if _is_word(opname) else opname
+            path = default_path().with_name(f"{opname}.json") if _is_operation_name(opname) else opname
         self._path = Path(path).expanduser() if path is not None else None
         self._snapshot: tuple[_FileStamp | None, Mapping[str, Entry]] = (None, {})
         self._readable = self._writable = True
@@ -148,13 +148,13 @@ class PersistentCache:
         removed_keys = frozenset(keys)
         self._change_entries(lambda stored: {key: entry for key, entry in stored.items() if key not in removed_keys})
 
-    def _change_entries(self, change: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
+    def _change_entries(self, transform_entries: Callable[[Mapping[str, Entry]], Mapping[str, Entry]]) -> None:
         if not self._writable:
             return
         try:
             with self._store_lock():
                 self._remove_stale_temporaries()
-                self._replace_file(encode(Table(change(self._read_or_set_aside()))))
+                self._replace_file(encode(Table(transform_entries(self._read_or_set_aside()))))
         except _UNUSABLE_STORE_ERRORS as error:
             self._stop_writing(f"cannot be written ({error})")
 
@@ -191,11 +191,11 @@ class PersistentCache:
             warnings.warn(f"{self.path} was damaged ({error}); moved to {damaged_path}", StoreWarning, stacklevel=2)
             return {}
 
-    def _replace_file(self, data: bytes) -> None:
+    def _replace_file(self, file_content: bytes) -> None:
         temporary = f"{self.path}.{os.getpid()}.tmp"  # of one writer at a time, for the lock is held
         try:
             with open(temporary, "wb") as file:
-                file.write(data)
+                file.write(file_content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)

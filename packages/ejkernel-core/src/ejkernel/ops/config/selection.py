@@ -71,14 +71,14 @@ class Request:
 
     def complete_with_heuristic(self, part: Any) -> Any:
         """Returns `part` in the kernel's own fields, with unset fields filled by the implementation's heuristic."""
-        return self.implementation.config.completed(self.heuristic(), part, self.direction)
+        return self.implementation.config.complete_part(self.heuristic(), part, self.direction)
 
     def operations_of_family(self) -> tuple[Op, ...]:
         """Returns the operation and, after it, the other operations of its family."""
         others = (op for op in registry().ops.values() if op.family is self.op.family and op.name != self.op.name)
         return (self.op, *sorted(others, key=lambda op: op.name))
 
-    def serves(self) -> dict[str, str]:
+    def platform_and_backend(self) -> dict[str, str]:
         """Returns what a configuration must have been made for to apply."""
         return {"platform": self.implementation.platform, "backend": self.device.platform}
 

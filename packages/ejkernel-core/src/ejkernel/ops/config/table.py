@@ -115,25 +115,30 @@ def table_name(device: str, op_name: str) -> str:
 
 
 def shipped_part(
-    tuned: str | None, op_name: str, key: ConfigKey, part: type, kind: str | None = None, predicted: bool = False
+    table_location: str | None,
+    op_name: str,
+    key: ConfigKey,
+    part: type,
+    kind: str | None = None,
+    predicted: bool = False,
 ) -> Any | None:
     """Returns the part that a backend's own table has for `key`, or None.
 
     Args:
-        tuned: `"package:folder"` from the implementation.
+        table_location: `"package:folder"` from the implementation.
         op_name: Operation, which names the file.
         key: The call.
         part: Type of the configuration part.
         kind: What it has in common with the calls that share an entry, if there are others.
         predicted: Whether predictions are asked for, instead of measurements.
     """
-    if tuned is None:
+    if table_location is None:
         return None
     name = table_name(key.device, op_name)
-    entry = _shipped_table(tuned, name).get(key.shipped(kind))
+    entry = _shipped_table(table_location, name).get(key.as_shipped_key(kind))
     if entry is None or entry.predicted != predicted:
         return None
-    return entry_config_part(entry, part, f"{tuned}/{name}, entry {key}")
+    return entry_config_part(entry, part, f"{table_location}/{name}, entry {key}")
 
 
 @functools.cache

@@ -36,32 +36,33 @@ A single round may catch a device that has yet to wake up from waiting for the c
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Contender:
+class _CandidateRun:
     """A candidate while it is measured.
 
     Attributes:
         part: Its configuration part.
         run: Starts one call.
-        alone: Whether a call must end before the next call starts, because CPUs run several calls at once.
-        traced: The traced function, which is compiled before the candidate runs.
+        waits_for_each_call: Whether a call must end before the next call starts, because CPUs run several calls at
+            once.
+        traced_kernel: The traced function, which is compiled before the candidate runs.
         calls: Calls a sample.
-        times: Seconds a call took in each sample.
+        sample_seconds: Seconds a call took in each sample.
         error: Why it does not run.
     """
 
     part: Any
     run: Callable[[], Any]
-    alone: bool
-    traced: Any = None
+    waits_for_each_call: bool
+    traced_kernel: Any = None
     calls: int = 1
-    times: list[float] = dataclasses.field(default_factory=list[float])
+    sample_seconds: list[float] = dataclasses.field(default_factory=list[float])
     error: str | None = None
 
     def trace_kernel(self, kernel: Callable[[Any, Any], Any], argument: Any) -> None:
-        self.traced = jax.jit(lambda value: kernel(value, self.part)).trace(argument)
+        self.traced_kernel = jax.jit(lambda value: kernel(value, self.part)).trace(argument)
 
     def compile_traced(self, argument: Any) -> None:
-        self.run = functools.partial(self.traced.lower().compile(), argument)
+        self.run = functools.partial(self.traced_kernel.lower().compile(), argument)
 
     def warm_up(self, iterations: int) -> None:
         for _ in range(iterations):
@@ -72,21 +73,21 @@ class _Contender:
         enough.
         """
         seconds = self._mean_seconds_per_call()
-        if not self.times:
+        if not self.sample_seconds:
             self.calls = max(1, min(MAX_CALLS_PER_SAMPLE, math.ceil(MIN_SAMPLE_SECONDS / max(seconds, 1e-9))))
             seconds = self._mean_seconds_per_call() if self.calls > 1 else seconds
-        self.times.append(seconds)
+        self.sample_seconds.append(seconds)
 
     def _mean_seconds_per_call(self) -> float:
         outputs, start = None, time.perf_counter()
         for _ in range(self.calls):
             outputs = self.run()
-            if self.alone:
+            if self.waits_for_each_call:
                 jax.block_until_ready(outputs)
         jax.block_until_ready(outputs)
         return (time.perf_counter() - start) / self.calls
 
-    def attempt_step(self, step: Callable[[], None]) -> None:
+    def run_step_unless_failed(self, step: Callable[[], None]) -> None:
         """Takes a step, unless an earlier one failed."""
         if self.error is None:
             try:
@@ -97,7 +98,13 @@ class _Contender:
     def measurement(self) -> Measurement:
         if self.error:
             return Measurement(self.part, None, self.error)
-        return Measurement(self.part, statistics.median(self.times), None, spread(self.times), len(self.times))
+        return Measurement(
+            self.part,
+            statistics.median(self.sample_seconds),
+            None,
+            spread(self.sample_seconds),
+            len(self.sample_seconds),
+        )
 
 
 def spread(times: Sequence[float]) -> float:
@@ -145,13 +152,13 @@ class Tuner:
         Raises:
             TunerError: Something is being traced, so that the clock would show Python and not the device.
         """
-        if traced((args, kwargs)):
+        if is_under_trace((args, kwargs)):
             raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
-        alone = _make_contender(None, functools.partial(fn, **kwargs), *args)
+        alone = _make_candidate_run(None, functools.partial(fn, **kwargs), *args)
         alone.warm_up(1 + self.warmup_iterations)
         for _ in range(self.timing_iterations):
             alone.take_sample()
-        return statistics.median(alone.times)
+        return statistics.median(alone.sample_seconds)
 
     def autotune(
         self, make_fn: Callable[[Any], Callable[..., Any]], args: Any, kwargs: Any, candidates: Iterable[Any]
@@ -180,26 +187,26 @@ class Tuner:
             raise TunerError("\n  ".join(["no candidate ran:", *errors]))
         return min(seconds, key=lambda measured: measured[0])[1]
 
-    def tune(self, request: Request, argument: Any) -> TuningResult:
+    def tune(self, request: Request, kernel_argument: Any) -> TuningResult:
         """Measures every candidate of an implementation for one direction of a call, or for both passes of a pair.
 
         Args:
             request: What is tuned.
-            argument: Concrete record (forward) or `Pullback` (backward, or both).
+            kernel_argument: Concrete record (forward) or `Pullback` (backward, or both).
 
         Raises:
             TunerError: Something is being traced; the call is for another device than its arrays are on; no candidate
                 ran, and then the message gives each one's error.
         """
-        _check_measurable(request, argument)
+        _check_measurable(request, kernel_argument)
         implementation = request.implementation
         kernel = request.kernel()
         parts = implementation.config.candidates(request.record, request.device, request.direction)
         unique = dict.fromkeys((request.heuristic(), *parts))
-        contenders = [_make_contender(part, kernel, argument) for part in unique]
+        contenders = [_make_candidate_run(part, kernel, kernel_argument) for part in unique]
         label = f"{request.op.name} {request.direction} {implementation.name}"
         with self._tuning_progress(2 * len(contenders), label) as advance:
-            _compile_contenders(contenders, kernel, argument, advance)
+            _compile_candidate_runs(contenders, kernel, kernel_argument, advance)
             self._measure_interleaved(contenders, advance)
         measured = [contender.measurement() for contender in contenders]
         ranked = sorted(measured, key=lambda m: float("inf") if m.seconds is None else m.seconds)
@@ -207,19 +214,21 @@ class Tuner:
             raise TunerError("\n  ".join([f"no candidate of {label} ran:", *(f"{m.part}: {m.error}" for m in ranked)]))
         return TuningResult(request.key(), implementation.name, tuple(ranked), request.kind(), request.heuristic())
 
-    def _measure_interleaved(self, contenders: list[_Contender], advance: Callable[[str], None]) -> None:
+    def _measure_interleaved(self, contenders: list[_CandidateRun], advance: Callable[[str], None]) -> None:
         """Measures the contenders interleaved, in rounds, so that a device that slows down does so for all of them."""
         for contender in contenders:
-            contender.attempt_step(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
+            contender.run_step_unless_failed(functools.partial(contender.warm_up, 1 + self.warmup_iterations))
             advance("measuring")
         running = contenders
         for number in range(self.timing_iterations):
             for contender in running[:: -1 if number % 2 else 1]:
-                contender.attempt_step(contender.take_sample)
+                contender.run_step_unless_failed(contender.take_sample)
             running = [contender for contender in running if contender.error is None]
             if number > 0:
-                limit = SLOW_CANDIDATE_RATIO * min((min(contender.times) for contender in running), default=0.0)
-                running = [contender for contender in running if min(contender.times) <= limit]
+                limit = SLOW_CANDIDATE_RATIO * min(
+                    (min(contender.sample_seconds) for contender in running), default=0.0
+                )
+                running = [contender for contender in running if min(contender.sample_seconds) <= limit]
 
     @contextlib.contextmanager
     def _tuning_progress(self, steps: int, label: str) -> Generator[Callable[[str], None]]:
@@ -238,33 +247,37 @@ class Tuner:
             yield advance
 
 
-def _make_contender(part: Any, function: Callable[..., Any], *args: Any) -> _Contender:
-    return _Contender(part=part, run=functools.partial(function, *args), alone=_device_of(args).platform == "cpu")
+def _make_candidate_run(part: Any, function: Callable[..., Any], *args: Any) -> _CandidateRun:
+    return _CandidateRun(
+        part=part, run=functools.partial(function, *args), waits_for_each_call=_device_of(args).platform == "cpu"
+    )
 
 
-def _compile_contenders(
-    contenders: list[_Contender],
+def _compile_candidate_runs(
+    candidate_runs: list[_CandidateRun],
     kernel: Callable[[Any, Any], Any],
     argument: Any,
-    advance: Callable[[str], None],
+    advance_progress: Callable[[str], None],
 ) -> None:
     """Traces the contenders one by one, as JAX's settings hold for a thread, and compiles them side by side."""
-    for contender in contenders:
-        contender.attempt_step(functools.partial(contender.trace_kernel, kernel, argument))
+    for contender in candidate_runs:
+        contender.run_step_unless_failed(functools.partial(contender.trace_kernel, kernel, argument))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(c.attempt_step, functools.partial(c.compile_traced, argument)) for c in contenders]
+        jobs = [
+            pool.submit(c.run_step_unless_failed, functools.partial(c.compile_traced, argument)) for c in candidate_runs
+        ]
         for job in concurrent.futures.as_completed(jobs):
             job.result()
-            advance("compiling")
+            advance_progress("compiling")
 
 
-def traced(tree: Any) -> bool:
+def is_under_trace(tree: Any) -> bool:
     """Returns whether a trace is going on, or something in `tree` comes from one."""
     return _compat.under_trace() or any(_compat.is_tracer(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _check_measurable(request: Request, argument: Any) -> None:
-    if traced(argument):
+    if is_under_trace(argument):
         raise TunerError("the tuner was asked to measure under a trace; call it eagerly, or record and tune later")
     actual = _device_of(argument)
     if device_label(actual) != device_label(request.device):

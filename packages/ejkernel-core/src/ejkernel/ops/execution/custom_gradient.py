@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-Method = Callable[..., Any]
+KernelMethod = Callable[..., Any]
 
 
 @jax.tree_util.register_static
@@ -18,10 +18,10 @@ Method = Callable[..., Any]
 class _DifferentiatedLeaves:
     """The array leaves of the positional arguments that are differentiated."""
 
-    leaves: tuple[bool, ...]
+    is_differentiated: tuple[bool, ...]
 
 
-def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[str, Any], *args: Any) -> Any:
+def call(name: str, forward: KernelMethod, backward: KernelMethod, cfg: Any, kwargs: dict[str, Any], *args: Any) -> Any:
     """Calls a kernel such that it is differentiated by its own method.
 
     Args:
@@ -65,9 +65,9 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
         values, output, residuals, differentiated = saved
         positional, keywords = arguments_from_arrays(values)
         cotangent = jax.tree.map(_zeros_for_symbolic, cotangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
-        outputs = (output,) if _takes_output(backward) else ()
+        outputs = (output,) if _takes_output_argument(backward) else ()
         gradients = backward(residuals, *outputs, cotangent, *positional, cfg=cfg, **keywords)
-        cotangents = _gradients_of_leaves(name, positional, gradients, differentiated.leaves)
+        cotangents = _gradients_of_leaves(name, positional, gradients, differentiated.is_differentiated)
         return (*cotangents, *(_zero_gradient(x) for x in values[of_args:]))
 
     differentiable = jax.custom_vjp(run_primal)
@@ -75,13 +75,15 @@ def call(name: str, forward: Method, backward: Method, cfg: Any, kwargs: dict[st
     return differentiable(*(leaf for leaf, array in zip(leaves, is_array, strict=True) if array))
 
 
-def _takes_output(backward: Method) -> bool:
+def _takes_output_argument(backward: KernelMethod) -> bool:
     """Returns whether a `vjp` is written with the output between residuals and cotangent."""
     names = list(inspect.signature(backward).parameters)
     return names[1:3] == ["y", "dy"]
 
 
-def _gradients_of_leaves(name: str, args: tuple[Any, ...], gradients: Any, marked: tuple[bool, ...]) -> list[Any]:
+def _gradients_of_leaves(
+    name: str, args: tuple[Any, ...], gradients: Any, is_differentiated: tuple[bool, ...]
+) -> list[Any]:
     """Returns one gradient for each array leaf of the positional arguments."""
     if isinstance(gradients, dict) or len(gradients) != len(args):
         got = type(gradients).__name__ if isinstance(gradients, dict) else f"{len(gradients)} gradients"
@@ -89,7 +91,7 @@ def _gradients_of_leaves(name: str, args: tuple[Any, ...], gradients: Any, marke
     cotangents: list[Any] = []
     for number, (arg, gradient) in enumerate(zip(args, gradients, strict=True)):
         arrays = [leaf for leaf in jax.tree.leaves(arg) if isinstance(leaf, jax.Array | np.ndarray)]
-        differentiated = marked[len(cotangents) : len(cotangents) + len(arrays)]
+        differentiated = is_differentiated[len(cotangents) : len(cotangents) + len(arrays)]
         if gradient is None and any(differentiated):
             raise NotImplementedError(f"{name}: vjp returned no gradient of positional argument {number}")
         leaves = [None] * len(arrays) if gradient is None else jax.tree.leaves(gradient, is_leaf=lambda x: x is None)

@@ -24,7 +24,7 @@ from ejkernel.errors import NoConfigError
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.key import ConfigKey, device_label
 from ejkernel.ops.config.policy import effective_policy
-from ejkernel.ops.config.tuner import Tuner, traced
+from ejkernel.ops.config.tuner import Tuner, is_under_trace
 from ejkernel.ops.device import current_device
 from ejkernel.ops.execution import custom_gradient
 from ejkernel.ops.execution.kernel import Kernel
@@ -55,7 +55,7 @@ def run(
     args, kwargs = kernel.prepare(*args, **kwargs)
     cfg = choose(chain, kernel, args, cfg, kwargs, mapped=mapping is not None)
     if mapping is None:
-        return _function_of_positional_arguments(kernel, cfg, kwargs, mapped=False)(*args)
+        return _function_of_positional_arguments(kernel, cfg, kwargs, under_shard_map=False)(*args)
     for name in ("mesh", "in_specs", "out_specs"):
         if mapping.get(name) is None:
             raise ValueError(f"{name}: got None, wants a value for {kernel.op_id} under shard_map")
@@ -63,7 +63,7 @@ def run(
         mapped, operands, *after = kernel.create_shard_map_wrapper(*args, **mapping, cfg=cfg, **kwargs)
         output = mapped(*operands)
         return after[0](output, cfg=cfg) if after else output
-    runner = _function_of_positional_arguments(kernel, cfg, kwargs, mapped=True)
+    runner = _function_of_positional_arguments(kernel, cfg, kwargs, under_shard_map=True)
     return jax.shard_map(runner, **mapping)(*args)
 
 
@@ -73,12 +73,12 @@ def overrides_method(kernel: Any, name: str) -> bool:
     return method is not None and method is not _base_methods().get(name)
 
 
-def most_specific_method(kernel: Any, name: str, mapped: bool = False) -> Callable[..., Any] | None:
+def most_specific_method(kernel: Any, name: str, under_shard_map: bool = False) -> Callable[..., Any] | None:
     """Returns the kernel's method of this name that is most specific for the device and the call; None
     if it has none.
     """
     platform = current_device(None).platform
-    names = [f"{name}_shard_map_{platform}", f"{name}_shard_map"] if mapped else []
+    names = [f"{name}_shard_map_{platform}", f"{name}_shard_map"] if under_shard_map else []
     return next((getattr(kernel, n) for n in (*names, f"{name}_{platform}", name) if overrides_method(kernel, n)), None)
 
 
@@ -88,16 +88,16 @@ def _base_methods() -> Mapping[str, Any]:
 
 
 def _function_of_positional_arguments(
-    kernel: Any, cfg: Any, kwargs: dict[str, Any], mapped: bool
+    kernel: Any, cfg: Any, kwargs: dict[str, Any], under_shard_map: bool
 ) -> Callable[..., Any]:
     """Returns a function of the positional arguments, with the kernel's own gradient where it has one."""
     forward, backward = (
-        most_specific_method(kernel, "fwd_with_residuals", mapped),
-        most_specific_method(kernel, "vjp", mapped),
+        most_specific_method(kernel, "fwd_with_residuals", under_shard_map),
+        most_specific_method(kernel, "vjp", under_shard_map),
     )
     if forward is not None and backward is not None:
         return functools.partial(custom_gradient.call, kernel.op_id, forward, backward, cfg, kwargs)
-    method = most_specific_method(kernel, "run", mapped)
+    method = most_specific_method(kernel, "run", under_shard_map)
     if method is None:
         raise NotImplementedError(f"{kernel.op_id} has no run method for {current_device(None).platform}")
     return functools.partial(method, cfg=cfg, **kwargs)
@@ -119,24 +119,24 @@ def choose(
         NoConfigError: The policy allows no tier that answers.
     """
     if cfg is not None:
-        chain.event("override", kernel.op_id)
+        chain.report_event("override", kernel.op_id)
         return cfg
     key = _config_key(kernel, args, kwargs)
     known = chain.cache.get(key)
     if known is not None:
-        chain.event("cache_hit", kernel.op_id, level="memory")
+        chain.report_event("cache_hit", kernel.op_id, level="memory")
         return known
     invocation, policy = kernel.invocation(args, kwargs), effective_policy(chain.policy, chain)
-    if policy.tunes_on_miss and not mapped and not traced((args, kwargs)):
+    if policy.tunes_on_miss and not mapped and not is_under_trace((args, kwargs)):
         candidates = most_specific_method(kernel, "candidate_cfgs")
         best = _fastest_candidate(chain, kernel, tuple(candidates(invocation) if candidates else ()), args, kwargs)
         if best is not None:
             chain.cache.put(key, best)
             return best
     if not policy.allow_heuristics:
-        chain.event("error", kernel.op_id)
+        chain.report_event("error", kernel.op_id)
         raise NoConfigError(f"no configuration for {key}: heuristics: not allowed by the policy")
-    chain.event("heuristics", kernel.op_id)
+    chain.report_event("heuristics", kernel.op_id)
     rule = most_specific_method(kernel, "heuristic_cfg", mapped)
     if rule is None:
         raise NotImplementedError(f"{kernel.op_id} has no rule: define heuristic_cfg")
@@ -149,7 +149,7 @@ def _fastest_candidate(
     """Returns the fastest candidate; None where there is no choice, or where none runs."""
     if len(candidates) < 2:
         return None
-    chain.event("autotune_start", kernel.op_id)
+    chain.report_event("autotune_start", kernel.op_id)
     tuner = chain.tuner if isinstance(chain.tuner, Tuner) else Tuner()
     seconds: dict[int, float] = {}
     for number, candidate in enumerate(candidates):
@@ -158,12 +158,12 @@ def _fastest_candidate(
         except Exception:  # noqa: BLE001 - a candidate may exceed any limit of the device or its compiler
             continue
     best = candidates[min(seconds, key=seconds.__getitem__)] if seconds else None
-    chain.event("autotune_finish", kernel.op_id, part=best)
+    chain.report_event("autotune_finish", kernel.op_id, part=best)
     return best
 
 
 def _jitted_runner(kernel: Any, cfg: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    return jax.jit(_function_of_positional_arguments(kernel, cfg, kwargs, mapped=False))
+    return jax.jit(_function_of_positional_arguments(kernel, cfg, kwargs, under_shard_map=False))
 
 
 def _config_key(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ConfigKey:

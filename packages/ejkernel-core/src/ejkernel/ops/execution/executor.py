@@ -10,7 +10,7 @@ import jax
 
 from ejkernel.errors import NoImplementationError
 from ejkernel.ops.call import decide
-from ejkernel.ops.config.agreement import only_looking
+from ejkernel.ops.config.agreement import explain_only
 from ejkernel.ops.config.chain import ConfigSelectorChain
 from ejkernel.ops.config.persistent import PersistentCache
 from ejkernel.ops.config.policy import AutotunePolicy
@@ -86,7 +86,7 @@ class Executor:
 
     def explain(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Decision:
         """Returns what the call would do, and why."""
-        with only_looking():
+        with explain_only():
             return self._operation_and_decision(kernel, *args, **kwargs)[1]
 
     def choose_config(self, kernel: Kernel[Cfg, Out], *args: Any, **kwargs: Any) -> Cfg:

@@ -23,7 +23,7 @@ Cfg = TypeVar("Cfg", bound=BaseOperationConfig)
 Out = TypeVar("Out")
 
 # What heuristics are told about a platform that is not in this machine.
-_TYPICAL_DEVICES = {
+_TYPICAL_DEVICE_BY_PLATFORM = {
     "gpu": DeviceInfo(platform="gpu", vendor="nvidia", kind="gpu", compute_capability=9.0),
     "tpu": DeviceInfo(platform="tpu", vendor="google", kind="tpu"),
 }
@@ -186,7 +186,7 @@ class Kernel(Generic[Cfg, Out]):
             NoImplementationError: No implementation serves the call.
         """
         plan, record = self._plan_and_record(inv)
-        choice = plan.pick(record, "forward")
+        choice = plan.choose_implementation(record, "forward")
         if choice.implementation is None:
             raise NoImplementationError(choice)
         return self._heuristic_of_implementation(choice.implementation, record, plan.device)
@@ -206,7 +206,7 @@ class Kernel(Generic[Cfg, Out]):
         if self.is_custom:
             return (self.heuristic_cfg(inv),)
         plan, record = self._plan_and_record(inv)
-        verdicts = plan.pick(record, "forward").verdicts
+        verdicts = plan.choose_implementation(record, "forward").verdicts
         serving = [v.implementation for v in verdicts if v.status != "refused"]
         return self._candidates_of_implementations(serving, record, plan.device)
 
@@ -243,11 +243,11 @@ class Kernel(Generic[Cfg, Out]):
         about.
         """
         plan, record = self._plan_and_record(inv)
-        device = plan.device if plan.device.platform == platform else _TYPICAL_DEVICES[platform]
+        device = plan.device if plan.device.platform == platform else _TYPICAL_DEVICE_BY_PLATFORM[platform]
         everything = registry().implementations.get(plan.op.name, ())
         fitting = [i for i in everything if i.requires.devices & device.names]
         serving = [i for i in fitting if can_compute(plan.op.family, i, record, "forward")]
-        return sorted(serving, key=lambda i: (-i.rank(record, device), i.name)), record, device
+        return sorted(serving, key=lambda i: (-i.priority_for(record, device), i.name)), record, device
 
     def _heuristic_of_best_implementation(self, inv: Invocation, platform: str) -> Cfg:
         implementations, record, device = self._implementations_for(inv, platform)
@@ -282,5 +282,5 @@ class Kernel(Generic[Cfg, Out]):
         return tuple(dict.fromkeys(configs))
 
     def _public_config(self, implementation: Implementation, forward: Any, backward: Any) -> Cfg:
-        config: Any = implementation.config.public(self.op.config, forward, backward)
+        config: Any = implementation.config.to_public_config(self.op.config, forward, backward)
         return dataclasses.replace(config, platform=implementation.platform, backend=implementation.backend)

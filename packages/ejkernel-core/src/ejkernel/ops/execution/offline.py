@@ -7,7 +7,7 @@ import jax
 
 from ejkernel.errors import TunerError
 from ejkernel.ops.config.measurement import TuningResult
-from ejkernel.ops.config.tuner import traced
+from ejkernel.ops.config.tuner import is_under_trace
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.params import Direction
 from ejkernel.ops.recording import RecordedCall, forget_call, get_recorded
@@ -33,7 +33,7 @@ def autotune_recorded(
     Raises:
         TunerError: Under a trace; or after all calls, when some could not be measured.
     """
-    if traced(()):
+    if is_under_trace(()):
         raise TunerError("recorded calls cannot be measured under a trace")
     pending_calls = list(get_recorded() if calls is None else calls)
     results: list[TuningResult] = []
@@ -70,14 +70,14 @@ def tune_abstract(
     Raises:
         TunerError: In the same cases as in `tune_call`.
     """
-    if traced(()):
+    if is_under_trace(()):
         raise TunerError("the tuner was asked to measure under a trace; tune outside of jit")
     inputs = plan.op.make_inputs(args, jax.random.key(0))
     return tune_call(plan, inputs, directions, mesh=mesh, in_specs=in_specs)
 
 
-def _with_progress_bar(calls: list[RecordedCall], show: bool) -> Iterable[RecordedCall]:
-    if not show:
+def _with_progress_bar(calls: list[RecordedCall], show_progress: bool) -> Iterable[RecordedCall]:
+    if not show_progress:
         return calls
     import tqdm
 

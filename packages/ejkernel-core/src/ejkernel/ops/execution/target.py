@@ -20,11 +20,11 @@ from ejkernel.ops.dispatch import Choice
 from ejkernel.ops.grad import CallPlan
 from ejkernel.ops.lowering import lowered_record
 from ejkernel.ops.params import Direction
-from ejkernel.ops.tuning import BOTH_DIRECTIONS, pair_gradients, passes
+from ejkernel.ops.tuning import BOTH_DIRECTIONS, choices_to_tune, gradient_fields_of_pair
 from ejkernel.types.arguments import array_fields
 from ejkernel.types.pullback import ForwardResults, Pullback
 
-GROUP = "ejkernel.targets"
+TARGET_ENTRY_POINT_GROUP = "ejkernel.targets"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Target:
     tuner: Callable[[bool], TunerMethods]
 
 
-def tune_described(
+def tune_by_prediction(
     plan: CallPlan, make: Callable[[jax.Array], Any], directions: tuple[Direction, ...] = BOTH_DIRECTIONS
 ) -> list[TuningResult]:
     """Has the given passes of a call predicted for the plan's device, and stores the winners; nothing is run on it.
@@ -57,10 +57,10 @@ def tune_described(
     Raises:
         TunerError: The tuner's own, or the policy forbids it.
     """
-    record = describe(lambda: lowered_record(plan.op, make(jax.random.key(0))))
+    record = make_with_abstract_floats(lambda: lowered_record(plan.op, make(jax.random.key(0))))
     results: list[TuningResult | None] = []
     with target_device(plan.device):
-        for choice, forward in passes(plan, record, directions):
+        for choice, forward in choices_to_tune(plan, record, directions):
             argument = _abstract_kernel_argument(plan, record, choice, forward)
             results.append(
                 plan.chain.tune(
@@ -74,7 +74,7 @@ def _constant_argument(argument: Any) -> Any:
     return argument
 
 
-def describe(make: Callable[[], Any]) -> Any:
+def make_with_abstract_floats(make: Callable[[], Any]) -> Any:
     """Returns what a function that can be traced makes: shapes of floating arrays, and values of all others."""
     leaves, structure = jax.tree.flatten(jax.eval_shape(make))
     is_floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
@@ -96,7 +96,7 @@ def _abstract_kernel_argument(plan: CallPlan, record: Any, choice: Choice, forwa
     config = plan.chain.choose(plan.request(forward, record)).part
     results = jax.eval_shape(lambda record: ForwardResults(*kernel(record, config)), record)
     if is_paired:
-        grad_fields = pair_gradients(plan, record, choice)
+        grad_fields = gradient_fields_of_pair(plan, record, choice)
         return Pullback(record=record, residuals=None, output=None, cotangent=results.output, grad_fields=grad_fields)
     grad_fields = frozenset(plan.op.family.differentiable) & set(array_fields(record))
     return Pullback(record=record, cotangent=results.output, grad_fields=grad_fields, **results._asdict())

@@ -11,7 +11,7 @@ from ejkernel.arithmetic import cdiv
 from ejkernel.families.gated_grouped_matmul import GatedGroupedMatmul
 from ejkernel.families.grouped_matmul import GroupedMatmul, columns
 from ejkernel.families.grouped_matmul.row_tiles import max_num_row_tiles
-from ejkernel.ops.params import given_values
+from ejkernel.ops.params import set_fields_as_text
 from ejkernel_pallas.gpu.grouped_matmul.config import (
     HopperFp8,
     HopperGated,
@@ -258,15 +258,16 @@ def make_spec(record: GroupedMatmul, params: HopperGrouped, out_dtype: Any) -> G
         raise ValueError(f"cfg: got block_n={params.block_n}, the Mosaic GPU kernels want 64, 128, 192 or 256")
     if params.stages < 2 or params.output_buffers < 1 or params.group_m < 1:
         raise ValueError(
-            f"cfg: got {given_values(params)}, wants stages of at least 2, output_buffers and group_m of at least 1"
+            f"cfg: got {set_fields_as_text(params)}, wants stages of at least 2, "
+            "output_buffers and group_m of at least 1"
         )
     if (params.cluster_m, params.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
         raise ValueError(
-            f"cfg: got {given_values(params)}, wants cluster_m and cluster_n of 1 and 1, 1 and 2, or 2 and 1"
+            f"cfg: got {set_fields_as_text(params)}, wants cluster_m and cluster_n of 1 and 1, 1 and 2, or 2 and 1"
         )
     if shared_memory_bytes(params) > SHARED_MEMORY_BYTES - RESERVED_SMEM_BYTES:
         raise ValueError(
-            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
+            f"cfg: {set_fields_as_text(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
         )
     return GroupedSpec(
         num_rows=record.lhs.shape[0],
@@ -293,7 +294,7 @@ def make_fp8_spec(record: GroupedMatmul, params: HopperFp8) -> GroupedSpec:
     Raises:
         ValueError: A tile size is not valid for the kernel.
     """
-    fields = given_values(params)
+    fields = set_fields_as_text(params)
     size, product = params.block_n, params.product_n
     if not 0 < size <= MAX_FP8_BLOCK_N or size % SWIZZLE_COLUMNS:
         raise ValueError(f"cfg: got block_n={size}, wants a multiple of {SWIZZLE_COLUMNS} up to {MAX_FP8_BLOCK_N}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.ops.device import DeviceInfo
-from ejkernel.ops.params import Direction, given_values
+from ejkernel.ops.params import Direction, set_fields_as_text
 from ejkernel_pallas.gpu.hopper.sizes import SHARED_MEMORY_BYTES, SWIZZLE_COLUMNS, WGMMA_M
 from ejkernel_pallas.gpu.tiled_attention.spec import HopperSpec
 
@@ -356,7 +356,7 @@ def forward_tile(params: HopperForward, spec: HopperSpec) -> ForwardTile:
     tiles = [ForwardTile(warpgroups, keys, stages, n) for n in (2, 1)]
     tile = next((x for x in tiles if forward_smem_bytes(x, spec) + FORWARD_RESERVED_SMEM_BYTES <= limit), None)
     if tile is None:
-        raise ValueError(f"cfg: {given_values(params)} takes more than the {limit} bytes of shared memory")
+        raise ValueError(f"cfg: {set_fields_as_text(params)} takes more than the {limit} bytes of shared memory")
     return tile
 
 
@@ -371,12 +371,12 @@ def backward_tile(params: HopperBackward, spec: HopperSpec) -> BackwardTile:
     expected_block_sizes = BACKWARD_TILES[spec.head_dim][0][:2]
     if (tile.block_kv, tile.block_q) != expected_block_sizes:
         raise ValueError(
-            f"cfg: {given_values(params)}: heads of {spec.head_dim} want block_kv="
+            f"cfg: {set_fields_as_text(params)}: heads of {spec.head_dim} want block_kv="
             f"{expected_block_sizes[0]} and block_q={expected_block_sizes[1]}"
         )
     if backward_smem_bytes(tile, spec) > SHARED_MEMORY_BYTES - BACKWARD_RESERVED_SMEM_BYTES:
         raise ValueError(
-            f"cfg: {given_values(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
+            f"cfg: {set_fields_as_text(params)} takes more than the {SHARED_MEMORY_BYTES} bytes of shared memory"
         )
     return tile
 

@@ -79,9 +79,9 @@ class SimulatedCore:
         self.waited = 0.0
         self.unknown = collections.Counter[int]()
         self._latencies = chip.latencies
-        self._bytes_per_cycle = chip.core_bandwidth / chip.clock
+        self._bytes_per_cycle = chip.core_bandwidth / chip.clock_hz
         self._hbm_free = 0.0
-        self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock
+        self._link_bytes_per_cycle = chip.link_bandwidth / chip.clock_hz
         self._link_free = 0.0
         self._arrivals = collections.defaultdict[int, collections.deque[_PendingCopy]](collections.deque)
         self._operands = operands

@@ -125,7 +125,7 @@ class KernelReport:
     @property
     def compute_seconds(self) -> float:
         """Returns the time without waiting for copies."""
-        return self.simulation.compute_cycles / self.chip.clock
+        return self.simulation.compute_cycles / self.chip.clock_hz
 
     @property
     def memory_seconds(self) -> float:
@@ -140,7 +140,7 @@ class KernelReport:
     @property
     def seconds(self) -> float:
         """Returns the predicted time."""
-        return max(self.simulation.cycles / self.chip.clock, self.memory_seconds, self.link_seconds)
+        return max(self.simulation.cycles / self.chip.clock_hz, self.memory_seconds, self.link_seconds)
 
     @property
     def mxu(self) -> float:

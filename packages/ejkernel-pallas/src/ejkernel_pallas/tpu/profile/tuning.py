@@ -46,13 +46,13 @@ class ProfileTuner:
     target: str
     show_progress: bool = False
 
-    def tune(self, request: Request, argument: Any) -> TuningResult:
+    def tune(self, request: Request, kernel_argument: Any) -> TuningResult:
         """Predicts the time of every candidate of an implementation, for one direction of a call or for both passes
         of a pair.
 
         Args:
             request: The tuning request; its device is the chip.
-            argument: Record or `Pullback`: shapes, and values if these decide what the kernels do.
+            kernel_argument: Record or `Pullback`: shapes, and values if these decide what the kernels do.
 
         Raises:
             TunerError: No candidate has a prediction; the message gives each candidate's error.
@@ -63,7 +63,7 @@ class ProfileTuner:
         unique = tuple(dict.fromkeys((request.heuristic(), *parts)))
         label = f"{request.op.name} {direction} {implementation.name}"
         backward_path = implementation.backward if direction == "both" else None
-        kwargs = {"path": path, "backward_path": backward_path, "record_or_pullback": argument}
+        kwargs = {"path": path, "backward_path": backward_path, "record_or_pullback": kernel_argument}
         cases = [
             Case(label=f"{label} {part}", build=f"{__name__}:workload", kwargs={**kwargs, "config": part})
             for part in unique

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.decode_lengths import length_reasons
+from ejkernel.planning.decode_lengths import length_refusals
 from ejkernel_triton.linear_recurrence import chunked
 from ejkernel_triton.linear_recurrence.decode import config
 from ejkernel_triton.requirements import triton_implementation, triton_requires
@@ -16,7 +16,7 @@ HANDLED_FIELDS = chunked.HANDLED_FIELDS | {"beta", "value_decay", "segment_ids",
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons to refuse a record that `Requires` cannot express."""
     if record.parents is None:  # no other kernel has trees, of any size
-        yield from length_reasons("query", record.query.shape[1], record.cu_seqlens)
+        yield from length_refusals("query", record.query.shape[1], record.cu_seqlens)
 
 
 def implementations() -> tuple[Implementation, ...]:

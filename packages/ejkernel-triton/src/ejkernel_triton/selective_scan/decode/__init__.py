@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families.selective_scan import scan_sequences
 from ejkernel.ops import ConfigSpace, Implementation
-from ejkernel.planning.decode_lengths import length_reasons
+from ejkernel.planning.decode_lengths import length_refusals
 from ejkernel_triton.requirements import triton_implementation, triton_requires
 from ejkernel_triton.selective_scan.decode import config
 
@@ -17,7 +17,7 @@ MAX_STATE_DIM = 256
 
 def _refusal_reasons(record: Any) -> Iterable[str]:
     """Yields the reasons why the decode step refuses a record that `Requires` cannot express."""
-    yield from length_reasons("x", record.x.shape[1], record.cu_seqlens)
+    yield from length_refusals("x", record.x.shape[1], record.cu_seqlens)
     yield from scan_refusal_reasons(record)
 
 

@@ -30,7 +30,7 @@ class NativeSparseAttentionConfig(BaseOperationConfig):
         block_size: The argument of that name; a call whose argument says otherwise is refused.
     """
 
-    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"block_size"}
+    call_argument_fields: ClassVar[frozenset[str]] = BaseOperationConfig.call_argument_fields | {"block_size"}
 
     block_q: int | None = None
     block_k: int | None = None
@@ -77,7 +77,7 @@ class DeepSeekAttentionConfig(BaseOperationConfig):
         num_stages: Software pipeline depth.
     """
 
-    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"index_topk"}
+    call_argument_fields: ClassVar[frozenset[str]] = BaseOperationConfig.call_argument_fields | {"index_topk"}
 
     index_topk: int | None = None
     block_q: int | None = None

@@ -132,7 +132,7 @@ class StateSpaceV2Config(BaseOperationConfig):
         chunk_size: Tokens per chunk.
     """
 
-    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {
+    call_argument_fields: ClassVar[frozenset[str]] = BaseOperationConfig.call_argument_fields | {
         "n_groups",
         "use_gated_rmsnorm",
         "rmsnorm_eps",

@@ -50,7 +50,7 @@ class GroupedMatmulConfig(_SequenceConfig):
         bypass_xla_tiling: Changes nothing: rows are never padded, and XLA gets no hint about tiles.
     """
 
-    about_call: ClassVar[frozenset[str]] = BaseOperationConfig.about_call | {"bypass_xla_tiling"}
+    call_argument_fields: ClassVar[frozenset[str]] = BaseOperationConfig.call_argument_fields | {"bypass_xla_tiling"}
 
     block_m: int | None = None
     block_n: int | None = None

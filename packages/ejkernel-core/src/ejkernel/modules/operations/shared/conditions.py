@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ejkernel.ops.values import Condition, integers
+from ejkernel.ops.values import Condition, are_integer_arrays
 
 
 def have_ranks(args: Any, **ranks: int) -> bool:
@@ -21,7 +21,7 @@ def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) 
 
     The argument record checks values that can be read, by `shapes.check_cumulative_lengths`.
     """
-    if not integers(lengths) or len(lengths.shape) != 1 or not lengths.shape[0]:
+    if not are_integer_arrays(lengths) or len(lengths.shape) != 1 or not lengths.shape[0]:
         return
 
     def holds(xp: Any, bounds: Any) -> Any:
@@ -31,7 +31,7 @@ def cumulative_length_conditions(name: str, lengths: Any, rows: int, size: int) 
 
     within = f"end within {size} tokens" if rows == 1 else f"have steps of at most {size} tokens"
     wants = f"lengths that start at 0, never decrease and {within}"
-    yield Condition(name=name, reads=(lengths,), holds=holds, wants=wants, traced_only=True)
+    yield Condition(name=name, arrays=(lengths,), holds=holds, wants=wants, is_checked_by_record=True)
 
 
 def conditions_of_cumulative_lengths(name: str, tokens_argument: str, tokens_axis: int = 1) -> Any:
@@ -102,7 +102,7 @@ def tree_conditions(parents: Any, bounds: Any) -> Iterable[Condition]:
         bounds: Cumulative lengths of packed requests; None where each row is a request.
     """
     packed = () if bounds is None else (bounds,)
-    if not integers(parents, *packed) or any(len(x.shape) != 1 or x.shape[0] < 2 for x in packed):
+    if not are_integer_arrays(parents, *packed) or any(len(x.shape) != 1 or x.shape[0] < 2 for x in packed):
         return
 
     def holds(xp: Any, values: Any, *lengths: Any) -> Any:
@@ -115,7 +115,7 @@ def tree_conditions(parents: Any, bounds: Any) -> Iterable[Condition]:
         return xp.all(padding | ((values >= -1) & (values < token - ends[sequence])))
 
     wants = "for every token the index of an earlier token of its own request, or -1 for the request's state"
-    yield Condition(name="parents", reads=(parents, *packed), holds=holds, wants=wants)
+    yield Condition(name="parents", arrays=(parents, *packed), holds=holds, wants=wants)
 
 
 def conditions_of_row_lengths(args: Any) -> Iterable[Condition]:
@@ -128,14 +128,14 @@ def value_range_condition(
     name: str, values: Any, minimum: int, maximum: int, value_description: str, traced_only: bool = False
 ) -> Iterable[Condition]:
     """Yields the condition that all integers of an array are from `minimum` to `maximum`."""
-    if integers(values):
+    if are_integer_arrays(values):
         wants = f"{value_description} from {minimum} to {maximum}"
         yield Condition(
             name=name,
-            reads=(values,),
+            arrays=(values,),
             holds=lambda xp, x: xp.all((x >= minimum) & (x <= maximum)),
             wants=wants,
-            traced_only=traced_only,
+            is_checked_by_record=traced_only,
         )
 
 
@@ -163,7 +163,7 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
     """Starts, lengths, the number of live sequences and tables fit each other, the query rows and the cache."""
     (length_name, lengths), (start_name, starts), (table_name, tables) = call.lengths, call.starts, call.tables
     live = () if call.num_live is None else (call.num_live[1],)
-    if not integers(lengths, starts, tables, *live) or len(lengths.shape) != 1 or 0 in (x.size for x in live):
+    if not are_integer_arrays(lengths, starts, tables, *live) or len(lengths.shape) != 1 or 0 in (x.size for x in live):
         return
     sequences = lengths.shape[0]
     if starts.shape != (sequences + 1,) or (len(tables.shape) == 2 and tables.shape[0] != sequences):
@@ -185,11 +185,11 @@ def paged_batch_conditions(call: PagedBatch) -> Iterable[Condition]:
 
     up_to = f" up to the live sequences of {call.num_live[0]}" if call.num_live else ""
     wants = f"starts from 0 to the {call.rows} query rows that never decrease{up_to}"
-    yield Condition(name=start_name, reads=(starts, *live), holds=starts_in_order, wants=wants)
+    yield Condition(name=start_name, arrays=(starts, *live), holds=starts_in_order, wants=wants)
     wants = f"at least the query rows that {start_name} gives each sequence: they are its newest tokens"
-    yield Condition(name=length_name, reads=(lengths, starts, *live), holds=covers_query_rows, wants=wants)
+    yield Condition(name=length_name, arrays=(lengths, starts, *live), holds=covers_query_rows, wants=wants)
     wants = f"at most {capacity} tokens: {entries} pages of {call.page_size} are all that {table_name} lists"
-    yield Condition(name=length_name, reads=(lengths, *live), holds=fits_page_tables, wants=wants)
+    yield Condition(name=length_name, arrays=(lengths, *live), holds=fits_page_tables, wants=wants)
 
 
 def _sequences_not_live(xp: Any, num_sequences: int, live_counts: tuple[Any, ...]) -> Any:
@@ -208,7 +208,7 @@ def _live_count_conditions(num_live: tuple[str, Any], num_sequences: int) -> Ite
 
     ascending = "numbers that never decrease" if len(counts.shape) == 1 and counts.shape[0] > 1 else "a number"
     wants = f"{ascending} from 0 to the {num_sequences} sequences"
-    yield Condition(name=name, reads=(counts,), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(counts,), holds=holds, wants=wants)
 
 
 def shared_prefix_conditions(
@@ -230,7 +230,9 @@ def shared_prefix_conditions(
     arrays = tuple(array for _, array in filter(None, (lengths, starts)))
     counts = () if num_live is None else (num_live[1],)
     sequences = getattr(lengths[1], "shape", (0,))[0]
-    if not integers(prefix_length, *arrays, *counts) or (starts is not None and starts[1].shape != (sequences + 1,)):
+    if not are_integer_arrays(prefix_length, *arrays, *counts) or (
+        starts is not None and starts[1].shape != (sequences + 1,)
+    ):
         return
 
     def holds(xp: Any, count: Any, tokens: Any, *others: Any) -> Any:
@@ -243,7 +245,7 @@ def shared_prefix_conditions(
         f"and at most the {lengths[0]} of every sequence less "
         "its query rows"
     )
-    yield Condition(name="shared_prefix", reads=(prefix_length, *arrays, *counts), holds=holds, wants=wants)
+    yield Condition(name="shared_prefix", arrays=(prefix_length, *arrays, *counts), holds=holds, wants=wants)
 
 
 def packed_qq_bias_conditions(
@@ -258,7 +260,7 @@ def packed_qq_bias_conditions(
     """
     name, bounds = starts
     counts = () if num_live is None else (num_live[1],)
-    if not integers(bounds, *counts) or len(bounds.shape) != 1 or 0 in (x.size for x in counts):
+    if not are_integer_arrays(bounds, *counts) or len(bounds.shape) != 1 or 0 in (x.size for x in counts):
         return
 
     def holds(xp: Any, first: Any, *others: Any) -> Any:
@@ -269,12 +271,16 @@ def packed_qq_bias_conditions(
         return xp.all(rows <= most) & xp.all(xp.cumsum(xp.minimum(rows, most) ** 2) <= num_entries)
 
     wants = f"at most {num_entries}, the entries of qq_bias, as the sum of the squared query rows of each sequence"
-    yield Condition(name=name, reads=(bounds, *counts), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(bounds, *counts), holds=holds, wants=wants)
 
 
 def slot_conditions(indices: Any, bounds: Any, states: Any, name: str = "state_indices") -> Iterable[Condition]:
     """Sequences with tokens have different slots; an index that is no slot may be repeated."""
-    if not integers(indices, bounds) or not getattr(states, "shape", ()) or bounds.shape != (indices.shape[0] + 1,):
+    if (
+        not are_integer_arrays(indices, bounds)
+        or not getattr(states, "shape", ())
+        or bounds.shape != (indices.shape[0] + 1,)
+    ):
         return
     count = states.shape[0]
 
@@ -284,27 +290,27 @@ def slot_conditions(indices: Any, bounds: Any, states: Any, name: str = "state_i
         return xp.all((ordered[1:] != ordered[:-1]) | (ordered[1:] < 0))
 
     wants = "different slots for sequences that have tokens"
-    yield Condition(name=name, reads=(indices, bounds), holds=holds, wants=wants)
+    yield Condition(name=name, arrays=(indices, bounds), holds=holds, wants=wants)
 
 
 def group_size_conditions(sizes: Any, rows: int, array: str) -> Iterable[Condition]:
     """Sizes of groups are not negative, and there are rows for all of them."""
-    if not integers(sizes) or len(sizes.shape) != 1:
+    if not are_integer_arrays(sizes) or len(sizes.shape) != 1:
         return
     yield from _not_negative_condition("group_sizes", sizes)
     wants = f"a sum of at most the {rows} rows of {array}"
-    yield Condition(name="group_sizes", reads=(sizes,), holds=lambda xp, x: xp.sum(x) <= rows, wants=wants)
+    yield Condition(name="group_sizes", arrays=(sizes,), holds=lambda xp, x: xp.sum(x) <= rows, wants=wants)
 
 
 def _not_negative_condition(name: str, values: Any) -> Iterable[Condition]:
-    yield Condition(name=name, reads=(values,), holds=lambda xp, x: xp.all(x >= 0), wants="sizes of at least 0")
+    yield Condition(name=name, arrays=(values,), holds=lambda xp, x: xp.all(x >= 0), wants="sizes of at least 0")
 
 
 def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
     """Yields the rows of `inverse` list each pair of `indices` that names them, once. The record checks what can be
     read.
     """
-    if not integers(indices, inverse):
+    if not are_integer_arrays(indices, inverse):
         return
     rows, count = inverse.shape[0], indices.shape[0] * indices.shape[1]
 
@@ -318,4 +324,4 @@ def same_pairs_condition(indices: Any, inverse: Any) -> Iterable[Condition]:
         return xp.all(right) & xp.all(once) & (xp.sum(listed) == xp.sum((named >= 0) & (named < rows)))
 
     wants = "every pair of indices that names a row, once, in that row"
-    yield Condition(name="inverse", reads=(inverse, indices), holds=holds, wants=wants, traced_only=True)
+    yield Condition(name="inverse", arrays=(inverse, indices), holds=holds, wants=wants, is_checked_by_record=True)

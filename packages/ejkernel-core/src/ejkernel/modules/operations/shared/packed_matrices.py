@@ -10,7 +10,7 @@ from ejkernel.modules.operations.shared.paged_arguments import set_canonical_fie
 from ejkernel.modules.operations.shared.shapes import check_shape
 from ejkernel.planning.precision import rounded
 from ejkernel.planning.quantized_formats import WORD_BITS, Format, decode, make_format, with_row_group_size
-from ejkernel.quantization import as_stored, as_words, check_quantized, split_third
+from ejkernel.quantization import as_stored_scales, as_uint32_words, check_quantized, split_zeros_and_tensor_scale
 
 Record = TypeVar("Record")
 
@@ -24,7 +24,7 @@ def set_canonical_format(args: Any) -> None:
     form = None
     if args.rhs_mode is not None:
         form = make_format(args.rhs_mode, args.rhs_bits, args.rhs_group_size)
-        zeros, tensor_scale = split_third(args.rhs_zeros, args.rhs_tensor_scale, form)
+        zeros, tensor_scale = split_zeros_and_tensor_scale(args.rhs_zeros, args.rhs_tensor_scale, form)
         set_canonical_fields(args, rhs_zeros=zeros, rhs_tensor_scale=tensor_scale)
     for name in ("rhs_bits", "rhs_group_size", "rhs_zeros", "rhs_tensor_scale"):
         if form is None and getattr(args, name) is not None:
@@ -57,8 +57,8 @@ def with_dequantised_matrices(args: Record) -> Record:
     """Returns the arguments with packed matrices in lhs's dtype."""
     inputs = cast(Any, args)
     values = decode(
-        as_words(inputs.rhs),
-        as_stored(inputs.rhs_scale),
+        as_uint32_words(inputs.rhs),
+        as_stored_scales(inputs.rhs_scale),
         inputs.rhs_zeros,
         _format_of_packed_matrices(inputs),
         inputs.rhs_tensor_scale,

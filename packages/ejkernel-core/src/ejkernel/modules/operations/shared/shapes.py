@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ejkernel import _compat
-from ejkernel.ops.callers import passed_tracer
+from ejkernel.ops.callers import was_tracer_for_caller
 from ejkernel.types.integers import is_int, limit_or_none
 
 
@@ -250,6 +250,6 @@ _warned_without_seed: set[str] = set()
 def got(value: Any) -> str:
     """Returns what a caller passed, in words."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        kind = "a traced array" if passed_tracer(value) else "an array"
+        kind = "a traced array" if was_tracer_for_caller(value) else "an array"
         return f"{kind} {value.dtype}[{','.join(map(str, value.shape))}]"
     return f"{type(value).__name__} {value!r}"

@@ -55,7 +55,7 @@ def decode_scales(stored: jax.Array, quantized_format: Format) -> jax.Array:
     bits = stored.astype(jnp.int32)
     if quantized_format.integers or quantized_format.mode == "fp8":
         return decode_small_float(bits, 5, 10)
-    if quantized_format.exponents:
+    if quantized_format.has_power_of_two_scales:
         # e8m0: the byte is the exponent field of a float32, and 255 is NaN. 2 ** -127 becomes 0, since TPUs flush
         # subnormals to zero.
         return lax.bitcast_convert_type(jnp.where(bits == 255, 0x7FC00000, bits << 23), jnp.float32)
@@ -89,8 +89,8 @@ def dequantize_codes(
     if scales_and_zeros.zeros is not None:
         # Computed in float32 and rounded once, after the scale, as the reference dequantizes.
         value = code.astype(jnp.float32) - scales_and_zeros.zeros
-    elif spec.format.center is not None:
-        value = (code - spec.format.center).astype(jnp.float32)
+    elif spec.format.symmetric_zero_point is not None:
+        value = (code - spec.format.symmetric_zero_point).astype(jnp.float32)
     elif codebook is not None:
         value = jnp.take_along_axis(codebook, code, axis=1, mode="promise_in_bounds")
     else:
