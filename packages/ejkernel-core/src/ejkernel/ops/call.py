@@ -82,7 +82,7 @@ def call(
     specs = None if in_specs is None else _as_specs(in_specs)
     if plan.tunes_on_miss and not _is_traced_call(args) and _mesh_and_specs(plan.op, args, mesh, specs)[0] is None:
         tuning.tune_missing(plan, args)
-    options = CallSettings(plan, mesh, specs, out_specs, chain.cache.cache_generation)
+    options = CallSettings(plan, mesh, specs, out_specs, chain.cache.generation)
     outer = caller_arguments.set(args)
     try:
         return _compiled_function(options, args)
