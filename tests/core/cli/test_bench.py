@@ -43,7 +43,7 @@ def verdicts(result: Result) -> dict[tuple[str, str], str]:
     return {(t["passes"], t["implementation"]): t["check"]["text"] for t in timings}
 
 
-def test_every_implementation_is_checked_and_timed_both_ways(run, install):
+def test_every_implementation_is_checked_and_timed_forward_and_backward(run, install):
     install("forward_backend", OTHERS.replace("WHICH", "0:1"))
     found = verdicts(run("bench", *SMALL, "-o", "causal=true", "--json"))
     passes = ("forward", "forward + backward")
@@ -70,13 +70,13 @@ def test_a_kernel_that_does_not_run_is_reported_and_the_others_are_timed(run, in
     assert found["forward", "xla"].startswith("agrees")
 
 
-def test_what_is_too_large_to_check_says_so(run, monkeypatch):
+def test_a_reference_too_large_to_run_is_reported_as_skipped(run, monkeypatch):
     monkeypatch.setattr("ejkernel.cli.check.REFERENCE_LIMIT_BYTES", 0)
     found = verdicts(run("bench", *SMALL, "--json"))
     assert all(text.startswith("skipped: the reference needs") for text in found.values())
 
 
-def test_cases_are_drawn_one_panel_a_pass(run, tmp_path):
+def test_the_plot_of_cases_has_a_panel_for_each_pass(run, tmp_path):
     plot = tmp_path / "times.png"
     output = run("bench", "flash_attention", "--case", "one token", "--case", "causal", "--plot", str(plot)).output
     assert "flash_attention: one token" in output
@@ -98,7 +98,7 @@ def test_plotting_without_matplotlib_says_what_to_install(run, monkeypatch, tmp_
     assert "pip install 'ejkernel-core[plot]'" in output
 
 
-def test_a_call_that_nobody_serves_fails_with_the_reasons(run):
+def test_a_call_without_implementation_fails_with_the_reasons(run):
     assert "platform='triton' was asked for" in run("bench", *SMALL, "--platform", "triton", status=1).output
 
 

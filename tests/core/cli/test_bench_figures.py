@@ -30,7 +30,7 @@ def timings(run, *arguments, **expected):
     ],
     ids=["attention", "soft cap", "grouped", "convolution"],
 )
-def test_baselines_are_those_that_mean_the_same_and_they_agree(run, call, library):
+def test_baselines_compute_the_same_call_and_agree_with_it(run, call, library):
     found = timings(run, *call)
     assert {one["implementation"] for one in found} == {"xla"} | library
     assert {one["passes"] for one in found} == {"forward", "forward + backward"}
@@ -48,7 +48,7 @@ def lowered(name, **given):
     return op.family, record, jax.eval_shape(lambda record: op.family.reference(record)[0], record)
 
 
-def test_pairs_that_a_window_hides_are_not_counted():
+def test_flops_exclude_pairs_outside_the_window():
     x = jnp.ones((1, 4, 2, 8), jnp.float32)
     family, record, out = lowered("flash_attention", query=x, key=x, value=x, causal=True, sliding_window=(1, 0))
     forward = count_work(family, record, "forward", out)
@@ -60,13 +60,13 @@ def test_pairs_that_a_window_hides_are_not_counted():
     assert "2.5 forward passes" in both.text
 
 
-def test_rows_outside_the_groups_are_not_counted():
+def test_flops_exclude_unassigned_rows():
     arrays = {"lhs": jnp.ones((16, 8)), "rhs": jnp.ones((2, 8, 4)), "group_sizes": jnp.array([3, 4], jnp.int32)}
     family, record, out = lowered("grouped_matmul", **arrays)
     assert count_work(family, record, "forward", out).flops == 2 * 7 * 8 * 4
 
 
-def test_what_nobody_counted_has_no_rate(run):
+def test_uncounted_flops_have_no_rate(run):
     case = registry().op("page_attention").cases[0].name
     found = timings(run, "page_attention", "--case", case, *QUICK)
     assert {one["tflop_per_s"] for one in found} == {one["gb_per_s"] for one in found} == {None}
@@ -113,7 +113,7 @@ def test_bars_have_no_legend_and_a_title_with_device_and_versions(run, tmp_path,
         ("z=8", "no given array"),
     ],
 )
-def test_a_sweep_that_makes_no_sense_is_one_line(run, sweep, message):
+def test_an_invalid_sweep_is_a_one_line_error(run, sweep, message):
     output = run("bench", *SMALL, "--sweep", sweep, status=2).output
     assert message in output
     assert "Traceback" not in output

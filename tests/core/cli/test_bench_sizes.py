@@ -60,7 +60,7 @@ def test_the_estimate_comes_before_the_table_and_on_the_standard_error(run):
     assert "this takes" not in result.stdout
 
 
-def test_a_program_that_reads_json_gets_nothing_else(run):
+def test_json_output_has_no_other_text(run):
     result = run("bench", "mean_pooling", "--shape", "1,64,8", "--repeat", "1", "--json")
     assert json.loads(result.stdout)["operation"] == "mean_pooling"
     assert result.stderr == ""

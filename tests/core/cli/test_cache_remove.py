@@ -68,7 +68,7 @@ def test_what_will_go_is_shown_before_the_question(run, filled):
     assert len(filled.entries()) == 3
 
 
-def test_no_answer_removes_nothing(run, filled):
+def test_declining_the_confirmation_removes_nothing(run, filled):
     run("cache", "remove", "--before", "7d", answer="", status=1)
     assert len(filled.entries()) == 3
 

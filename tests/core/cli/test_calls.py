@@ -61,7 +61,7 @@ def test_what_is_no_shape_is_refused(text):
         ("bfloat16", "bfloat16"),
     ],
 )
-def test_values_are_python_or_plain_words(text, value):
+def test_option_values_are_python_literals_or_plain_text(text, value):
     assert parse_literal(text) == value
 
 

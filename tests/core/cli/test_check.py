@@ -14,6 +14,6 @@ from ejkernel.cli.check import REFERENCE_LIMIT_BYTES, check_reference_fits
         (None, None, "skipped: the reference needs an unknown amount of memory"),
     ],
 )
-def test_a_reference_of_unknown_size_is_left_out_as_a_large_one_is(needed, passed, text):
+def test_a_reference_of_unknown_size_is_skipped_like_a_large_one(needed, passed, text):
     outcome = check_reference_fits(needed)
     assert (outcome.passed, outcome.text) == (passed, text)

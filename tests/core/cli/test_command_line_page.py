@@ -32,7 +32,7 @@ def test_the_page_has_every_command():
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_help_is_as_written(command, monkeypatch):
+def test_help_of_commands_matches_the_page(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     shown = CliRunner().invoke(main, [*command, "--help"], prog_name="ejkernel").output
     assert "\n".join(line.rstrip() for line in shown.rstrip().splitlines()) == written()[command]

@@ -34,7 +34,7 @@ def test_the_summary_is_the_first_line_of_the_commands_own_help(command):
     assert loaded.get_short_help_str(limit=1000) == command.summary
 
 
-def test_the_summary_of_profile_is_its_own():
+def test_the_listed_summary_of_profile_matches_its_help():
     profile = main.get_command(click.Context(main), "profile")
     assert profile.get_short_help_str(limit=1000) == groups.PACKAGE_COMMANDS["profile"].summary
 
@@ -71,7 +71,7 @@ def test_other_misspelt_names_are_suggested(run):
         ("gr", [], []),
     ],
 )
-def test_similar_names(name, known, found):
+def test_similar_names_are_found_for_suggestions(name, known, found):
     assert similar(name, known) == found
     assert bool(did_you_mean(name, known)) == bool(found)
 

@@ -1,7 +1,7 @@
 """`ejkernel demo`."""
 
 
-def test_demo_shows_the_way_of_a_call_and_finds_it_right(run):
+def test_demo_shows_the_dispatch_of_a_call_and_a_correct_result(run):
     output = run("demo", "--length", "96").output
     for said in (
         "ejkernel-xla",

@@ -23,7 +23,7 @@ def row(output: str, start: str) -> str:
     return next(line for line in output.splitlines() if line.strip().startswith(start))
 
 
-def test_versions_devices_backends_operations_and_store(run, store):
+def test_doctor_prints_versions_devices_backends_operations_and_store(run, store):
     output = run("doctor").output
     assert __version__ in row(output, "ejkernel ")
     assert jax.__version__ in row(output, "jax ")
@@ -33,7 +33,7 @@ def test_versions_devices_backends_operations_and_store(run, store):
     assert f"Store {store}: 0 entries, writable" in output
 
 
-def test_backends_are_credited_with_their_implementations(run, install):
+def test_implementations_are_counted_for_each_backend(run, install):
     install("credited_backend", TOOLCHAIN)
     assert row(run("doctor").output, "credited_backend ").split()[1:4] == ["credited_backend", "1.0", "1"]
 
@@ -51,7 +51,7 @@ def test_a_plugin_that_failed_is_reported_and_fatal_only_when_asked(run, install
     assert "the driver is on strike" in run("doctor", "--strict", status=1).output
 
 
-def test_strict_is_content_with_a_sound_machine(run):
+def test_strict_exits_with_0_where_there_is_no_problem(run):
     run("doctor", "--strict")
 
 

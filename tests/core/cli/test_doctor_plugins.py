@@ -19,7 +19,7 @@ TYPOS = BACKEND.format(
 CLASH = BACKEND.format(requires="", fields='name="xla", priority=-7')
 
 
-def test_typos_are_found_without_a_call(run, install):
+def test_typos_in_declarations_are_found_without_a_call(run, install):
     install("typing_backend", TYPOS)
     output = run("doctor").output
     for sentence in (

@@ -48,7 +48,7 @@ def found(monkeypatch):
 
 
 @pytest.mark.parametrize("devices", [[H200], [DeviceInfo(platform="cpu")]], ids=["on a GPU", "without a GPU"])
-def test_kernels_by_toolchain(found, devices):
+def test_confirmed_kernels_are_listed_by_toolchain(found, devices):
     installed, old, new = toolchains.confirmed_kernels_by_toolchain(found, devices)
     assert (installed.toolchain, installed.chip, installed.versions) == ("installed", "sm_90", "jax 0.13.1, triton 4.0")
     assert installed.unconfirmed_by_reason == {
@@ -64,7 +64,7 @@ def test_kernels_by_toolchain(found, devices):
     assert new.unconfirmed_by_reason[failing] == {"triton": 1}
 
 
-def test_versions_that_are_refused(found, monkeypatch):
+def test_kernels_that_refuse_a_version_are_listed_with_the_reason(found, monkeypatch):
     versions = {"jax": "0.14.0", "jax_triton": "0.4.1", "triton": "3.9.0"}
     monkeypatch.setattr(evidence, "installed_versions", lambda modules: versions)
     installed = toolchains.confirmed_kernels_by_toolchain(found, [H200])[0]

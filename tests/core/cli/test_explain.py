@@ -16,15 +16,15 @@ def test_both_directions_and_the_whole_chain_are_shown(run):
         assert line in output
 
 
-def test_dashes_name_operations_too(run):
+def test_names_of_operations_may_have_dashes(run):
     assert "flash_attention, forward" in run("explain", "flash-attention", *SMALL).output
 
 
-def test_a_case_brings_what_cannot_be_typed(run):
+def test_a_case_supplies_arguments_that_cannot_be_typed(run):
     assert "chosen" in run("explain", "flash_attention", "--case", "segments with padding").output
 
 
-def test_a_platform_that_is_not_there_is_explained_and_fails(run):
+def test_an_unavailable_platform_is_explained_and_fails(run):
     output = run("explain", "flash_attention", *SMALL, "--platform", "triton", status=1).output
     assert "platform='triton' was asked for" in output
     assert "No implementation supports the forward pass" in output

@@ -44,7 +44,7 @@ def test_a_command_that_does_not_load_says_why_and_leaves_the_others(run, adds):
     assert "the command 'extra' of added does not load" in run("extra", "--help").output
 
 
-def test_what_is_no_command_is_refused(run, adds):
+def test_an_entry_point_that_is_no_command_is_refused(run, adds):
     adds("command = 3")
     assert "its entry point is of type int, not a click.Command" in run("extra", status=1).output
 

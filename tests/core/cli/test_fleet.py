@@ -72,7 +72,7 @@ def test_one_call_that_cannot_be_tuned_does_not_stop_the_others(run, store, tmp_
     assert [result["implementation"] for result in found["results"]] == ["xla"]
 
 
-def test_calls_and_a_shape_are_one_too_many(run, tmp_path):
+def test_a_file_of_calls_and_a_shape_exclude_each_other(run, tmp_path):
     (tmp_path / "calls.json").write_text('{"calls": []}')
     file = ("--calls", str(tmp_path / "calls.json"))
     assert (
@@ -83,7 +83,7 @@ def test_calls_and_a_shape_are_one_too_many(run, tmp_path):
     assert "give the operation, OP, or --calls" in run("tune", status=2).output
 
 
-def test_entries_travel_and_predictions_stay_apart(run, filled, tmp_path):
+def test_exported_entries_are_imported_with_predictions_kept_apart(run, filled, tmp_path):
     file, other = tmp_path / "fleet.json", tmp_path / "other"
     assert "exported 2" in run("cache", "export", str(file)).output
     assert "imported 2" in run("cache", "import", str(file), "--store", str(other)).output
@@ -130,7 +130,7 @@ def test_the_list_says_what_was_predicted(run, filled):
     assert run("cache", "list").output.count("predicted") == 1
 
 
-def test_what_is_no_table_is_an_error(run, tmp_path):
+def test_a_file_that_is_no_table_is_an_error(run, tmp_path):
     (tmp_path / "notes.json").write_text("notes")
     for command in (("import",), ("merge", str(tmp_path / "out.json"))):
         assert "is not a table" in run("cache", *command, str(tmp_path / "notes.json"), status=1).output

@@ -67,7 +67,7 @@ def test_ops_as_json_lists_every_operation(run):
 
 @pytest.mark.parametrize("width", [80, 40])
 @pytest.mark.parametrize("command", ["doctor", "explain", "tune", "cache list", "bench"])
-def test_no_name_is_broken_at_any_width(run, monkeypatch, command, width):
+def test_tables_break_no_name_at_any_width(run, monkeypatch, command, width):
     run("tune", *SMALL, *TUNED)
     monkeypatch.setenv("COLUMNS", str(width))
     shown = CliRunner().invoke(main, COMMANDS[command]).output
@@ -77,7 +77,7 @@ def test_no_name_is_broken_at_any_width(run, monkeypatch, command, width):
         assert all(op in shown for op in registry().ops)
 
 
-def test_nothing_is_broken_in_a_pipe(run, monkeypatch):
+def test_piped_tables_break_no_line(run, monkeypatch):
     monkeypatch.delenv("COLUMNS")
     shown = CliRunner().invoke(main, ["explain", *SMALL]).output
     forward = shown.split("flash_attention, backward")[0].splitlines()
@@ -101,7 +101,7 @@ def test_unstyled_lines_are_not_wrapped():
     assert out.file.getvalue() == f"stored in /a/path/of/{LONG}/and/more [not markup]\n"
 
 
-def test_python_m_is_the_command_and_quiet_without_a_terminal(tmp_path):
+def test_python_m_runs_the_command_and_prints_no_progress_without_a_terminal(tmp_path):
     environment = {**os.environ, "EJKERNEL_PERSISTENT_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "ejkernel", "tune", *SMALL, *TUNED, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)

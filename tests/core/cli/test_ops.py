@@ -130,7 +130,7 @@ def test_the_command_prints_the_page(run, page):
     assert run("ops").output == f"{page}\n"
 
 
-def test_backends_of_others_have_a_column(run, install):
+def test_third_party_backends_have_a_column(run, install):
     install("ejkernel_acme_ops", PLUGIN)
     rows = section(run("ops").output, "flash_attention")
     columns = [n for n, name in enumerate(rows[""]) if name in ("acme", "forward_only", "xla")]
@@ -146,7 +146,7 @@ def test_backends_of_others_have_a_column(run, install):
     assert rows["mask"] == ["no", "no", "yes"]
 
 
-def test_the_site_makes_the_page():
+def test_the_site_build_generates_the_support_matrix():
     configuration = (ROOT / "mkdocs.yml").read_text()
     assert "support_matrix.md" in configuration
     assert "- .ci/docs_hooks.py" in configuration

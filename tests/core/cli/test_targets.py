@@ -43,7 +43,7 @@ def test_a_distribution_can_offer_a_device(run, offer, store):
     assert "abacus" in store.with_suffix(".predicted.json").read_text()
 
 
-def test_one_that_does_not_load_is_named_where_a_target_is_missing(run, offer):
+def test_a_distribution_that_does_not_load_is_named_for_a_missing_target(run, offer):
     offer("broken_targets", "raise RuntimeError('no beads')")
     output = run(*SMALL, "--target", "abacus", status=2).output
     assert "got 'abacus'" in output

@@ -63,7 +63,7 @@ def test_a_store_is_named_by_its_operation_or_by_a_path(tmp_path, monkeypatch):
         PersistentCache("flash-attn", loader=dict)
 
 
-def test_a_preferred_toolchain_counts_where_it_runs():
+def test_a_preferred_toolchain_is_detected_where_it_runs():
     assert detect_platform("flash_attention", prefer_triton=True, prefer_tilelang=True) == "xla"
     assert detect_platform("flash_attention", "auto", True) == "xla"
 
@@ -85,7 +85,7 @@ class Mine(Kernel):
         return x, None
 
 
-def test_methods_of_a_kernel_can_be_asked_for():
+def test_the_most_specific_platform_method_of_a_kernel_is_found():
     kernel = Mine()
     assert _get_platform_method(kernel, "run", "gpu") == kernel.run_gpu
     assert _get_platform_method(kernel, "run", "cpu", "shard_map") == kernel.run
@@ -118,7 +118,7 @@ def test_a_tuner_chooses_the_function_that_is_fastest():
     assert Tuner(0, 1).autotune(make, (X,), {"scale": 2.0}, (3, 4)) == 4
 
 
-def test_helpers_of_the_engine():
+def test_abstractify_keys_json_and_error_helpers():
     shapes = abstractify({"x": X, "n": 1})
     assert (shapes["x"].shape, shapes["n"]) == ((8,), 1)
     first, second = (default_key_builder_with_sharding(Invocation("a", (x,))) for x in (X, X[:4]))

@@ -65,7 +65,7 @@ def test_a_quantised_array_keeps_its_runtime_config():
     assert QuantizedArray.from_quantized(*quantize(W, 32), group_size=32).runtime_config is None
 
 
-def test_sizes_of_a_quantised_array():
+def test_a_quantised_array_reports_its_storage():
     packed = quantize_array(W, 32, 8)
     parts = packed.data_storage_bits, packed.scales_storage_bits, packed.zeros_storage_bits
     assert parts == (8 * W.size, 16 * W.size // 32, 16 * W.size // 32)
@@ -76,7 +76,7 @@ def test_sizes_of_a_quantised_array():
     assert quantize_array(W.T, 32, mode="nf4").zeros_storage_bits == 0
 
 
-def test_a_width_that_there_is_not_is_an_error():
+def test_an_unknown_dtype_name_is_an_error():
     with pytest.raises(ValueError, match="affine_metadata_dtype: got 'float32', wants one of 'input', 'bf16'"):
         QuantRuntimeConfig(affine_metadata_dtype="float32")
     with pytest.raises(TypeError, match="'runtime_config' and 'scale_dtype'"):

@@ -64,7 +64,7 @@ SERVERS = {
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_what_a_server_sets_changes_no_result(name):
+def test_fields_that_servers_set_change_no_result(name):
     op = registry().op(name)
     record = op.cases[0].make(jax.random.key(0))
     for got, want in zip(
@@ -93,7 +93,7 @@ def test_the_table_of_fields_that_nothing_reads_is_that_of_the_kernels():
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_no_field_can_only_raise(name):
+def test_every_public_field_is_accepted_by_some_kernel(name):
     op = registry().op(name)
     record = op.cases[0].make(jax.random.key(0))
     for leaf, cfg in pairs(name):

@@ -18,7 +18,7 @@ def test_every_missing_name_and_argument_has_a_reason():
     assert unexplained_differences() == {}
 
 
-def test_no_reason_is_left_over():
+def test_every_reason_belongs_to_a_difference():
     found = differences()
     for pattern in TABLES["reason"]:
         assert any(fnmatch.fnmatchcase(name, pattern) for name in found), pattern

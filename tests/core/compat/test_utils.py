@@ -12,12 +12,12 @@ from ejkernel.modules import ragged_page_attention_v3
 
 
 @given(st.integers(-50, 50), st.integers(1, 9))
-def test_quotients_are_rounded_up(a, b):
+def test_cdiv_rounds_up(a, b):
     assert utils.cdiv(a, b) == int(np.ceil(a / b))
 
 
 @given(st.integers(1, 10_000))
-def test_powers_of_two(n):
+def test_next_power_of_2_is_the_smallest_that_fits(n):
     power = utils.next_power_of_2(n)
     assert power >= n > power // 2
     assert power.bit_count() == 1
@@ -40,7 +40,7 @@ def test_random_values_depend_on_the_arguments_alone():
 
 
 @pytest.mark.parametrize("method", ["normals", "key", "bernoulli", "gamma", "truncated_normal", "split"])
-def test_a_method_is_a_sampler(method):
+def test_the_method_of_numeric_gen_names_a_sampler(method):
     with pytest.raises(ValueError, match=f"method: got '{method}', wants a sampler of jax.random"):
         utils.numeric_gen(3, method=method)
 
@@ -55,7 +55,7 @@ def test_random_dense_values_are_bfloat16(limit):
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9))
-def test_blocks_of_query_blocks(blocks, slots, seed):
+def test_block_indices_for_each_query_block(blocks, slots, seed):
     found = np.asarray(utils.generate_block_indices(2, blocks, 3, slots, 4, seed=seed))
     assert found.shape == (2, 4 * blocks, 3, slots)
     assert found.dtype == np.int32
@@ -67,7 +67,7 @@ def test_blocks_of_query_blocks(blocks, slots, seed):
 
 @settings(max_examples=6, deadline=None)
 @given(st.integers(1, 13), st.integers(1, 4), st.integers(0, 9))
-def test_blocks_of_tokens(tokens, slots, seed):
+def test_block_indices_for_each_token(tokens, slots, seed):
     found = np.asarray(ejgpu.generate_block_indices(2, tokens, 3, slots, 4, seed=seed))
     assert found.shape == (2, tokens, 3, slots)
     assert found.dtype == np.int32
@@ -102,7 +102,7 @@ def test_blocks_are_random_but_repeatable():
     ],
     ids=["default", "float32", "odd"],
 )
-def test_paged_inputs_are_taken(options):
+def test_dummy_rpa_inputs_are_accepted_by_the_operation(options):
     inputs = utils.make_dummy_rpa_inputs(**options)
     output, cache = jax.jit(ragged_page_attention_v3)(*inputs.values())
     assert output.shape == inputs["queries"].shape

@@ -105,7 +105,7 @@ def test_from_random_has_the_wanted_density_and_no_ids():
     assert not MaskInfo.from_random(1, 3, sparsity=1.0).explicit_mask.any()
 
 
-def test_dynamic_init_takes_the_first_thing_it_is_given():
+def test_dynamic_init_uses_the_first_argument_that_is_not_none():
     given_info = MaskInfo.from_random(1, 2)
     ids, embeds = jnp.ones((2, 3), jnp.int32), jnp.ones((2, 3, 8))
     validity = jnp.array([[1, 2, 0]])  # only 1 is valid
@@ -314,7 +314,7 @@ def test_fields_cannot_be_assigned():
             setattr(info, name, None)
 
 
-def test_t21_a_part_can_be_cleared():
+def test_t21_without_clears_a_stored_part():
     """None means "keep" in `replace`, and nothing used to clear a mask."""
     ids = jnp.array([[0, 0, 1]])
     info = MaskInfo.from_segments(ids).apply_causal().replace(q_positions=ids)

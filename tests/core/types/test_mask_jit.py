@@ -71,7 +71,7 @@ def everything(info):
 
 
 @pytest.mark.parametrize("kind", infos())
-def test_everything_gives_the_same_under_jit_twice_and_stores_nothing(kind):
+def test_derived_properties_are_the_same_under_jit_and_are_not_stored(kind):
     info = infos()[kind]
     before = dict(vars(info))
     expected = everything(info)

@@ -28,7 +28,7 @@ def loop(info, keep):
 
 
 @pytest.mark.parametrize("offset", [0, 2, -1, np.array([0, 3])])
-def test_causal(offset):
+def test_apply_causal_keeps_keys_up_to_the_query(offset):
     info = segments().apply_causal(offset)
     shift = np.broadcast_to(offset, 2)
     np.testing.assert_array_equal(info.attention_mask, loop(segments(), lambda b, i, j: j <= i + shift[b]))
@@ -42,7 +42,7 @@ def test_causal_with_fewer_queries_than_keys_is_top_left():
     assert info.attention_mask[0, 0].tolist() == [[True, False, False, False], [True, True, False, False]]
 
 
-def test_stored_positions_set_the_place():
+def test_causal_rule_compares_stored_positions():
     q_positions, kv_positions = jnp.array([[3, 7]]), jnp.array([[0, 5, 3, 9]])
     info = MaskInfo(_attention_mask=jnp.ones((1, 1, 2, 4), bool), q_positions=q_positions, kv_positions=kv_positions)
     assert info.apply_causal().attention_mask[0, 0].tolist() == [[True, False, True, False], [True, True, True, False]]
@@ -251,7 +251,7 @@ def test_replace_without_new_ids_keeps_the_padding():
 @given(
     hnp.arrays(np.int32, (1, 3), elements=st.integers(-1, 2)), hnp.arrays(np.int32, (1, 4), elements=st.integers(-1, 2))
 )
-def test_types_of_both_sides(q_types, kv_types):
+def test_token_types_of_queries_and_keys_may_differ(q_types, kv_types):
     info = MaskInfo(_attention_mask=jnp.zeros((1, 1, 3, 4), bool)).apply_token_type_ids(
         (jnp.asarray(q_types), jnp.asarray(kv_types)), zero_policy="kv"
     )

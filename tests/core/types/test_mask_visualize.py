@@ -133,7 +133,7 @@ def test_wrong_arguments_are_named(arguments, message):
         MaskInfo.from_random(2, 4).visualize(**arguments)
 
 
-def test_empty_masks():
+def test_drawing_an_empty_info_is_refused_and_a_row_without_tokens_is_not():
     with pytest.raises(ValueError, match="an empty MaskInfo has nothing to draw"):
         MaskInfo().visualize()
     text = MaskInfo.from_segments(jnp.zeros((1, 0), jnp.int32)).visualize(return_str=True)

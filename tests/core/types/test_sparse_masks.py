@@ -93,7 +93,7 @@ def test_no_combination_leaves_out_a_pair_or_lets_one_in(shape, chunk, window, o
         assert every[row, column] <= tile.all()
 
 
-def test_equal_masks_are_one_key():
+def test_equal_masks_are_equal_and_hash_alike():
     for name, (mask, _) in MASKS.items():
         for other, (another, _) in MASKS.items():
             assert (mask == another) == (name == other)

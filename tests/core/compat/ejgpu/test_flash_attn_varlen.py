@@ -51,7 +51,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("extras", EXTRAS, ids=str)
-def test_packed_sequences_are_as_in_the_loop(extras, causal):
+def test_packed_sequences_match_a_loop(extras, causal):
     options = EXTRAS[extras] | ({} if causal or extras != "alibi" else BOUNDS)
     q, k, v = arrays()
 
@@ -66,13 +66,13 @@ def test_packed_sequences_are_as_in_the_loop(extras, causal):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (8, 1), (3, 3)])
-def test_groups_of_heads(heads, kv_heads):
+def test_query_heads_share_kv_heads(heads, kv_heads):
     q, k, v = arrays(heads, kv_heads)
     found = traced(q, k, v, CU_Q, CU_K, causal=True)
     np.testing.assert_allclose(found, ending_together.packed(q, k, v, CU_Q, CU_K), **CLOSE)
 
 
-def test_one_vector_of_lengths_serves_both_sides():
+def test_one_vector_of_lengths_serves_queries_and_keys():
     q, k, v = np.random.default_rng(3).normal(size=(3, 9, 2, 8)).astype(np.float32)
     cu = jnp.array([0, 4, 4, 9])
     want = ending_together.packed(q, k, v, cu, cu, slopes=np.full((3, 2), 0.5))
@@ -83,7 +83,7 @@ def test_one_vector_of_lengths_serves_both_sides():
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 4), (3, 8), (6, 6), (1, 63)])
-def test_rows_are_as_in_the_loop(queries, keys, causal):
+def test_dense_rows_match_a_loop(queries, keys, causal):
     generator = np.random.default_rng(queries)
     q, k, v = (generator.normal(size=(2, n, h, 12)).astype(np.float32) for n, h in ((queries, 4), (keys, 2), (keys, 2)))
     extra, steep = bias(2, 4, queries, keys), slopes()[:2]
@@ -172,7 +172,7 @@ SPLITS = st.lists(st.integers(0, 9), min_size=3, max_size=3).map(sorted)
 
 @settings(max_examples=10, deadline=None)
 @given(SPLITS, SPLITS)
-def test_any_lengths_are_as_in_the_loop(q_ends, k_ends):
+def test_random_lengths_match_a_loop(q_ends, k_ends):
     q, k, v = np.random.default_rng(6).normal(size=(3, 9, 2, 8)).astype(np.float32)
     cu_q, cu_k = (np.array([0, *ends], np.int32) for ends in (q_ends, k_ends))
     found = traced(q, k, v, cu_q, cu_k, causal=True)
@@ -191,7 +191,7 @@ def test_checkpoint_and_export_keep_the_gradient():
     np.testing.assert_allclose(found, want, **CLOSE)
 
 
-def test_the_helper_makes_inputs_that_fit():
+def test_varlen_input_helper_makes_valid_inputs():
     q, k, v, metadata = ejgpu.varlen_input_helper(4, 4, 2, 32, 48, 16, dtype="float32")
     metadata.check_args(q, k, v)
     found = ejgpu.flash_attn_varlen(
@@ -233,7 +233,7 @@ def test_what_is_wrong_is_named(name):
         ejgpu.flash_attn_varlen(*given, **options)
 
 
-def test_pairs_under_a_trace_need_bounds():
+def test_pair_terms_with_traced_lengths_need_max_seqlens():
     slopes = jnp.ones((1, 2))
     with pytest.raises(ValueError, match=r"max_seqlens_q: got None with a traced cu_seqlens_q, wants a bound"):
         jax.jit(lambda cu: traced(X, X, X, cu, cu, causal=False, alibi_slopes=slopes))(CU)

@@ -93,7 +93,7 @@ def test_recurrences_return_their_state():
         jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
-def test_a_recurrence_is_its_loop():
+def test_recurrences_match_a_loop():
     q, k, v = arrays((1, 5, 1, 3), (1, 5, 1, 3), (1, 5, 1, 2))
     g = -np.abs(arrays((1, 5, 1))[0])
     state, want = np.zeros((3, 2)), []
@@ -116,7 +116,7 @@ def test_pooling_is_a_mean_of_chunks():
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_packed_inputs(equal):
+def test_varlen_input_helper_makes_packed_inputs(equal):
     q, k, v, metadata = ejgpu.varlen_input_helper(3, 4, 2, 31, 64, 8, equal_seqlens=equal, seed=5)
     assert (q.shape, q.dtype) == ((metadata.cu_seqlens_q[-1], 4, 8), jnp.float16)
     assert k.shape == v.shape == (metadata.cu_seqlens_k[-1], 2, 8)
@@ -132,7 +132,7 @@ def test_packed_inputs(equal):
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_dense_inputs_and_what_goes_with_them(layout):
+def test_input_helper_makes_dense_inputs_and_metadata(layout):
     q, k, v, metadata = ejgpu.input_helper(2, 4, 2, 5, 6, 8, dtype="float32", layout=layout)
     metadata.need_causal().need_bias(jnp.ones((1, 1, 5, 6))).need_alibi(jnp.ones((2, 4))).need_dropout(0.25, 7)
     metadata.check_args(q, k, v)
@@ -149,7 +149,7 @@ def test_dense_inputs_and_what_goes_with_them(layout):
         ejgpu.input_helper(2, 4, 2, 5, 6, 8, layout="thd")
 
 
-def test_metadata_checks_what_it_is_given():
+def test_attention_metadata_checks_its_arguments():
     metadata = ejgpu.AttentionMetadata()
     with pytest.raises(ValueError, match=r"cu_seqlens_k: got shape \(3,\), wants \[N\+1=2\]"):
         metadata.set_varlen_params(jnp.array([0, 1]), jnp.array([0, 1, 2]))
@@ -164,7 +164,7 @@ def test_metadata_checks_what_it_is_given():
         metadata.check_args(q, k, k)
 
 
-def test_the_package_imports_nothing_but_when_it_is_asked_for():
+def test_the_package_imports_its_modules_lazily():
     script = "import sys, ejkernel; print('ejkernel.ejgpu' in sys.modules); from ejkernel import ejgpu; "
     script += "print(*[name for name in sys.modules if name.startswith('ejkernel.modules.operations.')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -39,7 +39,7 @@ def loop(q, k, v, blocks, counts: int, bounds=(0, TOKENS)) -> np.ndarray:
 
 
 @pytest.mark.parametrize("counts", [1, 3])
-def test_given_blocks_are_read(counts):
+def test_listed_blocks_are_attended(counts):
     q, k, v, blocks = inputs()
     found = ejgpu.native_spare_attention(q, k, v, None, None, blocks, counts, SIZE)
     np.testing.assert_allclose(found, loop(q, k, v, blocks, counts), rtol=2e-5, atol=2e-5)
@@ -53,7 +53,7 @@ def test_packed_sequences_have_blocks_of_their_own():
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-5)
 
 
-def test_every_argument_arrives():
+def test_every_argument_reaches_native_sparse_attention():
     q, k, v, _ = inputs()
     g_cmp, g_slc = jax.nn.sigmoid(jax.random.normal(jax.random.key(9), (2, 1, TOKENS, HEADS)))
 

@@ -74,7 +74,7 @@ def test_t31_sums_of_rows_are_those_of_a_loop_in_either_layout(chunk, channels):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_gradients_are_the_sums_the_other_way(chunk, reverse):
+def test_gradients_are_cumulative_sums_in_reverse(chunk, reverse):
     x, weight = jax.random.normal(jax.random.key(0), (2, 1, 11, 2))
     cu = [0, 5, 5, 11]
 

@@ -27,7 +27,7 @@ def chunks(lengths: list[int], size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_tokens_are_those_of_a_loop(lengths):
+def test_token_indices_match_a_loop(lengths):
     cu, want = cumulative(lengths), tokens(lengths)
     assert xla_utils.prepare_lens(cu).tolist() == lengths
     assert xla_utils.prepare_token_indices(cu).tolist() == want
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_a_loop(lengths):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_chunks_are_those_of_a_loop(lengths, size):
+def test_chunk_indices_match_a_loop(lengths, size):
     cu, want = cumulative(lengths), chunks(lengths, size)
     assert xla_utils.prepare_chunk_indices(cu, size).tolist() == want
     assert xla_utils.prepare_chunk_offsets(cu, size).tolist() == cumulative([-(-n // size) for n in lengths]).tolist()
@@ -67,7 +67,7 @@ def test_traced_lengths_give_the_same_indices_and_padding_after_them(lengths, si
     assert all(x.dtype == jnp.int32 for x in (indices, ids, places, cut, offsets))
 
 
-def test_masks_are_counted():
+def test_lengths_are_counted_from_masks():
     mask = jnp.array([[1, 1, 0], [0, 0, 0], [1, 1, 1]])
     assert xla_utils.prepare_lens_from_mask(mask).tolist() == [2, 0, 3]
     assert jax.jit(xla_utils.prepare_cu_seqlens_from_mask)(mask > 0).tolist() == [0, 2, 2, 5]

@@ -68,14 +68,14 @@ def test_what_has_no_meaning_with_pages_is_refused_by_name(options, message):
         flash_attention(QUERY, KEYS, VALUES, **{"causal": True, "block_tables": TABLES, **options})
 
 
-def test_wrong_tables_are_named():
+def test_wrong_block_tables_are_refused_by_name():
     with pytest.raises(ValueError, match=r"block_tables: got shape \(3,\)"):
         flash_attention(QUERY, KEYS, VALUES, block_tables=TABLES[0], causal=True)
     with pytest.raises(ValueError, match="cum_seqlens_q: got a value with block_tables and 2 rows"):
         flash_attention(QUERY, KEYS, VALUES, block_tables=TABLES, cum_seqlens_q=CUMULATIVE // 4, causal=True)
 
 
-def test_versions_of_a_grouped_matmul_are_one_here():
+def test_versions_1_to_3_of_grouped_matmul_are_the_same():
     lhs, rhs, sizes = jnp.ones((8, 16)), jnp.ones((2, 16, 4)), jnp.array([3, 5])
     want = grouped_matmul(lhs, rhs, sizes)
     for options in ({"use_v2": True}, {"use_v3": True}, {"do_padding": False}, {"interpret": False}):
@@ -90,13 +90,13 @@ def test_versions_of_a_grouped_matmul_are_one_here():
         grouped_matmul(lhs, rhs, sizes, use_v2="yes")
 
 
-def test_segments_of_a_softmax_are_short_for_the_configuration():
+def test_num_par_softmax_segments_sets_the_field_of_the_configuration():
     arrays = (QUERY.reshape(6, 4, D), KEYS, VALUES, jnp.array(LENGTHS), TABLES, jnp.array([0, 3, 6]))
     said = str(ejkernel.explain(unified_attention, *arrays, num_par_softmax_segments=4).forward)
     assert "num_par_softmax_segments=4" in said
 
 
-def test_one_chunk_size_is_short_for_the_configuration_and_several_are_refused():
+def test_one_chunk_candidate_sets_the_configuration_and_several_are_refused():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
     beta = jnp.full((1, 8, 2), 0.5)
 

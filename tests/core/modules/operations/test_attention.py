@@ -66,7 +66,7 @@ def test_output_and_weights_are_the_formula_and_gradients_are_finite_differences
     cap=st.sampled_from([None, 0.7]),
     seed=st.integers(0, 99),
 )
-def test_any_call_is_the_formula(lengths, causal, cap, seed):
+def test_random_calls_match_the_formula(lengths, causal, cap, seed):
     mask = some(2, 1, *lengths, seed=seed)
     call = make((*lengths, 3, 2), (2, 1), seed, mask=mask, causal=causal, logits_soft_cap=cap)
     output, weights = transformed.quickly(lambda: run(call, dense_calls.arrays(call, jnp.float32)))()
@@ -148,7 +148,7 @@ def test_init_bias_is_called_exactly_where_there_is_no_bias_whatever_the_mask():
     np.testing.assert_array_equal(attention(QUERY, KEY, VALUE, bias, mask_info=mask, init_bias=never)[1], want)
 
 
-def test_dropout_is_the_projects_for_integers_and_needs_both_arguments():
+def test_integer_seeds_drop_as_flash_attention_does_and_dropout_needs_both_arguments():
     seeded = attention(QUERY, KEY, VALUE, None, 7, **DROPS)
     kept = [[naive.kept(7, b, h, i, j, 0.4) for j in range(S)] for b in range(B) for h in range(H) for i in range(T)]
     np.testing.assert_array_equal(np.asarray(seeded[1]) > 0, np.reshape(kept, (B, H, T, S)))

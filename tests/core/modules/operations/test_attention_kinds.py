@@ -13,7 +13,7 @@ def call(length=8192, **features):
     return TiledAttention(query=array, key=array, value=array, softmax_scale=0.1, **features)
 
 
-def test_calls_of_a_kind_share_a_measured_configuration():
+def test_large_calls_of_one_kind_share_a_measured_configuration():
     assert call_kind(call(causal=True)) == "16 bits 128x128 mediumxmedium causal"
     assert call_kind(call(causal=True)) == call_kind(call(12000, causal=True, softmax_aux=jnp.ones(16)))
     ids = jnp.zeros((4, 8192), jnp.int32)
@@ -31,7 +31,7 @@ def test_calls_of_a_kind_share_a_measured_configuration():
     assert len({call_kind(x) for x in others}) == len(others)
 
 
-def test_a_call_that_does_not_fill_a_gpu_is_of_no_kind_there():
+def test_a_call_too_small_to_fill_a_gpu_shares_no_configuration():
     assert tuning_key_of_large_calls(call(causal=True)) == call_kind(call(causal=True))
     assert tuning_key_of_large_calls(call(512)) is None
     assert tuning_key_of_large_calls(call(2048)) is None

@@ -26,7 +26,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_output_is_the_one_that_comes_with_weights_and_so_are_its_gradients(name):
+def test_output_and_gradients_match_the_call_that_returns_weights(name):
     options = CALLS[name]
 
     def both(query, key, value):
@@ -51,7 +51,7 @@ def test_the_implementation_is_the_one_of_flash_attention_and_explain_says_so():
     assert text == jax.jit(lambda *x: flash_attention(*x)).lower(Q, K, V).as_text()
 
 
-def test_both_configurations_are_understood():
+def test_configs_of_attention_and_of_flash_attention_are_accepted():
     flash = FlashAttentionConfig(fwd_params=FwdParams(q_blocksize=8, kv_blocksize=8))
     for cfg in (flash, AttentionConfig(block_q=8, block_k=8)):
         assert "block_q=8" in str(explain(attention, Q, K, V, cfg=cfg, return_weights=False))

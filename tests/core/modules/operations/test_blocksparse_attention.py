@@ -104,7 +104,7 @@ def test_output_is_the_formula_and_gradients_are_finite_differences(name):
     causal=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_pattern_is_the_formula(lengths, chunk, window, causal, seed):
+def test_random_patterns_match_the_formula(lengths, chunk, window, causal, seed):
     (left, right), call = window, make((*lengths, 3, 2), (2, 1), seed, causal=causal)
     pattern = ChunkedCausalMask(lengths, chunk) | LocalMask(lengths, window)
     got = transformed.quickly(lambda: run(call, dense_calls.arrays(call, jnp.float32), mask_builder=pattern))()
@@ -307,7 +307,7 @@ def test_wrong_arguments_are_named(change, message):
         ({"sequence_parallelism_mesh_axis_name": "sp"}, "sequence_parallelism_mesh_axis_name: got 'sp'; .* in_specs"),
     ],
 )
-def test_what_nobody_does_is_refused_by_name(change, message):
+def test_unsupported_arguments_are_refused_by_name(change, message):
     with pytest.raises(NotImplementedError, match=message):
         blocksparse_attention(QUERY, KEY, VALUE, **change)
 
@@ -349,6 +349,6 @@ def test_a_pattern_that_is_a_band_is_lowered_to_a_window(pattern, given, causal,
         (LocalMask((T, S), (2, 2)), {"mask_info": MaskInfo(q_positions=jnp.zeros((B, T), jnp.int32)), "causal": True}),
     ],
 )
-def test_other_patterns_and_those_beside_positions_stay_patterns(pattern, more):
+def test_patterns_that_are_no_window_or_come_with_positions_stay_patterns(pattern, more):
     options = {"causal": False, "mask_builder": pattern, **more}
     assert lower(BlockSparseAttentionArguments(query=QUERY, key=KEY, value=VALUE, **options)).pattern == pattern

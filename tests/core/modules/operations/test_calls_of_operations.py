@@ -48,7 +48,7 @@ def test_names_and_positions_mean_the_same():
 
 
 @EVERY
-def test_a_call_that_does_not_fit_is_pythons_own_error(op):
+def test_a_call_that_does_not_fit_the_signature_is_a_type_error(op):
     # The cross-entropy takes logits, or hidden states and a matrix: none of its arguments is required by itself.
     wrong, message = (
         (ValueError, "logits: got") if op.name == "fused_cross_entropy" else (TypeError, r"missing \d+ required")

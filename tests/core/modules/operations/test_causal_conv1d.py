@@ -37,7 +37,7 @@ def make(rows, tokens, channels, width, optional=(), activation=None, dtype=np.f
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients_are_the_formula(name):
+def test_values_and_gradients_match_the_formula(name):
     optional, activation = CALLS[name][4:]
     bounds = {"cu_seqlens": BOUNDS} if "cu_seqlens" in optional else {}
     with jax.enable_x64(True):
@@ -58,7 +58,7 @@ def test_values_and_gradients_are_the_formula(name):
         transformed.check_finite_differences(call, values, every)
 
 
-def test_a_prompt_and_then_one_token_after_the_other_is_the_whole():
+def test_a_prompt_and_then_single_tokens_match_one_call():
     arrays = {name: jnp.asarray(x) for name, x in make(2, 10, 3, 4, ("bias",), dtype=np.float32).items()}
     x = arrays.pop("x")
     whole, behind = causal_conv1d(x, **arrays, activation="silu", return_state=True)
@@ -129,7 +129,7 @@ def test_rows_in_slots_are_not_split_over_devices():
         causal_conv1d(X, WEIGHT, **given, mesh=mesh, in_specs=(spec, None, None), out_specs=(spec, None))
 
 
-def test_the_object_is_the_function():
+def test_the_kernel_object_computes_what_the_function_does():
     x, weight = jnp.ones((1, 5, 2)), jnp.ones((2, 3))
     np.testing.assert_array_equal(create_default_executor()(CausalConv1d(), x, weight), causal_conv1d(x, weight))
 
@@ -156,6 +156,6 @@ X, WEIGHT = jnp.ones((2, 5, 3)), jnp.ones((3, 4))
         ({"return_state": 1}, "return_state: got int 1, wants True or False"),
     ],
 )
-def test_wrong_calls_are_named(arguments, message):
+def test_wrong_arguments_are_refused_by_name(arguments, message):
     with pytest.raises(ValueError, match=message):
         causal_conv1d(**{"x": X, "weight": WEIGHT, **arguments})

@@ -74,7 +74,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: f"{mistake[0]} {mistake[3][1:30]}")
-def test_values_that_contradict_each_other(mistake):
+def test_values_that_contradict_each_other_are_refused(mistake):
     op, arrays, options, said = mistake
     call = functools.partial(getattr(ej, op), **options, **OPTIONS.get(op, {}))
     with pytest.raises(ValueError, match=said):
@@ -150,7 +150,7 @@ DENSE = dense_mistakes()
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_the_other_operations_check_theirs(name):
+def test_contradictory_values_of_dense_operations_are_refused(name):
     call, wrong, said = DENSE[name]
     with pytest.raises(ValueError, match=f"^{said}"):
         call(wrong)
@@ -160,7 +160,7 @@ def test_the_other_operations_check_theirs(name):
         error.throw()
 
 
-def test_checks_are_asked_for_and_compiled_in():
+def test_checks_of_traced_values_are_opt_in_and_compiled():
     bounds, (q, k, v) = jnp.array([0, 5, 9]), jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 16))
     call = jax.jit(lambda x: ej.flash_attention(q, k, v, cum_seqlens_q=x))
     assert call(bounds).shape == q.shape  # traced values are not read

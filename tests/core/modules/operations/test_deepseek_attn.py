@@ -24,7 +24,7 @@ def arguments(name):
 
 
 @pytest.mark.parametrize("name", ["rotary", "no rotary, not causal"])
-def test_it_is_latent_attention_to_what_the_indexer_selects(name):
+def test_attends_to_the_tokens_that_the_indexer_selects(name):
     """In float64, with a mask of the selected pairs; with fewer keys than are selected in the first rows."""
     given = arguments(name)
     arrays = {name: np.asarray(x, np.float64) for name, x in given.items() if hasattr(x, "shape")}
@@ -39,7 +39,7 @@ def test_it_is_latent_attention_to_what_the_indexer_selects(name):
     np.testing.assert_allclose(deepseek_attn(**given), want, rtol=2e-5, atol=2e-5)
 
 
-def test_all_tokens_are_flash_mla_with_its_gradients():
+def test_selecting_all_tokens_matches_flash_mla_and_its_gradients():
     """The indexer's arrays are constants; the other gradients are those of dense attention."""
     given = {name: x for name, x in arguments("rotary").items() if hasattr(x, "shape")}
     latent = {name: x for name, x in given.items() if name not in INDEXER}

@@ -72,7 +72,7 @@ def test_mamba_2_continues_the_parents_state():
 
 
 @pytest.mark.parametrize("held", [3, 4])
-def test_a_convolution_meets_the_ancestors(held):
+def test_a_convolution_reads_the_ancestors_of_a_token(held):
     """States of W - 1 tokens, and those of W, as checkpoints hold them."""
     x, weight, before = normal(ROWS, TOKENS, 5), normal(5, 4), normal(ROWS, 5, held)
     output, states = causal_conv1d(
@@ -92,7 +92,7 @@ def test_a_convolution_meets_the_ancestors(held):
         np.testing.assert_array_equal(states[row, token], along[:, -held:])
 
 
-def test_a_chain_is_the_plain_step():
+def test_a_tree_without_branches_matches_the_plain_step():
     plain, last = gated_delta_rule(**DELTA, initial_state=STATE, return_state=True, use_chunked=False)
     output, states = gated_delta_rule(**DELTA, initial_state=STATE, return_state=True, parents=CHAIN)
     np.testing.assert_allclose(output, plain, atol=2e-6)

@@ -45,5 +45,5 @@ def test_nothing_dropped_needs_no_seed(fresh):
     attention(Q, K, V, dropout_prob=0.5)
 
 
-def test_a_seed_says_nothing(fresh):
+def test_a_call_with_a_seed_does_not_warn(fresh):
     jax.jit(CALLS["flash_attention"])(jnp.uint32(3))

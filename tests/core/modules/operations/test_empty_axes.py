@@ -54,7 +54,7 @@ CALLS = [(op, letter) for op in operations.OPS for letter in letters(op)]
 
 
 @pytest.mark.parametrize(("op", "letter"), CALLS, ids=lambda x: getattr(x, "name", x))
-def test_an_empty_axis(op, letter):
+def test_an_empty_axis_gives_a_result_or_an_error_that_names_the_argument(op, letter):
     said = None
     try:
         args = emptied(op, letter)
@@ -97,7 +97,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_calls_that_are_empty_and_not_wrong(name):
+def test_calls_without_batch_pages_or_rows_have_a_result(name):
     """No batch, no pages and no rows are calls that come up, and have a result; without pages it is zero."""
     op = next(op for op in operations.OPS if op.name == name)
     args = emptied(op, KNOWN[name])

@@ -49,7 +49,7 @@ def splits(op, args):
 
 @needs_two_devices
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_every_operation_and_its_gradients_follow_them(op):
+def test_every_operation_and_its_gradients_follow_explicit_axes(op):
     """Traced alone; the devices' parts are compiled as those of a call with `mesh=`."""
     case = op.cases[0]
     args, where = inputs(case, 0), mesh()
@@ -97,7 +97,7 @@ def test_values_gradients_and_explanations_are_those_of_a_call_with_mesh():
 
 
 @needs_two_devices
-def test_such_a_call_is_left_to_offline_tuning_as_one_with_mesh(monkeypatch):
+def test_calls_with_explicit_axes_are_recorded_for_offline_tuning(monkeypatch):
     missed = []
     monkeypatch.setattr(tuning, "tune_missing", lambda plan, args: missed.append(plan.op.name))
     chain = ConfigSelectorChain(policy=AutotunePolicy(cache_miss_fallback="autotune"), tuner=Tuner())
@@ -110,7 +110,7 @@ def test_such_a_call_is_left_to_offline_tuning_as_one_with_mesh(monkeypatch):
 
 
 @needs_two_devices
-def test_what_cannot_be_split_is_refused_with_a_sentence():
+def test_explicit_axes_that_cannot_be_split_are_refused_with_a_reason():
     query, where = jnp.ones((2, 12, 4, 8)), mesh()
     with jax.set_mesh(where):
         keys = jax.device_put(query, NamedSharding(where, PartitionSpec(None, "rows")))

@@ -113,7 +113,7 @@ def test_kernels_look_through_the_rounding_of_scores_as_the_reference_does(round
     check_kernels(rounded)
 
 
-def test_the_set_covers_all_pairs():
+def test_the_combinations_cover_all_pairs_of_options():
     seen = {pair for combination in COMBINATIONS for pair in covered(combination)}
     for one, values in FACTORS.items():
         for other, others in FACTORS.items():
@@ -123,6 +123,6 @@ def test_the_set_covers_all_pairs():
                     assert not flash_calls.allowed(pair) or frozenset(pair.items()) in seen, pair
 
 
-def test_some_rows_of_the_set_have_no_keys():
+def test_some_rows_of_the_combinations_have_no_keys():
     calls = [flash_calls.make(combination) for combination in COMBINATIONS]
     assert sum(not naive.attended_rows(call).all() for call in calls) >= len(calls) // 2

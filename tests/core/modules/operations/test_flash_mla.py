@@ -89,7 +89,7 @@ def looped(arrays, options):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_every_gradient_are_the_formula(name):
+def test_values_and_every_gradient_match_the_formula(name):
     with jax.enable_x64(True):
         arrays, options = make(name)
         output = transformed.checked(functools.partial(run, options=options, cfg=TILES), arrays)
@@ -195,7 +195,7 @@ def test_temporary_memory_grows_linearly():
     assert long < 4096**2  # a quarter of one float32 matrix of scores
 
 
-def test_shards_are_parts_of_the_whole():
+def test_sharded_calls_match_the_unsharded_one():
     mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Auto,) * 3)
     rng = np.random.default_rng(1)
     shapes = [(2, 8, 4, 7), (2, 8, 6), (6, 2, 4), (6, 2, 5), None, (2, 8, 3)]
@@ -247,7 +247,7 @@ Q, KV, WK, WV, BK = (jnp.ones(s) for s in ((2, 8, 4, 6), (2, 8, 5), (5, 2, 6), (
         ((Q, KV, WK, WV), {"logits_soft_cap": 0.0}, "logits_soft_cap: got 0.0"),
     ],
 )
-def test_wrong_calls_are_told_what_is_wrong(arguments, options, says):
+def test_wrong_arguments_are_refused_by_name(arguments, options, says):
     with pytest.raises(ValueError, match=says):
         flash_mla(*arguments, **options)
 
@@ -268,7 +268,7 @@ def test_the_class_runs_the_operation_and_configurations_change_no_answer():
     tokens=st.integers(1, 12),
     window=st.sampled_from([None, 1, (0, 0), (2, None)]),
 )
-def test_any_sizes_are_the_formula(form, heads, tokens, window):
+def test_random_sizes_match_the_formula(form, heads, tokens, window):
     rng, (h, g), rope = np.random.default_rng(tokens), heads, 0 if form == "a" else 3
     shapes = {"query": (1, tokens, h, 4 + (rope if form == "b" else 0)), "key_value": (1, tokens, 5)}
     shapes |= {"w_kc": (5, g, 4), "w_vc": (5, g, 2)}

@@ -121,7 +121,7 @@ def test_a_vocabulary_over_devices_is_the_whole_one(check_vma, options):
         np.testing.assert_allclose(of_parts[name], x, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_tokens_over_devices():
+def test_tokens_may_be_split_over_devices():
     given = arrays()
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows, none = PartitionSpec("data"), PartitionSpec()
@@ -199,7 +199,7 @@ def test_a_traced_target_that_is_no_entry_makes_the_loss_nan():
         fused_cross_entropy(logits, targets)
 
 
-def test_nothing_counts_where_every_weight_is_zero():
+def test_all_outputs_are_zero_where_every_target_is_ignored():
     out = fused_cross_entropy(jnp.zeros((3, 4)), jnp.full(3, -100))
     assert [float(x) for x in out] == [0, 0, 0, 0]
 

@@ -20,7 +20,7 @@ def routed():
     return order, places, jax.random.uniform(keys[1], (TOKENS, TOP_K))
 
 
-def test_dispatch_and_combine_are_what_indexing_makes():
+def test_dispatch_and_combine_match_plain_indexing():
     order, places, weights = routed()
     tokens = jax.random.normal(jax.random.key(1), (TOKENS, SIZE))
 
@@ -48,7 +48,7 @@ def test_an_index_of_no_row_brings_in_nothing():
     assert of_weights.tolist() == [[10.0, 0.0], [0.0, 100.0]]
 
 
-def test_many_terms_are_a_loop():
+def test_many_terms_per_token_match_a_loop():
     """More terms than are written out, with the same sums, and a program that does not grow with them."""
     rows = jax.random.normal(jax.random.key(0), (40, 4))
     indices = jnp.arange(40)[None]
@@ -58,7 +58,7 @@ def test_many_terms_are_a_loop():
     assert "while" in jax.jit(gather_reduce).lower(rows, indices, inverse).as_text()
 
 
-def test_no_array_of_all_terms():
+def test_no_array_holds_all_terms():
     """Neither combine nor the gradient of dispatch, which sums as many terms, holds them all."""
     tokens, count, size = 256, 8, 64
     pairs = jnp.arange(tokens * count).reshape(tokens, count)
@@ -92,7 +92,7 @@ def test_no_array_of_all_terms():
         ({"inverse": jnp.repeat(routed()[0][:, None], 2, axis=1)}, "inverse: got pair .* 2 times, wants it once"),
     ],
 )
-def test_what_is_wrong_is_named(changes, message):
+def test_wrong_arguments_are_refused_by_name(changes, message):
     order, places, weights = routed()
     given = {"rows": jnp.ones((PAIRS, SIZE)), "indices": places, "inverse": order[:, None], "weights": weights}
     with pytest.raises(ValueError, match=message):

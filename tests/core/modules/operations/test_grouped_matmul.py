@@ -97,7 +97,7 @@ def everything(lhs, rhs, existing_out, rhs_scale, rhs_bias, lhs_scale, sizes, of
     return grouped_matmul(lhs, rhs, sizes, offset, existing_out, **options)
 
 
-def test_transforms():
+def test_values_and_gradients_under_jax_transforms():
     arrays = full()
     others = (*(x + 1 for x in arrays[:6]), jnp.array([3, 40, 11], jnp.int32), jnp.array([1], jnp.int32))
     transformed.check_transforms(everything, arrays, range(6), others)
@@ -172,7 +172,7 @@ def test_t25_memory_is_that_of_the_arguments():
     assert max(sizes) <= 4096 * max(k, n)
 
 
-def test_quantised_matrices_give_the_products_of_what_they_stand_for():
+def test_quantised_matrices_multiply_like_dequantised_ones():
     rng = np.random.default_rng(1)
     lhs, rhs = rng.normal(size=(30, 8)).astype(np.float32), rng.integers(-127, 128, (2, 8, 5)).astype(np.int8)
     scale = rng.uniform(0.01, 0.02, (2, 2, 1, 5)).astype(np.float32)
@@ -181,7 +181,7 @@ def test_quantised_matrices_give_the_products_of_what_they_stand_for():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_and_matrices_of_8_bits_give_the_products_of_what_they_stand_for():
+def test_rows_and_matrices_of_8_bits_multiply_like_dequantised_ones():
     rng, eight = np.random.default_rng(1), jnp.float8_e4m3fn
     lhs, rhs = (jnp.asarray(rng.normal(size=s) * 8, eight) for s in ((30, 16), (2, 16, 5)))
     scales = rng.uniform(0.1, 1, (30, 2)).astype(np.float32), rng.uniform(0.1, 1, (2, 4, 1, 5)).astype(np.float32)
@@ -276,7 +276,7 @@ def test_the_class_runs_the_operation():
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(sizes=st.lists(st.integers(0, 30), min_size=5, max_size=5), offset=st.integers(-2, 5), seed=st.integers(0, 99))
-def test_any_groups_are_the_formula(sizes, offset, seed):
+def test_random_groups_match_the_formula(sizes, offset, seed):
     rng = np.random.default_rng(seed)
     lhs, rhs, existing = (rng.normal(size=s).astype(np.float32) for s in ((70, 6), (3, 6, 4), (70, 4)))
     traced = jax.jit(grouped_matmul, static_argnames="cfg")  # there may be more rows in groups than there are
@@ -310,6 +310,6 @@ def test_activations_and_parameters_of_different_precision(dtypes, transpose):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2e-2, atol=2e-2)
 
 
-def test_the_call_of_the_model_library():
+def test_bfloat16_rows_and_float32_matrices_as_the_model_library_calls_it():
     out = grouped_matmul(jnp.ones((8, 16), jnp.bfloat16), jnp.ones((2, 16, 4), jnp.float32), jnp.array([3, 5]))
     np.testing.assert_array_equal(out.astype(jnp.float32), 16)

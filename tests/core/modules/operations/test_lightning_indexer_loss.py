@@ -30,14 +30,14 @@ def loop(query, key, indices, scores):
 
 
 @pytest.mark.parametrize("name", ["grouped heads", "empty lists"])
-def test_it_is_the_divergence_of_a_loop_over_queries(name):
+def test_the_divergence_matches_a_loop_over_queries(name):
     args = CASES[name].make(jax.random.key(0))
     arrays = (args.query, args.key, args.indices, args.scores)
     got = lightning_indexer_loss(*arrays)
     np.testing.assert_allclose(got, loop(*(np.asarray(x) for x in arrays)), rtol=1e-4, atol=1e-6)
 
 
-def test_training_on_it_halves_the_divergence():
+def test_training_on_the_loss_halves_the_divergence():
     """By gradient descent on the keys of an indexer that has attention's queries."""
     q, k, i = jax.random.split(jax.random.key(1), 3)
     query, key = 2 * jax.random.normal(q, (1, 24, 2, 8)), jax.random.normal(k, (1, 24, 1, 8))
@@ -56,7 +56,7 @@ def test_training_on_it_halves_the_divergence():
     assert loss(end) < 0.5 * loss(start)
 
 
-def test_attention_is_constant_to_its_gradient():
+def test_attention_is_constant_to_the_gradient_of_the_loss():
     args = CASES["grouped heads"].make(jax.random.key(0))
 
     def loss(query, key, scores):

@@ -87,7 +87,7 @@ def test_a_chunk_size_is_never_ignored():
     assert mean_pooling(x[..., None, :]).shape == (2, 1, 1, 4)
 
 
-def test_what_is_in_no_sequence_reaches_nothing():
+def test_padding_tokens_reach_no_output_or_gradient():
     x = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     x[15:] = np.nan
     cum = jnp.array([0, 4, 15])
@@ -164,7 +164,7 @@ def test_the_class_runs_the_operation():
     size=st.sampled_from([None, 1, 4]),
     seed=st.integers(0, 99),
 )
-def test_any_lengths_are_the_formula(lengths, size, seed):
+def test_random_lengths_match_the_formula(lengths, size, seed):
     x = np.random.default_rng(seed).normal(size=(36, 3))
     got = mean_pooling(x.astype(np.float32), cumulative(lengths), chunk_size=size)
     np.testing.assert_allclose(got, segment_pooling_loop.mean_pooling(x, lengths, size), rtol=2e-6, atol=2e-6)

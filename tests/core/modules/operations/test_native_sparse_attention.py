@@ -188,7 +188,7 @@ def test_t13_a_window_is_the_newest_tokens_with_the_own_one():
     np.testing.assert_allclose(got, np.repeat(arrays["value"], 2, axis=2), rtol=1e-6)
 
 
-def test_t18_what_is_in_no_sequence_reaches_nothing():
+def test_t18_padding_tokens_reach_no_output_or_gradient():
     arrays, options = make("packed", np.float32)
     dirty = {name: x.copy() for name, x in arrays.items()}
     for x in dirty.values():
@@ -220,7 +220,7 @@ def test_the_mean_of_a_block_that_is_not_complete_is_never_read():
     assert not transformed.quickly(compressed)(arrays["value"])[:, :7].any()
 
 
-def test_explain_and_the_class():
+def test_explain_and_the_kernel_object_take_the_call():
     arrays, options = make("given", np.float32)
     given = {"block_counts": 16, **arrays, **options}
     positional = [given.pop(name, None) for name in POSITIONAL]

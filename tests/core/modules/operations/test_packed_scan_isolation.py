@@ -32,7 +32,7 @@ def alone(A, states, tokens, n):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, -1.0])
-def test_no_rate_leaks_a_state(rate):
+def test_states_do_not_leak_into_the_next_sequence_at_any_decay(rate):
     """With A of 0 nothing decays, and with A above 0 states grow."""
     A, states, tokens = inputs()
     output, final = call(A + 1 + rate, states, tokens)

@@ -65,7 +65,7 @@ def compiled(shape):
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(batch=batches(), shape=st.sampled_from(SHAPES), live=st.integers(1, SEQUENCES))
-def test_any_batch_is_the_formula(batch, shape, live):
+def test_random_batches_match_the_formula(batch, shape, live):
     paged = Paged(batch, slots=SLOTS, entries=ENTRIES)
     query, key, value, lens, tables, starts = paged_calls.arguments("unified_attention", paged)
     query = jnp.pad(query, ((0, ROWS - len(query)), (0, 0), (0, 0)), constant_values=jnp.nan)

@@ -98,7 +98,7 @@ def test_t16_padding_of_tables_is_never_written_through(op):
 
 
 @pytest.mark.parametrize("entries", [70, 100])
-def test_t17_tables_of_any_number_of_pages_are_read_where_they_say(entries):
+def test_t17_tables_with_any_number_of_pages_are_followed(entries):
     batch = paged_loop.make((2 * entries, 5), (3, 1))
     got = paged_calls.output("ragged_page_attention_v2", Paged(batch, slots=2, entries=entries), window=40)
     close(got, paged_loop.packed(batch, window=40))

@@ -45,12 +45,12 @@ def check(op, paged, *, reference=False, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_plain_with_any_lengths(op):
+def test_calls_without_options_match_the_formula_at_any_lengths(op):
     check(op, Paged(batch_for(op), dtype=jnp.float64))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_scale_window_soft_cap_and_sinks_together(op):
+def test_scale_window_soft_cap_and_sinks_together_match_the_formula(op):
     check(op, Paged(batch_for(op), slots=5, dtype=jnp.float64), reference=True, **EVERYTHING)
 
 

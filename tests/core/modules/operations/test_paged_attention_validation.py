@@ -115,7 +115,7 @@ def test_wrong_optional_arrays_are_refused_by_name(name):
         ej.unified_attention(*ARRAYS["unified_attention"], *optional)
 
 
-def test_tuning_arguments_are_short_for_the_configuration():
+def test_tuning_arguments_set_fields_of_the_configuration():
     cfg = configs.PageAttentionConfig(kv_blocksize=8)
     args, layout = ARRAYS["page_attention"], paged_calls.layout("page_attention")
     tuning = {"num_splits": 2, "pages_per_compute_block": 3}
@@ -129,7 +129,7 @@ def test_tuning_arguments_are_short_for_the_configuration():
     assert "override: none given" in str(ejkernel.explain(ej.page_attention, *args, num_splits=0, **layout).forward)
 
 
-def test_arguments_that_cannot_matter_do_not():
+def test_mask_value_context_bound_and_tpu_options_change_no_result():
     layout = paged_calls.layout("page_attention")
     want = ej.page_attention(*ARRAYS["page_attention"], **layout)
     given = {"mask_value": -1e30, "max_context_len": 7, "megacore_mode": "batch", "inline_seq_dim": False}

@@ -23,7 +23,7 @@ def test_pairwise_set_covers_every_allowed_pair_and_no_other():
     assert all(list(combination) == list(factors) for combination in found)
 
 
-def test_pairwise_set_is_small_and_deterministic():
+def test_pairwise_combinations_are_few_and_deterministic():
     factors = {name: [0, 1] for name in "abcdefghijklmnop"}
     found = pairwise(factors)
     assert found == pairwise(factors)

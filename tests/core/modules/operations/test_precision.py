@@ -118,7 +118,7 @@ def test_an_explicit_precision_is_honoured(function):
         assert products(functools.partial(both, precision="high"), x) <= {HIGH, HIGHEST}
 
 
-def test_products_of_16_bits_ask_for_nothing():
+def test_products_of_16_bit_arrays_ask_for_no_precision():
     x = jax.ShapeDtypeStruct((1, 8, 4, 4), jnp.bfloat16)
     for function in (attend, multiply, read):
         assert DEFAULT in products(function, x)

@@ -14,7 +14,7 @@ WEIGHTS = jax.random.normal(jax.random.key(0), (96, 64))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_code_i_is_bits_i_times_bits_on_of_the_row(bits):
+def test_codes_are_packed_in_order_without_gaps(bits):
     codes = np.random.default_rng(0).integers(0, 2**bits, (3, 48), dtype=np.uint8)
     packed = np.asarray(pack(jnp.asarray(codes), bits))
     assert packed.shape == (3, -(-48 * bits // 32))
@@ -66,7 +66,7 @@ def test_formats_of_microscaling_hold_what_they_can_hold_exactly():
 
 
 @pytest.mark.parametrize(("transpose", "axis"), [(False, "row"), (True, "col")])
-def test_what_quantize_makes_is_what_the_operation_takes(transpose, axis):
+def test_the_operation_takes_the_arrays_that_quantize_returns(transpose, axis):
     x = jax.random.normal(jax.random.key(1), (3, 64))
     made = quantize(WEIGHTS, 32, axis=axis)
     want = x @ dequantize(*made, group_size=32, axis=axis).T
@@ -109,7 +109,7 @@ def test_scales_and_zeros_are_constants_with_gradients_of_zero():
         ({"scales": jnp.ones((64, 3), jnp.int8)}, "scales: got dtype int8, wants float16 or bfloat16 or float32"),
     ],
 )
-def test_what_is_wrong_is_said_by_name(change, said):
+def test_wrong_arguments_are_refused_by_name(change, said):
     packed, scales, zeros = quantize(WEIGHTS, 32)
     given = {"x": jnp.ones((3, 64)), "w": packed, "scales": scales, "zeros": zeros, "group_size": 32} | change
     with pytest.raises(ValueError, match=r".*") as caught:

@@ -149,7 +149,7 @@ def test_gradients_of_a_packed_scan_are_those_of_its_sequences():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
 
 
-def test_what_is_in_other_slots_reaches_nobody():
+def test_states_in_unused_slots_reach_no_output():
     """The second request has no tokens, so its slot is another's too."""
     for name in ("gla", "mamba 2", "mamba 1"):
         call, _, _, slots = CASES[name]
@@ -182,7 +182,7 @@ def test_slots_of_an_operation_go_backwards_in_time_too():
     np.testing.assert_allclose(after, SLOTS_KV.at[jnp.array([3, 0])].set(states[jnp.array([0, 3])]), atol=1e-5)
 
 
-def test_slots_want_packed_sequences_and_states():
+def test_state_indices_need_packed_sequences_and_states():
     call = {**QKV, "g": GATES, "state_indices": INDICES}
     with pytest.raises(ValueError, match="state_indices: got a value without initial_state"):
         gla_attention(**call, cu_seqlens=STARTS)

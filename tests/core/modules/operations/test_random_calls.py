@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 @pytest.mark.random
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_calls_are_what_a_loop_says(kind):
+def test_random_calls_match_a_loop(kind):
     compared = 0
     for number, setting in settings(kind, SEED, SETTINGS or SHORT.get(kind, 3)):
         if ONLY is not None and number != int(ONLY):

@@ -240,7 +240,7 @@ def test_no_rows_give_no_rows_and_no_gradients(op):
     assert [x.shape for x in gradients] == [x.shape for x in arrays]
 
 
-def test_no_rows_of_a_state_space():
+def test_a_state_space_call_without_rows_returns_no_rows():
     x, a, b, c, d, dt = VALUE[:0], -jnp.ones(G), QUERY[:0, :, :1], KEY[:0, :, :1], jnp.ones(G), GATE[:0, :, :G]
     y, state, _ = state_space_v2(x, a, b, c, d, dt)
     assert (y.shape, state.shape) == ((0, T, G * V), (0, G, V, K))
@@ -371,7 +371,7 @@ def test_wrong_calls_are_refused_by_the_name_of_the_argument(name):
     chunk=st.sampled_from([2, 4, 8]),
     channels=st.booleans(),
 )
-def test_any_packing_is_a_row_with_resets(cuts, chunk, channels):
+def test_packed_sequences_match_a_row_with_resets(cuts, chunk, channels):
     """Packed sequences without states are one row whose first tokens forget; two quite different ways to compute it."""
     lengths = jnp.array([0, *(cuts + [T] * (5 - len(cuts)))])
     query, key, value = QUERY[:1], KEY[:1], VALUE[:1]

@@ -109,7 +109,7 @@ def test_new_values_do_not_recompile(name):
 
 
 @pytest.mark.parametrize("name", ["packed", "ragged"])
-def test_lengths_that_are_constants_stay_behind_a_barrier(name):
+def test_constant_lengths_are_kept_from_constant_folding(name):
     """XLA for GPUs fails to compile loops over chunks whose offsets it tries to evaluate from constants."""
     found, floats = given(CALLS[name], 0)
 

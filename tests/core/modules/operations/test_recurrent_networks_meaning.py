@@ -57,7 +57,7 @@ def test_relu_has_the_gradients_of_its_reference():  # finite differences would 
 
 
 @pytest.mark.parametrize("kind", ["tanh", "gru", "lstm"])
-def test_padding_reaches_nothing(kind):
+def test_padding_tokens_reach_no_output_or_gradient(kind):
     lengths = np.array([3, 0, 5])
     arrays = make(kind, (3, 5, 2, 2, 2, 3), EVERYTHING, dtype=np.float32)
     names, padding = list(arrays), np.arange(5)[None, :, None] >= lengths[:, None, None]
@@ -78,7 +78,7 @@ def test_padding_reaches_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", ["tanh", "gru", "lstm"])
-def test_lengths_are_those_of_every_row_alone(kind):
+def test_rows_with_lengths_match_calls_of_each_row_alone(kind):
     lengths = [7, 2, 5]
     arrays = make(kind, (3, 7, 2, 1, 2, 3), BIASES, dtype=np.float32)
     output, *states = run(kind, arrays, jnp.array(lengths))
@@ -93,7 +93,7 @@ def test_lengths_are_those_of_every_row_alone(kind):
         run(kind, arrays, jnp.array([99, 2, -1]))
 
 
-def test_a_sequence_in_parts_is_the_sequence():
+def test_a_sequence_in_two_calls_matches_one_call():
     arrays = make("lstm", (2, 9, 3, 2, 1, 4), BIASES, dtype=np.float32)
     first, hidden, cell = run("lstm", {**arrays, "x": arrays["x"][:, :5]})
     states = {"initial_hidden": hidden, "initial_cell": cell}
@@ -168,7 +168,7 @@ def test_wrong_calls_are_told_what_is_wrong(function, arguments, options, says):
     lengths=st.none() | st.lists(st.integers(0, 7), min_size=2, max_size=2),
     seed=st.integers(0, 99),
 )
-def test_any_network_is_the_formula(kind, directions, optional, lengths, seed):
+def test_random_networks_match_the_formula(kind, directions, optional, lengths, seed):
     arrays = make(kind, (2, 7, 3, 1, directions, 2), optional, seed, np.float32)
     got = run(kind, arrays, None if lengths is None else jnp.array(lengths), cfg=CONFIGS[kind](block_t=3))
     transformed.close(got, loop.network(kind, **arrays, lengths=lengths), 3e-5, 3e-6)

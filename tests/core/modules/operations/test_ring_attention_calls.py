@@ -116,7 +116,7 @@ def test_without_an_axis_one_device_has_everything_and_queries_may_be_split(want
     close(ring_attention(*ARRAYS, **options), want)
 
 
-def test_executors_and_kernel_objects(want):
+def test_executors_and_kernel_objects_run_ring_attention(want):
     kernel, executor = RingAttention(), create_default_executor(enable_autotuning=False)
     with jax.set_mesh(ring(4)):
         close(executor(kernel, *ARRAYS, axis_name="sp"), want)
@@ -128,7 +128,7 @@ def test_executors_and_kernel_objects(want):
     assert kernel.version == "1"
 
 
-def test_what_chooses_nothing_is_honoured_or_refused_by_name(want):
+def test_upstream_arguments_have_no_effect_or_are_refused_by_name(want):
     close(ring_attention(*ARRAYS, fused_backward=True), want)
     with pytest.raises(NotImplementedError, match=r"mask_builder: .* pass mask_info.*call blocksparse_attention"):
         ring_attention(*ARRAYS, mask_builder=lambda *sizes: None)

@@ -105,7 +105,7 @@ def test_terms_that_do_not_fit_are_refused(given, message):
 
 
 @pytest.mark.parametrize("op", ["page_attention", "unified_attention", "ragged_page_attention_v3"])
-def test_records_of_all_operations_have_one_prefix(op):
+def test_the_shared_prefix_has_one_field_in_records_of_all_operations(op):
     """`shared_prefix` was `table_prefix` in records that write tokens or have a query row per sequence."""
     paged = Paged(batch_for(op), prefix=PREFIX)
     positional, keywords = paged_calls.keywords(op, paged, {"prefix": PREFIX})

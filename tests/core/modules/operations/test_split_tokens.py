@@ -227,14 +227,14 @@ def test_tokens_split_over_devices_mean_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["delta, shared queries", "delta, packed", "delta, segments"])
-def test_delta_rules_without_gradients(name):
+def test_delta_rules_split_over_tokens_in_the_forward_pass(name):
     run, inputs, placed = call(name)
     split = transformed.quickly(lambda *inputs: run(*inputs, **placed))(*inputs)
     transformed.close(split, transformed.quickly(run)(*inputs), rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_delta_rules_without_gradients_in_16_bits(dtype):
+def test_delta_rules_split_over_tokens_in_16_bits(dtype):
     """The state that enters corrects the outputs; one of float16 may exceed the dtype's range."""
     run, inputs, placed = call("delta, packed")
     *tokens, states = inputs
@@ -291,7 +291,7 @@ def test_devices_exchange_summaries_alone(name):
 
 
 @pytest.mark.parametrize("name", ["heads too", "two axes", "bfloat16"])
-def test_other_meshes_and_dtypes(name):
+def test_split_tokens_on_other_meshes_and_in_other_dtypes(name):
     every = arrays(jnp.bfloat16 if name == "bfloat16" else jnp.float32)
     inputs = [every[x] for x in ("query", "key", "values", "gate")]
     inputs[1] = jnp.repeat(inputs[1], H // G, axis=2)
@@ -307,7 +307,7 @@ def test_other_meshes_and_dtypes(name):
     transformed.close_sums(jax.tree.map(lambda x: x.astype(jnp.float32), got), want, rtol, atol)
 
 
-def test_under_vmap_checkpoint_and_explicit_axes():
+def test_split_tokens_under_vmap_checkpoint_and_explicit_axes():
     run, inputs, placed = call("segments")
     want = run(*inputs)
 
@@ -328,7 +328,7 @@ def test_under_vmap_checkpoint_and_explicit_axes():
     transformed.close(output, gated_linear_attention(*plain, arrays()["channels"][:, :, :G]), rtol=1e-4, atol=2e-5)
 
 
-def test_without_gates_and_with_64_bit_types():
+def test_split_tokens_without_gates_and_with_64_bit_types():
     """The factor on the state is 1, of the states' dtype: a scan over shards has carries of one dtype."""
     inputs = [jnp.asarray(arrays()[x], jnp.float32) for x in ("query", "key", "value", "state")]
 

@@ -101,14 +101,14 @@ def test_tokens_of_no_sequence_do_not_reach_the_gradient_of_the_bias(which: str)
 
 @pytest.mark.parametrize("limit", [(0.5, 0.5), (-1.0, 1.0), (2.0,), 3.0, (float("inf"), float("inf")), ("0", "1")])
 @pytest.mark.parametrize("which", CALLS)
-def test_limits_are_two_numbers_in_order(which: str, limit: object) -> None:
+def test_dt_limit_is_two_numbers_in_order(which: str, limit: object) -> None:
     function, make, *_ = CALLS[which]
     with pytest.raises(ValueError, match="dt_limit: got"):
         function(**make(), dt_limit=limit)
 
 
 @pytest.mark.parametrize("which", CALLS)
-def test_a_bias_of_steps_has_their_width(which: str) -> None:
+def test_dt_bias_has_the_width_of_dt(which: str) -> None:
     function, make, width, _ = CALLS[which]
     with pytest.raises(ValueError, match="dt_bias: got shape"):
         function(**make(), dt_bias=jnp.zeros(width + 1))
@@ -140,6 +140,6 @@ def test_a_norm_in_groups_before_or_after_the_gate(before: bool) -> None:
         ),
     ],
 )
-def test_options_of_a_norm_need_one_that_they_fit(options: dict, message: str) -> None:
+def test_norm_options_need_a_norm_and_groups_that_fit(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         state_space_v2(**second(), gate=jnp.zeros((1, 7, 24)), **options)

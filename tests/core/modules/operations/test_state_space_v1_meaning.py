@@ -107,7 +107,7 @@ def test_the_class_runs_the_operation():
     assert space.op_id == "state_space_v1"
 
 
-def test_the_way_is_chosen_by_the_configuration():
+def test_the_configuration_chooses_how_the_scan_is_computed():
     positional = list(make(1, 5, 3, 2, dtype=np.float32).values())
     for cfg in WAYS.values():
         decision = ejkernel.explain(state_space_v1, *positional, cfg=cfg)

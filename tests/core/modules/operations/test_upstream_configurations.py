@@ -123,12 +123,12 @@ def test_parameters_stand_in_upstreams_order(kind):
 
 
 @pytest.mark.parametrize("kind", [*ORDER, *ORDER_OF_PARTS], ids=lambda kind: kind.__name__)
-def test_nothing_is_set_where_nobody_sets_it(kind):
+def test_default_configurations_set_no_field(kind):
     unset = {f.name: getattr(kind(), f.name) for f in dataclasses.fields(kind)}
     assert set(unset.values()) <= {None, "auto", "any", False}
 
 
-def test_an_upstream_zero_of_splits_leaves_them_open():
+def test_num_splits_of_zero_leaves_the_splits_to_the_heuristics():
     assert configs.PageAttentionConfig(num_splits=0) == configs.PageAttentionConfig()
 
 
