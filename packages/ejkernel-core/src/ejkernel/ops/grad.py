@@ -105,8 +105,9 @@ class CallPlan:
             NoImplementationError: All implementations are refused; the message is the table of reasons.
         """
         choice = self.choose(record, "forward") if choice is None else choice
-        isolate = None if self.op.padding_only or not self.isolates else self.op.family.request_isolation
-        results = ForwardResults(*self._apply_lowered(choice, record if isolate is None else isolate.record(record)))
+        isolate = None if self.op.padding_only or not self.isolates_sequences else self.op.family.request_isolation
+        argument = record if isolate is None else isolate.record(record)
+        results = ForwardResults(*self._run_implementation(choice, argument))
         return _check_private_residuals(choice, results)
 
     def differentiated(self, run: Any, choice: Choice, argument: Any) -> Any:
