@@ -37,7 +37,7 @@ def test_memory_of_the_gradient_is_small_and_linear(causal):
     assert large <= 2.1 * small
 
 
-def test_no_buffer_has_all_pairs():
+def test_no_buffer_holds_all_query_key_pairs():
     length = 8192
     sizes = {
         math.prod(map(int, dims.split(",")))
@@ -80,11 +80,11 @@ def visited(record: TiledAttention, block: int = 512) -> float:
         ({"sliding_window": (0, 0)}, 0.0626),
     ],
 )
-def test_masked_tiles_are_not_visited(options, limit):
+def test_fully_masked_tiles_are_not_computed(options, limit):
     assert visited(abstract(8192, **options)) <= limit
 
 
-def test_tiles_are_masked_only_at_the_edges():
+def test_only_partial_tiles_apply_a_mask():
     record = abstract(8192, causal=True)
     key_tiles = find_key_tiles(record, make_plan(record, 512, 512))
     masked = (key_tiles.last - key_tiles.first) - (key_tiles.full_end - key_tiles.full_start)
@@ -101,7 +101,7 @@ def test_packed_segments_cost_the_sum_of_their_squares():
     assert visited(dataclasses.replace(packed, causal=True), 128) <= 0.75 * squares
 
 
-def test_rows_with_their_own_segments_skip_on_their_own():
+def test_batch_rows_skip_tiles_by_their_own_segments():
     ids = jnp.asarray(np.stack([np.arange(256) // 64, np.zeros(256)]), jnp.int32)
     query = jax.ShapeDtypeStruct((2, 256, 2, 8), jnp.float32)
     record = TiledAttention(

@@ -48,7 +48,7 @@ def counts(key_tiles):
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_exactly_the_tiles_with_a_pair_are_visited_and_full_ones_not_masked(name, causal):
+def test_pattern_tiles_are_computed_if_nonempty_and_masked_if_partial(name, causal):
     pattern = PATTERNS[name]
     record = abstract(LENGTH, 4, 2 if pattern.heads else 4, pattern=pattern, causal=causal)
     plan = make_plan(record, BLOCK, BLOCK)
@@ -81,7 +81,7 @@ def test_values_and_gradients_are_those_of_the_reference(name, blocks):
 
 
 @pytest.mark.parametrize("name", ["scattered", "local", "by head"])
-def test_nan_in_keys_of_tiles_that_are_left_out_is_never_read(name):
+def test_nan_in_keys_of_skipped_tiles_is_never_read(name):
     pattern = PATTERNS[name] & NumpyMask(np.repeat(np.arange(LENGTH)[None] // BLOCK % 3 != 1, LENGTH, axis=0))
     record = make((LENGTH, LENGTH, 8, 8), (4, 4), batch=1, extra={"pattern": pattern})
     left_out = np.arange(LENGTH) // BLOCK % 3 == 1
@@ -100,7 +100,7 @@ def test_nan_in_keys_of_tiles_that_are_left_out_is_never_read(name):
     ("name", "letters"),
     [("local", "t"), ("ends and diagonal", "th"), ("by head", "t"), ("by head", "h"), ("by head", "th")],
 )
-def test_shards_look_up_their_own_part(name, letters):
+def test_shards_use_their_part_of_the_pattern(name, letters):
     pattern = PATTERNS[name]
     record = make((LENGTH, LENGTH, 8, 8), (4, 4), batch=1, extra={"pattern": pattern})
     whole, _ = FAMILY.reference(record)
@@ -121,14 +121,14 @@ def test_shards_look_up_their_own_part(name, letters):
     assert parts == times * counts(find_key_tiles(record, make_plan(record, BLOCK, BLOCK)))[0]
 
 
-def test_parts_that_no_even_split_makes_are_right_without_skipping():
+def test_uneven_shards_of_a_pattern_are_right_without_skipping_tiles():
     record = make((LENGTH, LENGTH, 8, 8), (2, 2), batch=1, extra={"pattern": PATTERNS["local"]})
     cut = FAMILY.apply_shard_offsets(dataclasses.replace(record, query=record.query[:, 23:]), {"t": jnp.int32(23)})
     got, _, _ = tiled(cut, cotangent_of(cut), blocks=(BLOCK, BLOCK), grad_fields=frozenset())
     np.testing.assert_allclose(got, FAMILY.reference(record)[0][:, 23:], rtol=2e-5, atol=2e-6)
 
 
-def test_tables_are_made_once_for_a_pattern_and_a_cutting():
+def test_tile_tables_are_cached_per_pattern_and_tile_size():
     patterns.tile_tables.cache_clear()
     for _ in range(3):
         record = abstract(LENGTH, pattern=LocalMask(SHAPE, (20, 3)) | FullMask(SHAPE))

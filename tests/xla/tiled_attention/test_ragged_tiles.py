@@ -11,7 +11,7 @@ from ejkernel.types import MaskInfo
 X = np.random.default_rng(0).normal(size=(3, 1, 10, 2, 4)).astype(np.float32)
 
 
-def test_rows_of_two_tiles_count_once_in_gradients():
+def test_rows_in_two_overlapping_tiles_count_once_in_gradients():
     def total(arrays, block):
         return jnp.sum(jnp.sin(flash_attention(*arrays, causal=True, cfg=flash_calls.tiles(block, block))))
 
@@ -19,7 +19,7 @@ def test_rows_of_two_tiles_count_once_in_gradients():
     np.testing.assert_allclose(gradient(X, 4), gradient(X, 10), rtol=1e-4, atol=1e-5)
 
 
-def test_padding_that_meets_padding_has_an_empty_sum():
+def test_padding_queries_and_keys_attend_to_nothing():
     ids = jnp.asarray([[0] * 6 + [-1] * 4], jnp.int32)
     info = MaskInfo(_q_segment_ids=ids, _kv_segment_ids=ids)
     output, lse = jax.jit(lambda *x: flash_attention(*x, mask_info=info, return_lse=True))(*X)

@@ -122,7 +122,7 @@ def test_dropout_of_a_shard_is_the_dropout_of_the_whole():
     assert_close(part, whole[1:, 20:, 2:])
 
 
-def test_only_wanted_gradients_come_back():
+def test_only_requested_gradients_are_returned():
     record = make(bias="pairs", extra={"softmax_aux": True})
     everything = tiled(record, cotangent_of(record), blocks=(16, 16), grad_fields=differentiable(record))[2]
     for grad_fields in ({"value"}, {"bias"}, {"query", "softmax_aux"}):

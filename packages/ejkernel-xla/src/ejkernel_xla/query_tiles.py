@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ejkernel.arithmetic import cdiv
 from ejkernel_xla.sizes import check_positive
 
-NUMBERS_PER_STEP = 2**20
+MAX_NUMBERS_PER_STEP = 2**20
 """Numbers of the largest temporary array: 4 MiB of float32 keep a CPU's matrix products long and its caches warm."""
 
 
@@ -30,18 +30,18 @@ PUBLIC_FIELDS = {"block_q": "block_q"}
 """Public configuration field -> field of `QueryTile`."""
 
 
-def fit_queries(tokens: int, numbers_per_query: int, numbers: int = NUMBERS_PER_STEP) -> QueryTile:
-    """Returns the tile of the most queries, at most `tokens`, whose temporary array has no more than `numbers`."""
-    return QueryTile(block_q=max(1, min(tokens, numbers // max(1, numbers_per_query))))
+def fit_queries(tokens: int, numbers_per_query: int, max_numbers: int = MAX_NUMBERS_PER_STEP) -> QueryTile:
+    """Returns the tile of the most queries, at most `tokens`, whose temporary array has no more than `max_numbers`."""
+    return QueryTile(block_q=max(1, min(tokens, max_numbers // max(1, numbers_per_query))))
 
 
-def into_tiles(x: jax.Array, block: int, fill: int = 0) -> jax.Array:
+def split_into_tiles(x: jax.Array, block: int, fill: int = 0) -> jax.Array:
     """Returns [T, ...] -> [tiles, block, ...], with `fill` after the last query."""
     tiles = cdiv(x.shape[0], block)
     padding = ((0, tiles * block - x.shape[0]), *((0, 0),) * (x.ndim - 1))
     return jnp.pad(x, padding, constant_values=fill).reshape(tiles, block, *x.shape[1:])
 
 
-def from_tiles(x: jax.Array, length: int) -> jax.Array:
+def join_tiles(x: jax.Array, length: int) -> jax.Array:
     """Returns [tiles, block, ...] -> [T, ...]."""
     return x.reshape(-1, *x.shape[2:])[:length]

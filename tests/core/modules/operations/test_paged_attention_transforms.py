@@ -10,7 +10,7 @@ from jax import export
 from paged_calls import DECODING, OPS, QUICK, Paged
 
 import ejkernel.modules as ej
-from ejkernel_xla.paged_attention.config import GATHERED_ELEMENTS
+from ejkernel_xla.paged_attention.config import MAX_GATHERED_ELEMENTS
 
 MIXED = paged_loop.make((17, 9, 0, 1), (5, 9, 0, 1))
 OTHER = paged_loop.make((12, 11, 3, 0), (4, 8, 3, 0), seed=1)
@@ -112,4 +112,4 @@ def test_memory_does_not_grow_with_the_cache_and_linearly_with_the_queries(op):
     assert long - small < 512 * 512 * 4 + 2**16
     assert wide <= 2.1 * small
     # A tile of keys and one of values, the tables twice, the output.
-    assert small < 4 * (2 * GATHERED_ELEMENTS["cpu"] + 2 * 512 * 128 + 512 * 4 * 16)
+    assert small < 4 * (2 * MAX_GATHERED_ELEMENTS["cpu"] + 2 * 512 * 128 + 512 * 4 * 16)

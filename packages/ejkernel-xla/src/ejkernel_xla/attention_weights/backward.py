@@ -21,7 +21,7 @@ from jax import lax
 from ejkernel.families.tiled_attention import TiledAttention
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.attention_weights.config import WeightRows, plan_rows
-from ejkernel_xla.attention_weights.forward import ALL_KEYS, row_scores
+from ejkernel_xla.attention_weights.forward import ONLY_KEY_TILE, row_scores
 from ejkernel_xla.tiled_attention.forward import finite
 from ejkernel_xla.tiled_attention.kernels.scores import (
     accumulator,
@@ -48,7 +48,7 @@ class WeightsTile(NamedTuple):
         query: [b, h, g, t, d], as `load_query` gives it.
         key: [b, h, S, d].
         cotangent: [b, h, g, t, v] of the output.
-        dropped: [b, h, g, t, S], the weights.
+        dropped_weights: [b, h, g, t, S], the weights.
         dscores: [b, h, g, t, S], gradient of the scaled and biased scores.
         lse: [b, h, g, t].
         delta: [b, h, g, t].
@@ -57,7 +57,7 @@ class WeightsTile(NamedTuple):
     query: jax.Array
     key: jax.Array
     cotangent: jax.Array
-    dropped: jax.Array
+    dropped_weights: jax.Array
     dscores: jax.Array
     lse: jax.Array
     delta: jax.Array
@@ -91,7 +91,7 @@ def backward(pullback: Pullback, config: WeightRows) -> Gradients:
 def _differentiate_query_tile(pullback: Pullback, plan: TilePlan, at: OuterStep) -> WeightsTile:
     record, dtype = pullback.record, accumulator(pullback.record)
     query = load_query(record, plan, at)
-    key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
+    key, value = (load_keys(x, record, plan, at, ONLY_KEY_TILE) for x in (record.key, record.value))
     cotangent, dweights = load_rows(pullback.cotangent[0], record, plan, at), _weight_cotangent(pullback, plan, at)
     if plan.queries.has_overlapping_tiles:  # rows that the tile shares with the tile before contribute once
         fresh = plan.queries.fresh(at.tile)[:, None]
@@ -100,24 +100,24 @@ def _differentiate_query_tile(pullback: Pullback, plan: TilePlan, at: OuterStep)
     lse, rows = finite(load_heads(pullback.residuals.lse, plan, at)), dropout_rows(record, plan, at)
     weights = jnp.exp(scores.value - lse[..., None])
     dweights = drop_weights(
-        dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ALL_KEYS
+        dot("bhgtv,bhsv->bhgts", cotangent, value, record) + dweights.astype(dtype), rows, record, ONLY_KEY_TILE
     )
-    if scores.allowed is not None:  # of pairs that do not attend, the cotangent may be anything
+    if scores.allowed_mask is not None:  # of pairs that do not attend, the cotangent may be anything
         # Their weights are replaced, too: lse is NaN in rows that are not finite.
-        dweights, weights = jnp.where(scores.allowed, dweights, 0), jnp.where(scores.allowed, weights, 0)
+        dweights, weights = jnp.where(scores.allowed_mask, dweights, 0), jnp.where(scores.allowed_mask, weights, 0)
     # Computes delta from the weights, because it includes the cotangent of the weights; <do, o> lacks that term.
     delta = jnp.sum(weights * dweights, axis=-1)
     dscores = weights * (dweights - delta[..., None])
-    if scores.slope is not None:
-        dscores = dscores * scores.slope
-    if scores.allowed is not None:
-        dscores = jnp.where(scores.allowed, dscores, 0)
-    return WeightsTile(query, key, cotangent, drop_weights(weights, rows, record, ALL_KEYS), dscores, lse, delta)
+    if scores.soft_cap_derivative is not None:
+        dscores = dscores * scores.soft_cap_derivative
+    if scores.allowed_mask is not None:
+        dscores = jnp.where(scores.allowed_mask, dscores, 0)
+    return WeightsTile(query, key, cotangent, drop_weights(weights, rows, record, ONLY_KEY_TILE), dscores, lse, delta)
 
 
 def _weight_cotangent(pullback: Pullback, plan: TilePlan, at: OuterStep) -> jax.Array:
     """Returns the cotangent of a query tile's weights, [b, h, g, t, S]."""
-    tile = load_pairs(pullback.cotangent[1], plan, at, ALL_KEYS)
+    tile = load_pairs(pullback.cotangent[1], plan, at, ONLY_KEY_TILE)
     return tile.reshape(plan.batch, plan.heads, plan.group, plan.queries.block, plan.keys.length)
 
 
@@ -128,7 +128,7 @@ def _add_tile_gradients(
     b, h, g, t, s = rows.dscores.shape
     grads, head, keys = dict(grads), at.head * g, (at.batch, 0, at.head, 0)
     if "value" in grads:
-        dropped = rows.dropped.astype(rows.cotangent.dtype)
+        dropped = rows.dropped_weights.astype(rows.cotangent.dtype)
         grads["value"] = add(grads["value"], keys, dot("bhgts,bhgtv->bshv", dropped, rows.cotangent, record))
     if "bias" in grads:
         grads["bias"] = add(grads["bias"], (at.batch, head, at.query, 0), rows.dscores.reshape(b, h * g, t, s))

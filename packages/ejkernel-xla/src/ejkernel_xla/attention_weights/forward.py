@@ -22,6 +22,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allowed_pairs,
+    compute_scores,
     dot,
     drop_weights,
     dropout_rows,
@@ -29,11 +30,10 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     load_keys,
     load_query,
     mask,
-    score,
 )
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, put
 
-ALL_KEYS: Any = 0
+ONLY_KEY_TILE: Any = 0
 """The one tile of keys."""
 
 
@@ -69,11 +69,11 @@ def forward(record: TiledAttention, config: WeightRows) -> tuple[OutputAndWeight
 
 
 def _query_tile(record: TiledAttention, plan: TilePlan, at: OuterStep, state: State) -> State:
-    key, value = (load_keys(x, record, plan, at, ALL_KEYS) for x in (record.key, record.value))
+    key, value = (load_keys(x, record, plan, at, ONLY_KEY_TILE) for x in (record.key, record.value))
     scores = row_scores(record, plan, at, load_query(record, plan, at), key)
     lse = _log_sum_exp(record, plan, at, scores.value)
     weights = drop_weights(
-        jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, ALL_KEYS
+        jnp.exp(scores.value - finite(lse)[..., None]), dropout_rows(record, plan, at), record, ONLY_KEY_TILE
     )
     output = dot("bhgts,bhsv->bhgtv", weights.astype(value.dtype), value, record)
     b, heads, t = plan.batch, plan.heads * plan.group, plan.queries.block
@@ -87,7 +87,9 @@ def _query_tile(record: TiledAttention, plan: TilePlan, at: OuterStep, state: St
 
 def row_scores(record: TiledAttention, plan: TilePlan, at: OuterStep, query: jax.Array, key: jax.Array) -> Scores:
     """Returns scores of a query tile [b, h, g, t, d] and all keys [b, h, S, d], masked."""
-    return mask(score(record, plan, at, ALL_KEYS, query, key), allowed_pairs(record, plan, at, ALL_KEYS))
+    return mask(
+        compute_scores(record, plan, at, ONLY_KEY_TILE, query, key), allowed_pairs(record, plan, at, ONLY_KEY_TILE)
+    )
 
 
 def _log_sum_exp(record: TiledAttention, plan: TilePlan, at: OuterStep, scores: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 from ejkernel.families.causal_convolution import CausalConvolution, states
 from ejkernel.families.causal_convolution.final_states import add_state_gradients
 from ejkernel.types.pullback import Pullback
-from ejkernel_xla.causal_convolution.forward import output_of
+from ejkernel_xla.causal_convolution.forward import activated_output
 
 
 def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
@@ -28,7 +28,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     fields[state] = states(record)
 
     def output(fields: dict[str, jax.Array]) -> jax.Array:
-        return output_of(dataclasses.replace(record, **fields))
+        return activated_output(dataclasses.replace(record, **fields))
 
     # The transposed views give the same loop in reverse. The sums, which the derivative of the activation needs, are
     # recomputed.

@@ -25,10 +25,10 @@ def forward(record: CausalConvolution, config: Any) -> tuple[tuple[jax.Array, ja
     Returns:
         Output [B, T, C] and final states, both in x's dtype. There are no residuals.
     """
-    return (output_of(record), final_states(record)), ()
+    return (activated_output(record), final_states(record)), ()
 
 
-def output_of(record: CausalConvolution) -> jax.Array:
+def activated_output(record: CausalConvolution) -> jax.Array:
     """Returns the activated sums, [B, T, C]."""
     dtype, width = accumulator(record), record.weight.shape[1]
     weight, tokens = record.weight.astype(dtype), record.x.shape[1]

@@ -38,4 +38,4 @@ def backward(pullback: Pullback, config: LogitBlocks) -> dict[str, jax.Array]:
     sums = loop_over_spans(
         record.weights.shape[0], config.block_t, add, gradients.zero_gradients(record, pullback.grad_fields)
     )
-    return gradients.finished(sums, record, scale)
+    return gradients.finish_gradients(sums, record, scale)

@@ -44,4 +44,4 @@ def forward(record: CrossEntropy, config: LogitBlocks) -> tuple[Any, CrossEntrop
     start = (tuple(jnp.zeros(tokens, dtype) for _ in range(4)), gradients.zero_gradients(record, grad_fields))
     (loss, *rest), sums = loop_over_spans(tokens, config.block_t, add, start)
     output = (jnp.sum(loss, keepdims=True) if record.sum_over_tokens else loss, *rest)
-    return output, CrossEntropyResiduals(**gradients.finished(sums, record, scale) if saves_gradients else {})
+    return output, CrossEntropyResiduals(**gradients.finish_gradients(sums, record, scale) if saves_gradients else {})

@@ -24,7 +24,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     record, dtype = pullback.record, accumulator(pullback.record)
     gradients: dict[str, jax.Array] = {}
     if "rows" in pullback.grad_fields:
-        gradients["rows"] = _rows_gradient(record, pullback.cotangent, dtype).astype(record.rows.dtype)
+        gradients["rows"] = _gradient_of_rows(record, pullback.cotangent, dtype).astype(record.rows.dtype)
     if "weights" in pullback.grad_fields:
         wide = pullback.cotangent.astype(dtype)
 
@@ -37,7 +37,7 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
     return gradients
 
 
-def _rows_gradient(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def _gradient_of_rows(record: GatherReduce, cotangent: jax.Array, dtype: Any) -> jax.Array:
     (tokens, count), weights = record.indices.shape, record.weights
     flat = None if weights is None else weights.reshape(-1)
 

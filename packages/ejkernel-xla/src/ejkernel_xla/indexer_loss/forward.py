@@ -9,7 +9,7 @@ from jax import lax
 from ejkernel.families.indexer_loss import IndexerLoss, IndexerLossResiduals, accumulator, indexer_loss_per_query
 from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
+from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
 
 
 def forward(record: IndexerLoss, config: QueryTile) -> tuple[jax.Array, IndexerLossResiduals]:
@@ -54,4 +54,6 @@ def _row(row: tuple[jax.Array, ...], record: IndexerLoss, config: QueryTile) -> 
         total, _ = lax.scan(add_head, jnp.zeros(indices.shape, dtype), (query.swapaxes(0, 1), key))
         return jnp.where(is_listed[:, 0], total / heads, 0)
 
-    return from_tiles(lax.map(tile, (into_tiles(by_head, block), into_tiles(indices, block, fill=-1))), tokens)
+    return join_tiles(
+        lax.map(tile, (split_into_tiles(by_head, block), split_into_tiles(indices, block, fill=-1))), tokens
+    )

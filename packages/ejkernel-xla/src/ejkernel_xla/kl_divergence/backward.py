@@ -27,14 +27,14 @@ def backward(pullback: Pullback, config: Any) -> dict[str, jax.Array]:
         # A teacher that has no logit above -inf makes NaN of both passes.
         gradient = p - jnp.exp(log_q)
     elif record.direction == "reverse":
-        gradient = _log_p_gradient(record, log_p, log_q)
+        gradient = _gradient_by_log_p(record, log_p, log_q)
     else:
-        gradient = (1 - record.beta) * _log_p_gradient(record, log_p, log_mixture(record, log_p, log_q))
+        gradient = (1 - record.beta) * _gradient_by_log_p(record, log_p, log_mixture(record, log_p, log_q))
     gradient = record.temperature * gradient * cotangent[:, None]
     return {"student": jnp.where(record.token_mask[:, None], gradient, 0).astype(record.student.dtype)}
 
 
-def _log_p_gradient(record: KLDivergence, log_p: jax.Array, log_other: jax.Array) -> jax.Array:
+def _gradient_by_log_p(record: KLDivergence, log_p: jax.Array, log_other: jax.Array) -> jax.Array:
     """Returns `p (log p - log other - KL(p, other))`, 0 where p is."""
     terms = divergence_terms(log_p, log_other)
     total = jnp.sum(terms, axis=1, keepdims=True)

@@ -14,7 +14,7 @@ from ejkernel.planning.precision import product_precision
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.ordered_sums import add_to_rows
-from ejkernel_xla.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.query_tiles import join_tiles, split_into_tiles
 
 Arrays = tuple[jax.Array, ...]
 
@@ -46,20 +46,20 @@ def _row(row: Arrays, record: LightningIndexer, config: IndexerTiles) -> Arrays:
     query, key, weights, indices, cotangent = row
     block_q, _ = sizes(record, config)
     tiles = (
-        *(into_tiles(x, block_q) for x in (query, weights)),
-        into_tiles(indices, block_q, fill=-1),
-        into_tiles(cotangent, block_q),
+        *(split_into_tiles(x, block_q) for x in (query, weights)),
+        split_into_tiles(indices, block_q, fill=-1),
+        split_into_tiles(cotangent, block_q),
     )
 
     def step(dkey: jax.Array, tile: Arrays) -> tuple[jax.Array, Arrays]:
-        dquery, dselected, dweights = _tile(tile, key, record)
+        dquery, dselected, dweights = _tile_gradients(tile, key, record)
         return add_to_rows(dkey, tile[2], dselected), (dquery, dweights)
 
     dkey, (dquery, dweights) = lax.scan(step, jnp.zeros(key.shape, accumulator(record)), tiles)
-    return from_tiles(dquery, query.shape[0]), dkey, from_tiles(dweights, query.shape[0])
+    return join_tiles(dquery, query.shape[0]), dkey, join_tiles(dweights, query.shape[0])
 
 
-def _tile(tile: Arrays, key: jax.Array, record: LightningIndexer) -> Arrays:
+def _tile_gradients(tile: Arrays, key: jax.Array, record: LightningIndexer) -> Arrays:
     """Returns the gradients of a tile's queries, of the keys that they have selected [t, K, D], and of the weights."""
     query, weights, indices, cotangent = tile
     dtype, precision = accumulator(record), product_precision(record.query.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ejkernel.families.lightning_indexer import LightningIndexer
 from ejkernel.ops.params import Direction
-from ejkernel_xla.query_tiles import NUMBERS_PER_STEP
+from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP
 from ejkernel_xla.sizes import check_positive
 
 MIN_BLOCK_K = 512
@@ -39,19 +39,19 @@ def sizes(record: LightningIndexer, config: IndexerTiles) -> tuple[int, int]:
 
 def heuristic(record: LightningIndexer, device: Any, direction: Direction) -> IndexerTiles:
     """Returns tile sizes for a record on a device, not measured."""
-    return _sized(record, direction, max(MIN_BLOCK_K, record.top_k))
+    return _largest_tiles_that_fit(record, direction, max(MIN_BLOCK_K, record.top_k))
 
 
 def candidates(record: LightningIndexer, device: Any, direction: Direction) -> tuple[IndexerTiles, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
     keys = (256, 512, 1024, 2048, 4096) if direction == "forward" else (MIN_BLOCK_K,)
-    return tuple(dict.fromkeys(_sized(record, direction, n) for n in keys))
+    return tuple(dict.fromkeys(_largest_tiles_that_fit(record, direction, n) for n in keys))
 
 
-def _sized(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:
+def _largest_tiles_that_fit(record: LightningIndexer, direction: Direction, block_k: int) -> IndexerTiles:
     """Returns tiles of the given keys, with as many queries as the largest array has room for."""
     (_, tokens, heads, channels), keys = record.query.shape, record.key.shape[1]
     block_k = max(1, min(block_k, keys))
     per_query = heads * block_k if direction == "forward" else record.top_k * max(heads, channels)
-    block_q = max(1, min(tokens, NUMBERS_PER_STEP // max(1, per_query)))
+    block_q = max(1, min(tokens, MAX_NUMBERS_PER_STEP // max(1, per_query)))
     return IndexerTiles(block_q=block_q, block_k=block_k)

@@ -11,7 +11,7 @@ from ejkernel.families.lightning_indexer import LightningIndexer, TopKeyIndicesA
 from ejkernel.planning.precision import product_precision
 from ejkernel_xla.lightning_indexer.config import IndexerTiles, sizes
 from ejkernel_xla.lightning_indexer.kernels import running_top_k
-from ejkernel_xla.query_tiles import from_tiles, into_tiles
+from ejkernel_xla.query_tiles import join_tiles, split_into_tiles
 
 Row = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 """Queries, keys, weights, first keys and key ends of one batch row."""
@@ -41,12 +41,14 @@ def _row(row: Row, record: LightningIndexer, config: IndexerTiles) -> TopKeyIndi
     block_q, block_k = sizes(record, config)
     keys = jnp.pad(key, ((0, cdiv(key.shape[0], block_k) * block_k - key.shape[0]), (0, 0)))
     # Queries that fill up the last tile have empty ranges of keys.
-    tiles = tuple(into_tiles(x, block_q) for x in (query, weights, starts, ends))
-    indices, scores = lax.map(lambda tile: _tile(tile, keys, record, block_k), tiles)
-    return from_tiles(indices, query.shape[0]), from_tiles(scores, query.shape[0])
+    tiles = tuple(split_into_tiles(x, block_q) for x in (query, weights, starts, ends))
+    indices, scores = lax.map(lambda tile: _select_keys_of_tile(tile, keys, record, block_k), tiles)
+    return join_tiles(indices, query.shape[0]), join_tiles(scores, query.shape[0])
 
 
-def _tile(tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int) -> TopKeyIndicesAndScores:
+def _select_keys_of_tile(
+    tile: tuple[Any, ...], keys: jax.Array, record: LightningIndexer, block_k: int
+) -> TopKeyIndicesAndScores:
     """Returns the selected keys of a tile of queries; tiles of keys that no query may select are skipped."""
     query, weights, starts, ends = tile
     dtype, has_keys = accumulator(record), starts < ends

@@ -67,7 +67,7 @@ def _chunk_states(record: LinearRecurrence, chunking: Chunking) -> jax.Array:
         state = load(record, table, at)
         states = lax.dynamic_update_index_in_dim(states, state, n, 0)
         parts = slices_of_chunk(record, chunking, at)
-        if chunking.roles is not None:
+        if chunking.real_and_start_tokens is not None:
             after = next_state_of_segments(record, chunking, at, state, parts)
         else:
             after = next_state(state, chunk_from_slices(record, chunking, at, parts), precision(record))

@@ -33,7 +33,7 @@ PUBLIC_FIELDS = {"chunk_size": "chunk_size", "block_q": "chunk_size"}
 
 def heuristic(record: LinearRecurrence, device: Any, direction: Direction) -> RecurrenceChunk:
     """Returns the length for a record on a device, not measured."""
-    return RecurrenceChunk(chunk_size=_default_length(record, device, direction))
+    return RecurrenceChunk(chunk_size=_default_chunk_length(record, device, direction))
 
 
 def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> tuple[RecurrenceChunk, ...]:
@@ -41,10 +41,12 @@ def candidates(record: LinearRecurrence, device: Any, direction: Direction) -> t
     the tokens for.
     """
     fitting = {n for n in CHUNK_LENGTHS if n <= record.query.shape[1]}
-    return tuple(RecurrenceChunk(chunk_size=n) for n in sorted(fitting | {_default_length(record, device, direction)}))
+    return tuple(
+        RecurrenceChunk(chunk_size=n) for n in sorted(fitting | {_default_chunk_length(record, device, direction)})
+    )
 
 
-def _default_length(record: LinearRecurrence, device: Any, direction: Direction) -> int:
+def _default_chunk_length(record: LinearRecurrence, device: Any, direction: Direction) -> int:
     """Returns the chunk length of the rule, which is shorter on CPUs.
 
     It is half as long there, and one token if gates of channels make a chunk more work than a state that fits the

@@ -19,7 +19,7 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
     add_chunk_slice,
     chunk_from_slices,
     make_chunking,
-    replace,
+    replace_chunk_slice,
     run_loop,
     slices_of_chunk,
     split_heads,
@@ -48,7 +48,7 @@ def forward(record: LinearRecurrence, config: RecurrenceChunk) -> tuple[tuple[ja
         return (_zero_outputs(record), states(record)), ()
     chunking = make_chunking(record, config.chunk_size)
     # Chunks that share tokens add their outputs, since each chunk has 0 for the tokens of the other chunk.
-    write = replace if chunking.has_no_masked_token else add_chunk_slice
+    write = replace_chunk_slice if chunking.has_no_masked_token else add_chunk_slice
 
     def step(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         output, table = carry
@@ -89,7 +89,7 @@ def chunk_step(
     """Returns the states after a chunk and its outputs [r, C, H, V], differentiable in the states before it and its
     slices.
     """
-    if chunking.roles is not None:
+    if chunking.real_and_start_tokens is not None:
         return segment_step(record, chunking, at, state, parts)
     chunk = chunk_from_slices(record, chunking, at, parts)
     output, state = advance(state, chunk, record.softmax_scale, precision(record))

@@ -14,7 +14,7 @@ BLOCK_KV = 256
 MAX_BLOCK_Q = 128
 """Most query rows per tile."""
 
-GATHERED_ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
+MAX_GATHERED_ELEMENTS = {"cpu": 2**19, "gpu": 2**23, "tpu": 2**23}
 """Key elements gathered at once: on a CPU they stay in its caches, elsewhere they fill the device."""
 
 
@@ -75,5 +75,5 @@ def _default_tiles(record: PagedAttention, device: DeviceInfo, keys: int) -> Pag
     keys = max(1, min(keys, paged_cache.max_sequence_len(record)))
     key_elements = keys * paged_cache.kv_heads(record) * record.query.shape[-1]
     score_elements = keys * record.query.shape[1] * queries
-    stack = max(1, GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))
+    stack = max(1, MAX_GATHERED_ELEMENTS[device.platform] // max(1, key_elements, score_elements))
     return PagedTiles(block_q=queries, block_kv=keys, stack=min(stack, sequences, 64))

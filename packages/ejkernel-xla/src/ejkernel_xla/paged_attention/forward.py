@@ -138,9 +138,9 @@ def _operand_dtype(record: PagedAttention, pages: jax.Array) -> Any:
     return record.compute_dtype or _wider_dtype(record.query.dtype, pages.dtype)
 
 
-def _wider_dtype(query: Any, stored: Any) -> Any:
+def _wider_dtype(query: Any, stored_dtype: Any) -> Any:
     """Returns the wider of two dtypes; caches of 8 bits are read in the query's."""
-    return query if jnp.dtype(stored).itemsize == 1 else jnp.promote_types(query, stored)
+    return query if jnp.dtype(stored_dtype).itemsize == 1 else jnp.promote_types(query, stored_dtype)
 
 
 def _scores(record: PagedAttention, at: WorkList, positions: jax.Array, query: jax.Array, keys: jax.Array) -> jax.Array:

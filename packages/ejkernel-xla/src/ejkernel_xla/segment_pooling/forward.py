@@ -23,10 +23,10 @@ def forward(record: SegmentPooling, config: TokenTiles) -> tuple[jax.Array, tupl
         sums = _chunk_sums(record)
     else:
         sums = _range_sums(record, record.ranges, block_size(record, config))
-    return (sums / counts(record)).astype(record.values.dtype), ()
+    return (sums / tokens_per_pool(record)).astype(record.values.dtype), ()
 
 
-def counts(record: SegmentPooling) -> jax.Array:
+def tokens_per_pool(record: SegmentPooling) -> jax.Array:
     """Returns tokens of every pool, at least 1: [B|1, M, 1, 1]."""
     first, end = pool_bounds(record)
     return jnp.maximum(end - first, 1)[..., None, None].astype(accumulator(record))
@@ -62,7 +62,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
     whole, step = tokens // size, rows_per_step(size)
     tiles = jnp.sum(values[: whole * size].reshape(whole, size, -1), axis=1, dtype=accumulator(record))
 
-    def pool(m: jax.Array, sums: jax.Array) -> jax.Array:
+    def add_pool_sum(m: jax.Array, sums: jax.Array) -> jax.Array:
         first, end = ranges[m, 0], ranges[m, 1]
         first_tile = cdiv(first, size)
         end_tile = jnp.maximum(end // size, first_tile)
@@ -73,7 +73,7 @@ def _range_sums(record: SegmentPooling, ranges: jax.Array, size: int) -> jax.Arr
 
     sums = jnp.zeros((ranges.shape[0], values.shape[1]), tiles.dtype)
     # Pool by pool, with traced bounds: lengths are values, not shapes.
-    sums = lax.fori_loop(jnp.int32(0), jnp.int32(ranges.shape[0]), pool, sums)
+    sums = lax.fori_loop(jnp.int32(0), jnp.int32(ranges.shape[0]), add_pool_sum, sums)
     return sums.reshape(1, -1, *channels)
 
 

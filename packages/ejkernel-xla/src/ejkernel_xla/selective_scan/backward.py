@@ -19,10 +19,10 @@ from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import chunk_cotangents
 from ejkernel_xla.selective_scan.plan import (
     chunk_at,
-    chunks,
     cut,
     intervals,
     load,
+    num_chunks,
     state_before_chunk,
     store_chunk_tokens,
     store_final_states,
@@ -30,7 +30,7 @@ from ejkernel_xla.selective_scan.plan import (
 
 Gradients = dict[str, jax.Array]
 
-TOKENS = ("x", "step", "write", "read")
+TOKEN_FIELDS = ("x", "step", "write", "read")
 """Fields with something for every token."""
 
 
@@ -53,7 +53,7 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
 
     def chunk(n: jax.Array, carry: tuple[Gradients, Gradients, jax.Array, jax.Array]) -> tuple[Any, ...]:
         grads, sums, dstate, first = carry
-        n = chunks(record) - 1 - n
+        n = num_chunks(record) - 1 - n
         at = chunk_at(record, packed, n)
         dstate = state_before_chunk(at._replace(starts_sequence=at.ends_sequence), dstate, after)
         # Tokens of other chunks are 0 here, and the state passes them unchanged; their own chunks compute their
@@ -77,13 +77,13 @@ def backward(pullback: Pullback, config: ScanSteps) -> Gradients:
             store_final_states(at, before, first),
         )
 
-    grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKENS if name in pullback.grad_fields}
+    grads = {name: jnp.zeros_like(getattr(record, name)) for name in TOKEN_FIELDS if name in pullback.grad_fields}
     sums = {"decay": jnp.zeros_like(decay), "skip": jnp.zeros_like(skip)}
     start = (grads, sums, after if packed is None else jnp.zeros_like(after[:1]), after)
-    grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    grads, sums, _, state = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks(record)), chunk, start)
     gradients = {**grads, "decay": sums["decay"].T, "skip": sums["skip"], "initial_state": jnp.swapaxes(state, 1, 2)}
-    return {name: _as_field(record, name, gradients[name]) for name in sorted(pullback.grad_fields)}
+    return {name: _in_field_dtype(record, name, gradients[name]) for name in sorted(pullback.grad_fields)}
 
 
-def _as_field(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
+def _in_field_dtype(record: SelectiveScan, name: str, gradient: jax.Array) -> jax.Array:
     return gradient.astype(getattr(record, name).dtype)

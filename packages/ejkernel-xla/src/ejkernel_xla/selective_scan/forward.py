@@ -10,10 +10,10 @@ from ejkernel_xla.selective_scan.config import ScanSteps
 from ejkernel_xla.selective_scan.kernels.chunk import advance
 from ejkernel_xla.selective_scan.plan import (
     chunk_at,
-    chunks,
     cut,
     intervals,
     load,
+    num_chunks,
     state_before_chunk,
     store_chunk_tokens,
     store_final_states,
@@ -35,7 +35,7 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
     dtype = accumulator(record)
     decay, skip, first = record.decay.T.astype(dtype), record.skip.astype(dtype), first_state(record)
     packed, rows = intervals(record), record.x.shape[0]
-    chunk_states = jnp.zeros((rows, chunks(record), *first.shape[1:]), dtype)
+    chunk_states = jnp.zeros((rows, num_chunks(record), *first.shape[1:]), dtype)
 
     def chunk(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         output, chunk_states, state, final = carry
@@ -50,5 +50,5 @@ def forward(record: SelectiveScan, config: ScanSteps) -> tuple[tuple[jax.Array, 
 
     # The state after a sequence without tokens is the state before it.
     start = (jnp.zeros_like(record.x), chunk_states, first if packed is None else jnp.zeros_like(first[:1]), first)
-    output, chunk_states, _, final = lax.fori_loop(jnp.int32(0), jnp.int32(chunks(record)), chunk, start)
+    output, chunk_states, _, final = lax.fori_loop(jnp.int32(0), jnp.int32(num_chunks(record)), chunk, start)
     return (output, jnp.swapaxes(final, 1, 2)), ScanResiduals(states=chunk_states)

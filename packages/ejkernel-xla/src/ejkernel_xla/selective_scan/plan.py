@@ -9,7 +9,7 @@ from jax import lax
 from ejkernel.arithmetic import cdiv
 from ejkernel.families.selective_scan import TOKENS_PER_STORED_STATE, SelectiveScan, accumulator, packed_scan
 from ejkernel.families.selective_scan.packed_scan import IntervalTable
-from ejkernel_xla.selective_scan.kernels.chunk import Tokens
+from ejkernel_xla.selective_scan.kernels.chunk import ChunkTokens
 
 
 class ChunkSlice(NamedTuple):
@@ -17,21 +17,21 @@ class ChunkSlice(NamedTuple):
 
     Attributes:
         start: First token of its slice: a last chunk that would end past the array is moved back.
-        fresh: Which tokens of the slice are the chunk's, bool [1, L, 1]: the others are the chunk's before, or another
-            sequence's.
+        belongs_to_chunk: Which tokens of the slice are the chunk's, bool [1, L, 1]: the others are the chunk's before,
+            or another sequence's.
         sequence: Whose it is, where sequences are packed; N for none.
         starts_sequence: Whether the sequence begins with it.
         ends_sequence: Whether the sequence ends with it.
     """
 
     start: jax.Array
-    fresh: jax.Array
+    belongs_to_chunk: jax.Array
     sequence: jax.Array | None = None
     starts_sequence: jax.Array | None = None
     ends_sequence: jax.Array | None = None
 
 
-def chunks(record: SelectiveScan) -> int:
+def num_chunks(record: SelectiveScan) -> int:
     """Returns number of chunks; of packed sequences the most that there can be."""
     tokens = record.x.shape[1]
     if record.cu_seqlens is None:
@@ -63,20 +63,24 @@ def cut(x: jax.Array, at: ChunkSlice) -> jax.Array:
     """Returns a chunk's part of [B, T, ...], 0 for tokens that are not its own: what those hold, NaN as well, is not
     read.
     """
-    return jnp.where(at.fresh, lax.dynamic_slice_in_dim(x, at.start, at.fresh.shape[1], axis=1), 0)
+    return jnp.where(
+        at.belongs_to_chunk, lax.dynamic_slice_in_dim(x, at.start, at.belongs_to_chunk.shape[1], axis=1), 0
+    )
 
 
 def store_chunk_tokens(x: jax.Array, at: ChunkSlice, part: jax.Array) -> jax.Array:
     """Returns [B, T, ...] with the fresh tokens of a chunk replaced."""
-    merged = jnp.where(at.fresh, part.astype(x.dtype), lax.dynamic_slice_in_dim(x, at.start, part.shape[1], axis=1))
+    merged = jnp.where(
+        at.belongs_to_chunk, part.astype(x.dtype), lax.dynamic_slice_in_dim(x, at.start, part.shape[1], axis=1)
+    )
     return lax.dynamic_update_slice_in_dim(x, merged, at.start, axis=1)
 
 
-def load(record: SelectiveScan, at: ChunkSlice) -> Tokens:
+def load(record: SelectiveScan, at: ChunkSlice) -> ChunkTokens:
     """Returns a chunk's tokens. Those that are not its own have a step of 0, which leaves the state as it is."""
     dtype = accumulator(record)
     parts = (cut(record.x, at), cut(record.step, at), cut(record.write, at), cut(record.read, at))
-    return Tokens(*(jnp.moveaxis(part, 1, 0).astype(dtype) for part in parts))
+    return ChunkTokens(*(jnp.moveaxis(part, 1, 0).astype(dtype) for part in parts))
 
 
 def state_before_chunk(at: ChunkSlice, state: jax.Array, states: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allowed_pairs,
+    compute_scores,
     dot,
     drop_weights,
     dropout_rows,
@@ -39,7 +40,6 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     load_query,
     load_rows,
     relative_distances,
-    score,
 )
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, add, make_plan
 
@@ -94,12 +94,12 @@ def accumulate(pullback: Pullback, params: ChunkedSoftmax, grads: Gradients) -> 
     record = pullback.record
     if not (record.query.size and record.key.size and grads):
         return grads
-    return _over_query_tiles(
+    return _gradients_over_query_tiles(
         pullback, make_plan(record, params.block_q, params.block_kv), _compat.as_varying(grads, pullback)
     )
 
 
-def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> Gradients:
+def _gradients_over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> Gradients:
     record, key_tiles = pullback.record, find_key_tiles(pullback.record, plan)
 
     def query_tile(step: jax.Array, grads: Gradients) -> Gradients:
@@ -111,9 +111,9 @@ def _over_query_tiles(pullback: Pullback, plan: TilePlan, grads: Gradients) -> G
             carry["query"] = _compat.as_varying(jnp.zeros(rows.query.shape, accumulator(record)), pullback)
 
         def key_tile(tile: jax.Array, carry: Gradients, masked: bool) -> Gradients:
-            return _key_tile(record, plan, at, tile, rows, carry, masked)
+            return _add_key_tile_gradients(record, plan, at, tile, rows, carry, masked)
 
-        carry = key_tiles.fold(
+        carry = key_tiles.fold_key_tiles(
             at,
             lambda tile, carry: key_tile(tile, carry, False),
             lambda tile, carry: key_tile(tile, carry, True),
@@ -148,24 +148,24 @@ def _load_lse_cotangent(pullback: Pullback, plan: TilePlan, at: OuterStep) -> ja
     )
 
 
-def _key_tile(
+def _add_key_tile_gradients(
     record: TiledAttention,
     plan: TilePlan,
     at: OuterStep,
     tile: jax.Array,
     rows: QueryTile,
     grads: Gradients,
-    masked: bool,
+    is_masked: bool,
 ) -> Gradients:
     """Adds what one tile pair contributes to the gradients (the query's: [b, h, g, t, d], of its tile alone)."""
     start = plan.keys.start(tile)
     key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
-    scores = score(record, plan, at, tile, rows.query, key)
+    scores = compute_scores(record, plan, at, tile, rows.query, key)
     # Normalised where the shift is lse: neither the maximum nor the row sum is made again.
     weights = jnp.exp(scores.value - rows.shift[..., None])
-    if masked and (pairs := allowed_pairs(record, plan, at, tile)) is not None:
+    if is_masked and (pairs := allowed_pairs(record, plan, at, tile)) is not None:
         # Masked after the exponential, which is NaN in all of a row whose shift is: it is replaced, not multiplied.
-        weights, scores = jnp.where(pairs, weights, 0), scores._replace(allowed=pairs)
+        weights, scores = jnp.where(pairs, weights, 0), scores._replace(allowed_mask=pairs)
     where, grads = (at.batch, start, at.head, 0), dict(grads)
     if "value" in grads:
         dropped = drop_weights(weights, rows.dropout, record, start).astype(rows.cotangent.dtype)
@@ -202,10 +202,10 @@ def _score_gradient(
     else:
         keys = start + jnp.arange(weights.shape[-1], dtype=jnp.int32)
         dscores = weights * dweights - jnp.where(keys == rows.row_argmax[..., None], delta, 0)
-    if scores.slope is not None:
-        dscores = dscores * scores.slope
+    if scores.soft_cap_derivative is not None:
+        dscores = dscores * scores.soft_cap_derivative
     # Weights of masked pairs are 0, but dp or the slope of the soft cap may be inf there, and 0 x inf is NaN.
-    return dscores if scores.allowed is None else jnp.where(scores.allowed, dscores, 0)
+    return dscores if scores.allowed_mask is None else jnp.where(scores.allowed_mask, dscores, 0)
 
 
 def _add_bias(bias: jax.Array, dscores: jax.Array, plan: TilePlan, at: OuterStep, start: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     Scores,
     accumulator,
     allowed_pairs,
+    compute_scores,
     dot,
     drop_weights,
     dropout_rows,
@@ -39,7 +40,6 @@ from ejkernel_xla.tiled_attention.kernels.scores import (
     load_keys,
     load_query,
     mask,
-    score,
 )
 from ejkernel_xla.tiled_attention.plan import OuterStep, TilePlan, make_plan, put
 
@@ -88,13 +88,13 @@ def attend(record: TiledAttention, params: ChunkedSoftmax, dtype: Any) -> tuple[
 
         def key_tile(tile: jax.Array, running: OnlineSoftmax, masked: bool) -> OnlineSoftmax:
             key, value = (load_keys(x, record, plan, at, tile) for x in (record.key, record.value))
-            scores = score(record, plan, at, tile, query, key)
+            scores = compute_scores(record, plan, at, tile, query, key)
             if masked:
                 scores = mask(scores, allowed_pairs(record, plan, at, tile))
             return _online_softmax_step(running, scores, value, rows, record, plan.keys.start(tile))
 
         # Two bodies: full tiles, which are most of a long causal call, compile without the comparisons of the masks.
-        running = key_tiles.fold(
+        running = key_tiles.fold_key_tiles(
             at,
             lambda tile, running: key_tile(tile, running, False),
             lambda tile, running: key_tile(tile, running, True),

@@ -20,9 +20,9 @@ from ejkernel.families.token_sparse_attention import (
 )
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.ordered_sums import add_to_rows
-from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
+from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
 from ejkernel_xla.token_sparse_attention.forward import product, scores_of_listed
-from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, for_each_head
+from ejkernel_xla.token_sparse_attention.plan import HeadRows, for_each_head, to_query_major
 
 Arrays = tuple[jax.Array, ...]
 
@@ -44,19 +44,19 @@ def backward(pullback: Pullback, config: QueryTile) -> dict[str, jax.Array]:
         grads["value"] = None if record.value is None else jnp.zeros_like(record.value)
     elif pullback.grad_fields & {"query", "key", "value"}:
         more = (pullback.cotangent, terms.delta, terms.lse)
-        dquery, dkey, dvalue = for_each_head(lambda head: _head(head, record, config), record, *more)
-        grads |= {"query": by_query(dquery), "key": dkey.swapaxes(1, 2)}
+        dquery, dkey, dvalue = for_each_head(lambda head: _head_gradients(head, record, config), record, *more)
+        grads |= {"query": to_query_major(dquery), "key": dkey.swapaxes(1, 2)}
         grads["value"] = None if record.value is None else dvalue.swapaxes(1, 2)
     return {name: grads[name].astype(getattr(record, name).dtype) for name in sorted(pullback.grad_fields)}
 
 
-def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> Arrays:
+def _head_gradients(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> Arrays:
     """Returns the gradients of one batch row and KV head: of queries, keys, and values (None of a slice of keys)."""
     block, dtype = min(config.block_q, head.query.shape[0]), accumulator(record)
     tiles = (
-        into_tiles(head.query, block),
-        into_tiles(head.indices, block, fill=-1),
-        *(into_tiles(x, block) for x in head.more),
+        split_into_tiles(head.query, block),
+        split_into_tiles(head.indices, block, fill=-1),
+        *(split_into_tiles(x, block) for x in head.extra_arrays),
     )
 
     def step(sums: Any, tile: Arrays) -> tuple[Any, jax.Array]:
@@ -70,7 +70,7 @@ def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> Ar
 
     start = (jnp.zeros(head.key.shape, dtype), None if head.value is None else jnp.zeros(head.value.shape, dtype))
     (dkey, dvalue), dquery = lax.scan(step, start, tiles)
-    return from_tiles(dquery, head.query.shape[0]), dkey, dvalue
+    return join_tiles(dquery, head.query.shape[0]), dkey, dvalue
 
 
 def count_listed(indices: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from ejkernel.families.token_sparse_attention import TokenSparseAttention
 from ejkernel.ops.params import Direction
-from ejkernel_xla.query_tiles import NUMBERS_PER_STEP, PUBLIC_FIELDS, QueryTile, fit_queries
+from ejkernel_xla.query_tiles import MAX_NUMBERS_PER_STEP, PUBLIC_FIELDS, QueryTile, fit_queries
 
 __all__ = ["PUBLIC_FIELDS", "QueryTile", "candidates", "heuristic"]
 
@@ -16,7 +16,7 @@ def heuristic(record: TokenSparseAttention, device: Any, direction: Direction) -
 
 def candidates(record: TokenSparseAttention, device: Any, direction: Direction) -> tuple[QueryTile, ...]:
     """Returns tile sizes worth measuring for a record on a device."""
-    sizes = (NUMBERS_PER_STEP * n // 4 for n in (1, 4, 16))
+    sizes = (MAX_NUMBERS_PER_STEP * n // 4 for n in (1, 4, 16))
     return tuple(dict.fromkeys(fit_queries(*_numbers(record), numbers) for numbers in sizes))
 
 

@@ -11,8 +11,8 @@ from ejkernel.families.lightning_indexer import take_keys
 from ejkernel.families.tiled_attention import SoftmaxResiduals
 from ejkernel.families.token_sparse_attention import TokenSparseAttention, accumulator
 from ejkernel.planning.precision import product_precision
-from ejkernel_xla.query_tiles import QueryTile, from_tiles, into_tiles
-from ejkernel_xla.token_sparse_attention.plan import HeadRows, by_query, finite, for_each_head
+from ejkernel_xla.query_tiles import QueryTile, join_tiles, split_into_tiles
+from ejkernel_xla.token_sparse_attention.plan import HeadRows, finite, for_each_head, to_query_major
 
 
 def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, SoftmaxResiduals]:
@@ -32,13 +32,17 @@ def forward(record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array,
         return jnp.zeros((rows, tokens, heads, record.value_size), record.query.dtype), SoftmaxResiduals(lse=lse)
     sinks = jnp.broadcast_to(sinks, (rows, tokens, heads))
     output, lse = for_each_head(lambda head: _head(head, record, config), record, sinks)
-    return by_query(output), SoftmaxResiduals(lse=by_query(lse).swapaxes(1, 2))
+    return to_query_major(output), SoftmaxResiduals(lse=to_query_major(lse).swapaxes(1, 2))
 
 
 def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> tuple[jax.Array, jax.Array]:
     """Returns output [T, g, Dv] and lse [T, g] of one batch row and KV head."""
     block = min(config.block_q, head.query.shape[0])
-    tiles = (into_tiles(head.query, block), into_tiles(head.indices, block, fill=-1), into_tiles(head.more[0], block))
+    tiles = (
+        split_into_tiles(head.query, block),
+        split_into_tiles(head.indices, block, fill=-1),
+        split_into_tiles(head.extra_arrays[0], block),
+    )
 
     def tile(arrays: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
         query, indices, sinks = arrays
@@ -54,7 +58,7 @@ def _head(head: HeadRows, record: TokenSparseAttention, config: QueryTile) -> tu
         return (acc / denominator[..., None]).astype(query.dtype), lse
 
     output, lse = lax.map(tile, tiles)
-    return from_tiles(output, head.query.shape[0]), from_tiles(lse, head.query.shape[0])
+    return join_tiles(output, head.query.shape[0]), join_tiles(lse, head.query.shape[0])
 
 
 def scores_of_listed(

@@ -20,47 +20,47 @@ class HeadRows(NamedTuple):
         key: [S, D].
         value: [S, Dv]; None where it is a slice of the key.
         indices: [T, K].
-        more: Arrays [T, g, ...].
+        extra_arrays: Arrays [T, g, ...].
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array | None
     indices: jax.Array
-    more: Arrays
+    extra_arrays: Arrays
 
 
-def for_each_head(function: Callable[[HeadRows], Any], record: TokenSparseAttention, *more: jax.Array) -> Any:
+def for_each_head(function: Callable[[HeadRows], Any], record: TokenSparseAttention, *extra_arrays: jax.Array) -> Any:
     """Returns the results of a function of each batch row and KV head, [B, Hk, ...].
 
     Args:
         function: What is computed.
         record: The record.
-        more: Arrays [B, T, H, ...] that the function gets as well.
+        extra_arrays: Arrays [B, T, H, ...] that the function gets as well.
     """
     kv_heads, shared = record.key.shape[2], record.indices.shape[2] == 1
 
     def row(arrays: tuple[Any, ...]) -> Any:
-        query, key, value, indices, more = arrays
-        by_head = (_by_head(query, kv_heads), key.swapaxes(0, 1), None if value is None else value.swapaxes(0, 1))
-        more = tuple(_by_head(x, kv_heads) for x in more)
+        query, key, value, indices, extra_arrays = arrays
+        by_head = (_to_head_major(query, kv_heads), key.swapaxes(0, 1), None if value is None else value.swapaxes(0, 1))
+        extra_arrays = tuple(_to_head_major(x, kv_heads) for x in extra_arrays)
         lists = None if shared else indices.swapaxes(0, 1)
 
         def head(arrays: tuple[Any, ...]) -> Any:
-            (query, key, value), listed, more = arrays
-            return function(HeadRows(query, key, value, indices[:, 0] if listed is None else listed, more))
+            (query, key, value), listed, extra_arrays = arrays
+            return function(HeadRows(query, key, value, indices[:, 0] if listed is None else listed, extra_arrays))
 
-        return lax.map(head, (by_head, lists, more))
+        return lax.map(head, (by_head, lists, extra_arrays))
 
-    return lax.map(row, (record.query, record.key, record.value, record.indices, more))
+    return lax.map(row, (record.query, record.key, record.value, record.indices, extra_arrays))
 
 
-def _by_head(x: jax.Array, kv_heads: int) -> jax.Array:
+def _to_head_major(x: jax.Array, kv_heads: int) -> jax.Array:
     """Returns [T, H, ...] -> [Hk, T, g, ...]."""
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
-def by_query(x: jax.Array) -> jax.Array:
+def to_query_major(x: jax.Array) -> jax.Array:
     """Returns [B, Hk, T, g, ...] -> [B, T, H, ...]."""
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from ejkernel.families.wkv import State, first_state
 from ejkernel.types.pullback import Pullback
 from ejkernel_xla.wkv.config import TokenLoop
-from ejkernel_xla.wkv.forward import scan
+from ejkernel_xla.wkv.forward import scan_tokens
 
 
 def backward(pullback: Pullback, config: TokenLoop) -> dict[str, jax.Array]:
@@ -22,7 +22,7 @@ def backward(pullback: Pullback, config: TokenLoop) -> dict[str, jax.Array]:
     record, (outputs, finals) = pullback.record, pullback.cotangent
 
     def run(parameters: tuple[jax.Array, jax.Array], tokens: tuple[jax.Array, jax.Array], state: State) -> object:
-        return scan(parameters, tokens, state, record, config)
+        return scan_tokens(parameters, tokens, state, record, config)
 
     _, pull = jax.vjp(run, (record.decay, record.bonus), (record.key, record.value), first_state(record))
     parameters, tokens, state = pull((outputs, (finals[:, 0], finals[:, 1], finals[:, 2])))

@@ -22,11 +22,11 @@ def forward(record: WKV, config: TokenLoop) -> tuple[tuple[jax.Array, jax.Array]
         backward pass scans the tokens again.
     """
     parameters = (record.decay, record.bonus)
-    output, state = scan(parameters, (record.key, record.value), first_state(record), record, config)
+    output, state = scan_tokens(parameters, (record.key, record.value), first_state(record), record, config)
     return (output, jnp.stack(state, axis=1)), ()
 
 
-def scan(
+def scan_tokens(
     parameters: tuple[jax.Array, jax.Array],
     tokens: tuple[jax.Array, jax.Array],
     state: State,

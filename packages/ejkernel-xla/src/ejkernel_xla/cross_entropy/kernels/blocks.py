@@ -102,7 +102,7 @@ def vocabulary_block(record: CrossEntropy, span: AxisSpan) -> VocabularyBlock:
     return VocabularyBlock(values, jnp.where(counted, smoothed_targets(record, targets), 0), span.new)
 
 
-def product(left: jax.Array, right: jax.Array, contract: Any, dtype: Any) -> jax.Array:
+def product(left: jax.Array, right: jax.Array, contracted_axes: Any, dtype: Any) -> jax.Array:
     """Returns a matrix product, accumulated in and returned as `dtype`; the factors have the same dtype."""
     precision = product_precision(left.dtype)
-    return lax.dot_general(left, right, (contract, ((), ())), precision, preferred_element_type=dtype)
+    return lax.dot_general(left, right, (contracted_axes, ((), ())), precision, preferred_element_type=dtype)

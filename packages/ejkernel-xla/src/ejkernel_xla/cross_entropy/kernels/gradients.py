@@ -41,13 +41,13 @@ class LogitGradientFactors(NamedTuple):
 
 
 def logit_gradient_factors(
-    record: CrossEntropy, lse: jax.Array, loss: jax.Array | float, lse_cotangent: jax.Array | float
+    record: CrossEntropy, lse: jax.Array, loss_cotangent: jax.Array | float, lse_cotangent: jax.Array | float
 ) -> LogitGradientFactors:
-    """Returns the factors of tokens whose losses have the cotangent `loss`, and whose log-sum-exps have
+    """Returns the factors of tokens whose losses have the cotangent `loss_cotangent`, and whose log-sum-exps have
     `lse_cotangent`.
     """
     dtype = accumulator(record)
-    weights = record.weights.astype(dtype) * loss
+    weights = record.weights.astype(dtype) * loss_cotangent
     mass = target_probability_sums(record)
     active = record.weights != 0
     softmax_factor = jnp.where(active, weights * (mass + 2 * record.z_loss * lse) + lse_cotangent, 0)
@@ -155,7 +155,7 @@ def add_block(sums: GradientSums, record: CrossEntropy, gradient: jax.Array, ent
     return sums
 
 
-def finished(sums: GradientSums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
+def finish_gradients(sums: GradientSums, record: CrossEntropy, factor: jax.Array) -> dict[str, jax.Array]:
     """Returns the gradients by field, in the fields' dtypes; sums over tokens are multiplied by a factor."""
     found = {"inputs": sums.inputs} if sums.inputs is not None else {}
     for name in ("lm_head", "lm_head_bias"):

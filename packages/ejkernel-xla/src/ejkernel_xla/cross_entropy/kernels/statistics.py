@@ -16,15 +16,15 @@ class TokenStatistics(NamedTuple):
         largest: The largest logit so far.
         entry: The first entry that has it.
         total: Sum of `exp(logit - largest)`.
-        expected: Sum of the targets times the logits.
-        mass: Sum of the targets.
+        target_logit_sum: Sum of the targets times the logits.
+        target_sum: Sum of the targets.
     """
 
     largest: jax.Array
     entry: jax.Array
     total: jax.Array
-    expected: jax.Array
-    mass: jax.Array
+    target_logit_sum: jax.Array
+    target_sum: jax.Array
 
     def lse(self) -> jax.Array:
         """Returns the log-sum-exp; -inf where all logits are."""
@@ -61,8 +61,9 @@ def add_block(statistics: TokenStatistics, block: VocabularyBlock, span: AxisSpa
         total=statistics.total * jnp.exp(statistics.largest - relative)
         + jnp.sum(jnp.exp(values - relative[:, None]), axis=1),
         # Where a target is 0, a logit of -inf counts nothing.
-        expected=statistics.expected + jnp.sum(jnp.where(block.targets != 0, block.targets * block.values, 0), axis=1),
-        mass=statistics.mass + jnp.sum(block.targets, axis=1),
+        target_logit_sum=statistics.target_logit_sum
+        + jnp.sum(jnp.where(block.targets != 0, block.targets * block.values, 0), axis=1),
+        target_sum=statistics.target_sum + jnp.sum(block.targets, axis=1),
     )
 
 
@@ -70,6 +71,6 @@ def losses(record: CrossEntropy, statistics: TokenStatistics) -> tuple[jax.Array
     """Returns the losses, the log-sum-exps, the largest logits and their entries, [t] each, of some tokens."""
     active, dtype = record.weights != 0, accumulator(record)
     lse = jnp.where(active, statistics.lse(), 0)
-    loss = lse * statistics.mass - statistics.expected + record.z_loss * lse**2
+    loss = lse * statistics.target_sum - statistics.target_logit_sum + record.z_loss * lse**2
     largest, entry = (jnp.where(active, x, 0).astype(dtype) for x in (statistics.largest, statistics.entry))
     return jnp.where(active, record.weights.astype(dtype) * loss, 0), lse, largest, entry

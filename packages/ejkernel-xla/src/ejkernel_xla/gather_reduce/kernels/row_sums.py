@@ -25,10 +25,10 @@ def rows_times_weights(rows: jax.Array, index: jax.Array, weights: jax.Array | N
     return gathered if weights is None else gathered * jnp.where(valid, weights.astype(dtype), 0)[:, None]
 
 
-def sum_of_terms(term: Callable[[Any], jax.Array], count: int, empty: jax.Array) -> jax.Array:
-    """Returns the sum of `count` terms in order; `empty` of none."""
+def sum_of_terms(term: Callable[[Any], jax.Array], count: int, value_without_terms: jax.Array) -> jax.Array:
+    """Returns the sum of `count` terms in order; `value_without_terms` of none."""
     if not count:
-        return empty
+        return value_without_terms
     if count > MAX_UNROLLED_TERMS:
         return lax.fori_loop(1, count, lambda n, acc: acc + term(n), term(jnp.int32(0)))
     total = term(0)

@@ -21,11 +21,12 @@ class RunningTopK(NamedTuple):
     """The selected keys of some queries.
 
     Attributes:
-        in_order: [t, K], scores as integers in the order of numbers; the least integer where there is no key.
+        ordered_integer_scores: [t, K], scores as integers in the order of numbers; the least integer where there is no
+            key.
         indices: [t, K] int32.
     """
 
-    in_order: jax.Array
+    ordered_integer_scores: jax.Array
     indices: jax.Array
 
 
@@ -48,13 +49,13 @@ def merge(state: RunningTopK, scores: jax.Array, selectable: jax.Array, start: j
     in_order = order_preserving_integers(scores)
     in_order = jnp.where(selectable, in_order, jnp.iinfo(in_order.dtype).min)
     index = start + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    largest, at = lax.top_k(jnp.concatenate([state.in_order, in_order], axis=1), state.indices.shape[1])
+    largest, at = lax.top_k(jnp.concatenate([state.ordered_integer_scores, in_order], axis=1), state.indices.shape[1])
     indices = jnp.take_along_axis(jnp.concatenate([state.indices, index], axis=1), at, axis=1)
     return RunningTopK(largest, indices)
 
 
 def selection(state: RunningTopK, dtype: Any) -> TopKeyIndicesAndScores:
     """Returns indices, -1 where there is no key, and scores, -inf there."""
-    selected = state.in_order > jnp.iinfo(state.in_order.dtype).min
-    scores = jnp.where(selected, floats_from_ordered_integers(state.in_order, dtype), -jnp.inf)
+    selected = state.ordered_integer_scores > jnp.iinfo(state.ordered_integer_scores.dtype).min
+    scores = jnp.where(selected, floats_from_ordered_integers(state.ordered_integer_scores, dtype), -jnp.inf)
     return jnp.where(selected, state.indices, -1), scores

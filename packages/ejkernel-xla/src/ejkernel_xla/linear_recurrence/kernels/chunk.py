@@ -32,7 +32,13 @@ from ejkernel_xla.linear_recurrence.kernels.decay_weights import (
 )
 from ejkernel_xla.linear_recurrence.kernels.gates import KeyGates, key_gates
 from ejkernel_xla.linear_recurrence.kernels.low_rank import low_rank_reads
-from ejkernel_xla.linear_recurrence.kernels.products import decay_columns, dot_products, expand, multiply, scale_vectors
+from ejkernel_xla.linear_recurrence.kernels.products import (
+    decay_columns,
+    dot_products,
+    multiply,
+    repeat_along_first_axis,
+    scale_vectors,
+)
 from ejkernel_xla.linear_recurrence.kernels.ut_solve import ut_solve
 
 
@@ -74,7 +80,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
     if low_rank is not None:
         after = after + keys.update(*low_rank, precision)
     if write.shape[-2] == 1:  # one token reads what it has just written, as the formula says
-        output = scale * multiply(expand(chunk.query, count), after, precision)
+        output = scale * multiply(repeat_along_first_axis(chunk.query, count), after, precision)
     else:
         output = _read_of_tokens(state, chunk, write, keys, precision)
         if low_rank is not None:
@@ -82,7 +88,7 @@ def advance(state: jax.Array, chunk: ChunkTokens, scale: float, precision: Any) 
             output = output + multiply(keys.pair_products(chunk.query, vectors, count, precision), values, precision)
         output = scale * output
     if chunk.skip is not None:
-        output = output + scale_vectors(expand(chunk.value, count), chunk.skip)
+        output = output + scale_vectors(repeat_along_first_axis(chunk.value, count), chunk.skip)
     return output, after
 
 
@@ -130,7 +136,7 @@ def _state_after(state: jax.Array, chunk: ChunkTokens, write: jax.Array, keys: K
 def _compute_writes(state: jax.Array, chunk: ChunkTokens, keys: KeyGates, precision: Any) -> jax.Array:
     """Returns what every token writes, [n, C, V]."""
     count = state.shape[0]
-    value = expand(chunk.value, count)
+    value = repeat_along_first_axis(chunk.value, count)
     if chunk.beta is None:
         return value if chunk.dt is None else scale_vectors(value, chunk.dt)
     # The state before the chunk answers first; what tokens of the chunk write to each other is the triangular system.
@@ -149,7 +155,7 @@ def _value_levels(chunk: ChunkTokens) -> list[DecaySpans] | None:
 def _intra_chunk_read(chunk: ChunkTokens, write: jax.Array, values: list[DecaySpans], precision: Any) -> jax.Array:
     """Returns what the tokens of a chunk read from each other with gates of the values' channels, [n, C, V]."""
     count = write.shape[0]
-    query, key = expand(chunk.query, count), expand(chunk.key, count)
+    query, key = repeat_along_first_axis(chunk.query, count), repeat_along_first_axis(chunk.key, count)
     squares = off_diagonal_squares(query, key, None if chunk.decay is None else decay_spans(chunk.decay), precision)
     return apply_triangle(dot_products(query, key), squares, write, values, precision)
 

@@ -51,7 +51,7 @@ class Chunking:
         count: How many there are; traced for packed sequences.
         bounds: int32 [N + 1] cumulative lengths of packed sequences; None without packing.
         last: int32 [N] chunks up to and with each sequence, none of those of one token; None without packing.
-        roles: Real and restarting tokens, bool [B, T]; None without segments.
+        real_and_start_tokens: Real and restarting tokens, bool [B, T]; None without segments.
     """
 
     length: int
@@ -60,7 +60,7 @@ class Chunking:
     count: Any
     bounds: jax.Array | None
     last: jax.Array | None
-    roles: tuple[jax.Array, jax.Array] | None
+    real_and_start_tokens: tuple[jax.Array, jax.Array] | None
 
     def chunk_at(self, step: Any) -> ChunkSlice:
         """Returns the chunk at a step."""
@@ -76,7 +76,7 @@ class Chunking:
     @property
     def has_no_masked_token(self) -> bool:
         """Returns whether no token of any chunk is masked."""
-        return self.bounds is None and self.roles is None and self.tokens % self.length == 0
+        return self.bounds is None and self.real_and_start_tokens is None and self.tokens % self.length == 0
 
 
 def make_chunking(record: LinearRecurrence, length: int) -> Chunking:
@@ -113,7 +113,7 @@ def add_chunk_slice(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
     return add(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
 
-def replace(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
+def replace_chunk_slice(x: jax.Array, part: jax.Array, at: ChunkSlice) -> jax.Array:
     """Returns x with a part where `cut` took it, for chunks that share no token."""
     return put(x, (0, at.start, *(0,) * (x.ndim - 2)), part.astype(x.dtype))
 
@@ -124,7 +124,9 @@ def valid_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array | None:
         return None
     token = at.start + jnp.arange(chunking.length, dtype=jnp.int32)
     part = ((token >= at.first) & (token < at.end))[None]
-    return part if chunking.roles is None else part & cut(chunking.roles[0], chunking, at)
+    return (
+        part if chunking.real_and_start_tokens is None else part & cut(chunking.real_and_start_tokens[0], chunking, at)
+    )
 
 
 def chunk_from_slices(

@@ -100,10 +100,10 @@ def lower_triangular_matrix(diagonal: jax.Array, squares: list[jax.Array]) -> ja
     return blocks[..., 0, :, :]
 
 
-def _join_triangles(first: jax.Array, corner: jax.Array, second: jax.Array) -> jax.Array:
+def _join_triangles(first_triangle: jax.Array, corner: jax.Array, second_triangle: jax.Array) -> jax.Array:
     """Returns [[first, 0], [corner, second]], each [..., n, n]."""
-    upper = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
-    return jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    upper = jnp.concatenate([first_triangle, jnp.zeros_like(corner)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, second_triangle], axis=-1)], axis=-2)
 
 
 def apply_triangle(

@@ -20,11 +20,11 @@ from ejkernel_xla.linear_recurrence.kernels.decay_weights import (
 from ejkernel_xla.linear_recurrence.kernels.products import (
     decay_rows,
     dot_products,
-    expand,
     multiply,
     multiply_columns,
     multiply_rows,
     multiply_shared_columns,
+    repeat_along_first_axis,
     row_products_of_matrix,
     scale_vectors,
     weigh_products,
@@ -36,11 +36,11 @@ class HeadGates:
     """One gate a head and token.
 
     Attributes:
-        between: [n, C, C] weights of the gates after token j up to and with token i; 0 for j > i.
+        pair_decay: [n, C, C] weights of the gates after token j up to and with token i; 0 for j > i.
         decay_since_start: [n, C] weights of the gates up to and with each token.
     """
 
-    between: jax.Array
+    pair_decay: jax.Array
     decay_since_start: jax.Array
 
     @classmethod
@@ -50,11 +50,13 @@ class HeadGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk, decayed up to each token: [n, C, V]."""
-        return scale_vectors(multiply(expand(left, state.shape[0]), state, precision), self.decay_since_start)
+        return scale_vectors(
+            multiply(repeat_along_first_axis(left, state.shape[0]), state, precision), self.decay_since_start
+        )
 
     def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed: <left_i, w_ij right_j> for j <= i, else 0: [n, C, C]."""
-        return weigh_products(_shared_products(left, right, precision), self.between)
+        return weigh_products(_shared_products(left, right, precision), self.pair_decay)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk."""
@@ -63,7 +65,7 @@ class HeadGates:
     def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns what the chunk adds to the states."""
         # On values, so that heads that share keys stay one product (`multiply_shared_columns`).
-        return multiply_shared_columns(key, scale_vectors(write, self.between[..., -1, :]), precision)
+        return multiply_shared_columns(key, scale_vectors(write, self.pair_decay[..., -1, :]), precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +80,12 @@ class ChannelGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk; see `HeadGates`."""
-        left = expand(left, state.shape[0])
+        left = repeat_along_first_axis(left, state.shape[0])
         return multiply(left * self.levels[-1].decay_since_start[..., 0, :, :], state, precision)
 
     def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
-        left, right = expand(left, count), expand(right, count)
+        left, right = repeat_along_first_axis(left, count), repeat_along_first_axis(right, count)
         return lower_triangular_matrix(
             dot_products(left, right), off_diagonal_squares(left, right, self.levels, precision)
         )
@@ -94,7 +96,7 @@ class ChannelGates:
 
     def update(self, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns what the chunk adds to the states; see `HeadGates`."""
-        key = expand(key, write.shape[0]) * self.levels[-1].decay_until_end[..., 0, :, :]
+        key = repeat_along_first_axis(key, write.shape[0]) * self.levels[-1].decay_until_end[..., 0, :, :]
         return multiply_columns(key, write, precision)
 
 
@@ -104,11 +106,11 @@ class NoGates:
 
     def read(self, left: jax.Array, state: jax.Array, precision: Any) -> jax.Array:
         """Returns what tokens read of the states before the chunk; see `HeadGates`."""
-        return multiply(expand(left, state.shape[0]), state, precision)
+        return multiply(repeat_along_first_axis(left, state.shape[0]), state, precision)
 
     def pair_products(self, left: jax.Array, right: jax.Array, count: int, precision: Any) -> jax.Array:
         """Returns products of all pairs of tokens, decayed and masked; see `HeadGates`."""
-        return expand(jnp.tril(_shared_products(left, right, precision)), count)
+        return repeat_along_first_axis(jnp.tril(_shared_products(left, right, precision)), count)
 
     def add(self, state: jax.Array, key: jax.Array, write: jax.Array, precision: Any) -> jax.Array:
         """Returns the states after the chunk; see `HeadGates`."""
@@ -134,7 +136,7 @@ def _shared_products(left: jax.Array, right: jax.Array, precision: Any) -> jax.A
     count = max(left.shape[0], right.shape[0])
     if left is right:
         return row_products_of_matrix(left, precision)
-    return multiply_rows(expand(left, count), expand(right, count), precision)
+    return multiply_rows(repeat_along_first_axis(left, count), repeat_along_first_axis(right, count), precision)
 
 
 @jax.custom_vjp

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Pair = tuple[jax.Array, jax.Array]
+ArrayPair = tuple[jax.Array, jax.Array]
 
 
-def with_gradients(constant: int) -> Callable[[Callable[..., jax.Array]], jax.custom_vjp[jax.Array]]:
+def with_gradients(static_argument_index: int) -> Callable[[Callable[..., jax.Array]], jax.custom_vjp[jax.Array]]:
     """Returns `jax.custom_vjp` of a function whose argument at that index is not an array."""
-    return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(constant,))
+    return functools.partial(cast(Any, jax.custom_vjp), nondiff_argnums=(static_argument_index,))
 
 
 def exact_einsum(subscripts: str, *arrays: jax.Array) -> jax.Array:
@@ -57,17 +57,17 @@ def _save_operands(call: Any) -> Any:
     return lambda left, right, precision: (call(left, right, precision), (left, right))
 
 
-def _multiply_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+def _multiply_gradients(precision: Any, saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     left, right = saved
     return multiply_rows(cotangent, right, precision), multiply_columns(left, cotangent, precision)
 
 
-def _rows_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+def _rows_gradients(precision: Any, saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     left, right = saved
     return multiply(cotangent, right, precision), multiply_columns(cotangent, left, precision)
 
 
-def _columns_gradients(precision: Any, saved: Pair, cotangent: jax.Array) -> Pair:
+def _columns_gradients(precision: Any, saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     left, right = saved
     return multiply_rows(right, cotangent, precision), multiply(left, cotangent, precision)
 
@@ -79,7 +79,9 @@ multiply_columns.defvjp(_save_operands(multiply_columns), _columns_gradients)
 
 def multiply_shared_columns(left: jax.Array, right: jax.Array, precision: Any) -> jax.Array:
     """Returns `multiply_columns` of [m, a, b] and [n, a, d]: [n, b, d]. n / m neighbours share their left matrix."""
-    return from_side_by_side(multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0])
+    return split_side_by_side_matrices(
+        multiply_columns(left, side_by_side(right, left.shape[0]), precision), right.shape[0]
+    )
 
 
 def side_by_side(x: jax.Array, count: int) -> jax.Array:
@@ -89,7 +91,7 @@ def side_by_side(x: jax.Array, count: int) -> jax.Array:
     return jnp.swapaxes(x.reshape(count, -1, *x.shape[1:]), 1, 2).reshape(count, x.shape[1], -1)
 
 
-def from_side_by_side(x: jax.Array, count: int) -> jax.Array:
+def split_side_by_side_matrices(x: jax.Array, count: int) -> jax.Array:
     """Undoes `side_by_side`: [m, a, count / m * d] as [count, a, d]."""
     if x.shape[0] == count:
         return x
@@ -116,12 +118,12 @@ def scale_vectors(x: jax.Array, weights: jax.Array) -> jax.Array:
     return x * weights[..., None]
 
 
-def _weigh_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _scale_vectors_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     x, weights = saved
     return cotangent * weights[..., None], dot_products(cotangent, x)
 
 
-scale_vectors.defvjp(lambda x, weights: (scale_vectors(x, weights), (x, weights)), _weigh_gradients)
+scale_vectors.defvjp(lambda x, weights: (scale_vectors(x, weights), (x, weights)), _scale_vectors_gradients)
 
 
 @jax.custom_vjp
@@ -130,7 +132,7 @@ def weigh_products(products: jax.Array, weights: jax.Array) -> jax.Array:
     return _repeat(products, weights.shape[0]) * weights
 
 
-def _masked_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _weigh_products_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     products, weights = saved
     weight_gradients = cotangent * _repeat(products, cotangent.shape[0])
     if products.shape == weights.shape:
@@ -140,7 +142,7 @@ def _masked_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
 
 
 weigh_products.defvjp(
-    lambda products, weights: (weigh_products(products, weights), (products, weights)), _masked_gradients
+    lambda products, weights: (weigh_products(products, weights), (products, weights)), _weigh_products_gradients
 )
 
 
@@ -150,7 +152,7 @@ def decay_rows(state: jax.Array, weights: jax.Array) -> jax.Array:
     return state * weights[..., :, None]
 
 
-def _decay_rows_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _decay_rows_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     state, weights = saved
     one = weights.shape[-1] == 1
     weight_gradients = (
@@ -168,7 +170,7 @@ def decay_columns(state: jax.Array, weights: jax.Array) -> jax.Array:
     return state * weights[..., None, :]
 
 
-def _decay_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
+def _decay_columns_gradients(saved: ArrayPair, cotangent: jax.Array) -> ArrayPair:
     state, weights = saved
     return cotangent * weights[..., None, :], exact_einsum("nkv,nkv->nv", cotangent, state)
 
@@ -176,7 +178,7 @@ def _decay_columns_gradients(saved: Pair, cotangent: jax.Array) -> Pair:
 decay_columns.defvjp(lambda state, weights: (decay_columns(state, weights), (state, weights)), _decay_columns_gradients)
 
 
-def expand(x: jax.Array, count: int) -> jax.Array:
+def repeat_along_first_axis(x: jax.Array, count: int) -> jax.Array:
     """Returns [m, ...] as [count, ...]: each of the m is repeated `count / m` times."""
     return x if x.shape[0] == count else _repeat_with_gradient(x, count)
 

@@ -31,12 +31,12 @@ from ejkernel_xla.linear_recurrence.kernels.chunking import (
 SliceArrays = dict[str, jax.Array]
 
 
-def runs_of(chunking: Chunking, at: ChunkSlice) -> jax.Array:
+def segment_run_of_tokens(chunking: Chunking, at: ChunkSlice) -> jax.Array:
     """Returns the run of every token of a chunk, int32 [B, C]; -1 for masked tokens."""
-    assert chunking.roles is not None  # the callers looked
+    assert chunking.real_and_start_tokens is not None  # the callers looked
     valid = valid_tokens(chunking, at)
     assert valid is not None
-    starts = cut(chunking.roles[1], chunking, at) & valid
+    starts = cut(chunking.real_and_start_tokens[1], chunking, at) & valid
     return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
 
 
@@ -44,7 +44,7 @@ def next_state_of_segments(
     record: LinearRecurrence, chunking: Chunking, at: ChunkSlice, state: jax.Array, parts: SliceArrays
 ) -> jax.Array:
     """Returns the states after a chunk alone: those of each row's last run."""
-    runs = runs_of(chunking, at)
+    runs = segment_run_of_tokens(chunking, at)
     last = _last_run(runs)
     chunk = chunk_from_slices(record, chunking, at, parts, runs == last[:, None])
     return next_state(_state_before_run(record, state, last == 0), chunk, precision(record))
@@ -64,11 +64,11 @@ def segment_step(
         output, after = advance(before, chunk, record.softmax_scale, precision(record))
         output = split_heads(output, num_state_heads(record))
         return (
-            jnp.where(_by_state(record, _last_run(runs) == n), after, 0),
+            jnp.where(_broadcast_rows_to_states(record, _last_run(runs) == n), after, 0),
             jnp.where((runs == n)[:, :, None, None], output, 0),
         )
 
-    return _sum_of_passes(run, runs_of(chunking, at), state, parts)
+    return _sum_of_passes(run, segment_run_of_tokens(chunking, at), state, parts)
 
 
 def _last_run(runs: jax.Array) -> jax.Array:
@@ -76,14 +76,14 @@ def _last_run(runs: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.max(runs, axis=1), 0)
 
 
-def _by_state(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
+def _broadcast_rows_to_states(record: LinearRecurrence, rows: jax.Array) -> jax.Array:
     """Returns an array of rows [B] repeated for every head, so that it broadcasts to states [B * H, K, V]."""
     return jnp.repeat(rows, num_state_heads(record))[:, None, None]
 
 
 def _state_before_run(record: LinearRecurrence, state: jax.Array, continues: jax.Array) -> jax.Array:
     """Returns the states before a run: those before the chunk in rows [B] whose run continues, else zeros."""
-    return jnp.where(_by_state(record, continues), state, 0)
+    return jnp.where(_broadcast_rows_to_states(record, continues), state, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,11 +102,11 @@ def _sum_over_runs(run_function: Any, runs: jax.Array) -> Any:
     return lax.fori_loop(jnp.int32(0), count, lambda n, total: jax.tree.map(jnp.add, total, run_function(n)), zeros)
 
 
-def _passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[Any, Any]:
+def _sum_of_passes_forward(run: Any, runs: jax.Array, state: jax.Array, parts: SliceArrays) -> tuple[Any, Any]:
     return _sum_of_passes(run, runs, state, parts), (runs, state, parts)
 
 
-def _passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
+def _sum_of_passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
     runs, state, parts = saved
 
     def pull(n: jax.Array) -> Any:
@@ -115,4 +115,4 @@ def _passes_backward(run: Any, saved: Any, cotangent: Any) -> tuple[Any, ...]:
     return (None, *_sum_over_runs(pull, runs))
 
 
-_sum_of_passes.defvjp(_passes_forward, _passes_backward)
+_sum_of_passes.defvjp(_sum_of_passes_forward, _sum_of_passes_backward)

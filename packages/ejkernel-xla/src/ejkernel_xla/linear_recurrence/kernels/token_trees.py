@@ -28,13 +28,13 @@ class TreeStep(NamedTuple):
         token: [N] its index among the tokens of all rows; 0 where the request has fewer tokens.
         valid: [N] bool, whether the request has the token.
         parent: [N] the index of its parent, 0 where that is the request's state.
-        root: [N] bool, whether its parent is the request's state.
+        is_root: [N] bool, whether its parent is the request's state.
     """
 
     token: jax.Array
     valid: jax.Array
     parent: jax.Array
-    root: jax.Array
+    is_root: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def tree_backward(pullback: Pullback) -> TokenFields:
         )
         dbefore, dfields = pull((devery[at.token], doutput[at.token]))
         grads = {name: _add_gradient(grads[name], dfields[name], at, tokens) for name in names}
-        dfirst = dfirst + _zero_unless(at.valid & at.root, dbefore)
-        return grads, devery.at[at.parent].add(_zero_unless(at.valid & ~at.root, dbefore)), dfirst
+        dfirst = dfirst + _zero_unless(at.valid & at.is_root, dbefore)
+        return grads, devery.at[at.parent].add(_zero_unless(at.valid & ~at.is_root, dbefore)), dfirst
 
     grads, _, dfirst = lax.fori_loop(0, trees.steps, step, (grads, devery, jnp.zeros_like(first)))
     return {**grads, "initial_state": dfirst, "sequence_state": dfirst}
@@ -119,9 +119,9 @@ def _make_trees(record: LinearRecurrence) -> RecordTrees:
     )
 
 
-def _states_before(every: jax.Array, first: jax.Array, at: TreeStep) -> jax.Array:
+def _states_before(all_states: jax.Array, first: jax.Array, at: TreeStep) -> jax.Array:
     """Returns the states that the tokens of a step continue, [N, H, K, V]."""
-    return jnp.where(at.root[:, None, None, None], first, every[at.parent])
+    return jnp.where(at.is_root[:, None, None, None], first, all_states[at.parent])
 
 
 def _run_tokens(record: LinearRecurrence, before: jax.Array, fields: TokenFields) -> tuple[jax.Array, jax.Array]:

@@ -120,8 +120,8 @@ def fill(x: jax.Array, axis: int, length: int, value: Any) -> jax.Array:
     return jnp.pad(x, padding, constant_values=value) if missing else x
 
 
-def _heads_first_padded(x: jax.Array, room: int) -> jax.Array:
-    return fill(x.transpose(0, 2, 1, 3), 2, x.shape[1] + room, 0)
+def _heads_first_padded(x: jax.Array, num_padding_rows: int) -> jax.Array:
+    return fill(x.transpose(0, 2, 1, 3), 2, x.shape[1] + num_padding_rows, 0)
 
 
 class BlockReaders(NamedTuple):

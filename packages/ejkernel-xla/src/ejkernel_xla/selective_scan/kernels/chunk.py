@@ -12,7 +12,7 @@ from jax import lax
 from ejkernel.planning.precision import product_precision
 
 
-class Tokens(NamedTuple):
+class ChunkTokens(NamedTuple):
     """Inputs of the tokens of a chunk, in the accumulator's dtype.
 
     Attributes:
@@ -32,21 +32,21 @@ StatesAndReads = tuple[jax.Array, jax.Array]
 """States after a chunk [r, E, I] and what its tokens read [L, r, I]; or the cotangents of both."""
 
 
-def advance(associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
+def advance(associative: bool, state: jax.Array, tokens: ChunkTokens, decay: jax.Array) -> StatesAndReads:
     """Returns the states after a chunk and what its tokens read, from the states before it and A as [E, I]."""
     return (_associative_scan if associative else _sequential_scan)(state, tokens, decay)
 
 
 def chunk_cotangents(
-    associative: bool, state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
-) -> tuple[jax.Array, Tokens, jax.Array]:
+    associative: bool, state: jax.Array, tokens: ChunkTokens, decay: jax.Array, cotangents: StatesAndReads
+) -> tuple[jax.Array, ChunkTokens, jax.Array]:
     """Returns the cotangents of the states before a chunk, of its tokens, and of A as [E, I]."""
     if associative:
         return jax.vjp(_associative_scan, state, tokens, decay)[1](cotangents)
     return _pull_sequential_scan(state, tokens, decay, cotangents)
 
 
-def _associative_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
+def _associative_scan(state: jax.Array, tokens: ChunkTokens, decay: jax.Array) -> StatesAndReads:
     decays = jnp.exp(tokens.step[:, :, None] * decay)
     written = tokens.write[..., None] * (tokens.step * tokens.x)[:, :, None]
     # log2(L) levels of whole-chunk arrays [L, r, E, I], so a chunk and not the sequence bounds the memory. Decays are
@@ -61,8 +61,8 @@ def _combine_token_runs(one: StatesAndReads, other: StatesAndReads) -> StatesAnd
     return one[0] * other[0], other[0] * one[1] + other[1]
 
 
-def _sequential_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> StatesAndReads:
-    def token(state: jax.Array, token: Tokens) -> StatesAndReads:
+def _sequential_scan(state: jax.Array, tokens: ChunkTokens, decay: jax.Array) -> StatesAndReads:
+    def token(state: jax.Array, token: ChunkTokens) -> StatesAndReads:
         state = _state_after_token(state, token, decay)
         # A matrix product instead of a sum: XLA would fuse the sum with the state and compute the state twice.
         return state, _dot("rei,re->ri", state, token.read)
@@ -70,20 +70,20 @@ def _sequential_scan(state: jax.Array, tokens: Tokens, decay: jax.Array) -> Stat
     return lax.scan(token, state, tokens)
 
 
-def _state_after_token(state: jax.Array, token: Tokens, decay: jax.Array) -> jax.Array:
+def _state_after_token(state: jax.Array, token: ChunkTokens, decay: jax.Array) -> jax.Array:
     return jnp.exp(token.step[:, None] * decay) * state + token.write[..., None] * (token.step * token.x)[:, None]
 
 
 def _pull_sequential_scan(
-    state: jax.Array, tokens: Tokens, decay: jax.Array, cotangents: StatesAndReads
-) -> tuple[jax.Array, Tokens, jax.Array]:
+    state: jax.Array, tokens: ChunkTokens, decay: jax.Array, cotangents: StatesAndReads
+) -> tuple[jax.Array, ChunkTokens, jax.Array]:
     """Recomputes the states of the chunk forwards, then passes their cotangents backwards."""
     # The chunk's states again, [L, r, E, I], from its first token on: dividing a state by its decay to go back would
     # lose all digits where the decay is small.
     last, states = lax.scan(lambda state, token: (_state_after_token(state, token, decay), state), state, tokens)
     ones = jnp.ones(state.shape[:2], state.dtype)
 
-    def token(carry: tuple[jax.Array, ...], parts: tuple[Tokens, jax.Array, jax.Array]) -> tuple[Any, Tokens]:
+    def token(carry: tuple[jax.Array, ...], parts: tuple[ChunkTokens, jax.Array, jax.Array]) -> tuple[Any, ChunkTokens]:
         gradient, ddecay_acc, after = carry
         token, cotangent, before = parts
         gradient = gradient + token.read[..., None] * cotangent[:, None]
@@ -91,7 +91,7 @@ def _pull_sequential_scan(
         decayed_gradient = gradient * jnp.exp(token.step[:, None] * decay)
         exponent = decayed_gradient * before  # cotangent of step * decay
         dproduct = _dot("rei,re->ri", gradient, token.write)  # of step * x
-        pulled = Tokens(
+        pulled = ChunkTokens(
             x=dproduct * token.step,
             # Sums are matrix products with ones: XLA would fuse a sum with its operand, and compute the operand twice.
             step=dproduct * token.x + _dot("rei,re->ri", exponent * decay, ones),

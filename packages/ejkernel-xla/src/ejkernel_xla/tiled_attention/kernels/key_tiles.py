@@ -44,7 +44,7 @@ class KeyTileRuns:
     any_full: bool
     any_partial: bool
 
-    def fold(self, at: OuterStep, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+    def fold_key_tiles(self, at: OuterStep, full_step: Step[Carry], partial_step: Step[Carry], carry: Carry) -> Carry:
         """Applies `full(tile, carry)` to the full key tiles of a query tile, and `partial(tile, carry)` to the partial
         ones.
         """
@@ -55,14 +55,14 @@ class KeyTileRuns:
         # Full tiles first: the online softmax does not depend on the order, and two loops compile two bodies instead of
         # three.
         if self.any_full:
-            carry = lax.fori_loop(full_start, full_end, full, carry)
+            carry = lax.fori_loop(full_start, full_end, full_step, carry)
         if not self.any_partial:
             return carry
         before = full_start - first  # partial tiles lie on both sides of the full ones; one loop has them all
         count = before + last - full_end
 
         def step(n: jax.Array, carry: Carry) -> Carry:
-            return partial(jnp.where(n < before, first + n, full_end + n - before), carry)
+            return partial_step(jnp.where(n < before, first + n, full_end + n - before), carry)
 
         return lax.fori_loop(jnp.zeros_like(count), count, step, carry)
 

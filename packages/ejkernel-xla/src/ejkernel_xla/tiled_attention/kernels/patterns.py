@@ -42,22 +42,22 @@ class KeyTileLists:
     count: Any
     heads: int
 
-    def fold(self, at: OuterStep, full: Step[Carry], partial: Step[Carry], carry: Carry) -> Carry:
+    def fold_key_tiles(self, at: OuterStep, full_step: Step[Carry], partial_step: Step[Carry], carry: Carry) -> Carry:
         """Applies `full(tile, carry)` or `partial(tile, carry)` to the full and partial key tiles of a query tile."""
         indices = zip(self.full.shape, (at.chunk, at.head // self.heads), strict=False)
         index = (*(0 if size == 1 else index for size, index in indices), at.tile)
         listed, full_count, count = (jnp.asarray(table)[index] for table in (self.listed, self.full, self.count))
         # Counts are values, not shapes: a loop ends where its list does, and filling up a list costs no step.
-        if _may_have_any(self.full):
+        if _may_have_tiles(self.full):
             carry = lax.fori_loop(
-                jnp.zeros_like(full_count), full_count, lambda n, carry: full(listed[n], carry), carry
+                jnp.zeros_like(full_count), full_count, lambda n, carry: full_step(listed[n], carry), carry
             )
-        if not _may_have_any(self.count - self.full):
+        if not _may_have_tiles(self.count - self.full):
             return carry
-        return lax.fori_loop(full_count, count, lambda n, carry: partial(listed[n], carry), carry)
+        return lax.fori_loop(full_count, count, lambda n, carry: partial_step(listed[n], carry), carry)
 
 
-def _may_have_any(table: Any) -> bool:
+def _may_have_tiles(table: Any) -> bool:
     """Returns False if it is known at trace time that there is none, so that no loop is compiled for it."""
     return not isinstance(table, np.ndarray) or bool(table.any())
 

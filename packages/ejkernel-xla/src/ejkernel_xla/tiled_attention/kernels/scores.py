@@ -22,13 +22,13 @@ class Scores(NamedTuple):
 
     Attributes:
         value: What the softmax sees; -inf where not allowed.
-        slope: Derivative of the soft cap, None without it.
-        allowed: bool, broadcastable to the scores; None when all are.
+        soft_cap_derivative: Derivative of the soft cap, None without it.
+        allowed_mask: bool, broadcastable to the scores; None when all are.
     """
 
     value: jax.Array
-    slope: jax.Array | None
-    allowed: jax.Array | None
+    soft_cap_derivative: jax.Array | None
+    allowed_mask: jax.Array | None
 
 
 def accumulator(record: TiledAttention) -> Any:
@@ -108,7 +108,7 @@ def dot(spec: str, a: jax.Array, b: jax.Array, record: TiledAttention) -> jax.Ar
     return jnp.einsum(spec, a, b, precision=exact, preferred_element_type=accumulator(record))
 
 
-def score(
+def compute_scores(
     record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array, query: jax.Array, key: jax.Array
 ) -> Scores:
     """Returns scores of a query tile [b, h, g, t, d] and a key tile [b, h, s, d] before masking."""
@@ -173,7 +173,7 @@ def mask(scores: Scores, allowed: jax.Array | None) -> Scores:
     """Returns scores with -inf where not allowed."""
     if allowed is None:
         return scores
-    return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.slope, allowed)
+    return Scores(jnp.where(allowed, scores.value, -jnp.inf), scores.soft_cap_derivative, allowed)
 
 
 def allowed_pairs(record: TiledAttention, plan: TilePlan, at: OuterStep, tile: jax.Array) -> jax.Array | None:
