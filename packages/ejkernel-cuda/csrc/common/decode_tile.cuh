@@ -7,12 +7,11 @@
 #include <cstddef>
 
 #include "common/cache_types.cuh"
+#include "common/logarithms.cuh"
 
 namespace ejkernel {
 
 constexpr int kHeadsPerBlock = 16;  // query heads per block
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 constexpr uint32_t kInvalidOffset = ~0u;  // stands for the offset of a key that no page holds
 
 // Strides between pages, slots and KV heads, in chunks of 16 bytes.

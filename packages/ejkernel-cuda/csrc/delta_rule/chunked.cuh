@@ -10,6 +10,7 @@
 //            the next product, so nothing of this chain passes through shared memory.
 #pragma once
 
+#include "common/logarithms.cuh"
 #include "delta_rule/ptx.cuh"
 
 namespace ejkernel::delta_rule {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void load_tiles(const Block& block, const DeltaCall& 
 
 // A log gate in powers of two, so that sums are finite. NaN stays NaN.
 __device__ __forceinline__ float clamped_log2_gate(float gate) {
-  const float log2 = gate * 1.4426950408889634f;
+  const float log2 = gate * kLog2e;
   return log2 < kMinLog2Gate ? kMinLog2Gate : log2;
 }
 

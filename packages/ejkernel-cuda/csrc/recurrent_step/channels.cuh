@@ -5,6 +5,7 @@
 // cancel.
 #pragma once
 
+#include "common/logarithms.cuh"
 #include "recurrent_step/state.cuh"
 
 namespace ejkernel::recurrent_step {
@@ -19,7 +20,7 @@ struct KeyDecay {
 
 __device__ __forceinline__ KeyDecay key_decay(float gate, int r) {
   KeyDecay decay;
-  decay.from_start = decay.all = gate * 1.4426950408889634f;  // to base 2
+  decay.from_start = decay.all = gate * kLog2e;  // to base 2
   decay.to_end = 0.f;
 #pragma unroll
   for (int level = 0; level < 3; ++level) {

@@ -9,6 +9,7 @@
 // interactions between tokens are 8 x 8 matrices.
 #pragma once
 
+#include "common/logarithms.cuh"
 #include "recurrent_step/channels.cuh"
 
 namespace ejkernel::recurrent_step {
@@ -185,7 +186,7 @@ __device__ __forceinline__ void step_chunk(
   } else {
     const long long gate = row * call.decay.row + (token + lane % 8) * call.decay.token + head;
     const bool there = call.decay.data != nullptr && lane % 8 < here;
-    const float log = number_of<T>(scalars.gate, call.decay, gate) * 1.4426950408889634f;
+    const float log = number_of<T>(scalars.gate, call.decay, gate) * kLog2e;
     decay = chunk_decay(there ? exp2_fast(log) : 1.f, r, c);
     // Rows of the left operand are queries, then keys: one instruction multiplies both with the keys.
 #pragma unroll
