@@ -228,16 +228,16 @@ def forward_spec(record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     )
 
 
-def gated_spec(record: GatedGroupedMatmul, product: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
+def gated_spec(record: GatedGroupedMatmul, product_record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
     """Returns the constants of the gated output's kernel.
 
     Args:
         record: The record.
-        product: The record of its products.
+        product_record: The record of its products.
         blocks: Tiles; columns are those of the output.
     """
-    width = columns(product) // (2 if record.gated else 1)
-    plain_spec = forward_spec(product, blocks._replace(columns=LANES))
+    width = columns(product_record) // (2 if record.gated else 1)
+    plain_spec = forward_spec(product_record, blocks._replace(columns=LANES))
     layout = gate_layout(record)
     return dataclasses.replace(
         plain_spec,
@@ -257,11 +257,11 @@ def gate_layout(record: GatedGroupedMatmul) -> GateLayout:
     return GateLayout.ALL_COLUMNS_BLOCK if width % LANES else GateLayout.TWO_HALF_BLOCKS
 
 
-def gated_block_columns(layout: GateLayout, width: int, block: int) -> int:
+def gated_block_columns(layout: GateLayout, output_columns: int, block: int) -> int:
     """Returns columns of the output per tile: two blocks of a matrix must begin where its halves do."""
-    if layout is GateLayout.ALL_COLUMNS_BLOCK or block >= width:
-        return width
-    return math.gcd(width, block) if layout is GateLayout.TWO_HALF_BLOCKS and width % block else block
+    if layout is GateLayout.ALL_COLUMNS_BLOCK or block >= output_columns:
+        return output_columns
+    return math.gcd(output_columns, block) if layout is GateLayout.TWO_HALF_BLOCKS and output_columns % block else block
 
 
 def backward_spec(record: GroupedMatmul, blocks: TileSizes) -> GroupedSpec:
@@ -322,25 +322,25 @@ def pad_scales_to_sublanes(scale: jax.Array) -> jax.Array:
 
 
 def spread_scales_over_tile(
-    scales: jax.Array, first: Any, size: int, spec: GroupedSpec, columns_first: bool
+    scales: jax.Array, first_row: Any, size: int, spec: GroupedSpec, columns_first: bool
 ) -> jax.Array:
     """Returns the factors of a tile of a matrix: every row has the scales of its block, by a product with ones.
 
     Args:
         scales: [blocks, n] of a tile's columns, padded.
-        first: First row of the tile, in the matrix.
+        first_row: First row of the tile, in the matrix.
         size: The number of its rows.
         spec: The kernel's constants.
         columns_first: Whether the tile, and the result, is [n, size] instead of [size, n].
     """
-    ones = scale_block_membership(scales.shape[0], first, size, spec)
+    ones = scale_block_membership(scales.shape[0], first_row, size, spec)
     pair = (scales, ones) if columns_first else (ones, scales)
     return matrix_product(*pair, (0, 0), lax.Precision.HIGHEST)
 
 
-def scale_block_membership(blocks: int, first: Any, size: int, spec: GroupedSpec) -> jax.Array:
+def scale_block_membership(blocks: int, first_row: Any, size: int, spec: GroupedSpec) -> jax.Array:
     """Returns 1 where a row of a tile belongs to a block of scales, else 0: float32 [blocks, size]."""
-    index = first + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
+    index = first_row + lax.broadcasted_iota(jnp.int32, (blocks, size), 1)
     block = lax.broadcasted_iota(jnp.int32, (blocks, size), 0) * spec.contracted_per_scale
     return jnp.where((index >= block) & (index < block + spec.contracted_per_scale), 1.0, 0.0)
 

@@ -87,12 +87,12 @@ def _run(
             # What XLA adds up afterwards is in float32.
             dtype = getattr(record, name).dtype if written == count else jnp.float32
             results = jax.ShapeDtypeStruct(
-                (plan.batch_size, plan.padded_tokens, written, spec.num_channels(name)), dtype
+                (plan.batch_size, plan.padded_tokens_per_row, written, spec.num_channels(name)), dtype
             )
             outputs[f"d{name}"] = layout.channel_field_operand(plan, name, results, written, True)
     needs_decay_gradient = bool(spec.gate_sum_names) and "decay" in grad_fields
     if needs_decay_gradient or grad_fields & set(spec.scalar_names):
-        results = (plan.batch_size, spec.num_head_steps, plan.padded_tokens, layout.num_scalar_columns(spec))
+        results = (plan.batch_size, spec.num_head_steps, plan.padded_tokens_per_row, layout.num_scalar_columns(spec))
         outputs["dscalar_columns"] = layout.scalar_columns_operand(
             plan, jax.ShapeDtypeStruct(results, jnp.float32), True
         )
@@ -107,7 +107,7 @@ def _run(
         functools.partial(chunk_bwd, grad_fields=grad_fields),
         plan,
         inputs={
-            **token_operands(plan, arrays_by_ref, backwards=True),
+            **token_operands(plan, arrays_by_ref, reverses_chunks=True),
             "cotangent": layout.channel_field_operand(plan, "output", output_cotangent, spec.total_heads, True),
             "final_state": layout.sequence_states_operand(plan, final.astype(jnp.float32), True),
             "chunk_states": layout.chunk_states_operand(plan, states_before_chunks, True),
@@ -116,9 +116,9 @@ def _run(
     )
 
 
-def _num_gradient_heads(spec: RecurrenceSpec, count: int) -> int:
+def _num_gradient_heads(spec: RecurrenceSpec, num_field_heads: int) -> int:
     """Returns the number of heads of the gradient of a field: its own, or one per step if several steps read a head."""
-    return count if spec.heads_per_step * count >= spec.total_heads else spec.num_head_steps
+    return num_field_heads if spec.heads_per_step * num_field_heads >= spec.total_heads else spec.num_head_steps
 
 
 def _reduce_to_field_shape(gradient: jax.Array, field: jax.Array) -> jax.Array:

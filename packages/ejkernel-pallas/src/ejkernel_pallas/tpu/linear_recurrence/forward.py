@@ -56,7 +56,7 @@ def _run_forward(record: LinearRecurrence, config: TpuRecurrence, initial_states
     """
     plan = make_plan(record, make_spec(record, config))
     spec = plan.spec
-    shape = (plan.batch_size, plan.padded_tokens, spec.total_heads, spec.value_dim)
+    shape = (plan.batch_size, plan.padded_tokens_per_row, spec.total_heads, spec.value_dim)
     output = jax.ShapeDtypeStruct(shape, record.query.dtype)
     final = jax.ShapeDtypeStruct(initial_states.shape, initial_states.dtype if plan.states_in_slots else jnp.float32)
     results = run(
@@ -92,17 +92,18 @@ def token_arrays(plan: ChunkPlan, record: LinearRecurrence) -> dict[str, jax.Arr
 
 
 def token_operands(
-    plan: ChunkPlan, arrays_by_ref: dict[str, jax.Array], *, backwards: bool = False
+    plan: ChunkPlan, arrays_by_ref: dict[str, jax.Array], *, reverses_chunks: bool = False
 ) -> dict[str, Operand]:
     """Returns the arrays of `token_arrays` as operands of a kernel."""
     counts = dict(plan.spec.channel_field_head_counts)
     found = {
-        name: layout.channel_field_operand(plan, name, arrays_by_ref[name], counts[name], backwards) for name in counts
+        name: layout.channel_field_operand(plan, name, arrays_by_ref[name], counts[name], reverses_chunks)
+        for name in counts
     }
     if "scalar_columns" in arrays_by_ref:
-        found["scalar_columns"] = layout.scalar_columns_operand(plan, arrays_by_ref["scalar_columns"], backwards)
+        found["scalar_columns"] = layout.scalar_columns_operand(plan, arrays_by_ref["scalar_columns"], reverses_chunks)
     if "scalar_rows" in arrays_by_ref:
-        found["scalar_rows"] = layout.scalar_rows_operand(plan, arrays_by_ref["scalar_rows"], backwards)
+        found["scalar_rows"] = layout.scalar_rows_operand(plan, arrays_by_ref["scalar_rows"], reverses_chunks)
     return found
 
 

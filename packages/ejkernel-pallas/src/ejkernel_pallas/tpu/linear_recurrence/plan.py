@@ -55,7 +55,7 @@ class ChunkPlan:
     states_in_slots: bool = False
 
     @property
-    def padded_tokens(self) -> int:
+    def padded_tokens_per_row(self) -> int:
         """Returns T', the number of positions per row: tokens and padding."""
         return self.chunks_per_row * self.spec.chunk_tokens
 
@@ -63,7 +63,7 @@ class ChunkPlan:
         """Returns [B, T, ...] as [B, T', ...], with zeros for padding."""
         if self.token_positions is not None:
             return jnp.take(x, self.token_positions.token_at_position, axis=1, mode="fill", fill_value=0)
-        return jnp.pad(x, ((0, 0), (0, self.padded_tokens - self.tokens_per_row), *((0, 0),) * (x.ndim - 2)))
+        return jnp.pad(x, ((0, 0), (0, self.padded_tokens_per_row - self.tokens_per_row), *((0, 0),) * (x.ndim - 2)))
 
     def gather_from_chunks(self, x: jax.Array) -> jax.Array:
         """Returns [B, T', ...] as [B, T, ...]."""
@@ -110,7 +110,7 @@ def make_plan(record: LinearRecurrence, spec: RecurrenceSpec) -> ChunkPlan:
 
 
 def channel_field_operand(
-    plan: ChunkPlan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int, backwards: bool
+    plan: ChunkPlan, name: str, x: jax.Array | jax.ShapeDtypeStruct, count: int, reverses_chunks: bool
 ) -> Operand:
     """Returns a field [B, T', heads, channels], or a result of such a shape, as blocks of a step's heads."""
     spec, width = plan.spec, plan.spec.num_channels(name)
@@ -119,14 +119,14 @@ def channel_field_operand(
     def head(step: Any) -> Any:
         return divide(step * (spec.heads_per_step * count), spec.total_heads * block)
 
-    chunk = _chunk_index_map(plan, backwards)
+    chunk = _chunk_index_map(plan, reverses_chunks)
     if spec.has_heads_along_lanes(name, count):
         shaped = _rearrange_array_or_shape(
-            x, (plan.batch_size, plan.padded_tokens, count * width), lambda x: x.reshape(*x.shape[:2], -1)
+            x, (plan.batch_size, plan.padded_tokens_per_row, count * width), lambda x: x.reshape(*x.shape[:2], -1)
         )
         return Operand(shaped, (None, spec.chunk_tokens, block * width), lambda b, h, c, *_: (b, chunk(c), head(h)))
     shaped = _rearrange_array_or_shape(
-        x, (plan.batch_size, count, plan.padded_tokens, width), lambda x: x.swapaxes(1, 2)
+        x, (plan.batch_size, count, plan.padded_tokens_per_row, width), lambda x: x.swapaxes(1, 2)
     )
     return Operand(shaped, (None, block, spec.chunk_tokens, width), lambda b, h, c, *_: (b, head(h), chunk(c), 0))
 
@@ -134,13 +134,13 @@ def channel_field_operand(
 def unpack_channel_result(plan: ChunkPlan, name: str, x: jax.Array, count: int) -> jax.Array:
     """Returns a result of `channel_field_operand`'s shape as [B, T', heads, channels]."""
     if plan.spec.has_heads_along_lanes(name, count):
-        return x.reshape(plan.batch_size, plan.padded_tokens, count, plan.spec.num_channels(name))
+        return x.reshape(plan.batch_size, plan.padded_tokens_per_row, count, plan.spec.num_channels(name))
     return x.swapaxes(1, 2)
 
 
-def scalar_columns_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+def scalar_columns_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, reverses_chunks: bool) -> Operand:
     """Returns the array of `scalar_columns` as blocks of a step's heads."""
-    chunk, width = _chunk_index_map(plan, backwards), num_scalar_columns(plan.spec)
+    chunk, width = _chunk_index_map(plan, reverses_chunks), num_scalar_columns(plan.spec)
     return Operand(x, (None, None, plan.spec.chunk_tokens, width), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
 
@@ -169,12 +169,12 @@ def make_scalar_arrays(plan: ChunkPlan, record: LinearRecurrence) -> tuple[jax.A
             strict=True,
         )
     parts = [
-        arrays[name].reshape(plan.batch_size, plan.padded_tokens, spec.num_head_steps, spec.heads_per_step)
+        arrays[name].reshape(plan.batch_size, plan.padded_tokens_per_row, spec.num_head_steps, spec.heads_per_step)
         for name in spec.scalar_names
     ]
     if plan.run_index_of_token is not None:
         runs = plan.run_index_of_token[:, :, None, None]
-        parts.append(jnp.broadcast_to(runs, (plan.batch_size, plan.padded_tokens, spec.num_head_steps, 1)))
+        parts.append(jnp.broadcast_to(runs, (plan.batch_size, plan.padded_tokens_per_row, spec.num_head_steps, 1)))
     scalar_rows = None
     if spec.gate_sum_names:
         scalar_rows = jnp.concatenate([*parts[: len(spec.gate_sum_names)], *parts[len(spec.scalar_names) :]], axis=3)
@@ -209,7 +209,7 @@ def _cumulative_gate_sums(plan: ChunkPlan, gates: jax.Array) -> tuple[jax.Array,
         runs = lax.cummax(plan.run_index_of_token.reshape(*shape[:3], 1), axis=2)
         starts_run = jnp.concatenate([jnp.ones_like(runs[:, :, :1], bool), runs[:, :, 1:] != runs[:, :, :-1]], axis=2)
         found, _ = lax.associative_scan(_add_with_restart, (parts, jnp.broadcast_to(starts_run, parts.shape)), axis=3)
-    return tuple(found.reshape(len(parts), plan.batch_size, plan.padded_tokens, -1))
+    return tuple(found.reshape(len(parts), plan.batch_size, plan.padded_tokens_per_row, -1))
 
 
 def _add_with_restart(
@@ -219,9 +219,9 @@ def _add_with_restart(
     return jnp.where(right[1], right[0], left[0] + right[0]), left[1] | right[1]
 
 
-def scalar_rows_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+def scalar_rows_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, reverses_chunks: bool) -> Operand:
     """Returns [B, H / heads, chunks, rows, C], as blocks of a step's heads."""
-    chunk, spec = _chunk_index_map(plan, backwards), plan.spec
+    chunk, spec = _chunk_index_map(plan, reverses_chunks), plan.spec
     return Operand(x, (None, None, None, x.shape[3], spec.chunk_tokens), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
 
 
@@ -232,15 +232,15 @@ def scalar_gradients(
     spec = plan.spec
     parts = x[..., : len(spec.scalar_names) * spec.heads_per_step]
     parts = parts.reshape(
-        plan.batch_size, spec.num_head_steps, plan.padded_tokens, len(spec.scalar_names), spec.heads_per_step
+        plan.batch_size, spec.num_head_steps, plan.padded_tokens_per_row, len(spec.scalar_names), spec.heads_per_step
     )
     parts = parts.transpose(3, 0, 2, 1, 4).reshape(
-        len(spec.scalar_names), plan.batch_size, plan.padded_tokens, spec.total_heads
+        len(spec.scalar_names), plan.batch_size, plan.padded_tokens_per_row, spec.total_heads
     )
     found = dict(zip(spec.scalar_names, parts, strict=True))
     if scalar_rows is not None:
         scalar_rows = scalar_rows.transpose(0, 2, 4, 1, 3).reshape(
-            plan.batch_size, plan.padded_tokens, spec.total_heads
+            plan.batch_size, plan.padded_tokens_per_row, spec.total_heads
         )
         shape = (plan.batch_size, plan.tokens_per_row, spec.total_heads)
         gates = plan.gather_to_chunks(_broadcast_scalar_field(record.decay, shape))
@@ -249,9 +249,9 @@ def scalar_gradients(
     return found
 
 
-def sequence_states_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+def sequence_states_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, reverses_chunks: bool) -> Operand:
     """Returns states [B or N, H, K, V] of rows or sequences, as blocks of a step's heads."""
-    spec, chunk = plan.spec, _chunk_index_map(plan, backwards)
+    spec, chunk = plan.spec, _chunk_index_map(plan, reverses_chunks)
     block = (None, spec.heads_per_step, spec.key_dim, spec.value_dim)
     if plan.token_positions is None:
         return Operand(x, block, lambda b, h, c, *_: (b, h, 0, 0))
@@ -259,16 +259,16 @@ def sequence_states_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct
     return Operand(x, block, lambda b, h, c, table: (divide(table[chunk(c)], per_state), h, 0, 0))
 
 
-def chunk_states_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, backwards: bool) -> Operand:
+def chunk_states_operand(plan: ChunkPlan, x: jax.Array | jax.ShapeDtypeStruct, reverses_chunks: bool) -> Operand:
     """Returns states [B, chunks, H, K, V] before every chunk, as blocks."""
-    spec, chunk = plan.spec, _chunk_index_map(plan, backwards)
+    spec, chunk = plan.spec, _chunk_index_map(plan, reverses_chunks)
     return Operand(
         x, (None, None, spec.heads_per_step, spec.key_dim, spec.value_dim), lambda b, h, c, *_: (b, chunk(c), h, 0, 0)
     )
 
 
-def _chunk_index_map(plan: ChunkPlan, backwards: bool) -> Any:
-    return (lambda c: plan.chunks_per_row - 1 - c) if backwards else (lambda c: c)
+def _chunk_index_map(plan: ChunkPlan, reverses_chunks: bool) -> Any:
+    return (lambda c: plan.chunks_per_row - 1 - c) if reverses_chunks else (lambda c: c)
 
 
 def _rearrange_array_or_shape(x: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...], rearrange: Any) -> Any:

@@ -173,9 +173,9 @@ def _constrain_to_hbm(array: Any) -> Any:
     return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
-def _constrain_batch_to_hbm(axis_size: int, in_batched: list[bool], array: Any) -> tuple[Any, bool]:
+def _constrain_batch_to_hbm(axis_size: int, is_batched: list[bool], array: Any) -> tuple[Any, bool]:
     """Returns the constraint on all arrays of a batch; JAX has no rule of its own."""
-    return _constrain_to_hbm(array), in_batched[0]
+    return _constrain_to_hbm(array), is_batched[0]
 
 
 _constrain_to_hbm.def_vmap(_constrain_batch_to_hbm)

@@ -101,11 +101,11 @@ def function_path(function: Callable[..., Any]) -> str:
 
 
 def workload_of_function_path(
-    path: str, args: Sequence[Any], flops: float | None, static: Mapping[str, Any]
+    path: str, args: Sequence[Any], flops: float | None, static_kwargs: Mapping[str, Any]
 ) -> Workload:
-    """Builds the workload of the function with this path; `static` are keyword arguments."""
+    """Builds the workload of the function with this path; `static_kwargs` are keyword arguments."""
     found = find_function(path)
-    return Workload(function=lambda *arrays: found(*arrays, **static), args=args, flops=flops)
+    return Workload(function=lambda *arrays: found(*arrays, **static_kwargs), args=args, flops=flops)
 
 
 def _import_file(path: str) -> Any:

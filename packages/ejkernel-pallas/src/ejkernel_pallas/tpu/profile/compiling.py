@@ -112,10 +112,10 @@ def _simulate_kernels(chip: Chip, case: Case, compiled: CompiledCase, dump_folde
         yield _simulate_kernel(chip, case, name, call, dump_folder)
 
 
-def _find_pallas_call(name: str, calls: Sequence[PallasCall]) -> PallasCall | None:
+def _find_pallas_call(name: str, pallas_calls: Sequence[PallasCall]) -> PallasCall | None:
     """Returns the call that a kernel came from: the first of the same name, or else the first of all."""
     base = name.partition(".")[0]
-    return next((call for call in calls if call.name == base), calls[0] if calls else None)
+    return next((call for call in pallas_calls if call.name == base), pallas_calls[0] if pallas_calls else None)
 
 
 def _simulate_kernel(chip: Chip, case: Case, name: str, call: PallasCall | None, dump_folder: Path) -> KernelReport:

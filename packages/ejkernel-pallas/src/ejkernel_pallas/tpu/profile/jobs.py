@@ -81,7 +81,7 @@ def profile(
         ModuleNotFoundError: libtpu is not installed.
     """
     path = function if isinstance(function, str) else function_path(function)
-    kwargs = {"path": path, "args": args, "flops": flops, "static": static}
+    kwargs = {"path": path, "args": args, "flops": flops, "static_kwargs": static}
     case = Case(
         label=path.rpartition(":")[2],
         build="ejkernel_pallas.tpu.profile.cases:workload_of_function_path",

@@ -19,9 +19,9 @@ _REMOTE_COPY_FLAG = 1 << 14  # set in the word that identifies a copy's target d
 _SEMAPHORE_NUMBER_MASK = (1 << 13) - 1  # mask of the semaphore's number; the bits above it identify its device
 
 
-def operand_address(number: int) -> int:
+def operand_address(operand_index: int) -> int:
     """Returns the address where an operand of the kernel starts."""
-    return ALLOCATION_ADDRESS_STRIDE * (_FIRST_OPERAND_ALLOCATION + number)
+    return ALLOCATION_ADDRESS_STRIDE * (_FIRST_OPERAND_ALLOCATION + operand_index)
 
 
 def wrap_to_int32(value: int) -> int:

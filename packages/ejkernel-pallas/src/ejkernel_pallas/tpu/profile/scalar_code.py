@@ -89,19 +89,23 @@ class ScalarCode:
         functions: Maps the first bundle of a block to `(registers, machine, memory) -> first bundle of the next block`.
     """
 
-    def __init__(self, bundles: Sequence[Bundle], flow: ControlFlow, block_times: Mapping[int, BlockTime]) -> None:
+    def __init__(
+        self, bundles: Sequence[Bundle], control_flow: ControlFlow, block_times: Mapping[int, BlockTime]
+    ) -> None:
         self.symbols = SymbolTable()
-        self._bundles, self._flow = bundles, flow
+        self._bundles, self._flow = bundles, control_flow
         self._kept = _ScalarSlice(bundles).kept
         self._merged = self._find_phis_by_input()
-        source = "\n".join(self._translate_block(block, block_times[start]) for start, block in flow.blocks.items())
+        source = "\n".join(
+            self._translate_block(block, block_times[start]) for start, block in control_flow.blocks.items()
+        )
         scope: dict[str, Any] = {
             f.__name__: f for f in (wrap_to_int32, multiply, multiply_high, shift_left, shift_right)
         }
         # the source is generated from parsed operands; a compiled function is a hundred times faster than an
         # interpreter
         exec(source, scope)
-        self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in flow.blocks}
+        self.functions: dict[int, BlockFunction] = {start: scope[f"b{start}"] for start in control_flow.blocks}
 
     def _find_phis_by_input(self) -> Mapping[str, list[str]]:
         """Maps each register to the merges that have it as an input. They are assigned where the register is."""

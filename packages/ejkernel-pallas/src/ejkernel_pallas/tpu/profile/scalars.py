@@ -63,15 +63,15 @@ class _JaxprEvaluator:
         known: dict[Any, LazyValue] = dict(zip(jaxpr.invars, inputs, strict=True))
         known |= {v: functools.partial(_constant, c) for v, c in zip(jaxpr.constvars, constants, strict=True)}
 
-        def read(variable: Any) -> LazyValue:
+        def read_variable(variable: Any) -> LazyValue:
             if isinstance(variable, jex_core.Literal):
                 return functools.partial(_constant, variable.val)
             return known[variable]
 
         for equation in jaxpr.eqns:
-            outputs = self._lazy_results_of_equation(equation, [read(v) for v in equation.invars])
+            outputs = self._lazy_results_of_equation(equation, [read_variable(v) for v in equation.invars])
             known.update(zip(equation.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [read_variable(v) for v in jaxpr.outvars]
 
     def _lazy_results_of_equation(self, equation: Any, inputs: list[LazyValue]) -> Sequence[LazyValue]:
         name, params = equation.primitive.name, equation.params

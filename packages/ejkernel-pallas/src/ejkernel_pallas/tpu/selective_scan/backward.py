@@ -50,10 +50,10 @@ def backward(pullback: Pullback, config: TpuScan) -> Gradients:
         selective_scan_bwd,
         plan,
         inputs={
-            **shared_operands(plan, record, backwards=True),
-            "cotangent": token_operand(spec, cotangent, backwards=True),
-            "chunk_states": chunk_states_operand(spec, pullback.residuals.states, backwards=True),
-            "final_state": sequence_states_operand(spec, final_cotangent, backwards=True),
+            **shared_operands(plan, record, reverses_chunks=True),
+            "cotangent": token_operand(spec, cotangent, reverses_chunks=True),
+            "chunk_states": chunk_states_operand(spec, pullback.residuals.states, reverses_chunks=True),
+            "final_state": sequence_states_operand(spec, final_cotangent, reverses_chunks=True),
         },
         outputs=_make_result_operands(plan, record, cotangent.shape, final_cotangent.shape),
         scratch=_scratch(spec),
@@ -93,13 +93,15 @@ def _make_result_operands(
         )
 
     return {
-        "dx": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.x.dtype), backwards=True),
-        "dstep": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.step.dtype), backwards=True),
+        "dx": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.x.dtype), reverses_chunks=True),
+        "dstep": token_operand(spec, jax.ShapeDtypeStruct(token_shape, record.step.dtype), reverses_chunks=True),
         "dwrite": channel_sum_operand(),
         "dread": channel_sum_operand(),
         "ddecay": token_sum_operand(spec.state_size),
         "dskip": token_sum_operand(1),
-        "dinitial_state": sequence_states_operand(spec, jax.ShapeDtypeStruct(state_shape, jnp.float32), backwards=True),
+        "dinitial_state": sequence_states_operand(
+            spec, jax.ShapeDtypeStruct(state_shape, jnp.float32), reverses_chunks=True
+        ),
     }
 
 

@@ -130,15 +130,15 @@ def _update_scratch(spec: UpdateSpec) -> dict[str, Any]:
     }
 
 
-def shared_operands(plan: ScanPlan, record: SelectiveScan, *, backwards: bool = False) -> OperandsByName:
+def shared_operands(plan: ScanPlan, record: SelectiveScan, *, reverses_chunks: bool = False) -> OperandsByName:
     """Returns the operands that both kernels read."""
     spec = plan.spec
     skip = record.skip.astype(jnp.float32)[None]
     return {
-        "x": token_operand(spec, plan.gather_to_chunks(record.x), backwards=backwards),
-        "dt": token_operand(spec, plan.gather_to_chunks(record.step), backwards=backwards),
-        "write": write_or_read_operand(spec, plan.arrange_write_or_read(record.write), backwards=backwards),
-        "read": write_or_read_operand(spec, plan.arrange_write_or_read(record.read), backwards=backwards),
+        "x": token_operand(spec, plan.gather_to_chunks(record.x), reverses_chunks=reverses_chunks),
+        "dt": token_operand(spec, plan.gather_to_chunks(record.step), reverses_chunks=reverses_chunks),
+        "write": write_or_read_operand(spec, plan.arrange_write_or_read(record.write), reverses_chunks=reverses_chunks),
+        "read": write_or_read_operand(spec, plan.arrange_write_or_read(record.read), reverses_chunks=reverses_chunks),
         "decay": Operand(
             record.decay.T.astype(jnp.float32) * LOG2E, (spec.state_size, spec.channels_per_step), _channel_tile_index
         ),
@@ -151,39 +151,41 @@ def _channel_tile_index(*step: Any) -> tuple[Any, ...]:
     return 0, step[1]
 
 
-def _chunk_index(spec: ScanSpec, chunk: Any, backwards: bool) -> Any:
-    """Returns the chunk that a grid step processes; with `backwards` they are counted from the last one."""
-    return spec.chunks_per_row - 1 - chunk if backwards else chunk
+def _chunk_index(spec: ScanSpec, chunk: Any, reverses_chunks: bool) -> Any:
+    """Returns the chunk that a grid step processes; with `reverses_chunks` they are counted from the last one."""
+    return spec.chunks_per_row - 1 - chunk if reverses_chunks else chunk
 
 
-def token_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def token_operand(spec: ScanSpec, x: Any, *, reverses_chunks: bool = False) -> Operand:
     """Returns the operand that gives a grid step its chunk of tokens and its channels of [B, T, I]."""
     return Operand(
         x,
         (None, CHUNK_TOKENS, spec.channels_per_step),
-        lambda *step: (step[0], _chunk_index(spec, step[2], backwards), step[1]),
+        lambda *step: (step[0], _chunk_index(spec, step[2], reverses_chunks), step[1]),
     )
 
 
-def write_or_read_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def write_or_read_operand(spec: ScanSpec, x: Any, *, reverses_chunks: bool = False) -> Operand:
     """Returns the operand of [B, chunks, E, 64], or of an array with other last axes, with one block per chunk."""
-    return Operand(x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, 0))
+    return Operand(
+        x, (None, None, *x.shape[2:]), lambda *step: (step[0], _chunk_index(spec, step[2], reverses_chunks), 0, 0)
+    )
 
 
-def chunk_states_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def chunk_states_operand(spec: ScanSpec, x: Any, *, reverses_chunks: bool = False) -> Operand:
     """Returns the operand of states [B, chunks, E, I], with one block per chunk."""
     return Operand(
         x,
         (None, None, spec.state_size, spec.channels_per_step),
-        lambda *step: (step[0], _chunk_index(spec, step[2], backwards), 0, step[1]),
+        lambda *step: (step[0], _chunk_index(spec, step[2], reverses_chunks), 0, step[1]),
     )
 
 
-def sequence_states_operand(spec: ScanSpec, x: Any, *, backwards: bool = False) -> Operand:
+def sequence_states_operand(spec: ScanSpec, x: Any, *, reverses_chunks: bool = False) -> Operand:
     """Returns the operand of states [N, E, I], with the block of the chunk's row or packed sequence."""
 
     def index(row: Any, tile: Any, chunk: Any, table: Any) -> tuple[Any, ...]:
-        return read_sequence_of_chunk(table, spec, row, _chunk_index(spec, chunk, backwards)), 0, tile
+        return read_sequence_of_chunk(table, spec, row, _chunk_index(spec, chunk, reverses_chunks)), 0, tile
 
     return Operand(x, (None, spec.state_size, spec.channels_per_step), index)
 

@@ -102,12 +102,12 @@ def matrix_gradients(
 
 
 def _index_map(
-    spec: GroupedSpec, index: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
+    spec: GroupedSpec, index_map: Callable[[WorkItem, Any, Any], tuple[Any, ...]]
 ) -> Callable[[WorkItem, Any, Any], Any]:
     """Returns an index map from work item, tile of contracted elements and tile of columns; lanes are the grid's
     first axis.
     """
-    return index if spec.transposes_matrices else lambda v, n, k: index(v, k, n)
+    return index_map if spec.transposes_matrices else lambda v, n, k: index_map(v, k, n)
 
 
 def _cotangent_operand(cotangent: jax.Array, spec: GroupedSpec) -> Operand:

@@ -31,7 +31,7 @@ def chunk_bwd(
     refs: RecurrenceRefs, *, spec: RecurrenceSpec, chunks_per_row: int, is_packed: bool, grad_fields: frozenset[str]
 ) -> None:
     """Processes one chunk of some heads."""
-    grid_step = grid_step_of(refs, chunks_per_row=chunks_per_row, is_packed=is_packed, backwards=True)
+    grid_step = grid_step_of(refs, chunks_per_row=chunks_per_row, is_packed=is_packed, reverses_chunks=True)
 
     @pl.when(grid_step.is_last)
     def _() -> None:

@@ -71,12 +71,12 @@ class HeadDecayWeights:
         """Returns products of all pairs of tokens, decayed: <left_i, w_ij right_j> for j <= i, else 0: [C, C]."""
         return dot(left, right, (1, 1), keeps_float32) * self.pair_decay
 
-    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, keeps_float32: bool) -> jax.Array:
+    def add(self, state: jax.Array, key: jax.Array, token_writes: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the state after the chunk."""
         # The weights multiply the writes, so that keys are not converted.
         width = state.shape[1]
         return state * widen_equal_lanes(self.chunk_decay, width) + dot(
-            key, write * widen_equal_lanes(self.decay_until_end, width), (0, 0), keeps_float32
+            key, token_writes * widen_equal_lanes(self.decay_until_end, width), (0, 0), keeps_float32
         )
 
 
@@ -103,7 +103,7 @@ class ChannelDecayWeights:
             total = jnp.where(is_split_at_level(row, column, level), square, total)
         return total
 
-    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, keeps_float32: bool) -> jax.Array:
+    def add(self, state: jax.Array, key: jax.Array, token_writes: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadDecayWeights`."""
         span = self.weights_by_block_length[-1]
         # The rows of the state are the key channels: the weights of all gates, as a column.
@@ -112,7 +112,7 @@ class ChannelDecayWeights:
             total = jnp.broadcast_to(row, (state.shape[1], state.shape[0])).T
         else:  # steps of few tokens, which the transposition of whole states would take longest
             total = broadcast_row_as_column(row, state.shape[1])
-        return state * total + dot(key * span.decay_until_end, write, (0, 0), keeps_float32)
+        return state * total + dot(key * span.decay_until_end, token_writes, (0, 0), keeps_float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +128,9 @@ class NoDecayWeights:
         row, column = row_and_column_indices(left.shape[0])
         return jnp.where(row >= column, dot(left, right, (1, 1), keeps_float32), 0.0)
 
-    def add(self, state: jax.Array, key: jax.Array, write: jax.Array, keeps_float32: bool) -> jax.Array:
+    def add(self, state: jax.Array, key: jax.Array, token_writes: jax.Array, keeps_float32: bool) -> jax.Array:
         """Returns the state after the chunk; see `HeadDecayWeights`."""
-        return state + dot(key, write, (0, 0), keeps_float32)
+        return state + dot(key, token_writes, (0, 0), keeps_float32)
 
 
 KeyDecayWeights = HeadDecayWeights | ChannelDecayWeights | NoDecayWeights
@@ -147,18 +147,18 @@ def make_key_decay_weights(decay: jax.Array | HeadLogDecaySums | None) -> KeyDec
     )
 
 
-def _make_head_weights(sums: HeadLogDecaySums) -> HeadDecayWeights:
+def _make_head_weights(log_decay_sums: HeadLogDecaySums) -> HeadDecayWeights:
     """Returns the decay weights of a chunk from the sums of its log gates, one per token."""
-    row, column = row_and_column_indices(sums.coarse_sums.shape[0])
+    row, column = row_and_column_indices(log_decay_sums.coarse_sums.shape[0])
     # Each token's sums are in every lane, so that reading them along lanes needs no other broadcast.
     coarse, fine = (
-        _broadcast_column_to_lanes(sums.coarse_sums),
-        None if sums.fine_sums is None else _broadcast_column_to_lanes(sums.fine_sums),
+        _broadcast_column_to_lanes(log_decay_sums.coarse_sums),
+        None if log_decay_sums.fine_sums is None else _broadcast_column_to_lanes(log_decay_sums.fine_sums),
     )
-    after = widen_equal_lanes(coarse, row.shape[1]) - sums.coarse_sums_row
+    after = widen_equal_lanes(coarse, row.shape[1]) - log_decay_sums.coarse_sums_row
     total, decay_until_end = coarse, last_row(coarse) - coarse
-    if fine is not None and sums.fine_sums_row is not None:
-        after = after + (widen_equal_lanes(fine, row.shape[1]) - sums.fine_sums_row)
+    if fine is not None and log_decay_sums.fine_sums_row is not None:
+        after = after + (widen_equal_lanes(fine, row.shape[1]) - log_decay_sums.fine_sums_row)
         total, decay_until_end = total + fine, decay_until_end + (last_row(fine) - fine)
     # Above the diagonal, and between tokens of two segments, sums may have any sign: 0 times infinity would be NaN.
     pair_decay, decay_until_end = (jnp.exp(jnp.minimum(x, MAX_EXPONENT)) for x in (after, decay_until_end))

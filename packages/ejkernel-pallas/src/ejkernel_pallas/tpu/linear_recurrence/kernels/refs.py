@@ -90,12 +90,12 @@ def grid_step_of(
     *,
     chunks_per_row: int,
     is_packed: bool,
-    backwards: bool = False,
+    reverses_chunks: bool = False,
     states_in_slots: bool = False,
 ) -> GridStep:
     """Returns the grid step of a kernel whose grid is (rows, steps over heads, chunks)."""
     chunk = pl.program_id(2)
-    chunk = chunks_per_row - 1 - chunk if backwards else chunk
+    chunk = chunks_per_row - 1 - chunk if reverses_chunks else chunk
     entry = refs.chunk_table[pl.program_id(0) * chunks_per_row + chunk]
     if is_packed:
         return GridStep(1, (entry & 2) != 0, (entry & 1) != 0, (entry & 4) != 0 if states_in_slots else None)

@@ -64,19 +64,19 @@ def invert_unit_lower(matrices: ArraysPerHead, keeps_float32: bool) -> ArraysPer
     return tuple(found)
 
 
-def _rows_of_every_second_block(x: jax.Array, length: int) -> jax.Array:
+def _rows_of_every_second_block(x: jax.Array, block_rows: int) -> jax.Array:
     """Returns the rows of every second block; all rows if blocks are smaller than registers."""
-    if length < ROWS_PER_REGISTER:
+    if block_rows < ROWS_PER_REGISTER:
         return x
-    return jnp.concatenate([x[at : at + length] for at in range(length, x.shape[0], 2 * length)], axis=0)
+    return jnp.concatenate([x[at : at + block_rows] for at in range(block_rows, x.shape[0], 2 * block_rows)], axis=0)
 
 
-def _subtract_from_every_second_block(x: jax.Array, y: jax.Array, length: int) -> jax.Array:
+def _subtract_from_every_second_block(x: jax.Array, y: jax.Array, block_rows: int) -> jax.Array:
     """Returns x minus `y`, which has the rows of `_rows_of_every_second_block`."""
-    if length < ROWS_PER_REGISTER:
+    if block_rows < ROWS_PER_REGISTER:
         return x - y
     parts: list[jax.Array] = []
-    for number, at in enumerate(range(0, x.shape[0], 2 * length)):
-        second_half = x[at + length : at + 2 * length] - y[number * length : (number + 1) * length]
-        parts += [x[at : at + length], second_half]
+    for number, at in enumerate(range(0, x.shape[0], 2 * block_rows)):
+        second_half = x[at + block_rows : at + 2 * block_rows] - y[number * block_rows : (number + 1) * block_rows]
+        parts += [x[at : at + block_rows], second_half]
     return jnp.concatenate(parts, axis=0)

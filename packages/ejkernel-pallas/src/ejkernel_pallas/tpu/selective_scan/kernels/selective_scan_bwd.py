@@ -49,7 +49,7 @@ STATE_ELEMENTS_PER_PASS = 8
 
 def selective_scan_bwd(refs: ScanRefs, *, spec: ScanSpec) -> None:
     """Computes the gradients of one chunk."""
-    grid_step = grid_step_of(refs, spec, backwards=True)
+    grid_step = grid_step_of(refs, spec, reverses_chunks=True)
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
@@ -170,7 +170,7 @@ def _scan_gradients_backwards(refs: ScanRefs, spec: ScanSpec, channel_group: int
     state_rows = [state_element_rows(spec, channel_group, element) for element in state_elements]
     start = tuple((refs.state[state_row], refs.decay_gradients[state_row]) for state_row in state_rows)
     for state_row, (state, decay_gradient) in zip(
-        state_rows, scan_tokens(spec, scan_token_gradients, start, backwards=True), strict=True
+        state_rows, scan_tokens(spec, scan_token_gradients, start, scans_in_reverse=True), strict=True
     ):
         refs.state[state_row], refs.decay_gradients[state_row] = state, decay_gradient
 

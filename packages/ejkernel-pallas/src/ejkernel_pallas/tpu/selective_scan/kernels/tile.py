@@ -133,10 +133,10 @@ class GridStep:
     has_tokens: Any
 
 
-def grid_step_of(refs: ScanRefs, spec: ScanSpec, *, backwards: bool = False) -> GridStep:
+def grid_step_of(refs: ScanRefs, spec: ScanSpec, *, reverses_chunks: bool = False) -> GridStep:
     """Returns the grid step of a kernel whose grid is (rows, tiles, chunks)."""
     chunk = pl.program_id(2)
-    chunk = spec.chunks_per_row - 1 - chunk if backwards else chunk
+    chunk = spec.chunks_per_row - 1 - chunk if reverses_chunks else chunk
     entry = refs.chunk_table[pl.program_id(0) * spec.chunks_per_row + chunk]
     return GridStep(
         pl.program_id(1),
@@ -263,15 +263,19 @@ def state_element_rows(spec: ScanSpec, channel_group: int, state_element: int) -
     return slice(begin, begin + SUBLANES)
 
 
-def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, backwards: bool = False) -> Any:
+def scan_tokens(spec: ScanSpec, body: Any, carry: Any, *, scans_in_reverse: bool = False) -> Any:
     """Calls `body(token, carry)` for each token of a chunk in order, or in reverse."""
     iterations = CHUNK_TOKENS // spec.unrolled_tokens
 
     def scan_iteration(iteration: jax.Array, carry: Any) -> Any:
-        first_token_of_iteration = (iterations - 1 - iteration if backwards else iteration) * spec.unrolled_tokens
+        first_token_of_iteration = (
+            iterations - 1 - iteration if scans_in_reverse else iteration
+        ) * spec.unrolled_tokens
         for offset in range(spec.unrolled_tokens):
             carry = body(
-                ScannedToken(first_token_of_iteration, spec.unrolled_tokens - 1 - offset if backwards else offset),
+                ScannedToken(
+                    first_token_of_iteration, spec.unrolled_tokens - 1 - offset if scans_in_reverse else offset
+                ),
                 carry,
             )
         return carry
